@@ -40,7 +40,11 @@ IN_ENGINE_PROCESS = (
     "engine/process/core_loop.py",
     "engine/process/core_messages.py",
 )  # counted whole
-ONLY_HERE = ("engine/llm.py", "engine/progress.py")  # how the engine runs in this process
+ONLY_HERE = (
+    "engine/llm.py",
+    "engine/offline_engine.py",
+    "engine/progress.py",
+)  # how the engine runs in this process
 
 
 class Calls:

@@ -99,7 +99,7 @@ def test_there_are_examples():
 
 
 @pytest.mark.parametrize(("language", "code"), EXAMPLES)
-def test_example(place, preloaded, tiny_model, tiny_encoder, language, code):
+def test_examples_of_the_docs_run(place, preloaded, tiny_model, tiny_encoder, language, code):
     code = code.replace(
         'slipstream run "', 'slipstream run smollm2 "'
     )  # the default model, by name

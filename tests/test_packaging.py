@@ -366,6 +366,18 @@ def test_the_chart_with_everything_fits_together(tmp_path):
 
 
 @needs_helm
+@pytest.mark.parametrize(
+    ("values", "asked"),
+    [({}, True), ({"keySecret": "k"}, False), ({"serviceMonitor": {"enabled": True}}, False)],
+)
+def test_metrics_are_scraped_by_annotation_unless_a_key_or_a_monitor_is_there(
+    tmp_path, values, asked
+):
+    template = render(tmp_path, **values)["StatefulSet", "chat"]["spec"]["template"]
+    assert ("prometheus.io/scrape" in template["metadata"].get("annotations", {})) is asked
+
+
+@needs_helm
 def test_the_charts_images_are_those_that_a_release_pushes(tmp_path):
     steps = workflows()["release"]["jobs"]["images"]["steps"]
     pushed = steps[-1]["run"]
@@ -448,12 +460,15 @@ def workflows():
 
 def test_actions_are_pinned_and_jobs_are_bounded():
     for found in workflows().values():
+        assert found["permissions"] == {"contents": "read"}
         for job in found["jobs"].values():
             assert job["timeout-minutes"] <= 90
             for step in job["steps"]:
                 assert ("uses" in step) != ("run" in step)
                 if "uses" in step:
                     assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step["uses"])
+                if step.get("uses", "").startswith("actions/checkout@"):
+                    assert step["with"] == {"persist-credentials": False}
 
 
 def test_a_release_has_both_architectures_an_sdist_images_and_the_chart():

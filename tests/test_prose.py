@@ -33,8 +33,12 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
     """Docstrings of modules, classes and functions, and the strings after an assignment."""
-    for node in ast.walk(tree):
+    nodes = [tree]
+    for node in nodes:
         body = getattr(node, "body", None)
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = getattr(node, field, None)
+            nodes += inner if isinstance(inner, list) else []
         for i, statement in enumerate(body if isinstance(body, list) else []):
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 kinds = (ast.Assign, ast.AnnAssign) if i else DOCUMENTED
@@ -67,6 +71,17 @@ def test_docstrings_begin_with_what_they_are_about():
 def test_bare_beginnings_are_found(source, count):
     found = [text for text in docstrings(ast.parse(source)) if BARE.match(text.value)]
     assert len(found) == count
+
+
+def test_tests_are_named_by_behaviour_and_expectation():
+    """A name of one or two words says what is tested, but not what is expected."""
+    short = re.compile(r"^ *(?:async )?def (test_[a-z0-9]+(?:_[a-z0-9]+)?)\(", re.MULTILINE)
+    found = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for name in short.findall(file.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_no_two_classes_share_a_name():

@@ -38,8 +38,6 @@ def short(nodeid: str) -> tuple[str, str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    passed = {tuple(one) for one in GIVEN["passed"]}
-    items[:] = [item for item in items if named(item.nodeid) not in passed]
     for item in items:
         for rule in GIVEN["data"]["aside"]:
             names = rule["tests"]
@@ -48,15 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 break
 
 
-def named(nodeid: str) -> tuple[str, str]:
-    """`short`, as records have it."""
-    file, test = short(nodeid)
-    return file, test[:120]
-
-
 def written(nodeid: str, outcome: str, why: str = "") -> None:
-    file, test = named(nodeid)
-    line = {"file": file, "test": test, "outcome": outcome, **({"why": why} if why else {})}
+    file, test = short(nodeid)
+    line = {"file": file, "test": test[:120], "outcome": outcome, **({"why": why} if why else {})}
     with open(GIVEN["log"], "a", encoding="utf-8") as log:
         log.write(json.dumps(line, ensure_ascii=False) + "\n")
 

@@ -31,7 +31,11 @@ class Answer:
     required: tuple[str, ...] = ()
 
     def __init__(self, **fields: Any) -> None:
+        self._fields = fields
         self.__dict__.update({name: attributes(value) for name, value in fields.items()})
+
+    def model_dump(self, exclude: Any = ()) -> dict[str, Any]:
+        return {name: value for name, value in self._fields.items() if name not in exclude}
 
     @classmethod
     def model_validate(cls, value: Any) -> Answer:

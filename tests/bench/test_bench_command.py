@@ -42,7 +42,7 @@ def check_document(found, kind):
     assert found["machine"]["host"]["num_cores"] >= 1
 
 
-def test_latency(config_only, capsys):
+def test_latency_has_a_row_for_each_batch_size(config_only, capsys):
     words = [
         "latency",
         config_only,
@@ -126,7 +126,7 @@ def test_answers_have_exactly_the_length_asked_for():
     assert sampling.max_tokens == 7
 
 
-def test_throughput_transformers(config_only, capsys):
+def test_throughput_of_transformers_fails_no_request(config_only, capsys):
     words = ["--engine=transformers", "--batch-size=4", "--workload=random"]
     found = result(capsys, "throughput", config_only, *SHORT, *DUMMY[:-1], *words)
     assert found["engine"]["name"] == "transformers"
@@ -365,7 +365,7 @@ def test_serve_a_trace(config_only, capsys, tmp_path):
     assert found["levels"][0]["results"]["turns"]["num_requests"] == 3
 
 
-def test_no_server(capsys):
+def test_a_load_without_a_server_says_so(capsys):
     told = result(capsys, "serve", "--url=http://127.0.0.1:1", "--vocab-size=10", code=1)
     assert "no server listens" in told["error"]["message"]
     for api in ("auto", "chat"):
@@ -375,7 +375,7 @@ def test_no_server(capsys):
         assert "can't be reached" in told["error"]["message"]
 
 
-def test_tables(config_only, capsys):
+def test_tables_are_printed_without_json(config_only, capsys):
     assert main(["bench", "throughput", str(config_only), *SHORT, *DUMMY]) == 0
     out = capsys.readouterr().out
     for part in ("TTFT, ms", "output throughput", "total throughput", "p99", *DEFINITIONS.values()):
@@ -439,7 +439,7 @@ def test_tables(config_only, capsys):
         (["serve", "M", "--workload=trace", "--trace-file=x", "--time-scale=-1"], "time_scale"),
     ],
 )
-def test_refuses(config_only, capsys, words, field):
+def test_wrong_options_name_their_field(config_only, capsys, words, field):
     found = result(capsys, *[config_only if w == "M" else w for w in words], code=2)
     assert found["error"]["field"] == field
 
@@ -549,7 +549,7 @@ def test_batch_size_of_transformers(tiny_model):
         )
 
 
-def test_roofline(config_only, capsys, monkeypatch):
+def test_roofline_measures_steps_and_ceilings(config_only, capsys, monkeypatch):
     for name, small in (("READ_BYTES", 2**20), ("MULTIPLY_ROUNDS", 1000), ("CEILING_SECONDS", 0.0)):
         monkeypatch.setattr(f"slipstream.worker.start.roofline.{name}", small)
     words = ["roofline", config_only, "--batch-sizes=2", "--prompt=8", "--context=8", *DUMMY]

@@ -152,7 +152,7 @@ def test_ramp_times_only_grow(start, end, duration, seed):
         ("ramp:0:10:60", Ramp(start_rate=0, end_rate=10, duration_s=60)),
     ],
 )
-def test_parse(text, arrivals):
+def test_arrivals_are_parsed_from_text(text, arrivals):
     assert parse_arrivals(text) == arrivals
 
 
@@ -171,6 +171,6 @@ def test_parse(text, arrivals):
         "ramp:1:2",
     ],
 )
-def test_parse_refuses(text):
+def test_arrivals_that_are_none_are_refused(text):
     with pytest.raises(ConfigError, match="arrivals"):
         parse_arrivals(text)

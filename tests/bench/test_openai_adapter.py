@@ -63,7 +63,7 @@ def test_an_endless_event_is_refused():
         "prompt_tokens_details": {"cached_tokens": 2}}}, 0, (3, 4), 2),
     ({"choices": [{"text": "x"}], "usage": None, "error": None}, 1, None, 0),
 ])  # fmt: skip
-def test_an_event(event, tokens, usage, cached):
+def test_an_event_counts_its_tokens_and_usage(event, tokens, usage, cached):
     answer = MeasuredAnswer()
     Events(answer).feed(b"data: " + json.dumps(event).encode() + b"\n\n", 7.0)
     assert answer == MeasuredAnswer(
@@ -103,7 +103,7 @@ def test_what_an_answer_says_is_kept_where_it_is_wanted(choice, tokens, kept):
 @pytest.mark.parametrize(
     "data", [b"{", b"[]", b'{"usage": {}}', b'{"error": {"message": "full"}}', b'{"error": "full"}']
 )
-def test_bad_events(data):
+def test_broken_events_are_an_error(data):
     with pytest.raises(EngineError):
         Events(MeasuredAnswer()).feed(b"data: " + data + b"\n\n", 0.0)
 
@@ -230,7 +230,7 @@ async def test_bad_answers_are_failed_requests(answer, word):
     assert word in record.error
 
 
-async def test_served_models():
+async def test_a_server_without_a_list_of_models_is_named():
     listed = b'{"data": [{"id": "x", "root": "a"}, {"id": "y", "vocab_size": 9}, {"id": "z", "meta": {"n_vocab": 7}}]}'
     async with server(http(listed)) as (url, _), of(url) as endpoint:
         found = [(model.id, model.num_token_ids) for model in await endpoint.served_models()]
@@ -240,7 +240,7 @@ async def test_served_models():
             await endpoint.served_models()
 
 
-async def test_nobody_listens():
+async def test_a_port_without_a_server_is_named():
     async with of(f"http://127.0.0.1:{free_port()}") as endpoint:
         with pytest.raises(EngineError, match="no server listens at 127"):
             await endpoint.served_models()

@@ -51,13 +51,13 @@ def test_it_takes_no_more_runs_than_it_may():
         ("ttft_p99=9", [FAST, FAILED], False),  # whatever the others' figures
     ],
 )
-def test_objectives(text, records, held):
+def test_rate_objectives_hold_or_fail_as_by_hand(text, records, held):
     assert holds(summarize(records), parse_rate_objectives(text)) is held
 
 
 @pytest.mark.parametrize(
     "text", ["", "ttft_p99", "ttft_p98=1", "ttft=1", "ttft_p99=0", "ttft_p99=x", "ttft_p99=1,"]
 )
-def test_bad_objectives(text):
+def test_wrong_rate_objectives_name_their_field(text):
     with pytest.raises(ConfigError, match="find_rate"):
         parse_rate_objectives(text)

@@ -16,7 +16,7 @@ def lengths(workload):
     return [(len(r.prompt_token_ids), r.output_tokens) for r in workload.requests]
 
 
-def test_fixed():
+def test_a_fixed_workload_has_equal_lengths_and_other_tokens():
     workload = make.fixed(5, 7, 3, vocab_size=100)
     assert lengths(workload) == [(7, 3)] * 5
     assert (workload.input_tokens, workload.output_tokens) == (35, 15)
@@ -48,7 +48,7 @@ def test_a_seed_fixes_everything():
     assert build(1).requests != build(2).requests
 
 
-def test_shared_prefix():
+def test_a_shared_prefix_begins_every_prompt():
     workload = make.shared_prefix(4, 10, 3, 2, vocab_size=1000)
     prompts = [r.prompt_token_ids for r in workload.requests]
     assert len({p[:10] for p in prompts}) == 1
@@ -77,7 +77,7 @@ def test_recorded_takes_the_first(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "{}", '{"lengths": [[1]]}', '{"lengths": [[0, 1]]}', '{"lengths": 3}', '[["x"]]']
 )
-def test_bad_lengths(tmp_path, text):
+def test_a_broken_file_of_lengths_is_refused(tmp_path, text):
     path = tmp_path / "lengths.json"
     path.write_text(text)
     with pytest.raises(ConfigError):

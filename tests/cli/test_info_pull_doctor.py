@@ -53,7 +53,7 @@ def test_info_llama_8b(capsys):
     assert ledger["kv_bytes"] == ledger["num_blocks"] * ledger["block_bytes"]
 
 
-def test_info_text(capsys):
+def test_info_names_no_slow_path_for_a_supported_model(capsys):
     assert main(["info", str(CONFIGS / "gpt-j-6b"), "--device=cpu", "--dtype=float32"]) == 0
     out = capsys.readouterr().out
     for part in (
@@ -155,7 +155,7 @@ def test_pull_of_nothing(tmp_path, capsys):
     assert "config.json" in capsys.readouterr().err
 
 
-def test_doctor_json(capsys):
+def test_doctor_exits_with_1_if_something_needed_is_missing(capsys):
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert code == (1 if any(m["needed"] for m in found["missing"]) else 0)
@@ -164,7 +164,7 @@ def test_doctor_json(capsys):
     assert found["packages"]["torch"]
 
 
-def test_doctor_text(capsys):
+def test_doctor_prints_the_machine_and_what_will_be_used(capsys):
     main(["doctor"])
     out = capsys.readouterr().out
     for part in ("this machine", "will be used", "cache folder", "cores"):

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import stat
+import subprocess
 import sys
 
+import httpx
 import pytest
 
 from slipstream.cli import main as cli
+from tests import tiny_models
 from tests.server.conftest import serving
+
+AGENT = """
+import os, pathlib, signal, time, urllib.request
+signal.signal(signal.SIGINT, lambda *_: None)
+os.killpg(0, signal.SIGINT)  # Ctrl-C
+time.sleep(0.3)
+models = urllib.request.urlopen(os.environ["OPENAI_BASE_URL"] + "/models").read().decode()
+pathlib.Path("said").write_text(models)
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+"""
+"""An agent that takes Ctrl-C itself, asks the server after it, and ends with whoever started it."""
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +97,9 @@ def test_key_comes_from_a_file_or_a_word_and_is_not_shown(url, capsys, tmp_path)
     assert code == 0
     assert "SLIPSTREAM_API_KEY=" in told.err
     assert "secret-key" not in told.err
+    code, told = launched(capsys, "opencode", "--url", url, "--print", "--api-key", "secret-key")
+    assert "OPENCODE_CONFIG_CONTENT=" in told.err
+    assert "secret-key" not in told.err
     both = ("--api-key-file", str(file), "--api-key", "x")
     assert "not both" in launched(capsys, "codex", "--url", url, "--print", *both)[1].err
 
@@ -104,3 +124,21 @@ def test_program_that_is_not_installed_is_named_with_its_remedy(url, capsys, mon
     code, told = launched(capsys, "opencode", "--url", url)
     assert code == 2
     assert "npm install -g opencode-ai" in told.err
+
+
+def test_server_of_launch_outlives_ctrl_c_is_silent_and_ends_with_the_agent(tmp_path):
+    tiny_models.write_with_tokenizer(tmp_path / "tiny")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "slipstream", "launch", "any", "--url", url]
+    command += ["--serve", "tiny", "--", sys.executable, "-c", AGENT]
+    ended = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=100, start_new_session=True
+    )
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert json.loads((tmp_path / "said").read_text())["data"][0]["id"]
+    shown = ended.stderr.split("OPENAI_BASE_URL=")[1]
+    assert "status=200" not in shown  # the agent's screen is its own
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)

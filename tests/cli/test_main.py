@@ -33,7 +33,7 @@ def fails_with(monkeypatch):
     return make
 
 
-def test_version(capsys):
+def test_version_is_printed_with_exit_code_0(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0
@@ -61,7 +61,7 @@ def test_module_runs_as_a_program():
         (RuntimeError("x"), 1),
     ],
 )
-def test_exit_codes(fails_with, capsys, error, code):
+def test_each_kind_of_error_has_its_exit_code(fails_with, capsys, error, code):
     fails_with(error)
     assert main(["doctor"]) == code
     out, err = capsys.readouterr()
@@ -260,7 +260,7 @@ def test_every_verb_is_listed_with_its_file():
     assert {m for m in modules if m.startswith("bench")} == {"bench", "bench.sweep"}
 
 
-def test_interrupt(fails_with):
+def test_an_interrupt_has_exit_code_130(fails_with):
     fails_with(KeyboardInterrupt())
     assert main(["doctor"]) == 130
 
@@ -277,7 +277,7 @@ def test_interrupt(fails_with):
         ["run", "x", "--max-tokens", "few"],
     ],
 )
-def test_usage_errors(capsys, words):
+def test_wrong_words_exit_with_2_and_a_line_of_usage(capsys, words):
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -135,7 +135,7 @@ def test_probes_need_no_key(tmp_path):
     assert f":{PORT}/ready" in READY[-1]
 
 
-def test_gpus(tmp_path):
+def test_gpus_are_limits_of_the_container_and_bring_shared_memory(tmp_path):
     docker, composed, objects = write(tmp_path, "--gpus", "2")
     container = replicas_of(objects)[1]["containers"][0]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
@@ -230,7 +230,7 @@ def test_what_is_refused(tmp_path, capsys, monkeypatch, more, says):
     assert not (tmp_path / "made").exists()
 
 
-def test_json(tmp_path, capsys):
+def test_json_has_the_files_and_the_command(tmp_path, capsys):
     capsys.readouterr()
     write(tmp_path / "a folder", "--json")
     told = json.loads(capsys.readouterr().out)

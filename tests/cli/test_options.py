@@ -88,17 +88,17 @@ def test_stop_may_be_repeated():
         ("8b", 8),
     ],
 )
-def test_sizes(text, size):
+def test_sizes_are_parsed_with_their_units(text, size):
     assert options.parse_bytes(text) == size
 
 
 @given(st.integers(0, 2**50))
-def test_plain_bytes(count):
+def test_a_size_without_a_unit_is_bytes(count):
     assert options.parse_bytes(str(count)) == count
 
 
 @pytest.mark.parametrize("text", ["", "x", "-5", "1gg", "1 2", "GiB", "1e9"])
-def test_no_sizes(text):
+def test_texts_that_are_no_sizes_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="no size"):
         options.parse_bytes(text)
 

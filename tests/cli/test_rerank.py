@@ -15,7 +15,7 @@ CPU = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1"]
 DOCS = ["the sky is blue", "a cat eats", "a " * 55]
 
 
-def test_as_offline(tiny_encoder, capsys, monkeypatch):
+def test_rerank_prints_the_scores_of_the_library(tiny_encoder, capsys, monkeypatch):
     assert main(["rerank", str(tiny_encoder), "who eats?", *CPU, *DOCS, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     with LLM(str(tiny_encoder), device="cpu", dtype="float32", num_threads=1) as llm:

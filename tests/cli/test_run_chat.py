@@ -139,7 +139,7 @@ def test_run_seed_and_stop(tiny_model, llm, capsys):
         (["x", "--temperature", "-1"], "temperature"),
     ],
 )
-def test_run_refuses(capsys, words, field):
+def test_run_names_the_field_of_a_wrong_option(capsys, words, field):
     assert main(["run", *words, "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["field"] == field
 

@@ -78,7 +78,7 @@ def student(teacher):
 # --- Losses -------------------------------------------------------------------------------------------------------------
 
 
-def test_divergences():
+def test_divergences_equal_torchs():
     p, q = (torch.randn(5, 7).log_softmax(-1) for _ in range(2))
     assert torch.allclose(
         divergence("forward", p, q), F.kl_div(q, p, log_target=True, reduction="none").sum(-1)

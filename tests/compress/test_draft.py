@@ -182,7 +182,7 @@ def test_answers_without_a_token_of_the_heads(path):
     assert (first, second) in ((0, 2), (0, 3), (1, 2), (1, 3))
 
 
-def test_frequent_tokens():
+def test_frequent_tokens_are_the_commonest_in_order():
     examples = [
         Example(token_ids=(9, 9, 9, 5, 5, 4), num_context=3),
         Example(token_ids=(1, 7, 7, 7), num_context=1),
@@ -204,7 +204,7 @@ def test_kinds_of_answers(text, kind):
     assert kind_of(text) == kind
 
 
-def test_settings():
+def test_presets_of_drafts_have_their_settings():
     assert parse(preset("draft:eagle3")).one(DraftHead).kind == "eagle3"
     assert preset("draft:small") == preset("draft:1/3")
     head = DraftHead(kind="medusa")

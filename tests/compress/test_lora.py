@@ -196,7 +196,7 @@ def test_on_a_base_that_is_rounded_at_load(tmp_path, texts, scheme):
     assert answers[0].outputs[0].token_ids != answers[1].outputs[0].token_ids
 
 
-def test_the_command(tmp_path, texts, capsys):
+def test_the_command_shows_its_plan_and_trains_an_adapter(tmp_path, texts, capsys):
     tiny_models.write_with_tokenizer(tmp_path / "model", "llama")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps([{"lora": {**SMALL, "text": texts}}]))

@@ -206,7 +206,7 @@ SIZES_OF = {
     ("jamba", [{"quantize": {"group_size": 32, "rounding": "gptq"}}]),
     ("lfm2", [{"quantize": {"bits": 8, "inputs": "int8", "scaling": "smoothquant"}}]),
 ])  # fmt: skip
-def test_other_families(tmp_path, family, steps):
+def test_other_families_are_quantized_and_run(tmp_path, family, steps):
     """Experts, rows in another order, folded norms with an offset, biases, fused tensors, recurrent layers, multipliers."""
     tiny_models.write(tmp_path / "model", family, **SIZES_OF.get(family, {}))
     source = read_spec(tmp_path / "model")
@@ -340,7 +340,7 @@ def test_what_can_not_be_done_is_named(tmp_path, model):
     assert caught.value.field == "out"
 
 
-def test_the_command(tmp_path, model, capsys):
+def test_the_command_shows_its_plan_and_writes_a_smaller_model(tmp_path, model, capsys):
     common = [
         "compress",
         str(model.path),

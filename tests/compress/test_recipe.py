@@ -32,7 +32,7 @@ def test_every_preset_is_in_the_help():
     ] == []
 
 
-def test_a_file(tmp_path):
+def test_a_recipe_is_read_from_a_file(tmp_path):
     file = tmp_path / "mine.yaml"
     quantize = "- quantize:\n    bits: 3\n    group_size: 64\n    ignore: [layers.0.*]\n"
     file.write_text("- calibrate: {num_windows: 3}\n" + quantize + "- kv_cache\n")
@@ -135,7 +135,7 @@ def test_groups_fit_the_inputs():
         parse([{"quantize": {"group_size": 128}}]).one(Quantize).format(576)
 
 
-def test_more_bits():
+def test_more_bits_are_the_next_recipes_of_the_same_kind():
     assert [r.one(Quantize).bits for r in more_bits(read_recipe("int4-awq"))] == [5, 6, 7, 8]
     assert [r.one(Quantize).bits.average for r in more_bits(read_recipe("w4a16-mixed:6.5bpw"))] == [
         7.0,

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("size", [2, 8, 12, 20, 28, 36, 40, 48, 80, 160, 576, 768])
-def test_hadamard(size):
+def test_hadamard_matrices_are_orthogonal_signs(size):
     found = hadamard(size)
     assert set(found.unique().tolist()) == {-1.0, 1.0}
     assert torch.equal(found @ found.T, size * torch.eye(size))

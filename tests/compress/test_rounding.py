@@ -175,7 +175,7 @@ def test_gptq_with_inputs_that_never_come():
         WeightFormat(kind="float", inputs="fp8", whole=True),
     ],
 )
-def test_eight_bits(fmt):
+def test_eight_bits_round_within_a_step(fmt):
     weight = weights(8, 64)
     made = nearest(weight, fmt, F32, clip=True)
     assert made.grid.scales.shape == ((1, 1) if fmt.whole else (8, 1))

@@ -68,7 +68,7 @@ def test_sparsegpt_errs_less_than_wanda_and_wanda_less_than_magnitude(settings):
     assert errors[0] < 0.7 * errors[1] < 0.7 * errors[2]
 
 
-def test_what_stays():
+def test_the_highest_scores_stay_by_row_whole_or_pattern():
     score = torch.tensor([[1.0, 4, 2, 3], [8, 7, 6, 5]])
     assert keep(score, 0.5, None, by_row=True).tolist() == [
         [False, True, False, True],

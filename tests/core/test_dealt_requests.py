@@ -156,7 +156,7 @@ def test_choices_of_a_full_rank_hold_up_no_other():
     windows=st.sampled_from([(None,), (None,), (5,), (None, 4)]),
     stages=st.sampled_from([1, 1, 2]),
 )
-def test_nothing_leaks(seed, num_ranks, windows, stages):
+def test_all_ranks_blocks_are_free_after_all_requests(seed, num_ranks, windows, stages):
     chance = random.Random(seed)
     made = config(
         num_blocks=chance.randint(14, 40) * len(windows),

@@ -595,7 +595,7 @@ def test_a_prompt_waits_for_blocks_of_those_before_it():
     assert engine.scheduler.stats().num_preemptions == 0
 
 
-def test_deadline():
+def test_a_request_ends_at_its_deadline():
     engine = Engine(config())
     engine.scheduler.add(request("a", [1], max_tokens=50, deadline=5.0))
     engine.step()

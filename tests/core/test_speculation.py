@@ -344,7 +344,7 @@ def test_between_and_beyond_what_is_known():
 
 
 @given(st.integers(1, 5000))
-def test_near_counts(count):
+def test_near_counts_are_at_most_a_third_below(count):
     near = _near(count)
     assert near <= count < near * 1.34
     assert _near(near) == near

@@ -602,6 +602,24 @@ def test_a_slow_disk_is_left_alone_and_tried_again():
     assert made.tokens["l/3"] == made.tokens["l/2"] == made.tokens["l/1"]
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_load_is_not_charged_for_a_step_that_nobody_looked_during(busy):
+    made, store = stored(num_blocks=40, max_model_len=128)
+    tiers, before = made.scheduler.tiers, made.now
+    made.scheduler.add(request("p/2", PROMPT, 1))
+    made.step()
+    assert len(store.waiting) == 4
+    while store.waiting:
+        store.advance()
+    if busy:  # another request's step
+        tiers.rates.launched(999, made.now, 0, 1)
+        tiers.rates.ended(999, made.now + 5.0)
+    made.now += 5.0
+    made.scheduler.tend()
+    assert tiers.rates.disk.measured_at == before + 5.0
+    assert tiers.rates.disk.seconds == (0.0 if busy else 5.0 / (4 * store.block_bytes))
+
+
 # --- Sessions that pause ----------------------------------------------------------------------------------------------------
 
 

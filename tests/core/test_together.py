@@ -111,7 +111,7 @@ def random_work(engine, chance, kinds, *, turns, add, check, other=lambda what: 
     stages=st.sampled_from([1, 1, 2]),
     below=st.sampled_from([None, (0, True), (3, True), (9, False)]),
 )
-def test_nothing_leaks(seed, windows, stages, below):
+def test_all_blocks_and_loads_are_given_back_after_all_requests(seed, windows, stages, below):
     chance = random.Random(seed)
     made = config(
         num_blocks=chance.randint(14, 50) * len(windows),

@@ -253,7 +253,7 @@ def test_graph_sizes_waste_little_and_fill_tiles():
 # --- Traffic ----------------------------------------------------------------------------------------------------------
 
 
-def test_traces(tmp_path):
+def test_traces_give_arrivals_lengths_and_prefixes(tmp_path):
     azure, mooncake = tmp_path / "a.csv", tmp_path / "m.jsonl"
     azure.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
@@ -301,7 +301,7 @@ def test_a_bad_workload_is_named(text):
         parse_workload(text)
 
 
-def test_workloads():
+def test_workloads_give_the_lengths_they_name():
     assert {(r.input_tokens, r.output_tokens) for r in parse_workload("fixed:7/3").requests} == {
         (7, 3)
     }

@@ -86,7 +86,7 @@ def nvidia_smi(tmp_path, monkeypatch):
     return make
 
 
-def test_gpus(nvidia_smi):
+def test_gpus_are_read_from_nvidia_smi(nvidia_smi):
     nvidia_smi(
         "NVIDIA H200, 143771, 143000, 580.65.06\nOdd, Name, 1024, 512, 1.2\nBroken, [N/A], [N/A], 1.2"
     )

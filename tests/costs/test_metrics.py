@@ -42,14 +42,14 @@ def test_values_that_occur_often_have_the_distribution_of_all_of_them():
     assert weighted_distribution([(1.0, 0)]) is None
 
 
-def test_one_request():
+def test_times_of_a_request_are_those_by_hand():
     first, second, third = RECORDS
     assert (first.ttft_s, first.tpot_s, first.e2e_s) == (1.0, 1.5, 4.0)
     assert (second.ttft_s, second.tpot_s, second.e2e_s) == (2.0, None, 2.0)
     assert (third.ttft_s, third.tpot_s, third.e2e_s, third.ok) == (None, None, None, False)
 
 
-def test_summary():
+def test_a_summary_counts_requests_and_tokens():
     s = summarize(RECORDS)
     assert (s.num_requests, s.num_failed, s.num_refused, s.errors) == (3, 1, 1, {"refused": 1})
     assert (s.input_tokens, s.output_tokens) == (30, 4)  # the failed one's do not count
@@ -75,7 +75,7 @@ def test_summary():
         ("e2e_s=1", 0),
     ],
 )
-def test_goodput(text, good):
+def test_goodput_counts_requests_that_meet_all_objectives(text, good):
     assert summarize(RECORDS, parse_objectives(text)).goodput == good / 4.0
 
 
@@ -99,7 +99,7 @@ def test_steady_throughput_leaves_out_the_beginning_and_the_end():
     assert summarize([offline]).steady_throughput is None
 
 
-def test_nothing_measured():
+def test_a_summary_of_nothing_has_no_rates():
     for records in ([], RECORDS[2:]):
         s = summarize(records, {"ttft_s": 1.0})
         assert (s.output_throughput, s.wall_s, s.ttft_s, s.goodput) == (0.0, 0.0, None, 0.0)
@@ -120,7 +120,7 @@ def test_distribution_leaves_out_what_is_not_known():
 @pytest.mark.parametrize(
     "text", ["ttft", "ttft_s=x", "itl=1", "ttft_s=0", "ttft_s=-1", "tpot_s=nan"]
 )
-def test_bad_objectives(text):
+def test_wrong_objectives_name_the_option(text):
     with pytest.raises(ConfigError, match="slo"):
         parse_objectives(text)
 

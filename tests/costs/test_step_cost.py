@@ -58,7 +58,7 @@ def test_a_machine_that_is_linear_between_knots_is_found():
         assert found.seconds(shape) == pytest.approx(true_time(shape), rel=0.08)
 
 
-def test_labels():
+def test_a_cost_is_labelled_by_how_near_measurements_are():
     found = table()
     assert found.label(SHAPES[0]) == "measured"
     assert found.label(StepCounts.of((300,) * 12)) == "interpolated"

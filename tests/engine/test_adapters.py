@@ -74,7 +74,7 @@ def check(llm, made, pairs, **more):
 ALL = [(n, i) for i in range(len(PROMPTS)) for n in (1, 0, 2, 3)]
 
 
-def test_answers_differ(made):
+def test_each_adapter_changes_the_answer(made):
     """The adapters change the answers; if not, the other tests would show nothing."""
     assert len({tuple(made[1][n, 0]) for n in range(4)}) == 4
 
@@ -82,7 +82,7 @@ def test_answers_differ(made):
 @pytest.mark.parametrize(
     "family", ["llama", "gpt2", "gpt_neox", "phi3", "deepseek_v3", "qwen2_moe"]
 )
-def test_mixed_batches(family, tmp_path):
+def test_mixed_batches_equal_merged_weights(family, tmp_path):
     own = tmp_path, build(tmp_path, family)
     check(make(own), own, ALL)
 
@@ -153,7 +153,7 @@ def test_files_that_changed_are_another_adapter(made, tmp_path):
     assert answers == [made[1][1, 3], made[1][2, 3]]
 
 
-def test_preemption(made):
+def test_preempted_requests_keep_their_adapters(made):
     """Blocks run out, requests are computed again, their adapters come back with them."""
     llm = make(made, kv_cache_bytes=11 * 2 * 2 * 2 * 16 * 8 * 4, max_loras=2, block_size=16)
     check(llm, made, [(1, 3), (2, 3), (0, 3)])
@@ -161,7 +161,7 @@ def test_preemption(made):
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_speculation(made, method):
+def test_drafts_change_no_answer_with_adapters(made, method):
     check(make(made, speculative_config={"method": method, "num_speculative_tokens": 3}), made, ALL)
 
 
@@ -178,7 +178,7 @@ def test_choices_and_samples(llm, made):
     assert len({str(t) for t in tokens[1:]}) == 3
 
 
-def test_grammar(llm, made):
+def test_grammars_hold_with_adapters(llm, made):
     sampling = SamplingParams(
         temperature=0,
         max_tokens=8,
@@ -200,7 +200,7 @@ def test_stream_and_chat(llm, made):
     assert plain.outputs[0].token_ids != with_adapter.outputs[0].token_ids
 
 
-def test_quantized_base(made):
+def test_adapters_change_answers_of_a_quantized_base(made):
     """An int8 base rounds both answers alike: the adapter's part of it stays exact enough to change the answer."""
     llm = make(made, quantization="int8", dtype="float32")
     prompt = {"prompt_token_ids": PROMPTS[0]}
@@ -213,7 +213,7 @@ def test_quantized_base(made):
 @pytest.mark.parametrize(
     "sampling", [GREEDY, SamplingParams(temperature=1.0, seed=1, max_tokens=10, ignore_eos=True)]
 )
-def test_bfloat16(made, sampling):
+def test_adapters_run_in_bfloat16(made, sampling):
     llm = make(made, dtype="bfloat16")
     prompts = [{"prompt_token_ids": p} for p in PROMPTS]
     outputs = llm.generate(
@@ -223,11 +223,11 @@ def test_bfloat16(made, sampling):
 
 
 @pytest.mark.parametrize("kernels", ["reference", "torch", "cpu"])
-def test_kernels(made, kernels):
+def test_every_op_set_computes_adapters(made, kernels):
     check(make(made, kernels=kernels), made, ALL[:8])
 
 
-def test_sleep(made):
+def test_adapters_are_there_again_after_sleep(made):
     llm = make(made)
     check(llm, made, [(1, 0)])
     for level in (1, 2):
@@ -242,7 +242,7 @@ def test_from_the_start(made):
     check(llm, made, [(1, 0), (2, 0)])
 
 
-def test_errors(made, llm, tmp_path):
+def test_wrong_adapters_are_refused_by_name(made, llm, tmp_path):
     prompt = {"prompt_token_ids": [5]}
     with pytest.raises(AdapterError, match="not an adapter saved by PEFT"):
         llm.generate(
@@ -285,7 +285,7 @@ def test_settings_that_are_refused(made, settings, named):
     assert caught.value.field == named
 
 
-def test_off(made):
+def test_adapters_without_the_setting_are_refused(made):
     llm = make(made, enable_lora=False, max_lora_rank=None)
     with pytest.raises(AdapterError, match="enable_lora"):
         check(llm, made, [(1, 0)])

@@ -63,7 +63,7 @@ def transformers_beams(hf, prompt, ends, width, penalty, early, max_tokens):
     return found, out.sequences_scores.tolist()
 
 
-def test_as_transformers(pair):
+def test_beams_equal_transformers(pair):
     llm, hf, ways = pair
     ends = adapters.greedy(hf, PROMPTS[0], 4)[2:]  # tokens that likely answers end with
     llm._input.eos_token_ids = tuple(ends)

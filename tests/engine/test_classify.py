@@ -88,7 +88,7 @@ def test_a_reward_model_on_a_decoder_gives_its_score(tmp_path):
         assert [o.probs[0] for o in own] == pytest.approx(exact[:, 0].tolist(), abs=1e-5)
 
 
-def test_vllms_routes(tmp_path):
+def test_vllms_route_classifies_and_names_a_wrong_input(tmp_path):
     theirs = build(tmp_path, "multi_label_classification")
     args = EngineArgs(model=str(tmp_path), **SETTINGS)
     with (

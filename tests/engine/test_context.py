@@ -82,7 +82,7 @@ def test_protected_text_stays_to_the_letter(tokenizer, unit):
     st.sampled_from(["selective", "iterative"]),
     st.floats(0.05, 1.0),
 )
-def test_any_text(tokenizer, parts, unit, method, keep):
+def test_any_text_keeps_its_order_and_its_protected_parts(tokenizer, parts, unit, method, keep):
     """The kept parts stay in order, and protected ones whole. The share is kept; with keep=1 nothing is left out."""
     given_parts = [PromptPart(text, protected) for text, protected in parts]
     chosen = ContextSettings(keep=keep, unit=unit, method=method, segment=5, context=16)
@@ -125,7 +125,7 @@ def test_scores_are_the_models_own(tiny_model):
         assert scorer(llm)(tokens) == pytest.approx(wanted.tolist(), rel=1e-4)
 
 
-def test_overlap():
+def test_word_overlap_is_the_share_of_common_words():
     assert word_overlap("a b c", "A b d") == pytest.approx(2 / 3)
     assert word_overlap("", "") == 1.0
     assert word_overlap("a", "") == 0.0

@@ -116,7 +116,7 @@ def test_as_a_plain_search(pair):
     assert stats.num_free_blocks == stats.num_blocks
 
 
-def test_groups_differ(pair):
+def test_groups_begin_with_different_tokens(pair):
     llm, *_ = pair
     alike = llm.beam_search(
         {"prompt_token_ids": PROMPTS[0]},

@@ -525,7 +525,7 @@ def test_a_language_model_that_judges_pairs(no, tmp_path):
         assert caught.value.field == "true_token_id"
 
 
-def test_vllms_names(encoder, llm):
+def test_outputs_have_vllms_names_too(encoder, llm):
     found = llm.embed(TEXTS, use_tqdm=False)
     assert [one.outputs.embedding for one in found] == [one.embedding for one in found]
     arrays = llm.encode(TEXTS, pooling_task="embed")

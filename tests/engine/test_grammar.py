@@ -558,7 +558,7 @@ def test_a_special_token_that_is_not_there(grammars):
         begin(grammars, params)
 
 
-def test_whitespace(grammars, tokenizer):
+def test_whitespace_is_allowed_as_the_options_say(grammars, tokenizer):
     schema = {"type": "array", "items": {"const": 1}, "minItems": 1}
 
     def opening(**more):

@@ -64,7 +64,7 @@ def test_only_allowed_tokens(llm, temperature):
     assert len(found) == 30
 
 
-def test_bad_words(llm):
+def test_bad_words_are_not_generated(llm):
     plain = tokens_of(llm)
     first, second = plain[:2]
     assert first not in tokens_of(llm, bad_words_token_ids=[[first]])
@@ -206,7 +206,7 @@ def test_so_is_a_misspelt_argument_of_a_call(llm, method):
         getattr(llm, method)("hello", zzz=1)
 
 
-def test_without_texts(llm):
+def test_tokens_without_detokenizing_are_the_same(llm):
     greedy = dict(temperature=0, max_tokens=4, logprobs=1)
     plain, bare = (
         llm.generate("hello", SamplingParams(**greedy, detokenize=d), progress=False)[0]

@@ -337,7 +337,7 @@ def test_stop_token_min_tokens_and_bias(llm):
     assert set(varied.outputs[0].token_ids) == {77, 78}
 
 
-def test_stop_string(llm):
+def test_a_stop_string_cuts_the_text(llm):
     (plain,) = llm.generate(["Hello"], GREEDY)
     text = plain.outputs[0].text
     stop = text[3:6]

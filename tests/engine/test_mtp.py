@@ -427,7 +427,7 @@ def test_a_rounded_layer_is_not_rounded_again(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe_text", "mimo", "nemotron_h"])
-def test_random_weights(tmp_path, family):
+def test_random_weights_have_the_layers_of_drafts(tmp_path, family):
     """Random weights are made from the config alone."""
     mtp_layers.build(tmp_path, family)
     (tmp_path / "model.safetensors").unlink()

@@ -139,7 +139,7 @@ def test_the_text_of_a_picture_is_that_of_transformers(processors, family):
             assert ours.text == wanted
 
 
-def test_low_detail(processors):
+def test_low_detail_makes_a_smaller_picture(processors):
     wide = picture(1, 200, 60)
     assert len(processors["smolvlm"].prepare(wide).pieces) > 1
     assert len(processors["smolvlm"].prepare(wide, "low").pieces) == 1

@@ -175,7 +175,7 @@ def test_mirostat_as_plain_python(folder):
     assert chi_squared_p(found, shares) > 1e-3
 
 
-def test_functions(folder):
+def test_functions_of_logits_change_the_answers(folder):
     with LLM(folder, **SETTINGS) as llm:
         seven = answers(llm, logits_processors=["tests.processors:only_seven"], temperature=0.0)
         assert seven == [[[7] * 12]] * 3

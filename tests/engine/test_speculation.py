@@ -160,7 +160,7 @@ def test_long_accepted_runs(path, monkeypatch, name, more):
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "deepseek_v3"])
-def test_other_models(tmp_path, monkeypatch, family):
+def test_drafts_change_no_answer_of_other_families(tmp_path, monkeypatch, family):
     """Windows, experts, latents."""
     tiny_models.write(tmp_path, family)
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

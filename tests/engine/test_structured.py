@@ -157,7 +157,7 @@ def test_a_prefix_is_reused(tiny_model):
     assert second.outputs[0].text == first.text
 
 
-def test_beside_others(llm):
+def test_grammars_change_no_other_request_of_the_batch(llm):
     """A batch with and without grammars: neither changes the other."""
     plain = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     alone = answers(llm, plain)
@@ -181,13 +181,13 @@ def test_beside_others(llm):
     ],
     ids=str,
 )
-def test_other_grammars(llm, params, pattern):
+def test_every_kind_of_grammar_is_kept(llm, params, pattern):
     for choice in answers(llm, sampling(params, n=4)):
         assert re.fullmatch(pattern, choice.text)
         assert choice.finish_reason == "stop"
 
 
-def test_any_object(llm):
+def test_an_object_without_a_schema_is_json(llm):
     params = sampling(StructuredOutputsParams(json_object=True), max_tokens=60, n=4)
     for choice in answers(llm, params):
         assert choice.text.startswith("{")
@@ -383,6 +383,6 @@ def larger(inner):
 
 @given(schema=st.recursive(scalars, larger, max_leaves=5), seed=st.integers(0, 999))
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_schema(llm, schema, seed):
+def test_answers_keep_to_random_schemas(llm, schema, seed):
     params = sampling(StructuredOutputsParams(json=schema, disable_any_whitespace=True), seed=seed)
     check_all(answers(llm, dataclasses.replace(params, temperature=seed % 3), PROMPTS[:2]), schema)

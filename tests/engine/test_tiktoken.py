@@ -112,7 +112,7 @@ def glm4(ranks, tmp_path_factory) -> Tokenizer:
 
 @settings(max_examples=200)
 @given(text=st.text(max_size=40).filter(lambda t: "<" not in t and "[" not in t))
-def test_any_text(glm4, ranks, text: str) -> None:
+def test_any_text_is_encoded_as_by_ranks_and_back(glm4, ranks, text: str) -> None:
     assert glm4.encode(text, add_special_tokens=False) == joined(text, ranks)
     assert glm4.decode(glm4.encode(text)) == text
 
@@ -164,7 +164,7 @@ def test_classes_of_sentencepieces_file(tmp_path) -> None:
         read(tokenizer_class="InternLM2Tokenizer")
 
 
-def test_chatglms_pieces(tmp_path) -> None:
+def test_chatglms_markers_stand_before_and_after_pieces(tmp_path) -> None:
     """ChatGLM 2 and 3: [gMASK] and sop before a text, roles behind the pieces. No word with "sop" in it is cut, unless the
     folder declares the token so (as ChatGLM 3's do)."""
     (tmp_path / "tokenizer.model").write_bytes(train())

@@ -24,7 +24,7 @@ def processor():
 
 
 @pytest.mark.parametrize("ids", [(0,), (0, 9), (Token.THREE,), (1, Token.THREE)])
-def test_ids(processor, ids):
+def test_ids_of_any_kind_are_taken_as_numbers(processor, ids):
     sampling = SamplingParams(stop_token_ids=ids, logit_bias=dict.fromkeys(ids, 1))
     prepared = processor.prepare({"prompt_token_ids": ids}, sampling)
     assert prepared.prompt_token_ids == list(ids)

@@ -194,7 +194,7 @@ def test_labels_of_tokens_equal_transformers(tmp_path, family):
             llm.score("a", ["b"])
 
 
-def test_over_http(colbert):
+def test_token_vectors_over_http_name_a_wrong_field(colbert):
     args = EngineArgs(model=str(colbert[0]), **SETTINGS)
     with (
         serving(start=lambda: AsyncLLM.start(args), served_model_names=("c",)) as server,

@@ -392,7 +392,7 @@ def test_where_the_template_comes_from(folder):
     assert caught.value.field == "messages"
 
 
-def test_wordpiece(tmp_path):
+def test_wordpieces_come_back_with_spaces(tmp_path):
     """BERT's kind: truncation and padding of the file hold for nothing; words come back with spaces between."""
     from tests import tiny_models
 

@@ -249,7 +249,7 @@ def test_half_a_surrogate_pair_is_a_request_error(folder) -> None:
 # --- BERT's and T5's own files ------------------------------------------------------------------------------------------
 
 
-def test_t5s_pieces(tmp_path) -> None:
+def test_t5s_pieces_are_cut_as_by_its_library(tmp_path) -> None:
     """A unigram model with a character map, sentinels after its pieces, and </s> at the end: as the library cuts texts."""
     options = {
         "model_type": "unigram",
@@ -282,7 +282,7 @@ def test_t5s_pieces(tmp_path) -> None:
         Tokenizer.from_pretrained(tmp_path)
 
 
-def test_berts_words(tmp_path) -> None:
+def test_a_vocab_txt_gives_the_tokens_of_its_json(tmp_path) -> None:
     """vocab.txt gives what the tokenizer.json of the same vocabulary gives."""
     tiny_models.write_wordpiece(tmp_path / "json")
     stored = json.loads((tmp_path / "json" / "tokenizer.json").read_text())

@@ -194,7 +194,7 @@ def test_calls_are_found(name, seed):
 
 @pytest.mark.parametrize("name", [n for n in FORMATS if n != "harmony"])
 @pytest.mark.parametrize("thinking", [False, True])
-def test_behind_reasoning(name, thinking):
+def test_calls_after_reasoning_are_found(name, thinking):
     text = (
         ("" if thinking else "\n<think>\n")
         + "a <tool_call> {} thought\n</think>\n\n"

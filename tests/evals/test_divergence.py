@@ -263,7 +263,7 @@ def command(tmp_path, capsys):
     return run
 
 
-def test_command_alone(models, scorers, command):
+def test_the_command_measures_the_perplexity_of_one_model(models, scorers, command):
     code, found = command(models[0], "--json")
     a = scorers[0]
     assert code == 0
@@ -283,7 +283,7 @@ def test_command_refuses_what_is_no_decoder(build, command, tmp_path):
     assert "only decoders" in found["error"]["message"]
 
 
-def test_command_compares(models, command):
+def test_the_command_compares_two_models(models, command):
     code, found = command(models[0], models[1], "--json", "--worst=1")
     assert code == 0
     assert found["kl"]["mean"] > 0

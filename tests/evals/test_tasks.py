@@ -18,6 +18,7 @@ from slipstream.evals.tasks import (
     loglikelihoods,
     multiple_choice,
     read_questions,
+    read_rated,
     run_lm_eval,
     run_tasks,
 )
@@ -107,7 +108,7 @@ def write(path, rows):
     return str(path)
 
 
-def test_multiple_choice(llm, tmp_path):
+def test_multiple_choice_takes_the_likeliest_answer(llm, tmp_path):
     rows = questions_of(llm, 4)
     rows[1]["answer"] = 1 - rows[1]["answer"]
     path = write(tmp_path / "hours.jsonl", rows)
@@ -218,7 +219,7 @@ def adapter(llm):
     return SlipstreamLM(llm)
 
 
-def test_adapter_loglikelihood(adapter, model, llm):
+def test_the_adapters_loglikelihoods_equal_the_models(adapter, model, llm):
     encode = llm.get_tokenizer().encode
     (found, bare) = adapter.loglikelihood(
         [Instance("hello the", " world"), Instance("", "hello")], disable_tqdm=True
@@ -246,7 +247,7 @@ def test_adapter_rolling_scores_every_token_once(adapter, model, llm):
     assert found == pytest.approx(wanted, abs=0.05)
 
 
-def test_adapter_generates(adapter, llm):
+def test_the_adapter_generates_until_a_stop(adapter, llm):
     (text,) = adapter.generate_until(
         [Instance("hello", {"until": ["\n\n"], "max_gen_toks": 6, "do_sample": False})]
     )
@@ -264,7 +265,7 @@ def test_adapter_generates(adapter, llm):
         adapter.generate_until([Instance("hello", {"max_gen_toks": 48})])
 
 
-def test_adapter_chat(adapter):
+def test_the_adapter_uses_the_chat_template(adapter):
     assert "<|im_start|>user\nhello<|im_end|>" in adapter.apply_chat_template(
         [{"role": "user", "content": "hello"}]
     )
@@ -305,3 +306,67 @@ def test_the_engine_does_not_load_it():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout == "False\n"
+
+
+def rated_file(folder, given):
+    """Rated answers to questions: (question, answer, rating)."""
+    path = folder / "rated.jsonl"
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ],
+            "rating": rating,
+        }
+        for question, answer, rating in given
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rated_answers_compare_those_rated_up_with_those_rated_down(llm, tmp_path):
+    answers = [("hi", text, "up") for text in ("aa", "b", "hello")]
+    path = rated_file(tmp_path, [*answers, ("hi", "zq", "down"), ("ho", "zzz", "down")])
+    (found,) = run_tasks(llm, [str(path)])
+    assert (found.metric, found.num_questions) == ("preferred", 5)
+    tokenizer = llm.get_tokenizer()
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+    context = tokenizer.encode(prompt, add_special_tokens=False)
+    texts = ["aa", "b", "hello", "zq"]
+    pairs = [(context, tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    *up, down = [
+        likelihood.logprob / len(text)
+        for likelihood, text in zip(loglikelihoods(llm, pairs), texts, strict=True)
+    ]
+    assert found.value == pytest.approx(sum(rate > down for rate in up) / 3)
+
+
+def test_rated_answers_to_other_questions_are_compared_with_all(llm, tmp_path):
+    given = [("hi", "aa", "up"), ("ho", "bb", "up"), ("he", "cc", "down")]
+    found, mirrored = (
+        run_tasks(llm, [str(rated_file(tmp_path, rows))])[0]
+        for rows in (given, [(q, a, "down" if r == "up" else "up") for q, a, r in given])
+    )
+    assert found.metric == "auc"
+    assert found.value + mirrored.value == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"messages": [], "rating": "up"}', "line 1"),
+        ('{"messages": [{"role": "user", "content": "a"}], "rating": "up"}', "line 1"),
+        ('{"rating": ', "no JSON"),
+    ],
+)
+def test_broken_rated_answers_are_named(tmp_path, line, why):
+    path = tmp_path / "rated.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ConfigError, match=why):
+        read_rated(path)
+
+
+def test_answers_of_one_rating_compare_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="--rating all"):
+        read_rated(rated_file(tmp_path, [("hi", "aa", "up")] * 2))

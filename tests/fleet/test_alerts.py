@@ -125,7 +125,7 @@ async def test_no_error_of_one_address_ends_the_others(receiver, monkeypatch, er
     assert len(got) == 2
 
 
-async def test_few_wait(monkeypatch):
+async def test_few_alerts_wait_and_the_rest_is_counted_as_lost(monkeypatch):
     monkeypatch.setattr(alerts, "MAX_WAITING", 5)
     hook = alerts.Webhook("http://127.0.0.1:9/", "here")
     for _ in range(12):

@@ -74,7 +74,7 @@ def test_forecast_knows_yesterday():
     assert forecast.mean() > 10
 
 
-def test_capacity_table():
+def test_a_capacity_table_gives_replicas_for_a_rate():
     table = FleetCapacity(((1, 1.0), (2, 2.2), (4, 4.8)))
     assert [table.replicas_for(r) for r in (0.0, 0.5, 1.0, 1.1, 2.2, 3.0, 4.8, 9.6, 100.0)] == [
         0,

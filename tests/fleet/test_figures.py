@@ -32,7 +32,7 @@ OTHER = EngineStats(
 )
 
 
-def test_sums():
+def test_figures_of_replicas_are_added_up():
     found = summed([ONE, OTHER], [ONE])
     assert (found.num_running, found.num_steps, found.prompt_tokens_total) == (3, 25, 200)
     assert (found.kv_cache_usage, found.last_step_age_s) == (pytest.approx(0.3), 1.0)

@@ -202,7 +202,7 @@ def test_a_rollout_loses_nothing(fleet, tiny):
 
 
 @pytest.mark.slow
-def test_mutual_tls(tiny, tmp_path):
+def test_a_fleet_with_mutual_tls_answers(tiny, tmp_path):
     import httpx
 
     with (

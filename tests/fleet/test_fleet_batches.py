@@ -166,7 +166,7 @@ def test_a_batch_outlives_the_head(start):
     assert done >= 3
 
 
-def test_real_replicas(tiny, tmp_path):
+def test_real_replicas_answer_a_batch_and_name_wrong_lines(tiny, tmp_path):
     """A wrong line is an error of its own, and lines come last in a replica's queue."""
     fleet = fleet_of(version(tiny, replicas=1), files_dir=str(tmp_path / "files"))
     with running(fleet, tmp_path / "state") as made, made.client() as client:

@@ -218,7 +218,7 @@ def test_one_and_many(head_says, tmp_path, tiny, number, replica, request_):
         ({"router": {"policy": "random"}}, "router.policy", "round_robin"),
     ],
 )
-def test_unknown_fields(tiny, change, field, said):
+def test_unknown_fields_of_a_fleet_are_named(tiny, change, field, said):
     with pytest.raises(ConfigError) as wrong:
         fleet_of(version(tiny), **change)
     assert said in wrong.value.message

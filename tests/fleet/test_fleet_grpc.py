@@ -79,7 +79,7 @@ def test_a_model_is_ready_though_another_is_not(fleet, rpc, monkeypatch):
     assert not rpc.is_model_ready("gone")
 
 
-def test_infer(fleet, both):
+def test_infer_through_the_gateway_answers_each_choice(fleet, both):
     with fleet.client() as client:
         more = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
         said = client.completions.create(model="tiny", prompt=PROMPT, **more)
@@ -109,7 +109,7 @@ def asked(number=8, **more):
     return {"model_name": "tiny", "inputs": inputs_of(over_grpc, PROMPT, sampling=sampling, **more)}
 
 
-def test_decoupled_streams(rpc):
+def test_decoupled_streams_through_the_gateway_add_up(rpc):
     requests = [
         {**asked(stream=True), "request_id": "a"},
         {**asked(number=-1), "request_id": "b"},

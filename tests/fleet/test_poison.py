@@ -59,14 +59,15 @@ def start(tiny, tmp_path, monkeypatch):
 
     with ExitStack() as stack:
 
-        def made(replicas, *, how=CRASH, dies_after=0, engine=None, **more):
+        def made(replicas, *, how=CRASH, dies_after=0, engine=None, router=None, **more):
             kind = type(
                 "Mortal", (MortalStub,), {"how": how, "dies_after": dies_after, "deaths": []}
             )
             monkeypatch.setattr(stubs_module, "Stub", kind)
             own = version(tiny, replicas=replicas)
             own["engine"] = {**own["engine"], **(engine or {})}
-            fleet = fleet_of(own, router={"probe_s": 0, "policy": "round_robin"}, **more)
+            router = {"probe_s": 0, "policy": "round_robin", **(router or {})}
+            fleet = fleet_of(own, router=router, **more)
             fleet, stubs = stack.enter_context(stubbed(fleet, tmp_path / "state"))
             fleet.wait_serving(replicas)
             return fleet, stubs, kind
@@ -121,7 +122,9 @@ def test_stream_that_kills_replicas_after_some_tokens_ends_with_an_error(start):
 
 
 def test_stream_goes_on_however_often_its_replica_is_killed_from_outside(start):
-    fleet, _, kind = start(3, how=KILL, dies_after=2)
+    """Each replica carries it further, so the limit of retries begins anew."""
+    one_retry = {"retries": {"share": 1.0, "most": 1}}
+    fleet, _, kind = start(3, how=KILL, dies_after=2, router=one_retry)
     with fleet.client() as client:
         assert text_of(client, prompt=WORD) == numbers()
     assert len(kind.deaths) > MAX_DEATHS

@@ -47,7 +47,7 @@ def cosines(ours, theirs):
     [({}, 0.999), ({"dtype": "float32"}, 1 - 1e-7), ({"quantization": "int8"}, 0.995)],
     ids=str,
 )
-def test_embeddings(tmp_path, settings, least):
+def test_embeddings_are_near_those_in_float32(tmp_path, settings, least):
     tiny_models.build_encoder(tmp_path, **WIDE)
     assert (
         cosines(vectors(tmp_path, max_num_seqs=4, **settings), vectors(tmp_path, **EXACT)).min()
@@ -147,7 +147,7 @@ def test_embeddings_in_fp8(tmp_path):
     assert cosines(vectors(tmp_path, max_num_seqs=4, quantization="fp8"), exact).mean() > 0.985
 
 
-def test_pairs(tmp_path):
+def test_scores_of_pairs_equal_the_references(tmp_path):
     tiny_models.build_encoder(tmp_path, num_labels=1, **WIDE)
     tiny_models.write_wordpiece(tmp_path)
     documents = ["the dog", "a cat", "sitting on the long road", "cat ?"]
@@ -159,7 +159,7 @@ def test_pairs(tmp_path):
 
 
 @pytest.mark.parametrize("family", tiny_models.T5S)
-def test_t5(tmp_path, family):
+def test_t5_answers_as_the_reference(tmp_path, family):
     """Greedy answers in float32 equal the reference's: with graphs, without, and after preemption."""
     tiny_models.build_t5(tmp_path, family, d_kv=16)
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

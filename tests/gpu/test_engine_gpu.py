@@ -211,7 +211,7 @@ def test_graphs_prefixes_preemption_and_choices(path):
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4-g32"])
-def test_deterministic(tmp_path, quantization):
+def test_log_probabilities_are_the_same_bit_for_bit(tmp_path, quantization):
     """The same log-probabilities, bit for bit, alone and among others, in chunks, after preemption, from the prefix cache."""
     tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SHAPES["llama"])
     kv = "auto" if quantization is None else "fp8"

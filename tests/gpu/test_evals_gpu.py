@@ -72,6 +72,6 @@ def test_a_gpu_measures_what_the_reference_does(model, quantization, kv_cache_dt
     assert run_canary(gpu.forwards, gpu.kv, canary, context=CONTEXT).ok
 
 
-def test_speed(model):
+def test_every_way_of_scoring_has_a_rate(model):
     found = tokens_per_s(EngineArgs(model=str(model), device="cuda", kv_cache_bytes=2**26), (1, 4))
     assert all(rate > 0 for rate in found.values())

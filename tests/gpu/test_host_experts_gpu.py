@@ -72,7 +72,7 @@ def test_answers_are_those_of_the_gpu_alone(tmp_path, family):
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "mxfp4"])
-def test_rounded_experts(tmp_path, scheme):
+def test_rounded_experts_are_near_the_devices(tmp_path, scheme):
     """Rounded at load on both sides, but inputs in another way: the first tokens' log-probabilities are near."""
     sizes = dict(
         hidden_size=128, moe_intermediate_size=128, num_attention_heads=4, num_key_value_heads=2

@@ -136,7 +136,9 @@ def step(
         "chats",
     ],
 )
-def test_attention(ops, query_lens, contexts, shape, options, dtype):
+def test_attention_is_near_the_reference_and_repeats(
+    ops, query_lens, contexts, shape, options, dtype
+):
     q, kv, meta = step(query_lens, contexts, dtype=dtype, max_seq_len=8192, **shape)
     if options.get("alibi_slopes") == "yes":
         options = {"alibi_slopes": torch.rand(q.shape[1], device="cuda") * 0.1}
@@ -192,7 +194,7 @@ def test_attention_of_beams(ops, num_prompts, own, shape):
     ],
     ids=["three", "300", "mixed"],
 )
-def test_latent_attention(ops, query_lens, contexts, heads):
+def test_latent_attention_is_near_the_reference(ops, query_lens, contexts, heads):
     """DeepSeek's sizes: 64 rotated numbers and 512 of the latent."""
     q, kv, meta = step(query_lens, contexts, heads=heads, kv_heads=1, dim=576, max_seq_len=8192)
     rows = torch.cat((q, torch.randn_like(q[:, :1])), dim=1).flatten(1)
@@ -221,7 +223,7 @@ def test_latent_attention(ops, query_lens, contexts, heads):
     [([1, 1, 1], [4000, 7000, 100]), ([1, 300, 17], [5000, 2500, 0])],
     ids=["decodes", "mixed"],
 )
-def test_sparse_attention(ops, query_lens, contexts):
+def test_sparse_attention_is_near_the_reference(ops, query_lens, contexts):
     """DeepSeek V3.2's sizes: keys that an index of 64 heads chooses, and attention to them. Then both from a graph."""
     heads, top_k = 32, 2048
     q, kv, meta = step(query_lens, contexts, heads=heads, kv_heads=1, dim=576, max_seq_len=8192)
@@ -385,7 +387,7 @@ def test_attention_and_rope_with_an_8_bit_cache(ops, query_lens, contexts, shape
     "name", [name for name, scheme in SCHEMES.items() if not scheme.experts_only]
 )
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65, 128, 500])
-def test_quantised_products(ops, name, num_tokens):
+def test_quantised_products_are_near_the_reference(ops, name, num_tokens):
     for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (2128, 1536), (960, 576), (576, 1536)):
         if k % SCHEMES[name].multiple:
             continue
@@ -403,7 +405,7 @@ def test_quantised_products(ops, name, num_tokens):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_tokens", [2, 16, 17, 64, 65])
-def test_dense_products(ops, dtype, num_tokens):
+def test_dense_products_are_near_the_reference(ops, dtype, num_tokens):
     """Widths and inputs that are no multiple of a tile, few rows, and 37 inputs, which TMA can't read."""
     for n, k in (
         (6144, 4096),
@@ -668,7 +670,7 @@ def test_an_expert_of_all_tokens(ops, num_tokens):
 @pytest.mark.parametrize(
     "name", [None, *(name for name, scheme in SCHEMES.items() if not scheme.experts_only)]
 )
-def test_deterministic_products(ops, name):
+def test_a_rows_product_does_not_depend_on_other_rows(ops, name):
     """A row's product is the same, bit for bit, whatever stands beside it."""
     ops = type(ops)(deterministic=True)
     for n, k in ((6144, 4096), (4096, 14336), (960, 576)):

@@ -27,7 +27,9 @@ KINDS = [torch.bfloat16, torch.float8_e4m3fn]
 @pytest.mark.parametrize("scheme", [None, "fp8", "int8", "int4", "int4-g32", "mxfp4"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("family", steps.FAMILIES)
-def test_a_step(tmp_path, monkeypatch, family, kind, scheme):
+def test_a_step_is_as_near_to_float32_as_kernel_by_kernel(
+    tmp_path, monkeypatch, family, kind, scheme
+):
     """No farther from float32, with the same rounded weights, inputs and cache, than the layers kernel by kernel are; and into
     the cache what they write. Over latents, beyond 256 keys, programs attend for several heads. Layers with a window find
     their blocks in another table, which has none of those before the window."""

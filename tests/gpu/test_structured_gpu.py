@@ -29,7 +29,7 @@ PARAMS = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
 
 @pytest.mark.parametrize("vocab", [33, 50_257, 128_256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_mask(vocab, dtype):
+def test_the_mask_equals_the_references(vocab, dtype):
     from slipstream.kernels.triton import TritonOps
 
     torch.manual_seed(0)

@@ -50,7 +50,7 @@ def with_adapters(tmp_path_factory):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_adapters(with_adapters, split):
+def test_adapters_answer_alike_on_two_gpus(with_adapters, split):
     wanted = [
         LoRARequest(f"a{s % 4}", s % 4, str(with_adapters / f"lora{s % 4}")) if s % 4 else None
         for s in range(12)
@@ -69,7 +69,7 @@ def test_adapters(with_adapters, split):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa", "peagle", "dflash", "smaller"])
-def test_drafts(tmp_path, kind):
+def test_drafts_answer_alike_on_two_gpus(tmp_path, kind):
     """Each GPU has the whole head. As many drafts are right as on one."""
     method, write = draft_heads.BY_KIND.get(kind, ("draft", None))
     model, head = tmp_path / "model", tmp_path / "head"
@@ -120,7 +120,7 @@ def test_keys_shared_out_by_tokens(tmp_path, kv_heads, tensor):
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("family", ["smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3"])
-def test_pictures(tmp_path, family, split):
+def test_pictures_answer_alike_on_two_gpus(tmp_path, family, split):
     vision_models.build_vision(tmp_path, family, seed=3)
     pictures = [vision_models.picture(4), vision_models.picture(5, 64, 64)]
     text = " and ".join(vision_models.PLACEHOLDER[family] for _ in pictures)

@@ -43,7 +43,7 @@ ENTRIES = {
 TABLE = TileTable(device=DEVICE, entries=ENTRIES, made_by="hand")
 
 
-def test_look_up():
+def test_tiles_are_found_by_shape_and_type():
     assert TABLE.find("gemv", "bfloat16", 6144, 4096) == (4, 512, 8)
     for tokens in (17, 31, 32):
         assert TABLE.find("skinny_gemm", "fp8", 6144, 4096, tokens) == (64, 256, 2, 3)
@@ -197,7 +197,7 @@ def test_tables_that_are_shipped_can_be_read(path):
     assert read_tiles(path, device).entries
 
 
-def test_the_setting():
+def test_the_setting_chooses_a_table_on_a_gpu_alone():
     description = read_spec(CONFIGS / "llama-3-8b")
     gpu = DeviceInfo(
         device="cuda:0", name=DEVICE, memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16"
@@ -320,7 +320,7 @@ def test_a_shape_without_memory_is_passed_over():
     assert (tuning.measured, tuning.num_left) == (tuple(keys(2)[1:]), 1)
 
 
-def test_measured_again():
+def test_a_key_that_is_measured_again_has_its_new_winner():
     """A key that was measured has its new winner, or none; other shapes keep theirs."""
     first, second, third = ENTRIES
     table = TABLE.tuned([first, second], {first: Measured((1, 512, 2), 5.0, 6.0)}, "now")

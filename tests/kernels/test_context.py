@@ -22,7 +22,7 @@ QUICK = settings(max_examples=10, suppress_health_check=list(HealthCheck))
 
 
 def part(kv, rank, size):
-    """What a rank has of each block."""
+    """A rank's part of each block."""
     each = kv.block_size // size
     own = slice(rank * each, (rank + 1) * each)
     return LayerKV(kv.k[:, :, own].contiguous(), kv.v[:, :, own].contiguous())
@@ -92,7 +92,7 @@ def test_merged_sums_weigh_by_their_logarithms(dtype):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_merged_parts_of_latents(size):
-    """Of decodes, padding and chunks, in 16-bit rows and in float32."""
+    """Parts of decodes, padding and chunks, in 16-bit rows and in float32."""
     shape = cases.Shape(
         sequences=((1, 70), (1, 3), (37, 0), (5, 50)),
         **dict(num_heads=3, num_kv_heads=1, head_dim=56, block_size=16 * size, padded=1),

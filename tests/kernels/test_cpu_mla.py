@@ -100,7 +100,7 @@ def check(
 
 @settings(max_examples=100)
 @given(data=st.data())
-def test_random_steps(data):
+def test_random_steps_equal_the_reference(data):
     """Sizes that fill no vector among them."""
     shape, rotary = data.draw(edge_shapes()), data.draw(st.sampled_from([2, 14, 16, 32]))
     heads = data.draw(st.sampled_from([1, 2, 3, 4, 5, 6, 9, 16]))
@@ -208,7 +208,7 @@ def test_a_step_is_one_program(name, tmp_path):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_in_bfloat16(isa, tmp_path):
+def test_bfloat16_is_nearer_to_float32_than_torch(isa, tmp_path):
     """Nearer to float32 over the same numbers than torch's operators, which round between products. All experts are chosen,
     since rounding may choose another one of two that are near."""
     tiny_models.write(tmp_path, "deepseek_v3", num_experts_per_tok=8, n_group=1, topk_group=1)

@@ -48,7 +48,7 @@ class EightBits(ReferenceOps):
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 17, 70])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.num_experts_per_token}of{s.num_experts}")
-def test_dense_experts(ops, num_tokens, spec):
+def test_dense_experts_equal_the_reference(ops, num_tokens, spec):
     for skew in (0.0, 30.0):  # spread; all tokens to the first experts
         x, logits, up, down = case(num_tokens, spec, skew=skew)
         for dtype, kind in ((torch.float32, native.F32), (torch.bfloat16, native.BF16)):
@@ -68,7 +68,7 @@ SHAPES = [mixture(num_experts=4, size=128), mixture(num_experts=7, top=3, size=2
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "int4-g32", "mxfp4"])
 @pytest.mark.parametrize("spec", SHAPES, ids=["gated", "plain"])
-def test_rounded_experts(ops, scheme, spec):
+def test_experts_rounded_at_load_equal_a_checkpoints(ops, scheme, spec):
     """Experts rounded at load equal those of a rounded checkpoint."""
     for num_tokens in (1, 19, 60):
         x, logits, up, down = case(num_tokens, spec, inner=128)
@@ -107,7 +107,7 @@ def test_the_numbers_of_mxfp4_are_exact(ops):
     assert part.data.size == 48 * 128 * 17 // 32
 
 
-def test_zero_points(ops):
+def test_experts_with_zero_points_are_near_the_reference(ops):
     spec = mixture(num_experts=3, size=64)
     x, logits, up, down = case(5, spec, inner=64)
     made = []
@@ -203,7 +203,7 @@ def test_activations_of_both_halves(ops, scheme, activation, size):
 @pytest.mark.parametrize(
     "router", [*ROUTERS, dict(num_experts=16, num_experts_per_token=16)], ids=str
 )
-def test_routers(router, normalize):
+def test_routers_choose_and_weigh_as_the_reference(router, normalize):
     """Experts of one number each, so that the result tells which were chosen, and with which weights."""
     ops = OPS[ISAS[-1]]
     spec = MoESpec(

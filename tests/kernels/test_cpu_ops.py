@@ -127,7 +127,7 @@ def eight_bits(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("out", "inner"), SHAPES)
-def test_dense_products(ops, dtype, out, inner):
+def test_dense_products_equal_the_reference(ops, dtype, out, inner):
     torch.manual_seed(out)
     weight, bias = torch.randn(out, inner).to(dtype), torch.randn(out).to(dtype)
     for rows in ROWS:
@@ -617,7 +617,7 @@ def test_rope_and_cache(data):
 
 @settings(max_examples=150)
 @given(data=st.data())
-def test_attention(data):
+def test_attention_equals_the_reference(data):
     ops = OPS[data.draw(st.sampled_from(ISAS))]
     shape = data.draw(edge_shapes())
     shape = dataclasses.replace(

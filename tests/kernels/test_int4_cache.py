@@ -145,7 +145,7 @@ def test_attention_over_codes(shape, data):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 1, 64)])
 @pytest.mark.parametrize("own", ["rotated", "normed", "partly", "queries"])
-def test_writing_codes(heads, kv_heads, dim, own):
+def test_written_codes_are_near_the_references(heads, kv_heads, dim, own):
     step = cases.step(
         cases.Shape(
             sequences=((1, 16), (1, 2), (33, 5)),

@@ -81,7 +81,7 @@ def test_each_op_set(step, ops):
 
 @settings(QUICK, max_examples=9)  # the interpreter takes seconds for rows in FP8
 @given(step=steps(), inputs=st.sampled_from(["fp8", "int8", "fp8-block"]))
-def test_rounded_rows(step, inputs):
+def test_rounded_rows_are_read_as_by_the_reference(step, inputs):
     """Triton reads 8-bit rows as the reference does."""
     x, y, w, slots = step
     if inputs == "fp8-block":
@@ -113,7 +113,7 @@ def test_room_for_more_tiles(num_tokens):
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
-def test_splits(splits, monkeypatch):
+def test_split_products_equal_the_naive_ones(splits, monkeypatch):
     monkeypatch.setattr(kernel, "num_splits", lambda *_: splits)
     torch.manual_seed(1)
     w = LoRAWeights(torch.randn(2, 48, 600), torch.randn(2, 300, 16), (0, 200, 250), (0, 1, 2))
@@ -153,7 +153,7 @@ def test_a_product_and_its_adapters(num_tokens, scheme):
 
 @QUICK
 @given(st.lists(st.integers(-1, 5), min_size=1, max_size=400))
-def test_sorted_tokens(slots):
+def test_sorted_tokens_stand_in_a_tile_of_their_slot(slots):
     """Each token with an adapter is in one tile, of its slot."""
     import numpy as np
 

@@ -180,7 +180,7 @@ def test_an_expert_of_all_tokens_unlike_the_others(num_tokens):
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
-def test_larger_tiles(block):
+def test_many_tokens_take_larger_tiles(block):
     spec, ops = mixture(num_experts=2, top=1, size=20), TritonOps()
     x, logits, up, down = case({32: 40, 64: 90, 128: 100}[block], spec)
     assert moe_permute.sort_pairs(triton_moe.route(logits, spec)[1], 2).tile_m == block
@@ -193,7 +193,7 @@ def test_larger_tiles(block):
 @pytest.mark.parametrize(
     "num_tokens", [1, 19, 97]
 )  # not sorted; tiles of 32; of 128 (from 97 tokens on)
-def test_rounded_experts(scheme, num_tokens):
+def test_rounded_experts_are_near_the_reference(scheme, num_tokens):
     spec, ops = mixture(num_experts=4, size=128), TritonOps()
     x, logits, up, down = case(num_tokens, spec, inner=128)
     up *= torch.logspace(-1, 1, len(up))[:, None]  # an expert's scales are not another's
@@ -273,7 +273,7 @@ def test_equal_likelihoods_take_the_first(monkeypatch, many):
 
 @pytest.mark.parametrize(("share", "many"), [(512, 128), (32, 128), (16, 2)])
 @pytest.mark.parametrize("load", ["even", "one", "few"])
-def test_groups(monkeypatch, share, many, load):
+def test_groups_hold_every_entry_once_in_its_experts_tiles(monkeypatch, share, many, load):
     """Every entry once, in its expert's place, in tiles that cover all and no more than there can be."""
     monkeypatch.setattr(moe_permute, "CHUNK", share)
     monkeypatch.setattr(moe_permute, "MANY_CHUNKS", many)

@@ -107,7 +107,7 @@ def weight_of(scheme):
     ids=lambda x: x if isinstance(x, str) else "",
 )
 @pytest.mark.parametrize("scheme", [None, "fp8", "int8", "int4", "int4-g32"])
-def test_taken(tmp_path, family, overrides, scheme):
+def test_models_are_taken_by_the_kernel(tmp_path, family, overrides, scheme):
     shape = shape_of(spec_of(tmp_path, family, **overrides))
     product = (
         weight_of(scheme) if scheme else Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
@@ -120,7 +120,7 @@ MIXTURE = {**WIDE, "num_experts": 40, "num_experts_per_tok": 4, "moe_intermediat
 
 
 @pytest.mark.parametrize("scheme", [None, "fp8", "int8", "int4"])
-def test_mixtures_taken(tmp_path, scheme):
+def test_mixtures_are_taken_by_the_kernel(tmp_path, scheme):
     """4-bit experts are not."""
     shape = shape_of(spec_of(tmp_path, "qwen3_moe", **MIXTURE))
     product = (
@@ -619,7 +619,7 @@ def answered(model):
     ],
     ids=lambda x: str(x) if isinstance(x, str | int | None) else "",
 )
-def test_several_ranks(tmp_path, family, overrides, scheme, size, seed):
+def test_several_ranks_are_as_near_as_one(tmp_path, family, overrides, scheme, size, seed):
     """Results are as near to float32 as those of the reference on one rank, and the same on all
     ranks."""
     tiny_models.write(tmp_path, family, **overrides)

@@ -67,7 +67,7 @@ def test_linear_embed_and_norms() -> None:
     torch.testing.assert_close(h, F.layer_norm(x + residual, (8,), g, g, 1e-5))
 
 
-def test_activations() -> None:
+def test_activations_equal_torchs() -> None:
     formulas = {
         "silu": lambda v: v / (1 + math.exp(-v)),
         "gelu": lambda v: v * 0.5 * (1 + math.erf(v / math.sqrt(2))),
@@ -158,7 +158,7 @@ def test_heads_are_normed_before_the_rotation() -> None:
     torch.testing.assert_close(one.k, two.k)
 
 
-def test_copy_blocks() -> None:
+def test_copied_blocks_equal_their_sources() -> None:
     kv = step(Shape(sequences=((40, 0),))).kv
     before = kv.k.clone()
     rows = BlockTensors.of(cache_parts([kv]))
@@ -210,7 +210,7 @@ def attention_by_loops(case, scale, window, softcap, alibi_slopes, sinks, distan
 
 @settings(max_examples=25)
 @given(data=st.data())
-def test_attention(data: st.DataObject) -> None:
+def test_attention_equals_a_naive_softmax(data: st.DataObject) -> None:
     shape = data.draw(edge_shapes(max_sequences=2, block_sizes=(4,)))
     options = data.draw(attention_options(shape.num_heads))
     case = step(shape)
@@ -352,7 +352,7 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     assert ops.sample(logits.clone(), sampling(2, temperature=[0.0, 1.0], top_k=1))[0] == 1
 
 
-def test_distribution() -> None:
+def test_draws_have_the_distribution_that_the_settings_give() -> None:
     """20,000 seeds: the tokens come as often as temperature, top_k and top_p say (chi-square)."""
     logits, count = torch.tensor([1.0, -0.5, 0.3, 2.0, 0.0, 1.2, -3.0, 0.9]), 20_000
     params = sampling(count, seeds=list(range(count)), temperature=1.7, top_k=6, top_p=0.93)

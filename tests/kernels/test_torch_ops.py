@@ -58,7 +58,7 @@ def test_it_is_what_a_cpu_gets_by_name() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 33])
 @pytest.mark.parametrize(("out", "inner"), [(1, 3), (7, 5), (96, 64)])
-def test_linear(dtype: torch.dtype, rows: int, out: int, inner: int) -> None:
+def test_products_equal_the_reference(dtype: torch.dtype, rows: int, out: int, inner: int) -> None:
     torch.manual_seed(0)
     weight, bias, x = (
         torch.randn(shape).to(dtype) for shape in ((out, inner), (out,), (rows, 2 * inner))
@@ -142,7 +142,7 @@ def test_rope_and_cache(data: st.DataObject) -> None:
 
 @settings(max_examples=120)
 @given(data=st.data())
-def test_attention(data: st.DataObject) -> None:
+def test_attention_equals_the_reference(data: st.DataObject) -> None:
     shape = data.draw(edge_shapes())
     case = step(shape, data.draw(st.sampled_from(DTYPES)))
     ops = CpuOps()
@@ -220,7 +220,7 @@ def test_what_was_derived_does_not_outlive_its_step() -> None:
 
 @settings(max_examples=250)
 @given(case=sampling_cases())
-def test_sample(case: tuple[Tensor, SamplingTensors]) -> None:
+def test_draws_equal_the_references(case: tuple[Tensor, SamplingTensors]) -> None:
     logits, params = case
     assert torch.equal(
         CpuOps().sample(logits.clone(), params), reference.sample(logits.clone(), params)

@@ -91,7 +91,7 @@ def scaled(kv, dtype):
     extra=st.sampled_from([1, 3, 40]),
     dtype=st.sampled_from([None, torch.float8_e4m3fn, torch.int8]),
 )
-def test_attention(data, extra, dtype):
+def test_attention_equals_the_reference(data, extra, dtype):
     shape = data.draw(cases.edge_shapes(max_sequences=3))
     options = data.draw(cases.attention_options(shape.num_heads))
     step = cases.step(shape)
@@ -197,7 +197,7 @@ def test_attention_of_groups_that_share_blocks(monkeypatch, block_size, tile, sp
 
 @QUICK
 @given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-def test_best_logprobs(data, dtype):
+def test_best_logprobs_and_ranks_equal_sorting(data, dtype):
     num_rows, vocab = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 200))
     num_top = data.draw(st.integers(0, min(20, vocab)))
     torch.manual_seed(data.draw(st.integers(0, 1000)))
@@ -225,7 +225,7 @@ def test_best_logprobs(data, dtype):
 
 @QUICK
 @given(data=st.data(), splits=st.sampled_from([1, 2, 8]))
-def test_latent_attention(data, splits):
+def test_latent_attention_equals_the_reference(data, splits):
     """The cache's last numbers are values; what else lies there is never read as one. A step's rows are written first."""
     shape = dataclasses.replace(
         data.draw(cases.edge_shapes(max_sequences=3)), num_kv_heads=1, head_dim=40
@@ -550,7 +550,7 @@ def test_the_rope_kernel_compiles(num_tokens, pairs, cache):
 
 @pytest.mark.parametrize("size", [5, 64, 576])
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_norms(size, with_residual):
+def test_norms_equal_the_reference(size, with_residual):
     x, weight, bias = torch.randn(7, size), torch.randn(size), torch.randn(size)
     residual = torch.randn(7, size) if with_residual else None
     for run in (
@@ -614,7 +614,7 @@ def test_the_norm_of_a_pair_compiles(inputs):
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
-def test_activations(kind):
+def test_activations_equal_the_reference(kind):
     x = torch.randn(5, 2 * 37) * 3
     close(OURS.activation(x, kind, gated=True), REFERENCE.activation(x, kind, gated=True))
     close(OURS.activation(x, kind), REFERENCE.activation(x, kind))
@@ -622,7 +622,7 @@ def test_activations(kind):
 
 @pytest.mark.parametrize("inputs", [None, "int8"])
 @pytest.mark.parametrize("kind", [ClampedSwiglu(alpha=1.702, limit=2.0), ClampedSilu(limit=0.8)])
-def test_clamped_activations(inputs, kind):
+def test_clamped_activations_equal_the_reference(inputs, kind):
     x = torch.randn(5, 2 * 37) * 3
     ours, theirs = (o.activation(x, kind, gated=True, inputs=inputs) for o in (OURS, REFERENCE))
     close(ours, theirs) if inputs is None else same_rows(ours, theirs)
@@ -981,7 +981,7 @@ def test_copies_of_blocks(sizes):
 
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(case=cases.sampling_cases(max_rows=3))
-def test_sampling(case):
+def test_a_drawn_token_is_where_the_distribution_puts_it(case):
     """The token drawn is a kept one, at the place of the cumulative distribution that u asks for (up to rounding)."""
     logits, params = case
     chosen = OURS.sample(logits.clone(), params)
@@ -1028,7 +1028,7 @@ def test_names_of_the_likeliest_token():
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_embeddings(dtype, scale):
+def test_embeddings_equal_the_reference(dtype, scale):
     table = torch.randn(50, 2500).to(dtype)
     for ids in (
         torch.tensor([3, 49, 0, 3], dtype=torch.int32),

@@ -34,7 +34,7 @@ def with_triton(path):
 
 
 @pytest.mark.parametrize("num_first", [None, [2, 1, 9]], ids=["texts", "pairs"])
-def test_an_encoder(tmp_path, num_first):
+def test_an_encoders_states_equal_the_references(tmp_path, num_first):
     tiny_models.build_encoder(tmp_path)
     expected = states(load(tmp_path), TEXTS, num_first)
     for ours, theirs in zip(states(with_triton(tmp_path), TEXTS, num_first), expected, strict=True):
@@ -102,7 +102,7 @@ def step_of(lengths, num_tokens):
     turned=st.sampled_from([None, False, True]),
     more=st.sampled_from([0, 1, 33]),
 )
-def test_whole_attention(data, lengths, shape, turned, more):
+def test_whole_attention_equals_the_reference(data, lengths, shape, turned, more):
     num_heads, num_kv_heads, head_dim = shape
     num_tokens = sum(lengths) + more
     params = AttentionParams(**(data.draw(cases.attention_options(num_heads)) | {"causal": False}))

@@ -45,7 +45,7 @@ def difference(ours, theirs):
 @pytest.mark.parametrize(
     "family", [f for f in tiny_models.FAMILIES if f not in ("sarvam_moe", "deepseek_v4")]
 )
-def test_family(family, tmp_path):
+def test_adapters_of_every_family_equal_pefts(family, tmp_path):
     """All modules that can have an adapter, of two ranks, with two scales. A recurrence collects the errors of its tokens."""
     near = 1e-4 if family in tiny_models.RECURRENT else 1e-5
     hf = tiny_models.build(tmp_path / "base", family)
@@ -115,7 +115,7 @@ def test_the_host_keeps_no_gaps(llama, layout, tmp_path):
     assert slot.count_nonzero() == read.numbers.count_nonzero()
 
 
-def test_rslora(llama, tmp_path):
+def test_rslora_scales_by_the_root_of_the_rank(llama, tmp_path):
     hf = tiny_models.build(tmp_path / "base")
     peft = adapters.write(hf, tmp_path / "lora", use_rslora=True, modules=["q_proj", "up_proj"])
     model = load(tmp_path / "base")

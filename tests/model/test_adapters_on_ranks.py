@@ -86,7 +86,7 @@ def test_what_does_not_divide(tmp_path, family):
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
-def test_over_stages(tmp_path, family):
+def test_adapters_over_stages_give_the_whole_models_logits(tmp_path, family):
     wanted = build(tmp_path, family)
     rest = load(tmp_path / "base").spec.num_layers - 1
     close(on_stages(tmp_path / "base", with_adapter(tmp_path), (1, rest)), wanted)

@@ -39,7 +39,7 @@ def check(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_the_guide(tmp_path, monkeypatch, check, scaled):
+def test_the_guides_steps_add_a_model(tmp_path, monkeypatch, check, scaled):
     monkeypatch.setitem(tiny_models.FAMILIES, "biogpt", {**BIOGPT, "scale_embedding": scaled})
     tiny_models.write(tmp_path / "model", "biogpt")
     package = tmp_path / "package"

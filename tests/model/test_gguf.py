@@ -108,7 +108,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
-def test_metadata(written: Path) -> None:
+def test_metadata_of_every_type_is_read(written: Path) -> None:
     metadata = GGUFFile(written).metadata
     assert metadata == {
         "general.architecture": "llama",
@@ -126,7 +126,7 @@ def test_metadata(written: Path) -> None:
     assert all(type(v) is int for v in metadata["some.ints"])
 
 
-def test_tensors(written: Path) -> None:
+def test_tensors_equal_the_gguf_packages(written: Path) -> None:
     file, oracle = GGUFFile(written), gguf.GGUFReader(written)
     assert list(file.tensors) == [t.name for t in oracle.tensors]
     for theirs in oracle.tensors:
@@ -228,7 +228,7 @@ def test_what_is_wrong_is_named(written: Path, tmp_path: Path) -> None:
     fails(good[: at + 24] + struct.pack("<Q", 4) + good[at + 32 :], "'plain' starts at 4")
 
 
-def test_alignment(tmp_path: Path) -> None:
+def test_alignments_are_kept_or_refused(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     writer.add_custom_alignment(64)
     writer.add_tensor("a", np.arange(3, dtype=np.float32))

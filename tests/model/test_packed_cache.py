@@ -279,7 +279,7 @@ def test_a_gguf_file_rounded_keeps_its_head_as_stored(tmp_path):
         assert not any(name.startswith(("head", "embed")) for name in opened.keys())  # noqa: SIM118
 
 
-def test_int8_head(tmp_path):
+def test_an_int8_head_is_near_the_unrounded_one(tmp_path):
     tiny_models.write(tmp_path / "m", vocab_size=256, **SIZES)
     model = load(tmp_path / "m", None, "int8-head")
     (form,) = model.forms

@@ -82,14 +82,14 @@ def check_parts(path, kind=None, **how):
 @pytest.mark.parametrize(
     ("family", "experts"), [("llama", False), ("qwen3_moe", False), ("qwen3_moe", True)]
 )
-def test_compressed_tensors(tmp_path, kind, family, experts):
+def test_compressed_tensors_parts_add_up_to_the_whole(tmp_path, kind, family, experts):
     more = dict(moe_intermediate_size=128) if family == "qwen3_moe" else {}
     tiny_models.write(tmp_path, family, **SIZES, **more)
     compress(tmp_path, kind)
     check_parts(tmp_path, experts=experts)
 
 
-def test_gptq(tmp_path):
+def test_gptqs_parts_add_up_to_the_whole(tmp_path):
     tiny_models.write(tmp_path, "llama", **SIZES)
     compress_gptq(tmp_path)
     check_parts(tmp_path)
@@ -125,7 +125,7 @@ def test_mxfp4_whose_width_does_not_divide(tmp_path):
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 * wanted.abs().max())
 
 
-def test_tiles(tmp_path, monkeypatch):
+def test_tiles_parts_add_up_to_the_whole(tmp_path, monkeypatch):
     monkeypatch.setitem(block_scales.MODELS, "llama", TILES)
     block_scales.write(tmp_path, "llama", "compressed")
     check_parts(tmp_path)
@@ -140,7 +140,7 @@ def test_a_part_that_begins_within_a_tile_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_mxfp4(tmp_path, experts):
+def test_mxfp4s_parts_add_up_to_the_whole(tmp_path, experts):
     write_rounded(tmp_path, intermediate_size=128)
     check_parts(tmp_path, experts=experts)
 
@@ -153,7 +153,7 @@ def test_a_part_of_too_few_inputs_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 @pytest.mark.parametrize("width", [128, 96])
-def test_gguf(tmp_path, kernels, width):
+def test_ggufs_parts_add_up_to_the_whole(tmp_path, kernels, width):
     """The CPU's kernels keep blocks as they are, and inputs are rounded in the same groups of 32."""
     kinds = "Q4_0", "Q8_0"
     tiny_models.write(

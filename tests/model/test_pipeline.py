@@ -40,7 +40,7 @@ def test_every_decoder_in_two_stages(tmp_path, family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt-350m"])
-def test_middle_stages(tmp_path, family):
+def test_middle_stages_give_the_whole_models_logits(tmp_path, family):
     build(tmp_path, family, num_hidden_layers=5)
     wanted = run(load(tmp_path), TOKENS)
     close(on_stages(tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), (2, 1, 2)), wanted)

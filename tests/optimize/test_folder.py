@@ -267,7 +267,7 @@ def test_no_pickle_and_no_program_is_copied(tiny_model, tmp_path):
     assert not names & {"pytorch_model.bin", "modeling.py", ".hidden.json"}
 
 
-def test_the_command(tiny_model, tmp_path, capsys, packing):
+def test_the_command_writes_a_folder_of_settings_and_weights(tiny_model, tmp_path, capsys, packing):
     out = tmp_path / "out"
     words = [
         "build",

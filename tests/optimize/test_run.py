@@ -126,7 +126,7 @@ def test_limits_of_tasks_count_at_the_end_of_the_interval_of_the_difference():
         task_loss(original, dataclasses.replace(found, stderr=None))
 
 
-def test_times():
+def test_times_are_parsed_with_their_unit():
     assert [parse_seconds(text) for text in ("90s", "20m", "1.5h")] == [90, 1200, 5400]
     for text in ("20", "m", "", "-1m"):
         with pytest.raises(ConfigError):

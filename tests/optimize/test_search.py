@@ -257,7 +257,7 @@ def test_what_no_engine_starts_with_is_left_out():
     assert not some & set(Search(space, prior, World(0)).waiting())
 
 
-def test_names():
+def test_a_candidate_is_named_by_its_settings():
     candidate = Candidate("int8", (("kv_cache_dtype", "int8"), ("speculative_model", None)))
     assert candidate.name == "int8 kv_cache_dtype=int8"
     assert candidate.quality_key == ("int8", ("kv_cache_dtype", "int8"))

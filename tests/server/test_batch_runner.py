@@ -130,7 +130,7 @@ def test_limits_of_lines_are_reached_and_not_passed(tmp_path, monkeypatch):
     ("text", "seconds"),
     [("1s", 1), ("90m", 5400), ("24h", 86_400), ("7d", 604_800), ("168h", 604_800)],
 )
-def test_windows(text, seconds):
+def test_completion_windows_are_parsed_or_refused(text, seconds):
     assert _window(text) == seconds
     for wrong in ("0s", "8d", "604801s", "169h", "1w", "-1h", "h", "1.5h", "01h"):
         with pytest.raises(ApiError):

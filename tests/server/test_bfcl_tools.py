@@ -109,7 +109,7 @@ def offers_of(mode):
 
 
 @pytest.mark.parametrize("mode", ["required", "named", "strict"])
-def test_some_functions(llm, monkeypatch, mode):
+def test_some_functions_calls_keep_to_their_schemas(llm, monkeypatch, mode):
     monkeypatch.setattr(
         FORMATS["mistral_args"], "trigger", TRIGGER
     )  # a token that a bias can call for
@@ -128,6 +128,6 @@ def test_some_functions(llm, monkeypatch, mode):
         ("strict", "mistral_args"),
     ],
 )
-def test_every_function(llm, monkeypatch, mode, name):
+def test_every_functions_calls_keep_to_their_schemas(llm, monkeypatch, mode, name):
     monkeypatch.setattr(FORMATS["mistral_args"], "trigger", TRIGGER)
     check(llm, offers_of(mode), mode, name)

@@ -193,7 +193,7 @@ def test_what_is_refused(served, name, path, part):
     assert part in answer.json()["error"]["message"]
 
 
-def test_unknown_fields(served):
+def test_unknown_fields_of_adapters_are_named(served):
     answer = post(served, "/v1/load_lora_adapter", lora_name="a", lora_path="lora1", more=1)
     assert answer.status_code == 400
     assert "more" in answer.text

@@ -146,8 +146,9 @@ def test_max_tokens_beyond_the_context_ends_with_the_context(http):
     assert (total == 1024) == (answer["stop_reason"] == "model_context_window_exceeded")
 
 
-def test_long_prompt_is_refused_in_the_words_of_the_protocol(http):
-    said = [{"role": "user", "content": "word " * 2000}]
+@pytest.mark.parametrize("num_words", [2000, 50_000])  # the second isn't tokenised
+def test_long_prompt_is_refused_in_the_words_of_the_protocol(http, num_words):
+    said = [{"role": "user", "content": "word " * num_words}]
     body = {"model": "smollm2", "messages": said, "max_tokens": 5}
     error = http.post("/v1/messages", json=body, headers=VERSION).json()["error"]
     prompt, limit = (int(word) for word in error["message"].split() if word.isdigit())
@@ -157,6 +158,11 @@ def test_long_prompt_is_refused_in_the_words_of_the_protocol(http):
     assert error["message"].startswith(
         "This model's maximum context length is 1024 tokens. However, "
     )
+    body = {"model": "smollm2", "input": said}
+    for more in ({}, {"stream": True}):  # Codex shortens its conversation by the code
+        answer = http.post("/v1/responses", json=body | more)
+        told = answer.json()["error"]["code"]
+        assert (answer.status_code, told) == (400, "context_length_exceeded")
 
 
 def test_thread_is_refused_by_the_code_on_which_clients_send_the_whole_conversation(http):

@@ -38,7 +38,7 @@ def last_request(shared):
     return shared.engine.seen[-1]
 
 
-def test_completion(client, shared):
+def test_a_completion_has_openais_form(client, shared):
     answer = client.completions.create(model="fake", prompt="abc", max_tokens=5)
     assert answer.object == "text_completion"
     assert answer.model == "fake"
@@ -229,13 +229,13 @@ def test_a_long_prompt_is_echoed_as_it_came(serve):
         ([[97], [98]], ["aa", "bb"]),
     ],
 )
-def test_prompt_forms(client, prompt, texts):
+def test_every_form_of_prompt_is_answered(client, prompt, texts):
     answer = client.completions.create(model="fake", prompt=prompt, max_tokens=2)
     assert [c.text for c in answer.choices] == texts
     assert [c.index for c in answer.choices] == list(range(len(texts)))
 
 
-def test_chat(client, shared):
+def test_a_chat_has_openais_form(client, shared):
     answer = client.chat.completions.create(
         model="fake", messages=MESSAGES, max_completion_tokens=6, temperature=0
     )
@@ -391,7 +391,7 @@ def test_messages_in_all_their_forms(client, shared):
     assert text == "system:d\nuser:one two\nassistant:us\nuser:more\nassistant:"
 
 
-def test_models(serve):
+def test_models_list_every_served_name(serve):
     server = serve(served_model_names=("main", "org/alias"))
     with server.client() as client:
         assert [m.id for m in client.models.list()] == ["main", "org/alias"]
@@ -493,7 +493,7 @@ async def test_many_streams_at_once(serve):
     server.wait_idle()
 
 
-def test_tls(serve, tmp_path):
+def test_a_server_with_a_certificate_answers_over_https(serve, tmp_path):
     import subprocess
 
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"

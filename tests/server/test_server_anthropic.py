@@ -180,7 +180,7 @@ def test_calls_and_their_results(client, model, name):
     assert num_prompt(none.usage) < whole.input_tokens
 
 
-def test_thinking(client, model, monkeypatch):
+def test_thinking_stands_in_a_block_of_its_own(client, model, monkeypatch):
     monkeypatch.setitem(REASONING, "think", ("<|im_start|>", "~"))
     begun = "{% if enable_thinking is not defined or enable_thinking %}<|im_start|>{% else %}~{% endif %}"
     model(TEMPLATE + begun, reasoning_parser="think")
@@ -218,7 +218,7 @@ def test_a_message_of_the_assistant_is_gone_on_with(serve):
         assert server.engine.tokenizer.variables["continue_final_message"]
 
 
-def test_models(client):
+def test_models_are_listed_in_anthropics_form(client):
     (found,) = client.models.list().data
     assert (found.id, found.type, found.max_input_tokens) == ("smollm2", "model", 1024)
     assert client.models.retrieve("smollm2").display_name == "smollm2"

@@ -75,7 +75,7 @@ def quick(monkeypatch):
 # --- Files --------------------------------------------------------------------------------------------------------------
 
 
-def test_files(client):
+def test_files_are_stored_listed_and_expire(client):
     first = upload(client, b"one\n")
     second = upload(client, b"second\n", expires_after={"anchor": "created_at", "seconds": 3600})
     assert (first.bytes, first.filename, first.purpose, first.status) == (
@@ -118,7 +118,7 @@ def test_big_file_goes_through_the_disk(client):
     ({"json": {}}, "file"),
     ({"content": b"--", "headers": {"content-type": "multipart/form-data"}}, "file"),
 ])  # fmt: skip
-def test_bad_uploads(client, fields, param):
+def test_wrong_uploads_name_the_field(client, fields, param):
     answer = httpx.post(f"{client.base_url}files", **fields, timeout=PATIENCE_S)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
@@ -175,7 +175,7 @@ def test_off_without_a_folder(serve):
 # --- Batches ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch(client):
+def test_a_batch_is_completed_in_its_window(client):
     data = lines(5) + lines(1, temperature=-1).replace(b"line-0", b"bad")
     batch = client.batches.create(
         input_file_id=upload(client, data).id,
@@ -216,7 +216,7 @@ def test_a_batch(client):
         ("/v1/responses", {"model": "fake", "input": "hi", "max_output_tokens": 3}),
     ],
 )
-def test_endpoints(client, endpoint, body):
+def test_batches_of_every_endpoint_are_answered(client, endpoint, body):
     found = ended(client, begin(client, lines(3, endpoint, body), endpoint))
     assert found.request_counts.completed == 3
     assert all(
@@ -278,7 +278,7 @@ def test_errors_are_bounded(tmp_path):
         ({"extra_body": {"odd": 1}}, "odd"),
     ],
 )
-def test_bad_batches(client, change, param):
+def test_wrong_batches_name_the_field(client, change, param):
     asked = {
         "input_file_id": upload(client, b"x").id,
         "endpoint": CHAT,
@@ -311,7 +311,7 @@ def test_cancel_keeps_what_is_there(serve, tmp_path):
     client.files.delete(batch.input_file_id)
 
 
-def test_expiry(serve, tmp_path, monkeypatch):
+def test_an_expired_batch_keeps_the_answers_it_has(serve, tmp_path, monkeypatch):
     late = [0.0]
     monkeypatch.setattr(
         batch_runner,
@@ -388,7 +388,7 @@ def test_server_errors_are_no_answers(serve, tmp_path):
     assert ended(client, batch).request_counts.completed == 3
 
 
-def test_owners(serve, tmp_path, capsys):
+def test_another_keys_batches_and_files_are_not_found(serve, tmp_path, capsys):
     file, made = tmp_path / "keys.json", []
     for _ in range(2):
         main(

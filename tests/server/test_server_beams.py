@@ -31,7 +31,7 @@ WAYS = (
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_as_offline(tiny_path, ask, path):
+def test_beams_over_http_equal_the_librarys(tiny_path, ask, path):
     answers = [ask(path, return_token_ids=True, **values) for values in WAYS]
     with LLM(
         str(tiny_path), dtype="float32", device="cpu", num_threads=1, max_model_len=1024

@@ -33,7 +33,7 @@ def test_every_client_has_a_script():
 
 
 @pytest.mark.parametrize("client", PACKAGES)
-def test_client(client, request, tiny_path, tmp_path):
+def test_each_clients_script_ends_without_an_error(client, request, tiny_path, tmp_path):
     python, package = request.config.getoption("--clients-python"), PACKAGES[client]
     ask = f"import importlib.metadata as m; print(m.version({package!r}))"
     version = subprocess.run([python, "-c", ask], capture_output=True, text=True)

@@ -80,7 +80,7 @@ def test_doctor_reads_servers(shared):
         assert [c.cause for c in examine([server.url], 0.1, "k")[1]] == ["engine_down"]
 
 
-def test_doctors_command(shared, capsys):
+def test_doctor_of_a_fleet_exits_with_1_if_a_server_is_missing(shared, capsys):
     assert main(["doctor", "--fleet", shared.url, "--for", "0.1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["wrong"] == []
     assert main(["doctor", "--fleet", shared.url, "http://127.0.0.1:9", "--for", "0.1"]) == 1

@@ -22,7 +22,7 @@ def test_there_are_examples():
 
 
 @pytest.mark.parametrize("code", EXAMPLES)
-def test_example(code, request):
+def test_examples_of_the_servers_pages_run(code, request):
     """Examples with `minilm` run against an encoder."""
     server = request.getfixturevalue("tiny_encoder_server" if "minilm" in code else "tiny_server")
     code = code.replace("127.0.0.1:8000", server.url.removeprefix("http://"))

@@ -104,7 +104,7 @@ def test_a_body_in_another_coding_is_told_so(http, coded, told):
         ({"tools": []}, "tools"),
     ],
 )
-def test_completion_fields(http, change, param):
+def test_wrong_fields_of_a_completion_are_named(http, change, param):
     answer = http.post("/v1/completions", json=COMPLETION | change)
     assert answer.status_code == 400
     assert error_of(answer)["param"] == param
@@ -154,7 +154,7 @@ def message(**fields):
         ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens"),
     ],
 )
-def test_chat_fields(http, change, param):
+def test_wrong_fields_of_a_chat_are_named(http, change, param):
     answer = http.post("/v1/chat/completions", json=CHAT | change)
     assert answer.status_code == 400
     assert error_of(answer)["param"] == param
@@ -212,7 +212,7 @@ def test_too_long_for_the_context_is_told_in_the_words_of_the_body(shared):
         )
 
 
-def test_unknown_model(shared):
+def test_an_unknown_model_is_not_found(shared):
     with shared.client() as client:
         for call in (
             lambda: client.completions.create(model="gpt-9", prompt="a"),
@@ -237,7 +237,7 @@ def test_other_routes_and_methods(http):
     assert "POST" in http.get("/v1/completions").headers["allow"]
 
 
-def test_tokenize_errors(http):
+def test_wrong_fields_of_tokenize_are_named(http):
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}, "prompt"),
@@ -299,7 +299,7 @@ def test_body_size_and_time(serve):
     "request_bytes",
     [b"nonsense\r\n\r\n", b"GET /live HTTP/1.1\r\nx: " + b"a" * 70_000 + b"\r\n\r\n"],
 )
-def test_bad_http(shared, request_bytes):
+def test_broken_http_is_answered_with_400(shared, request_bytes):
     with socket.create_connection(
         ("127.0.0.1", int(shared.url.rpartition(":")[2])), timeout=PATIENCE_S
     ) as sock:
@@ -406,7 +406,7 @@ def check_any(answer):
 
 @QUICK
 @given(data=st.data())
-def test_any_fields(http, document, data):
+def test_any_value_of_any_field_is_answered_or_refused(http, document, data):
     for path, kind, base in (
         ("/v1/completions", "CompletionRequest", COMPLETION),
         ("/v1/chat/completions", "ChatRequest", CHAT),
@@ -416,7 +416,7 @@ def test_any_fields(http, document, data):
 
 @QUICK
 @given(data=st.data())
-def test_any_message(http, document, data):
+def test_any_message_is_answered_or_refused(http, document, data):
     names = field_names("Message", document)
     part = st.dictionaries(
         st.sampled_from(["type", "text", "zap"]), st.just("text") | values, max_size=3
@@ -440,12 +440,12 @@ def test_any_message(http, document, data):
     body=st.binary(max_size=40) | values.map(lambda v: json.dumps(v).encode()),
     cut=st.integers(0, 60),
 )
-def test_any_bytes(http, body, cut):
+def test_any_bytes_are_answered_or_refused(http, body, cut):
     check_any(http.post("/v1/completions", content=body))
     check_any(http.post("/v1/chat/completions", content=json.dumps(CHAT).encode()[:cut] + body))
 
 
-def test_schemathesis(shared):
+def test_schemathesis_finds_no_difference_to_the_description(shared):
     """The served description and the server agree, as an outside tool sees it."""
     import schemathesis
     from schemathesis.checks import not_a_server_error

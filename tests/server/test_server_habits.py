@@ -290,7 +290,7 @@ def test_the_model_may_be_left_out(serve):
             assert (refused.status_code, "`model`" in refused.json()["error"]) == (400, True)
 
 
-def test_the_root(serve):
+def test_the_root_leads_browsers_to_the_page(serve):
     """A browser is led to the page; others read where to go. Ollama's clients look with HEAD whether anything is there."""
     with serve().http() as http:
         page = http.get("/", headers={"accept": "text/html,*/*"}, follow_redirects=True)

@@ -128,7 +128,7 @@ def test_the_group_that_shares_prefixes_is_kept_and_shown(keys_file, capsys):
         (["list", "missing"], "missing"),
     ],
 )
-def test_bad_words(keys_file, capsys, words, named):
+def test_wrong_words_of_keys_are_named(keys_file, capsys, words, named):
     add(capsys, keys_file)
     assert main(["keys", *(str(keys_file) if word == "F" else word for word in words)]) == 2
     assert named in capsys.readouterr().err
@@ -196,7 +196,7 @@ def keyed(keys_file, capsys, serve):
 ASK = {"model": "fake", "prompt": "hello", "max_tokens": 4}
 
 
-def test_roles(keyed):
+def test_each_role_opens_its_own_routes(keyed):
     user, admin, metrics = keyed.add(), keyed.add("--role=admin"), keyed.add("--role=metrics")
     server = keyed.start(api_keys=("plain",), enable_sleep_mode=True)
     wanted = {  # (user, admin, metrics, a plain key)
@@ -264,7 +264,7 @@ def test_tokens_a_minute_are_reserved_and_given_back(keyed):
     keyed.server.wait_idle()
 
 
-def test_embeddings_count(keyed):
+def test_tokens_of_embeddings_count_for_limits(keyed):
     key = keyed.add("--tokens-per-minute=14")
     keyed.start()
     client = keyed.client(key)

@@ -104,7 +104,7 @@ def test_what_the_server_says_of_itself(both, server):
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_infer(both, binary):
+def test_infer_returns_texts_and_counts_as_tensors(both, binary):
     for client, kind in both:
         wanted = [kind.InferRequestedOutput("text_output")]
         if kind is over_http:
@@ -143,7 +143,7 @@ def collect(client, requests, *, timeout=PATIENCE_S):
     return answers
 
 
-def test_decoupled_streams(server):
+def test_decoupled_streams_give_each_requests_text(server):
     with connect(server) as client:
         ask = {
             "model_name": "fake",
@@ -250,7 +250,7 @@ def one(name="text_input", datatype="BYTES", shape=(1,), **more):
         json.dumps(one(data=["?"])).encode().replace(b"?", b"\xff"),
     ],
 )  # fmt: skip
-def test_bad_tensors(shared, body):
+def test_wrong_tensors_are_answered_with_400(shared, body):
     with shared.http() as http:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         answer = http.post("/v2/models/fake/infer", content=content)
@@ -279,7 +279,7 @@ def test_bad_bytes_behind_the_header(shared):
         assert http.get("/v2/models/other").status_code == 404
 
 
-def test_keys(serve):
+def test_a_wrong_key_opens_nothing_over_grpc(serve):
     server = serve(grpc_port=0, api_keys=("right",))
     with connect(server) as client:
         assert client.is_server_live()

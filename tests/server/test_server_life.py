@@ -116,7 +116,7 @@ def test_requests_that_end_are_not_taken_for_disconnects(serve):
 # --- Engines that die -----------------------------------------------------------------------------------------------
 
 
-def test_engine_death(serve):
+def test_requests_fail_when_the_engine_dies(serve):
     server = serve(FakeEngine())
     engine = server.engine
     engine.fail_after = 2
@@ -177,7 +177,7 @@ def test_one_bad_prompt_of_several_frees_the_others(serve):
 
 
 @pytest.mark.parametrize("settings", [{"max_concurrent_requests": 2}, {"max_queue": 2}])
-def test_overload(serve, settings):
+def test_requests_beyond_the_queue_are_refused(serve, settings):
     queue = settings.pop("max_queue", None)
     server = serve(FakeEngine(delay_s=SLOW, max_queue=queue), **settings)
     with server.client() as client:
@@ -349,7 +349,7 @@ def value_of(metrics: str, sample: str) -> float:
     return float(line.rpartition(" ")[2])
 
 
-def test_metrics(serve):
+def test_metrics_count_by_finish_reason_and_name_no_path(serve):
     server = serve(FakeEngine(delay_s=0.001), served_model_names=("m",))
     with server.http() as http:
         body = {"model": "m", "prompt": "hi", "n": 2, "max_tokens": 5}
@@ -484,7 +484,7 @@ def test_one_log_line_a_request(serve, caplog, stream):
         ({"cors_origins": ("https://chat.example:443",)}, "cors_origins"),
     ],
 )
-def test_bad_settings(settings, field):
+def test_wrong_settings_name_their_field(settings, field):
     with pytest.raises(ConfigError) as caught:
         ServerSettings(**settings)
     assert caught.value.field == field

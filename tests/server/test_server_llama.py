@@ -168,7 +168,7 @@ def test_reranking_as_tei_and_scores_by_other_names(ask):
     assert ask("/score", status=400, queries="a", text_2="b")["param"] == "text_1"
 
 
-def test_cohere_embeds(ask):
+def test_coheres_embeddings_equal_our_own(ask):
     own = [one["embedding"] for one in ask("/v1/embeddings", input=DOCS)["data"]]
     body = {"model": "smollm2", "texts": DOCS, "input_type": "search_document"}
     found = ask("/v2/embed", **body, embedding_types=["float", "base64"])

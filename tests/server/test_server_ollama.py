@@ -122,7 +122,7 @@ def test_reasoning_stands_apart(http, model, monkeypatch):
     assert http.post("/api/chat", json=body | {"messages": told}).status_code == 200
 
 
-def test_options(http, tiny_server):
+def test_options_reach_the_engine_by_their_names(http, tiny_server):
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 3, "stop": ["x"], "num_predict": 7, "num_ctx": 512,
         "repeat_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.2, "num_thread": 4, "mirostat": 0,
@@ -172,6 +172,7 @@ def test_options(http, tiny_server):
         ),
         ("/api/chat", {"messages": [{"role": "robot", "content": "x"}]}, "robot"),
         ("/api/chat", {"options": {"temperature": -1}}, "temperature"),
+        ("/api/chat", {"top_logprobs": 2}, "top_logprobs"),
         ("/api/generate", {"prompt": "x", "context": [1]}, "context"),
         ("/api/generate", {"prompt": "x", "raw": True, "system": "y"}, "system"),
         ("/api/embed", {"input": "x", "evil": 1}, "evil"),
@@ -203,6 +204,37 @@ def test_what_is_served(http):
         assert (loaded["done"], loaded["done_reason"]) == (True, "load")
 
 
+def test_show_takes_what_the_clients_of_ollama_send(http):
+    old = {"name": "smollm2", "system": "", "template": "", "verbose": False, "options": None}
+    for body in (old, old | {"model": "smollm2"}):
+        assert http.post("/api/show", json=body).json()["capabilities"] == ["completion"]
+    assert http.post("/api/show", json={}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "asked", [{"messages": SAID}, {"prompt": "Say"}, {"prompt": "Say", "raw": True}]
+)
+def test_log_probabilities_are_those_of_openais_routes_whole_and_streamed(http, asked):
+    path, raw = ("/api/chat" if "messages" in asked else "/api/generate"), "raw" in asked
+    body = {"model": "smollm2", **asked, "options": GREEDY, "logprobs": True, "top_logprobs": 2}
+    whole = http.post(path, json=body | {"stream": False}).json()["logprobs"]
+    *parts, last = lines(http.post(path, json=body | {"truncate": True, "shift": True}))
+    assert [one for part in parts for one in part.get("logprobs", ())] == whole
+    assert "logprobs" not in last
+    ours = {"model": "smollm2", "temperature": 0, "max_tokens": 6}
+    if raw:
+        answer = http.post("/v1/completions", json=ours | {"prompt": "Say", "logprobs": 2}).json()
+        told = answer["choices"][0]["logprobs"]
+        assert [one["logprob"] for one in whole] == told["token_logprobs"]
+        return
+    said = asked.get("messages", [{"role": "user", "content": "Say"}])
+    ours |= {"messages": said, "logprobs": True, "top_logprobs": 2}
+    answer = http.post("/v1/chat/completions", json=ours).json()
+    assert whole == answer["choices"][0]["logprobs"]["content"]
+    plain = http.post(path, json=body | {"stream": False, "logprobs": False, "top_logprobs": 0})
+    assert "logprobs" not in plain.json()
+
+
 def test_a_stream_that_breaks(serve):
     server = serve()
     server.engine.fail_after = 2
@@ -211,7 +243,7 @@ def test_a_stream_that_breaks(serve):
         assert isinstance(last["error"], str)
 
 
-def test_embeddings(tiny_encoder_server):
+def test_embeddings_have_ollamas_form(tiny_encoder_server):
     texts = ["A man is eating.", "Someone has a meal."]
     with tiny_encoder_server.http() as http:
         expected = http.post("/v1/embeddings", json={"model": "minilm", "input": texts}).json()

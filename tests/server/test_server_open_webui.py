@@ -87,7 +87,7 @@ def test_titles_tags_and_follow_ups(http):
     assert isinstance(answer.json()["choices"][0]["message"]["content"], str)
 
 
-def test_continue(http):
+def test_a_continued_answer_streams_on(http):
     """The button, of a connection that is called llama.cpp's."""
     told = [*ASKED, {"role": "assistant", "content": "Hello, my"}]
     body = {"stream": True, "model": MODEL, "messages": told, "max_tokens": 4}

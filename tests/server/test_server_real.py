@@ -107,7 +107,7 @@ def test_chat_prompt_is_the_template(tiny_server, client):
     assert same.choices[0].text == whole.choices[0].message.content
 
 
-def test_stop_string(client):
+def test_a_stop_string_cuts_the_text(client):
     text = client.completions.create(**PROMPT, max_tokens=24).choices[0].text
     stop = text[8:11]
     choice = client.completions.create(**PROMPT, max_tokens=24, stop=stop).choices[0]
@@ -161,7 +161,7 @@ def test_prefix_cache_is_reported(tiny_server, client):
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_any_fields(tiny_server, data):
+def test_any_field_is_answered_or_refused_by_a_real_engine(tiny_server, data):
     with tiny_server.http() as http:
         schemas = http.get("/openapi.json").json()["components"]["schemas"]
         for path, kind, base in (
@@ -221,7 +221,7 @@ def test_engine_death_and_return(tiny_server, client, monkeypatch):
     assert client.completions.create(**PROMPT, max_tokens=3).usage.completion_tokens == 3
 
 
-def test_the_command(tiny_path, tmp_path):
+def test_the_command_serves_and_ends_an_answer_at_sigterm(tiny_path, tmp_path):
     """`slipstream serve`, from its start to SIGTERM in the middle of an answer."""
     (tmp_path / "keys").write_text("# mine\n the-key \n")
     command = [

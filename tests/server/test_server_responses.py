@@ -124,7 +124,7 @@ def outline(answer):
     )
 
 
-def test_a_stream(client):
+def test_a_streams_last_event_is_the_whole_answer(client):
     whole = client.responses.create(**ASK)
     events = list(client.responses.create(**ASK, stream=True))
     check_stream(events, events[-1].response)
@@ -223,7 +223,7 @@ def test_reasoning_is_an_item(client, model, monkeypatch):
     assert again.input_tokens > 0
 
 
-def test_log_probabilities(client):
+def test_log_probabilities_come_for_every_token(client):
     ask = {**ASK, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
     answer = client.responses.create(**ASK, include=ask["include"], top_logprobs=2)
     found = answer.output[0].content[0].logprobs
@@ -437,7 +437,7 @@ def test_what_is_refused_names_its_field(client, model, more, param):
 @pytest.mark.parametrize(
     "query", ["limit=0", "limit=000000001000", "limit=x", "order=up", "after=nobody", "what=1"]
 )
-def test_bad_queries(shared, query):
+def test_wrong_queries_of_a_stored_answer_are_refused(shared, query):
     with shared.client() as client, shared.http() as http:
         answer = client.responses.create(model="fake", input="one")
         assert http.get(f"/v1/responses/{answer.id}/input_items?{query}").status_code == 400
@@ -468,7 +468,7 @@ def test_an_engine_that_dies_ends_the_stream_with_an_event(serve):
             client.responses.create(model="fake", input="one")
 
 
-def test_settings():
+def test_a_negative_number_of_stored_answers_is_refused():
     with pytest.raises(Exception, match="max_stored_responses"):
         ServerSettings(max_stored_responses=-1)
 

@@ -29,7 +29,7 @@ WAYS = (
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_samplers(ask, path):
+def test_samplers_fields_reach_the_engine(ask, path):
     def tokens(**more):
         return ask(path, return_token_ids=True, **more)["choices"][0]["token_ids"]
 

@@ -71,7 +71,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("fields", FORMATS, ids=str)
-def test_a_schema(client, fields):
+def test_a_schema_holds_whole_and_streamed(client, fields):
     answer = client.chat.completions.create(**CHAT, **fields, n=2, logprobs=True)
     for choice in answer.choices:
         jsonschema.validate(json.loads(choice.message.content), SCHEMA)
@@ -97,14 +97,14 @@ def test_a_schema(client, fields):
     ],
     ids=str,
 )
-def test_completions_too(client, fields, pattern):
+def test_completions_keep_to_a_pattern(client, fields, pattern):
     answer = client.completions.create(
         model="smollm2", prompt=["a", "b"], max_tokens=20, extra_body=fields
     )
     assert all(re.fullmatch(pattern, choice.text) for choice in answer.choices)
 
 
-def test_any_object(client):
+def test_json_object_answers_begin_with_a_brace(client):
     answer = client.chat.completions.create(
         **CHAT, response_format={"type": "json_object"}, max_tokens=30
     )

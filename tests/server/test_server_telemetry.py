@@ -172,7 +172,7 @@ def test_a_collector_that_is_gone_does_not_hold_up_the_end(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:4318", "ftp://x", "http://"])
-def test_bad_endpoints(url):
+def test_wrong_endpoints_of_telemetry_are_refused(url):
     with pytest.raises(ConfigError, match="OTLP"):
         make_server(FakeEngine(), ServerSettings(otlp_endpoint=url))
 

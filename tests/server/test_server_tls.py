@@ -42,7 +42,9 @@ def shown(server):
     return ssl.get_server_certificate((host, int(port)))
 
 
-def test_renewal(serve, pairs, tmp_path, monkeypatch, caplog):
+def test_a_renewed_certificate_is_shown_to_new_connections(
+    serve, pairs, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(certificates, "LOOK_S", 0.02)
     old, new = pairs
     cert, key = tmp_path / "cert", tmp_path / "key"

@@ -108,7 +108,7 @@ def test_a_named_call(client, model, name):
         assert [c.function.name for c in one.message.tool_calls] == ["note"]
 
 
-def test_several_calls(client, model):
+def test_several_calls_come_in_one_answer(client, model):
     model(tool_call_parser="hermes")
     found = set()
     for seed in range(6):
@@ -123,7 +123,7 @@ def test_several_calls(client, model):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("strict", [False, True])
-def test_auto(client, model, name, strict):
+def test_tools_that_are_not_called_change_no_answer(client, model, name, strict):
     """A random model calls nothing; what it says is the same, streamed and not, and log-probabilities come with it."""
     model(tool_call_parser=name)
     tools = [{**t, "function": {**t["function"], "strict": strict}} for t in TOOLS]
@@ -180,7 +180,7 @@ def test_reasoning_comes_before_a_schema(client, model, monkeypatch, opened):
     assert reasoned
 
 
-def test_the_letter(tiny_server):
+def test_the_markers_letter_is_one_token(tiny_server):
     assert tiny_server.engine.tokenizer.encode("~", add_special_tokens=False) == [TILDE]
 
 

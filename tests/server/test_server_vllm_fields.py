@@ -29,7 +29,7 @@ def events(http, path, **more):
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_token_ids(ask, path):
+def test_token_ids_come_if_asked_for(ask, path):
     answer = ask(path, return_token_ids=True)
     choice = answer["choices"][0]
     prompt = answer if path == "/v1/chat/completions" else choice
@@ -150,6 +150,29 @@ def test_an_answer_that_is_begun(ask):
     assert ask("/detokenize", tokens=tokens)["prompt"].endswith("Hello, my ")
     error = ask("/v1/chat/completions", status=400, **given, add_generation_prompt=True)
     assert error["param"] == "continue_final_message"
+    plain = ask("/v1/chat/completions", **given)["choices"][0]["message"]["content"]
+    echoed = ask("/v1/chat/completions", **given, echo=True)["choices"][0]["message"]["content"]
+    assert echoed == "Hello, my " + plain
+    parts = events(ask.http, "/v1/chat/completions", **given, echo=True)
+    texts = [part["choices"][0]["delta"].get("content", "") for part in parts]
+    assert (texts[0], "".join(texts)) == ("", echoed)
+    assert ask("/v1/chat/completions", status=400, echo=True)["param"] == "echo"
+
+
+def test_the_drawn_token_stands_first_in_its_top_logprobs(ask):
+    ids = {"logprobs": 2, "echo": True, "return_tokens_as_token_ids": True}
+    found = ask(**ids)["choices"][0]["logprobs"]
+    firsts = [next(iter(top)) for top in found["top_logprobs"][1:]]
+    assert firsts == found["tokens"][1:]
+
+
+def test_either_end_of_a_prompt_is_kept(ask):
+    whole = list(range(20, 28))
+    for side, kept in (("right", whole[:4]), ("left", whole[-4:])):
+        cut = {"prompt": whole, "truncate_prompt_tokens": 4, "truncation_side": side}
+        found = ask(**cut, return_token_ids=True)["choices"][0]
+        assert found["prompt_token_ids"] == kept
+    assert ask(status=400, truncation_side="both")["param"] == "truncation_side"
 
 
 def test_names_that_are_taken(ask):

@@ -121,7 +121,7 @@ def test_every_route_that_changes_something_is_an_admins(server):
     assert {r.path for r in routes} - ADMIN_ROUTES == {"/is_paused", "/get_weight_version"}
 
 
-def test_vllms_protocol(http, folder):
+def test_vllms_calls_change_the_weights(http, folder):
     before = asked(http)
     first = http.get("/get_weight_version").json()["weight_version"]
     assert before[1] == [[first, 6]]
@@ -141,7 +141,7 @@ def test_vllms_protocol(http, folder):
     assert "layers.0.attention.qkv.parts.0.data" in sums["checksums"]
 
 
-def test_sglangs_protocol(http, folder):
+def test_sglangs_calls_change_the_weights(http, folder):
     done = post(
         http, "/update_weights_from_disk", {"model_path": "old", "weight_version": "sglang-1"}
     )
@@ -300,3 +300,60 @@ def test_a_trainer_broadcasts_by_sglangs_routes(http, folder):
         error = post(http, "/update_weights_from_distributed", {**piece, "flush_cache": flush}, 400)
         assert error["error"]["param"] == "group_name"
         assert not http.get("/weights").json()["is_updating"]
+
+
+def test_what_trls_client_asks_is_there(http):
+    """`examples/trl/slipstream_client.py` sends these bodies."""
+    assert http.get("/get_world_size").json() == {"world_size": 1}
+    info = http.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
+    assert info["weight_transfer_config"] is not None
+    assert post(http, "/reset_prefix_cache")["success"]
+    neutral = {
+        "repetition_penalty": 1.0,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+    }
+    ids = {"return_token_ids": True, "return_tokens_as_token_ids": True, "max_tokens": 4, "n": 2}
+    body = {"model": "policy", "prompt": [[5, 6], [7]], "logprobs": 0, **neutral, **ids}
+    choices = post(http, "/v1/completions", body)["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == [[5, 6], [5, 6], [7], [7]]
+    for choice in choices:
+        told = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
+        assert told == choice["token_ids"]
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], **neutral, **ids}
+    chat = post(http, "/v1/chat/completions", {**body, "logprobs": True, "top_logprobs": 0})
+    assert chat["prompt_token_ids"]
+    assert all(choice["token_ids"] for choice in chat["choices"])
+    scored = {"model": "policy", "prompt": [[5, 6, 7]], "max_tokens": 1, "prompt_logprobs": 5}
+    (choice,) = post(http, "/v1/completions", scored)["choices"]
+    assert len(choice["prompt_logprobs"]) == 3
+
+
+def test_streams_go_on_until_a_trainer_listens(server, http):
+    """Joining begins when there is somebody to join, so that it holds up no step."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    port = free_port()
+    group = dict(master_address="127.0.0.1", master_port=port, world_size=2, backend="gloo")
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(post, http, "/init_weight_transfer_engine", {"init_info": group})
+        with server.http(headers={"authorization": "Bearer secret"}) as other:
+            asked(other)  # is answered while nobody listens
+            assert not joining.done()
+            trainer = Trainer({}, port, 2)
+            assert joining.result()["success"]
+        trainer.join()
+    post(http, "/destroy_weights_update_group", {})
+
+
+def test_a_trainer_that_never_listens_is_an_error(http, monkeypatch):
+    from slipstream.engine.process import weight_operations
+
+    monkeypatch.setattr(weight_operations, "JOIN_S", 0.3)
+    group = dict(master_address="127.0.0.1", master_port=free_port(), world_size=2, backend="gloo")
+    answer = http.post("/init_weight_transfer_engine", json={"init_info": group})
+    assert answer.status_code >= 500
+    assert "no trainer of the group 'weights' listened" in answer.text
+    assert http.get("/weights").json()["is_updating"] is False

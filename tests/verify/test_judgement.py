@@ -5,16 +5,18 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import torch
 
 from slipstream.errors import SlipstreamError
 from slipstream.verify import checks, probes
 from slipstream.verify.checks import Finding, Plan, Verification
-from slipstream.verify.measures import Estimate
+from slipstream.verify.measures import Sample
+from slipstream.verify.report import EXIT_CODES, document
 from slipstream.verify.served import Answer, Served
 
 
-def verification(answers=(), **plan):
-    left = iter(answers)
+def verification(replies=(), **plan):
+    left = iter(replies)
     served = SimpleNamespace(ask=lambda *a, **k: next(left))
     return Verification(served, SimpleNamespace(), Plan(**plan))
 
@@ -35,43 +37,80 @@ def test_counts_of_prompts(counts, outcome, why):
     assert (found.outcome, why in found.why) == (outcome, True)
 
 
+def answers_of(kind, at, num=80, seed=0):
+    """Samples of a model that was drawn from at a temperature."""
+    chance = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(num):
+        logprobs = (2 * torch.randn(24, 64, generator=chance)).log_softmax(-1)
+        ids = torch.multinomial((logprobs / at).softmax(-1), 1, generator=chance)[:, 0].tolist()
+        found.append(Sample(token_ids=ids, tokens=[], logprobs=logprobs))
+    return {kind: found}
+
+
 @pytest.mark.parametrize(
-    ("kl", "outcome"),
+    ("values", "outcome"),
     [
-        (Estimate(value=0.001, stderr=0.01, count=9), "pass"),
-        (Estimate(value=0.005, stderr=0.001, count=9), "pass"),
-        (Estimate(value=0.008, stderr=0.001, count=9), "undecided"),  # it may be above the limit
-        (Estimate(value=0.05, stderr=0.001, count=9), "fault"),
-        (Estimate(value=0.2, stderr=0.1, count=6), "fault"),  # far above, however uncertain
-        (Estimate(value=0.2, stderr=0.1, count=5), "undecided"),
+        ([0.0001, 0.0002, 0.0001, 0.0002], "pass"),
+        ([0.001, 0.002, 0.001], "undecided"),  # too few to be sure
+        ([0.009, 0.011, 0.008, 0.01], "undecided"),  # it may be above the limit
+        ([0.05] * 12, "fault"),
+        ([0.2] * 3, "undecided"),  # far above, but its cause is told by more
+        ([0.2] * 12, "fault"),
     ],
 )
-def test_a_divergence_is_judged_by_its_error(kl, outcome, monkeypatch):
-    monkeypatch.setattr(Verification, "_kl", lambda *a: kl)
+def test_a_divergence_is_judged_by_its_error(values, outcome, monkeypatch):
+    monkeypatch.setattr(Verification, "_by_answer", lambda *a: values)
     assert verification(max_kl=0.01)._distribution("plain", "x").outcome == outcome
 
 
 @pytest.mark.parametrize(
-    ("value", "asked", "outcome", "why"),
+    ("factor", "ignored", "outcome", "why"),
     [
-        (1 + checks.SLACK / 2, 1.0, "pass", "drawn at"),  # sure, and too little to matter
-        (1 + 2 * checks.SLACK, 1.0, "fault", "another temperature"),
-        (1.0, 0.5, "fault", "the field is ignored"),
+        (1.0, False, "pass", "drawn at"),
+        (1.1, False, "fault", "another temperature"),
+        (0.9, False, "fault", "another temperature"),
+        (1.0, True, "fault", "the field is ignored"),
     ],
 )
-def test_a_temperature_that_is_hardly_off_is_no_fault(value, asked, outcome, why, monkeypatch):
-    estimate = Estimate(value=value, stderr=1e-5, count=9)
-    monkeypatch.setattr(checks.measures, "temperature", lambda *a: estimate)
-    found = verification()._temperature("plain", asked)
+def test_a_temperature_is_judged_by_its_likelihood(factor, ignored, outcome, why):
+    made = verification()
+    made._drawn.update(answers_of("plain", factor))
+    made._drawn.update(answers_of("warm", 1.0 if ignored else factor * checks.WARM, seed=1))
+    found = made._temperature()
     assert (found.outcome, why in found.why) == (outcome, True)
+
+
+def test_few_answers_leave_a_temperature_open():
+    made = verification()
+    made._drawn.update(answers_of("warm", checks.WARM, num=2))
+    assert made._temperature().outcome == "undecided"
+    made = verification()
+    made._drawn.update(answers_of("plain", 1.0))  # a server that ignores the field would draw these
+    assert made._temperature().outcome == "undecided"
+
+
+@pytest.mark.parametrize(
+    ("found", "outcome"),
+    [
+        ([(True, True)] * 8, "pass"),
+        ([(True, True)] * 4, "undecided"),
+        ([(False, True)] * 4, "fault"),
+        ([(False, False)] * 8, "pass"),  # the model itself finds none
+        ([(False, False)] * 4, "undecided"),
+    ],
+)
+def test_code_words_count_where_the_model_itself_finds_them(found, outcome):
+    made = verification()
+    made.needles[800] = found
+    assert made._needle().outcome == outcome
 
 
 def test_a_long_conversation_of_fewer_tokens_was_cut():
     made = verification()
-    made._drawn["long"] = [None]
     made._counts.append((5, 5))
     made._long_counts.extend([(90, 90), (60, 90)])
-    found = made._long(Finding(check="x", outcome="pass", why=""))
+    found = made._long()
     assert (found.outcome, "30 tokens" in found.why) == ("fault", True)
 
 
@@ -99,16 +138,36 @@ def test_answers_that_are_cut_prove_nothing_and_the_others_count():
     assert verification([late] * 4)._rate("x", lambda a: True, "ask").why == "4 of 4 valid"
 
 
-@pytest.mark.parametrize(("outcomes", "rounds"), [(["pass", "undecided"], 3), (["pass"] * 2, 1)])
-def test_rounds_go_on_until_all_is_decided(outcomes, rounds, monkeypatch):
+@pytest.mark.parametrize(
+    ("outcomes", "turns"), [(["pass", "undecided"], 3), (["pass"] * 2, 1), (["fault"] * 2, 1)]
+)
+def test_turns_go_on_for_what_is_undecided(outcomes, turns, monkeypatch):
     asked = []
-    monkeypatch.setattr(Verification, "_round", lambda self: asked.append(1))
-    found = [Finding(check="x", outcome=outcome, why="") for outcome in outcomes]
+    monkeypatch.setattr(Verification, "_draw", lambda self, kind, **more: asked.append(kind))
+    checked = ("prompt", "temperature 0")
+    found = [Finding(check=c, outcome=o, why="") for c, o in zip(checked, outcomes, strict=True)]
     monkeypatch.setattr(Verification, "_judged", lambda self: found)
     for name in ("_schemas", "_tools"):
         monkeypatch.setattr(Verification, name, lambda self: found[0])
-    assert len(verification(rounds=3).run()) == 4
-    assert len(asked) == rounds
+    assert len(verification(answers=10, turn=4).run()) == 4
+    assert asked == ["plain", *["greedy"] * (turns - 1)]
+
+
+def test_wrong_weights_end_the_verification():
+    made = verification(max_kl=0.01)
+    made._counts.append((5, 5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Verification, "_by_answer", lambda *a: [0.5] * 12)
+        assert [f.check for f in made._judged()] == ["prompt", "distribution"]
+        patch.setattr(Verification, "_by_answer", lambda *a: [0.0001, 0.0002] * 4)
+        assert [f.check for f in made._judged()][-1] == "temperature 0"
+
+
+@pytest.mark.parametrize(("causes", "opens", "code"), [(1, 1, 1), (0, 1, 4), (0, 0, 0)])
+def test_a_verdict_has_an_exit_code(causes, opens, code):
+    findings = [Finding(check="x", outcome="fault", why="it is cut")] * causes
+    findings += [Finding(check="y", outcome="undecided", why="")] * opens
+    assert EXIT_CODES[document({}, findings)["verdict"]] == code
 
 
 def test_a_server_that_fails_does_not_refuse():

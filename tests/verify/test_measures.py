@@ -45,6 +45,23 @@ def test_the_temperature_of_answers_is_found_within_its_error(at):
     assert found.count == 4 * LENGTH
 
 
+def test_tokens_that_end_answers_leave_the_temperature_as_it_is():
+    """Positions where an end was drawn are not in the answers, which favours the others."""
+    never = torch.zeros(VOCABULARY, dtype=torch.bool)
+    never[:8] = True
+    samples = []
+    for sample in (drawn(1.0, seed=n) for n in range(4)):
+        kept = [i for i, token in enumerate(sample.token_ids) if token >= 8]
+        ids = [sample.token_ids[i] for i in kept]
+        samples.append(
+            Sample(token_ids=ids, tokens=[], logprobs=sample.logprobs[kept], never=never)
+        )
+    found = measures.temperature(samples, 1.0)
+    assert abs(found.value - 1) < 4 * found.stderr
+    own, cooler = samples[0].likelihoods([1.0, 0.8])
+    assert own > cooler
+
+
 def test_greedy_answers_have_the_smallest_temperature_that_is_looked_for():
     assert measures.temperature([drawn(at=1e-3)], 1.0).value == pytest.approx(0.02)
 
@@ -77,12 +94,11 @@ def test_a_cut_that_was_made_leaves_nothing_outside():
     assert sum(measures.outside_top_p(drawn(), 0.5)) > 0.1 * LENGTH
 
 
-def test_greedy_answers_regret_nothing():
-    assert max(measures.regrets(drawn(keep=1))) == 0
-    assert sum(measures.regrets(drawn())) / LENGTH > 0.1
+def test_greedy_answers_have_no_unlikely_token():
+    assert sum(measures.unlikely(drawn(keep=1))) == 0
+    assert sum(measures.unlikely(drawn())) > 0.1 * LENGTH
 
 
 def test_one_value_has_no_error():
     assert measures.mean([1.0]).stderr == math.inf
-    assert not measures.mean([1.0]).exceeds(0.0, 1.0)
     assert measures.mean([1.0, 3.0]) == measures.Estimate(value=2.0, stderr=1.0, count=2)

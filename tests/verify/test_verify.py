@@ -13,7 +13,7 @@ from slipstream.verify.reference import Reference
 from slipstream.verify.served import NotOfferedError, Served
 from tests.server.conftest import *  # noqa: F403 - the tiny server
 
-PLAN = Plan(rounds=1, prompts=6, max_tokens=8, long_lines=2)
+PLAN = Plan(answers=24, turn=8, max_tokens=8, long_lines=4)
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +65,11 @@ def test_no_server_and_no_model_are_named():
 
 def test_the_command_prints_findings_and_leaves_a_page(tiny_server, tiny_path, tmp_path, capsys):
     page = tmp_path / "page.html"
-    words = ["verify", tiny_server.url, "--against", str(tiny_path), "--rounds", "1"]
+    words = ["verify", tiny_server.url, "--against", str(tiny_path), "--answers", "8"]
     words += ["--dtype", "float32", "--device", "cpu", "--long", "0", "--page", str(page)]
-    assert main([*words, "--json"]) == 0
+    assert main([*words, "--json"]) == 4  # 8 answers of a tiny model decide no temperature
     found = json.loads(capsys.readouterr().out)
-    assert found["verdict"] in ("sound", "undecided")
+    assert found["verdict"] == "undecided"
+    assert found["rates"] == {"alpha": 0.001, "beta": 0.01}
     assert {f["check"] for f in found["findings"]} >= {"prompt", "distribution", "schema"}
     assert "<td>distribution</td>" in page.read_text()

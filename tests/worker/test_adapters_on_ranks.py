@@ -105,7 +105,7 @@ def test_what_the_start_refuses(made, tmp_path):
     assert caught.value.field == "lora_modules"
 
 
-def test_off(tiny_model, made):
+def test_adapters_without_the_setting_are_refused_on_ranks(tiny_model, made):
     sizes = dict(max_model_len=64, kv_cache_bytes=2**20, tensor_parallel_size=2)
     with forked_ranks.used(), LLM(str(tiny_model), device="cpu", **sizes) as llm:
         with pytest.raises(AdapterError, match="start with enable_lora"):

@@ -59,7 +59,7 @@ def test_a_measurement_on_this_machine(monkeypatch):
     assert "float32" in choice.reason
 
 
-def test_remembered(tmp_path, measured):
+def test_the_choice_is_measured_once_and_remembered(tmp_path, measured):
     told = []
     first, second = (
         choose_cpu(tmp_path / "machine", measuring=lambda: told.append(len(measured)))

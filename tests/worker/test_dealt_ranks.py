@@ -227,7 +227,7 @@ def test_beams_and_drafts(mixture, one, forked_ranks):
         assert free(llm) == [0, 0]
 
 
-def test_vectors(one, two):
+def test_vectors_of_dealt_ranks_equal_those_of_one(one, two):
     wanted = [output.outputs.embedding for output in one.embed(PROMPTS, progress=False)]
     for ours, theirs in zip(two.embed(PROMPTS, progress=False), wanted, strict=True):
         assert ours.outputs.embedding == pytest.approx(theirs, abs=1e-4)

@@ -32,7 +32,7 @@ def layers(draw):
 
 
 @given(layers())
-def test_an_exchange(layer):
+def test_an_exchange_never_raises_the_largest_load(layer):
     """An exchange moves experts between ranks and keeps groups together. The largest load never rises, and
     exchanges come to an end."""
     load, rank_of, groups = layer

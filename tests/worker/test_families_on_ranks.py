@@ -71,7 +71,7 @@ def check(tmp_path, family, form):
 
 
 @pytest.mark.parametrize(("family", "form"), FAST)
-def test_some_families(tmp_path, family, form):
+def test_some_families_answer_alike_on_ranks(tmp_path, family, form):
     check(tmp_path, family, form)
 
 
@@ -85,5 +85,5 @@ def test_layers_that_read_earlier_ones_refuse_stages(tmp_path, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "form"), [pair for pair in ALL if pair not in FAST])
-def test_every_family(tmp_path, family, form):
+def test_every_family_answers_alike_on_ranks(tmp_path, family, form):
     check(tmp_path, family, form)

@@ -104,7 +104,7 @@ def write(folder, fmt):
 
 
 @pytest.mark.parametrize("fmt", OTHER_FORMATS, ids=IDS)
-def test_other_formats(tmp_path, monkeypatch, fmt):
+def test_other_formats_answer_as_with_torch(tmp_path, monkeypatch, fmt):
     tiny_models.write(tmp_path, **SIZES)
     write(tmp_path, fmt)
     compared(tmp_path, monkeypatch, samplings=GREEDY_AND_SCORED)
@@ -112,7 +112,7 @@ def test_other_formats(tmp_path, monkeypatch, fmt):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "phi3"])
-def test_fp8(tmp_path, monkeypatch, family, dtype):
+def test_fp8_checkpoints_answer_as_with_torch(tmp_path, monkeypatch, family, dtype):
     tiny_models.write(tmp_path, family, **SIZES)
     compress(tmp_path, "fp8")
     compared(tmp_path, monkeypatch, samplings=GREEDY_AND_SCORED, dtype=dtype)
@@ -128,7 +128,7 @@ def test_fp8_in_blocks(tmp_path, monkeypatch, family, config):
 
 @pytest.mark.parametrize("rounded", [None, "int8", "fp8"])
 @pytest.mark.parametrize("form", ["sparse-bitmask", "sparse-24-bitmask"])
-def test_without_zeros(tmp_path, monkeypatch, form, rounded):
+def test_sparse_checkpoints_answer_as_with_their_zeros(tmp_path, monkeypatch, form, rounded):
     """The answers are those of the checkpoint with its zeros, too."""
     tiny_models.write(tmp_path, **SIZES)
     prune(tmp_path, "2:4" if form == "sparse-24-bitmask" else "90 %")

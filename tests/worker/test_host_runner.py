@@ -114,7 +114,7 @@ WITHOUT_PROGRAM = ("gemma3n_text", "mimo_v2_flash", "deepseek_v4", "kolibri1", "
 
 
 @pytest.mark.parametrize("family", [f for f in tiny_models.FAMILIES if f not in WITHOUT_PROGRAM])
-def test_every_family(tmp_path, monkeypatch, family):
+def test_every_family_answers_as_with_torch(tmp_path, monkeypatch, family):
     tiny_models.write(tmp_path, family)
     compared(tmp_path, monkeypatch, samplings=[GREEDY, DRAWN, SCORED])
 
@@ -183,7 +183,7 @@ def test_hybrid_program_answers_as_the_loop_over_its_layers(tmp_path, monkeypatc
     ],
     ids=lambda s: next(iter(s)),
 )
-def test_every_sampling(tmp_path, monkeypatch, settings):
+def test_every_sampling_answers_as_with_torch(tmp_path, monkeypatch, settings):
     tiny_models.write(tmp_path, hidden_size=64)
     stats = compared(tmp_path, monkeypatch, **settings)
     assert (stats.num_preemptions > 0) == (settings.get("block_size") == 4)
@@ -262,7 +262,7 @@ def test_settings_that_torch_is_needed_for_are_named(tmp_path, caplog, settings,
     assert why in str(torch_reason(config, read_spec(tmp_path)))
 
 
-def test_random_weights(config_only):
+def test_random_weights_depend_on_the_seed_alone(config_only):
     settings = {**SIZES, "load_format": "dummy", "skip_tokenizer_init": True}
     found = []
     for seed in (1, 1, 2):

@@ -173,7 +173,7 @@ def test_a_question_keeps_no_result(split):
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in wanted]
 
 
-def test_sleep(tiny_model, split):
+def test_ranks_answer_again_after_sleep(tiny_model, split):
     with pytest.raises(RequestError, match="level=2"):
         split.sleep(level=1)
 

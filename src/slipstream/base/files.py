@@ -82,15 +82,42 @@ def open_new(path: str | Path, mode: int = 0o666) -> int:
 
 
 @contextmanager
-def waited_for(path: Path) -> Iterator[None]:
-    """Lock the file `path`, waiting until it is free. A missing file is created. OSError if that
-    fails."""
-    lock = open_private(path)
+def waited_for(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Lock the file `path`, waiting until it is free. Gives False if `wait` is false and another
+    process holds it. OSError if that fails.
+
+    The file is made, with its folders, and removed at the end. So are the folders that this made,
+    if nothing else came into them.
+    """
+    made = [folder for folder in path.parents if not folder.exists()]
+    lock = _awaited(path, wait)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield lock is not None
     finally:
-        os.close(lock)
+        if lock is not None:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)  # before another can lock it
+            os.close(lock)
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _awaited(path: Path, wait: bool) -> int | None:
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = open_private(path)
+        except FileNotFoundError:  # its last holder removed the folder since
+            continue
+        if wait:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        elif not locks.take(lock):
+            os.close(lock)
+            return None
+        if locks.is_file_of(lock, path):
+            return lock
+        os.close(lock)  # its holder removed it after we opened it
 
 
 @contextmanager

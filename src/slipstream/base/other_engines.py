@@ -182,8 +182,7 @@ _BY_REASON: dict[str, str] = {
         use_fp64_gumbel enable_flashinfer_autotune gdn_prefill_backend
         kda_prefill_backend kda_decode_backend optimization_level performance_mode
         model_impl disable_sliding_window disable_hybrid_kv_cache_manager
-        kv_cache_dtype_skip_layers async_scheduling scheduler_cls worker_cls
-        worker_extension_cls numa_bind numa_bind_nodes numa_bind_cpus
+        kv_cache_dtype_skip_layers numa_bind numa_bind_nodes numa_bind_cpus
         enable_batch_sharded_sampling enable_shm_tensor_arena kv_sharing_fast_prefill
         additional_config
     """,
@@ -209,8 +208,7 @@ _BY_REASON: dict[str, str] = {
     """,
     _TRANSFER: """
         kv_transfer_config kv_offloading_backend ec_transfer_config ec_manager_config
-        prefix_cache_retention_interval prefix_caching_hash_algo prefix_match_unit
-        weight_transfer_config
+        prefix_cache_retention_interval
     """,
     _LORA: """
         lora_dtype lora_target_modules specialize_active_lora enable_moe_shared_loras
@@ -218,7 +216,7 @@ _BY_REASON: dict[str, str] = {
         enable_tower_connector_lora enable_mixed_moe_lora_format
     """,
     _REVISION: """
-        revision code_revision tokenizer_revision hf_token hf_config_path
+        revision code_revision tokenizer_revision hf_config_path
     """,
     _CONFIG: """
         config_format model_class_overrides convert pooler_config quantization_config
@@ -273,7 +271,7 @@ _BY_REASON: dict[str, str] = {
     "leave it out: log-probabilities are the model's own, before temperature": """
         logprobs_mode
     """,
-    "leave it out: the latest tokens that wait are bounded by max_queue requests": """
+    "leave it out: max_queue bounds the requests that wait": """
         max_num_queued_tokens
     """,
     "leave it out: ranks find each other by rank_address, and a rank that is lost ends the engine": """
@@ -281,9 +279,26 @@ _BY_REASON: dict[str, str] = {
         enable_nccl_comm_suspend device_ids
     """,
     "leave it out: TLS is --ssl-certfile and --ssl-keyfile; a proxy in front does the rest": """
-        ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh allow_credentials
-        allowed_methods allowed_headers h11_max_incomplete_event_size
-        h11_max_header_count
+        ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh
+        h11_max_incomplete_event_size h11_max_header_count
+    """,
+    "leave it out: the next step is always planned while one runs": """
+        async_scheduling
+    """,
+    "leave it out: the scheduler and the worker are part of the engine (docs/extending.md)": """
+        scheduler_cls worker_cls worker_extension_cls
+    """,
+    "leave it out: cached prefixes are whole blocks, named by BLAKE2b": """
+        prefix_caching_hash_algo prefix_match_unit
+    """,
+    "leave it out: `slipstream serve --enable-weight-updates` takes them over HTTP (docs/weights.md)": """
+        weight_transfer_config
+    """,
+    "leave it out: HF_TOKEN in the environment, or `hf auth login`, is used": """
+        hf_token
+    """,
+    "leave it out: --cors-origin names the pages that may ask, with any method and header and without credentials": """
+        allow_credentials allowed_methods allowed_headers
     """,
     "leave it out: formats are data in the code (docs/extending.md); --tool-call-parser and --reasoning-parser choose one": """
         tool_parser_plugin reasoning_parser_plugin chat_template_content_format

@@ -1,8 +1,9 @@
-"""Tasks with right answers: multiple choice from a local file, and the tasks of lm-eval.
+"""Tasks with right answers: multiple choice from a local file, rated answers, and the tasks of lm-eval.
 
 A file of questions has one JSON object a line: {"prompt": TEXT, "choices": [TEXT, …], "answer": INDEX}. A choice is scored as
 the continuation of the prompt and a space, by its log-probability per byte (lm-eval's acc_norm), so that its length does not
-count. Any other name is a task of lm-eval (the extra eval).
+count. A file of rated answers (`slipstream audit export --rating all`) asks whether those rated up are likelier, per byte, than
+those rated down. Any other name is a task of lm-eval (the extra eval).
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RatedAnswer:
+    """An answer to `messages`, each of which has the items role and content."""
+
+    messages: tuple[tuple[tuple[str, str], tuple[str, str]], ...]
+    answer: str
+    is_good: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
     """`stderr` is None if the task has none, `higher_is_better` if it does not say."""
 
@@ -53,7 +63,9 @@ def run_tasks(
             field="num_fewshot",
         )
     found = {
-        name: multiple_choice(llm, read_questions(Path(name))[:limit], name=Path(name).stem)
+        name: rated_answers(llm, read_rated(Path(name))[:limit], name=Path(name).stem)
+        if is_rated(Path(name))
+        else multiple_choice(llm, read_questions(Path(name))[:limit], name=Path(name).stem)
         for name in files
     }
     if others := [name for name in names if name not in found]:
@@ -65,7 +77,7 @@ def check_tasks(names: Sequence[str]) -> None:
     """ConfigError if `run_tasks` would not find the questions. It needs no model."""
     for name in names:
         if name.endswith(".jsonl"):
-            read_questions(Path(name))
+            (read_rated if is_rated(Path(name)) else read_questions)(Path(name))
     if others := [name for name in names if not name.endswith(".jsonl")]:
         _manager(others)
 
@@ -99,14 +111,104 @@ def multiple_choice(
     )
 
 
-def read_questions(path: Path) -> list[Question]:
-    """The questions in a file. ConfigError names the line that is wrong."""
+def rated_answers(llm: LLM, rated: Sequence[RatedAnswer], *, name: str = "rated") -> TaskResult:
+    """The share of pairs whose answer that was rated up is likelier per byte than the one rated down.
+
+    Pairs are of one conversation, if any conversation has both ratings; otherwise of all answers,
+    which is the area under the ROC curve. The error is that of as many pairs as the rarer rating has
+    answers (an upper bound, since pairs share answers)."""
+    tokenizer = llm.get_tokenizer()
+    if tokenizer.chat_template is None:
+        raise ConfigError("rated answers need a model with a chat template", field="tasks")
+    texts = [(tokenizer.apply_chat_template([*map(dict, r.messages)]), r.answer) for r in rated]
+    pairs = []
+    for prompt, answer in texts:
+        context = tokenizer.encode(prompt, add_special_tokens=False)
+        pairs.append((context, tokenizer.encode(answer, add_special_tokens=False)))
+    scores = [
+        found.logprob / len(r.answer.encode())
+        for found, r in zip(loglikelihoods(llm, pairs), rated, strict=True)
+    ]
+    every = [
+        (up, down)
+        for up, a in enumerate(rated)
+        for down, b in enumerate(rated)
+        if a.is_good and not b.is_good
+    ]
+    same = [(up, down) for up, down in every if rated[up].messages == rated[down].messages]
+    compared = same or every
+    won = [
+        1.0 if scores[up] > scores[down] else 0.5 * (scores[up] == scores[down])
+        for up, down in compared
+    ]
+    share = sum(won) / len(won)
+    count = min(len({up for up, _ in compared}), len({down for _, down in compared}))
+    return TaskResult(
+        name=name,
+        metric="preferred" if same else "auc",
+        value=share,
+        stderr=math.sqrt(share * (1 - share) / count),
+        num_questions=len(rated),
+        higher_is_better=True,
+    )
+
+
+def is_rated(path: Path) -> bool:
+    """Whether a file has rated answers, by its first line."""
+    return '"rating"' in next((line for line in _lines(path) if line.strip()), "")
+
+
+def read_rated(path: Path) -> list[RatedAnswer]:
+    """The rated answers in a file. ConfigError names the line that is wrong, or the rating that is missing."""
+    found = [
+        _rated(line, f"{path}, line {number}")
+        for number, line in enumerate(_lines(path), 1)
+        if line.strip()
+    ]
+    if len({r.is_good for r in found}) != 2:
+        raise ConfigError(
+            f"{path} has answers of one rating only; export them with --rating all", field="tasks"
+        )
+    return found
+
+
+def _rated(line: str, where: str) -> RatedAnswer:
     try:
-        lines = path.read_text("utf-8").splitlines()
+        row = parse_json(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is no JSON: {error}", field="tasks") from error
+    match row:
+        case {
+            "messages": [*turns, {"role": "assistant", "content": str(answer)}],
+            "rating": "up" | "down" as rating,
+        } if (
+            answer
+            and turns
+            and all(isinstance(t, dict) and isinstance(t.get("content"), str) for t in turns)
+        ):
+            messages = tuple(
+                (("role", str(t.get("role"))), ("content", t["content"])) for t in turns
+            )
+            return RatedAnswer(messages=messages, answer=answer, is_good=rating == "up")
+    raise ConfigError(
+        f'{where}: {{"messages": [{{"role", "content"}}, …], "rating": "up" or "down"}} was expected, of which the last '
+        "message is the assistant's",
+        field="tasks",
+    )
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the questions in {path} can't be read: {error}", field="tasks"
         ) from error
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions in a file. ConfigError names the line that is wrong."""
+    lines = _lines(path)
     found = [
         _question(line, f"{path}, line {number}")
         for number, line in enumerate(lines, 1)

@@ -222,7 +222,6 @@ def _from_hub(model: HubModel, download_dir: str | None, options: FetchOptions) 
     folder = store.folder(model.repo)
     lock = store.lock(model.repo)
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
         with waited_for(lock):
             if not options.refresh and (cached := store.cached(model)) is not None:
                 return cached  # another process fetched it meanwhile

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.base import locks
-from slipstream.base.files import open_private
+from slipstream.base.files import waited_for
 from slipstream.errors import DownloadError
 from slipstream.hub import MODELS, cache_folder, hub_folder, use_mark
 from slipstream.hub.names import TABLE, HubModel, named, parse_name, quant_of
@@ -151,18 +149,13 @@ def remove_model(model: CachedModel, download_dir: str | None = None) -> int:
 def _removed(model: CachedModel, download_dir: str | None) -> int:
     if isinstance(model.source, HubModel):
         store = HubStore(hub_folder(download_dir))
-        lock = store.lock(model.source.repo)
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        held = open_private(lock)
-        try:
-            if not locks.take(held):
+        with waited_for(store.lock(model.source.repo), wait=False) as is_free:
+            if not is_free:
                 raise DownloadError(
                     f"{model.source.repo} is being fetched: wait until that has ended, or end it",
                     field="models",
                 )
             return store.remove(model.source.repo, model.files)
-        finally:
-            os.close(held)
     if model.path.is_dir() and not model.path.is_symlink():
         import shutil
 

@@ -3,7 +3,7 @@
     models--ORG--NAME/refs/main                 the commit that was fetched last
     models--ORG--NAME/blobs/HASH                each content once
     models--ORG--NAME/snapshots/COMMIT/FILE     a link to the content
-    .locks/models--ORG--NAME/slipstream.lock    held by who fetches or removes; it stays
+    .locks/models--ORG--NAME/slipstream.lock    held by who fetches or removes, and removed by it
 
 A file is linked only after its content was checked, so an interrupted download never looks
 finished. `blobs/HASH.incomplete` is what a later download goes on with.
@@ -123,7 +123,7 @@ def files_below(folder: Path) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class HubStore:
-    """The cache below `root`."""
+    """The hub's cache below `root`."""
 
     root: Path
 

@@ -24,7 +24,8 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.platform.collectives import RankGroup
 
 Own: TypeAlias = Literal["tokens", "heads"] | None
-"""What of queries and results a rank has of its own; None: all have all."""
+"""The rows of queries and results that a rank computes alone: those of its tokens, or of its
+heads. None: every rank has all of them."""
 
 
 class ContextOps(ABC):

@@ -17,6 +17,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 """Types that an update's tensors may have. They are quantized on the way, as in a load."""
 
 
+JOIN_S = 40.0
+"""Seconds that a member waits for the others to join, all steps of it together, and for the tensors
+of a piece: less than an engine may be silent."""
+
+
 class TensorInfo(msgspec.Struct, frozen=True):
     """A tensor that a trainer has, by the name that transformers writes to a checkpoint."""
 

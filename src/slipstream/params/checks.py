@@ -118,6 +118,7 @@ def check_params(given: SamplingParams) -> None:
     require(fits, "allowed_token_ids", "None, or at least one token id")
     fits = kept is None or (is_whole(kept) and (kept == -1 or kept >= 1))
     require(fits, "truncate_prompt_tokens", "−1 or a whole number ≥ 1")
+    require(given.truncation_side in ("left", "right"), "truncation_side", "left or right")
     fits = given.best_of is None or (
         is_whole(given.best_of) and given.n <= given.best_of <= MAX_CHOICES
     )

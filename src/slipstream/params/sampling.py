@@ -57,7 +57,8 @@ class SamplingParams:
       token is allowed. A word is tokenised both as at the beginning of a text and as after a space.
       `bad_words_token_ids` has words as tokens.
     - `allowed_token_ids`: only these tokens are drawn.
-    - `truncate_prompt_tokens`: the prompt keeps its last k tokens; −1: as many as fit.
+    - `truncate_prompt_tokens`: the prompt keeps its last k tokens; −1: as many as fit. With
+      `truncation_side="right"` it keeps its first ones.
     - `detokenize`: False leaves texts empty.
     - `best_of`: this many answers are drawn, and the `n` with the highest log-probability per token
       are returned.
@@ -93,6 +94,7 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
     detokenize: bool = True
     spaces_between_special_tokens: bool = True
     best_of: int | None = None  # None after the check if it equals n

@@ -72,6 +72,7 @@ from slipstream.server.operations.adapters import AdapterRoutes
 from slipstream.server.operations.audit import AuditLog
 from slipstream.server.operations.health import Probes
 from slipstream.server.operations.metrics import Metrics
+from slipstream.server.operations.self_check import SelfCheck
 from slipstream.server.operations.sleep import Sleeping
 from slipstream.server.operations.status import StatusRoutes
 from slipstream.server.operations.weights import WeightRoutes
@@ -194,6 +195,9 @@ def create_app(
     names = settings.served_model_names or (engine.model_name,)
     engine.formats = settings.formats
     state = make_state(engine, settings, names[0], shortener)
+    if settings.self_check is not None:
+        state.self_check = SelfCheck(state, settings.self_check, settings.self_check_every_s)
+        state.background.append(state.self_check.run)
     probes, models = Probes(state), Models(state)
     return make_app(
         state,

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from slipstream.server.http.record import Observers
     from slipstream.server.openai.response_store import ResponseStore
     from slipstream.server.operations.metrics import MetricCounts, Metrics
+    from slipstream.server.operations.self_check import SelfCheck
     from slipstream.spec.description import ModelDescription
 
 
@@ -250,8 +251,11 @@ class ServerSettings:
     audit_log: str | None = None  # the file
     audit_max_bytes: int = 64 * 2**20  # then the next file begins
     audit_prompts: bool = False  # log the bodies of requests, too
+    audit_answers: bool = False  # and the texts of answers: `server.operations.rated`
     # Whether requests are refused or served while the audit log cannot be written.
     audit_failure: Literal["refuse", "serve"] = "refuse"
+    self_check: str | None = None  # a fingerprint: `server.operations.self_check`
+    self_check_every_s: float = 300.0
     # Receives spans and metrics, such as http://127.0.0.1:4318
     otlp_endpoint: str | None = None
     # Set by the supervisor: front ends share the state there that ends with the server.
@@ -284,6 +288,7 @@ class ServerSettings:
                 "max_audio_bytes",
                 "max_audio_seconds",
                 "body_timeout_s",
+                "self_check_every_s",
             ),
             *("max_stored_bytes", "max_files_bytes", "max_file_bytes"),
         ):
@@ -308,6 +313,10 @@ class ServerSettings:
             raise ConfigError(
                 "audit_prompts and audit_failure have an effect only with audit_log",
                 field="audit_log",
+            )
+        if self.audit_answers and not self.audit_prompts:
+            raise ConfigError(
+                "audit_answers has an effect only with audit_prompts", field="audit_answers"
             )
         if self.enable_weight_updates and not self.keys_file:
             raise ConfigError(
@@ -398,6 +407,7 @@ class ServerState:
     watch: Watcher | None = None  # None: without a detector
     # Work that runs as long as the server does.
     background: list[Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=list)
+    self_check: SelfCheck | None = None
     on_demand: bool = False  # models are loaded and unloaded as requests say (`server.many`)
     created: int = field(default_factory=lambda: int(time.time()))
     _fingerprint: str = ""

@@ -1,49 +1,67 @@
 """The checks of a served model, and the verdict.
 
-Answers are asked for in rounds, until every check is decided or the rounds end. A fault must be
-`ERRORS` standard errors beyond its limit, so that looking several times raises few false alarms.
+Each turn asks a few questions of every check that is still open; a check ends as soon as its answers
+decide it (`sequential`). The prompt and the distribution come first, since a fault of theirs makes
+the other checks meaningless.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from slipstream.verify import measures, probes
+from slipstream.verify import measures, probes, sequential
 from slipstream.verify.measures import Estimate, Sample
 from slipstream.verify.reference import Reference
+from slipstream.verify.sequential import Decision, Rates
 from slipstream.verify.served import Answer, Message, NotOfferedError, Served, ServedToken
 
-ERRORS = 4.0
-"""Standard errors beyond a limit that make a fault: 1 in 30,000 by chance."""
-
-PRECISION = 0.03
-"""Relative error of a fitted temperature at which the check is decided."""
-
-SLACK = 0.04
-"""Relative difference of a temperature that is no fault."""
+OFF = 1.1
+"""Factor of a temperature that is surely found. Half as much may be called either."""
 
 LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}
-TOP_K, TOP_P, COOL = 2, 0.5, 0.5
+TOP_K, TOP_P = 2, 0.5
+WARM = 1.5
+"""A temperature whose draws tell much about it: a token as much as two at 1, and six at 0.5."""
+
 NEUTRAL: dict[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Settings that change no distribution, in place of a server's defaults, where it takes them."""
 
-OUTSIDE = 0.02
-"""Share of tokens outside of a cut that is no fault."""
+OUTSIDE, FAULTY = 0.02, 0.15
+"""Share of tokens outside of a cut, or not the likeliest, that is no fault, and that surely is one."""
 
-REGRET = 0.05
-"""Mean nats that greedy answers may be less likely than the model's own."""
+MISSED, LOST = 0.05, 0.6
+"""The same of needles that the model itself finds."""
 
-ROUNDED, OTHER = 0.02, 0.3
+EXCESS = 0.1
+"""Nats a token that answers may be less likely than the model's own, without log-probabilities."""
+
+NAMED_BY = 12
+"""Answers of which the size of a fault of the distribution is the mean, since its cause is told by it."""
+
+ROUNDED, OTHER = 0.02, 0.8
 """Mean KL in nats: up to the first as 8 bits leave it, up to the second as 4 bits do."""
 
 ALL: dict[str, Any] = {**NEUTRAL, **LOGPROBS}
 
 Outcome = Literal["pass", "fault", "not offered", "undecided"]
+OUTCOMES: dict[Decision, Outcome] = {"sound": "pass", "fault": "fault", "open": "undecided"}
+
+KINDS = {
+    "prompt": "plain",
+    "distribution": "plain",
+    "temperature": "warm",
+    "temperature 0": "greedy",
+    "long context": "long",
+}
+"""The questions that decide a check, where they have another name."""
+
+NEEDLE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +76,17 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much is asked. `long_lines`: lines of some 20 tokens in a long conversation; 0: none."""
+    """How much is asked. `answers`: of a check, at most. `long_lines`: lines of some 20 tokens in a
+    long conversation; 0: none. `rates` are those of each check. Another `seed` asks other questions."""
 
-    rounds: int = 4
-    prompts: int = 12
+    answers: int = 96
+    turn: int = 4
     max_tokens: int = 24
     long_lines: int = 40
     max_kl: float = 0.01
     concurrency: int = 8
+    seed: int = 0
+    rates: Rates = field(default_factory=Rates)
 
 
 @dataclass(slots=True)
@@ -76,9 +97,14 @@ class Verification:
     reference: Reference
     plan: Plan = field(default_factory=Plan)
     progress: Callable[[str], None] = lambda text: None
+    needles: dict[int, list[tuple[bool, bool]]] = field(default_factory=dict)
+    """Pairs (the server finds it, the model itself does) of code words, by prompt tokens."""
+    num_prompt_tokens: int = 0
+    num_answers: int = 0
     _asked: int = 0
     _more: dict[str, Any] = field(default_factory=lambda: ALL)  # sent with each question
     _drawn: dict[str, list[Sample]] = field(default_factory=dict)
+    _ratios: dict[str, list[list[float]]] = field(default_factory=dict)
     _refused: dict[str, str] = field(default_factory=dict)
     _counts: list[tuple[int, int]] = field(default_factory=list)
     _long_counts: list[tuple[int, int]] = field(default_factory=list)
@@ -86,12 +112,28 @@ class Verification:
     def run(self) -> list[Finding]:
         """Ask until all is decided. Raises what `Served.ask` does, but for features that the server
         refuses."""
+        sampling: dict[str, dict[str, Any]] = {
+            "plain": {"temperature": 1.0},
+            "warm": {"temperature": WARM},
+            "top_k": {"temperature": 1.0, "top_k": TOP_K},
+            "top_p": {"temperature": 1.0, "top_p": TOP_P},
+            "greedy": {"temperature": 0.0},
+        }
         findings: list[Finding] = []
-        for number in range(self.plan.rounds):
-            self.progress(f"round {number + 1} of at most {self.plan.rounds}")
-            self._round()
+        kinds = ["plain"]  # then what is still open
+        for number in range(-(-self.plan.answers // self.plan.turn)):
+            self.progress(f"turn {number + 1}: {', '.join(kinds)}")
+            for kind in kinds:
+                if kind in sampling:
+                    self._draw(kind, **sampling[kind])
+                elif kind == "long":
+                    self._draw(kind, long=True, temperature=1.0)
+                else:
+                    self._find_needles()
             findings = self._judged()
-            if all(f.outcome != "undecided" for f in findings):
+            kinds = [KINDS.get(f.check, f.check) for f in findings if f.outcome == "undecided"]
+            kinds = list(dict.fromkeys(kinds))
+            if not kinds:
                 break
         self.progress("schemas and tools")
         return [*findings, self._schemas(), self._tools()]
@@ -101,24 +143,28 @@ class Verification:
         """Answer tokens that were compared."""
         return sum(len(s.token_ids) for samples in self._drawn.values() for s in samples)
 
+    def counts(self) -> dict[str, Any]:
+        """Tokens, answers and error rates of the verification, and its needles by length, for a report."""
+        return {
+            "num_tokens": self.num_tokens,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_answers": self.num_answers,
+            "rates": dataclasses.asdict(self.plan.rates),
+            "needles": [
+                {
+                    "num_prompt_tokens": length,
+                    "asked": len(found),
+                    "found": sum(served for served, _ in found),
+                    "found_by_model": sum(own for _, own in found),
+                }
+                for length, found in sorted(self.needles.items())
+            ],
+        }
+
     # --- Asking -------------------------------------------------------------------------------
 
-    def _round(self) -> None:
-        n = self.plan.prompts
-        some = max(2, n // 3)
-        self._draw("plain", n, temperature=1.0)
-        self._draw("cool", n, temperature=COOL)
-        self._draw("top_k", some, temperature=1.0, top_k=TOP_K)
-        self._draw("top_p", some, temperature=1.0, top_p=TOP_P)
-        self._draw("greedy", some, temperature=0.0)
-        if self.plan.long_lines:
-            self._draw("long", some, temperature=1.0, long=True)
-
-    def _draw(self, kind: str, count: int, *, long: bool = False, **sampling: Any) -> None:
-        if kind in self._refused:
-            return
-        numbers = range(self._asked, self._asked + count)
-        self._asked += count
+    def _draw(self, kind: str, *, long: bool = False, **sampling: Any) -> None:
+        numbers = self._numbers()
         lines = self.plan.long_lines
         asked = [probes.long(i, lines) if long else probes.short(i) for i in numbers]
         try:
@@ -126,13 +172,36 @@ class Verification:
         except NotOfferedError as error:
             self._refused[kind] = str(error)
             return
+        self._drawn.setdefault(kind, [])
         counts = self._long_counts if long else self._counts
         for messages, answer in zip(asked, answers, strict=True):
             prompt = self.reference.prompt(messages)
             if answer.num_prompt_tokens is not None:
                 counts.append((answer.num_prompt_tokens, len(prompt)))
             if (sample := self._sample(prompt, answer)) is not None:
-                self._drawn.setdefault(kind, []).append(sample)
+                self._drawn[kind].append(sample)
+
+    def _find_needles(self) -> None:
+        """Ask for code words at several lengths, and the model itself for those it was asked for."""
+        numbers = self._numbers()
+        lengths = [max(1, self.plan.long_lines * n // 4) for n in (4, 2, 1)]
+        asked = [probes.needle(i, lengths[i % len(lengths)]) for i in numbers]
+        sampling = {"temperature": 0.0, "max_tokens": NEEDLE_TOKENS}
+        try:
+            answers = self._answers([messages for messages, _ in asked], numbers, sampling)
+        except NotOfferedError as error:
+            self._refused["needle"] = str(error)
+            return
+        for (messages, word), answer in zip(asked, answers, strict=True):
+            prompt = self.reference.prompt(messages)
+            own = self.reference.greedy(prompt, NEEDLE_TOKENS)
+            found = (word in answer.text, word in own)
+            self.needles.setdefault(round(len(prompt), -2), []).append(found)
+
+    def _numbers(self) -> range:
+        first = 1009 * self.plan.seed + self._asked  # seeds begin at other questions
+        self._asked += self.plan.turn
+        return range(first, first + self.plan.turn)
 
     def _answers(
         self, asked: Sequence[Sequence[Message]], seeds: Sequence[int], sampling: dict[str, Any]
@@ -144,7 +213,10 @@ class Verification:
 
         first = self._first(lambda: ask(asked[0], seeds[0]))
         with ThreadPoolExecutor(self.plan.concurrency) as pool:
-            return [first, *pool.map(ask, asked[1:], seeds[1:])]
+            answers = [first, *pool.map(ask, asked[1:], seeds[1:])]
+        self.num_answers += len(answers)
+        self.num_prompt_tokens += sum(answer.num_prompt_tokens or 0 for answer in answers)
+        return answers
 
     def _first(self, ask: Callable[[], Answer]) -> Answer:
         """Asks with all that helps, then with less, and remembers what the server takes."""
@@ -166,29 +238,30 @@ class Verification:
             tokens = [ServedToken(data=b"", logprob=0.0)] * len(ids)
         if not ids:
             return None
-        return Sample(
-            token_ids=ids,
-            tokens=tokens[: len(ids)],
-            logprobs=self.reference.logprobs(prompt, ids),
-        )
+        logprobs = self.reference.logprobs(prompt, ids)
+        never, tokens = self.reference.never, tokens[: len(ids)]
+        made = Sample(token_ids=ids, tokens=tokens, logprobs=logprobs, never=never)
+        kl = measures.divergences(made, self.reference.token_id)
+        return dataclasses.replace(made, divergence=sum(kl) / len(kl)) if kl else made
 
     # --- Judging ------------------------------------------------------------------------------
 
     def _judged(self) -> list[Finding]:
         prompt, weights = self._prompts(), self._distribution("plain", "distribution")
-        found = [prompt, weights]
-        long = self._long(weights)
-        found += [] if long is None else [long]
-        # The wrong weights or a wrong prompt make these meaningless.
-        sound = prompt.outcome == "pass" and weights.outcome != "fault"
-        if not sound and not self._is_only_temperature(weights):
-            return found
-        temperatures = [self._temperature("plain", 1.0), self._temperature("cool", COOL)]
-        if weights.outcome == "fault":
-            return [prompt, *temperatures]
+        is_hotter = self._is_only_temperature(weights)
+        if prompt.outcome == "fault" or (weights.outcome == "fault" and not is_hotter):
+            # A wrong prompt or wrong weights make the others meaningless, but for a cut context.
+            return [prompt, weights]
+        if is_hotter:
+            return [prompt, self._temperature()]
+        if weights.outcome != "pass":
+            return [prompt, weights]
+        more = [self._long(), self._needle()] if self.plan.long_lines else []
         return [
-            *found,
-            *temperatures,
+            prompt,
+            weights,
+            *more,
+            self._temperature(),
             self._cut("top_k", lambda s: measures.outside_top_k(s, TOP_K)),
             self._cut("top_p", lambda s: measures.outside_top_p(s, TOP_P)),
             self._greedy(),
@@ -210,59 +283,79 @@ class Verification:
         return Finding(check="prompt", outcome="fault", why=why)
 
     def _kl(self, kind: str, temperature: float = 1.0) -> Estimate:
-        by_answer = []
-        for sample in self._drawn.get(kind, []):
-            values = measures.divergences(sample, self.reference.token_id, temperature)
-            by_answer += [sum(values) / len(values)] if values else []
-        return measures.mean(by_answer)
+        return measures.mean(self._by_answer(kind, temperature))
+
+    def _by_answer(self, kind: str, temperature: float = 1.0) -> list[float]:
+        """The mean KL of each answer that has log-probabilities."""
+        drawn = self._drawn.get(kind, [])
+        if temperature == 1:
+            return [s.divergence for s in drawn if s.divergence is not None]
+        each = [measures.divergences(s, self.reference.token_id, temperature) for s in drawn]
+        return [sum(values) / len(values) for values in each if values]
 
     def _distribution(self, kind: str, check: str) -> Finding:
+        if kind in self._refused:
+            return Finding(check=check, outcome="not offered", why=self._refused[kind])
         kl = self._kl(kind)
         if not kl.count:
             return self._without_logprobs(kind, check)
-        limit = self.plan.max_kl
+        decision = sequential.mean(self._by_answer(kind), self.plan.max_kl, self.plan.rates)
         seen = f"KL {kl.value:.2g} ± {kl.stderr:.1g} nats"
-        if kl.exceeds(limit, ERRORS) or (kl.count > 5 and kl.value > 10 * limit):
-            return Finding(
-                check=check, outcome="fault", why=f"{seen}: {cause(kl.value)}", estimate=kl
-            )
-        decided = kl.value + ERRORS * kl.stderr < limit or kl.value < limit / 3
-        return Finding(
-            check=check, outcome="pass" if decided else "undecided", why=seen, estimate=kl
-        )
+        if decision == "fault" and kl.count < min(NAMED_BY, self.plan.answers):
+            decision = "open"
+        why = f"{seen}: {cause(kl.value)}" if decision == "fault" else seen
+        return Finding(check=check, outcome=OUTCOMES[decision], why=why, estimate=kl)
 
     def _without_logprobs(self, kind: str, check: str) -> Finding:
         """Judges by the drawn tokens alone: how much less likely they are than the model's own
         would be, −ln p against the entropy. Sees other weights, not rounding."""
-        excess = measures.mean(
-            [float((-s.chosen - entropy(s)).mean()) for s in self._drawn.get(kind, [])]
-        )
+        values = [float((-s.chosen - entropy(s)).mean()) for s in self._drawn.get(kind, [])]
+        excess = measures.mean(values)
         if not excess.count:
             return Finding(check=check, outcome="undecided", why="no answer could be read")
         seen = (
             f"no log-probabilities; answers {excess.value:+.2f} ± {excess.stderr:.2f} nats a token"
         )
-        if excess.exceeds(0.1, ERRORS):
-            return Finding(
-                check=check, outcome="fault", why=f"{seen}: {cause(OTHER + 1)}", estimate=excess
-            )
+        # Values have both signs, so both bounds are asymptotic.
+        rates = self.plan.rates
+        if -sequential.bound([-v for v in values], rates.alpha) > EXCESS:
+            why = f"{seen}: {cause(OTHER + 1)}"
+            return Finding(check=check, outcome="fault", why=why, estimate=excess)
+        decided = sequential.bound(values, rates.beta) < 5 * EXCESS
         return Finding(
-            check=check, outcome="pass", why=f"{seen}; rounding can't be seen", estimate=excess
+            check=check,
+            outcome="pass" if decided else "undecided",
+            why=f"{seen}; rounding can't be seen",
+            estimate=excess,
         )
 
-    def _long(self, short: Finding) -> Finding | None:
-        if not self._drawn.get("long"):
-            return None
+    def _long(self) -> Finding:
         cut = [given - own for given, own in self._long_counts if given < own - 1]
         if cut and all(given == own for given, own in self._counts):
             why = f"{-min(cut):,} tokens of a long conversation are missing: the context is cut"
             return Finding(check="long context", outcome="fault", why=why)
         found = self._distribution("long", "long context")
-        if found.outcome == "fault" and short.outcome != "fault" and found.estimate is not None:
-            kl = found.estimate
+        if (kl := found.estimate) is not None and found.outcome == "fault":
             why = f"KL {kl.value:.2g} nats, short ones are right: keys and values in fewer bits, or a cut context"
             return Finding(check="long context", outcome="fault", why=why, estimate=kl)
         return found
+
+    def _needle(self) -> Finding:
+        if "needle" in self._refused:
+            return Finding(check="needle", outcome="not offered", why=self._refused["needle"])
+        told = "; ".join(
+            f"{length:,} tokens: {sum(served for served, _ in found)} of {len(found)}"
+            f" (the model itself {sum(own for _, own in found)})"
+            for length, found in sorted(self.needles.items())
+        )
+        missed = [not served for found in self.needles.values() for served, own in found if own]
+        if sum(len(found) for found in self.needles.values()) >= 8 and not any(missed):
+            decision: Decision = "sound"  # what the model itself doesn't find tells nothing
+        else:
+            decision = sequential.share(missed, MISSED, LOST, self.plan.rates)
+        is_lost = decision == "fault"
+        why = f"{told}: the far context is lost" if is_lost else told or "not asked yet"
+        return Finding(check="needle", outcome=OUTCOMES[decision], why=why)
 
     def _is_only_temperature(self, weights: Finding) -> bool:
         """True if the model at another temperature explains what a fault of the distribution saw."""
@@ -272,52 +365,54 @@ class Verification:
         fitted = measures.temperature(self._drawn.get("plain", []), 1.0)
         return self._kl("plain", fitted.value).value < 0.2 * kl.value
 
-    def _temperature(self, kind: str, asked: float) -> Finding:
-        check = f"temperature {asked:g}"
-        if kind in self._refused:
-            return Finding(check=check, outcome="not offered", why=self._refused[kind])
-        found = measures.temperature(self._drawn.get(kind, []), asked)
-        seen = f"drawn at {found.value:.3f} ± {found.stderr:.3f}"
-        off = abs(found.value / asked - 1)
-        if off - ERRORS * found.stderr / asked > 0 and off > SLACK:
-            ignored = abs(found.value - 1) < ERRORS * found.stderr and asked != 1
-            why = f"{seen}: {'the field is ignored' if ignored else 'another temperature'}"
-            return Finding(check=check, outcome="fault", why=why, estimate=found)
-        decided = found.stderr / asked < PRECISION or off + 2 * found.stderr / asked < SLACK
-        return Finding(
-            check=check, outcome="pass" if decided else "undecided", why=seen, estimate=found
-        )
+    def _temperature(self) -> Finding:
+        """Whether answers were drawn at the temperatures that were asked for, or at others by one factor."""
+        check = "temperature"
+        if "warm" in self._refused:
+            return Finding(check=check, outcome="not offered", why=self._refused["warm"])
+        for kind, asked in (("plain", 1.0), ("warm", WARM)):
+            ratios = self._ratios.setdefault(kind, [])  # a row an answer
+            for s in self._drawn.get(kind, [])[len(ratios) :]:
+                own, *others = s.likelihoods([asked, OFF * asked, asked / OFF])
+                ratios.append([other - own for other in others])
+        sums = [
+            sum(column)
+            for column in zip(*self._ratios["plain"], *self._ratios["warm"], strict=True)
+        ]
+        drawn = self._drawn.get("warm", [])
+        # Both temperatures are asked for, so that a server that ignores the field is seen.
+        decision = sequential.temperature(sums or [0.0], self.plan.rates) if drawn else "open"
+        if decision == "open" and len(drawn) < self.plan.answers:
+            return Finding(check=check, outcome="undecided", why=f"{len(drawn)} answers")
+        found = measures.temperature(drawn, WARM)
+        why = f"drawn at {found.value:.3f} ± {found.stderr:.3f} where {WARM:g} was asked for"
+        if decision == "fault":
+            ignored = abs(found.value - 1) < 4 * found.stderr
+            why += f": {'the field is ignored' if ignored else 'another temperature'}"
+        return Finding(check=check, outcome=OUTCOMES[decision], why=why, estimate=found)
 
     def _cut(self, kind: str, outside: Callable[[Sample], list[float]]) -> Finding:
         if kind in self._refused:
             return Finding(check=kind, outcome="not offered", why=self._refused[kind])
-        share = measures.mean([x for s in self._drawn.get(kind, []) for x in outside(s)])
-        if not share.count:
-            return Finding(check=kind, outcome="undecided", why="no answer could be read")
-        seen = f"{100 * share.value:.1f} % of {share.count} tokens outside"
-        fault = share.exceeds(OUTSIDE, ERRORS)
-        return Finding(
-            check=kind,
-            outcome="fault" if fault else "pass",
-            why=f"{seen}: the field is ignored" if fault else seen,
-            estimate=share,
-        )
+        return self._share(kind, outside, "outside", "the field is ignored")
 
     def _greedy(self) -> Finding:
-        regret = measures.mean(
-            [x for s in self._drawn.get("greedy", []) for x in measures.regrets(s)]
+        return self._share(
+            "greedy", measures.unlikely, "less likely than the likeliest", "answers are drawn"
         )
-        if not regret.count:
-            return Finding(
-                check="temperature 0", outcome="undecided", why="no answer could be read"
-            )
-        fault = regret.exceeds(REGRET, ERRORS)
-        seen = f"{regret.value:.3f} nats a token below the likeliest"
+
+    def _share(
+        self, kind: str, odd: Callable[[Sample], list[float]], what: str, because: str
+    ) -> Finding:
+        values = [x for s in self._drawn.get(kind, []) for x in odd(s)]
+        decision = sequential.share(values, OUTSIDE, FAULTY, self.plan.rates)
+        share = measures.mean(values)
+        seen = f"{100 * share.value:.1f} % of {share.count} tokens {what}"
         return Finding(
-            check="temperature 0",
-            outcome="fault" if fault else "pass",
-            why=f"{seen}: answers are drawn" if fault else seen,
-            estimate=regret,
+            check="temperature 0" if kind == "greedy" else kind,
+            outcome=OUTCOMES[decision],
+            why=f"{seen}: {because}" if decision == "fault" else seen,
+            estimate=share,
         )
 
     def _schemas(self) -> Finding:
@@ -343,7 +438,7 @@ class Verification:
 
     def _rate(self, name: str, keeps: Callable[[Answer], bool], text: str, **more: Any) -> Finding:
         wrong: list[str] = []
-        asked, num_cut = max(2, self.plan.prompts // 3), 0
+        asked, num_cut = self.plan.turn, 0
         message = [{"role": "user", "content": text}]
         try:
             for seed in range(asked):

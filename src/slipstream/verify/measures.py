@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,18 +23,37 @@ EXTREME = (0.05, 50.0)
 """Smallest and largest 1 / temperature that is looked for. Greedy answers have none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Sample:
-    """An answer with the model's log-probabilities [n, V] in the places of its first n tokens."""
+    """An answer with the model's log-probabilities [n, V] in the places of its first n tokens.
+    `divergence` is the mean KL over its positions; None without the server's log-probabilities.
+    `never` [V]: tokens that no answer shows, such as those that end it."""
 
     token_ids: Sequence[int]
     tokens: Sequence[ServedToken]
     logprobs: Tensor
+    divergence: float | None = None
+    never: Tensor | None = None
 
-    @property
+    @cached_property
     def chosen(self) -> Tensor:
         """Log-probabilities [n] of the answer's tokens."""
         return self.logprobs[torch.arange(len(self.token_ids)), torch.tensor(self.token_ids)]
+
+    @property
+    def drawable(self) -> Tensor:
+        """Log-probabilities [n, V] without those of `never`: a token that an answer shows was drawn
+        from the others."""
+        if self.never is None:
+            return self.logprobs
+        return self.logprobs.masked_fill(self.never, -torch.inf)
+
+    def likelihoods(self, temperatures: Sequence[float]) -> list[float]:
+        """The log-likelihood of the answer at each temperature."""
+        logprobs = self.drawable
+        return [
+            float((self.chosen / t - torch.logsumexp(logprobs / t, -1)).sum()) for t in temperatures
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +63,6 @@ class Estimate:
     value: float
     stderr: float
     count: int
-
-    def exceeds(self, limit: float, errors: float) -> bool:
-        return self.value - errors * self.stderr > limit
 
 
 def mean(values: Sequence[float]) -> Estimate:
@@ -95,8 +112,9 @@ def temperature(samples: Iterable[Sample], start: float) -> Estimate:
     for _ in range(50):
         slope = variance = 0.0
         for s in drawn:
-            p = (b * s.logprobs).softmax(-1)
-            l = s.logprobs.clamp(min=-1e4)  # a probability of 0 times −∞
+            logprobs = s.drawable
+            p = (b * logprobs).softmax(-1)
+            l = logprobs.clamp(min=-1e4)  # a probability of 0 times −∞
             middle = (p * l).sum(-1)
             slope += float((s.chosen - middle).sum())
             variance += float((p * (l - middle[:, None]) ** 2).sum())
@@ -122,6 +140,6 @@ def outside_top_p(sample: Sample, top_p: float) -> list[float]:
     return [float(x) for x in before > top_p]
 
 
-def regrets(sample: Sample) -> list[float]:
-    """How much likelier the likeliest token is than the chosen one, in nats."""
-    return (sample.logprobs.max(-1).values - sample.chosen).tolist()
+def unlikely(sample: Sample) -> list[float]:
+    """1 for each token that is clearly less likely than the likeliest one, else 0."""
+    return [float(x) for x in sample.logprobs.max(-1).values - sample.chosen > MARGIN]

@@ -51,8 +51,12 @@ def short(number: int) -> list[Message]:
 
 
 def long(number: int, num_lines: int) -> list[Message]:
-    """A conversation whose first line has a code word that its last line asks for. A line has some
-    20 tokens."""
+    """A long conversation with a question about its beginning. A line has some 20 tokens."""
+    return needle(number, num_lines)[0]
+
+
+def needle(number: int, num_lines: int) -> tuple[list[Message], str]:
+    """A conversation whose first line has a code word that its last line asks for, and the word."""
     rng = random.Random(number)
     word = "".join(rng.choices("BCDFGHJKLMNPQRSTVWXZ", k=6))
     lines = [
@@ -60,7 +64,7 @@ def long(number: int, num_lines: int) -> list[Message]:
         for i in range(num_lines)
     ]
     text = f"The code word is {word}. {''.join(lines)}What is the code word?"
-    return [{"role": "user", "content": text}]
+    return [{"role": "user", "content": text}], word
 
 
 SCHEMA = {

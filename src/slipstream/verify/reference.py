@@ -34,10 +34,23 @@ class Reference:
         found.pop(b"", None)
         return found
 
+    @cached_property
+    def never(self) -> Tensor:
+        """[V] True for tokens that `answer_ids` never returns."""
+        found = torch.ones(self.scorer.spec.vocab_size, dtype=torch.bool)
+        found[list(self._ids.values())] = False
+        found[list(self.tokenizer.eos_token_ids)] = True
+        return found
+
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation in the model's own chat format."""
         text = self.tokenizer.apply_chat_template(messages)
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> str:
+        """The model's own greedy answer."""
+        found = self.scorer.greedy(prompt, num_tokens)
+        return self.tokenizer.decode(found, skip_special_tokens=True)
 
     def token_id(self, data: bytes) -> int | None:
         return self._ids.get(data)

@@ -1,5 +1,5 @@
-"""`slipstream audit verify|show FILE`: checks that an audit log (`serve --audit-log`) is complete,
-and shows what it has about a request."""
+"""`slipstream audit verify|show|export FILE`: checks that an audit log (`serve --audit-log`) is
+complete, shows what it has about a request, and writes its rated answers as data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("file", metavar="FILE")
     show.add_argument("request", metavar="ID", help="an answer's id, or its x-request-id")
     show.set_defaults(handler=run_show)
-    for kind in (verify, show):
+    export = kinds.add_parser("export", help="rated answers with their conversations, as JSONL")
+    export.add_argument("file", metavar="FILE")
+    export.add_argument("out", metavar="OUT", help="the file that is written")
+    export.add_argument(
+        "--rating",
+        choices=("up", "down", "all"),
+        default="up",
+        help="which are exported (default: up, to train on)",
+    )
+    export.set_defaults(handler=run_export)
+    for kind in (verify, show, export):
         kind.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -68,4 +78,26 @@ def run_show(args: argparse.Namespace) -> int:
                     if name not in ("hash", "previous")
                 )
             )
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from slipstream.base.files import writing
+    from slipstream.server.operations import rated
+    from slipstream.server.operations.audit import records
+
+    skipped = rated.Skipped()
+    wanted = None if args.rating == "all" else args.rating
+    found = list(rated.rows(records(Path(args.file)), skipped, rating=wanted))
+    with writing(args.out, "out"):
+        lines = b"".join(msgspec.json.encode(row) + b"\n" for row in found)
+        Path(args.out).expanduser().write_bytes(lines)
+    if args.json:
+        print_json({"rows": len(found), "skipped": dict(skipped)})
+    else:
+        print(f"{len(found)} rated answers: {args.out}")
+        for why, count in skipped.most_common():
+            print(f"left out: {count} ({why})")
     return 0

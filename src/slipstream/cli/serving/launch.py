@@ -14,10 +14,14 @@ import argparse
 import contextlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from slipstream.cli.console import print_json
 from slipstream.cli.options import add_key_options, add_output_options, given_key
@@ -62,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("give the program after --, such as -- node app.mjs", field="args")
     found = not agent.program or args.only_print
     program = [name for name in (agent.program if found else find_program(agent),) if name]
-    with served(args.serve, args.url) if args.serve else contextlib.nullcontext():
+    with _ends(), served(args.serve, args.url) if args.serve else contextlib.nullcontext():
         key = given_key(args)
         endpoint = find_endpoint(args.url, args.model, key)
         environment, words = agent.setup(endpoint)
@@ -71,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             print_json({"environment": environment, "command": command})
         else:
             for name, value in environment.items():
-                shown = "…" if key and value == key else value
+                shown = value.replace(key, "…") if key else value
                 print(f"{name}={shlex.quote(shown)}", file=sys.stderr)
             print(shlex.join(command), file=sys.stderr)
         length = endpoint.max_model_len
@@ -88,7 +92,35 @@ def run(args: argparse.Namespace) -> int:
             )
         if args.only_print:
             return 0
-        return subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
+        return _run(command, {**os.environ, **environment})
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run the agent; its exit code. The terminal's Ctrl-C is the agent's alone."""
+    agent = subprocess.Popen(command, env=environment)
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        return agent.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if agent.poll() is None:
+            agent.terminate()
+            agent.wait()
+
+
+@contextlib.contextmanager
+def _ends() -> Iterator[None]:
+    """Signals that end this process raise SystemExit, so that the agent and the server end with it."""
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = {s: signal.signal(s, end) for s in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -102,17 +134,47 @@ def served(model: str, url: str) -> Iterator[None]:
     address = httpx.URL(url)
     place = ["--host", address.host, "--port", str(address.port or 8000)]
     command = [sys.executable, "-m", "slipstream", "serve", model, *place]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # else Ctrl-C in the agent would end it
+    )
+    log = _Log(server)
     try:
         until = time.monotonic() + START_S
         while not _is_ready(url):
             if server.poll() is not None or time.monotonic() > until:
+                log.reader.join(1)
                 raise ConfigError(f"the server of {model} did not start", field="serve")
             time.sleep(0.2)
+        log.is_quiet = True
         yield
+        if server.poll() is not None:
+            log.reader.join(1)
+            print(*log.last, sep="", end="", file=sys.stderr)
+            print(f"slipstream: the server of {model} ended before the agent", file=sys.stderr)
     finally:
         server.terminate()
         server.wait()
+
+
+class _Log:
+    """The server's log. It is shown until `is_quiet`, since its lines would stand in the agent's screen; then the `last`
+    lines are kept."""
+
+    def __init__(self, server: subprocess.Popen[str]) -> None:
+        self.is_quiet = False
+        self.last: deque[str] = deque(maxlen=20)
+        self.reader = threading.Thread(target=self._read, args=(server,), daemon=True)
+        self.reader.start()
+
+    def _read(self, server: subprocess.Popen[str]) -> None:
+        for line in server.stderr or ():
+            self.last.append(line)
+            if not self.is_quiet:
+                sys.stderr.write(line)
 
 
 def _is_ready(url: str) -> bool:

@@ -111,6 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--log-format", text, choices=("text", "json"))
     text = "send traces and metrics to an OTLP receiver, such as http://127.0.0.1:4318 (extra otel; default: no)"
     add("--otlp-endpoint", text, metavar="URL")
+    text = "check answers against this fingerprint when nobody asks (`slipstream verify --record`)"
+    add("--self-check", Rare(text), metavar="FILE")
+    text = "from one such check to the next (default: 300)"
+    add("--self-check-every", Rare(text), dest="self_check_every_s", **seconds)
     text = "look for trouble (slow steps, cache, queue, errors, …), and tell it at /findings, /status, /metrics and in the log"
     add("--detect", f"{text} (extra detect)", action="store_true", default=False)
     add_several("--alert-url", "URL", "POST what is found there, as JSON; with --detect")
@@ -158,6 +162,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "of the file, before the next begins (default: 64MiB)"
     add("--audit-max-bytes", Rare(text), **size)
     add("--audit-prompts", Rare("write the requests' bodies, too"), action="store_true")
+    text = "and the texts of answers, for `slipstream audit export`"
+    add("--audit-answers", Rare(text), action="store_true")
     text = "while it cannot be written: refuse requests, or serve on (default: refuse)"
     add("--audit-failure", Rare(text), choices=("refuse", "serve"))
 
@@ -317,6 +323,10 @@ def check_watch(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--detect needs one process that speaks HTTP: --api-servers 1", field="api_servers"
         )
+    if getattr(args, "self_check", None) is not None and args.api_servers not in (None, 1):
+        raise ConfigError(
+            "--self-check needs one process that speaks HTTP: --api-servers 1", field="api_servers"
+        )
     if args.alert_url and not args.detect:
         raise ConfigError("--alert-url has an effect only with --detect", field="alert_url")
 
@@ -330,7 +340,7 @@ def run(args: argparse.Namespace) -> int:
 
         return run_several(args, server_settings(args))
     fetch_model(args.model, getattr(args, "download_dir", None))
-    if args.detect:
+    if args.detect or getattr(args, "self_check", None) is not None:
         args.api_servers = 1
     number = args.api_servers or choose_api_servers(getattr(args, "device", "auto"))
     try:

@@ -33,6 +33,7 @@ _NOT_WITH_SEVERAL = {
     "enable_weight_updates": "weights change in a server of one model",
     "weights_folder": "weights change in a server of one model",
     "served_model_name": "name models as in NAME=MODEL instead",
+    "self_check": "a fingerprint is of one model",
     "enable_sleep_mode": "models sleep by themselves (--keep-alive), and by POST /models/unload",
 }
 

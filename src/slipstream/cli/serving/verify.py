@@ -4,7 +4,8 @@
     slipstream verify https://api.example.com --api-key-file FILE --model NAME --against ./checkpoint --page verify.html
 
 Any server that speaks OpenAI's chat API. The model is loaded here, and says how likely each token
-of the server's answers was. The exit code is 1 if a fault is found. docs/verify.md has the checks."""
+of the server's answers was. The exit code is 0 for a sound server, 1 for a fault, 4 if the answers did
+not decide. docs/verify.md has the checks."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ CONTEXT = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", help="the server, with or without /v1")
+    parser.add_argument(
+        "url", nargs="?", help="the server, with or without /v1; may be left out with --record"
+    )
     parser.add_argument("--against", required=True, metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--model", dest="served", help="a model that it serves (default: the first it lists)"
@@ -45,11 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="largest mean KL of its distribution from the model's, in nats (default: %(default)g)",
     )
     parser.add_argument(
-        "--rounds",
+        "--answers",
         type=int,
-        default=4,
+        default=96,
         metavar="N",
-        help="rounds of questions at most; it ends as soon as all is decided (default: %(default)s)",
+        help="answers at most for one check; it ends as soon as all is decided (default: %(default)s)",
     )
     parser.add_argument(
         "--long",
@@ -57,6 +60,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=40,
         metavar="LINES",
         help="lines of some 20 tokens in a long conversation; 0 asks none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--question-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="another number asks other questions (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="leave the model's fingerprint there, for serve --self-check; not of a faulty server's",
     )
     parser.add_argument("--page", metavar="FILE", help="leave the findings there as a page")
     add_output_options(parser)
@@ -69,22 +84,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from slipstream.verify.checks import Plan, Verification
+    from slipstream.verify.record import fingerprint, write
     from slipstream.verify.reference import Reference
-    from slipstream.verify.report import document, page
+    from slipstream.verify.report import EXIT_CODES, document, page
     from slipstream.verify.served import Served
 
-    if args.rounds < 1 or args.long < 0:
-        raise ConfigError("--rounds must be at least 1, and --long at least 0", field="rounds")
-    plan = Plan(rounds=args.rounds, long_lines=args.long, max_kl=args.max_kl)
-    served = Served.connect(args.url, model=args.served, api_key=given_key(args))
+    if args.answers < 4 or args.long < 0 or not args.max_kl > 0:
+        message = "--answers must be at least 4, --long at least 0, --max-kl above 0"
+        raise ConfigError(message, field="answers")
+    plan = Plan(
+        answers=args.answers, long_lines=args.long, max_kl=args.max_kl, seed=args.question_seed
+    )
+    if args.url is None and args.record is None:
+        raise ConfigError("name the URL of a server, or --record FILE", field="url")
+    served = args.url and Served.connect(args.url, model=args.served, api_key=given_key(args))
     with phases("verifying") as phase:
         phase(f"loading {args.against}")
-        context = max(512, 32 * plan.long_lines + CONTEXT + plan.max_tokens)
+        lines = 0 if served is None else plan.long_lines
+        context = max(512, 32 * lines + CONTEXT + plan.max_tokens)
         reference = Reference.load(engine_args(args, model=args.against), context=context)
+        if served is None:
+            write(fingerprint(reference, max_kl=plan.max_kl, seed=plan.seed), args.record)
+            return 0
         verification = Verification(served, reference, plan, phase)
         findings = verification.run()
     about = {"url": served.url, "model": served.model, "against": args.against}
-    found = document({**about, "num_tokens": verification.num_tokens}, findings)
+    found = document({**about, **verification.counts()}, findings)
+    if args.record is not None and not found["causes"]:
+        write(fingerprint(reference, max_kl=plan.max_kl, seed=plan.seed), args.record)
     if args.page is not None:
         with writing(args.page, "page"):
             Path(args.page).expanduser().write_text(page(found), "utf-8")
@@ -94,4 +121,4 @@ def run(args: argparse.Namespace) -> int:
         for f in findings:
             print(f"{f.outcome:<13}{f.check:<18}{f.why}".rstrip())
         print(f"{served.model} is {found['verdict']}, by {verification.num_tokens:,} tokens")
-    return 1 if found["causes"] else 0
+    return EXIT_CODES[found["verdict"]]

@@ -41,7 +41,7 @@ class Rates:
     def __init__(self) -> None:
         self.host, self.disk, self.peer, self.prefill = Rate(), Rate(), Rate(), Rate()
         self._in_flight: dict[int, tuple[float, int]] = {}
-        self._last_end = float("-inf")
+        self.last_end = float("-inf")  # of a step
 
     def launched(self, step_id: int, now: float, num_prompt_tokens: int, num_tokens: int) -> None:
         """Note a step's launch. It measures prompts if at least half of its tokens are theirs."""
@@ -55,10 +55,10 @@ class Rates:
         to the end of the step.
         """
         if (launched := self._in_flight.pop(step_id, None)) is not None and now > (
-            begin := max(launched[0], self._last_end)
+            begin := max(launched[0], self.last_end)
         ):
             self.prefill.learn(launched[1], now - begin, now)
-        self._last_end = now
+        self.last_end = now
 
     def forget_steps(self) -> None:
         self._in_flight.clear()

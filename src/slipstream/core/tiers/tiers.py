@@ -127,6 +127,7 @@ class Tiers:
             for count in (store.num_slots, store.num_state_slots)
         )
         self.rates = Rates()
+        self._looked = -inf  # when finished copies were looked for last
         self._number = self._era = 0  # a new era begins when everything is forgotten
         # callbacks to run when a copy ends, by copy number
         self._after: dict[int, Callable[[bool], None]] = {}
@@ -541,6 +542,7 @@ class Tiers:
             self._counts["host_hit_tokens"] += tokens
             self._counts["disk_hit_tokens"] += num_tokens - tokens - load.num_peer_tokens
         self._store.submit([copy for copy in copies if copy.source != copy.target])
+        load.begun = self._clock()  # the store may have waited for a step
         if not copies:
             self._end(load)
         for copy in copies:
@@ -619,7 +621,7 @@ class Tiers:
         rates, sizes = self.rates, load.sizes
         rate = rates.peer if sizes["peer"] else rates.disk if sizes["disk"] else rates.host
         if now > load.begun and not (sizes["peer"] and load.num_lost):
-            rate.learn(sizes.total(), now - load.begun, now)
+            rate.learn(sizes.total(), max(0.0, self._ended_at(now) - load.begun), now)
         if not load.num_lost:  # what a peer promised is no hit before it has come
             self._counts["peer_hit_tokens"] += load.num_peer_tokens
             if load.request is not None:
@@ -636,6 +638,11 @@ class Tiers:
             self._arrived[load.request] = load
             self._ready.append(load.request)
 
+    def _ended_at(self, now: float) -> float:
+        """Earliest end of copies that were just found finished. A step, during which no one looks, may take seconds, which are
+        not the copies' time."""
+        return self._looked if self.rates.last_end > self._looked else now
+
     # --- Between steps ------------------------------------------------------------------------------------------------
 
     def take(self) -> list[Request]:
@@ -643,7 +650,7 @@ class Tiers:
         if self._after:
             for number, ok in self._store.finished():
                 self._after.pop(number)(ok)
-            now = self._clock()
+            now = self._looked = self._clock()
             for load in self._loads:
                 if load.until <= now:
                     late = [*load.others, *([] if load.request is None else [load.request])]

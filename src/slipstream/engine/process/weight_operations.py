@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -17,7 +18,15 @@ from slipstream.engine.process.operation_messages import (
 )
 from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.engine.weight_calls import as_message, declared, joining, piece_of
-from slipstream.messages.weight_ops import BeginWeights, DropWeights, LeaveWeightGroup, WeightsOp
+from slipstream.errors import EngineError
+from slipstream.messages.weight_ops import (
+    JOIN_S,
+    BeginWeights,
+    DropWeights,
+    JoinWeightGroup,
+    LeaveWeightGroup,
+    WeightsOp,
+)
 from slipstream.messages.weights import PauseMode, WeightsInfo
 
 _pieces = FairThreads("weights", 1, per_client=1)  # which write pieces for the engine's process
@@ -28,11 +37,15 @@ class WeightOperations(CoreOperations):
     nothing has changed."""
 
     async def init_weight_transfer_engine(self, request: Any = None) -> WeightsInfo:
-        """Join the group in which a trainer broadcasts, and return when all have joined: `init_info` has `master_address`,
+        """Join the group in which a trainer broadcasts, and return when all have joined. Until the trainer listens, steps
+        go on. `init_info` has `master_address`,
         `master_port`, `world_size`, `rank_offset` (the engine's first rank; 1), `backend` ("nccl", "gloo") and `group_name`.
         Without them, or with the backend "ipc", "tensors" or "folder", there is nothing to join."""
         group = joining(request)
-        return await (self._change_weights(group) if group else self.weights())
+        if group is None:
+            return await self.weights()
+        await _listens(group)
+        return await self._change_weights(group)
 
     async def leave_weight_group(self, name: str) -> WeightsInfo:
         return await self._change_weights(LeaveWeightGroup(name))
@@ -88,3 +101,22 @@ class WeightOperations(CoreOperations):
     async def _change_weights(self, op: WeightsOp) -> WeightsInfo:
         info: WeightsInfo = await self._ask_for(lambda t: ChangeWeights(op, t))
         return info
+
+
+async def _listens(group: JoinWeightGroup) -> None:
+    """Wait until the group's rank 0 listens. The engine makes no step while it joins, and a trainer
+    that is not there yet is what joining waits for longest. EngineError after `JOIN_S`."""
+    try:
+        async with asyncio.timeout(JOIN_S):
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection(group.address, group.port)
+                except OSError:
+                    await asyncio.sleep(0.1)
+                else:
+                    writer.close()
+                    return
+    except TimeoutError:
+        raise EngineError(
+            f"no trainer of the group {group.name!r} listened at {group.address}:{group.port} for {JOIN_S:.0f} s"
+        ) from None

@@ -203,7 +203,7 @@ class InputProcessor:
                 "a prompt with pictures can't be cut", field="truncate_prompt_tokens"
             )
         if sampling.truncate_prompt_tokens is not None:
-            tokens = self.prompts.last(tokens, sampling, text is not None and special)
+            tokens = self.prompts.cut(tokens, sampling, text is not None and special)
             packed = pack_ids(tokens)
         encoded: tuple[int, ...] = ()
         shown = tokens

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.engine.requests.over_context import MAX_CHARS_PER_TOKEN, hopeless
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.vision.pictures import (
     PictureProcessor,
@@ -60,13 +61,16 @@ class PromptReader:
             raise RequestError("nothing but the model's vocabulary is known", field="model")
         return self.description
 
-    def last(self, tokens: list[int], sampling: SamplingParams, special: bool) -> list[int]:
-        """The last tokens, as many as `truncate_prompt_tokens` says; the `special` ones that begin a text stay."""
+    def cut(self, tokens: list[int], sampling: SamplingParams, special: bool) -> list[int]:
+        """Tokens that `truncate_prompt_tokens` leaves: the last ones, of which the `special` ones that begin a text are a part,
+        or with the side `right` the first ones."""
         limit = sampling.truncate_prompt_tokens
         if limit == -1:
             limit = max(1, self.max_model_len - (sampling.max_tokens or 1))
         if limit is None:
             return tokens
+        if sampling.truncation_side == "right":
+            return tokens[:limit]
         before = self.tokenizer.prefix[:limit] if self.tokenizer is not None and special else ()
         if len(tokens) <= limit:
             return tokens
@@ -136,12 +140,8 @@ class PromptReader:
     def check_text(self, text: str, *, any_length: bool = False) -> Tokenizer:
         """The tokenizer of a text. RequestError if there is none, or the text is hopelessly long."""
         tokenizer = self.of_texts
-        # No token stands for more than a few dozen characters: a hopeless text is refused before it is tokenised.
-        if len(text) > self.max_model_len * 128 and not any_length:
-            raise ContextLengthError(
-                f"the prompt has {len(text)} characters, far more than the context of {self.max_model_len} tokens; shorten it",
-                field="prompt",
-            )
+        if len(text) > self.max_model_len * MAX_CHARS_PER_TOKEN and not any_length:
+            raise hopeless(self.max_model_len, len(text), "prompt")
         return tokenizer
 
     def check_ids(self, name: str, ids: Collection[int]) -> None:

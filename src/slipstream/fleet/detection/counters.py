@@ -41,6 +41,7 @@ class Counters:
     prompt_tokens: float = 0.0
     generated_tokens: float = 0.0
     canary_ok: bool | None = None
+    canary_kl: float | None = None  # of a self-check since the last moment
 
     def since(self, before: Counters, replica: str) -> Observation | None:
         """The observation between `before` and now. None if a total decreased, because the replica
@@ -73,7 +74,8 @@ class Counters:
         return Observation(
             replica=replica, at=self.at, interval_s=self.at - before.at, step_age_s=self.step_age_s,
             num_running=self.num_running, num_waiting=self.num_waiting, num_open=self.num_open,
-            kv_cache_usage=self.kv_cache_usage, canary_ok=self.canary_ok, is_up=self.is_up, **more,
+            kv_cache_usage=self.kv_cache_usage, canary_ok=self.canary_ok,
+            canary_kl=self.canary_kl, is_up=self.is_up, **more,
         )  # fmt: skip
 
 

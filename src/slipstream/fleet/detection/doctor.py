@@ -106,7 +106,13 @@ def examine(
             seen[now.url] = found
             complaints += [_of(now.url, cause, text) for cause, text in wrong(found)]
         if now.canary_ok is False:
-            complaints.append(_of(now.url, "quality_drift", "the canary failed at the start"))
+            complaints.append(
+                _of(
+                    now.url,
+                    "quality_drift",
+                    "the canary failed at the start, or the last self-check did",
+                )
+            )
     complaints += [_of(url, "throttled_clock", text) for url, text in slow_among(seen)]
     return last, complaints
 

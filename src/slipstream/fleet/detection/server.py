@@ -6,16 +6,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from slipstream.fleet.detection.alerts import Alerts
 from slipstream.fleet.detection.counters import Counters, of_server
 from slipstream.fleet.detection.detector import SILENT_S, Detector, Finding
 from slipstream.fleet.detection.observation import INTERVAL_S
-from slipstream.server.operations.health import all_metrics, engine_stats
+from slipstream.server.operations.health import all_metrics, canary_ok, engine_stats
 from slipstream.server.state import ServerState
 
 logger = logging.getLogger("slipstream.fleet")
+
+LEAST_KL = 1e-3
+"""Nats below which a change of a KL is rounding."""
 
 
 class ServerWatch:
@@ -32,6 +36,7 @@ class ServerWatch:
         self._detector = Detector()
         self._alerts = Alerts(alert_urls, source)
         self._interval_s = interval_s
+        self._num_looks = 0
         self._before: dict[str, Counters] = {}  # by replica
         self._epoch = time.time() - time.monotonic()
 
@@ -58,15 +63,19 @@ class ServerWatch:
             self.report(self.now())
             return
         stats, metrics = await engine_stats(state), await all_metrics(state)
-        canary = state.engine.canary
-        at, canary_ok = self.now(), None if canary is None else canary.ok
-        self.see(
-            name,
-            of_server(
-                stats, metrics, at=at, num_open=state.engine.num_requests, canary_ok=canary_ok
-            ),
-        )
+        at, num_open = self.now(), state.engine.num_requests
+        seen = of_server(stats, metrics, at=at, num_open=num_open, canary_ok=canary_ok(state))
+        self.see(name, replace(seen, canary_kl=self._new_kl(state)))
         self.report(at)
+
+    def _new_kl(self, state: ServerState) -> float | None:
+        """The KL of a self-check since the last call."""
+        check = state.self_check
+        looks = 0 if check is None else check.num_looks["pass"] + check.num_looks["fault"]
+        if check is None or looks == self._num_looks:
+            return None
+        self._num_looks = looks
+        return max(LEAST_KL, list(check.versions.values())[-1].kl_last)
 
     def now(self) -> float:
         """Seconds since 1970 by a clock that does not jump: the host's time at the start plus a

@@ -287,7 +287,7 @@ def new_flags() -> list[Flag]:
         Flag("down", "the engine does not answer", lambda o: not o.is_up),
         Flag(
             "canary_failed",
-            "the canary failed at the start",
+            "the canary failed at the start, or the last self-check did",
             lambda o: None if o.canary_ok is None else not o.canary_ok,
         ),
     ]

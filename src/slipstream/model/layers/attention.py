@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 def _own(rows: Tensor, meta: AttentionMetadata, group: RankGroup | None) -> Own:
-    """What this rank of a context has of its own. `group`: the ranks that have the other heads."""
+    """Returns which rows this rank of a context computes alone. `group` has the ranks with the
+    other heads."""
     if group is not None:
         return "heads"
     return "tokens" if len(rows) < len(meta.positions) else None

@@ -172,6 +172,7 @@ class Answer:
         self.more_usage: dict[str, Any] = {}
         self.num_reasoning_tokens: int | None = None  # None: the answer is not read for reasoning
         self.stream = bool(body.stream)
+        self.keeps_text = not self.stream or state.settings.audit_answers
         options = body.stream_options
         self.include_usage = options is not None and bool(options.include_usage)
         self.continuous_usage = (
@@ -371,9 +372,12 @@ class Answer:
         handover = self.state.engine.config.cache.handover
         if handover is None or len(self.parts) != 1:
             raise bad_request("only one prompt can be handed over, with kv_handover_address")
-        cut = self.sampling.truncate_prompt_tokens
         first = SamplingParams(
-            max_tokens=1, temperature=0.0, detokenize=False, truncate_prompt_tokens=cut
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            truncate_prompt_tokens=self.sampling.truncate_prompt_tokens,
+            truncation_side=self.sampling.truncation_side,
         )
         sink = _Prefilled()
         options = dataclasses.replace(self._options(), hands_over=True, handover_from="")
@@ -516,8 +520,9 @@ class Answer:
             if runs and (single := choice.num_tokens - len(delta.token_ids) - told):
                 extend_runs(runs, [(runs[-1][0], single)])
             extend_runs(runs, delta.weight_versions)
-        if not self.stream:
+        if self.keeps_text:
             choice.text.append(delta.text)
+        if not self.stream:
             choice.logprobs += delta.logprobs or ()
             if self.body.return_token_ids:
                 choice.token_ids += delta.token_ids
@@ -569,9 +574,11 @@ class _Part:
         answer.record.num_output_tokens += 1
         if answer.marks:
             answer.unmarked.append(token)
-        if not answer.stream:
+        if answer.keeps_text:
             choice.text.append(text)
-        elif not answer.can_write:
+        if not answer.stream:
+            return
+        if not answer.can_write:
             answer.push([CompletionOutput(self.first, text, [token])], finished=False)
         elif text:
             try:
@@ -676,6 +683,9 @@ class GenerationRoute:
                                         }
                                     )
                 last = answer.end() if answer.stream else answer.collected()
+                if state.settings.audit_answers:
+                    texts = ("".join(answer.choices[i].text) for i in answer.choices_given())
+                    record.answers = list(texts)
         except Exception as exc:
             if isinstance(exc, RequestError):
                 exc.field = body.param(exc.field)

@@ -49,7 +49,8 @@ ADMIN_ROUTES = frozenset(
         *("/finish_weight_update", "/abort_weight_update", "/update_weights_from_disk"),
         *("/init_weights_update_group", "/destroy_weights_update_group"),
         *("/update_weights_from_distributed", "/pause", "/resume", "/pause_generation"),
-        *("/continue_generation", "/flush_cache", "/weights"),
+        *("/continue_generation", "/flush_cache", "/weights", "/reset_prefix_cache"),
+        *("/get_world_size", "/server_info"),
     }
 )
 METRICS_ROUTES = frozenset({"/metrics", "/status.json", "/findings", "/version", "/fleet/status"})

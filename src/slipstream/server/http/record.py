@@ -117,6 +117,9 @@ ROUTES = _QUIET | {
     "/pause_generation",
     "/continue_generation",
     "/flush_cache",
+    "/reset_prefix_cache",
+    "/get_world_size",
+    "/server_info",
     "/is_paused",
     "/get_weight_version",
     "/weights",
@@ -158,6 +161,7 @@ class RequestRecord:
     model: str | None = None  # the served name
     answer: Answer | None = None
     body: str | None = None  # for the audit log, if it gets bodies
+    answers: list[str] | None = None  # the same of texts, as the model wrote them
     # The client's trace, if spans are sent.
     trace_headers: dict[str, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))  # `created` of the answer
@@ -309,7 +313,12 @@ def finish(observers: Observers, record: RequestRecord, method: str, route: str)
     logger.info("request", extra={"fields": fields})
     if observers.audit is not None:
         observers.audit.write(
-            "request", **fields, key=record.owner or None, model=record.model, body=record.body
+            "request",
+            **fields,
+            key=record.owner or None,
+            model=record.model,
+            body=record.body,
+            answers=record.answers,
         )
 
 

@@ -27,7 +27,7 @@ from starlette.types import Scope
 from slipstream.engine.requests.pooled import check_dimensions, refuse_classifier, rows
 from slipstream.engine.text.tool_formats.base import Arguments, BeginCall, Content, Reasoning
 from slipstream.engine.text.tools import Reading, call_id, is_cut
-from slipstream.outputs import CompletionOutput
+from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
 from slipstream.params.sampling import SamplingParams
 from slipstream.server.answers.generation import Answer, GenerationRoute, encode
 from slipstream.server.answers.hints import HINT, given_hints
@@ -127,21 +127,18 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: Raw = HINT
     cache_salt: Text | None = None  # vLLM's
-    logprobs: Raw = OFF
-    top_logprobs: Raw = OFF
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    truncate: Raw = HINT  # a prompt that is too long is an error
+    shift: Raw = HINT  # the answer ends with the context
 
-    hints: ClassVar[tuple[str, ...]] = ("keep_alive",)
-    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
-        "logprobs": (b"null", b"false"),
-        "top_logprobs": (b"null", b"0"),
-    }
+    hints: ClassVar[tuple[str, ...]] = ("keep_alive", "truncate", "shift")
 
     def translated(self, state: ServerState) -> GenerationRequest:
         raise NotImplementedError
 
     def shared(self, state: ServerState) -> dict[str, Any]:
         """The fields that chats and completions share, by our names."""
-        refuse_unless_off(self, self.off)
         given = self.options or OllamaOptions()
         given.check()
         found = {ours: getattr(given, theirs) for theirs, ours in _NAMES.items()}
@@ -156,6 +153,7 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
     def chat(self, state: ServerState, messages: list[dict[str, Any]]) -> ChatRequest:
         fields = {**self.shared(state), **self.response_format(), **self.thinking(state)}
+        fields |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs or None}
         if not messages:
             return ChatRequest(model=fields["model"], messages=[])
         return _checked(ChatRequest, messages=messages, **fields)
@@ -321,12 +319,11 @@ class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True
                 raise bad_request(
                     f"{field} needs a chat template; this prompt is used without one", field
                 )
-            body = CompletionRequest(model=known_name(state, self.model), prompt=[])
-            return (
-                _checked(CompletionRequest, prompt=self.prompt, **self.shared(state))
-                if self.prompt
-                else body
-            )
+            if not self.prompt:
+                return CompletionRequest(model=known_name(state, self.model), prompt=[])
+            best = self.top_logprobs or 0 if self.logprobs else None
+            fields = {"prompt": self.prompt, "logprobs": best, **self.shared(state)}
+            return _checked(CompletionRequest, **fields)
         user = _content(self.prompt, self.images)
         said = {"system": self.system, "user": user} if user else {}
         return self.chat(
@@ -359,8 +356,12 @@ class OllamaEmbeddingsRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 class OllamaShowRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /api/show"""
 
-    model: str
-    verbose: bool = False  # no effect
+    model: str = ""
+    name: str = ""  # its former name
+    verbose: bool = False  # no effect, like the next
+    system: Raw = HINT
+    template: Raw = HINT
+    options: Raw = HINT
 
 
 BODIES: dict[str, type[Struct]] = {
@@ -405,7 +406,11 @@ class OllamaAnswer(Answer):
     def chunk(self, delta: CompletionOutput) -> bytes:
         reason = delta.finish_reason
         parts = self._read(delta.text, reason is not None, cut=is_cut(reason))
-        return b"".join(_line({**self._said(part), "done": False}) for part in parts)
+        told = [{**self._said(part), "done": False} for part in parts]
+        if delta.logprobs:
+            told = told or [{**self._said({"content": ""}), "done": False}]
+            told[0]["logprobs"] = _logprobs(delta.logprobs)
+        return b"".join(map(_line, told))
 
     def _read(self, text: str, finished: bool, *, cut: bool = False) -> list[dict[str, Any]]:
         """New output as fields of a message: content, thinking, or whole calls."""
@@ -447,7 +452,9 @@ class OllamaAnswer(Answer):
             whole["thinking"] = thoughts
         if calls := [call for part in parts for call in part.get("tool_calls", ())]:
             whole["tool_calls"] = calls
-        return encode({**self._said(whole), **self._done()})
+        found = [position for choice in self.choices for position in choice.logprobs]
+        more = {"logprobs": _logprobs(found)} if found else {}
+        return encode({**self._said(whole), **self._done(), **more})
 
     def _said(self, part: dict[str, Any]) -> dict[str, Any]:
         said: dict[str, Any] = {"message": {"role": "assistant", **part}}
@@ -481,6 +488,17 @@ class OllamaChatAnswer(OllamaAnswer):
 
 class OllamaGenerateAnswer(OllamaAnswer):
     as_message = False
+
+
+def _logprobs(positions: list[PositionLogprobs]) -> list[dict[str, Any]]:
+    return [
+        {**_token(p.chosen), **({"top_logprobs": [_token(one) for one in p.top]} if p.top else {})}
+        for p in positions
+    ]
+
+
+def _token(one: Logprob) -> dict[str, Any]:
+    return {"token": one.token, "logprob": one.logprob, "bytes": list(one.token_bytes)}
 
 
 def _line(value: Any) -> bytes:
@@ -621,7 +639,7 @@ class _About:
     async def show(self, request: Request) -> Response:
         state = self.state
         body = await read_as(OllamaShowRequest, request, state)
-        require_model(state, known_name(state, body.model))
+        require_model(state, known_name(state, body.model or body.name))
         description, template = state.engine.description, chat_template(state)
         spec, kind = description.spec, description.family.model_type
         answer = {

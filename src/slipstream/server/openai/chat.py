@@ -41,6 +41,7 @@ _ROLE = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null
 class ChatAnswer(Answer):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     id_prefix = "chatcmpl-"
+    echoed = ""  # text of the conversation's last message that the answer repeats
 
     def chunk(self, delta: CompletionOutput) -> bytes:
         """The events of a delta: the role once, new text, and the finish reason in a chunk of its
@@ -50,6 +51,7 @@ class ChatAnswer(Answer):
         if not choice.begun:
             choice.begun = True
             events.append(self._begin(index, _ROLE, len(delta.token_ids)))
+            events += self._echo(delta.index)
         ids = self._ids(delta)
         if delta.text or delta.logprobs or ids:
             logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.logprobs))
@@ -66,11 +68,18 @@ class ChatAnswer(Answer):
             head, text, b'},"logprobs":', logprobs, b',"finish_reason":null', ids, b"}"
         )
 
+    def _echo(self, index: int) -> list[bytes]:
+        return [self.text_event(index, encode(self.echoed))] if self.echoed else []
+
     def choice(self, index: int) -> dict[str, Any]:
         choice = self.choices[index]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "message": {
+                "role": "assistant",
+                "content": self.echoed + "".join(choice.text),
+                "refusal": None,
+            },
             "logprobs": None if self.sampling.logprobs is None else self._logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
             **choice_details(self.body, choice),
@@ -136,6 +145,7 @@ class ReadAnswer(ChatAnswer):
             parts.append(
                 self._begin(index, b'{"role":"assistant"},"logprobs":null,"finish_reason":null}')
             )
+            parts += self._echo(delta.index)
         parser = self.parsers[delta.index]
         reason = delta.finish_reason
         events = read_events(parser, delta.text, last=reason is not None, cut=is_cut(reason))
@@ -156,12 +166,15 @@ class ReadAnswer(ChatAnswer):
 
     def choice(self, index: int) -> dict[str, Any]:
         answer = super().choice(index)
-        message = self.reading.message(answer["message"]["content"], answer["finish_reason"])
+        text = "".join(self.choices[index].text)
+        message = self.reading.message(text, answer["finish_reason"])
         answer["message"] |= {
             k: v
             for k, v in message.to_dict().items()
             if k != "role" and (k != "reasoning_content" or self.shows_reasoning)
         }
+        if self.echoed:
+            answer["message"]["content"] = self.echoed + (answer["message"]["content"] or "")
         if thought := answer["message"].get("reasoning_content"):
             answer["message"]["reasoning"] = thought  # newer vLLM's and OpenRouter's name
         answer["finish_reason"] = finish_reason(answer["finish_reason"], len(message.tool_calls))
@@ -327,6 +340,8 @@ async def prepare(
     if prompt.pictures:
         given = PicturesPrompt(prompt_token_ids=tokens, multi_modal_data={"image": prompt.pictures})
     made = answer(reading, state, body, [given], sampling, record)
+    if body.echo:
+        made.echoed = prompt.begun
     made.ends_with_context = is_cut
     if reading is not None and tokenizer is not None:
         made.call_tokens = reading.call_tokens(tokenizer)

@@ -139,7 +139,8 @@ class CompletionAnswer(Answer):
             name = id_name if self.body.return_tokens_as_token_ids else _name
             tokens.append(name(chosen))
             values.append(None if position is None else chosen.logprob)
-            best = () if position is None else (*position.top[: self.body.logprobs], chosen)
+            # The drawn token goes first, as in vLLM's answers.
+            best = () if position is None else (chosen, *position.top[: self.body.logprobs])
             tops.append({name(t): t.logprob for t in best} or None)
         return {
             "tokens": tokens,

@@ -135,6 +135,7 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     prompt_logprobs: Int | None = None
     # Keep this many of the prompt's last tokens; -1: as many as fit.
     truncate_prompt_tokens: Int | None = None
+    truncation_side: Literal["left", "right"] | None = None  # right: its first tokens are kept
     # Default: true for completions, false for chat, whose template has them.
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
@@ -298,6 +299,9 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None  # vLLM's, with the next two
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = (
+        None  # vLLM's; the answer begins with the assistant's message it goes on with
+    )
     include_reasoning: bool | None = None  # vLLM's; false: the answer leaves it out
     reasoning_effort: str | None = None  # for templates that know it, like `verbosity`
     verbosity: str | None = None
@@ -366,6 +370,9 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
         if self.continue_final_message and self.add_generation_prompt:
             message = "add_generation_prompt begins a message and continue_final_message continues one; leave one of them out"
             raise bad_request(message, "continue_final_message")
+        if self.echo and not self.continue_final_message:
+            message = "echo repeats the message that continue_final_message goes on with; set both"
+            raise bad_request(message, "echo")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:

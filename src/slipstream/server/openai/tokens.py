@@ -11,9 +11,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from slipstream.engine.requests.over_context import MAX_CHARS_PER_TOKEN, hopeless
 from slipstream.engine.requests.processor import in_thread_if_long
 from slipstream.engine.vision.pictures import PreparedPicture, with_pictures
-from slipstream.errors import ContextLengthError
 from slipstream.params.prompts import Prompt, TokensPrompt
 from slipstream.server.answers.changing_lines import in_order
 from slipstream.server.answers.media import read_pictures
@@ -32,11 +32,6 @@ class _OfMessages(Protocol):
     add_generation_prompt: Any
     continue_final_message: bool
     chat_template_kwargs: dict[str, Any] | None
-
-
-_MAX_CHARS_PER_TOKEN = 128
-"""Characters of a text for each token of the context. A longer text can't fit, and is refused
-before it is tokenised."""
 
 
 async def pictured_tokens(
@@ -190,11 +185,8 @@ def _encode(
     any_length: bool = False,
 ) -> list[int]:
     limit = state.engine.config.model.max_model_len
-    if len(text) > limit * _MAX_CHARS_PER_TOKEN and not any_length:
-        raise ContextLengthError(
-            f"{param} make {len(text)} characters, far more than the context of {limit} tokens; shorten them",
-            field=param,
-        )
+    if len(text) > limit * MAX_CHARS_PER_TOKEN and not any_length:
+        raise hopeless(limit, len(text), param)
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 

@@ -63,6 +63,7 @@ from slipstream.server.http.keys import Key
 from slipstream.server.http.limits import own_receive, read_as
 from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.openai.protocol import TokenId
+from slipstream.server.operations.health import canary_ok
 from slipstream.server.operations.metrics import MetricCounts
 from slipstream.server.state import ServerState
 
@@ -279,6 +280,6 @@ def _load(
         is_up=is_up,
         num_open=engine.num_requests,
         max_model_len=engine.config.model.max_model_len,
-        canary_ok=None if engine.canary is None else engine.canary.ok,
+        canary_ok=canary_ok(state),
         counts=counts,
     )

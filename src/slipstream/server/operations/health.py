@@ -46,6 +46,15 @@ class Probes:
         return Response(metrics.render(stats), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
+def canary_ok(state: ServerState) -> bool | None:
+    """Whether the model answers as it should: by the checkpoint's canary at the start and the
+    last self-check. None: neither was there."""
+    canary, check = state.engine.canary, state.self_check
+    found = [canary and canary.ok, check and check.ok]
+    known = [ok for ok in found if ok is not None]
+    return all(known) if known else None
+
+
 def require_ready(state: ServerState) -> None:
     """Raise ApiError (503) if new requests are not welcome."""
     if state.draining:
@@ -85,6 +94,8 @@ async def all_metrics(state: ServerState) -> Metrics:
         metrics = Metrics(metrics.model_name)
         for counts in found:
             metrics.add(counts)
+    if state.self_check is not None:
+        metrics.more = list(state.self_check.families())
     if state.watch is not None:
         metrics.findings = Counter(
             (metrics.model_name, f["cause"]) for f in state.watch.findings if f["ended"] is None

@@ -110,6 +110,13 @@ def rules(objectives: ServiceObjectives) -> dict[str, Any]:
             "The engine of {{ $labels.instance }} is down.",
         ),
         (
+            "Drift",
+            "slipstream:self_check_ok == 0",
+            "1m",
+            "page",
+            "{{ $labels.instance }} answers otherwise than its fingerprint says: its self-check fails.",
+        ),
+        (
             "Preempting",
             "slipstream:kv_cache_usage_ratio > 0.95 and rate(slipstream:num_preemptions_total[10m]) > 0.1",
             "10m",

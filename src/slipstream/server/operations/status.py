@@ -28,8 +28,9 @@ from slipstream.base.html import head
 from slipstream.messages.stats import EngineStats
 from slipstream.server.http.errors import ApiError
 from slipstream.server.http.replies import json_response
-from slipstream.server.operations.health import all_metrics, engine_stats
+from slipstream.server.operations.health import all_metrics, canary_ok, engine_stats
 from slipstream.server.operations.metrics import Histogram, Metrics
+from slipstream.server.operations.self_check import VersionCheck
 from slipstream.server.state import ServerState
 
 _PAGES = Path(__file__).parent / "pages"
@@ -51,7 +52,8 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     prompt_tokens: int | None = None
     generated_tokens: int | None = None
     uptime_s: float | None = None
-    canary_ok: bool | None = None
+    canary_ok: bool | None = None  # with the last self-check
+    self_check: list[VersionCheck] | None = None  # by version of the weights, oldest first
 
 
 class Latency(msgspec.Struct, kw_only=True):
@@ -132,8 +134,11 @@ async def server_status(state: ServerState) -> ServerStatus:
         doing = "ready" if state.engine.health().ok else "down"
         if doing == "ready" and stats is not None and stats.is_paused:
             doing = "paused"
-    canary = state.engine.canary
-    more = {"canary_ok": None if canary is None else canary.ok}
+    check = state.self_check
+    more = {
+        "canary_ok": canary_ok(state),
+        "self_check": None if check is None else list(check.versions.values()),
+    }
     return ServerStatus(
         models=[*state.model_names, *state.engine.adapters],
         num_in_flight=state.load.num_requests,

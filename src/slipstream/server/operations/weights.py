@@ -143,9 +143,12 @@ BODILESS = {
     "/continue_generation": "End a pause",
     "/resume": "The same as /continue_generation",
     "/flush_cache": "Forget cached prefixes; no request may run",
+    "/reset_prefix_cache": "The same as /flush_cache",
 }
 GETS = {
     "/is_paused": "Whether generation is paused",
+    "/get_world_size": "The engine's ranks, each of which joins a trainer's group",
+    "/server_info": "Settings that a trainer looks at, in vLLM's shape",
     "/get_weight_version": "The version of the weights that run",
     "/weights": "The weights that run; ?checksums=true: with those of all parameters",
 }
@@ -178,6 +181,7 @@ class WeightRoutes:
             "/continue_generation": self.resume,
             "/resume": self.resume,
             "/flush_cache": self.flush_cache,
+            "/reset_prefix_cache": self.flush_cache,
         }
         return [
             *(
@@ -188,6 +192,8 @@ class WeightRoutes:
             Route("/is_paused", self.is_paused),
             Route("/get_weight_version", self.version),
             Route("/weights", self.weights),
+            Route("/get_world_size", self.world_size),
+            Route("/server_info", self.server_info),
         ]
 
     def _answering(
@@ -355,6 +361,18 @@ class WeightRoutes:
     async def version(self, request: Request) -> Response:
         _query(request)
         return json_response({"weight_version": (await self.engine.weights()).weight_version})
+
+    async def world_size(self, request: Request) -> Response:
+        """Handle vLLM's question for the engine's ranks."""
+        _query(request)
+        return json_response({"world_size": self.state.engine.config.parallel.num_ranks})
+
+    async def server_info(self, request: Request) -> Response:
+        """Handle vLLM's question for its configuration, in which trainers look for a way to send weights."""
+        _query(request, "config_format")
+        model, backends = self.state.engine.config.model, {"backend": "nccl"}
+        told = {"dtype": model.dtype, "max_model_len": model.max_model_len}
+        return json_response({"vllm_config": {**told, "weight_transfer_config": backends}})
 
     async def weights(self, request: Request) -> Response:
         """Handle ?checksums=true, which computes them."""

@@ -24,11 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.errors import EngineError, RequestError
-from slipstream.messages.weight_ops import DTYPES
+from slipstream.messages.weight_ops import DTYPES, JOIN_S
 
-JOIN_S = 40.0
-"""Seconds that a member waits for the others to join, all steps of it together, and for the tensors
-of a piece: less than an engine may be silent."""
 LEAST_S = 0.01
 """The shortest time that a step is given. torch takes no wait below a millisecond."""
 

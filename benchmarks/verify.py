@@ -1,0 +1,174 @@
+"""`slipstream verify` on servers with a planted fault, and on sound ones.
+
+    python benchmarks/verify.py [--clean 20] [--tiny 80] [--seed 0]                  # verify.json
+
+1. Faults: each of ten (`tests/verify/planted.py`) on SmolLM2, in an order that the seed draws, with sound
+   servers among them. The verification knows an address and the right model. What it says is then
+   compared with what was planted: the verdict, and whether a cause that it names has the fault's words.
+2. Clean: one sound server, verified with other questions and seeds each time; false alarms are counted.
+   `--tiny`: the same over HTTP of a model with two layers and random weights, whose runs are cheap.
+
+Server and reference have other kernels: the engine's program on the CPU, and PyTorch. Tokens and
+answers are what a verification asked for until it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import parser, save
+from tests import tiny_models
+from tests.server.conftest import serving
+from tests.verify.planted import FAULTS, served_with, write_checkpoints
+
+from slipstream.config import EngineArgs
+from slipstream.engine.async_llm import AsyncLLM
+from slipstream.verify.checks import Plan, Verification
+from slipstream.verify.reference import Reference
+from slipstream.verify.report import document
+from slipstream.verify.served import Served
+
+
+def verified(served: Served, reference: Reference, plan: Plan) -> dict[str, Any]:
+    begin = time.process_time()
+    verification = Verification(served, reference, plan)
+    found = document(verification.counts(), verification.run())
+    found |= verification.counts()
+    return {
+        "verdict": found["verdict"],
+        "causes": found["causes"],
+        "kl": next(
+            (
+                f["estimate"]["value"]
+                for f in found["findings"]
+                if f["check"] == "distribution" and f["estimate"]
+            ),
+            None,
+        ),
+        "open": [f["check"] for f in found["findings"] if f["outcome"] == "undecided"],
+        "num_answers": found["num_answers"],
+        "num_tokens": found["num_tokens"],
+        "num_prompt_tokens": found["num_prompt_tokens"],
+        "processor_s": round(time.process_time() - begin, 1),
+    }
+
+
+def planted(
+    folder: Path, max_kl: float, seed: int, num_sound: int, names: list[str]
+) -> list[dict[str, Any]]:
+    """The faults and sound servers among them, each verified by what a client sees."""
+    hidden: list[str | None] = [*names, *[None] * num_sound]
+    random.Random(seed).shuffle(hidden)
+    references: dict[str, Reference] = {}
+    rows = []
+    for number, name in enumerate(hidden):
+        fault = None if name is None else FAULTS[name]
+        against = "base" if fault is None else fault.against
+        if against not in references:
+            args = EngineArgs(model=str(folder / against), dtype="bfloat16", device="cpu")
+            references[against] = Reference.load(args, context=1600)
+        with served_with(folder, fault) as served:
+            row = verified(served, references[against], Plan(max_kl=max_kl, seed=seed + number))
+        if fault is None:
+            right = not row["causes"]
+        else:
+            right = any(fault.words in cause for cause in row["causes"])
+        rows.append({"planted": name or "none", "right": right, **row})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def clean(served: Served, reference: Reference, count: int, **plan: Any) -> list[dict[str, Any]]:
+    rows = []
+    for number in range(count):
+        rows.append(verified(served, reference, Plan(seed=100 + number, **plan)))
+        print(number, rows[-1], flush=True)
+    return rows
+
+
+def write_tiny(folder: Path) -> None:
+    """A random model whose distributions are as uneven as a language model's."""
+    tiny_models.write_with_tokenizer(folder, max_position_embeddings=2048)
+    import safetensors.torch
+
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    name = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
+    tensors[name] *= SPREAD
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+
+
+SPREAD = 4.0
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "runs": len(rows),
+        "false_alarms": sum(bool(row["causes"]) for row in rows),
+        "undecided": sum(bool(row["open"]) for row in rows),
+        **{
+            f"median_{name}": statistics.median(row[name] for row in rows)
+            for name in ("num_answers", "num_tokens", "num_prompt_tokens", "processor_s")
+        },
+    }
+
+
+def main() -> None:
+    made = parser(__doc__, "verify")
+    made.add_argument("--clean", type=int, default=20)
+    made.add_argument("--tiny", type=int, default=80)
+    made.add_argument("--sound", type=int, default=3, help="sound servers among the planted ones")
+    made.add_argument("--max-kl", type=float, default=0.001)
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--only", nargs="+", choices=[*FAULTS], default=[*FAULTS])
+    made.add_argument("--earlier", type=Path, help="rows of a run that was cut, for the record")
+    made.add_argument("--skip-faults", action="store_true")
+    args = made.parse_args()
+    torch.set_num_threads(1)
+    parts: dict[str, Any] = {"max_kl": args.max_kl}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if args.tiny:
+            write_tiny(folder / "tiny")
+            settings = {"model": str(folder / "tiny"), "dtype": "float32", "device": "cpu"}
+            engine = EngineArgs(**settings, num_threads=1, kv_cache_bytes=2**25)
+            reference = Reference.load(EngineArgs(**settings, num_threads=1), context=2048)
+            with serving(start=lambda: AsyncLLM.start(engine)) as server:
+                rows = clean(
+                    Served.connect(server.url),
+                    reference,
+                    args.tiny,
+                    max_kl=args.max_kl,
+                    long_lines=4,
+                )
+            parts["tiny"] = {**summary(rows), "each": rows}
+        if args.clean or not args.skip_faults:
+            write_checkpoints(folder)
+        if not args.skip_faults:
+            rows = planted(folder, args.max_kl, args.seed, args.sound, args.only)
+            if args.earlier is not None:
+                parts["earlier"] = json.loads(args.earlier.read_text())
+            parts["planted"] = {
+                "right": sum(row["right"] for row in rows),
+                "of": len(rows),
+                "each": rows,
+            }
+            save(args.output, "verify", **parts)
+        if args.clean:
+            settings = {"model": str(folder / "base"), "dtype": "bfloat16", "device": "cpu"}
+            reference = Reference.load(EngineArgs(**settings), context=1600)
+            with served_with(folder, None) as served:
+                rows = clean(served, reference, args.clean, max_kl=args.max_kl)
+            parts["smollm2"] = {**summary(rows), "each": rows}
+    save(args.output, "verify", **parts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""A server's checks of itself while nobody asks (`--self-check FILE`).
+
+The file is a fingerprint: token sequences with a reference model's likeliest successors at each
+position (`slipstream verify --record FILE`). A look sends them through the engine, as requests are,
+when it has been idle for `IDLE_S` seconds: most tokens as a prompt, the last as an answer. It ends
+when a client asks.
+
+1. The weights that the server began with are compared with the fingerprint. Their mean KL must be at
+   most its `max_kl`.
+2. Weights that came by an update are other weights: their first look is what their later ones are
+   compared with. So a drift is seen for each version, and what an update changes is no alarm.
+3. A bad look is repeated at once. Two in a row make `ok` false, until one is good.
+
+The KL is taken over the likeliest tokens and one bucket for all others; it never exceeds the KL over
+the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from slipstream.engine.process.streams import OutputStream
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.outputs import PositionLogprobs
+from slipstream.params.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.server.state import EngineProtocol, ServerState
+
+_logger = logging.getLogger("slipstream.server")
+
+IDLE_S = 2.0
+"""Time without a request after which a look may begin."""
+
+NUM_TOP = 8
+"""Likeliest tokens of the reference at each position."""
+
+NUM_ASKED = 20
+"""Likeliest tokens that the engine is asked for; the reference's are among them unless it is wrong."""
+
+NUM_DECODED = 8
+"""Tokens of a sequence that are generated, as far as they are the reference's."""
+
+TIMEOUT_S = 60.0
+
+MAX_VERSIONS = 50
+"""Versions of weights whose looks are remembered."""
+
+Row = dict[int, float]
+"""Log-probabilities of the likeliest tokens at a position."""
+
+
+class TokenSequence(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Tokens, and of the positions from the second on the likeliest tokens with their
+    log-probabilities."""
+
+    token_ids: list[int]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+    def rows(self) -> list[Row]:
+        return [
+            dict(zip(*row, strict=True))
+            for row in zip(self.top_ids, self.top_logprobs, strict=True)
+        ]
+
+
+class Fingerprint(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A reference model's answers. `model` names it for people."""
+
+    format: int
+    model: str
+    max_kl: float
+    sequences: list[TokenSequence]
+
+    @classmethod
+    def read(cls, path: str, *, vocab_size: int, max_len: int) -> Fingerprint:
+        """ConfigError if the file is unreadable, damaged, or of another kind of model."""
+
+        def bad(why: str) -> ConfigError:
+            return ConfigError(f"self_check: {path} {why}", field="self_check")
+
+        try:
+            found = msgspec.json.decode(Path(path).expanduser().read_bytes(), type=cls)
+            rows = [row for sequence in found.sequences for row in sequence.rows()]
+        except OSError as error:
+            raise bad(f"can't be read: {error.strerror}") from None
+        except (msgspec.DecodeError, ValueError) as error:
+            raise bad(
+                f"is no fingerprint ({error}); make one with slipstream verify --record"
+            ) from None
+        if found.format != 1 or not rows or not found.max_kl > 0:
+            raise bad("has another format, no sequences, or no max_kl above 0")
+        for sequence in found.sequences:
+            n = len(sequence.token_ids)
+            if len(sequence.top_ids) != n - 1 or n <= NUM_DECODED + 1:
+                raise bad("has rows that do not fit its tokens")
+            if n > max_len:
+                raise bad(f"has a sequence of {n} tokens; max_model_len is {max_len}")
+            ids = [*sequence.token_ids, *(t for row in sequence.top_ids for t in row)]
+            if not all(0 <= t < vocab_size for t in ids):
+                raise bad(f"is of another model: this one has {vocab_size} tokens")
+        return found
+
+
+class VersionCheck(msgspec.Struct, kw_only=True):
+    """The looks at a version of the weights. KL in nats, of the first look and the last, and the
+    largest; `top1_agreement` is the last one's. Times are seconds since 1970."""
+
+    version: str
+    against: str  # "the fingerprint", or "its own first look"
+    num_looks: int
+    num_bad: int
+    kl_first: float
+    kl_last: float
+    kl_max: float
+    top1_agreement: float
+    first_time: float
+    last_time: float
+
+
+class SelfCheck:
+    """The looks of one server. `run` ends when it is cancelled."""
+
+    def __init__(self, state: ServerState, path: str, every_s: float) -> None:
+        engine = state.engine
+        self._state, self._every_s = state, every_s
+        self._fingerprint = Fingerprint.read(
+            path,
+            vocab_size=engine.description.spec.vocab_size,
+            max_len=engine.config.model.max_model_len,
+        )
+        self._reference = [sequence.rows() for sequence in self._fingerprint.sequences]
+        self._own: dict[str, list[list[Row]]] = {}  # first looks, by version
+        self._began: str | None = None  # the version of the first look
+        self.versions: dict[str, VersionCheck] = {}
+        self.ok: bool | None = None  # None: no look yet
+        self.num_looks = {"pass": 0, "fault": 0, "interrupted": 0}
+
+    async def run(self) -> None:
+        while True:
+            await self._idle()
+            try:
+                await self.look()
+            except (SlipstreamError, TimeoutError) as error:  # asleep, paused or dead
+                _logger.warning("the self-check could not look: %s", error or "no answer")
+            await asyncio.sleep(self._every_s)
+
+    async def look(self) -> bool | None:
+        """Look, and again if it is bad. Returns whether it is good; None: a client came first."""
+        for attempt in range(2):
+            seen = await self._answers()
+            if seen is None:
+                self.num_looks["interrupted"] += 1
+                return None
+            is_good = self._note(*seen)
+            self.num_looks["pass" if is_good else "fault"] += 1
+            if is_good or attempt:
+                self._tell(is_good, seen[0])
+                return is_good
+        return None
+
+    def families(self) -> Iterator[Metric]:
+        """The metrics of the checks."""
+        kl = GaugeMetricFamily(
+            "slipstream:self_check_kl",
+            "KL of the last self-check in nats, by version of the weights",
+            labels=["version"],
+        )
+        for version, check in self.versions.items():
+            kl.add_metric([version], check.kl_last)
+        yield kl
+        if self.ok is not None:
+            text = "0 if the last two self-checks failed"
+            yield GaugeMetricFamily("slipstream:self_check_ok", text, float(self.ok))
+        looks = CounterMetricFamily(
+            "slipstream:self_checks", "Self-checks, by outcome", labels=["outcome"]
+        )
+        for outcome, count in self.num_looks.items():
+            looks.add_metric([outcome], count)
+        yield looks
+
+    # --- Asking -------------------------------------------------------------------------------
+
+    async def _idle(self) -> None:
+        quiet = 0.0
+        while quiet < IDLE_S:
+            await asyncio.sleep(IDLE_S / 4)
+            quiet = quiet + IDLE_S / 4 if _is_free(self._state) else 0.0
+
+    async def _answers(self) -> tuple[str, list[list[Row]]] | None:
+        """(version of the weights, rows of each sequence); None if a client came, or an update."""
+        versions, found = set[str](), []
+        for sequence in self._fingerprint.sequences:
+            if not _is_free(self._state):
+                return None
+            version, rows = await _rows(self._state.engine, sequence.token_ids)
+            versions.add(version)
+            found.append(rows)
+        return (versions.pop(), found) if len(versions) == 1 else None
+
+    def _note(self, version: str, seen: list[list[Row]]) -> bool:
+        self._began = self._began or version
+        against = self._reference
+        if version != self._began:
+            against = self._own.setdefault(version, seen)
+        pairs = [
+            (row, own)
+            for rows, others in zip(against, seen, strict=True)
+            for row, own in zip(rows, others, strict=False)
+        ]
+        kl = sum(divergence(row, own) for row, own in pairs) / len(pairs)
+        same = sum(
+            max(row, key=row.__getitem__) == max(own, key=own.__getitem__) for row, own in pairs
+        )
+        is_good, now = kl <= self._fingerprint.max_kl, time.time()
+        before = self.versions.pop(version, None)
+        self.versions[version] = VersionCheck(
+            version=version,
+            against="the fingerprint" if version == self._began else "its own first look",
+            num_looks=1 if before is None else before.num_looks + 1,
+            num_bad=(0 if before is None else before.num_bad) + (not is_good),
+            kl_first=kl if before is None else before.kl_first,
+            kl_last=kl,
+            kl_max=kl if before is None else max(kl, before.kl_max),
+            top1_agreement=same / len(pairs),
+            first_time=now if before is None else before.first_time,
+            last_time=now,
+        )
+        while len(self.versions) > MAX_VERSIONS:
+            gone = next(iter(self.versions))
+            del self.versions[gone]
+            self._own.pop(gone, None)
+        return is_good
+
+    def _tell(self, is_good: bool, version: str) -> None:
+        before, self.ok = self.ok, is_good
+        check = self.versions[version]
+        if not is_good and before is not False:
+            _logger.error(
+                "the self-check fails: KL %.3g nats from %s, at most %g; weights %s",
+                check.kl_last,
+                check.against,
+                self._fingerprint.max_kl,
+                version,
+            )
+        elif is_good and before is False:
+            _logger.info("the self-check is good again: KL %.3g nats", check.kl_last)
+
+
+def _is_free(state: ServerState) -> bool:
+    engine = state.engine
+    return engine.num_requests == 0 and not engine.is_sleeping and not state.draining
+
+
+async def _rows(engine: EngineProtocol, token_ids: Sequence[int]) -> tuple[str, list[Row]]:
+    """The version of the weights, and the likeliest tokens after each token but the last, as far as
+    the generated ones are the given ones."""
+    prompt = list(token_ids[:-NUM_DECODED])
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=NUM_DECODED,
+        logprobs=NUM_ASKED,
+        prompt_logprobs=NUM_ASKED,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    stream, rows, answer, version = OutputStream(), list[Row](), list[int](), ""
+    cancel = await engine.submit({"prompt_token_ids": prompt}, sampling, stream)
+    try:
+        finished = False
+        while not finished:
+            async with asyncio.timeout(TIMEOUT_S):  # a paused engine makes no step
+                delta = await stream.get()
+            finished, output = delta.finished, delta.outputs[0]
+            if delta.prompt_logprobs is not None:
+                rows = [_row(p) for p in delta.prompt_logprobs if p is not None] + rows
+            rows += [_row(p) for p in output.logprobs or ()]
+            answer += output.token_ids
+            version = output.weight_versions[-1][0] if output.weight_versions else version
+    finally:
+        cancel()
+    wanted = token_ids[-NUM_DECODED:]
+    same = next(
+        (i for i, (a, b) in enumerate(zip(answer, wanted, strict=False)) if a != b), NUM_DECODED
+    )
+    return version, rows[: len(prompt) - 1 + same + 1]
+
+
+def _row(position: PositionLogprobs) -> Row:
+    return {entry.token_id: entry.logprob for entry in position.top}
+
+
+def divergence(reference: Row, seen: Row) -> float:
+    """KL(reference‖seen) over the reference's tokens that were seen and one bucket for all others."""
+    known = reference.keys() & seen.keys()
+    kl = sum(math.exp(reference[t]) * (reference[t] - seen[t]) for t in known)
+    rest, other = (1 - sum(math.exp(row[t]) for t in known) for row in (reference, seen))
+    if rest > 1e-6:
+        kl += rest * math.log(rest / max(other, 1e-9))
+    return max(0.0, kl)

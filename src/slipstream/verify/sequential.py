@@ -1,0 +1,94 @@
+"""Sequential tests: a check ends as soon as its answers decide it, with stated error rates.
+
+A check looks at its answers after each turn. Tests that hold at every look keep their rates, however
+often one looks (Ville's inequality: a fair bet ever multiplies its stake by 1 / α with a chance of
+at most α).
+
+1. Shares and temperatures: Wald's sequential probability ratio test (Wald 1945, Annals of
+   Mathematical Statistics 16:2). Under "sound" the likelihood ratio is a fair bet, whatever the
+   tokens before; so tokens of one answer need not be independent.
+2. A mean of values that are not negative, such as a KL: a bet that it is above its limit
+   (Waudby-Smith and Ramdas 2024, JRSS-B 86:1). It needs no assumption about their distribution.
+3. That the mean is below its limit: an asymptotic confidence sequence (Waudby-Smith et al. 2024,
+   Annals of Statistics 52:6; Robbins' normal mixture). Its rate holds as the number of answers grows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Decision = Literal["fault", "sound", "open"]
+
+MIXTURE_COUNT = 12
+"""Number of values at which the confidence sequence is tightest."""
+
+FEWEST = 4
+"""Values that an asymptotic bound needs."""
+
+STAKES = (0.02, 0.05, 0.1, 0.25, 0.5, 0.9)
+"""Shares of the wealth that are bet, each with a part of the stake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Error rates of one check: `alpha`, that a sound server is called faulty; `beta`, that a fault
+    of the stated size is called sound."""
+
+    alpha: float = 0.001
+    beta: float = 0.01
+
+    def decide(self, log_ratio: float) -> Decision:
+        """The decision of a log-likelihood ratio of "faulty" to "sound"."""
+        if log_ratio >= math.log(1 / self.alpha):
+            return "fault"
+        return "sound" if log_ratio <= math.log(self.beta) else "open"
+
+
+def share(values: Sequence[float], usual: float, faulty: float, rates: Rates) -> Decision:
+    """Whether ones come with the share `usual` or less, or with `faulty` or more. Values are 0 or 1."""
+    hits = sum(values)
+    misses = len(values) - hits
+    up, down = math.log(faulty / usual), math.log((1 - faulty) / (1 - usual))
+    return rates.decide(hits * up + misses * down)
+
+
+def temperature(ratios: Sequence[float], rates: Rates) -> Decision:
+    """Whether answers were drawn at the temperature that was asked for, or at another one.
+
+    `ratios` are the log-likelihoods of all answers at each of the other temperatures, less that at
+    the temperature asked for. Each of the others has an equal part of the stake.
+    """
+    if max(ratios) >= math.log(len(ratios) / rates.alpha):
+        return "fault"
+    return "sound" if max(ratios) <= math.log(rates.beta) else "open"
+
+
+def mean(values: Sequence[float], limit: float, rates: Rates) -> Decision:
+    """Whether a mean of values of at least 0 is above its limit, or below."""
+    if _wealth(values, limit) >= 1 / rates.alpha:
+        return "fault"
+    is_below = bound(values, rates.beta) < limit
+    return "sound" if is_below else "open"
+
+
+def _wealth(values: Sequence[float], limit: float) -> float:
+    """The mean wealth of bets that the mean is above the limit; none can be expected to win if not."""
+    logs = [sum(math.log1p(s * (max(0.0, v) / limit - 1)) for v in values) for s in STAKES]
+    return sum(math.exp(min(x, 700.0)) for x in logs) / len(STAKES)
+
+
+def bound(values: Sequence[float], rate: float) -> float:
+    """The upper bound of a mean that fails at any look with the chance `rate`."""
+    n = len(values)
+    if n < FEWEST:
+        return math.inf
+    middle = sum(values) / n
+    deviation = math.sqrt(sum((v - middle) ** 2 for v in values) / (n - 1))
+    # The mixture's scale that makes the bound tightest at MIXTURE_COUNT values.
+    rho2 = (-2 * math.log(rate) + math.log(1 - 2 * math.log(rate))) / MIXTURE_COUNT
+    spread = n * rho2 + 1
+    width = math.sqrt(2 * spread / (n * n * rho2) * math.log(1 + math.sqrt(spread) / (2 * rate)))
+    return middle + deviation * width

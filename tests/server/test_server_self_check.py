@@ -1,0 +1,158 @@
+"""A server that checks itself while nobody asks: it is good, its weights are others, a client comes, weights are updated."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from slipstream.cli.main import main
+from slipstream.config import EngineArgs
+from slipstream.engine.async_llm import AsyncLLM
+from slipstream.errors import ConfigError
+from slipstream.fleet.detection.server import ServerWatch
+from slipstream.server.operations import self_check
+from slipstream.server.operations.self_check import Fingerprint, divergence
+from tests.server.conftest import serving
+
+MAX_KL = 1e-4
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_path, tmp_path_factory):
+    """A fingerprint that the command made."""
+    path = tmp_path_factory.mktemp("recorded") / "fingerprint.json"
+    words = ["verify", "--against", str(tiny_path), "--record", str(path), "--max-kl", str(MAX_KL)]
+    assert main([*words, "--dtype", "float32", "--device", "cpu"]) == 0
+    return path
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(self_check, "IDLE_S", 0.02)
+
+
+def server_of(tiny_path, path, **settings):
+    args = EngineArgs(
+        model=str(tiny_path), dtype="float32", device="cpu", max_model_len=512, kv_cache_bytes=2**24
+    )
+    settings = {"self_check": str(path), "self_check_every_s": 0.05, **settings}
+    return serving(start=lambda: AsyncLLM.start(args), **settings)
+
+
+def changed(recorded, tmp_path, change):
+    found = msgspec.json.decode(recorded.read_bytes())
+    change(found)
+    path = tmp_path / "changed.json"
+    path.write_bytes(msgspec.json.encode(found))
+    return path
+
+
+def of_others(found):
+    """Reverse each row, as if the likeliest tokens were others."""
+    for sequence in found["sequences"]:
+        sequence["top_logprobs"] = [row[::-1] for row in sequence["top_logprobs"]]
+
+
+def test_a_server_of_the_model_is_good(tiny_path, recorded):
+    with server_of(tiny_path, recorded) as server, server.http() as http:
+        check = server.state.self_check
+        server.wait_for(lambda: check.num_looks["pass"] >= 2, "it does not look")
+        (status,) = http.get("/status.json").json()["replicas"]
+        text = http.get("/metrics").text
+    assert status["canary_ok"] is True
+    (found,) = status["self_check"]
+    assert (found["version"], found["against"]) == ("0", "the fingerprint")
+    assert found["kl_max"] < MAX_KL
+    assert found["top1_agreement"] > 0.99
+    assert "slipstream:self_check_ok 1.0" in text
+    assert 'slipstream:self_check_kl{version="0"}' in text
+    assert 'slipstream:self_checks_total{outcome="fault"} 0.0' in text
+
+
+def test_other_answers_are_found_and_told(tiny_path, recorded, tmp_path):
+    watch = ServerWatch(interval_s=0.02)
+    with server_of(tiny_path, changed(recorded, tmp_path, of_others)) as server:
+        server.state.watch = watch
+        task = asyncio.run_coroutine_threadsafe(watch.run(server.state), server.loop)
+        server.wait_for(lambda: watch.findings, "not found")
+        assert server.state.self_check.num_looks["fault"] >= 2  # the second look confirms the first
+        with server.http() as http:
+            assert "slipstream:self_check_ok 0.0" in http.get("/metrics").text
+            assert http.get("/status.json").json()["replicas"][0]["canary_ok"] is False
+        task.cancel()
+    assert watch.findings[0]["cause"] == "quality_drift"
+
+
+def test_updated_weights_are_compared_with_their_own_first_look(tiny_path, recorded):
+    from transformers import AutoModelForCausalLM
+
+    state = AutoModelForCausalLM.from_pretrained(tiny_path).state_dict()
+    state = {name: 1.5 * tensor for name, tensor in state.items()}
+
+    async def update(engine):
+        await engine.start_weight_update()
+        await engine.update_weights({"tensors": state})
+        await engine.finish_weight_update("step-1")
+
+    with server_of(tiny_path, recorded) as server:
+        check = server.state.self_check
+        server.wait_for(lambda: check.num_looks["pass"] >= 1, "it does not look")
+        asyncio.run_coroutine_threadsafe(update(server.engine), server.loop).result(60)
+        server.wait_for(
+            lambda: "step-1" in check.versions and check.versions["step-1"].num_looks >= 2,
+            "it does not look again",
+        )
+        assert check.versions["step-1"].against == "its own first look"
+        assert check.versions["step-1"].kl_max < MAX_KL
+        assert check.ok is True
+        # against the fingerprint they would have been a fault
+        rows = check._own["step-1"][0]
+        assert divergence(check._reference[0][0], rows[0]) > MAX_KL
+
+
+def test_a_client_comes_first(tiny_path, recorded):
+    with server_of(tiny_path, recorded, self_check_every_s=1e6) as server:
+        check = server.state.self_check
+        server.wait_for(lambda: check.num_looks["pass"] >= 1, "it does not look")
+        engine = server.engine
+
+        class Busy:
+            num_requests, is_sleeping = 1, False
+
+        server.state.engine = Busy()
+        assert asyncio.run_coroutine_threadsafe(check.look(), server.loop).result(60) is None
+        server.state.engine = engine
+        assert check.num_looks["interrupted"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda found: found.update(format=2), "another format"),
+        (lambda found: found.update(sequences=[]), "no sequences"),
+        (lambda found: found["sequences"][0]["top_ids"].pop(), "no fingerprint"),
+        (lambda found: found["sequences"][0]["token_ids"].append(1), "do not fit"),
+        (lambda found: found["sequences"][0]["token_ids"].__setitem__(0, 9999), "another model"),
+        (lambda found: found.pop("model"), "no fingerprint"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(recorded, tmp_path, change, why):
+    path = changed(recorded, tmp_path, change)
+    with pytest.raises(ConfigError, match=why):
+        Fingerprint.read(str(path), vocab_size=288, max_len=512)
+
+
+def test_a_missing_file_and_a_small_context_are_refused(recorded, tmp_path):
+    with pytest.raises(ConfigError, match="can't be read"):
+        Fingerprint.read(str(tmp_path / "none"), vocab_size=288, max_len=512)
+    with pytest.raises(ConfigError, match="max_model_len is 8"):
+        Fingerprint.read(str(recorded), vocab_size=288, max_len=8)
+
+
+def test_a_divergence_counts_unseen_tokens_as_one(recorded):
+    sequence = Fingerprint.read(str(recorded), vocab_size=288, max_len=512).sequences[0]
+    row = sequence.rows()[0]
+    assert divergence(row, row) == pytest.approx(0, abs=1e-6)
+    less = dict(list(row.items())[:2])
+    assert divergence(row, less) == pytest.approx(0, abs=1e-6)  # those that were seen agree
+    assert divergence(row, {t: p - 1 for t, p in row.items()}) > 0.01

@@ -1,0 +1,82 @@
+"""Sequential tests keep their error rates, however often one looks."""
+
+import random
+
+import pytest
+import torch
+
+from slipstream.verify import sequential
+from slipstream.verify.measures import Sample
+from slipstream.verify.sequential import Rates
+
+RATES = Rates(alpha=0.05, beta=0.05)
+TRIALS = 300
+
+
+def ever(decide, draw, looks=40, seed=0):
+    """Shares of trials that end as a fault, and as sound, when one looks after each draw."""
+    chance, ends = random.Random(seed), {"fault": 0, "sound": 0, "open": 0}
+    for _ in range(TRIALS):
+        values, decision = [], "open"
+        while decision == "open" and len(values) < looks:
+            values.append(draw(chance))
+            decision = decide(values)
+        ends[decision] += 1
+    return ends["fault"] / TRIALS, ends["sound"] / TRIALS
+
+
+def test_shares_keep_their_rates():
+    def decide(values):
+        return sequential.share(values, 0.02, 0.15, RATES)
+
+    fault, sound = ever(decide, lambda r: float(r.random() < 0.02), looks=300)
+    assert fault <= 0.06
+    assert sound > 0.9
+    fault, sound = ever(decide, lambda r: float(r.random() < 0.15), looks=300)
+    assert sound <= 0.06
+    assert fault > 0.9
+
+
+def test_a_mean_at_its_limit_is_seldom_called_a_fault():
+    def decide(values):
+        return sequential.mean(values, 1.0, RATES)
+
+    assert ever(decide, lambda r: r.expovariate(1))[0] <= 0.06
+    assert ever(decide, lambda r: r.lognormvariate(-0.5, 1))[0] <= 0.06
+
+
+def test_means_far_from_their_limit_are_decided_by_few_values():
+    def decide(values):
+        return sequential.mean(values, 1.0, RATES)
+
+    assert ever(decide, lambda r: 5 * r.expovariate(1), looks=20)[0] > 0.9
+    assert ever(decide, lambda r: 0.05 * r.expovariate(1), looks=6)[1] > 0.9
+
+
+def test_the_bound_of_a_mean_holds_at_all_looks():
+    chance, missed = random.Random(1), 0
+    for _ in range(TRIALS):
+        values = [chance.gauss(0, 1) for _ in range(60)]
+        missed += any(sequential.bound(values[:n], 0.05) < 0 for n in range(4, 61))
+    assert missed / TRIALS <= 0.08
+
+
+@pytest.mark.parametrize(("at", "wrong"), [(1.0, "fault"), (1.1, "sound"), (1 / 1.1, "sound")])
+def test_temperatures_keep_their_rates(at, wrong):
+    chance, ends = torch.Generator().manual_seed(0), []
+    for _ in range(40):
+        ratios, decision = [0.0, 0.0], "open"
+        while decision == "open":
+            rows = (2 * torch.randn(96, 64, generator=chance)).log_softmax(-1)
+            ids = torch.multinomial((rows / at).softmax(-1), 1, generator=chance)[:, 0].tolist()
+            sample = Sample(token_ids=ids, tokens=[], logprobs=rows)
+            own, *others = sample.likelihoods([1.0, 1.1, 1 / 1.1])
+            ratios = [r + other - own for r, other in zip(ratios, others, strict=True)]
+            decision = sequential.temperature(ratios, RATES)
+        ends.append(decision)
+    assert ends.count(wrong) <= 4  # 2 are expected at most
+
+
+def test_an_answer_less_than_the_bound_needs_leaves_it_open():
+    assert sequential.bound([0.0] * (sequential.FEWEST - 1), 0.01) == float("inf")
+    assert sequential.mean([0.0] * 3, 1.0, RATES) == "open"
