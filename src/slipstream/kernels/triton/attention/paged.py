@@ -144,7 +144,7 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr, MERGED_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, MAX_PARTS: tl.constexpr,
-    FUSED: tl.constexpr, PDL: tl.constexpr,
+    FUSED: tl.constexpr, SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_G query heads of one kv head over one part of a sequence's keys (`DecodeParts`)
     per thread block.
@@ -238,6 +238,10 @@ def _decode_kernel(
     empty = l_i == 0.0
     acc = acc / tl.where(empty, 1.0, l_i)[None, :]
     if slot < 0:
+        if SUMS:
+            rows = (seq * (K * G) + heads) * (D + SUMS)
+            offset = rows[None, :] + ds[:, None]
+            store_sums(out_ptr + rows + D, m_i, l_i, gs < G)
         tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=live)
     else:
         place = slot * (K * G) + heads
@@ -269,6 +273,7 @@ def _decode_kernel(
                     D,
                     BLOCK_D,
                     MAX_PARTS,
+                    SUMS,
                 )
 
 
@@ -598,7 +603,7 @@ def paged_attention(
                 q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, parts.parts, parts.arrived,
                 *head_tensors, *scalars, num_decodes, parts.splits, HEAD_TILES=head_tiles, BLOCK_G=block_g,
                 MERGED_G=min(block_g, triton.next_power_of_2(shape["G"])), MAX_PARTS=MAX_PARTS, FUSED=not parts.splits,
-                **options,
+                SUMS=sums, **options,
             )  # fmt: skip
             if parts.splits > 1:
                 combine(partial, lse, out[:num_decodes], parts.splits, sums=sums)
