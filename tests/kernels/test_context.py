@@ -46,7 +46,11 @@ def test_merged_parts_are_attention_over_all_keys(size, data):
     params = AttentionParams(scale=0.3, softcap=data.draw(st.sampled_from([None, 2.0])))
     wanted = REFERENCE.attention(step.q, step.kv, step.meta, params)[step.owned]
     plain = parts(REFERENCE, step, step.kv, size, params)
-    triton = parts(OURS, step, step.kv, size, params)
+    with pytest.MonkeyPatch.context() as patch:
+        few = data.draw(st.sampled_from([0, 4]))  # parts of equal numbers, or of equal lengths
+        patch.setattr("slipstream.kernels.triton.attention.split_keys.FEW_SEQUENCES", few)
+        patch.setattr("slipstream.kernels.triton.attention.split_keys.MIN_KEYS", 16)
+        triton = parts(OURS, step, step.kv, size, params)
     for (own, _), (theirs, _) in zip(triton, plain, strict=True):
         for mine, other in zip(unpacked(own), unpacked(theirs), strict=True):
             has_keys = unpacked(theirs)[1][step.owned].isfinite()

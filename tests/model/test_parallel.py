@@ -125,7 +125,8 @@ def test_tensor_ranks_share_out_what_they_would_copy(
     monkeypatch.setattr(layer, "SEQUENCE_TOKENS", 4)
     build(tmp_path, family)
     wanted = run(load(tmp_path), TOKENS)
-    how = dict(size=2, context=True, kernels=kernels, sequence=sequence)
+    experts = family != "gpt_bigcode" and sequence
+    how = dict(size=2, context=True, kernels=kernels, sequence=sequence, experts=experts)
     for found in on_ranks(tmp_path, lambda m: run(m, TOKENS, [7, 1, 4], 4), **how):
         close(found, wanted)
 

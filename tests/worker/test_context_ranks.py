@@ -11,6 +11,7 @@ from slipstream import LLM, BeamSearchParams, SamplingParams
 from slipstream.errors import ConfigError
 from slipstream.params.answer_forms import StructuredOutputsParams
 from tests import tiny_models
+from tests.worker.test_dealt_ranks import PROMPTS
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -23,14 +24,6 @@ SETTINGS = dict(
     max_num_seqs=8,
     max_num_batched_tokens=72,  # steps of 64 and more share rows out, shorter ones don't
 )
-PROMPTS = [
-    "The capital of France is",
-    "in the hour " * 20,
-    "hello",
-    "in the hour " * 20 + "of",
-    "he",
-    "the other",
-]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 SAMPLINGS = [
     SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2),

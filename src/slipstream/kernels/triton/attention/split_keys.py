@@ -83,7 +83,7 @@ class DecodeParts:
         compute each part. `ctas_per_sm`: see `num_splits`. Made once for all layers of a step."""
         num_extra = max(1, PARTS_PER_SM * num_processors // programs_each)
         splits = 0
-        if meta.num_decodes <= FEW_SEQUENCES or meta.limits is not None:
+        if meta.num_decodes <= FEW_SEQUENCES:
             splits = num_splits(
                 meta.num_decodes * programs_each,
                 meta.max_seq_len,
@@ -91,8 +91,6 @@ class DecodeParts:
                 num_processors,
                 ctas_per_sm,
             )
-        if meta.limits is not None:
-            splits = max(2, splits)  # so that all sums are written
         sizes = dict(
             programs_each=programs_each, block_n=block_n, num_extra=num_extra, splits=splits
         )
@@ -194,12 +192,22 @@ def _find_parts_kernel(
 
 
 @triton.jit
+def store_sums(at, m_i, l_i, live):
+    """Store the natural logarithm of sums l_i · 2^m_i as the bits of float32 at `at` [N]; −inf for
+    empty ones. Pointers to 16-bit numbers are at multiples of 4 bytes."""
+    empty = l_i == 0.0
+    found = (m_i + tl.log2(tl.where(empty, 1.0, l_i))) * 0.6931471805599453
+    pointers = at.to(tl.pointer_type(tl.float32), bitcast=True)
+    tl.store(pointers, tl.where(empty, float("-inf"), found), mask=live)
+
+
+@triton.jit
 def merge_parts(
     partial_ptr, lse_ptr, out_ptr, first, num, row, heads, live,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MAX: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MAX: tl.constexpr, SUMS: tl.constexpr = 0,
 ):  # fmt: skip
     """Merge parts `first` … `first` + num of these query heads into row `row` of `out`. The scratch
-    is [slots, H], written by other thread blocks."""
+    is [slots, H], written by other thread blocks. SUMS: as in `_combine_kernel`."""
     ds, ss = tl.arange(0, BLOCK_D), tl.arange(0, MAX)
     at = (first + ss)[:, None] * H + heads[None, :]
     mask = (ss < num)[:, None] & live[None, :]
@@ -222,19 +230,11 @@ def merge_parts(
         acc += tl.sum(
             tl.load(numbers, mask=inside, other=0.0, cache_modifier=".cg") * weights[:, :, None], 0
         )
-    offset = (row * H + heads)[:, None] * D + ds[None, :]
+    offset = (row * H + heads)[:, None] * (D + SUMS) + ds[None, :]
+    if SUMS:
+        store_sums(out_ptr + (row * H + heads) * (D + SUMS) + D, m_i, l_i, live)
     out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offset, out, mask=live[:, None] & (ds < D)[None, :])
-
-
-@triton.jit
-def store_sums(at, m_i, l_i, live):
-    """Store the natural logarithm of sums l_i · 2^m_i as the bits of float32 at `at` [N]; −inf for
-    empty ones. Pointers to 16-bit numbers are at multiples of 4 bytes."""
-    empty = l_i == 0.0
-    found = (m_i + tl.log2(tl.where(empty, 1.0, l_i))) * 0.6931471805599453
-    pointers = at.to(tl.pointer_type(tl.float32), bitcast=True)
-    tl.store(pointers, tl.where(empty, float("-inf"), found), mask=live)
 
 
 @triton.jit(do_not_specialize=["splits"])
