@@ -127,7 +127,7 @@ def tensors(layer: LayerTensors, s: TokenShape) -> LayerTensors:
 
 
 def masks(layers: Sequence[LayerTensors]) -> dict[str, int]:
-    """By product the types that layers have it in, a bit each."""
+    """Types of each product in the layers, one bit a type."""
     found = dict.fromkeys(PRODUCTS, 0)
     for layer in layers:
         numbers = layer["form_numbers"]
