@@ -8,6 +8,7 @@
     python benchmarks/engine.py --study versions    # two versions of Slipstream on a CPU, in turns
     python benchmarks/engine.py --study batching    # in-flight beside static batching on a CPU, and wasted KV memory
     python benchmarks/engine.py --study long        # long contexts on a GPU: steps, prompts, few tokens after cached ones
+    python benchmarks/engine.py --study deterministic  # deterministic on a GPU: bits kept, and its price in turns
 
 `--help` behind a study prints what it does and its options.
 """

@@ -85,10 +85,12 @@ def planted(
     return rows
 
 
-def clean(served: Served, reference: Reference, count: int, **plan: Any) -> list[dict[str, Any]]:
+def clean(
+    served: Served, reference: Reference, count: int, seed: int, **plan: Any
+) -> list[dict[str, Any]]:
     rows = []
     for number in range(count):
-        rows.append(verified(served, reference, Plan(seed=100 + number, **plan)))
+        rows.append(verified(served, reference, Plan(seed=100 + seed + number, **plan)))
         print(number, rows[-1], flush=True)
     return rows
 
@@ -145,6 +147,7 @@ def main() -> None:
                     Served.connect(server.url),
                     reference,
                     args.tiny,
+                    args.seed,
                     max_kl=args.max_kl,
                     long_lines=4,
                 )
@@ -165,7 +168,7 @@ def main() -> None:
             settings = {"model": str(folder / "base"), "dtype": "bfloat16", "device": "cpu"}
             reference = Reference.load(EngineArgs(**settings), context=1600)
             with served_with(folder, None) as served:
-                rows = clean(served, reference, args.clean, max_kl=args.max_kl)
+                rows = clean(served, reference, args.clean, args.seed, max_kl=args.max_kl)
             parts["smollm2"] = {**summary(rows), "each": rows}
     save(args.output, "verify", **parts)
 

@@ -48,7 +48,10 @@ NARROW = {  # part: what it may import of the parts before it, where that is not
     "conformance": ("errors",),  # it asks over HTTP, as any client does
     "bench": (*BASE, "engine.llm", "engine.async_llm"),  # the public names LLM and AsyncLLM
     "simulate": (*BASE, "core", "bench", "server.many.models", "server.many.slot"),
-    "fleet": (*BASE, "core.cache.prefix_cache", "engine", "server", "bench", "simulate"),
+    "fleet": (
+        *(*BASE, "core.cache.prefix_cache", "core.cache.block_pool"),
+        *("engine", "server", "bench", "simulate"),
+    ),
     "__main__": ("cli",),
 }
 HEAVY = {  # third-party package: the parts that may import it

@@ -2,21 +2,26 @@
 
     python benchmarks/kernels.py --device cuda --op one-token --models llama-3-8b:fp8:fp8 llama-3-8b::auto gpt-j-6b:fp8:fp8
 
-Each model is CONFIG:SCHEME:CACHE, with random weights. Measured through `LLM`: milliseconds a token with so many tokens in
-the cache, and what the profiler says of one step's kernels (the layers' kernel, the head's, all else). Kernel by kernel is
-the same engine with that forward path refused. tests/gpu compares the results of the two.
+Each model is CONFIG:SCHEME:CACHE, with random weights; the scheme `gguf` is a file in Q4_K_M's types. Measured
+through `LLM`: milliseconds a token with so many tokens in the cache, and what the profiler says of one step's kernels
+(the layers' kernel, the head's, all else). Kernel by kernel is the same engine with that forward path refused.
+tests/gpu compares the results of the two.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import common
 import torch
+from cases.engine_table import write_gguf
 
 from slipstream import LLM, SamplingParams
 from slipstream.spec.reason import Reason
@@ -51,13 +56,17 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     rows: list[dict[str, Any]] = []
     for model in args.models:
         config, scheme, cache = model.split(":")
+        path_of_model = common.CONFIGS / config
+        if scheme == "gguf":
+            read, scheme = json.loads((path_of_model / "config.json").read_text()), ""
+            path_of_model = write_gguf(Path(tempfile.mkdtemp()) / "llama.gguf", read)
         for path in args.paths:
             never = mock.patch(
                 "slipstream.worker.forward.forwards.compile_one_token", return_value=LEFT_OUT
             )
             with never if path == "kernel by kernel" else nullcontext():
                 llm = LLM(
-                    str(common.CONFIGS / config),
+                    str(path_of_model),
                     load_format="dummy",
                     skip_tokenizer_init=True,
                     enable_prefix_caching=False,

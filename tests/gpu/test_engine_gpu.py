@@ -210,10 +210,18 @@ def test_graphs_prefixes_preemption_and_choices(path):
     assert llm.stats().num_free_blocks == llm.stats().num_blocks
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4-g32"])
-def test_log_probabilities_are_the_same_bit_for_bit(tmp_path, quantization):
-    """The same log-probabilities, bit for bit, alone and among others, in chunks, after preemption, from the prefix cache."""
-    tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SHAPES["llama"])
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        *(("llama", scheme) for scheme in (None, "fp8", "int8", "int4-g32")),
+        *(("qwen3", None), ("qwen3_moe", None), ("qwen3_moe", "fp8")),
+    ],
+)
+def test_log_probabilities_are_the_same_bit_for_bit(tmp_path, family, quantization):
+    """The same log-probabilities, bit for bit, alone and among others, in chunks, after preemption, from the prefix cache, and
+    with drafts."""
+    shape = SHAPES.get(family, SHAPES["qwen3"])
+    tiny_models.write(tmp_path, family, initializer_range=0.1, **shape)
     kv = "auto" if quantization is None else "fp8"
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
 
@@ -243,3 +251,5 @@ def test_log_probabilities_are_the_same_bit_for_bit(tmp_path, quantization):
     assert chunks[: len(PROMPTS)] == alone[::-1]
     tight = answers(PROMPTS, kv_cache_bytes=2**19)
     assert tight[: len(PROMPTS)] == alone
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    assert answers(PROMPTS, speculative_config=drafts)[: len(PROMPTS)] == alone

@@ -19,6 +19,7 @@ from slipstream.kernels.weights.forms import SparseCopy
 from slipstream.kernels.weights.quantize import DTYPES
 from slipstream.spec.model import DenseSpec, GroupLimit, MoESpec
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
+from tests.kernels import cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -688,3 +689,36 @@ def test_a_rows_product_does_not_depend_on_other_rows(ops, name):
             assert torch.equal(
                 ops.linear(x[300 : 300 + num_tokens].contiguous(), w), whole[300 : 300 + num_tokens]
             )
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
+def test_a_tokens_deterministic_attention_is_the_same_everywhere(monkeypatch, kind):
+    """A token's attention is the same, bit for bit, in a prompt, in a chunk and as a decode, by one thread block or by many."""
+    from slipstream.kernels.triton.attention import invariant
+    from tests.kernels.test_invariant import queries
+
+    made = cases.step(
+        cases.Shape(sequences=((900, 0),), num_heads=32, num_kv_heads=8, head_dim=128),
+        torch.bfloat16,
+        "cuda",
+    )
+    kv = made.kv
+    if kind == "fp8":
+        one = torch.ones(8, device="cuda")
+        k, v = (t.clamp(-400, 400).to(torch.float8_e4m3fn) for t in (kv.k, kv.v))
+        kv = LayerKV(k, by_dim(v), one, one)
+    params = AttentionParams(scale=128**-0.5)
+
+    def run(few, *ranges):
+        monkeypatch.setattr(invariant, "FEW_PROGRAMS", few)
+        meta = queries(made.meta, *ranges)
+        return invariant.attention(made.q[meta.positions].contiguous(), kv, meta, params)
+
+    whole = run(0, range(900))
+    for few in (0, 1000):
+        for i in (0, 31, 32, 255, 256, 511, 899):
+            assert torch.equal(run(few, range(i, i + 1))[0], whole[i])
+        for first in (1, 300, 884):
+            assert torch.equal(run(few, range(first, 900)), whole[first:])
+    decodes = [range(i, i + 1) for i in range(380, 892)]
+    assert torch.equal(run(8, *decodes), whole[380:892])

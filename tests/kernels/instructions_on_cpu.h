@@ -195,6 +195,16 @@ inline u32 __ballot_sync(u32, bool x) {
 }
 inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
 inline u32 and_or(u32 x, u32 mask, u32 more) { return (x & mask) | more; }
+inline u32 permute(u32 a, u32 b, u32 selector) {
+    const u64 both = a | (u64)b << 32;
+    u32 y = 0;
+    for (int i = 0; i < 4; i++) y |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return y;
+}
+inline int sum_bytes(u32 word, int more = 0) {
+    for (int i = 0; i < 4; i++) more += (signed char)(word >> 8 * i);
+    return more;
+}
 inline u32 warp_max(u32 x) {
     for (int i = 16; i; i >>= 1) x = std::max(x, __shfl_xor_sync(~0u, x, i));
     return x;
@@ -257,6 +267,10 @@ inline u32 pack_halves(float low, float high) { return to_half(low) | (u32)to_ha
 template <bool HALVES>
 inline u32 pack16(float low, float high) {
     return HALVES ? pack_halves(low, high) : to_bfloat(low) | (u32)to_bfloat(high) << 16;
+}
+inline u32 multiply_pair(u32 x, u32 y) {
+    const float low = of_bfloat((u16)x) * of_bfloat((u16)y), high = of_bfloat((u16)(x >> 16)) * of_bfloat((u16)(y >> 16));
+    return to_bfloat(low) | (u32)to_bfloat(high) << 16;
 }
 inline float exp2_fast(float x) { return exp2f(x); }
 
@@ -357,4 +371,13 @@ inline u32 transposed(u32 x) {
 }
 inline void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     multiplied<int, 4>(c, {{a0, a1, a2, a3}, {b0, b1}}, [](u32 word, int j) { return (int)(signed char)(word >> 8 * j); });
+}
+template <bool SIGNED>
+inline void mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if (SIGNED) return mma(c, a0, a1, a2, a3, b0, b1);
+    const u32 by = 0x80808080u;  // bytes without a sign: 128 more than with one
+    int all[4] = {};
+    mma(c, a0 ^ by, a1 ^ by, a2 ^ by, a3 ^ by, b0, b1);
+    mma(all, by, by, by, by, b0, b1);
+    for (int i = 0; i < 4; i++) c[i] -= all[i];
 }

@@ -177,9 +177,9 @@ def test_experts_whose_rows_have_several_types_are_expanded():
 KINDS = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "IQ4_XS", "attn_output": "Q5_0"}
 
 
-def write_llama(path, *, tied: bool):
-    """A tiny model whose tensors have types as Q4_K_M mixes them."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+def write_llama(path, *, tied: bool, kinds=KINDS, **sizes):
+    """A tiny model whose tensors have types as Q4_K_M mixes them: by a part of their name."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, **sizes}
     tiny_models.write(path / "hf", "llama", **sizes, tie_word_embeddings=tied)
     spec, tensors = read_spec(path / "hf").spec, {}
     shapes = parameters(spec)
@@ -191,17 +191,18 @@ def write_llama(path, *, tied: bool):
         if not inner:
             tensors[name] = np.ones(rows), "F32"
             continue
-        kind = next((own for part, own in KINDS.items() if part in name), "Q4_K")
+        kind = next((own for part, own in kinds.items() if part in name), "Q4_K")
         raw, values = blocks_and_values(kind, rows, *inner, i)
         scale = np.float16(0.05 / float(values.std()))
-        for at in {"Q6_K": (208,), "Q4_K": (0, 2)}.get(kind, (0,)):
+        for at in BY_NAME[kind].halves:
             blocks = raw.reshape(-1, BY_NAME[kind].block_bytes)
             d = np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
             blocks[:, at : at + 2] = (d * scale).view(np.uint8)
         tensors[name] = raw, kind
     a = spec.layers[0].attention
     metadata = {
-        "block_count": 2, "embedding_length": 256, "feed_forward_length": 256, "context_length": 64,
+        "block_count": 2, "embedding_length": sizes["hidden_size"], "feed_forward_length": sizes["intermediate_size"],
+        "context_length": 128, "attention.key_length": a.head_dim, "attention.value_length": a.head_dim,
         "attention.head_count": a.num_heads, "attention.head_count_kv": a.num_kv_heads,
         "attention.layer_norm_rms_epsilon": 1e-5, "vocab_size": spec.vocab_size,
     }  # fmt: skip

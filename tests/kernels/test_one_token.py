@@ -31,6 +31,7 @@ from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import SCHEMES
 from tests import one_token_steps, tiny_models
 from tests.kernels import on_cpu
+from tests.kernels.test_gguf import write_llama
 from tests.model.harness import CPU, Paged, fast
 from tests.model.parallel_ranks import as_threads
 
@@ -311,7 +312,7 @@ def test_scales_by_tiles():
 
 def test_order_of_the_table():
     """The table's order is the source's."""
-    source = one_token.SOURCES[1].read_text()
+    source = one_token.SOURCES[2].read_text()
     listed = re.search(r"enum \{ (NORM_W.*?),\s+NUM_POINTERS \}", source, re.DOTALL).group(1)
     assert len([name for name in listed.split(",") if name.strip()]) == len(one_token.POINTERS)
     own = {
@@ -340,6 +341,7 @@ def test_order_of_the_table():
             "table",
             "conv_states",
             "states",
+            "form_numbers",
         )
         return name.upper() if plain else name.upper() + "_W"
 
@@ -587,6 +589,56 @@ def test_steps_equal_the_reference(tmp_path, family, overrides, scheme, cache):
         )
         for m in (ours, theirs)
     )
+    print(f"{ours_off:.4f}, the reference {theirs_off:.4f}")
+    assert ours_off < 1.2 * theirs_off + 2e-3
+
+
+class GgufOnCpu(TritonOps):
+    """Lays out GGUF's types as on a GPU, and runs the one-token kernel here."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.others = OnCpuOps(folder)
+
+    def one_token(self, *given):
+        return self.others.one_token(*given)
+
+
+MIXES = {
+    "Q4_K_M": {"attn_v": "Q6_K", "blk.0.ffn_down": "Q6_K"},
+    "others": {
+        "attn_v": "Q5_K",
+        "attn": "Q8_0",
+        "blk.0.ffn_down": "Q5_0",
+        "ffn_down": "Q4_0",
+        "ffn": "Q5_K",
+    },
+}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("mix", MIXES)
+def test_steps_in_gguf_types_equal_the_reference(tmp_path, mix):
+    """Layers differ in types; a row of `down` has more than a stage of the ring."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    path = write_llama(tmp_path, tied=False, kinds=MIXES[mix], intermediate_size=2304, **sizes)
+    found = []
+    for ops, dtype in (
+        (ReferenceOps(), torch.float32),
+        (ReferenceOps(), torch.bfloat16),
+        (GgufOnCpu(tmp_path), torch.bfloat16),
+    ):
+        model = load_model(path, ops=ops, device=CPU, dtype=dtype)
+        torch.manual_seed(0)
+        kv = one_token_steps.caches(model.spec, torch.bfloat16, CPU)
+        kv = one_token_steps.another(kv, dtype)
+        meta = one_token_steps.last_of(87, torch.arange(1, 9, dtype=torch.int32)[None])
+        step = fast(model.decoder)
+        with torch.inference_mode():
+            found.append(step.forward(torch.tensor([9]), kv, meta).float())
+    assert not isinstance(step.one_token, Reason)
+    truth, theirs, ours = found
+    ours_off, theirs_off = (((x - truth).norm() / truth.norm()).item() for x in (ours, theirs))
     print(f"{ours_off:.4f}, the reference {theirs_off:.4f}")
     assert ours_off < 1.2 * theirs_off + 2e-3
 

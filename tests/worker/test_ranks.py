@@ -247,7 +247,6 @@ def test_no_rank_outlives_a_process_that_is_killed(tiny_model):
             "2 numbers above 0",
         ),
         ({"sequence_parallel": True}, "sequence_parallel", "only with tensor_parallel_size"),
-        ({"tensor_parallel_size": 2, "deterministic": True}, "deterministic", "deterministic"),
         (
             {
                 "tensor_parallel_size": 2,

@@ -72,7 +72,7 @@ def parallel_section(
             raise ConfigError(name + why, field=name)
     if ranks == 1:
         return OneDevice()
-    _check_ranks(args)
+    _check_ranks(args, device)
     if spec.encoder is not None and spec.encoder.audio is not None:
         field = split_setting(args)
         raise ConfigError(f"{field} does not cover encoders of audio; leave it at 1", field=field)
@@ -100,7 +100,7 @@ def parallel_section(
     return Pipeline(form, stages) if stages else form
 
 
-def _check_ranks(args: EngineArgs) -> None:
+def _check_ranks(args: EngineArgs, device: DeviceInfo) -> None:
     """Raise ConfigError for what does not work with several ranks in any form."""
     ranks, field = num_ranks(args), split_setting(args)
     if args.device.startswith("cuda:"):
@@ -108,11 +108,15 @@ def _check_ranks(args: EngineArgs) -> None:
             f"device={args.device!r}: {ranks} ranks take the first {ranks} GPUs; use 'cuda'",
             field="device",
         )
-    if args.deterministic:
-        raise ConfigError(
-            f"deterministic=True does not cover sums over several devices ({field}); leave it out",
-            field=field,
-        )
+    for refused, what in (
+        (device.is_cuda, "several GPUs"),
+        (args.expert_parallel_size > 1, "experts on several ranks"),
+        (args.context_parallel_size > 1, "sequences on several ranks"),
+    ):
+        if args.deterministic and refused:
+            raise ConfigError(
+                f"deterministic=True does not cover {what} ({field}); leave one out", field=field
+            )
 
 
 def _check_dealt_requests(args: EngineArgs, spec: ModelSpec) -> None:

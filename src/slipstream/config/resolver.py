@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from slipstream.config.cache import cache_section, check_tiers
 from slipstream.config.chosen import Chosen, Origins, positive
 from slipstream.config.cpu_layers import with_cpu_layers
+from slipstream.config.determinism import check_deterministic
 from slipstream.config.formats import (
     auto_dtype,
     check_formats,
@@ -35,7 +36,7 @@ from slipstream.config.sections import (
 from slipstream.config.settings import DTYPE_BYTES, DeviceInfo, EngineArgs, num_ranks
 from slipstream.config.speculative import check_drafts, speculation_section
 from slipstream.errors import ConfigError
-from slipstream.spec.model import CompressedAttentionSpec, LatentAttentionSpec, ModelSpec, MoESpec
+from slipstream.spec.model import CompressedAttentionSpec, ModelSpec
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
@@ -57,6 +58,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     num_ranks(args)
     speculation = speculation_section(args, model.spec)
     args = with_cpu_layers(args, model, device, stored.value)
+    check_deterministic(args, model, device, stored.value)
     _refuse_without_effect(args, device)
     check_formats(args, model, device, args.quantization or stored.value)
     model_config, model_origins = _model_section(args, model, device, stored)
@@ -167,18 +169,7 @@ def _device_section(
     offload: Offload,
     parallel: ParallelConfig,
 ) -> tuple[DeviceConfig, Origins]:
-    chosen, layers = Chosen(args), model.spec.all_layers
-    if args.deterministic and (
-        model.spec.is_recurrent  # chunks of a prompt round otherwise than single tokens
-        or any(
-            isinstance(x.mlp, MoESpec) or isinstance(x.attention, LatentAttentionSpec)
-            for x in layers
-        )
-    ):
-        raise ConfigError(
-            "deterministic=True does not cover recurrent layers, mixtures of experts and latent attention; leave it out",
-            field="deterministic",
-        )
+    chosen = Chosen(args)
     if args.num_threads is not None:
         positive("num_threads", args.num_threads)
     copied = (
@@ -352,7 +343,6 @@ def _refuse_without_effect(args: EngineArgs, device: DeviceInfo) -> None:
             _has_tiles(args, device) and not args.deterministic,
             "the GPU's kernels, and without deterministic",
         ),
-        ("deterministic", _has_tiles(args, device), "the GPU's kernels"),
     ):
         if getattr(args, name) not in (None, "auto", False) and not applies:
             raise ConfigError(f"{name} has an effect only with {where}; leave it out", field=name)

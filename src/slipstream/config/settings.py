@@ -190,7 +190,7 @@ class EngineArgs:
     enforce_eager: bool = setting(False, "no CUDA graphs", rare=True)
     deterministic: bool = setting(
         False,
-        "an answer depends on nothing but its request, whatever else is computed (GPU; slower)",
+        "an answer's bits depend on nothing but its request, whatever else is computed",
         rare=True,
     )
     dense_copies: bool | None = setting(

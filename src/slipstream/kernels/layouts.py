@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LayerTensors: TypeAlias = "Mapping[str, Tensor | float | None]"
 """A layer's tensors for `OpSet.one_token`, by name, and its own numbers: `window`, `table`,
-`up_factor`, `down_factor`."""
+`up_factor`, `down_factor`. A weight in GGUF's types is a `CodedLinear` or `JoinedLinear`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.cpu.native import has_cpu_kernels
+from slipstream.kernels.cpu.native import has_cpu_kernels, without_tiles
 from slipstream.kernels.ops import OpSet
 from slipstream.platform import platform_of
 from slipstream.spec.devices.autotune_table import NO_TILES, TileTable
@@ -26,16 +26,16 @@ def select_ops(
     `implementation` is auto, reference, cpu, torch or triton. ConfigError if it can't run there. On
     a CPU, auto is cpu, the C++ kernels with `num_threads` and the instruction set `isa` (None: the
     machine's best), or torch where they are not built (`slipstream doctor` says so). `tiles` and
-    `deterministic` are for triton; deterministic means that a token's result depends on nothing but
-    the tokens before it. With `dense_copies`, 4-bit weights (triton) and sparse ones (cpu) are kept
-    dense as well.
+    `deterministic` change triton; deterministic means that a token's result depends on nothing but
+    the tokens before it, which holds of cpu without matrix tiles. With `dense_copies`, 4-bit weights
+    (triton) and sparse ones (cpu) are kept dense as well.
     """
     is_gpu = platform_of(device).kind == "cuda"
     if implementation == "auto":
         implementation = "triton" if is_gpu else "cpu" if has_cpu_kernels() else "torch"
-    if deterministic and implementation != "triton":
+    if deterministic and implementation not in ("triton", "cpu"):
         raise ConfigError(
-            "deterministic=True needs a GPU and its kernels ('triton'); leave it out",
+            "deterministic=True needs kernels of our own ('triton', 'cpu'); leave it out",
             field="deterministic",
         )
     if implementation == "reference":
@@ -45,6 +45,7 @@ def select_ops(
     if implementation == "cpu" and device.type == "cpu":
         from slipstream.kernels.cpu.ops import NativeOps
 
+        isa = without_tiles(isa) if deterministic else isa
         return NativeOps(num_threads, isa, dense_copies=dense_copies)
     if implementation == "torch" and device.type == "cpu":
         from slipstream.kernels.cpu.torch_ops import CpuOps

@@ -14,7 +14,14 @@ from torch import Tensor
 from slipstream.kernels.layouts import LayerTensors, TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.tracing.token_shape import OTHER_RANK, LayerMatch, match_layers
-from slipstream.kernels.weights.forms import Float4Linear, GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.weights.forms import (
+    CodedLinear,
+    Float4Linear,
+    GroupedLinear,
+    JoinedLinear,
+    Linear,
+    ScaledLinear,
+)
 from slipstream.model.decoder import Decoder
 from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, trace
 from slipstream.spec.reason import Reason
@@ -117,7 +124,8 @@ def _tensors(layer: LayerMatch) -> LayerTensors:
         "table": layer.cache_group,
     }
     for name, w in layer.products.items():
-        found[name] = w.weight
+        coded = isinstance(w, CodedLinear | JoinedLinear)
+        found[name] = w if coded else w.weight
         found[f"{name}_scales"] = w.scales if isinstance(w, ScaledLinear | GroupedLinear) else None
         found[f"{name}_bias"] = w.bias
         if isinstance(w, Float4Linear):
@@ -141,10 +149,12 @@ def _alike(products: Sequence[Linear]) -> bool:
     def form(w: Linear) -> tuple[object, ...]:
         if isinstance(w, GroupedLinear):
             return type(w), w.weight.dtype, w.scales.dtype, w.group_size, w.codes, w.zeros is None
+        if isinstance(w, CodedLinear | JoinedLinear):
+            return ("GGUF",)
         size = w.group_size if isinstance(w, Float4Linear) else None
         return type(w), w.weight.dtype, size
 
-    kinds = Linear, ScaledLinear, GroupedLinear, Float4Linear
+    kinds = Linear, ScaledLinear, GroupedLinear, Float4Linear, CodedLinear, JoinedLinear
     return all(
         type(w) in kinds and form(w) == form(products[0]) and _lies_well(w) for w in products
     )

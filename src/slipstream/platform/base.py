@@ -131,8 +131,15 @@ class Platform(ABC):
     device_uuid = ""
     """Name of the GPU among all of them, for other processes; empty on a CPU."""
 
+    is_capturing = False
+    """Whether work on the current stream becomes part of a graph instead of being done."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def unsplit_products(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """A context in which the library's products of `dtype` add along K without splits."""
+        return nullcontext()
 
     # --- Memory --------------------------------------------------------------------------
 

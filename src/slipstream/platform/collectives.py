@@ -8,6 +8,7 @@ NVLink multicast is never used.
 from __future__ import annotations
 
 import datetime
+import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -196,6 +197,8 @@ class RankGroup:
         self.beside: OverlappedSums | None = None
         """Set if sums of long steps overlap with products."""
         self._shared: list[object] = []
+        self.in_order = False
+        """Whether sums add ranks in their order, wherever in x a number stands (`deterministic`)."""
 
     def stages(self, count: int) -> tuple[RankGroup, Pipe | None]:
         """Split all ranks into `count` stages of consecutive ranks. Returns (group of this rank's
@@ -215,7 +218,9 @@ class RankGroup:
         each = self.size // count
         # Each rank makes all groups.
         handles = [dist.new_group(list(range(i * each, (i + 1) * each))) for i in range(count)]
-        return RankGroup(self.rank % each, each, self.device, handles[self.rank // each])
+        own = RankGroup(self.rank % each, each, self.device, handles[self.rank // each])
+        own.in_order = self.in_order
+        return own
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, bitwise equal on every rank. x may be overwritten."""
@@ -225,6 +230,8 @@ class RankGroup:
 
     def library_sum(self, x: Tensor) -> Tensor:
         """`all_reduce` by the backend, in place."""
+        if self.in_order and self.size > 2:  # of two ranks every order is the same
+            return x.copy_(functools.reduce(torch.add, self.all_gather(x)))
         dist.all_reduce(x, group=self._handle)
         return x
 

@@ -43,6 +43,25 @@ class CudaPlatform(Platform):
     def name(self) -> str:
         return str(self.properties.name)
 
+    @property
+    def is_capturing(self) -> bool:  # type: ignore[override]
+        return torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def unsplit_products(self, dtype: torch.dtype) -> Iterator[None]:
+        """cuBLASLt, which can be told not to split K (cuBLAS can't)."""
+        matmul, blas = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
+        kind = "bf16" if dtype == torch.bfloat16 else "fp16"
+        name = f"allow_{kind}_reduced_precision_reduction"
+        before, library = (getattr(matmul, name), getattr(matmul, name + "_split_k")), blas()
+        setattr(matmul, name, (False, False))
+        blas("cublaslt")
+        try:
+            yield
+        finally:
+            blas(library)
+            setattr(matmul, name, before)
+
     @cached_property
     def capability(self) -> tuple[int, int]:
         return self.properties.major, self.properties.minor

@@ -13,6 +13,7 @@ import numpy as np
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.cpu.host_ops import HostOps
+from slipstream.kernels.cpu.native import without_tiles
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead
 from slipstream.model.load.host_head import load_host_head
@@ -49,9 +50,8 @@ class HostLoaded(LoadedRunner):
         device = config.device
         self.platform = platform_of(None)
         with self.phase("weights"):
-            self.host_ops = HostOps(
-                device.num_threads, device.info.isa, dense_copies=device.dense_copies
-            )
+            isa = without_tiles(device.info.isa) if device.deterministic else device.info.isa
+            self.host_ops = HostOps(device.num_threads, isa, dense_copies=device.dense_copies)
             self.ops = cast("OpSet", self.host_ops)
             settings = self._load_settings(weights_folder, config.model.quantization)
             self.model = self._load(description, settings)

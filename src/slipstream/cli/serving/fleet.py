@@ -1,4 +1,4 @@
-"""`slipstream fleet up|status|rollout|scale|down`: serves many replicas as one. docs/fleet.md is
+"""`slipstream fleet up|status|rollout|scale|down|simulate`: serves many replicas as one. docs/fleet.md is
 the manual."""
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from slipstream.cli.console import counted, print_json
 from slipstream.cli.options import add_output_options
+from slipstream.cli.serving import fleet_simulation
 from slipstream.errors import ConfigError, EngineError, as_error
 
 _ORDER_S = 3600.0  # long, because a rollout starts replicas one after the other
@@ -52,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kinds, "down", "end the fleet when its requests have ended, and wait for that", run_down
     )
     down.add_argument("--now", action="store_true", help="do not wait for requests")
+
+    text = "what a fleet would do under a load; nothing is started"
+    simulate = kinds.add_parser("simulate", help=text, description=fleet_simulation.__doc__)
+    fleet_simulation.add_arguments(simulate)
+    add_output_options(simulate)
+    simulate.set_defaults(handler=fleet_simulation.run)
 
 
 def _order(kinds: Any, name: str, text: str, handler: Any) -> argparse.ArgumentParser:

@@ -621,7 +621,8 @@ class Tiers:
         rates, sizes = self.rates, load.sizes
         rate = rates.peer if sizes["peer"] else rates.disk if sizes["disk"] else rates.host
         if now > load.begun and not (sizes["peer"] and load.num_lost):
-            rate.learn(sizes.total(), max(0.0, self._ended_at(now) - load.begun), now)
+            ended = now if sizes["peer"] else self._ended_at(now)
+            rate.learn(sizes.total(), max(0.0, ended - load.begun), now)
         if not load.num_lost:  # what a peer promised is no hit before it has come
             self._counts["peer_hit_tokens"] += load.num_peer_tokens
             if load.request is not None:

@@ -319,12 +319,9 @@ class Forwarder:
 
     def chains(self, version: Version, call: Call) -> list[Sequence[bytes]]:
         """Keys of the prompt's blocks, one chain for each root key among the replicas."""
-        able = [r for r in version.replicas.values() if r.heard]
-        identities = {(r.root_of(call.adapter), r.block_size) for r in able}
         return [
             chain(call.tokens, salted(root, call.prefix_salt), size)
-            for root, size in identities
-            if root is not None
+            for root, size in version.roots(call.adapter)
         ]
 
     # --- The prompt elsewhere ---------------------------------------------------------------------------------------

@@ -19,9 +19,16 @@ SLOW_EXCESS_S = 0.25
 """A replica counts as slow only if it is at least this much later than the others, whatever the
 ratio."""
 
+MIN_LATE = 0.5
+"""A replica counts as slow only if more than this share of its requests was late: one prompt of
+100,000 tokens is late everywhere."""
+
 MAX_OUT = 0.5
 """Largest share of replicas that is taken out for being slow or wrong. With more, the cause is
 something else."""
+
+LARGE, MEDIANS_S = 32, 0.1
+"""Replicas above which a fleet is large, and seconds for which its medians hold."""
 
 _LEARN = 0.15
 
@@ -57,6 +64,7 @@ class Watched:
     seen: int = 0
     late_s: float = 0.0  # smoothed delay of first tokens beyond the predicted TTFT
     ttft_s: float = 0.0  # smoothed
+    late_share: float = 0.0  # smoothed, of requests that were late by `SLOW_EXCESS_S`
     wrong: int = 0  # wrong probes in a row
 
 
@@ -64,26 +72,31 @@ class Watched:
 class ReplicaGuard:
     slow_factor: float = 4.0
     replicas: dict[str, Watched] = field(default_factory=dict)
+    # Those that had a pause and have not been well since: few of a large fleet, and no other is out.
+    _paused: dict[str, Watched] = field(default_factory=dict)
+    _medians: tuple[float, float, float] = (-inf, 0.0, 0.0)  # (at, late_s, ttft_s) of a large fleet
 
     def add(self, replica: str) -> None:
         self.replicas[replica] = Watched()
+        self._paused.pop(replica, None)
 
     def remove(self, replica: str) -> None:
         self.replicas.pop(replica, None)
+        self._paused.pop(replica, None)
 
     def out(self, now: float) -> set[str]:
         """Replicas that get no requests now. After its pause a replica gets one request, and more
         once that one is answered."""
         return {
             name
-            for name, watched in self.replicas.items()
+            for name, watched in self._paused.items()
             if watched.out_until > now or watched.trial
         }
 
     def next_change(self, now: float) -> float | None:
         """Time at which the next pause ends."""
         return min(
-            (w.out_until for w in self.replicas.values() if inf > w.out_until > now), default=None
+            (w.out_until for w in self._paused.values() if inf > w.out_until > now), default=None
         )
 
     def sent(self, replica: str, now: float) -> None:
@@ -101,7 +114,7 @@ class ReplicaGuard:
         if (watched := self.replicas.get(replica)) is not None:
             watched.failures, watched.trial = 0, False
             if watched.out_until <= now and not watched.was_slow:
-                watched.pauses, watched.why = 0, ""
+                self._is_well(replica, watched)
 
     def failed(self, replica: str, why: str, now: float, *, gone: bool = False) -> None:
         """Count a failure. `gone`: the replica can't be reached at all, so one failure is enough."""
@@ -110,7 +123,7 @@ class ReplicaGuard:
             return
         watched.failures += 1
         if gone or watched.trial or watched.failures >= MAX_FAILURES:
-            self._pause(watched, why, now)
+            self._pause(replica, why, now)
 
     def answered(self, replica: str, ttft_s: float, predicted_s: float, now: float) -> None:
         watched = self.replicas.get(replica)
@@ -121,30 +134,61 @@ class ReplicaGuard:
         watched.seen += 1
         watched.late_s += weight * (max(0.0, ttft_s - predicted_s) - watched.late_s)
         watched.ttft_s += weight * (ttft_s - watched.ttft_s)
+        is_late = ttft_s - predicted_s > SLOW_EXCESS_S
+        watched.late_share += weight * (is_late - watched.late_share)
         if self._is_slow(replica, now):
-            others = median(
-                w.ttft_s for n, w in self.replicas.items() if n != replica and w.seen >= MIN_SEEN
-            )
+            _, others = self._others(replica, now) or (0.0, 0.0)
             self._pause(
-                watched,
+                replica,
                 f"slow: {watched.ttft_s:.2f} s to a first token, the others {others:.2f} s",
                 now,
             )
             watched.was_slow = True
-            watched.seen, watched.late_s, watched.ttft_s = 0, 0.0, 0.0
+            watched.seen = 0
+            watched.late_s = watched.ttft_s = watched.late_share = 0.0
         elif watched.out_until <= now and (not watched.was_slow or watched.seen >= MIN_SEEN):
-            watched.pauses, watched.why, watched.was_slow = 0, "", False
+            watched.was_slow = False
+            self._is_well(replica, watched)
 
     def _is_slow(self, replica: str, now: float) -> bool:
         watched = self.replicas[replica]
-        others = [w for n, w in self.replicas.items() if n != replica and w.seen >= MIN_SEEN]
-        if watched.seen < MIN_SEEN or not others or not self._may_take_out(now):
+        if watched.seen < MIN_SEEN or watched.late_s <= SLOW_EXCESS_S:
+            return False  # whatever the others are
+        others = self._others(replica, now)
+        if others is None or not self._may_take_out(now):
             return False
-        late_s = median(w.late_s for w in others) + SLOW_EXCESS_S
+        late_s, ttft_s = others
         return (
-            watched.ttft_s > self.slow_factor * median(w.ttft_s for w in others)
-            and watched.late_s > late_s
+            watched.ttft_s > self.slow_factor * ttft_s
+            and watched.late_share > MIN_LATE
+            and watched.late_s > late_s + SLOW_EXCESS_S
         )
+
+    def _others(self, replica: str, now: float) -> tuple[float, float] | None:
+        """Medians of the other replicas' `late_s` and `ttft_s`; None without any that was seen enough.
+
+        In a large fleet they are of all replicas, and `MEDIANS_S` old at most: one replica hardly
+        changes them, and each answer would sort them all."""
+        is_large = len(self.replicas) > LARGE
+        if is_large and 0 <= now - self._medians[0] < MEDIANS_S:
+            return self._medians[1:]
+        others = [
+            w
+            for name, w in self.replicas.items()
+            if w.seen >= MIN_SEEN and (is_large or name != replica)
+        ]
+        if not others:
+            return None
+        found = median(w.late_s for w in others), median(w.ttft_s for w in others)
+        if is_large:
+            self._medians = (now, *found)
+        return found
+
+    def _is_well(self, replica: str, watched: Watched) -> None:
+        """Forget the pauses of a replica that answers again."""
+        if watched.pauses:
+            watched.pauses, watched.why = 0, ""
+            del self._paused[replica]
 
     def probed(self, answers: Mapping[str, object], now: float) -> list[str]:
         """Compare the replicas' answers to the same probe. A replica that differs from the majority
@@ -167,7 +211,7 @@ class ReplicaGuard:
                 watched.out_until = now
             elif not is_out and watched.wrong >= 2 and self._may_take_out(now):
                 self._pause(
-                    watched, "wrong: it answers a probe otherwise than the other replicas", now
+                    name, "wrong: it answers a probe otherwise than the other replicas", now
                 )
                 watched.out_until = inf
                 found.append(name)
@@ -176,9 +220,11 @@ class ReplicaGuard:
     def _may_take_out(self, now: float) -> bool:
         return len(self.out(now)) + 1 <= MAX_OUT * len(self.replicas)
 
-    def _pause(self, watched: Watched, why: str, now: float) -> None:
+    def _pause(self, replica: str, why: str, now: float) -> None:
+        watched = self.replicas[replica]
         if watched.out_until == inf:
             return  # only a probe that agrees brings it back
         watched.out_until = now + min(FIRST_PAUSE_S * 2**watched.pauses, LONGEST_PAUSE_S)
         watched.pauses += 1
         watched.failures, watched.trial, watched.why = 0, False, why
+        self._paused[replica] = watched

@@ -161,11 +161,10 @@ class Replica:
     def _take(self, news: FromReplica) -> None:
         router = self.version.router
         if isinstance(news, CacheEvents):
-            self.root_key, self.block_size, self._adapter_roots = (
-                news.root_key,
-                news.block_size,
-                news.adapters,
-            )
+            roots = (news.root_key, news.block_size, news.adapters)
+            if roots != (self.root_key, self.block_size, self._adapter_roots):
+                self.root_key, self.block_size, self._adapter_roots = roots
+                self.version.roots_changed()
             stored, removed = _keys(news.stored), _keys(news.removed)
             if news.whole:
                 router.reset(self.id, news.number, stored, has_states=news.has_states)
@@ -224,6 +223,7 @@ class Version:
         self.autoscale = _to_zero(fleet.models[model])
         self.adapters: frozenset[str] = frozenset()  # adapters of at least one replica
         self._news = asyncio.Event()
+        self._roots: dict[str | None, frozenset[tuple[bytes, int]]] = {}  # by adapter
 
     @property
     def name(self) -> str:
@@ -243,8 +243,22 @@ class Version:
         """Whether some replicas only compute prompts, or only answer."""
         return any(pool.role != "mixed" for pool in self.spec.pools)
 
+    def roots(self, adapter: str | None) -> frozenset[tuple[bytes, int]]:
+        """Different (root key, block size) of the replicas that are heard, under this adapter. Kept
+        until a replica's change, since each request asks and a fleet may have a thousand."""
+        found = self._roots.get(adapter)
+        if found is None:
+            able = [(r.root_of(adapter), r.block_size) for r in self.replicas.values() if r.heard]
+            found = frozenset((root, size) for root, size in able if root is not None)
+            self._roots[adapter] = found
+        return found
+
+    def roots_changed(self) -> None:
+        self._roots.clear()
+
     def changed(self) -> None:
         """Wake the requests that wait for a replica."""
+        self.roots_changed()
         self._news.set()
         self._news = asyncio.Event()
 
@@ -274,6 +288,7 @@ class Version:
     async def remove(self, id_: str) -> None:
         replica = self.replicas.pop(id_, None)
         if replica is not None:
+            self.roots_changed()
             self.router.remove(id_)
             self.guard.remove(id_)
             if replica.load is not None and replica.load.stats is not None:

@@ -178,6 +178,11 @@ class Router:
             known.state, running=known.running, waiting=known.waiting, queued_tokens=known.queued
         )
 
+    def load(self, replicas: Iterable[str]) -> tuple[int, int]:
+        """Requests that run at these replicas together, and that wait there."""
+        known = [self._replicas[name] for name in replicas]
+        return sum(r.running for r in known), sum(r.waiting for r in known)
+
     def add(self, state: ReplicaState) -> None:
         """Add a replica whose cache is empty, or will be reported. ValueError if it exists already."""
         if state.id in self._replicas:

@@ -11,7 +11,8 @@ At every decision (each `interval_s`):
 4. More replicas are started at once. Fewer are wanted only after fewer were enough for `hold_s`,
    because stopping and restarting a replica costs a cold start; and not before `LEARNING`
    decisions, while little is known. "Enough" is measured against a higher bound (`CAUTION`): with
-   two or three replicas the last one is a large part, and a random dip must not end it.
+   two or three replicas the last one is a large part, and a random dip must not end it. Of many
+   replicas a small part stays in any case (`SLACK`).
 5. `share` rises while fewer than `attainment` of the requests meet the objectives, and sinks slowly
    while all of them do.
 6. Without requests for `idle_s` no replica is wanted if `min_replicas` is 0. The first request that
@@ -102,6 +103,11 @@ CAUTION = 0.2
 """How much higher the probability is of the bound that fewer replicas must carry."""
 
 
+SLACK = 0.02
+"""Largest share of the replicas that is not worth ending. Of a thousand replicas noise moves a few
+up and down all the time."""
+
+
 class Autoscaler:
     """Our policy. `replicas_for` gives the smallest number of replicas that serve a rate
     (requests/s) within the objectives."""
@@ -164,7 +170,10 @@ class Autoscaler:
         self._wanted.append((seen.at, wanted))
         while self._wanted[0][0] <= seen.at - self._hold_s:
             self._wanted.popleft()
-        return limits.within(max(number for _, number in self._wanted))
+        found = max(number for _, number in self._wanted)
+        if usual - int(SLACK * usual) <= found < usual:
+            found = usual
+        return limits.within(found)
 
     def _follow_quality(self, seen: FleetObservation) -> None:
         self._met.append((seen.num_finished, seen.num_met))

@@ -105,11 +105,11 @@ class Scaling:
         if version is None:
             return PoolState(num_ready=ready, num_starting=starting)
         replicas = [r for r in version.replicas.values() if r.heard]
-        states = [version.router.state(r.id) for r in replicas]
+        running, waiting = version.router.load(r.id for r in replicas)
         return PoolState(
             num_at_gateway=version.num_waiting,
-            num_running=sum(state.running for state in states),
-            num_waiting=sum(state.waiting for state in states),
+            num_running=running,
+            num_waiting=waiting,
             num_ready=ready,
             num_starting=starting,
             kv_cache_usage=sum(r.kv_cache_usage for r in replicas) / len(replicas)

@@ -33,7 +33,7 @@ logger = logging.getLogger("slipstream.fleet")
 
 LOOK_S = 0.1
 ATTAINMENT = 0.99
-_FIRST_COLD_START_S = 60.0
+FIRST_COLD_START_S = 60.0
 """Assumed cold start until one was measured."""
 
 
@@ -119,7 +119,7 @@ class Scaler:
                 min_replicas=spec.least, max_replicas=spec.most, idle_s=settings.idle_s
             ),
             interval_s=settings.interval_s,
-            cold_start_s=settings.cold_start_s or _FIRST_COLD_START_S,
+            cold_start_s=settings.cold_start_s or FIRST_COLD_START_S,
             hold_s=settings.hold_s,
             attainment=ATTAINMENT,
         )

@@ -165,6 +165,12 @@ def instruction_sets(*, emulated: bool = False) -> list[str]:
     ]
 
 
+def without_tiles(isa: str | None) -> str:
+    """Returns `isa` (None: the machine's best) or, of one with matrix tiles, the same without."""
+    isa = isa or instruction_sets()[-1]
+    return CPU_ISAS[isa].without_tiles or isa
+
+
 @cache
 def isa_names() -> list[str]:
     """Returns all instruction sets of the library, by number."""

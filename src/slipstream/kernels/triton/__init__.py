@@ -30,6 +30,7 @@ from slipstream.kernels.triton.attention import (
     disentangled,
     int4,
     int4_writing,
+    invariant,
     mla,
     mla_prefill,
     paged,
@@ -50,6 +51,7 @@ from slipstream.kernels.triton.products import (
     sparse24,
     split_k,
 )
+from slipstream.kernels.triton.products import invariant as invariant_products
 from slipstream.kernels.triton.recurrent import conv, rules, scan
 from slipstream.kernels.weights.adapters import TILES, LoRATokens, LoRAWeights
 from slipstream.kernels.weights.forms import (
@@ -124,6 +126,7 @@ class TritonOps(OpSet):
         self.deterministic, self.shares_prefixes = deterministic, not deterministic
         self.dense_copies = dense_copies
         self._scratch: dict[torch.device, split_k.ArrivalCounters] = {}
+        self._libraries = invariant_products.Libraries()
 
     def eight_bits(self, device: torch.device) -> str | None:
         platform = platform_of(device)
@@ -208,7 +211,9 @@ class TritonOps(OpSet):
             assert isinstance(x, Tensor)
             return self.split_linear(x, w)
         scratch = self._scratch.get(w.weight.device)
-        return linear.linear(x, w, scratch, self.tiles, self.deterministic)
+        if self.deterministic:
+            return invariant_products.linear(x, w, scratch, self._libraries)
+        return linear.linear(x, w, scratch, self.tiles)
 
     def linear_added(self, x: Activations, w: Linear, added: Tensor) -> Tensor:
         if isinstance(w, CodedLinear | JoinedLinear):
@@ -308,8 +313,9 @@ class TritonOps(OpSet):
     def rope_and_cache(
         self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
     ) -> Tensor:
-        run = pointwise.rope_and_cache if kv.fold is None else int4_writing.rope_and_cache
-        return run(qkv, kv, meta, heads)
+        if kv.fold is not None:
+            return int4_writing.rope_and_cache(qkv, kv, meta, heads)
+        return pointwise.rope_and_cache(qkv, kv, meta, heads, one_tile=self.deterministic)
 
     def attention(
         self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
@@ -318,6 +324,8 @@ class TritonOps(OpSet):
             return int4.attention(q, kv, meta, params, deterministic=self.deterministic)
         if kv.latent:
             return mla_paged_attention(q, kv, meta, scale=params.scale)
+        if self.deterministic:
+            return invariant.attention(q, kv, meta, params)
         kind, shape = attention_kind(kv), (*q.shape[1:2], kv.k.shape[1], q.shape[2], kv.block_size)
         return paged_attention(
             q,
@@ -326,7 +334,6 @@ class TritonOps(OpSet):
             params,
             decode_tile=self.tiles.find("decode", kind, *shape, meta.num_decodes),
             prefill_tile=self.tiles.find("prefill", kind, *shape, meta.max_query_len),
-            deterministic=self.deterministic,
         )
 
     def attention_part(
@@ -409,12 +416,12 @@ class TritonOps(OpSet):
         return one_token_kernel.one_token(shape, layers, product, cos_sin, group, experts)
 
     def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-        return moe.moe_of_choice(x, weights, chosen, experts)
+        return moe.moe_of_choice(x, weights, chosen, experts, one_way=self.deterministic)
 
     def moe(
         self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None = None
     ) -> Tensor:
-        return moe.moe(x, router_logits, experts, load)
+        return moe.moe(x, router_logits, experts, load, one_way=self.deterministic)
 
     def moe_and_shared(
         self,
@@ -424,9 +431,10 @@ class TritonOps(OpSet):
         shared: tuple[Linear, Linear],
         load: ExpertCounters | None = None,
     ) -> Tensor:
-        if moe.fuses_shared(x.shape[0], experts, shared):
+        if not self.deterministic and moe.fuses_shared(x.shape[0], experts, shared):
             return moe.moe(x, router_logits, experts, load, shared)
-        return moe.moe(x, router_logits, experts, load, added=self._always(x, experts, shared))
+        always = self._always(x, experts, shared)
+        return moe.moe(x, router_logits, experts, load, added=always, one_way=self.deterministic)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.changes_logits:

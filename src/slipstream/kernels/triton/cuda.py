@@ -30,7 +30,7 @@ LAUNCHES = {"cooperative": 2, "beside": 6, "behind": None}
 - `cooperative`: all thread blocks are resident at once.
 - `beside`: starts next to the preceding kernel, and waits for it itself (`pdl.py`).
 - `behind`: starts after the preceding kernel, as usual."""
-OPTIONS = ("--std=c++17", "--use_fast_math")
+OPTIONS = ("--std=c++17", "--use_fast_math", "--device-as-default-execution-space")
 
 
 def cuda_version() -> str:

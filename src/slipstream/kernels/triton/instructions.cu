@@ -61,6 +61,11 @@ DEVICE u32 pack16(float low, float high) {  // → float16 if HALVES, else bfloa
 DEVICE void unpack_half2(u32 pair, float& low, float& high) {
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(pair));
 }
+DEVICE u32 multiply_pair(u32 x, u32 y) {  // two bfloat16
+    u32 z;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -72,6 +77,9 @@ DEVICE u32 and_or(u32 x, u32 mask, u32 more) {  // x & mask | more in one instru
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(more));
     return y;
 }
+
+DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }  // by nibble: a byte of a, from 4 on of b
+DEVICE int sum_bytes(u32 word, int more = 0) { return __dp4a((int)word, 0x01010101, more); }  // with their signs
 
 // --- memory
 #define SHARED_MEMORY(name) extern __shared__ __align__(128) u8 name[]
@@ -222,4 +230,13 @@ DEVICE void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// The same of bytes, a [16, 32] without a sign unless SIGNED, b [32, 8] with one.
+template <bool SIGNED>
+DEVICE void mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if (SIGNED) mma(c, a0, a1, a2, a3, b0, b1);
+    else
+        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }

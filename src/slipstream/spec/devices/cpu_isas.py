@@ -12,6 +12,7 @@ class CpuIsa:
     """An instruction set that the C++ kernels are compiled for (`csrc/cpu/isa_*.cpp`)."""
 
     expands_bytes: bool = False  # places bytes at a mask's set bits in one instruction (vpexpandb)
+    without_tiles: str | None = None  # of a set with matrix tiles: the same without them
     emulated: bool = False  # emulates other machines' registers for tests; never chosen
 
 
@@ -19,7 +20,8 @@ CPU_ISAS: Mapping[str, CpuIsa] = {
     **dict.fromkeys(
         ("portable", "avx2", "avx2-vnni", "avx512", "avx512-vnni", "neon", "neon-i8mm"), CpuIsa()
     ),
-    **dict.fromkeys(("avx512-vbmi2", "avx512-bf16", "amx"), CpuIsa(expands_bytes=True)),
-    "portable-amx": CpuIsa(emulated=True),
+    **dict.fromkeys(("avx512-vbmi2", "avx512-bf16"), CpuIsa(expands_bytes=True)),
+    "amx": CpuIsa(expands_bytes=True, without_tiles="avx512-bf16"),
+    "portable-amx": CpuIsa(emulated=True, without_tiles="portable"),
 }
 """Instruction sets by their names in `kernels.cpu.native.instruction_sets()`."""

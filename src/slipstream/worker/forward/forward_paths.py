@@ -65,7 +65,6 @@ def host_refusal(config: EngineConfig, description: ModelDescription) -> Reason 
         (device.kernels not in ("auto", "cpu"), f"kernels={device.kernels!r} are torch's"),
         (not has_cpu_kernels(), "the C++ kernels are not built"),
         (config.parallel.num_ranks > 1, "several ranks need torch to sum up their parts"),
-        (device.deterministic, "deterministic=True is for GPUs"),
         (kept not in CACHES, f"kv_cache_dtype: the C++ program has no cache of {kept}"),
         (
             isinstance(config.model.offload, StreamedLayers),

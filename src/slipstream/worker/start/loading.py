@@ -202,6 +202,7 @@ def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition
     platform = platform_of(device)
     platform.activate(config.device.num_threads)
     every = ranks.join(platform.collectives, device)
+    every.in_order = config.device.deterministic
     group, pipe = every.stages(config.parallel.num_stages)
     how = config.parallel.stage
     if device.type == "cuda" and isinstance(how, TensorParallel):

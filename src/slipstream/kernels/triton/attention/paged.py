@@ -541,14 +541,11 @@ def paged_attention(
     *,
     decode_tile: tuple[int, int, int] | None = None,
     prefill_tile: tuple[int, int, int, int] | None = None,
-    deterministic: bool = False,
 ) -> Tensor:
     """`OpSet.attention`; with `meta.limits` `OpSet.attention_part`. Tiles: decode (BLOCK_N, warps,
     stages), prefill (BLOCK_M, BLOCK_N, warps, stages).
 
-    With a prefill tile this file's kernel runs; without one `hopper.py` does if it can.
-    `deterministic`: one kernel and one tile for all steps, so that a token's sums depend on its
-    position only."""
+    With a prefill tile this file's kernel runs; without one `hopper.py` does if it can."""
     num_heads, head_dim = q.shape[1:]
     sums = 0 if meta.limits is None else 4 // q.element_size()
     out = q.new_empty(len(q), num_heads, head_dim + sums)
@@ -572,7 +569,7 @@ def paged_attention(
     given = s.alibi_slopes, s.distance_bias, s.sinks, kv.k_scale, kv.v_scale
     head_tensors = [q if t is None else t for t in given]
     scalars = (s.scale, s.softcap or 1.0, s.window or 0, meta.block_table.stride(0), s.reach)
-    num_decodes = 0 if deterministic else meta.num_decodes
+    num_decodes = meta.num_decodes
     if num_decodes:
         # columns of a tile, in sequences
         members = max(1, DECODE_ACC_SIZE // block_d // shape["G"])
@@ -621,13 +618,7 @@ def paged_attention(
             if splits > 1:
                 combine(partial, lse, out[:num_decodes], splits)
     num_rows = meta.max_query_len * shape["G"]
-    plain = (
-        s.alibi_slopes is None
-        and s.distance_bias is None
-        and s.causal
-        and prefill_tile is None
-        and not deterministic
-    )
+    plain = s.alibi_slopes is None and s.distance_bias is None and s.causal and prefill_tile is None
     if num_seqs == num_decodes:
         return out
     if (
@@ -648,14 +639,14 @@ def paged_attention(
             hopper.prefill(q, kv, meta, s, out, first_seq=num_decodes, fp8=fp8)
             return out
     default = (64, 32, 8, 2)
-    if block_d <= 128 and not deterministic and num_rows <= 64:
+    if block_d <= 128 and num_rows <= 64:
         default = (64, 64, 4, 2)
     elif block_d <= 128:
         default = (128, 64, 4, 2) if flags["SCALED"] else (128, 32, 4, 3)
     if q.dtype == torch.float32:
         default = (32, 32, 4, 2)
     block_m, block_n, warps, stages = prefill_tile or default
-    if num_rows <= 32 and not deterministic:
+    if num_rows <= 32:
         block_m, warps = min(block_m, 32), min(warps, 4)
     tiles = triton.cdiv(num_rows, block_m)
     _prefill_kernel[(num_kv_heads, num_seqs - num_decodes, tiles)](

@@ -9,7 +9,9 @@ their load:
 3. so few pairs that experts are hardly shared: nothing is sorted; dense weights go to
    `moe_small_batch`.
 
-All sums have a fixed order."""
+All sums have a fixed order. `one_way` (`deterministic`): every number of tokens goes the way of 2,
+where a pair's product is one sum along K in the tensor core's steps, however many pairs share its
+tile, and is rounded before the activation."""
 
 from __future__ import annotations
 
@@ -47,6 +49,8 @@ def moe(
     load: ExpertCounters | None = None,
     shared: tuple[Linear, Linear] | None = None,
     added: Tensor | None = None,
+    *,
+    one_way: bool = False,
 ) -> Tensor:
     """`OpSet.moe`; with `shared` (see `fuses_shared`), or with a shared expert's output `added` [T,
     E], `OpSet.moe_and_shared`."""
@@ -54,10 +58,18 @@ def moe(
         return torch.empty_like(x)
     return moe_of_choice(
         x,
-        *route(router_logits, experts.spec, experts.correction, load, experts.scales),
+        *route(
+            router_logits,
+            experts.spec,
+            experts.correction,
+            load,
+            experts.scales,
+            one_way=one_way,
+        ),
         experts,
         shared,
         added,
+        one_way=one_way,
     )
 
 
@@ -68,6 +80,8 @@ def moe_of_choice(
     experts: Experts,
     shared: tuple[Linear, Linear] | None = None,
     added: Tensor | None = None,
+    *,
+    one_way: bool = False,
 ) -> Tensor:
     """`OpSet.moe_of_choice`: `moe` after the choice of experts."""
     up, down, spec = experts.up, experts.down, experts.spec
@@ -75,11 +89,12 @@ def moe_of_choice(
         rows = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
         each = replace(spec, num_experts_per_token=1, scales_input=False)
         one = torch.ones(len(rows), 1, dtype=torch.float32, device=x.device)
-        y = moe_of_choice(rows, one, chosen.reshape(-1, 1), replace(experts, spec=each))
+        flat = chosen.reshape(-1, 1)
+        y = moe_of_choice(rows, one, flat, replace(experts, spec=each), one_way=one_way)
         y = y.view(*chosen.shape, -1).sum(dim=1, dtype=torch.float32).to(x.dtype)
         return y if added is None else y + added
     small_batch = is_small_batch(x.shape[0], spec)
-    if small_batch and _are_dense(up, down) and spec.held is None:
+    if small_batch and _are_dense(up, down) and spec.held is None and not one_way:
         y = moe_small_batch(x.contiguous(), weights, chosen, up, down, spec, shared)
         return y if added is None else y + added
     # Pairs of experts on other ranks come after all others and belong to no expert here.
@@ -97,7 +112,7 @@ def moe_of_choice(
         y = _one_product(inner, down, tiles, spec, x.shape[1], gather=False)
         return combine(y, weights, tiles.inverse, added)
     inputs: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
-    if grouped_gemm.covers(inputs, up, down, tiles):
+    if not one_way and grouped_gemm.covers(inputs, up, down, tiles):
         y = grouped_gemm.grouped_mlp(inputs, up, down, tiles, spec, x.dtype)
     else:
         h = expert_gemm(inputs, up, tiles, spec, spec.expert.up_rows, x.dtype, gather=True)
@@ -232,6 +247,8 @@ def route(
     correction: Tensor | None = None,
     load: ExpertCounters | None = None,
     scales: Tensor | None = None,
+    *,
+    one_way: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(weights float32, experts int32), [T, k] each. With `spec.held`, held experts are counted
     from the first one; others are the number after the last one, with weight 0."""
@@ -248,7 +265,7 @@ def route(
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
     chosen = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)
     limit, num_groups = spec.groups, 1 if spec.groups is None else spec.groups.num_groups
-    serial = num_tokens > SERIAL_TOKENS
+    serial = num_tokens > SERIAL_TOKENS and not one_way
     parallel_warps = 1 if spec.num_experts <= 16 else 4 if spec.num_experts <= 128 else 8
     _route_kernel[(num_tokens,)](
         router_logits.contiguous(), weights if correction is None else correction, weights if scales is None else scales,

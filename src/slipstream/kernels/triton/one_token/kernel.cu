@@ -56,6 +56,12 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
         };
         u64 row = of_table(0, lane), more = of_table(0, 32 + lane);
         auto pointer = [&](int i) { return (const u8*)__shfl_sync(~0u, i < 32 ? row : more, i % 32); };
+        auto produce_up = [&] {
+            with_form<UP_FORMS>(form_number((u64)pointer(FORM_NUMBERS), UP_FORM), [&](auto form) {
+                producer.product<F, E, GATED, ONE, 0, 0, decltype(form)::value>(pointer(UP_W), pointer(UP_S), {},
+                                                                                pointer(UP_ROW));
+            });
+        };
         for (int layer = 0; layer < num_layers; layer++) {
             const u64 next = of_table(layer + 1, lane), more_of_next = of_table(layer + 1, 32 + lane);
 #if DELTA
@@ -66,20 +72,32 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
             } else
 #endif
             {
-                producer.product<QKV_ROWS, E, false, ONE, 0, QKV_SIZE / 16>(pointer(QKV_W), pointer(QKV_S));
-                if (LATENT)
-                    producer.product<LATENT_ROWS, E, false, ONE, QKV_ROWS / 16, QKV_SIZE / 16>(pointer(LATENT_W),
-                                                                                              pointer(LATENT_S));
-                if (PARALLEL) producer.product<F, E, GATED>(pointer(UP_W), pointer(UP_S));
+                const u64 forms = (u64)pointer(FORM_NUMBERS);
+                with_form<QKV_FORMS>(form_number(forms, QKV_FORM), [&](auto form) {
+                    producer.product<QKV_ROWS, E, false, ONE, 0, QKV_SIZE / 16, decltype(form)::value>(
+                        pointer(QKV_W), pointer(QKV_S), {}, pointer(QKV_ROW));
+                });
+                if (SECOND)
+                    with_form<LATENT_FORMS>(form_number(forms, LATENT_FORM), [&](auto form) {
+                        producer.product<LATENT_ROWS, E, false, ONE, QKV_ROWS / 16, QKV_SIZE / 16, decltype(form)::value>(
+                            pointer(LATENT_W), pointer(LATENT_S), {}, pointer(LATENT_ROW));
+                    });
+                if (PARALLEL) produce_up();
                 const int* blocks = TABLES > 1 && pointer(TABLE) ? second_table : block_table;
                 produce_attention(plan, pointer, blocks, producer);
-                producer.product<E, Q, false>(pointer(OUT_W), pointer(OUT_S));
+                with_form<OUT_FORMS>(form_number(forms, OUT_FORM), [&](auto form) {
+                    producer.product<E, Q, false, ONE, 0, 0, decltype(form)::value>(pointer(OUT_W), pointer(OUT_S), {},
+                                                                                    pointer(OUT_ROW));
+                });
             }
             if (X && (!DENSE || pointer(ROUTER_W)))
                 Mixture<X>::produce(pointer, memory, producer);
             else {
-                if (!PARALLEL) producer.product<F, E, GATED>(pointer(UP_W), pointer(UP_S));
-                producer.product<E, F, false>(pointer(DOWN_W), pointer(DOWN_S));
+                if (!PARALLEL) produce_up();
+                with_form<DOWN_FORMS>(form_number((u64)pointer(FORM_NUMBERS), DOWN_FORM), [&](auto form) {
+                    producer.product<E, F, false, ONE, 0, 0, decltype(form)::value>(pointer(DOWN_W), pointer(DOWN_S), {},
+                                                                                    pointer(DOWN_ROW));
+                });
             }
             row = next;
             more = more_of_next;
@@ -87,7 +105,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
         return;
     }
     typedef Product<QKV_ROWS, E, CODES_E, STORE, QKV_BIAS, ONE, 0, QKV_SIZE / 16> Qkv;
-    typedef Product<LATENT_ROWS, E, CODES_E, STORE, false, ONE, QKV_ROWS / 16, QKV_SIZE / 16> Latent;
+    typedef Product<LATENT_ROWS, E, CODES_E, STORE, QKV_BIAS && !LATENT, ONE, QKV_ROWS / 16, QKV_SIZE / 16> Latent;
     typedef Product<E, Q, CODES_Q, ADD, OUT_BIAS> Out;
     typedef Product<F, E, CODES_E, ACTIVATE, UP_BIAS> Up;
     typedef Product<E, F, CODES_F, ADD, DOWN_BIAS> Down;
@@ -111,6 +129,11 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
     auto residual = [&](int v, float* y) {
         unpack8(load_cg16((const uint4*)x + v), y);
         ranks.residual8(v, y);
+    };
+    auto run_up = [&](const Epilogue& ahead, const u64* row, float x_scale) {
+        with_form<UP_FORMS>(form_number(row[FORM_NUMBERS], UP_FORM), [&](auto form) {
+            Up::With<decltype(form)::value>::run(ahead, row, UP_S, mid, x_scale, ring, memory, cta);
+        });
     };
     auto middle = [&](int v, float* y) { unpack8(load_cg16((const uint4*)mid + v), y); };
     for (int layer = 0; layer < num_layers; layer++) {
@@ -169,10 +192,14 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
             ahead = Qkv::first(cta, row, QKV_S, x);
             if (layer) grid_wait(counters, arrivals, ranks);
             x_scale = load_input<E, NORM>(residual, norm, norm_bias, EPS, NORM_OFFSET, memory);
-            Qkv::run(ahead, row, QKV_S, qkv, x_scale, ring, memory, cta);
-            if (LATENT) {
+            with_form<QKV_FORMS>(form_number(row[FORM_NUMBERS], QKV_FORM), [&](auto form) {
+                Qkv::With<decltype(form)::value>::run(ahead, row, QKV_S, qkv, x_scale, ring, memory, cta);
+            });
+            if (SECOND) {
                 ahead = Latent::first(cta, row, LATENT_S, x);
-                Latent::run(ahead, row, LATENT_S, qkv + QKV_ROWS, x_scale, ring, memory, cta);
+                with_form<LATENT_FORMS>(form_number(row[FORM_NUMBERS], LATENT_FORM), [&](auto form) {
+                    Latent::With<decltype(form)::value>::run(ahead, row, LATENT_S, qkv + QKV_ROWS, x_scale, ring, memory, cta);
+                });
             }
             if (PARALLEL) {
                 ahead = Up::first(cta, row, UP_S, x);
@@ -180,7 +207,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
                     sync_consumers();
                     x_scale = load_input<E, MLP_NORM>(residual, mlp, mlp_bias, MLP_EPS, NORM_OFFSET, memory);
                 }
-                Up::run(ahead, row, UP_S, mid, x_scale, ring, memory, cta);
+                run_up(ahead, row, x_scale);
             }
             if (warp == 0) {
                 __syncwarp();
@@ -205,7 +232,9 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
                 gate.load(qkv);
                 x_scale = load_input<Q, 0>(merged, nullptr, nullptr, 0.0f, 0.0f, memory, gate);
             }
-            Out::run(ahead, row, OUT_S, x, x_scale, ring, memory, cta, {}, INPUT_AT, ranks);
+            with_form<OUT_FORMS>(form_number(row[FORM_NUMBERS], OUT_FORM), [&](auto form) {
+                Out::With<decltype(form)::value>::run(ahead, row, OUT_S, x, x_scale, ring, memory, cta, {}, INPUT_AT, ranks);
+            });
         }
         ranks.arrive();
         if (X && (!DENSE || row[ROUTER_W])) {
@@ -217,7 +246,7 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
                 ahead = Up::first(cta, row, UP_S, x);
                 grid_wait(counters, arrivals, ranks);
                 x_scale = load_input<E, MLP_NORM>(residual, mlp, mlp_bias, MLP_EPS, NORM_OFFSET, memory);
-                Up::run(ahead, row, UP_S, mid, x_scale, ring, memory, cta);
+                run_up(ahead, row, x_scale);
                 grid_arrive(counters, arrivals);
             }
             // --- down
@@ -225,7 +254,9 @@ one_token(u16* x, const u64* table, u16* qkv, u16* mid, float* partials, float* 
             if (PARALLEL) sync_consumers();  // until all warps have read the input that the next one overwrites
             else grid_wait(counters, arrivals);
             x_scale = load_input<F, 0>(middle, nullptr, nullptr, 0.0f, 0.0f, memory);
-            Down::run(ahead, row, DOWN_S, x, x_scale, ring, memory, cta, {}, INPUT_AT, ranks);
+            with_form<DOWN_FORMS>(form_number(row[FORM_NUMBERS], DOWN_FORM), [&](auto form) {
+                Down::With<decltype(form)::value>::run(ahead, row, DOWN_S, x, x_scale, ring, memory, cta, {}, INPUT_AT, ranks);
+            });
             ranks.arrive();
         }
         if (warp == 0) {

@@ -5,12 +5,15 @@ file decides which decoders it can run, and defines the kernel's constants.
    can't.
 2. Weights have 16 bits, are FP8 or INT8 with a scale per row, or INT4 with a scale per group.
    Experts can't be INT4. In bfloat16 weights can be NVFP4 or MXFP4, in the order in which
-   `float4.py` packs them, and experts MXFP4 beside 16-bit weights.
+   `float4.py` packs them, and experts MXFP4 beside 16-bit weights. Of GGUF's types those of
+   `coded.py`, a type for each product of a layer.
 3. Layers may have different windows, in two cache groups.
 4. Layers may have the gated delta rule in place of attention, all with the same sizes."""
 
 from __future__ import annotations
 
+import functools
+import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,10 +28,13 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.tracing.token_shape import OTHER_RANK, inner_sizes, size_refusal
 from slipstream.kernels.tracing.token_shape import widths as widths
 from slipstream.kernels.triton.cuda import CudaKernel
+from slipstream.kernels.triton.one_token import coded
 from slipstream.kernels.triton.pointwise import activation_arguments
 from slipstream.kernels.weights.forms import (
+    CodedLinear,
     Float4Linear,
     GroupedLinear,
+    JoinedLinear,
     Linear,
     ScaledLinear,
     chunk_of,
@@ -45,19 +51,27 @@ SOURCES = (
     Path(__file__).parents[1] / "instructions.cu",
     *(
         Path(__file__).with_name(f"{part}.cu")
-        for part in ("products", "attention", "mla", "experts", "delta", "kernel")
+        for part in ("units", "products", "attention", "mla", "experts", "delta", "kernel")
     ),
 )
 """Source files, compiled as one text in this order."""
 NORMS = {"rms": 1, "layer": 2}
 FORMS = {torch.bfloat16: 0, torch.float16: 0, torch.float8_e4m3fn: 1, torch.int8: 3}
-GROUPED, MXFP4, NVFP4 = 2, 4, 5
+GROUPED, MXFP4, NVFP4, CODED = 2, 4, 5, 6
 CACHES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 8, torch.int8: 7}
 WARPS = 8
 """Consumer warps of a thread block."""
 PRODUCER_WARPS = 2
 """Warps that copy weights."""
-RING = {0: (1024, 3), 1: (1024, 3), 2: (2048, 2), 3: (1024, 3), 4: (1024, 4), 5: (1024, 4)}
+RING = {
+    0: (1024, 3),
+    1: (1024, 3),
+    2: (2048, 2),
+    3: (1024, 3),
+    4: (1024, 4),
+    5: (1024, 4),
+    6: (1024, 3),
+}
 """(STEP_BYTES, DEPTH) by weight format: bytes of a row in a stage of the ring, and the most stages
 in flight. Measured on an H200, except those of 4-bit floats."""
 MAX_SPLITS = 64
@@ -98,23 +112,27 @@ POINTERS = (
         "shared_down_scales",
     ),
     *("shared_weight", "expert_counts", "logits"),
-    *("latent", "latent_scales", "keys", "values"),
+    *("latent", "latent_scales", "latent_bias", "keys", "values"),
     *("sinks", "window", "table", "up_factor", "down_factor"),
     *("gates", "conv", "conv_bias", "decay", "time", "delta_norm", "conv_states", "states"),
     *(
         f"{name}_rows"
         for name in ("qkv", "out", "up", "down", "latent", "shared_up", "shared_down")
     ),
+    "form_numbers",
 )
 """Entries of a layer's row in the kernel's table, in order; 0 for a tensor that the layer lacks.
 With latent attention `qkv` makes queries only, `k_norm` norms the latent, and `v` is a view of `k`.
 Of a recurrent layer `qkv` makes the inputs of the rule and its gate. Not pointers: `window`, `table`
 (number of the block table), and factors of MXFP4 experts. `rows` of 4-bit floats: see
-`Float4Linear.row_factors`."""
+`Float4Linear.row_factors`. In GGUF's types `qkv` makes queries and keys and `latent` values, and
+`rows` are codes' high bits (`coded.py`)."""
 
 
 def form_of(product: Linear) -> int:
     """The kernel's number of a weight's form."""
+    if isinstance(product, CodedLinear | JoinedLinear):
+        return CODED
     if isinstance(product, Float4Linear):
         return NVFP4 if product.group_size == 16 else MXFP4
     return GROUPED if isinstance(product, GroupedLinear) else FORMS[product.weight.dtype]
@@ -129,7 +147,7 @@ def refusal(
     if isinstance(product, GroupedLinear):
         if product.codes != "int4" or product.zeros is not None:
             return Reason("the one-token kernel has no 4-bit weights with zero points or of floats")
-    elif type(product) is not Float4Linear and (
+    elif type(product) not in (Float4Linear, CodedLinear, JoinedLinear) and (
         type(product) not in (Linear, ScaledLinear) or product.weight.dtype not in FORMS
     ):
         kind = f"{type(product).__name__} of {product.weight.dtype}".replace("torch.", "")
@@ -150,6 +168,8 @@ def refusal(
         return Reason(
             "the one-token kernel reads 4-bit weights in chunks of 128, and the model's are shorter"
         )
+    if form_of(product) == CODED:
+        return coded.shape_refusal(s) or size_refusal(s, 4, rotary)
     if isinstance(product, Float4Linear):  # rows are filled up
         return size_refusal(s, 16, rotary)
     return size_refusal(s, 4 if grouped else product.weight.dtype.itemsize * 8, rotary)
@@ -205,6 +225,8 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
     stage, row, sums = 16 * (step_bytes + 64), widest * (1 if form == FORMS[torch.int8] else 2), 0
     if isinstance(product, GroupedLinear):
         stage, sums = stage + step_bytes * 2 // product.group_size * 32, widest // 32 * 4
+    if form == CODED:
+        stage, row, sums = coded.MAX_STAGE, row + 32, coded.sum_bytes(widest)
     if isinstance(product, Float4Linear):
         stage = step_bytes * (18 if form == NVFP4 else 17)
     attention = 0
@@ -272,6 +294,11 @@ def _refusal_here(
         reason := refusal(shape, product, None if cos_sin is None else cos_sin.shape[1], experts)
     ) is not None:
         return reason
+    if form_of(product) == CODED:
+        if group is not None:
+            return Reason("the one-token kernel of several ranks has no GGUF types")
+        if (reason := coded.refusal(layers, shape)) is not None:
+            return reason
     platform = platform_of(device)
     programs, shared_bytes = platform.multiprocessors, platform.shared_bytes
     if shape.num_kv_heads > programs:  # a program attends for at most one kv head
@@ -353,6 +380,8 @@ class OneTokenStep:
                 1, min(MAX_LATENT_SPLITS, self.programs // (s.num_heads // heads_per_block(s)))
             )
             self.layers = [by_rows(layer) for layer in layers]
+        if form_of(product) == CODED:
+            self.layers = [coded.tensors(layer, s) for layer in layers]
         if isinstance(product, GroupedLinear):
             self.layers = [by_tiles(layer, gated=s.gated) for layer in self.layers]
         norm = layers[0]["norm"]
@@ -442,6 +471,9 @@ class OneTokenStep:
                 field="kv_cache_dtype",
             )
         grouped = isinstance(w, GroupedLinear)
+        forms = (
+            coded.masks(self.layers) if form_of(w) == CODED else dict.fromkeys(coded.PRODUCTS, 0)
+        )
         # the other formats do not read it
         size = w.group_size if isinstance(w, GroupedLinear) else 128
         form = form_of(w)
@@ -457,6 +489,8 @@ class OneTokenStep:
             "CACHE": CACHES[cache],
             "FORM": form,
             "EXPERT_FORM": form if self.experts is None else form_of(self.experts),
+            **{f"{name.upper()}_FORMS": mask for name, mask in forms.items()},
+            "ALL_FORMS": functools.reduce(operator.or_, forms.values()),
             "STEP_BYTES": RING[form][0],
             "DEPTH": RING[form][1],
             "GROUP": size,

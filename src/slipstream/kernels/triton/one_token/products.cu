@@ -3,9 +3,10 @@
 // --- sizes that follow from one_token.py's definitions
 constexpr int G = H / HK;  // query heads of a kv head
 constexpr int GATE_ROWS = OUTPUT_GATE ? H * D : 0;  // the first rows of the weight of q, k, v: a gate of attention's output
-constexpr int QKV_ROWS = LATENT ? H * (NOPE + R) : GATE_ROWS + (H + 2 * HK) * D;  // rows of the weight of q (and k, v)
-constexpr int LATENT_ROWS = LATENT ? RANK + R : 16;                   // rows of the weight that makes latents
-constexpr int QKV_SIZE = QKV_ROWS + (LATENT ? LATENT_ROWS : 0);       // what the products before attention write
+constexpr bool SECOND = LATENT || FORM == CODED;  // there are two products before attention: GGUF's values may have another type
+constexpr int QKV_ROWS = LATENT ? H * (NOPE + R) : GATE_ROWS + (H + (SECOND ? 1 : 2) * HK) * D;  // rows of the weight of q (k, v)
+constexpr int LATENT_ROWS = LATENT ? RANK + R : SECOND ? HK * D : 16;  // rows of the weight that makes latents, or values
+constexpr int QKV_SIZE = QKV_ROWS + (SECOND ? LATENT_ROWS : 0);        // what the products before attention write
 constexpr int Q = H * D;                                              // what attention writes
 constexpr int DV = DELTA ? DELTA_HEADS * DELTA_V : 16;                // what the delta rule writes
 constexpr int DELTA_CHANNELS = 2 * DELTA_KEY_HEADS * DELTA_K + DV;    // of its convolution: q, k, v
@@ -18,19 +19,27 @@ __device__ constexpr bool is_float4(int form) { return form == MXFP4 || form == 
 constexpr float RAISED = is_float4(EXPERT_FORM) ? 18446744073709551616.0f : 1.0f;  // 2^64, times which their inputs are stored
 constexpr int SLAB = STEP_BYTES * 8;  // such a stage: 8 rows' codes, the other 8 rows', then both rows' scales
 __device__ constexpr int chunk_scales(int form) { return form == NVFP4 ? 64 : 32; }  // bytes of 8 rows of 128 inputs
-constexpr int STAGE_BYTES = max_of(is_float4(FORM) ? 0 : 16 * ROW_STRIDE + SCALE_BYTES,
+template <int FORM_ = Q4_K> __device__ constexpr int coded_stage() {  // the largest of the types in use
+    if constexpr (FORM_ < END_OF_CODED)
+        return max_of(ALL_FORMS >> (FORM_ - Q4_K) & 1 ? 2 * Units<FORM_>::SLAB : 0, coded_stage<FORM_ + 1>());
+    else return 0;
+}
+constexpr int STAGE_BYTES = max_of(FORM == CODED ? coded_stage() : is_float4(FORM) ? 0 : 16 * ROW_STRIDE + SCALE_BYTES,
                                    is_float4(EXPERT_FORM) ? 2 * SLAB / 512 * (512 + chunk_scales(EXPERT_FORM)) : 0);
 static_assert(EXPERT_FORM == FORM || (is_float4(EXPERT_FORM) && FORM == 0 && !FS),
               "a form of experts that one_token.py should refuse");
 static_assert(!is_float4(EXPERT_FORM) || (!HALF && PRODUCER_WARPS == 2), "4-bit floats are expanded to bfloat16");
 __device__ constexpr int row_bytes(int inputs, int form = FORM) {
-    return form == 0 ? inputs * 2 : form == 2 ? inputs / 2 : is_float4(form) ? (inputs + 127) / 128 * 64 : inputs;
+    return is_coded(form) || form == CODED ? inputs : form == 0 ? inputs * 2 : form == 2 ? inputs / 2 : is_float4(form) ? (inputs + 127) / 128 * 64 : inputs;
 }
 constexpr int DOWN_INPUTS = max_of(F, X ? TOP * FE + FS : 0);  // inputs of a layer's down products, all experts together
 constexpr int MAX_INPUTS = max_of(max_of(E, DELTA ? DV : 0), max_of(DOWN_INPUTS, Q));
 __device__ constexpr int input_bytes(int inputs) { return inputs * (FORM == 3 ? 1 : 2); }
-constexpr int INPUT_BYTES = input_bytes(MAX_INPUTS);
-constexpr int SUM_BYTES = FORM == 2 ? MAX_INPUTS / 32 * 4 : 0;
+constexpr int DIGIT_PLANE = MAX_INPUTS + 16;  // bytes of all inputs' high digits, or low ones, in different banks
+constexpr int INPUT_BYTES = FORM == CODED ? 2 * DIGIT_PLANE : input_bytes(MAX_INPUTS);
+// Sums of inputs. GGUF: [2, inputs / 32] by digit and group of 32; then of 16; then the scales of 256 inputs.
+constexpr int SUMS_OF_16 = 2 * MAX_INPUTS / 32 * 4, INPUT_SCALES = SUMS_OF_16 + 2 * MAX_INPUTS / 16 * 4;
+constexpr int SUM_BYTES = FORM == 2 ? MAX_INPUTS / 32 * 4 : FORM == CODED ? INPUT_SCALES + MAX_INPUTS / 256 * 4 : 0;
 
 // --- attention
 constexpr int KV_BYTES = CACHE == 16 ? 2 : 1;                   // bytes of a cached number
@@ -58,9 +67,12 @@ static_assert(E % 16 == 0 && F % 16 == 0 && QKV_ROWS % 16 == 0 && LATENT_ROWS % 
 // A layer's row of pointers, in the order of `POINTERS` in one_token.py.
 enum { NORM_W, NORM_B, MLP_W, MLP_B, Q_NORM, K_NORM, K_AT, V_AT, K_SCALE, V_SCALE, QKV_W, QKV_S, QKV_B, OUT_W, OUT_S, OUT_B,
        UP_W, UP_S, UP_B, DOWN_W, DOWN_S, DOWN_B, ROUTER_W, ROUTER_B, CORRECTION, SHARED_UP_W, SHARED_UP_S, SHARED_DOWN_W,
-       SHARED_DOWN_S, SHARED_WEIGHT_W, EXPERT_COUNTS, LOGITS, LATENT_W, LATENT_S, KEYS_W, VALUES_W,
+       SHARED_DOWN_S, SHARED_WEIGHT_W, EXPERT_COUNTS, LOGITS, LATENT_W, LATENT_S, LATENT_B, KEYS_W, VALUES_W,
        SINKS, WINDOW, TABLE, UP_FACTOR, DOWN_FACTOR, GATES_W, CONV_W, CONV_B, DECAY_W, TIME_W, DELTA_NORM_W, CONV_STATES, STATES,
-       QKV_ROW, OUT_ROW, UP_ROW, DOWN_ROW, LATENT_ROW, SHARED_UP_ROW, SHARED_DOWN_ROW, NUM_POINTERS };
+       QKV_ROW, OUT_ROW, UP_ROW, DOWN_ROW, LATENT_ROW, SHARED_UP_ROW, SHARED_DOWN_ROW, FORM_NUMBERS, NUM_POINTERS };
+// A product's number among GGUF's types (`with_form`). FORM_NUMBERS has four bits for each.
+enum { QKV_FORM = 0, LATENT_FORM = 4, OUT_FORM = 8, UP_FORM = 12, DOWN_FORM = 16 };
+DEVICE int form_number(u64 numbers, int of) { return (int)(numbers >> of & 15); }
 // Where a product's float32 for each row are, by the place of its scales. 4-bit floats have scales by groups as well.
 __device__ constexpr int row_scales(int form, int scales) {
     return !is_float4(form)          ? scales
@@ -299,10 +311,21 @@ struct Producer {
         ring.next();
     }
 
+    // Fill a stage with units of 8 rows of a GGUF type, the bits above the low four, and factors. Each producer copies 8 rows.
+    template <int FORM_>
+    DEVICE void copy_units(const u8* codes, const u8* high, const u8* factors, int units) {
+        typedef Units<FORM_> Own;
+        const u32 full = open_stage(units * (Own::CODES + Own::HIGH + Own::FACTORS)), to = stage_at() + which * Own::SLAB;
+        if (lane == 0) bulk_copy(to, codes, units * Own::CODES, full, evict_first);
+        if (Own::HIGH && lane == 1) bulk_copy(to + Own::HIGH_AT, high, units * Own::HIGH, full, evict_first);
+        if (lane == 2) bulk_copy(to + Own::FACTORS_AT_, factors, units * Own::FACTORS, full, evict_first);
+        ring.next();
+    }
+
     // Copy this CTA's tiles of a product [N, K], of which N counts the gates only. Scales of 4-bit codes lie in the order
     // of use: [tile, group, 16].
     template <int N, int K, bool GATES, MatrixSet OF = ONE, int TILE_OFFSET = 0, int TILE_TOTAL = 0, int FORM_ = FORM>
-    DEVICE void product(const u8* weight, const u8* scales, TopExperts experts = {}) {
+    DEVICE void product(const u8* weight, const u8* scales, TopExperts experts = {}, const u8* high = nullptr) {
         constexpr int MATRIX_TILES = N / (GATES ? 8 : 16), TOTAL = OF == CONCAT ? TOP * MATRIX_TILES : MATRIX_TILES;
         constexpr int NUM_EXPERTS = OF == SUMMED ? TOP : 1;
         constexpr int BYTES_OF_ROW = row_bytes(K, FORM_), K_STEPS = (BYTES_OF_ROW + STEP_BYTES - 1) / STEP_BYTES;
@@ -310,7 +333,16 @@ struct Producer {
         for (int step = first_tile<TOTAL, TILE_OFFSET, TILE_TOTAL>(cta) * NUM_EXPERTS; step < end * NUM_EXPERTS; step++) {
             const int tile = step / NUM_EXPERTS;
             const int expert = OF == ONE ? 0 : experts.of(OF == CONCAT ? tile / MATRIX_TILES : step % NUM_EXPERTS);
-            if constexpr (is_float4(FORM_)) {
+            if constexpr (is_coded(FORM_)) {
+                typedef Units<FORM_> Own;
+                constexpr int UNITS = K / Own::INPUTS;
+                const long long first = (long long)weight_row<N, GATES>(expert, tile, which * 8) / 8 * UNITS;
+#pragma unroll 1
+                for (int at = 0; at < UNITS; at += Own::IN_STAGE)
+                    copy_units<FORM_>(weight + (first + at) * Own::CODES, high + (first + at) * Own::HIGH,
+                                      scales + (first + at) * Own::FACTORS, min(Own::IN_STAGE, UNITS - at));
+                continue;
+            } else if constexpr (is_float4(FORM_)) {
                 const int row = weight_row<N, GATES>(expert, tile % MATRIX_TILES, which * 8);
                 const u8* from = weight + (long long)row * BYTES_OF_ROW;
                 constexpr int SCALES = chunk_scales(FORM_);
@@ -352,15 +384,19 @@ template <int N, int K, int CODES, int END, bool BIASED, MatrixSet OF = ONE, int
           int FORM_ = FORM>
 struct Product {
     typedef typename Sum<FORM_>::type Total;
-    static constexpr bool FLOAT4 = is_float4(FORM_), GATES = END == ACTIVATE && GATED;
+    static constexpr bool FLOAT4 = is_float4(FORM_), UNITS = is_coded(FORM_), GATES = END == ACTIVATE && GATED;
     static constexpr bool SCALED = FORM_ == 1 || FORM_ == 3 || FORM_ == NVFP4 || (FLOAT4 && FORM_ == FORM);
     static constexpr int MATRIX_TILES = N / (GATES ? 8 : 16), TOTAL = OF == CONCAT ? TOP * MATRIX_TILES : MATRIX_TILES;
     static constexpr int NUM_EXPERTS = OF == SUMMED ? TOP : 1;
-    static constexpr int BYTES_OF_ROW = row_bytes(K, FORM_), K_STEPS = (BYTES_OF_ROW + STEP_BYTES - 1) / STEP_BYTES;
-    // 4-bit floats: two groups of warps take matrices in turn, so that one computes while the other waits at a tile's end.
-    static constexpr int GROUPS = FLOAT4 ? 2 : 1, GROUP_WARPS = WARPS / GROUPS;
-    static constexpr int TURNS = STEP_BYTES / 64 / GROUP_WARPS, SUMS_OF = FORM_ == 2 ? 1 : FLOAT4 ? 2 : TURNS;
+    static constexpr int BYTES_OF_ROW = row_bytes(K, FORM_), STEP = UNITS ? Units<FORM_>::INPUTS * UNITS_IN_STAGE : STEP_BYTES;
+    static constexpr int K_STEPS = (BYTES_OF_ROW + STEP - 1) / STEP;
+    // Experts of 4-bit floats: two groups of warps take matrices in turn, so that one computes while the other waits at a
+    // tile's end.
+    static constexpr int GROUPS = FLOAT4 && OF != ONE ? 2 : 1, GROUP_WARPS = WARPS / GROUPS;
+    static constexpr int TURNS = STEP_BYTES / 64 / GROUP_WARPS, SUMS_OF = FORM_ == 2 || UNITS ? 1 : FLOAT4 ? 2 : TURNS;
     static constexpr int TILES_IN_TURN = OF == SUMMED ? 1 : GROUPS;  // groups share a tile of SUMMED: each has some experts
+
+    template <int OTHER> using With = Product<N, K, CODES, END, BIASED, OF, TILE_OFFSET, TILE_TOTAL, OTHER>;
 
     static DEVICE int group() { return GROUPS == 1 ? 0 : threadIdx.x / (GROUP_WARPS * 32); }
     static DEVICE int begin(int cta) { return first_tile<TOTAL, TILE_OFFSET, TILE_TOTAL>(cta); }
@@ -420,11 +456,18 @@ struct Product {
                 for (int k_step = 0; k_step < K_STEPS; k_step++) {
                     const u32 full = smem + BARRIERS_AT + ring.stage * 16, stage = smem + RING_AT + ring.stage * STAGE_BYTES;
                     const u32 from = smem + input + nth * input_bytes(K);
-                    constexpr int TAIL = BYTES_OF_ROW % STEP_BYTES;
+                    constexpr int TAIL = UNITS ? 0 : BYTES_OF_ROW % STEP_BYTES;
                     const int bytes = TAIL && k_step == K_STEPS - 1 ? TAIL : STEP_BYTES;
                     barrier_wait(full, ring.parity);
                     if constexpr (FLOAT4) mma_chunks(sum, stage, from, memory, k_step, bytes);
-                    else
+                    else if constexpr (UNITS) {
+                        typedef Units<FORM_> Own;
+                        const int first = k_step * Own::IN_STAGE, sums = Own::GROUP_SIZE == 16 ? SUMS_OF_16 : 0;
+                        Own::multiply(sum[0], memory + RING_AT + ring.stage * STAGE_BYTES, memory + input, DIGIT_PLANE,
+                                      (const float*)(memory + SUMS_AT + sums), MAX_INPUTS / Own::GROUP_SIZE,
+                                      (const float*)(memory + SUMS_AT + INPUT_SCALES), first,
+                                      min(Own::IN_STAGE, K / Own::INPUTS - first));
+                    } else
 #pragma unroll SUMS_OF
                     for (int turn = 0; turn < TURNS; turn++) {
                         const int column = (turn * WARPS + warp) * 64;  // so that a short last stage is shared by all warps
@@ -440,16 +483,21 @@ struct Product {
                 for (int i = 0; i < SUMS_OF; i++) own[0] += sum[i][0], own[1] += sum[i][2];
                 low += (float)own[0] * (OF == SUMMED ? factors[nth * 16 + lane / 4] : 1.0f);
                 high += (float)own[1] * (OF == SUMMED ? factors[nth * 16 + lane / 4 + 8] : 1.0f);
-                if (OF == SUMMED && BIASED && warp % GROUP_WARPS == 0) {
+                if (OF == SUMMED && BIASED && warp % GROUP_WARPS == 0 && (FORM_ != NVFP4 || lane % 4 == 0)) {
                     low += factors[(TOP + nth) * 16 + lane / 4];
                     high += factors[(TOP + nth) * 16 + lane / 4 + 8];
                 }
             }
             float* tiles = (float*)(memory + TILE_SUMS_AT) + ring.buffer * WARPS * 16;
             ring.buffer ^= 1;
+            if (UNITS || FORM_ == NVFP4) {  // lanes have groups, and digits
+                low += __shfl_xor_sync(~0u, low, 1), high += __shfl_xor_sync(~0u, high, 1);
+                low += __shfl_xor_sync(~0u, low, 2), high += __shfl_xor_sync(~0u, high, 2);
+            }
             if (lane % 4 == 0) {
-                tiles[warp * 16 + lane / 4] = low;
-                tiles[warp * 16 + lane / 4 + 8] = high;
+                const int r = lane / 4, own_row = UNITS ? r % 2 * 8 + r / 2 : r;
+                tiles[warp * 16 + own_row] = low;
+                tiles[warp * 16 + own_row + (UNITS ? 4 : 8)] = high;
             }
             if (TILES_IN_TURN == 1) sync_consumers();
             else sync_group(group(), GROUP_WARPS * 32);
@@ -525,17 +573,25 @@ struct Product {
     }
     // Multiply the first `bytes` of a stage of 4-bit floats: this warp's chunks of 128 inputs, two at a time so that they don't
     // wait for one another's results. A lane's 8 words have a code of each quarter, whose bits become a bfloat16's by a shift and
-    // a mask (`Float4Linear`), 2^126 too small. Inputs are RAISED, so that sums are not too small for a float32. MXFP4: a quarter
-    // is a group, whose sums times its power of two are those of the weight / `factor`, RAISED. NVFP4: four words are of the
-    // chunk's first half and four of its second, so each product of tensor cores is a group.
+    // a mask (`Float4Linear`), 2^126 too small. Inputs are RAISED, so that sums are not too small for a float32.
+    //
+    // MXFP4: a quarter is a group, whose sums times its power of two are those of the weight / `factor`, RAISED.
+    //
+    // NVFP4: four words are of the chunk's first half and four of its second, so each product of tensor cores is a group. Column n
+    // of the inputs' operand is zero but in the product of group n, so that a chunk's sums are of its 8 groups, and a lane scales
+    // those of two.
     static DEVICE void mma_chunks(float (&sum)[2][4], u32 stage, u32 input, const u8* memory, int k_step, int bytes) {
         const int warp = threadIdx.x / 32 % GROUP_WARPS, lane = threadIdx.x % 32;
         constexpr bool HALVES = FORM_ == NVFP4;
         constexpr int SCALES = chunk_scales(FORM_);
         const u32 own = stage + (HALVES ? lane / 4 * 64 + lane % 4 * 8 : lane * 16);
-        const u32 scales_at = stage - smem_address(memory) + 2 * SLAB + lane / 4 * (SCALES / 8);
+        const u32 scales_at = stage - smem_address(memory) + 2 * SLAB + lane / 4 * (SCALES / 8) + (HALVES ? lane % 4 / 2 * 4 : 0);
+        const int group = lane / 4;
+        u32 is_own[8];  // for a group's product two bfloat16, 1 or 0: multiplications are on another pipe than choices
+#pragma unroll
+        for (int g = 0; g < 8; g++) is_own[g] = group == g ? 0x3f803f80u : 0;
         for (int column = warp * 64; column < bytes; column += 2 * GROUP_WARPS * 64) {
-            u32 words[2][8], scales[2][2][HALVES ? 2 : 1], inputs[2];
+            u32 words[2][8], scales[2][2], inputs[2];
             bool has_end[2];  // the chunk at the row's end, which may have fewer than 128 inputs
 #pragma unroll
             for (int n = 0; n < 2; n++) {
@@ -549,32 +605,33 @@ struct Product {
                 } else
                     low = load_smem16(own + at * 8), high = load_smem16(own + SLAB + at * 8);
                 const u32* exponents = (const u32*)(memory + scales_at + at / 64 * SCALES);
-#pragma unroll
-                for (int half = 0; half < (HALVES ? 2 : 1); half++) {
-                    scales[n][0][half] = is_there ? exponents[half] : 0;
-                    scales[n][1][half] = is_there ? exponents[SLAB / 512 * SCALES / 4 + half] : 0;
-                }
+                scales[n][0] = is_there ? exponents[0] : 0;
+                scales[n][1] = is_there ? exponents[SLAB / 512 * SCALES / 4] : 0;
                 const u32 all[8] = {low.x, high.x, low.y, high.y, low.z, high.z, low.w, high.w};
 #pragma unroll
                 for (int i = 0; i < 8; i++) words[n][i] = all[i];
                 const int chunk = k_step * (STEP_BYTES / 64) + at / 64;
-                inputs[n] = input + (chunk * 128 + lane % 4 * (HALVES ? 4 : 8)) * 2;
+                inputs[n] = input + (chunk * 128 + lane % 4 * (HALVES ? 4 : 8) + (HALVES ? group * 16 : 0)) * 2;
                 has_end[n] = chunk == K / 128;
                 if (HALVES && !is_there) words_are_zero(words[n]);
+            }
+            uint2 x_own[2];  // NVFP4: of the lane's column
+            float c_own[2][2][4] = {};
+            if constexpr (HALVES) {  // braces: NVRTC loses what follows a pragma behind `if constexpr`
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    x_own[n] = load_smem8(inputs[n]);
+                    if (K % 128 && has_end[n] && group >= 4) x_own[n] = uint2{0, 0};  // K is a multiple of 64
+                }
             }
 #pragma unroll
             for (int quarter = 0; quarter < 4; quarter++) {
                 uint4 x[2];
                 float c[2][4] = {};
                 u32 a[2][8];
+                if constexpr (!HALVES) {
 #pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    if (HALVES) {
-                        const uint2 first = load_smem8(inputs[n] + quarter * 32);
-                        uint2 second = load_smem8(inputs[n] + quarter * 32 + 128);
-                        if (K % 128 && has_end[n]) second = uint2{0, 0};  // K is a multiple of 64
-                        x[n] = uint4{first.x, first.y, second.x, second.y};
-                    } else {
+                    for (int n = 0; n < 2; n++) {
                         x[n] = load_smem16(inputs[n] + quarter * 64);
                         if (K % 128 && quarter >= K % 128 / 32 && has_end[n]) x[n] = uint4{0, 0, 0, 0};
                     }
@@ -589,17 +646,14 @@ struct Product {
                                       : and_or(w << 1, 0x80008000u, and_or(w >> 3, 0x01800180u, w >> 7 & 0x00400040u));
                     }
                 if constexpr (HALVES) {
-                    float d[2][4] = {};
 #pragma unroll
-                    for (int n = 0; n < 2; n++) {
-                        mma(c[n], a[n][0], a[n][1], a[n][2], a[n][3], x[n].x, x[n].y);
-                        mma(d[n], a[n][4], a[n][5], a[n][6], a[n][7], x[n].z, x[n].w);
-                    }
+                    for (int half = 0; half < 2; half++)
 #pragma unroll
-                    for (int n = 0; n < 2; n++) {
-                        sum[n][0] += c[n][0] * e5m3(scales[n][0][0], quarter) + d[n][0] * e5m3(scales[n][0][1], quarter);
-                        sum[n][2] += c[n][2] * e5m3(scales[n][1][0], quarter) + d[n][2] * e5m3(scales[n][1][1], quarter);
-                    }
+                        for (int n = 0; n < 2; n++) {
+                            const u32 is = is_own[4 * half + quarter];
+                            mma(c_own[n][half], a[n][4 * half], a[n][4 * half + 1], a[n][4 * half + 2], a[n][4 * half + 3],
+                                multiply_pair(x_own[n].x, is), multiply_pair(x_own[n].y, is));
+                        }
                     continue;
                 }
 #pragma unroll
@@ -610,9 +664,20 @@ struct Product {
                             half ? x[n].z : x[n].x, half ? x[n].w : x[n].y);
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    sum[n][0] += c[n][0] * power_of_two(scales[n][0][0], quarter);
-                    sum[n][2] += c[n][2] * power_of_two(scales[n][1][0], quarter);
+                    sum[n][0] += c[n][0] * power_of_two(scales[n][0], quarter);
+                    sum[n][2] += c[n][2] * power_of_two(scales[n][1], quarter);
                 }
+            }
+            if constexpr (HALVES) {
+#pragma unroll
+                for (int n = 0; n < 2; n++)
+#pragma unroll
+                    for (int row = 0; row < 2; row++) {  // groups 2 · (lane % 4) and the next: a half of the word
+                        const u32 both = scales[n][row] >> lane % 2 * 16;
+#pragma unroll
+                        for (int i = 0; i < 2; i++)
+                            sum[n][2 * row] += (c_own[n][0][2 * row + i] + c_own[n][1][2 * row + i]) * e5m3(both, i);
+                    }
             }
         }
     }
@@ -652,6 +717,42 @@ DEVICE void store_input(const float* y, float inverse_scale, int v, u8* input) {
         *(uint4*)(input + v * 16) = pack8(z);
     } else
         *(uint4*)(input + v * 16) = pack8(y);
+}
+// Store 8 numbers of GGUF's products as 16-bit integers, by digit, with sums of 16 and 32 numbers, and the scale of the warp's 256.
+DEVICE void store_digits(const float* y, int v, u8* memory, int input) {
+    float max_abs = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 8; j++) max_abs = fmaxf(max_abs, fabsf(y[j]));
+    max_abs = __uint_as_float(warp_max(__float_as_uint(max_abs)));
+    const float inverse = max_abs > 0.0f ? 32512.0f / max_abs : 0.0f;  // 127 · 256
+    u32 low[8], high[8], digits[2][2];
+#pragma unroll
+    for (int j = 0; j < 8; j++) {  // an integer's lower 16 bits; its high digit is rounded, since the low one has a sign
+        low[j] = __float_as_uint(fmaf(y[j], inverse, 12582912.0f));
+        high[j] = low[j] + 128;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const u32 *h = high + 4 * i, *l = low + 4 * i;
+        digits[0][i] = permute(permute(h[0], h[1], 0x51), permute(h[2], h[3], 0x51), 0x5410);
+        digits[1][i] = permute(permute(l[0], l[1], 0x40), permute(l[2], l[3], 0x40), 0x5410);
+    }
+    // Both sums in a word: at most 32 · 128 each.
+    int both = sum_bytes(digits[0][0], sum_bytes(digits[0][1])) * 65536 + sum_bytes(digits[1][0], sum_bytes(digits[1][1]));
+    u8* sums = memory + SUMS_AT;
+    const bool is_there = v < MAX_INPUTS / 8;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {  // of 16, then of 32
+        both += __shfl_xor_sync(~0u, both, 1 + i);
+        const int group = i ? 32 : 16, low_sum = (short)both;
+        float* own = (float*)(sums + (i ? 0 : SUMS_OF_16)) + v * 8 / group;
+        if (v * 8 % group == 0 && is_there)
+            own[0] = (float)((both - low_sum) >> 16), own[MAX_INPUTS / group] = (float)low_sum;
+    }
+    if (!is_there) return;
+    if (v % 32 == 0) ((float*)(sums + INPUT_SCALES))[v / 32] = max_abs / 32512.0f;
+    *(uint2*)(memory + input + v * 8) = make_uint2(digits[0][0], digits[0][1]);
+    *(uint2*)(memory + input + DIGIT_PLANE + v * 8) = make_uint2(digits[1][0], digits[1][1]);
 }
 DEVICE float quant_scale(float max_abs) {
     return fmaxf(max_abs, SMALLEST) / (FORM == 1 ? 448.0f : 127.0f);
@@ -734,7 +835,8 @@ DEVICE float load_input(Load load, const u16* weight, const u16* bias, float eps
             sum += __shfl_xor_sync(~0u, sum, 2);
             if (v < VECTORS && v % 4 == 0) ((float*)(memory + SUMS_AT))[v / 4] = sum * -(HALF ? 1032.0f : 136.0f);
         }
-        if (v < VECTORS) store_input(y[i], 1.0f / scale, v, memory + input);
+        if (FORM == CODED) store_digits(y[i], v, memory, input);
+        else if (v < VECTORS) store_input(y[i], 1.0f / scale, v, memory + input);
     }
     sync_consumers();
     return scale;

@@ -10,10 +10,10 @@
 | int4 | `int4_gemv` | `int4_linear` | cuBLAS, on the dense copy or on the dequantised weight |
 | nvfp4, mxfp4 | `float4_linear` | `float4_linear` | to 512 `float4_linear`, else cuBLAS on the expanded weight |
 | GGUF types | `gguf.linear` | `gguf.linear` | dense copy, or expanded |
-| others, deterministic | `gemm` | `gemm` | `gemm` (4 bits dequantised first) |
 
 With few tokens a product is bound by reading the weight. All sums have a fixed order. Tiles come
-from `spec.devices.autotune_table`; shapes that it lacks use the heuristics here."""
+from `spec.devices.autotune_table`; shapes that it lacks use the heuristics here. `deterministic`:
+`invariant.py`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from slipstream.kernels.triton.pointwise import quantize
 from slipstream.kernels.triton.products import float4, gguf, gguf_packing
 from slipstream.kernels.triton.products.fp8_block import (
     fp8_tile_linear,
-    fp8_tile_linear_invariant,
     fp8_tile_scaled_mm,
     has_scaled_mm,
 )
@@ -81,7 +80,7 @@ def pack(w: Linear, *, dense_copies: bool) -> Linear:
     if not isinstance(w, GroupedLinear):
         return w
     packed = float4.pack_float4(w) if w.codes == "e2m1" else w
-    return replace(packed, dense=_dense(packed, w.scales.dtype)) if dense_copies else packed
+    return replace(packed, dense=dense(packed, w.scales.dtype)) if dense_copies else packed
 
 
 def linear(
@@ -89,16 +88,13 @@ def linear(
     w: Linear,
     scratch: ArrivalCounters | None,
     tiles: TileTable = NO_TILES,
-    deterministic: bool = False,
 ) -> Tensor:
     """`OpSet.linear`. `scratch` is on the weight's device; without it a dense weight can't use
-    Hopper's own kernel. `deterministic`: a row's result depends on that row only."""
+    Hopper's own kernel."""
     if isinstance(w, CodedLinear | JoinedLinear):
         assert isinstance(x, Tensor)
-        if not deterministic:
-            assert scratch is not None
-            return gguf.linear(x, w, scratch)
-        w = gguf.expanded(w)
+        assert scratch is not None
+        return gguf.linear(x, w, scratch)
     if (
         w.sparse is not None
         and (x if isinstance(x, Tensor) else x.values).shape[0] >= w.sparse.from_tokens
@@ -106,8 +102,6 @@ def linear(
         return sparse24_linear(x, w)
     if isinstance(w, TileScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
-        if deterministic:
-            return fp8_tile_linear_invariant(q, w)
         if has_scaled_mm(q, w):
             return fp8_tile_scaled_mm(q, w)
         num_tokens, inner = q.values.shape
@@ -119,8 +113,6 @@ def linear(
         return fp8_tile_linear(
             q, w, scratch, tile=found and (max(16, triton.next_power_of_2(num_tokens)), *found)
         )
-    if deterministic:
-        return _linear_invariant(x, w)
     if isinstance(w, ScaledLinear):
         q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
         num_tokens, inner = q.values.shape
@@ -135,7 +127,7 @@ def linear(
                 tile=tiles.find("skinny_gemm", w.inputs, w.out_features, inner, num_tokens),
             )
         if w.inputs == "fp8":
-            return _fp8_scaled_mm(q, w)
+            return fp8_scaled_mm(q, w)
         return gemm(q, w, tile=tiles.find("gemm", w.inputs, w.out_features, inner, num_tokens))
     assert isinstance(x, Tensor)
     if isinstance(w, Float4Linear):
@@ -155,7 +147,7 @@ def linear(
                 scratch,
                 tile=tiles.find("int4_groupwise", kind, w.out_features, x.shape[1], x.shape[0]),
             )
-        return F.linear(x, _dense(w, x.dtype), w.bias)
+        return F.linear(x, dense(w, x.dtype), w.bias)
     if x.shape[0] == 1 and w.weight.is_contiguous():
         tile = tiles.find("gemv", str(x.dtype).removeprefix("torch."), *w.weight.shape)
         return gemv(x.contiguous(), w.weight, w.bias, tile=tile)
@@ -201,27 +193,13 @@ def _is_narrow(w: ScaledLinear) -> bool:
     return w.inputs == "fp8" and w.out_features < NARROW and platform_of(w.weight.device).arch.wgmma
 
 
-def _linear_invariant(x: Activations, w: Linear) -> Tensor:
-    """Product by one kernel for any number of tokens. An output is one sum along K, in the tensor
-    core's own steps, so the tile's height and width change no bit of it (tests/gpu checks that)."""
-    if isinstance(w, ScaledLinear):
-        q = x if isinstance(x, Quantized) else quantize(x, w.inputs)
-        tile = (64, 64, 256, 4, 3) if q.values.shape[0] <= SKINNY_TOKENS else (128, 128, 128, 8, 3)
-        return gemm(q, w, tile=tile)
-    assert isinstance(x, Tensor)
-    if isinstance(w, GroupedLinear | Float4Linear):
-        w = Linear(weight=_dense(w, x.dtype), bias=w.bias)
-    tile = (64, 64, 128, 4, 3) if x.shape[0] <= SKINNY_TOKENS else (128, 128, 64, 8, 3)
-    return gemm(x, w, tile=tile if x.dtype.itemsize == 2 else (32, 64, 32, 4, 2))
-
-
-def _dense(w: GroupedLinear | Float4Linear, dtype: torch.dtype) -> Tensor:
+def dense(w: GroupedLinear | Float4Linear, dtype: torch.dtype) -> Tensor:
     if isinstance(w, Float4Linear):
         return float4.expanded(w, dtype)
     return dequantize_int4(w, dtype) if w.dense is None else w.dense
 
 
-def _fp8_scaled_mm(x: Quantized, w: ScaledLinear) -> Tensor:
+def fp8_scaled_mm(x: Quantized, w: ScaledLinear) -> Tensor:
     y: Tensor = torch._scaled_mm(
         x.values,
         w.weight.T,

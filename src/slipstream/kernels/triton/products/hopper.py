@@ -188,14 +188,17 @@ def is_faster(num_tokens: int, outer: int, *, scaled: bool) -> bool:
 def covers(values: Tensor, w: Linear) -> bool:
     """Whether `skinny_gemm` supports these dtypes and strides and is the fastest. `values`: the
     inputs, [T, K]."""
-    scaled, weight, row_bytes = (
-        isinstance(w, ScaledLinear),
-        w.weight,
-        values.shape[1] * values.element_size(),
-    )
+    scaled = isinstance(w, ScaledLinear)
+    return is_faster(len(values), w.weight.shape[0], scaled=scaled) and supports(values, w)
+
+
+def supports(values: Tensor, w: Linear) -> bool:
+    """Whether `skinny_gemm` supports these numbers of rows, dtypes and strides."""
+    weight, row_bytes = w.weight, values.shape[1] * values.element_size()
+    scaled = isinstance(w, ScaledLinear)
     kinds = (torch.float8_e4m3fn,) if scaled else (torch.bfloat16, torch.float16)
     return (
-        is_faster(len(values), weight.shape[0], scaled=scaled)
+        0 < len(values) <= MAX_TOKENS
         and values.dtype in kinds
         and weight.dtype == values.dtype
         and weight.is_contiguous()
@@ -206,16 +209,21 @@ def covers(values: Tensor, w: Linear) -> bool:
 
 
 def skinny_gemm(
-    x: Activations, w: Linear, scratch: ArrivalCounters, added: Tensor | None = None
+    x: Activations,
+    w: Linear,
+    scratch: ArrivalCounters,
+    added: Tensor | None = None,
+    *,
+    whole: bool = False,
 ) -> Tensor:
     """x [T, K] · Wᵀ + b → [T, N], if `covers` allows it. With `added` [T, N] the sum is written in
-    its place."""
+    its place. `whole`: K is not split, so T changes no bit of a row."""
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     (num_tokens, inner), outer, size = values.shape, w.weight.shape[0], values.element_size()
     block_m, block_k = max(16, triton.next_power_of_2(num_tokens)), 256 // size
     block_n, splits = _tile(outer, inner * size, block_m)
     tiles, num_steps = triton.cdiv(outer, block_n), triton.cdiv(inner, block_k)
-    splits = min(splits, num_steps)
+    splits = 1 if whole else min(splits, num_steps)
     stages = min(MAX_STAGES, SHARED_BYTES // ((block_n + block_m) * 256))
     w_desc = TensorDescriptor(w.weight, [outer, inner], [inner, 1], [block_n, block_k], TILES[size])
     x_desc = TensorDescriptor(

@@ -1,0 +1,310 @@
+"""Attention over the paged cache in which a token's sums depend on its position alone
+(`deterministic`).
+
+Keys are taken in *parts* of PART from key 0 on, whatever a step holds. A part has an online softmax
+of its own, in tiles of BLOCK_N keys, and parts are folded in their order:
+
+    m' = max(m, mₚ);  l' = l · 2^(m − m') + lₚ · 2^(mₚ − m');  o' = o · 2^(m − m') + oₚ · 2^(mₚ − m')
+
+1. With many queries a thread block walks along all parts of a tile of queries and folds as it goes.
+2. With few, parts go to thread blocks of their own, and a second kernel folds them. So a lone
+   sequence fills the chip, and who computes a part changes no bit.
+
+What is masked adds 0 and multiplies by 1, so a row's sums do not depend on the other rows of its
+tile either. Multiplications with an addition behind are written as `fma`, so that no variant of a
+kernel rounds between them where another does not."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.ops import AttentionParams
+from slipstream.kernels.triton.attention.paged import (
+    LOG2E,
+    _load_tile,
+    _locate_keys,
+    _scores,
+    _to_dtype,
+)
+from slipstream.kernels.triton.gluon_support import runs_on_hopper
+from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
+from slipstream.platform import platform_of
+
+PART, BLOCK_N = 256, 32
+"""Keys of a part and of a tile. Both are in the sums: other numbers give other bits."""
+ROWS = 16
+"""Query rows (tokens × G) of one warp's tile."""
+PROMPT_ROWS = 64
+"""Rows of a tile of prompts on Hopper, whose four warps have 16 each. With 16-bit numbers both kinds
+of tensor-core instruction (HMMA, HGMMA) give the same bits."""
+ROWS_OF_8_BITS = 16
+"""Rows of every tile over an 8-bit cache. Its codes are widened in registers, where HMMA is given the
+inputs of a row in another order than HGMMA is."""
+STAGES = 6
+"""Tiles of keys on their way to a decode's thread block."""
+FEW_PROGRAMS = 8
+"""Thread blocks a multiprocessor below which parts go to thread blocks of their own."""
+MAX_SLOTS = 4096
+"""Most parts, counted for each token, that are written to memory (130 floats a head)."""
+AT_ONCE = tl.constexpr(8)
+"""Parts that the second kernel loads at once."""
+
+
+@triton.jit
+def _fold(acc, m, l, part_acc, part_m, part_l):
+    """Fold a part into the sums before it."""
+    new = tl.maximum(m, part_m)
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    before, here = tl.exp2(m - safe), tl.exp2(part_m - safe)
+    acc = tl.fma(acc, tl.broadcast_to(before[:, None], acc.shape), part_acc * here[:, None])
+    return acc, new, tl.fma(l, before, part_l * here)
+
+
+@triton.jit
+def _part(
+    q, start, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, bias, reach, window, head, ds,
+    K: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BY_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Outputs, maxima and sums of one part's keys, `start` … `end`."""
+    m = tl.full((q.shape[0],), float("-inf"), tl.float32)
+    l = tl.zeros((q.shape[0],), tl.float32)
+    acc = tl.zeros((q.shape[0], BLOCK_D), tl.float32)
+    for at_tile in range(start, end, BLOCK_N):
+        at = at_tile + tl.arange(0, BLOCK_N)
+        block, slot = _locate_keys(table, at_tile, end, BLOCK_N, BLOCK_SIZE, True)
+        base = (block * K + head) * (BLOCK_SIZE * D)
+        # The cache has finite numbers only, and keys that a row does not see get weight 0.
+        k = _load_tile(
+            k_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
+        )
+        if BY_DIM:
+            v = tl.trans(
+                _load_tile(
+                    v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None],
+                    (ds < D)[:, None],
+                    BLOCK_D == D,
+                )
+            )
+        else:
+            v = _load_tile(
+                v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
+            )
+        distance = positions[:, None] - at[None, :]
+        s = tl.dot(q, tl.trans(_to_dtype(k, q.dtype)), input_precision="ieee")
+        s, to_log2 = _scores(
+            s, scale, softcap, slope, bias, reach, distance, True, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS
+        )
+        s = tl.where(distance >= 0 if CAUSAL else (at < end)[None, :], s, float("-inf"))
+        if HAS_WINDOW:
+            s = tl.where((distance if CAUSAL else tl.abs(distance)) < window, s, float("-inf"))
+        new = tl.maximum(m, tl.max(s, 1) * to_log2)
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        factor = tl.full(s.shape, 1.0, tl.float32) * to_log2
+        p = tl.exp2(tl.fma(s, factor, tl.broadcast_to(-safe[:, None], s.shape)))
+        alpha = tl.exp2(m - safe)
+        l = tl.fma(l, alpha, tl.sum(p, 1))
+        acc = tl.dot(
+            p.to(q.dtype), _to_dtype(v, q.dtype), acc * alpha[:, None], input_precision="ieee"
+        )
+        m = new
+    return acc, m, l
+
+
+@triton.jit(
+    do_not_specialize=["window", "table_stride", "reach", "first_seq", "num_parts", "lanes"]
+)
+def _attention_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, max_ptr, sum_ptr, table_ptr, starts_ptr, lens_ptr, slopes_ptr, bias_ptr,
+    sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window, table_stride, reach, first_seq, num_parts, lanes,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute BLOCK_M rows of a (kv head, sequence), over all parts of their keys or, with SPLIT,
+    over each `lanes`-th part. A row is a token and one of the G heads of the kv head."""
+    if PDL:
+        pdl_wait()
+    head, seq = tl.program_id(0), tl.program_id(1) + first_seq
+    tile = tl.program_id(2)
+    lane = tile % lanes
+    tile = tl.num_programs(2) // lanes - 1 - tile // lanes  # longest first
+    first_token = tl.load(starts_ptr + seq)
+    num_queries = tl.load(starts_ptr + seq + 1) - first_token
+    if tile * BLOCK_M >= num_queries * G:
+        return
+    length = tl.load(lens_ptr + seq)
+    context = length - num_queries
+    rows, ds = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    live = rows < num_queries * G
+    heads = head * G + rows % G
+    positions = context + rows // G
+    place = (first_token + rows // G).to(tl.int64) * (K * G) + heads
+    offset = place[:, None] * D + ds[None, :]
+    mask = live[:, None] & (ds < D)[None, :]
+    q = tl.load(q_ptr + offset, mask=mask, other=0.0)
+    if SCALED:
+        q = q.to(tl.float16)
+        scale *= tl.load(k_scale_ptr + head)
+    slope = 0.0
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + heads)[:, None]
+    bias = (bias_ptr + heads * (2 * reach + 1) + reach)[:, None]
+    table = table_ptr + seq.to(tl.int64) * table_stride
+    low, first = 0, context + tile * BLOCK_M // G
+    if HAS_WINDOW:
+        low = tl.maximum(0, first - window + 1) // BLOCK_N * BLOCK_N
+    end = length
+    if CAUSAL:
+        end = tl.minimum(length, context + (tile * BLOCK_M + BLOCK_M - 1) // G + 1)
+    elif HAS_WINDOW:
+        end = tl.minimum(length, context + (tile * BLOCK_M + BLOCK_M - 1) // G + window)
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if HAS_SINKS:
+        m, l = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2E, l + 1.0
+    # A sequence of padding has no keys; its first part is empty.
+    for part in range(low // PART + lane, tl.cdiv(tl.maximum(end, 1), PART), lanes):
+        part_acc, part_m, part_l = _part(
+            q, tl.maximum(part * PART, low), tl.minimum(part * PART + PART, end), positions, table, k_ptr, v_ptr, scale,
+            softcap, slope, bias, reach, window, head, ds,
+            K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, CAUSAL,
+        )  # fmt: skip
+        if SPLIT:
+            at = (place - first_seq * (K * G)) * num_parts + part
+            tl.store(max_ptr + at, part_m, mask=live)
+            tl.store(sum_ptr + at, part_l, mask=live)
+            tl.store(partial_ptr + at[:, None] * D + ds[None, :], part_acc, mask=mask)
+        else:
+            acc, m, l = _fold(acc, m, l, part_acc, part_m, part_l)
+    if not SPLIT:
+        acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+        if SCALED:
+            acc = acc * tl.load(v_scale_ptr + head)
+        tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["window", "num_parts", "first_token"])
+def _fold_kernel(
+    partial_ptr, max_ptr, sum_ptr, out_ptr, positions_ptr, end_ptr, sinks_ptr, v_scale_ptr, window, num_parts, first_token,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr, DECODES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Fold the parts of one token and head. DECODES: the tokens are sequences, and `positions`
+    their lengths. Tokens from `end` on are padding."""
+    if PDL:
+        pdl_wait()
+    token, head = tl.program_id(0), tl.program_id(1)
+    ds = tl.arange(0, BLOCK_D)
+    position = tl.load(positions_ptr + token).to(tl.int32)
+    if DECODES:
+        position = tl.maximum(position - 1, 0)
+    elif token >= tl.load(end_ptr) - first_token:
+        return
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(0, position - window + 1) // PART
+    place = token.to(tl.int64) * (K * G) + head
+    m, l = tl.full((1,), float("-inf"), tl.float32), tl.zeros((1,), tl.float32)
+    acc = tl.zeros((1, BLOCK_D), tl.float32)
+    if HAS_SINKS:
+        m, l = l + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E, l + 1.0
+    last = tl.minimum(position // PART, num_parts - 1)
+    for begin in range(first, last + 1, AT_ONCE):
+        accs, ms, ls = (), (), ()
+        for i in tl.static_range(AT_ONCE):
+            part = begin + i + tl.arange(0, 1)
+            exists, at = part <= last, place * num_parts + part
+            ms = ms + (tl.load(max_ptr + at, mask=exists, other=float("-inf")),)  # type: ignore[assignment]  # noqa: RUF005
+            ls = ls + (tl.load(sum_ptr + at, mask=exists, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+            accs = accs + (  # type: ignore[assignment]  # noqa: RUF005
+                tl.load(
+                    partial_ptr + at[:, None] * D + ds[None, :],
+                    mask=exists[:, None] & (ds < D)[None, :],
+                    other=0.0,
+                ),
+            )
+        for i in tl.static_range(AT_ONCE):
+            acc, m, l = _fold(acc, m, l, accs[i], ms[i], ls[i])
+    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    if SCALED:
+        acc = acc * tl.load(v_scale_ptr + head // G)
+    at = (place + tl.arange(0, 1))[:, None] * D + ds[None, :]
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(ds < D)[None, :])
+
+
+def attention(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: AttentionParams) -> Tensor:
+    """`OpSet.attention` for `deterministic`."""
+    out = torch.empty_like(q)
+    num_decodes, num_seqs = meta.num_decodes, len(meta.seq_lens)
+    if num_decodes:
+        _attend(q, kv, meta, s, out, 0, num_decodes, 1)
+    if num_seqs > num_decodes:
+        _attend(q, kv, meta, s, out, num_decodes, num_seqs - num_decodes, meta.max_query_len)
+    return out
+
+
+def _attend(
+    q: Tensor,
+    kv: LayerKV,
+    meta: AttentionMetadata,
+    s: AttentionParams,
+    out: Tensor,
+    first_seq: int,
+    num_seqs: int,
+    most_queries: int,
+) -> None:
+    """Attend for sequences `first_seq` …, of at most `most_queries` tokens each. The tokens before
+    them are one a sequence."""
+    num_tokens, num_heads, dim = q.shape
+    num_kv_heads, block_size = kv.k.shape[1:3]
+    group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(dim))
+    num_rows = most_queries * group
+    block_m, warps = ROWS, 1
+    if q.dtype.itemsize == 2 and runs_on_hopper(q.device):
+        if kv.k_scale is not None:
+            block_m = ROWS_OF_8_BITS
+        elif num_rows > 2 * ROWS:
+            block_m = PROMPT_ROWS
+        warps = block_m // ROWS
+    tiles = triton.cdiv(num_rows, block_m)
+    programs, parts = num_kv_heads * num_seqs * tiles, triton.cdiv(meta.max_seq_len, PART)
+    chosen = num_seqs if most_queries == 1 else num_tokens - first_seq  # tokens of this launch
+    room = FEW_PROGRAMS * platform_of(q.device).multiprocessors
+    splits = s.causal and programs < room and parts > 1 and chosen * parts <= MAX_SLOTS
+    lanes = min(parts, max(1, 4 * room // programs)) if splits else 1
+    flags = dict(
+        HAS_WINDOW=s.window is not None,
+        HAS_SINKS=s.sinks is not None,
+        SCALED=kv.k_scale is not None,
+    )
+    shape = dict(K=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, PART=PART, **pdl_options(q))
+    given = s.alibi_slopes, s.distance_bias, s.sinks, kv.k_scale, kv.v_scale
+    slopes, bias, sinks, k_scale, v_scale = (q if t is None else t for t in given)
+    partial, maxima, sums = out, out, out
+    if splits:  # the scratch begins at the launch's first token
+        size = (chosen, num_heads, parts)
+        partial = q.new_empty(*size, dim, dtype=torch.float32)
+        maxima, sums = q.new_empty(2, *size, dtype=torch.float32)
+    _attention_kernel[(num_kv_heads, num_seqs, tiles * lanes)](
+        q, kv.k, kv.v, out, partial, maxima, sums, meta.block_table, meta.query_start_loc, meta.seq_lens,
+        slopes, bias, sinks, k_scale, v_scale, s.scale, s.softcap or 1.0, s.window or 0, meta.block_table.stride(0), s.reach,
+        first_seq, parts, lanes,
+        BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=BLOCK_N, HAS_SOFTCAP=s.softcap is not None,
+        HAS_ALIBI=s.alibi_slopes is not None, HAS_BIAS=s.distance_bias is not None, CAUSAL=s.causal,
+        BY_DIM=kv.v.stride(2) == 1, SPLIT=splits, num_warps=warps, num_stages=STAGES if block_m == ROWS else 3,
+        **shape, **flags,
+    )  # fmt: skip
+    if splits:
+        _fold_kernel[(chosen, num_heads)](
+            partial, maxima, sums, out[first_seq:], meta.seq_lens if most_queries == 1 else meta.positions[first_seq:],
+            meta.query_start_loc[-1:], sinks, v_scale, s.window or 0, parts, first_seq,
+            DECODES=most_queries == 1, num_warps=1, **shape, **flags,
+        )  # fmt: skip

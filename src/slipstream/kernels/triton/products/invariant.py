@@ -1,0 +1,150 @@
+"""Products for `deterministic`: an output depends on its row of inputs, whatever the number of rows.
+
+An output is one sum along K in the tensor core's own steps (16 inputs of 16 bits, 32 of 8). Neither
+the height nor the width of a tile changes a bit of it; only splits of K do, and the order in which
+scales are multiplied. So the fastest kernel for each number of rows can run, if it does not split K:
+
+| scheme | to 64 rows | more |
+| --- | --- | --- |
+| 16 bits | on Hopper `hopper.skinny_gemm` | cuBLASLt without splits |
+| fp8 | on Hopper `hopper.skinny_gemm` | torch's scaled GEMM |
+| int8: sums of whole numbers, exact in any order of a product without splits | `skinny_gemm` | `gemm` |
+| fp8-block | `fp8_tile_linear` | `fp8_tile_linear` |
+| 4 bits, GGUF types | 16 bits: the dense copy, or expanded each time | the same |
+| any other | `gemm` | `gemm` |
+
+A library promises no order. So before it is used for a weight's shape it is compared with our
+kernel, bit by bit, at numbers of rows between which its own choice changes (`Libraries`). A shape at
+which they differ uses `gemm`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.kernels.triton.gluon_support import runs_on_hopper
+from slipstream.kernels.triton.pointwise import quantize
+from slipstream.kernels.triton.products import dispatch, gguf
+from slipstream.kernels.triton.products.fp8_block import fp8_tile_linear_invariant
+from slipstream.kernels.triton.products.split_k import ArrivalCounters
+from slipstream.kernels.weights.forms import (
+    Activations,
+    CodedLinear,
+    Float4Linear,
+    GroupedLinear,
+    JoinedLinear,
+    Linear,
+    Quantized,
+    ScaledLinear,
+    TileScaledLinear,
+)
+from slipstream.platform import platform_of
+
+_logger = logging.getLogger(__name__)
+FEW = 64
+"""Most rows of our kernels for few rows."""
+COMPARED = (65, 96, 128, 200, 256, 384, 512, 1024, 2048)
+"""Numbers of rows at which a library is compared."""
+COMPARED_NUMBERS = 2**26
+"""Most outputs of such a comparison: 128 MB."""
+
+
+class Libraries:
+    """Notes, for each shape of a weight, whether the library's product has the bits of ours."""
+
+    def __init__(self) -> None:
+        self._agrees: dict[tuple[object, ...], bool] = {}
+
+    def agrees(self, w: Linear, scratch: ArrivalCounters) -> bool:
+        """False where it differs, and while a graph is captured in which a shape is met first."""
+        if w.weight.is_meta:  # kernels are compiled ahead
+            return True
+        key = (type(w), *w.weight.shape, w.weight.dtype, w.bias is not None)
+        if key not in self._agrees:
+            if platform_of(w.weight.device).is_capturing:
+                return False
+            self._agrees[key] = _compare(w, scratch)
+            if not self._agrees[key]:
+                _logger.info(
+                    "deterministic: the library sums products with a weight of %s otherwise", key
+                )
+        return self._agrees[key]
+
+
+def linear(
+    x: Activations, w: Linear, scratch: ArrivalCounters | None, libraries: Libraries
+) -> Tensor:
+    """`OpSet.linear`."""
+    if isinstance(w, CodedLinear | JoinedLinear):
+        w = gguf.expanded(w)
+    if isinstance(x, Tensor) and w.inputs is not None:
+        x = quantize(x, w.inputs)
+    if isinstance(w, TileScaledLinear):
+        assert isinstance(x, Quantized)
+        return fp8_tile_linear_invariant(x, w)
+    if isinstance(w, GroupedLinear | Float4Linear):
+        assert isinstance(x, Tensor)
+        w = Linear(weight=dispatch.dense(w, x.dtype), bias=w.bias)
+    values = x.values if isinstance(x, Quantized) else x
+    if isinstance(w, ScaledLinear) and w.inputs == "int8" and scratch is not None:
+        assert isinstance(x, Quantized)
+        if len(values) > FEW:
+            return dispatch.gemm(x, w)
+        return dispatch.skinny_gemm(x, w, scratch, tile=(64, 256, 1, 4))
+    if scratch is None or not runs_on_hopper(values.device):
+        return _ours(x, w)
+    if len(values) <= FEW or not libraries.agrees(w, scratch):
+        return _ours(x, w, scratch)
+    return _librarys(x, w)
+
+
+def _ours(x: Activations, w: Linear, scratch: ArrivalCounters | None = None) -> Tensor:
+    values = x.values if isinstance(x, Quantized) else x
+    few = len(values) <= FEW
+    if scratch is not None and few:
+        from slipstream.kernels.triton.products import hopper
+
+        values = values.contiguous()
+        x = replace(x, values=values) if isinstance(x, Quantized) else values
+        if hopper.supports(values, w):
+            return hopper.skinny_gemm(x, w, scratch, whole=True)
+    if isinstance(w, ScaledLinear):
+        tile = (64, 64, 256, 4, 3) if few else (128, 128, 128, 8, 3)
+        return dispatch.gemm(x, w, tile=tile)
+    tile = (64, 64, 128, 4, 3) if few else (128, 128, 64, 8, 3)
+    return dispatch.gemm(x, w, tile=tile if values.dtype.itemsize == 2 else (32, 64, 32, 4, 2))
+
+
+def _librarys(x: Activations, w: Linear) -> Tensor:
+    if isinstance(x, Quantized):
+        assert isinstance(w, ScaledLinear)
+        return dispatch.fp8_scaled_mm(x, w)
+    with platform_of(x.device).unsplit_products(x.dtype):
+        return F.linear(x, w.weight, w.bias)
+
+
+def _compare(w: Linear, scratch: ArrivalCounters) -> bool:
+    outer, inner = w.weight.shape
+    most = max(COMPARED_NUMBERS // outer, 2 * FEW)
+    sizes = [n for n in COMPARED if n <= most]
+    rng = torch.Generator(w.weight.device).manual_seed(0)
+    dtype = w.out_dtype if isinstance(w, ScaledLinear) else w.weight.dtype
+    x = torch.randn(sizes[-1], inner, dtype=dtype, device=w.weight.device, generator=rng)
+    given = quantize(x, w.inputs) if w.inputs is not None else x
+
+    def part(first: int, end: int) -> Activations:
+        if isinstance(given, Quantized):
+            return Quantized(given.values[first:end], given.scales[first:end])
+        return given[first:end]
+
+    firsts = _ours(part(0, FEW), w, scratch)
+    for num in sizes:
+        theirs = _librarys(part(0, num), w)
+        lasts = _ours(part(num - 1, num), w, scratch)
+        if not torch.equal(theirs[:FEW], firsts) or not torch.equal(theirs[-1:], lasts):
+            return False
+    return True

@@ -1,0 +1,127 @@
+"""`deterministic`: tokens and log-probabilities, bit for bit, whatever is computed next to a request. On a GPU: tests/gpu."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from slipstream.config import DeviceInfo, EngineArgs, resolve
+from slipstream.errors import ConfigError
+from slipstream.kernels.cpu.native import without_tiles
+from slipstream.kernels.select import select_ops
+from slipstream.spec.description import read_spec
+from tests import tiny_models
+
+LENGTHS = (1, 5, 16, 45, 100, 17, 33, 64, 2, 70, 7, 3)
+PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * n) % 50 + 4 for i in range(n)]} for n in LENGTHS]
+SAMPLING = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+CPU = DeviceInfo(
+    device="cpu", name="x", memory_bytes=2**36, free_bytes=2**36, best_dtype="float32", isa="amx"
+)
+GPU = dataclasses.replace(CPU, device="cuda:0", best_dtype="bfloat16", isa=None)
+
+
+def differing(path, **settings: Any) -> dict[str, int]:
+    """Numbers of answers that differ from those of one batch, by how the prompts were computed."""
+
+    def engine(**more: Any) -> LLM:
+        given = dict(
+            skip_tokenizer_init=True,
+            deterministic=True,
+            max_model_len=160,
+            max_num_seqs=16,
+            kv_cache_bytes=2**23,
+        )
+        return LLM(str(path), **{**given, **settings, **more})
+
+    def bits(llm: LLM, prompts: list[Any]) -> list[Any]:
+        made = llm.generate(prompts, SAMPLING, progress=False)
+        return [
+            [[(t.token_id, t.logprob) for t in p.top] for p in o.outputs[0].logprobs] for o in made
+        ]
+
+    found = {}
+    with engine() as llm:
+        whole = bits(llm, PROMPTS)
+        found["hits"] = bits(llm, PROMPTS)
+        found["few"] = bits(llm, PROMPTS[:3]) + whole[3:]
+    with engine(enable_prefix_caching=False) as llm:
+        found["alone"] = [bits(llm, [p])[0] for p in PROMPTS]
+    with engine(max_num_batched_tokens=19, max_num_seqs=3) as llm:
+        found["chunks"] = bits(llm, PROMPTS[::-1])[::-1]
+    with engine(
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3}, num_threads=1
+    ) as llm:
+        found["drafts"] = bits(llm, PROMPTS)
+    return {
+        how: sum(a != b for a, b in zip(made, whole, strict=True)) for how, made in found.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"quantization": "int8", "kv_cache_dtype": "int8"}),
+        ("deepseek_v2", {}),
+        *(
+            pytest.param(family, settings, marks=pytest.mark.slow)
+            for family, settings in (
+                *((family, {}) for family in ("llama", "mixtral", "gpt_oss", "gemma2", "gpt2")),
+                *((family, {}) for family in ("lfm2", "qwen3_next", "mamba2", "falcon_h1")),
+                *((family, {}) for family in ("kimi_linear", "deepseek_v32", "gemma3n_text")),
+                ("qwen3", {"dtype": "bfloat16"}),
+                ("qwen3_moe", {"quantization": "int8"}),
+                ("llama", {"quantization": "int4-g32", "kernels": "cpu"}),
+                ("llama", {"tensor_parallel_size": 2}),
+                ("qwen3_moe", {"tensor_parallel_size": 2}),
+                ("llama", {"pipeline_parallel_size": 2}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_an_answers_bits_depend_on_nothing_but_its_request(tmp_path, family, settings):
+    shape = {}
+    if settings.get("quantization") == "int4-g32":
+        shape = dict(hidden_size=64, intermediate_size=128)
+    tiny_models.write(tmp_path, family, **shape)
+    assert not any(differing(tmp_path, **settings).values())
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "device", "message"),
+    [
+        ("llama", {"kernels": "torch"}, CPU, "kernels='torch', whose sums follow"),
+        ("llama", {"kernels": "reference"}, GPU, "kernels='reference', whose sums follow"),
+        ("lfm2", {}, GPU, "recurrent layers on a GPU"),
+        ("gpt_oss", {"quantization": "mxfp4"}, GPU, "experts in 4-bit floats on a GPU"),
+        ("mixtral", {"host_experts": 2}, GPU, "experts on the host"),
+        ("youtu", {}, GPU, "latent attention on a GPU"),
+        ("llama", {"tensor_parallel_size": 2}, GPU, "several GPUs"),
+        ("mixtral", {"expert_parallel_size": 2}, CPU, "experts on several ranks"),
+        ("llama", {"context_parallel_size": 2}, CPU, "sequences on several ranks"),
+        ("llama", {"enable_lora": True}, CPU, "adapters"),
+    ],
+    ids=str,
+)
+def test_what_deterministic_does_not_cover_is_refused_by_name(
+    tmp_path, family, settings, device, message
+):
+    tiny_models.write(tmp_path, family)
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(
+            EngineArgs(model=str(tmp_path), deterministic=True, **settings),
+            read_spec(tmp_path),
+            device,
+        )
+    assert caught.value.field
+
+
+def test_deterministic_leaves_matrix_tiles_of_a_cpu_out():
+    assert [without_tiles(isa) for isa in ("amx", "avx2")] == ["avx512-bf16", "avx2"]
+    ops = select_ops(torch.device("cpu"), isa="portable-amx", deterministic=True)
+    assert ops.describe() == "cpu (C++, portable)"
