@@ -253,8 +253,8 @@ async def test_scaler_of_a_pool_that_stays_as_it_is_stays(monkeypatch):
 
 def test_state_of_a_pool_is_the_sum_of_the_replicas_that_were_heard():
     router = Router()
-    for name, running, waiting in (("a", 3, 1), ("b", 4, 2), ("new", 9, 9)):
-        router.add(ReplicaState(id=name, running=running, waiting=waiting))
+    for name, num_running, num_waiting in (("a", 3, 1), ("b", 4, 2), ("new", 9, 9)):
+        router.add(ReplicaState(id=name, running=num_running, waiting=num_waiting))
     replicas = {
         name: SimpleNamespace(id=name, heard=name != "new", kv_cache_usage=usage)
         for name, usage in (("a", 0.2), ("b", 0.6), ("new", 1.0))
