@@ -69,7 +69,7 @@ def with_values(folder: Path, values: list[dict[str, Any]]) -> None:
 
 
 def counts(results: list[dict[str, str]]) -> dict[str, dict[str, Any]]:
-    """By file: passed, failed (each failed test, and why), and set aside by clause."""
+    """Counts by file: passed, failed (each failed test, and why), and set aside by clause."""
     files: dict[str, dict[str, Any]] = {}
     for result in results:
         row = files.setdefault(result["file"], {"passed": 0, "failed": {}, "aside": {}})

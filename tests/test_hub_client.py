@@ -251,9 +251,7 @@ def test_names_that_are_no_files_are_left_out(stand_in, name):
 
 
 @pytest.mark.parametrize(
-    "siblings",
-    [3, {"a": 1}, ["config.json"], [{"rfilename": "config.json", "lfs": "x"}]],
-    ids=str,
+    "siblings", [3, {"a": 1}, ["config.json"], [{"rfilename": "config.json", "lfs": "x"}]], ids=str
 )
 def test_a_listing_of_another_form_is_told(stand_in, monkeypatch, siblings):
     made = {"sha": "1" * 40, "siblings": siblings}

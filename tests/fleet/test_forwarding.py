@@ -392,6 +392,20 @@ def test_so_many_requests_wait_for_a_start(waiting, code):
     assert (refused.value.code, version.num_waiting) == (code, waiting)
 
 
+@pytest.mark.parametrize(("can_answer", "code"), [(True, "no_room"), (False, "no_replica")])
+def test_a_batchs_line_yields_to_clients_and_waits_for_a_start(can_answer, code):
+    guard = SimpleNamespace(next_change=lambda now: None)
+    version = SimpleNamespace(
+        model="m", autoscale=None, num_waiting=0, can_answer=can_answer, guard=guard
+    )
+    members = SimpleNamespace(fleet=SimpleNamespace(router=SimpleNamespace(queue_s=0.0)))
+    forwarder = SimpleNamespace(members=members, _decide=lambda *a: None)
+    call = SimpleNamespace(tried=set(), is_line=True)
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(Forwarder._choose(forwarder, version, call, None))
+    assert refused.value.code == code
+
+
 def test_only_replicas_with_the_adapter_are_asked():
     replicas = {
         name: SimpleNamespace(id=name, adapters=own, heard=False)

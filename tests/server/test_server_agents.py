@@ -24,35 +24,20 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 CLAUDE_CODE = {
     "model": "smollm2",
     "max_tokens": 32000,
-    "system": [
-        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.04e; cch=1;"},
-        {
-            "type": "text",
-            "text": "Be brief.",
-            "cache_control": {"type": "ephemeral", "scope": "global"},
-        },
-    ],
-    "messages": [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}],
-        }
-    ],
-    "tools": [
-        {
-            "name": "weather",
-            "description": "x",
-            "input_schema": SCHEMA,
-            "eager_input_streaming": True,
-        },
-        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
-    ],
+    "system": [{"type": "text",
+        "text": "x-anthropic-billing-header: cc_version=2.1.197.04e; cch=1;"}, {"type": "text",
+        "text": "Be brief.", "cache_control": {"type": "ephemeral", "scope": "global"}}],
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "hi",
+        "cache_control": {"type": "ephemeral"}}]}],
+    "tools": [{"name": "weather", "description": "x", "input_schema": SCHEMA,
+        "eager_input_streaming": True}, {"type": "web_search_20250305", "name": "web_search",
+        "max_uses": 8}],
     "thinking": {"type": "adaptive", "display": "omitted"},
     "output_config": {"effort": "medium"},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "metadata": {"user_id": '{"device_id":"x"}', "session": "y"},
     "betas": ["context-management-2025-06-27"],
-}
+}  # fmt: skip
 CODEX = {
     "model": "smollm2",
     "instructions": "Be brief.",
@@ -678,23 +663,14 @@ def test_fields_that_the_current_sdks_know_are_taken(http, model, path, stream):
         assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize(
-    ("path", "more", "field"),
-    [
-        ("/v1/chat/completions", {"moderation": {"model": "x"}}, "moderation"),
-        ("/v1/messages", {"compaction": {"type": "auto"}}, "compaction"),
-        (
-            "/v1/responses",
-            {"tools": [{"type": "function", "name": "f", "async": True}]},
-            "tools[0].async",
-        ),
-        (
-            "/v1/responses",
-            {"tools": [{"type": "custom", "name": "f", "allowed_callers": ["programmatic"]}]},
-            "tools[0].allowed_callers",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("path", "more", "field"), [
+    ("/v1/chat/completions", {"moderation": {"model": "x"}}, "moderation"),
+    ("/v1/messages", {"compaction": {"type": "auto"}}, "compaction"),
+    ("/v1/responses", {"tools": [{"type": "function", "name": "f", "async": True}]},
+        "tools[0].async"),
+    ("/v1/responses", {"tools": [{"type": "custom", "name": "f",
+        "allowed_callers": ["programmatic"]}]}, "tools[0].allowed_callers"),
+])  # fmt: skip
 def test_fields_that_would_change_an_answer_are_refused_by_name(http, path, more, field):
     answer = http.post(path, json={"model": "smollm2", **SDK_FIELDS[path], **more}, headers=VERSION)
     assert answer.status_code == 400

@@ -6,18 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.config.chosen import Chosen, Origins, positive
 from slipstream.config.formats import on_cpu
-from slipstream.config.forms import (
-    DealtRequests,
-    HostAndGpu,
-    ParallelConfig,
-    Pipeline,
-)
+from slipstream.config.forms import DealtRequests, HostAndGpu, ParallelConfig, Pipeline
 from slipstream.config.handover import handover_section
-from slipstream.config.sections import (
-    STATES_TO_FIT,
-    CacheConfig,
-    CacheEventSettings,
-)
+from slipstream.config.sections import STATES_TO_FIT, CacheConfig, CacheEventSettings
 from slipstream.config.settings import (
     DTYPE_BYTES,
     GPU_MEMORY_SHARE,

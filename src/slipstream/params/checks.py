@@ -107,9 +107,7 @@ def check_params(given: SamplingParams) -> None:
         "made of token ids",
     )
     require(
-        all(isinstance(w, str) and w.strip() for w in given.bad_words),
-        "bad_words",
-        "made of words",
+        all(isinstance(w, str) and w.strip() for w in given.bad_words), "bad_words", "made of words"
     )
     fits = all(w and all(is_whole(t) and t >= 0 for t in w) for w in given.bad_words_token_ids)
     require(fits, "bad_words_token_ids", "lists of token ids")

@@ -228,15 +228,11 @@ def make_app(state: ServerState, routes: list[Route]) -> Starlette:
 
     async def describe(request: Request) -> Response:
         return Response(
-            (await asyncio.to_thread(described, *options))[0],
-            media_type="application/json",
+            (await asyncio.to_thread(described, *options))[0], media_type="application/json"
         )
 
     async def docs(request: Request) -> Response:
-        return Response(
-            (await asyncio.to_thread(described, *options))[1],
-            media_type="text/html",
-        )
+        return Response((await asyncio.to_thread(described, *options))[1], media_type="text/html")
 
     async def version(request: Request) -> Response:
         return json_response({"version": __version__})

@@ -7,12 +7,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.base.files import writing
-from slipstream.server.operations.self_check import (
-    NUM_DECODED,
-    NUM_TOP,
-    Fingerprint,
-    TokenSequence,
-)
+from slipstream.server.operations.self_check import NUM_DECODED, NUM_TOP, Fingerprint, TokenSequence
 from slipstream.verify import probes
 from slipstream.verify.reference import Reference
 

@@ -48,10 +48,7 @@ class DeviceCache:
         )
 
     def _mixed(
-        self,
-        layout: MixedLayout,
-        num_blocks: int,
-        scales: Sequence[tuple[Tensor, ...]] | None,
+        self, layout: MixedLayout, num_blocks: int, scales: Sequence[tuple[Tensor, ...]] | None
     ) -> list[LayerKV]:
         """The same for layers whose keys differ in size."""
         values, size = self.platform.values, self.config.rank_block_size

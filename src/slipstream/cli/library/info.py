@@ -237,11 +237,7 @@ def describe_offload(found: Inspection) -> list[str]:
         free = host_memory()[1]
         room = f"from the host's memory, of which they take {size(plan.read_bytes)}; {size(free)} are free"
         if rate is None:
-            return [
-                plan.describe(),
-                room,
-                f"how fast that is is not known of {device.name}",
-            ]
+            return [plan.describe(), room, f"how fast that is is not known of {device.name}"]
         steps = rate / plan.read_bytes
         text = f"at most {steps:,.2f} steps a second (estimated), at {rate / 1e9:.0f} GB/s from host to GPU"
         return [plan.describe(), room, f"{text}; a step computes a token of each sequence"]

@@ -76,9 +76,7 @@ def visit(client: httpx.Client, url: str) -> Visit:
 
 
 def examine(
-    urls: Sequence[str],
-    seconds: float,
-    api_key: str | None,
+    urls: Sequence[str], seconds: float, api_key: str | None
 ) -> tuple[list[Visit], list[Complaint]]:
     """Look at all servers twice, `seconds` apart. Returns the last visits and the faults."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}

@@ -18,11 +18,7 @@ from slipstream.kernels.layouts import (
     QKVLayout,
 )
 from slipstream.model.layers.residual import normed
-from slipstream.spec.model import (
-    AttentionSpec,
-    CompressedAttentionSpec,
-    LatentAttentionSpec,
-)
+from slipstream.spec.model import AttentionSpec, CompressedAttentionSpec, LatentAttentionSpec
 from slipstream.spec.scheme import InputFormat
 
 if TYPE_CHECKING:

@@ -40,12 +40,7 @@ from slipstream.model.layers.residual import (
 )
 from slipstream.model.layers.streams import HyperStreams, OwnInput, Streams
 from slipstream.model.recurrent import Recurrent
-from slipstream.spec.model import (
-    LayerSpec,
-    ParallelBlock,
-    PostNormBlock,
-    TwinBlock,
-)
+from slipstream.spec.model import LayerSpec, ParallelBlock, PostNormBlock, TwinBlock
 from slipstream.spec.parallel import Shard
 from slipstream.spec.scheme import InputFormat
 

@@ -340,7 +340,7 @@ async def prepare(
     if prompt.pictures:
         given = PicturesPrompt(prompt_token_ids=tokens, multi_modal_data={"image": prompt.pictures})
     made = answer(reading, state, body, [given], sampling, record)
-    if body.echo:
+    if body.echo and isinstance(made, ChatAnswer):
         made.echoed = prompt.begun
     made.ends_with_context = is_cut
     if reading is not None and tokenizer is not None:

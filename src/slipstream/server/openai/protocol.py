@@ -475,8 +475,7 @@ def _token_map(biases: dict[str, float]) -> dict[int, float]:
     if len(found) < len(biases):  # such as "00" and "0"
         twice = next(key for key in biases if key != str(int(key)))
         raise bad_request(
-            f"logit_bias: {shorten(twice.encode())!r} names a token a second time",
-            "logit_bias",
+            f"logit_bias: {shorten(twice.encode())!r} names a token a second time", "logit_bias"
         )
     return found
 

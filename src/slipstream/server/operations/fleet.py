@@ -125,9 +125,7 @@ class FromGateway:
             key, *about = Headers(scope=scope).get(HEADER, "").split(" ")
             if not hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self._key):
                 error = ApiError(
-                    401,
-                    "this server answers only the gateway of its fleet",
-                    code="invalid_api_key",
+                    401, "this server answers only the gateway of its fleet", code="invalid_api_key"
                 )
                 scope["record"].error = error.code
                 await response_to(scope, error)(scope, receive, send)

@@ -205,9 +205,7 @@ class StatusRoutes:
     async def findings(self, request: Request) -> Response:
         if self.state.watch is None:
             raise ApiError(
-                404,
-                "this server has no detector; start it with --detect",
-                code="no_detector",
+                404, "this server has no detector; start it with --detect", code="no_detector"
             )
         return json_response({"findings": self.state.watch.findings})
 

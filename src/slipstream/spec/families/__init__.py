@@ -14,28 +14,18 @@ from slipstream.errors import UnsupportedModelError
 from slipstream.spec.families import (
     apertus,
     cohere,
-    dbrx,
     deepseek,
-    deepseek_v4,
-    ernie,
     exaone,
     gemma,
     gemma3n,
     gemma4,
     glm,
-    gpt_oss,
     granite,
-    hunyuan,
     llama,
-    llama4,
-    minimax,
     mistral3,
-    mixtures,
     nemotron,
     olmo,
     qwen,
-    sparse,
-    step,
 )
 from slipstream.spec.families.base import Family
 from slipstream.spec.families.classic import (
@@ -50,6 +40,18 @@ from slipstream.spec.families.classic import (
     starcoder,
 )
 from slipstream.spec.families.encoders import bert, deberta, modernbert, nomic, t5, whisper
+from slipstream.spec.families.experts import (
+    dbrx,
+    deepseek_v4,
+    ernie,
+    gpt_oss,
+    hunyuan,
+    llama4,
+    minimax,
+    mixtures,
+    sparse,
+    step,
+)
 from slipstream.spec.families.hybrids import (
     bamba,
     falcon_h1,
@@ -64,54 +66,12 @@ from slipstream.spec.families.hybrids import (
 from slipstream.spec.families.pictures import idefics3, internvl, qwen3_vl, qwen_vl
 
 MODULES = (
-    *(
-        apertus,
-        bamba,
-        bert,
-        deberta,
-        bloom,
-        cohere,
-        dbrx,
-        deepseek,
-        deepseek_v4,
-        ernie,
-        exaone,
-        falcon,
-        falcon_h1,
-        gemma,
-        gemma3n,
-        gemma4,
-    ),
-    *(
-        glm,
-        gpt,
-        gpt_oss,
-        granite,
-        hunyuan,
-        idefics3,
-        internvl,
-        jamba,
-        kimi_linear,
-        lfm,
-        llama,
-        llama4,
-        mamba,
-    ),
-    *(
-        minimax,
-        mistral3,
-        mixtures,
-        modernbert,
-        mpt,
-        nemotron,
-        nemotron_h,
-        neox,
-        nomic,
-        olmo,
-        olmo_hybrid,
-    ),
-    *(opt, phi, qwen, qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, whisper),
-)
+    apertus, bamba, bert, deberta, bloom, cohere, dbrx, deepseek, deepseek_v4, ernie, exaone,
+    falcon, falcon_h1, gemma, gemma3n, gemma4, glm, gpt, gpt_oss, granite, hunyuan, idefics3,
+    internvl, jamba, kimi_linear, lfm, llama, llama4, mamba, minimax, mistral3, mixtures,
+    modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, phi, qwen,
+    qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, whisper,
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES
 }

@@ -130,10 +130,7 @@ def _block_size(forwards: ForwardTable, kv: Sequence[LayerKV]) -> int:
 
 
 def _log_probabilities(
-    forwards: ForwardTable,
-    kv: Sequence[LayerKV],
-    token_ids: Sequence[int],
-    num_decoded: int,
+    forwards: ForwardTable, kv: Sequence[LayerKV], token_ids: Sequence[int], num_decoded: int
 ) -> npt.NDArray[np.float32]:
     """Log-probabilities [T, V] of a prefill, then of `num_decoded` single tokens."""
     first = max(1, len(token_ids) - num_decoded)

@@ -33,13 +33,7 @@ def pack_head_weight(weight: npt.NDArray[Any], arena: Arena) -> NativeExperts:
 
 
 def add_latent_queries(
-    p: Program,
-    q: int,
-    row: int,
-    queries: int,
-    layer: int,
-    params: MLAParams,
-    new: NewBuffer,
+    p: Program, q: int, row: int, queries: int, layer: int, params: MLAParams, new: NewBuffer
 ) -> None:
     """Adds `OpSet.mla_queries`: float32 rows q [H · (P + R)] and row [C + R] → queries
     [H · (R + C)], and `layer`'s cache."""

@@ -416,12 +416,7 @@ def reject_8bit_cache(kv: LayerKV) -> None:
 
 
 def mla_paged_attention(
-    q: Tensor,
-    kv: LayerKV,
-    meta: AttentionMetadata,
-    *,
-    scale: float,
-    values: Tensor | None = None,
+    q: Tensor, kv: LayerKV, meta: AttentionMetadata, *, scale: float, values: Tensor | None = None
 ) -> Tensor:
     """`OpSet.attention` or `attention_part` with `kv.latent`: q [T, H, R + C] → [T, H, C]. With `values` it is
     `OpSet.mla_paged_attention`."""

@@ -18,7 +18,7 @@ from slipstream.spec.families.builders import (
     rope_of_kind,
     windows,
 )
-from slipstream.spec.families.mixtures import mixture
+from slipstream.spec.families.experts.mixtures import mixture
 from slipstream.spec.families.names import LLAMA, Theirs, table
 from slipstream.spec.model import (
     ClampedSilu,
