@@ -13,6 +13,7 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.fleet.config import Autoscale, ScalingObjectives, check, pools
+from slipstream.fleet.gateway.router import ReplicaState, Router
 from slipstream.fleet.scaling import loop as scaling_module
 from slipstream.fleet.scaling.capacity import FleetCapacity
 from slipstream.fleet.scaling.loop import Scaling
@@ -177,7 +178,7 @@ def test_a_change_that_can_not_be_made_now_is_made_later():
         orders.append(number)
         return free
 
-    waiting = SimpleNamespace(num_waiting=1, replicas={}, tally=Tally())
+    waiting = SimpleNamespace(num_waiting=1, replicas={}, tally=Tally(), router=Router())
     members = SimpleNamespace(version=lambda model, name: waiting)
     scaling = Scaling(members, SimpleNamespace(), lambda spec: (0, 0), scale)
     scaler = scaler_of(0, 2)
@@ -251,16 +252,13 @@ async def test_scaler_of_a_pool_that_stays_as_it_is_stays(monkeypatch):
 
 
 def test_state_of_a_pool_is_the_sum_of_the_replicas_that_were_heard():
-    states = {
-        "a": SimpleNamespace(running=3, waiting=1),
-        "b": SimpleNamespace(running=4, waiting=2),
-        "new": SimpleNamespace(running=9, waiting=9),
-    }
+    router = Router()
+    for name, num_running, num_waiting in (("a", 3, 1), ("b", 4, 2), ("new", 9, 9)):
+        router.add(ReplicaState(id=name, running=num_running, waiting=num_waiting))
     replicas = {
         name: SimpleNamespace(id=name, heard=name != "new", kv_cache_usage=usage)
         for name, usage in (("a", 0.2), ("b", 0.6), ("new", 1.0))
     }
-    router = SimpleNamespace(state=states.get)
     version_ = SimpleNamespace(num_waiting=5, replicas=replicas, router=router)
     found = [version_]
     members = SimpleNamespace(version=lambda model, name: found[0])
