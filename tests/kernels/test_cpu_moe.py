@@ -88,7 +88,7 @@ def test_rounded_experts_are_near_the_references_with_8_bit_inputs(ops, scheme, 
 
 @pytest.mark.parametrize("spec", SHAPES, ids=["gated", "plain"])
 def test_mxfp4_experts_rounded_at_load_equal_a_checkpoints(ops, spec):
-    """Of int8 a code may lie between two, and 4 bits have a minimum at load."""
+    """Codes of int8 may lie between two, and 4 bits have a minimum at load: there they differ."""
     _, _, up, down = case(1, spec, inner=128)
     held = adopted(ops, spec, *prepared(reference, spec, up, down, "mxfp4"))
     loaded = prepared(ops, spec, up, down, "mxfp4")
