@@ -464,7 +464,7 @@ def test_answers_to_requests_made_by_the_description_have_its_forms(shared):
     for operation in operations:
         if "{id}" in operation.path or operation.method == "post":
 
-            @settings(max_examples=12, suppress_health_check=list(HealthCheck), database=None)
+            @settings(max_examples=8, suppress_health_check=list(HealthCheck), database=None)
             @given(case=operation.as_strategy())
             def check(case):
                 case.call_and_validate(checks=checks)
