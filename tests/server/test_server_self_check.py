@@ -53,7 +53,7 @@ def of_others(found):
         sequence["top_logprobs"] = [row[::-1] for row in sequence["top_logprobs"]]
 
 
-def test_a_server_of_the_model_is_good(tiny_path, recorded):
+def test_a_server_of_the_recorded_model_passes_its_check(tiny_path, recorded):
     with server_of(tiny_path, recorded) as server, server.http() as http:
         check = server.state.self_check
         server.wait_for(lambda: check.num_looks["pass"] >= 2, "it does not look")
@@ -110,7 +110,7 @@ def test_updated_weights_are_compared_with_their_own_first_look(tiny_path, recor
         assert divergence(check._reference[0][0], rows[0]) > MAX_KL
 
 
-def test_a_client_comes_first(tiny_path, recorded):
+def test_a_look_is_interrupted_while_a_client_has_a_request(tiny_path, recorded):
     with server_of(tiny_path, recorded, self_check_every_s=1e6) as server:
         check = server.state.self_check
         server.wait_for(lambda: check.num_looks["pass"] >= 1, "it does not look")
