@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -408,3 +409,20 @@ def test_rated_answers_are_scored_with_an_adapter(llm, tmp_path):
         run_tasks(llm, [str(path)], part="all", lora_request=LoRARequest("a", 1, str(tmp_path)))
     with pytest.raises(ConfigError, match="lora_request"):
         run_tasks(llm, ["hellaswag"], lora_request=LoRARequest("a", 1, str(tmp_path)))
+
+
+def test_the_command_and_its_report_print_both_metrics_with_their_pairs(model, tmp_path, capsys):
+    given = [("hi", "aa", "up"), ("hi", "bb", "up"), ("hi", "cc", "down"), ("ho", "dd", "down")]
+    path = rated_file(tmp_path, given)
+    (tmp_path / "text.txt").write_text("hello the world in the hour " * 5)
+    words = ["eval", str(model[0]), f"--text={tmp_path}/text.txt", "--part=all", "--context=32"]
+    words += ["--dtype=float32", "--device=cpu", "--num-threads=1", f"--tasks={path}"]
+    counts = ["2 pairs of 3 rated answers", "4 pairs of 4 rated answers"]
+    assert main(words) == 0
+    shown = re.findall(r"(preferred|auc) .* on (.*)", capsys.readouterr().out)
+    assert shown == [*zip(("preferred", "auc"), counts, strict=True)]
+    report = tmp_path / "report"
+    assert main([*words, "--kv-cache-dtype-b=int8", f"--report={report}"]) == 0
+    assert re.findall(r"(preferred|auc) .* → .* on (.*)", capsys.readouterr().out) == shown
+    page = (report / "slipstream-report.html").read_text()
+    assert all(f"{metric}, {count}" in page for metric, count in shown)

@@ -202,6 +202,7 @@ ASKED = {"messages": [user("q")]}
         ({"messages": [{**user("q"), "images": ["aa"]}]}, {}, "more than texts"),
         ({**ASKED, "tools": [{"type": "function", "function": {"name": "f"}}]}, {}, "tools"),
         (ASKED, {"finish_reasons": ["length"]}, "cut off by max_tokens"),
+        (ASKED, {"finish_reasons": ["deadline"]}, "cut off by deadline"),
         ({"messages": [user("p"), user("q")]}, {}, "don't alternate"),
         ({"messages": [user("p"), assistant("a")]}, {}, "don't alternate"),
         ({"messages": [user(" ")]}, {}, "empty"),
@@ -227,4 +228,4 @@ def test_the_log_says_that_max_tokens_cut_an_answer(serve, tmp_path, capsys):
     client.post("/feedback", body={"request_id": made.id, "rating": "up"}, cast_to=object)
     assert made.choices[0].finish_reason == "length"
     told, _ = exported(capsys, log, tmp_path / "good.jsonl")
-    assert told == {"rows": 0, "skipped": {"cut off by max_tokens": 1}}
+    assert told == {"rows": 0, "skipped": {"cut off by max_tokens or the context's end": 1}}

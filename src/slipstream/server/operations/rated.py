@@ -87,8 +87,10 @@ def _conversation(id_: str, requests: Requests) -> list[dict[str, str]]:
         )
     if len(request["answers"]) != 1:
         raise _LeftOutError("several answers")
-    if request.get("finish_reasons") == ["length"]:
-        raise _LeftOutError("cut off by max_tokens")
+    (ended,) = request.get("finish_reasons", ["stop"])
+    if ended != "stop":
+        by = "max_tokens or the context's end" if ended == "length" else ended
+        raise _LeftOutError(f"cut off by {by}")
     try:
         messages = _exchange(request)
         body = msgspec.json.decode(request["body"])
