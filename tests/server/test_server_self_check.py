@@ -158,6 +158,35 @@ def test_a_client_comes_first(tiny_path, recorded):
         assert check.num_looks["interrupted"] == 1
 
 
+def test_a_client_that_comes_while_a_sequence_is_answered_ends_the_look(
+    tiny_path, recorded, tmp_path
+):
+    path = changed(recorded, tmp_path, lambda found: found["sequences"].__delitem__(slice(1, None)))
+    with server_of(tiny_path, path, self_check_every_s=1e6) as server:
+        check, engine = server.state.self_check, server.engine
+        server.wait_for(lambda: check.num_looks["pass"] >= 1, "it does not look")
+
+        class Joined:
+            """The engine, which another request joins when the look's has begun."""
+
+            num_requests, is_sleeping, num_cancelled = 0, False, 0
+
+            async def submit(self, *request):
+                cancel = await engine.submit(*request)
+                self.num_requests = 2
+
+                def cancel_and_count():
+                    self.num_cancelled += 1
+                    cancel()
+
+                return cancel_and_count
+
+        server.state.engine = joined = Joined()
+        assert server.call(check.look()) is None
+        server.state.engine = engine
+        assert (check.num_looks["interrupted"], joined.num_cancelled) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

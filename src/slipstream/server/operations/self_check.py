@@ -210,7 +210,10 @@ class SelfCheck:
         for sequence in self._fingerprint.sequences:
             if not _is_free(self._state):
                 return None
-            version, rows = await _rows(self._state.engine, sequence.token_ids)
+            answer = await _rows(self._state.engine, sequence.token_ids)
+            if answer is None:
+                return None
+            version, rows = answer
             versions.add(version)
             found.append(rows)
         return (versions.pop(), found) if len(versions) == 1 else None
@@ -272,9 +275,9 @@ def _is_free(state: ServerState) -> bool:
     return engine.num_requests == 0 and not engine.is_sleeping and not state.draining
 
 
-async def _rows(engine: EngineProtocol, token_ids: Sequence[int]) -> tuple[str, list[Row]]:
+async def _rows(engine: EngineProtocol, token_ids: Sequence[int]) -> tuple[str, list[Row]] | None:
     """The version of the weights, and the likeliest tokens after each token but the last, as far as
-    the generated ones are the given ones."""
+    the generated ones are the given ones. None, and the request is cancelled, if another comes."""
     prompt = list(token_ids[:-NUM_DECODED])
     sampling = SamplingParams(
         temperature=0,
@@ -291,6 +294,8 @@ async def _rows(engine: EngineProtocol, token_ids: Sequence[int]) -> tuple[str, 
         while not finished:
             async with asyncio.timeout(TIMEOUT_S):  # a paused engine makes no step
                 delta = await stream.get()
+            if engine.num_requests > 1:
+                return None
             finished, output = delta.finished, delta.outputs[0]
             if delta.prompt_logprobs is not None:
                 rows = [_row(p) for p in delta.prompt_logprobs if p is not None] + rows
