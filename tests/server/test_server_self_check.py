@@ -3,7 +3,6 @@
 import asyncio
 import math
 import random
-import shutil
 
 import msgspec
 import pytest
@@ -15,6 +14,7 @@ from slipstream.errors import ConfigError
 from slipstream.fleet.detection.server import ServerWatch
 from slipstream.server.operations import self_check
 from slipstream.server.operations.self_check import Fingerprint, divergence
+from tests import tiny_models
 from tests.server.conftest import serving
 
 MAX_KL = 1e-4
@@ -97,15 +97,10 @@ def test_other_answers_are_found_and_told(tiny_path, recorded, tmp_path, change)
     assert watch.findings[0]["cause"] == "quality_drift"
 
 
-def test_random_weights_are_other_weights(tiny_path, tmp_path):
+def test_random_weights_are_other_weights(tmp_path):
     """The model's likeliest tokens have nearly all probability; the server's are others, and flat."""
-    import safetensors.torch
-
     sure = tmp_path / "sure"
-    shutil.copytree(tiny_path, sure)
-    tensors = safetensors.torch.load_file(sure / "model.safetensors")
-    tensors["lm_head.weight"] *= 4
-    safetensors.torch.save_file(tensors, sure / "model.safetensors", metadata={"format": "pt"})
+    tiny_models.write_sharp(sure, max_position_embeddings=1024)
     path = tmp_path / "fingerprint.json"
     words = ["verify", "--against", str(sure), "--record", str(path), "--max-kl", "2"]
     assert main([*words, "--dtype", "float32", "--device", "cpu"]) == 0
