@@ -23,6 +23,10 @@ EXTREME = (0.05, 50.0)
 """Smallest and largest 1 / temperature that is looked for. Greedy answers have none."""
 
 
+LITTLE = 0.2
+"""Mass of the named tokens below which they say nothing. Five tokens of a model's have more at most
+places; of random weights, a thousandth."""
+
 LIKELIER = 3.0
 """Nats by which a drawn token counts as likelier in the model than the server says, at most. Those
 that are by more are rare (a chance of exp(−3)), and their ratios would outweigh all others."""
@@ -84,13 +88,13 @@ def mean(values: Sequence[float]) -> Estimate:
 def divergences(
     sample: Sample, token_id: Callable[[bytes], int | None], temperature: float = 1.0
 ) -> list[float]:
-    """An estimate of KL(q‖p) at each position. Its mean is at most the true one's, for answers drawn at 1.
+    """KL(q‖p) at each position: exact for the likeliest tokens that the server names, and the least
+    that it can be for all others together (log-sum inequality). With a temperature p is the
+    model's at that temperature. Positions without log-probabilities are left out.
 
-    KL = Σ (q ln(q / p) − q + p), and no term is negative. Terms of tokens that the server names are
-    exact. The others' sum is the mean of (p / q − 1 − ln(p / q)) of a drawn token that isn't named; so
-    a server that names little is judged by what it draws. It is 0 for equal distributions, however
-    the answer was drawn. With a temperature p is the model's at that temperature. Positions without
-    log-probabilities are left out.
+    Where the named tokens have little of q, that least says nothing, and the drawn token estimates
+    the others' part: Σ (q ln(q / p) − q + p) is the mean of p / q − 1 − ln(p / q) of tokens drawn from
+    q. It is 0 for equal distributions, however the token was drawn.
     """
     p = (sample.logprobs / temperature).log_softmax(-1)
     found = []
@@ -100,11 +104,15 @@ def divergences(
         if not known:
             continue
         ids, q = torch.tensor(list(known)), torch.tensor(list(known.values()))
-        excess = q - row[ids]
-        kl = float((q.exp() * excess - q.exp() + row[ids].exp()).sum())
-        if drawn not in known:
-            likelier = min(float(row[drawn]) - token.logprob, LIKELIER)
-            kl += math.expm1(likelier) - likelier
+        kl = float((q.exp() * (q - row[ids])).sum())
+        rest_q, rest_p = 1 - float(q.exp().sum()), 1 - float(row[ids].exp().sum())
+        if rest_q > 1 - LITTLE:
+            kl += rest_q - rest_p
+            if drawn not in known:
+                likelier = min(float(row[drawn]) - token.logprob, LIKELIER)
+                kl += math.expm1(likelier) - likelier
+        elif rest_q > 1e-6:
+            kl += rest_q * math.log(rest_q / max(rest_p, 1e-9))
         found.append(max(0.0, kl))
     return found
 
