@@ -248,6 +248,7 @@ def test_every_verb_is_listed_with_its_file():
         *top.split(),
         "answers.answer",
         "answers.terminal",
+        "serving.fleet_simulation",
         "serving.running",
         "serving.serve_several",
     }
