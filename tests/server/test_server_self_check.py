@@ -55,6 +55,10 @@ def changed(recorded, tmp_path, change):
     return path
 
 
+def empty_row(sequence):
+    sequence["top_ids"][0], sequence["top_logprobs"][0] = [], []
+
+
 def reversed_rows(found):
     """Reverse each row, as if the likeliest tokens were others."""
     for sequence in found["sequences"]:
@@ -176,6 +180,9 @@ def test_a_client_that_comes_while_a_sequence_is_answered_ends_the_look(
 
                 return cancel_and_count
 
+            async def stats(self):
+                return await engine.stats()
+
         server.state.engine = joined = Joined()
         assert server.call(check.look()) is None
         server.state.engine = engine
@@ -191,6 +198,11 @@ def test_a_client_that_comes_while_a_sequence_is_answered_ends_the_look(
         (lambda found: found["sequences"][0]["token_ids"].append(1), "do not fit"),
         (lambda found: found["sequences"][0]["token_ids"].__setitem__(0, 9999), "another model"),
         (lambda found: found.pop("model"), "no fingerprint"),
+        (
+            lambda found: found["sequences"][0].update(top_ids=[[]] * 40),
+            "no fingerprint|do not fit",
+        ),
+        (lambda found: empty_row(found["sequences"][0]), "a row without tokens"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(recorded, tmp_path, change, why):
@@ -230,3 +242,43 @@ def test_a_divergence_is_at_most_the_true_one():
         p, q = distribution(0.5 + number % 4), distribution(0.5 + number % 3)
         true = sum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True))
         assert divergence(likeliest(p, 8), likeliest(q, 1 + number % 20)) <= true + 1e-9
+
+
+def updated(engine, path):
+    from transformers import AutoModelForCausalLM
+
+    async def update():
+        state = AutoModelForCausalLM.from_pretrained(path).state_dict()
+        await engine.start_weight_update()
+        await engine.update_weights({"tensors": {n: 1.5 * t for n, t in state.items()}})
+        await engine.finish_weight_update("step-1")
+
+    return update()
+
+
+def test_weights_updated_before_the_first_look_are_not_those_of_the_fingerprint(
+    tiny_path, recorded, monkeypatch
+):
+    monkeypatch.setattr(self_check, "IDLE_S", 0.5)
+    with server_of(tiny_path, recorded) as server:
+        check = server.state.self_check
+        server.wait_for(lambda: check._began is not None, "it does not begin")
+        assert check.ok is None
+        server.call(updated(server.engine, tiny_path))
+        server.wait_for(lambda: check.ok is not None, "it does not look")
+    assert check.ok is True
+    assert [v.against for v in check.versions.values()] == ["its own first look"]
+
+
+def test_a_paused_server_is_not_looked_at_and_its_cache_can_be_cleared(tiny_path, recorded):
+    with server_of(tiny_path, recorded) as server:
+        check = server.state.self_check
+        server.wait_for(lambda: check.num_looks["pass"] >= 1, "it does not look")
+        server.call(server.state.end_look())
+        server.call(server.engine.pause_generation(mode="keep"))
+        looks = dict(check.num_looks)
+        for _ in range(20):
+            assert server.engine.num_requests == 0
+            server.call(asyncio.sleep(0.01))
+        assert check.num_looks["pass"] == looks["pass"]
+        server.call(server.engine.reset_prefix_cache())

@@ -412,6 +412,11 @@ class ServerState:
     def metrics(self) -> Metrics:
         return self.observers.metrics
 
+    async def end_look(self) -> None:
+        """End a self-check's request, for what waits for requests or keeps them."""
+        if self.self_check is not None:
+            await self.self_check.interrupt()
+
     @property
     def draining(self) -> bool:
         """Whether the process takes no new requests; the states of its models share it."""

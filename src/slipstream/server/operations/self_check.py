@@ -107,6 +107,8 @@ class Fingerprint(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             ) from None
         if found.format != 1 or not rows or not found.max_kl > 0:
             raise bad("has another format, no sequences, or no max_kl above 0")
+        if not all(row and all(map(math.isfinite, row.values())) for row in rows):
+            raise bad("has a row without tokens, or a log-probability that is no finite number")
         for sequence in found.sequences:
             n = len(sequence.token_ids)
             if len(sequence.top_ids) != n - 1 or n <= NUM_DECODED + 1:
@@ -148,24 +150,40 @@ class SelfCheck:
         )
         self._reference = [sequence.rows() for sequence in self._fingerprint.sequences]
         self._own: dict[str, list[list[Row]]] = {}  # first looks, by version
-        self._began: str | None = None  # the version of the first look
+        self._began: str | None = None  # the version that the server began with
+        self._asking: asyncio.Task[tuple[str, list[list[Row]]] | None] | None = None
         self.versions: dict[str, VersionCheck] = {}
         self.ok: bool | None = None  # None: no look yet
         self.num_looks = {"pass": 0, "fault": 0, "interrupted": 0}
 
     async def run(self) -> None:
         while True:
-            await self._idle()
             try:
+                if self._began is None:
+                    self._began = (await self._state.engine.stats()).weight_version or None
+                await self._idle()
                 await self.look()
-            except (SlipstreamError, TimeoutError) as error:  # asleep, paused or dead
+            except (SlipstreamError, TimeoutError) as error:  # asleep or dead
                 _logger.warning("the self-check could not look: %s", error or "no answer")
+            except Exception:
+                _logger.exception("the self-check could not look")
             await asyncio.sleep(self._every_s)
 
+    async def interrupt(self) -> None:
+        """End the request of a look: a pause would keep it, and a sleep would wait for it."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
+
     async def look(self) -> bool | None:
-        """Look, and again if it is bad. Returns whether it is good; None: a client came first."""
+        """Look, and again if it is bad. Returns whether it is good; None: it was interrupted."""
         for attempt in range(2):
-            seen = await self._answers()
+            self._asking = asyncio.create_task(self._answers())
+            try:
+                await asyncio.wait([self._asking])
+            finally:
+                self._asking.cancel()  # if the server ends
+            seen = None if self._asking.cancelled() else self._asking.result()
             if seen is None:
                 self.num_looks["interrupted"] += 1
                 return None
@@ -202,13 +220,13 @@ class SelfCheck:
         quiet = 0.0
         while quiet < IDLE_S:
             await asyncio.sleep(IDLE_S / 4)
-            quiet = quiet + IDLE_S / 4 if _is_free(self._state) else 0.0
+            quiet = quiet + IDLE_S / 4 if await _is_free(self._state) else 0.0
 
     async def _answers(self) -> tuple[str, list[list[Row]]] | None:
         """(version of the weights, rows of each sequence); None if a client came, or an update."""
         versions, found = set[str](), []
         for sequence in self._fingerprint.sequences:
-            if not _is_free(self._state):
+            if not await _is_free(self._state):
                 return None
             answer = await _rows(self._state.engine, sequence.token_ids)
             if answer is None:
@@ -270,9 +288,11 @@ class SelfCheck:
             _logger.info("the self-check is good again: KL %.3g nats", check.kl_last)
 
 
-def _is_free(state: ServerState) -> bool:
+async def _is_free(state: ServerState) -> bool:
     engine = state.engine
-    return engine.num_requests == 0 and not engine.is_sleeping and not state.draining
+    if engine.num_requests or engine.is_sleeping or state.draining:
+        return False
+    return not (await engine.stats()).is_paused
 
 
 async def _rows(engine: EngineProtocol, token_ids: Sequence[int]) -> tuple[str, list[Row]] | None:
