@@ -119,7 +119,7 @@ class ReplicaGuard:
     def failed(self, replica: str, why: str, now: float, *, gone: bool = False) -> None:
         """Count a failure. `gone`: the replica can't be reached at all, so one failure is enough."""
         watched = self.replicas.get(replica)
-        if watched is None:
+        if watched is None or watched.out_until > now:  # it was sent before the pause
             return
         watched.failures += 1
         if gone or watched.trial or watched.failures >= MAX_FAILURES:
