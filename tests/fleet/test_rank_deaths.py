@@ -71,7 +71,9 @@ def test_streams_of_a_killed_rank_go_on_with_the_same_text(tiny, tmp_path):
             fleet.wait_for(
                 lambda begun=begun: all(event.is_set() for event in begun), "they do not begin"
             )
-            victim = max(fleet.head.members.all_replicas(), key=lambda r: r.num_in_flight)
+            victim = max(
+                fleet.head.members.all_replicas(), key=lambda r: (r.num_in_flight, r.is_ready)
+            )
             before = ranks_of(fleet.pids()[victim.id])
             assert len(before) == 2
             os.kill(before[turn % 2], signal.SIGKILL)
