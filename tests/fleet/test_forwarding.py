@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from slipstream.fleet.gateway import forward
+from slipstream.fleet.gateway import forward, guard
 from slipstream.fleet.gateway.forward import Forwarder
 from slipstream.fleet.gateway.gateway import Gateway
 from slipstream.fleet.gateway.members import Members
@@ -123,6 +123,27 @@ def test_streams_of_an_engine_that_died_go_on_and_it_serves_as_soon_as_it_is_up(
         fleet.wait_for(
             lambda: {state for state, _ in states(fleet).values()} == {"serving"}, "it is left out"
         )
+
+
+def test_a_slow_replica_is_better_than_none(start, monkeypatch):
+    monkeypatch.setattr(guard, "FIRST_PAUSE_S", 30.0)
+    fleet, stubs = start(queue_s=1.0)
+    one, two = (of(fleet, stub) for stub in stubs)
+
+    async def find_slow():
+        own = fleet.head.members.models["tiny"][0].guard
+        for id_, ttft_s in ((one, 0.1), (two, 9.0)):
+            for _ in range(guard.MIN_SEEN):
+                own.answered(id_, ttft_s, 0.1, time.monotonic())
+
+    fleet.call(find_slow())
+    assert states(fleet)[two][0] == "out"
+    with fleet.client() as client:
+        assert {text_of(client) for _ in range(4)} == {numbers()}
+        assert not stubs[1].asked
+        stubs[0].engine_down()
+        assert {text_of(client) for _ in range(4)} == {numbers()}
+        assert len(stubs[1].asked) == 4
 
 
 # --- Requests that are lost in a replica that lives ----------------------------------------------------------------------
@@ -444,7 +465,12 @@ def test_a_stream_that_no_replica_carries_further_ends(start):
 def test_so_many_requests_wait_for_a_start(waiting, code):
     autoscale = SimpleNamespace(wait_s=0.0, max_waiting=2)
     version = SimpleNamespace(
-        model="m", autoscale=autoscale, is_asleep=True, num_waiting=waiting, can_answer=False
+        model="m",
+        autoscale=autoscale,
+        is_asleep=True,
+        num_waiting=waiting,
+        can_answer=False,
+        guard=SimpleNamespace(slow=set),
     )
     router = SimpleNamespace(queue_s=1000.0)
     members = SimpleNamespace(fleet=SimpleNamespace(router=router))
@@ -457,9 +483,9 @@ def test_so_many_requests_wait_for_a_start(waiting, code):
 
 @pytest.mark.parametrize(("can_answer", "code"), [(True, "no_room"), (False, "no_replica")])
 def test_a_batchs_line_yields_to_clients_and_waits_for_a_start(can_answer, code):
-    guard = SimpleNamespace(next_change=lambda now: None)
+    guards = SimpleNamespace(next_change=lambda now: None)
     version = SimpleNamespace(
-        model="m", autoscale=None, num_waiting=0, can_answer=can_answer, guard=guard
+        model="m", autoscale=None, num_waiting=0, can_answer=can_answer, guard=guards
     )
     members = SimpleNamespace(fleet=SimpleNamespace(router=SimpleNamespace(queue_s=0.0)))
     forwarder = SimpleNamespace(members=members, _decide=lambda *a: None)

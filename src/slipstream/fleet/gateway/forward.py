@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -275,6 +275,8 @@ class Forwarder:
         try:
             while True:
                 decision = self._decide(version, call, now)
+                if decision is None and not call.is_line and (slow := version.guard.slow()):
+                    decision = self._decide(version, call, now, also=slow)
                 if decision is not None:
                     version.guard.sent(decision.replica, now)
                     return version.replicas[decision.replica], decision
@@ -299,9 +301,16 @@ class Forwarder:
             version.num_waiting -= 1
 
     def _decide(
-        self, version: Version, call: Call, now: float, *, by_load: bool = False
+        self,
+        version: Version,
+        call: Call,
+        now: float,
+        *,
+        by_load: bool = False,
+        also: Set[str] = frozenset(),
     ) -> Decision | None:
-        exclude = version.guard.out(now) | call.tried
+        """`also`: replicas that may be chosen although the guard has taken them out."""
+        exclude = version.guard.out(now) - also | call.tried
         if call.is_line:
             exclude |= {
                 r.id
