@@ -56,7 +56,8 @@ def ask(client, number, begun=lambda: None):
 @pytest.mark.slow
 def test_streams_of_a_killed_rank_go_on_with_the_same_text(tiny, tmp_path):
     """Ten times, a rank of the replica with the most streams. The times are printed (`-s`)."""
-    made = fleet_of(version(tiny, engine=RANKS))
+    # both engines may be down at once, and a start takes half a minute on a busy machine
+    made = fleet_of(version(tiny, engine=RANKS), router={"queue_s": PATIENCE_S})
     with (
         running(made, tmp_path / "state") as fleet,
         fleet.client() as client,
