@@ -12,11 +12,7 @@ from slipstream.kernels.context_ops import unpacked
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.plain.reference import ReferenceOps
-from slipstream.kernels.triton import TritonOps
-from slipstream.kernels.triton.attention import paged
 from tests.kernels import cases
-from tests.kernels.test_context import part
-from tests.kernels.test_triton import scaled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,6 +28,9 @@ SEQUENCES = {
 
 def merged(step, kv, size, params):
     """The merged results of ranks, and whether a rank's sums are finite where it has keys, and there alone."""
+    from slipstream.kernels.triton import TritonOps
+    from tests.kernels.test_context import part
+
     found, ops = [], TritonOps()
     for rank in range(size):
         own = part(kv, rank, size)
@@ -54,6 +53,9 @@ def merged(step, kv, size, params):
 def test_merged_parts_are_attention_over_all_keys(
     monkeypatch, size, heads, cache, kernel, sequences
 ):
+    from slipstream.kernels.triton.attention import paged
+    from tests.kernels.test_triton import scaled
+
     if kernel == "own":
         monkeypatch.setattr(paged, "runs_on_hopper", lambda device: False)
     h, k, d = heads
@@ -76,7 +78,7 @@ def test_merged_parts_are_attention_over_all_keys(
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("sequences", SEQUENCES)
-def test_merged_parts_of_latents(size, sequences):
+def test_merged_parts_of_latents_are_attention_over_all_keys(size, sequences):
     sizes = dict(num_heads=16, num_kv_heads=1, head_dim=576, block_size=16 * size)
     shape = cases.Shape(sequences=SEQUENCES[sequences], **sizes)
     step, params = cases.step(shape), AttentionParams(scale=576**-0.5)

@@ -63,13 +63,13 @@ class PlanOptions:
                     f"{name}: plan chooses it; leave it out, and bound the devices with --max-gpus",
                     field=name,
                 )
+        if self.max_gpus < 1:
+            raise ConfigError("max_gpus must be above 0", field="max_gpus")
         if settings.context_parallel_size > self.max_gpus:
             raise ConfigError(
                 f"context_parallel_size={settings.context_parallel_size} needs as many devices; raise --max-gpus",
                 field="context_parallel_size",
             )
-        if self.max_gpus < 1:
-            raise ConfigError("max_gpus must be above 0", field="max_gpus")
         if self.draft_acceptance is not None and not (
             settings.speculative_config or settings.speculative_model
         ):
