@@ -16,6 +16,8 @@
         ├── EngineOverloadedError   the queue is full (an HTTP 429)
         ├── EngineAsleepError       it gave its memory back and waits to be woken (an HTTP 503)
         └── EngineDeadError         the engine process died; requests in flight are lost (an HTTP 503)
+            ├── EngineKilledError       SIGKILL ended one of its processes
+            └── EngineDownError         there is no engine to take the request now
 
 Every message names the field at fault and says what to do. `field` carries the name for machines
 (OpenAI's error `param`, for one).
@@ -106,7 +108,17 @@ class EngineAsleepError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The engine process died. Requests that were in flight are lost; new ones wait for the restart."""
+    """The engine process died. Requests that were in flight are lost."""
+
+
+class EngineKilledError(EngineDeadError):
+    """One of the engine's processes was killed by SIGKILL: by someone, or by the kernel for lack of
+    memory."""
+
+
+class EngineDownError(EngineDeadError):
+    """The engine is down, so it did not take the request. The message says whether it starts
+    again."""
 
 
 def as_error(kind: str, message: str, field: str | None) -> SlipstreamError:

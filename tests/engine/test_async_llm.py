@@ -14,7 +14,13 @@ import pytest_asyncio
 from slipstream import LLM, AsyncLLM, RequestOptions, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.engine.process.streams import collect
-from slipstream.errors import ConfigError, EngineDeadError, EngineOverloadedError, RequestError
+from slipstream.errors import (
+    ConfigError,
+    EngineDownError,
+    EngineKilledError,
+    EngineOverloadedError,
+    RequestError,
+)
 from slipstream.params.options import DEFAULT_OPTIONS
 from tests import tiny_models
 from tests.waiting import PATIENCE_S, wait_for
@@ -180,12 +186,14 @@ async def test_death_is_told_at_once_and_the_engine_comes_back(engine):
     stream = engine.generate(PROMPT, LONG)
     await anext(stream)
     os.kill(engine._core.link.process.pid, signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match="signal 9"):
+    with pytest.raises(EngineKilledError, match="signal 9"):
         async for _ in stream:
             pass
     end = time.monotonic() + PATIENCE_S
     while not engine.is_alive:
         assert not engine.health().ok
+        with pytest.raises(EngineDownError):
+            await collect(engine.generate(PROMPT, GREEDY))
         assert time.monotonic() < end, "it does not come back"
         await asyncio.sleep(0.05)
     after = await collect(engine.generate(PROMPT, GREEDY))

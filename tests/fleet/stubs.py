@@ -38,6 +38,8 @@ class Stub:
         self.spec, self.seen, self.num_written = spec, [], 0
         self.status, self.delay_s, self.hang_at, self.lie, self.endless = 200, 0.0, None, 0, False
         self.silent, self.token_s = False, 0.0
+        self.code, self.is_ready = "internal", True
+        self.engine_dies_after, self.engine_code = None, "engine_dead"
         self.go = asyncio.Event()
         self.stats = EngineStats(num_running=0, num_waiting=0, num_blocks=10, num_free_blocks=10)
         self.metrics = Metrics("stub")
@@ -57,6 +59,17 @@ class Stub:
         self._server.close()
         for writer in tuple(self._writers):
             writer.transport.abort()
+
+    def engine_down(self):
+        self.status, self.code, self.is_ready, self.engine_dies_after = (
+            503,
+            "engine_down",
+            False,
+            None,
+        )
+
+    def engine_up(self):
+        self.status, self.is_ready = 200, True
 
     @property
     def asked(self):
@@ -107,6 +120,7 @@ class Stub:
                 load = ReplicaLoad(
                     stats=self.stats,
                     is_up=True,
+                    is_ready=self.is_ready,
                     num_open=0,
                     max_model_len=1024,
                     counts=self.metrics.counts(),
@@ -129,7 +143,7 @@ class Stub:
         await asyncio.sleep(self.delay_s)
         if self.status != 200:
             self._whole(
-                writer, self.status, {"error": {"message": "the stub fails", "code": "internal"}}
+                writer, self.status, {"error": {"message": "the stub fails", "code": self.code}}
             )
             return
         body, begun = request.json, []
@@ -164,6 +178,12 @@ class Stub:
             if i == self.hang_at:
                 await self.go.wait()
             await asyncio.sleep(self.token_s)
+            if self.engine_dies_after is not None and i == len(begun) + self.engine_dies_after:
+                error = b'{"error":{"message":"gone","code":"%b"}}' % self.engine_code.encode()
+                self._chunk(writer, b"data: %b\n\n" % error)
+                writer.write(b"0\r\n\r\n")
+                self.engine_down()
+                return
             self._event(writer, f"{i} ", i)
             await writer.drain()
         while self.endless:

@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from slipstream.fleet.gateway import forward
+from slipstream.fleet.gateway import forward, guard
 from slipstream.fleet.gateway.forward import Forwarder
 from slipstream.fleet.gateway.gateway import Gateway
 from slipstream.fleet.gateway.members import Members
@@ -60,6 +60,90 @@ def states(fleet):
 def of(fleet, stub):
     """The id of a stub's replica."""
     return next(m.id for m in fleet.members() if m.started is stub)
+
+
+# --- Engines that die and start again below a replica that lives ---------------------------------------------------------
+
+
+def num_waiting(fleet):
+    return fleet.head.gateway.status()["models"]["tiny"][0]["waiting_at_gateway"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_wait_for_engines_that_start_again(start, stream):
+    fleet, stubs = start()
+    for stub in stubs:
+        stub.engine_down()
+    with fleet.client() as client, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        ask = {"model": "tiny", "prompt": "Hello", "max_tokens": 8}
+        answer = (
+            pool.submit(text_of, client)
+            if stream
+            else pool.submit(lambda: client.completions.create(**ask).choices[0].text)
+        )
+        fleet.wait_for(lambda: num_waiting(fleet) == 1, "it does not wait")
+        asked = sum(len(stub.asked) for stub in stubs)
+        assert asked <= 2
+        assert set(states(fleet).values()) == {("out", "not ready")}
+        stubs[1].engine_up()
+        assert answer.result(PATIENCE_S) == numbers()
+        assert sum(len(stub.asked) for stub in stubs) == asked + 1
+    fleet.wait_idle()
+
+
+@pytest.mark.parametrize("code", ["engine_dead", "engine_killed"])
+def test_engines_that_die_count_and_killed_ones_do_not_once_the_stream_went_on(start, code):
+    fleet, stubs = start(3, retries={"share": 0.0, "most": 1})
+    for stub in stubs:
+        stub.engine_dies_after, stub.engine_code = 2, code
+    with fleet.client() as client, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(text_of, client)
+        if code == "engine_dead":
+            with pytest.raises(openai.APIError, match="2 replicas died"):
+                answer.result(PATIENCE_S)
+        else:
+            fleet.wait_for(lambda: num_waiting(fleet) == 1, "the third does not die")
+            stubs[0].engine_up()
+            assert answer.result(PATIENCE_S) == numbers()
+    assert sum(len(stub.asked) for stub in stubs) == (2 if code == "engine_dead" else 4)
+    assert not any(stub.engine_dies_after is None and stub.is_ready for stub in stubs[1:])
+
+
+def test_streams_of_an_engine_that_died_go_on_and_it_serves_as_soon_as_it_is_up(start):
+    """Each of them lost it; these are no failures in a row, after which it would have a pause."""
+    fleet, stubs = start()
+    stubs[0].token_s, stubs[0].hang_at = 0.01, 3
+    with fleet.client() as client, concurrent.futures.ThreadPoolExecutor(12) as pool:
+        answers = [pool.submit(text_of, client) for _ in range(12)]
+        fleet.wait_for(lambda: len(stubs[0].asked) == 6, "not all are there")
+        stubs[0].engine_dies_after = 3
+        stubs[0].go.set()
+        assert {answer.result(PATIENCE_S) for answer in answers} == {numbers()}
+        stubs[0].engine_up()
+        fleet.wait_for(
+            lambda: {state for state, _ in states(fleet).values()} == {"serving"}, "it is left out"
+        )
+
+
+def test_a_slow_replica_is_better_than_none(start, monkeypatch):
+    monkeypatch.setattr(guard, "FIRST_PAUSE_S", 30.0)
+    fleet, stubs = start(queue_s=1.0)
+    one, two = (of(fleet, stub) for stub in stubs)
+
+    async def find_slow():
+        own = fleet.head.members.models["tiny"][0].guard
+        for id_, ttft_s in ((one, 0.1), (two, 9.0)):
+            for _ in range(guard.MIN_SEEN):
+                own.answered(id_, ttft_s, 0.1, time.monotonic())
+
+    fleet.call(find_slow())
+    assert states(fleet)[two][0] == "out"
+    with fleet.client() as client:
+        assert {text_of(client) for _ in range(4)} == {numbers()}
+        assert not stubs[1].asked
+        stubs[0].engine_down()
+        assert {text_of(client) for _ in range(4)} == {numbers()}
+        assert len(stubs[1].asked) == 4
 
 
 # --- Requests that are lost in a replica that lives ----------------------------------------------------------------------
@@ -381,7 +465,12 @@ def test_a_stream_that_no_replica_carries_further_ends(start):
 def test_so_many_requests_wait_for_a_start(waiting, code):
     autoscale = SimpleNamespace(wait_s=0.0, max_waiting=2)
     version = SimpleNamespace(
-        model="m", autoscale=autoscale, is_asleep=True, num_waiting=waiting, can_answer=False
+        model="m",
+        autoscale=autoscale,
+        is_asleep=True,
+        num_waiting=waiting,
+        can_answer=False,
+        guard=SimpleNamespace(slow=set),
     )
     router = SimpleNamespace(queue_s=1000.0)
     members = SimpleNamespace(fleet=SimpleNamespace(router=router))
@@ -394,9 +483,9 @@ def test_so_many_requests_wait_for_a_start(waiting, code):
 
 @pytest.mark.parametrize(("can_answer", "code"), [(True, "no_room"), (False, "no_replica")])
 def test_a_batchs_line_yields_to_clients_and_waits_for_a_start(can_answer, code):
-    guard = SimpleNamespace(next_change=lambda now: None)
+    guards = SimpleNamespace(next_change=lambda now: None)
     version = SimpleNamespace(
-        model="m", autoscale=None, num_waiting=0, can_answer=can_answer, guard=guard
+        model="m", autoscale=None, num_waiting=0, can_answer=can_answer, guard=guards
     )
     members = SimpleNamespace(fleet=SimpleNamespace(router=SimpleNamespace(queue_s=0.0)))
     forwarder = SimpleNamespace(members=members, _decide=lambda *a: None)

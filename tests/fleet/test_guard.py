@@ -53,6 +53,13 @@ def test_each_pause_is_twice_as_long_as_the_one_before_up_to_the_longest():
     assert made.next_change(now) == now + FIRST_PAUSE_S
 
 
+def test_failures_of_requests_that_were_sent_before_a_pause_do_not_lengthen_it():
+    made = guard()
+    for i in range(32):
+        made.failed("r0", "gone", i / 100, gone=True)
+    assert made.next_change(0.5) == FIRST_PAUSE_S
+
+
 def test_one_request_tries_a_replica_after_its_pause_and_a_failure_pauses_it_at_once():
     made = guard()
     made.failed("r0", "gone", 0.0, gone=True)

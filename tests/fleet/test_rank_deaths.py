@@ -9,7 +9,6 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.fleet.running import ENGINE, fleet_of, running, version
@@ -57,7 +56,8 @@ def ask(client, number, begun=lambda: None):
 @pytest.mark.slow
 def test_streams_of_a_killed_rank_go_on_with_the_same_text(tiny, tmp_path):
     """Ten times, a rank of the replica with the most streams. The times are printed (`-s`)."""
-    made = fleet_of(version(tiny, engine=RANKS))
+    # both engines may be down at once, and a start takes half a minute on a busy machine
+    made = fleet_of(version(tiny, engine=RANKS), router={"queue_s": PATIENCE_S})
     with (
         running(made, tmp_path / "state") as fleet,
         fleet.client() as client,
@@ -72,7 +72,9 @@ def test_streams_of_a_killed_rank_go_on_with_the_same_text(tiny, tmp_path):
             fleet.wait_for(
                 lambda begun=begun: all(event.is_set() for event in begun), "they do not begin"
             )
-            victim = max(fleet.head.members.all_replicas(), key=lambda r: r.num_in_flight)
+            victim = max(
+                fleet.head.members.all_replicas(), key=lambda r: (r.num_in_flight, r.is_ready)
+            )
             before = ranks_of(fleet.pids()[victim.id])
             assert len(before) == 2
             os.kill(before[turn % 2], signal.SIGKILL)
@@ -83,12 +85,7 @@ def test_streams_of_a_killed_rank_go_on_with_the_same_text(tiny, tmp_path):
 
             def is_back(victim=victim, before=before):
                 now = ranks_of(fleet.pids()[victim.id])
-                urls = [replica.url for replica in fleet.head.members.all_replicas()]
-                return (
-                    len(now) == 2
-                    and not set(now) & set(before)
-                    and all(httpx.get(f"{url}/ready").status_code == 200 for url in urls)
-                )
+                return len(now) == 2 and not set(now) & set(before)
 
             fleet.wait_for(is_back, "the ranks did not come back")
             print(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from slipstream.errors import (
     ContextLengthError,
     EngineDeadError,
+    EngineDownError,
     EngineOverloadedError,
     RequestError,
 )
@@ -177,7 +178,7 @@ class FakeEngine:
                 "too long for the context", field="prompt" if room < 1 else "max_tokens"
             )
         if self.dead:
-            raise EngineDeadError("the engine process is down")
+            raise EngineDownError("the engine process is down")
         if self.max_queue is not None and self.running >= self.max_queue:
             raise EngineOverloadedError("the queue is full; try again later")
         self.running += 1
@@ -218,7 +219,7 @@ class FakeEngine:
     async def embed(self, prompts, options=DEFAULT_OPTIONS, *, truncate_to=None, **how):
         self.salts.append(options.cache_salt)
         if self.dead:
-            raise EngineDeadError("the engine process is down")
+            raise EngineDownError("the engine process is down")
         found, token_ids = [], []
         for prompt in prompts:
             ids = (
@@ -262,7 +263,7 @@ class FakeEngine:
 
     async def stats(self):
         if self.dead:
-            raise EngineDeadError("the engine process is down")
+            raise EngineDownError("the engine process is down")
         return EngineStats(
             num_running=self.running,
             kv_cache_usage=0.25,

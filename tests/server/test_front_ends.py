@@ -423,7 +423,8 @@ def test_an_engine_that_is_killed_is_started_again(served):
         assert streams.finish() == [False] * 4
     with pytest.raises(openai.InternalServerError) as caught:
         [served.ask() for _ in range(100)]
-    assert (caught.value.status_code, caught.value.code) == (503, "engine_dead")
+    assert caught.value.status_code == 503
+    assert caught.value.code in ("engine_dead", "engine_down")
     served.until(lambda: served.get("/ready").status_code == 200, "the engine did not come back")
     served.until_all_serve()
     assert served.front_ends().keys() == front_ends.keys()

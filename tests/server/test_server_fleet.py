@@ -13,7 +13,7 @@ from slipstream.config import EngineArgs
 from slipstream.core.cache.prefix_cache import extend_keys, salted
 from slipstream.engine.process.operation_messages import CacheEvents
 from slipstream.server.http.keys import Key, prefix_salt
-from slipstream.server.operations.fleet import HEADER, FromReplica
+from slipstream.server.operations.fleet import HEADER, FromReplica, ReplicaLoad
 from tests.server.conftest import serving
 
 KEY = "k"
@@ -221,6 +221,19 @@ class Events:
                     news.removed[i : i + 16] for i in range(0, len(news.removed), 16)
                 )
                 held.update(news.stored[i : i + 16] for i in range(0, len(news.stored), 16))
+
+
+def test_news_say_whether_the_replica_is_ready(replica, monkeypatch):
+    with replica.http(headers=ABOUT) as http, http.stream("GET", "/fleet/events") as response:
+        events = Events(response)
+
+        def tells(is_ready):
+            news = events.next()
+            return isinstance(news, ReplicaLoad) and news.is_ready == is_ready
+
+        replica.wait_for(lambda: tells(True), "it is not ready")
+        monkeypatch.setattr(replica.engine._core, "link", None)  # as after a death
+        replica.wait_for(lambda: tells(False), "it says that it is ready")
 
 
 def test_news_are_what_the_cache_holds(replica):

@@ -137,6 +137,10 @@ def test_requests_fail_when_the_engine_dies(serve):
         assert "[DONE]" not in text
 
         engine.dead = True
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(**COMPLETION)
+        assert (caught.value.status_code, caught.value.code) == (503, "engine_down")
+        assert caught.value.response.headers["retry-after"]
         for path, status in (("/live", 200), ("/ready", 503), ("/health", 503)):
             answer = http.get(path)
             assert answer.status_code == status

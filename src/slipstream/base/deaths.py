@@ -29,6 +29,9 @@ def describe_exit(code: int) -> str:
     return f"was killed by signal {-code}{names.get(-code, '')}"
 
 
+KILLED = describe_exit(-signal.SIGKILL)
+
+
 class Deaths:
     """The recent deaths of one process. After the first it is restarted at once, then after a pause
     that doubles."""

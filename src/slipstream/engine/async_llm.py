@@ -56,7 +56,13 @@ from slipstream.engine.requests.processor import (
 )
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import Formats
-from slipstream.errors import EngineDeadError, SlipstreamError, as_error
+from slipstream.errors import (
+    EngineDeadError,
+    EngineDownError,
+    EngineKilledError,
+    SlipstreamError,
+    as_error,
+)
 from slipstream.hub import resolve_model
 from slipstream.messages.outputs import TokenOutput
 from slipstream.messages.stats import CanaryResult, EngineStats
@@ -140,7 +146,7 @@ class AsyncLLM(OtherRequests):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Deltas, until one is `finished`. `named` are fields of `options`.
 
-        A RequestError or EngineDeadError comes before anything is queued, and
+        A RequestError or EngineDownError comes before anything is queued, and
         EngineOverloadedError if the queue is full. Closing the iterator cancels the request."""
         if sampling.best_of is not None:
             refuse_best_of()
@@ -223,8 +229,8 @@ class AsyncLLM(OtherRequests):
 
     def _running_child(self) -> CoreLink:
         core = self._core
-        if core.link is None or core.stopping:
-            raise EngineDeadError(core.down_reason or "the engine is shutting down")
+        if core.link is None or core.stopping or not core.is_alive:
+            raise EngineDownError(core.down_reason or "the engine process is down")
         return core.link
 
     def _abort(self, keys: list[str]) -> None:
@@ -317,7 +323,8 @@ class AsyncLLM(OtherRequests):
 
     def core_died(self, reason: str, *, final: bool) -> None:
         """End everything that waits for the core."""
-        error = EngineDeadError(self._core.down_reason)
+        kind = EngineKilledError if self._core.was_killed else EngineDeadError
+        error = kind(self._core.down_reason)
         self._output.fail_all()
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():

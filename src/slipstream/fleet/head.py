@@ -19,7 +19,6 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import socket
 import ssl
 import time
@@ -29,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from slipstream.base.deaths import Deaths, describe_exit
+from slipstream.base.deaths import KILLED, Deaths
 from slipstream.base.files import open_new, open_private
 from slipstream.config import resolve
 from slipstream.engine.folder import settled
@@ -63,7 +62,6 @@ _OWN = ("control", "fleet.json", "fleet.json.new", "kept", "lock", "logs", "tls"
 _END_S = 30.0
 """Time for the head to end after its last request: its replicas end first."""
 
-_KILLED = describe_exit(-signal.SIGKILL)
 _DEATHS_S = 300.0  # deaths within this time make the pause before the next restart longer
 _PROBE = {
     "prompt": [1, 2, 3, 5, 8],
@@ -350,7 +348,7 @@ class Head:
                 member.serves.set()
                 self.scaling.cold_starts.add(spec.key, time.monotonic() - began)
             how = await ending
-            member.replica.ended(killed=member.unwanted or how == _KILLED)
+            member.replica.ended(killed=member.unwanted or how == KILLED)
             if not member.unwanted:
                 logger.error("replica %s %s, and will be replaced", member.id, how)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from slipstream.config import EngineArgs
 from slipstream.engine.process.core_client import CoreLink
 from slipstream.engine.process.core_messages import Start, Stop
 from slipstream.engine.process.core_start import socket_folder, wait_or_kill
-from slipstream.errors import EngineDeadError
+from slipstream.errors import EngineDeadError, EngineKilledError
 
 
 class ChildLink(CoreLink):
@@ -48,9 +49,10 @@ class ChildLink(CoreLink):
 
     def death(self) -> EngineDeadError | None:
         code = self.process.poll()
-        return (
-            None if code is None else EngineDeadError(f"the engine process {describe_exit(code)}")
-        )
+        if code is None:
+            return None
+        kind = EngineKilledError if code == -signal.SIGKILL else EngineDeadError
+        return kind(f"the engine process {describe_exit(code)}")
 
     async def end(self, *, at_once: bool = False) -> None:
         """Ask the process to stop, wait, kill it if it does not, and remove the socket. If the caller is cancelled meanwhile,

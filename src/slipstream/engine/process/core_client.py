@@ -23,7 +23,7 @@ import msgspec
 
 from slipstream.engine.process.core_messages import Ready, ToChild, ToParent
 from slipstream.engine.process.core_start import CoreSource
-from slipstream.errors import EngineDeadError, SlipstreamError
+from slipstream.errors import EngineDeadError, EngineKilledError, SlipstreamError
 from slipstream.messages.start import Failed, Phase
 
 LOOK_S = 0.2
@@ -139,6 +139,7 @@ class CoreClient:
     def __init__(self, owner: Owner, source: CoreSource) -> None:
         self.link: CoreLink | None = None  # to a core that is ready
         self.down_reason = ""
+        self.was_killed = False  # SIGKILL ended the last one
         self.num_restarts = 0
         self.stopping = False
         self.reader: asyncio.Task[None] | None = None
@@ -201,7 +202,9 @@ class CoreClient:
                 while True:
                     message = await link.receive()
                     if isinstance(message, Failed):
-                        raise EngineDeadError(f"the engine failed: {message.message}")
+                        killed = isinstance(message.as_error, EngineKilledError)
+                        kind = EngineKilledError if killed else EngineDeadError
+                        raise kind(f"the engine failed: {message.message}")
                     self._owner.core_said(message)
                     deaths = 0
             except Exception as error:
@@ -222,6 +225,7 @@ class CoreClient:
             "the engine is down, %s: %s", then, reason, exc_info=None if foreseen else error
         )
         link, self.link = self.link, None
+        self.was_killed = isinstance(error, EngineKilledError)
         self.down_reason = f"{reason} ({then})"
         self._owner.core_died(reason, final=final)
         if link is not None:

@@ -25,7 +25,7 @@ from slipstream.engine.process.operation_messages import (
     WatchCache,
     WeightsAnswered,
 )
-from slipstream.errors import EngineDeadError, as_error
+from slipstream.errors import EngineDownError, as_error
 from slipstream.messages.stats import EngineStats
 from slipstream.messages.weights import FIRST_VERSION
 from slipstream.params.lora_request import LoRARequest
@@ -95,7 +95,7 @@ class CoreOperations:
         return Health(True)
 
     async def stats(self) -> EngineStats:
-        """The engine's numbers, taken between two steps. EngineDeadError if it is down."""
+        """The engine's numbers, taken between two steps. EngineDownError if it is down."""
         waiter = self._ask(GetStats(), self._stats_waiters)
         try:
             return await waiter
@@ -159,7 +159,7 @@ class CoreOperations:
         """Send a message; the answer comes to one of the `waiters`, the one that is returned."""
         core = self._core
         if core.link is None:
-            raise EngineDeadError(core.down_reason or "the engine process is down")
+            raise EngineDownError(core.down_reason or "the engine process is down")
         waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         waiters.append(waiter)
         core.link.send(message)

@@ -41,7 +41,7 @@ class OtherRequests(WeightOperations):
         self._beams: dict[str, asyncio.Future[BeamsOutput]] = {}
 
     def _running_child(self) -> CoreLink:
-        """The link to the core. EngineDeadError if there is none."""
+        """The link to the core. EngineDownError if there is none."""
         raise NotImplementedError
 
     def _abort(self, keys: list[str]) -> None:

@@ -53,7 +53,7 @@ class FleetLineRunner:
     def _is_able(replica: Replica) -> bool:
         watched = replica.version.guard.replicas.get(replica.id)
         return (
-            replica.heard
+            replica.serves
             and not replica.draining
             and watched is not None
             and watched.out_until <= time.monotonic()

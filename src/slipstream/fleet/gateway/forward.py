@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -37,7 +37,7 @@ from slipstream.fleet.gateway.members import Members, Replica, Version
 from slipstream.fleet.gateway.phases import Prefilled
 from slipstream.fleet.gateway.prompts import chain
 from slipstream.fleet.gateway.router import Decision
-from slipstream.fleet.gateway.streams import ELSEWHERE, MarkedStream, error_event
+from slipstream.fleet.gateway.streams import ELSEWHERE, ENGINE_DEATHS, MarkedStream, error_event
 from slipstream.fleet.gateway.upstream import UpstreamConnection, UpstreamError
 from slipstream.server.http.errors import ApiError, overloaded, unavailable
 from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
@@ -110,12 +110,17 @@ class RetryElsewhere(Exception):  # noqa: N818 - no failure of the request
         *,
         gone: bool = False,
         died: bool = False,
+        code: str | None = None,
         error: ApiError | None = None,
         blame: bool = True,
     ) -> None:
-        """`died`: the replica or its engine died while it had the request."""
+        """`died`: the replica died while it had the request. `code` is that of its own answer."""
         super().__init__(why)
-        self.gone, self.died, self.error, self.blame = gone, died, error, blame
+        self.engine_died = code in ENGINE_DEATHS
+        self.engine_killed = code == "engine_killed"
+        self.engine_down = self.engine_died or code == "engine_down"
+        self.gone, self.died = gone or self.engine_down, died or self.engine_died
+        self.error, self.blame = error, blame and not self.engine_down
         self.replica: Replica | None = None
 
 
@@ -210,7 +215,7 @@ class Forwarder:
             await self.count_death(call, last, further=further)
             if further:  # more tokens came, so the request is not at fault
                 number, told = 0, len(call.marked.tokens)
-            number += 1
+            number += last.died or not last.engine_down  # what waits for a start is no try
             if number > most or not (call.begun or last.gone or self.members.budget.take()):
                 raise last.error or unavailable(f"no replica answered: {last}", "replica_failed")
 
@@ -220,7 +225,7 @@ class Forwarder:
         replica = failed.replica
         if not failed.died or replica is None:
             return
-        killed = await replica.was_killed()
+        killed = failed.engine_killed if failed.engine_died else await replica.was_killed()
         if killed and further:
             call.num_kills += 1
         else:
@@ -270,11 +275,13 @@ class Forwarder:
         try:
             while True:
                 decision = self._decide(version, call, now)
+                if decision is None and not call.is_line and (slow := version.guard.slow()):
+                    decision = self._decide(version, call, now, also=slow)
                 if decision is not None:
                     version.guard.sent(decision.replica, now)
                     return version.replicas[decision.replica], decision
                 if call.tried and not any(
-                    r.heard and r.id not in call.tried for r in version.replicas.values()
+                    r.serves and r.id not in call.tried for r in version.replicas.values()
                 ):
                     call.tried.clear()  # all were tried; the first may be back
                     if last is not None and last.error is not None and last.error.status == 429:
@@ -294,9 +301,16 @@ class Forwarder:
             version.num_waiting -= 1
 
     def _decide(
-        self, version: Version, call: Call, now: float, *, by_load: bool = False
+        self,
+        version: Version,
+        call: Call,
+        now: float,
+        *,
+        by_load: bool = False,
+        also: Set[str] = frozenset(),
     ) -> Decision | None:
-        exclude = version.guard.out(now) | call.tried
+        """`also`: replicas that may be chosen although the guard has taken them out."""
+        exclude = version.guard.out(now) - also | call.tried
         if call.is_line:
             exclude |= {
                 r.id
@@ -565,7 +579,7 @@ class Forwarder:
             if code in ELSEWHERE:
                 failed = RetryElsewhere(
                     f"replica {opened.replica.id}: {code}",
-                    died=code == "engine_dead",
+                    code=code,
                     error=unavailable("the replica failed", code),
                 )
                 raise self._unless_lost(opened, call, failed)
@@ -684,6 +698,8 @@ class Opened:
     def failed(self, error: BaseException) -> None:
         if isinstance(error, RetryElsewhere):
             error.replica = self.replica
+            if error.engine_down:
+                self.replica.set_ready(False)  # until it reports the opposite
         if isinstance(error, RetryElsewhere) and error.blame:
             self.version.guard.failed(
                 self.replica.id, str(error), time.monotonic(), gone=error.gone
@@ -737,7 +753,7 @@ def _refused(status: int, body: bytes, answer: UpstreamConnection) -> RetryElsew
     if status in (500, 502, 503):
         return RetryElsewhere(
             message,
-            died=code == "engine_dead",
+            code=code,
             error=unavailable(message, code or "replica_failed"),
             blame=code != "shutting_down",
         )

@@ -93,6 +93,10 @@ class ReplicaGuard:
             if watched.out_until > now or watched.trial
         }
 
+    def slow(self) -> set[str]:
+        """Of `out`, those that are only slow. They are better than none."""
+        return {name for name, w in self._paused.items() if w.was_slow and w.out_until < inf}
+
     def next_change(self, now: float) -> float | None:
         """Time at which the next pause ends."""
         return min(
@@ -119,10 +123,11 @@ class ReplicaGuard:
     def failed(self, replica: str, why: str, now: float, *, gone: bool = False) -> None:
         """Count a failure. `gone`: the replica can't be reached at all, so one failure is enough."""
         watched = self.replicas.get(replica)
-        if watched is None:
-            return
+        if watched is None or (watched.out_until > now and not watched.was_slow):
+            return  # it was sent before the pause
         watched.failures += 1
         if gone or watched.trial or watched.failures >= MAX_FAILURES:
+            watched.was_slow = False
             self._pause(replica, why, now)
 
     def answered(self, replica: str, ttft_s: float, predicted_s: float, now: float) -> None:

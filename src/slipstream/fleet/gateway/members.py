@@ -69,6 +69,7 @@ class Replica:
         self.num_suspects = 0  # of the requests in flight, those with which a replica died before
         self.draining = False
         self.heard = False  # its reports arrive
+        self.is_ready = True  # its engine takes requests, as its last report or answer said
         self.root_key: bytes | None = None
         self.block_size = spec.args.block_size or 16
         self.adapters = spec.adapters
@@ -152,11 +153,24 @@ class Replica:
         finally:
             answer.done()
 
+    @property
+    def serves(self) -> bool:
+        """Whether it can take requests."""
+        return self.heard and self.is_ready
+
     def _set_heard(self, heard: bool) -> None:
         if heard != self.heard:
             self.heard = heard
-            self.version.router.update(self.id, healthy=heard)
-            self.version.changed()
+            self._changed()
+
+    def set_ready(self, is_ready: bool) -> None:
+        if is_ready != self.is_ready:
+            self.is_ready = is_ready
+            self._changed()
+
+    def _changed(self) -> None:
+        self.version.router.update(self.id, healthy=self.serves)
+        self.version.changed()
 
     def _take(self, news: FromReplica) -> None:
         router = self.version.router
@@ -174,6 +188,7 @@ class Replica:
                     "a report was lost"
                 )  # a new connection begins with a full report
             return
+        self.set_ready(news.is_ready)
         self.is_up, self.counts = news.is_up, news.counts or self.counts
         self.version.prompts.max_model_len = news.max_model_len
         if news.stats is not None:
@@ -231,7 +246,7 @@ class Version:
 
     @property
     def can_answer(self) -> bool:
-        return any(r.heard and not r.draining for r in self.replicas.values())
+        return any(r.serves and not r.draining for r in self.replicas.values())
 
     @property
     def is_asleep(self) -> bool:
@@ -300,7 +315,8 @@ class Version:
             return "draining"
         if not replica.heard:
             return "silent"
-        return "out" if self.guard.replicas[replica.id].out_until > time.monotonic() else "serving"
+        is_out = self.guard.replicas[replica.id].out_until > time.monotonic()
+        return "out" if is_out or not replica.is_ready else "serving"
 
     def drain(self, id_: str) -> None:
         self.replicas[id_].draining = True
@@ -423,7 +439,7 @@ def _about(version: Version, replica: Replica, now: float) -> dict[str, object]:
         "role": replica.spec.role,
         "url": replica.url,
         "state": version.state_of(replica),
-        "why": watched.why if watched.out_until > now else "",
+        "why": watched.why if watched.out_until > now else "" if replica.is_ready else "not ready",
         "running": state.running,
         "waiting": state.waiting,
         "queued_tokens": state.queued_tokens,

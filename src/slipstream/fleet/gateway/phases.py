@@ -38,7 +38,7 @@ def answering(version: Version, tried: Collection[str]) -> set[str]:
     Those that were `tried` can't.
     """
     own = {r.id for r in version.replicas.values() if r.spec.role != "prefill"}
-    if any(version.replicas[id_].heard and id_ not in tried for id_ in own):
+    if any(version.replicas[id_].serves and id_ not in tried for id_ in own):
         return own
     return set(version.replicas)
 

@@ -11,9 +11,12 @@ from slipstream.server.http.errors import ApiError, error_body
 
 _MARK = re.compile(rb":(?:t ([\d ]*)|e (\d+ \d+))\n")  # at the beginning of a line
 
-ELSEWHERE = frozenset(
+ENGINE_DEATHS = frozenset({"engine_dead", "engine_killed"})
+"""Error codes of a request that an engine had when it died."""
+
+ELSEWHERE = ENGINE_DEATHS | frozenset(
     {
-        "engine_dead",
+        "engine_down",
         "engine_asleep",
         "engine_unhealthy",
         "engine_error",

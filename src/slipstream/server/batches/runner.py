@@ -57,7 +57,7 @@ LOOK_S = 0.5
 SWEEP_S = 600.0
 MAX_CANCELS = 3
 MAX_DEATHS = 2
-DEATHS = frozenset({"engine_dead", "replica_died"})
+DEATHS = frozenset({"engine_dead", "engine_killed", "replica_died"})
 """Error codes of requests whose engine or replica died."""
 
 MAX_PAUSE_S = 60.0

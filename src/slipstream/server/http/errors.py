@@ -33,6 +33,8 @@ from slipstream.errors import (
     ContextLengthError,
     EngineAsleepError,
     EngineDeadError,
+    EngineDownError,
+    EngineKilledError,
     EngineOverloadedError,
     RequestError,
     SlipstreamError,
@@ -159,6 +161,10 @@ def as_api_error(exc: Exception) -> ApiError:
             return overloaded(exc.message)
         case EngineAsleepError():
             return unavailable(exc.message, "engine_asleep")
+        case EngineDownError():
+            return unavailable(exc.message, "engine_down")
+        case EngineKilledError():
+            return unavailable(exc.message, "engine_killed")
         case EngineDeadError():
             return unavailable(exc.message, "engine_dead")
         case HTTPException():

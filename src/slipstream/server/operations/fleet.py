@@ -63,7 +63,7 @@ from slipstream.server.http.keys import Key
 from slipstream.server.http.limits import own_receive, read_as
 from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.openai.protocol import TokenId
-from slipstream.server.operations.health import canary_ok
+from slipstream.server.operations.health import canary_ok, is_ready
 from slipstream.server.operations.metrics import MetricCounts
 from slipstream.server.state import ServerState
 
@@ -81,10 +81,11 @@ _MAX_WAITING = 1000  # messages that a reader has not taken
 
 class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     """The state of a replica. `stats` is None while its engine does not answer, for example during
-    a long step; `is_up` is False if that lasts. `counts` is set every few seconds."""
+    a long step; `is_up` is False if that lasts. `is_ready`: as /ready says. `counts` is set every few seconds."""
 
     stats: EngineStats | None
     is_up: bool
+    is_ready: bool = True
     num_open: int  # sequences of open requests
     max_model_len: int
     canary_ok: bool | None = None
@@ -276,6 +277,7 @@ def _load(
     return ReplicaLoad(
         stats=stats,
         is_up=is_up,
+        is_ready=is_ready(state),
         num_open=engine.num_requests,
         max_model_len=engine.config.model.max_model_len,
         canary_ok=canary_ok(state),

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from slipstream.errors import EngineError
 from slipstream.messages.stats import EngineStats
-from slipstream.server.http.errors import shutting_down, unavailable
+from slipstream.server.http.errors import ApiError, shutting_down, unavailable
 from slipstream.server.http.replies import json_response
 from slipstream.server.operations.metrics import Metrics
 from slipstream.server.state import ServerState
@@ -62,6 +62,15 @@ def require_ready(state: ServerState) -> None:
     if state.engine.is_sleeping:
         raise unavailable("the model sleeps; POST /wake_up wakes it", "engine_asleep")
     _require_health(state)
+
+
+def is_ready(state: ServerState) -> bool:
+    """Whether new requests are welcome."""
+    try:
+        require_ready(state)
+        return True
+    except ApiError:
+        return False
 
 
 def _require_health(state: ServerState) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from slipstream.base.deaths import describe_exit
 from slipstream.worker.ranks.messages import FromRank, RankLink
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -89,8 +90,7 @@ class RankProcesses:
         if not ended:
             return ""
         _, number, code = ended[0]
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return f"rank {number} {how}"
+        return f"rank {number} {describe_exit(code)}"
 
 
 def spawn(number: int) -> Rank:

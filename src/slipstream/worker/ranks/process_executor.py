@@ -29,7 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn, TypeAlias, TypeVar
 
-from slipstream.base.deaths import stdin_of
+from slipstream.base.deaths import KILLED, stdin_of
 from slipstream.config import (
     DeviceInfo,
     EngineArgs,
@@ -49,6 +49,7 @@ from slipstream.errors import (
     AdapterError,
     ConfigError,
     EngineError,
+    EngineKilledError,
     OutOfMemoryError,
     RequestError,
     SlipstreamError,
@@ -495,7 +496,8 @@ class ProcessExecutor(Executor):
         if failures and not (failures[0].of_peer and gone):
             self._dead = failures[0].as_error
         else:
-            self._dead = EngineError(f"{gone or 'the ranks ended'}, and the others with it")
+            kind = EngineKilledError if gone.endswith(KILLED) else EngineError
+            self._dead = kind(f"{gone or 'the ranks ended'}, and the others with it")
         raise self._dead
 
 
