@@ -182,7 +182,7 @@ def test_log_of_the_server_is_read_to_its_end(tmp_path, monkeypatch, capsys, scr
         return servers[0]
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    monkeypatch.setattr(launch, "START_S", 5)
+    monkeypatch.setattr(launch, "START_S", 30)
     with (
         pytest.raises(ConfigError, match="did not start"),
         launch.served("x", "http://127.0.0.1:9"),
