@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import stat
@@ -13,6 +14,8 @@ import httpx
 import pytest
 
 from slipstream.cli import main as cli
+from slipstream.cli.serving import launch
+from slipstream.errors import ConfigError
 from tests import tiny_models
 from tests.server.conftest import serving
 
@@ -23,10 +26,19 @@ os.killpg(0, signal.SIGINT)  # Ctrl-C
 time.sleep(0.3)
 models = urllib.request.urlopen(os.environ["OPENAI_BASE_URL"] + "/models").read().decode()
 pathlib.Path("said").write_text(models)
-os.kill(os.getppid(), signal.SIGTERM)
+os.kill(os.getppid(), int(os.environ["ENDS"]))
 time.sleep(60)
 """
 """An agent that takes Ctrl-C itself, asks the server after it, and ends with whoever started it."""
+
+SERVER = r"""
+import os
+os.write(2, b"caf\xe9\n")
+for _ in range(2000):
+    os.write(2, b"x" * 100 + b"\n")
+os.write(2, b"the end\n")
+"""
+"""A server whose log is no UTF-8, and longer than a pipe."""
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +138,8 @@ def test_program_that_is_not_installed_is_named_with_its_remedy(url, capsys, mon
     assert "npm install -g opencode-ai" in told.err
 
 
-def test_server_of_launch_outlives_ctrl_c_is_silent_and_ends_with_the_agent(tmp_path):
+@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGQUIT])
+def test_server_of_launch_outlives_ctrl_c_is_silent_and_ends_with_the_agent(tmp_path, ends):
     tiny_models.write_with_tokenizer(tmp_path / "tiny")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -134,11 +147,49 @@ def test_server_of_launch_outlives_ctrl_c_is_silent_and_ends_with_the_agent(tmp_
     command = [sys.executable, "-m", "slipstream", "launch", "any", "--url", url]
     command += ["--serve", "tiny", "--", sys.executable, "-c", AGENT]
     ended = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=100, start_new_session=True
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "ENDS": str(int(ends))},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        start_new_session=True,
     )
-    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert ended.returncode == 128 + ends, ended.stderr
     assert json.loads((tmp_path / "said").read_text())["data"][0]["id"]
     shown = ended.stderr.split("OPENAI_BASE_URL=")[1]
     assert "status=200" not in shown  # the agent's screen is its own
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
+
+
+class Gone:
+    """A screen that nobody reads any more."""
+
+    def write(self, text):
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("screen", [None, Gone()])
+def test_log_of_the_server_is_read_to_its_end(tmp_path, monkeypatch, capsys, screen):
+    if screen is not None:
+        monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(launch, "_is_ready", lambda url: False)
+    start, servers = subprocess.Popen, []
+
+    def popen(command, **settings):
+        servers.append(start([sys.executable, "-c", SERVER], **settings))
+        return servers[0]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(launch, "START_S", 30)
+    with (
+        pytest.raises(ConfigError, match="did not start"),
+        launch.served("x", "http://127.0.0.1:9"),
+    ):
+        pass
+    assert servers[0].returncode == 0  # it came to its end
+    if screen is None:
+        shown = capsys.readouterr().err
+        assert "caf\ufffd" in shown
+        assert shown.endswith("the end\n")

@@ -602,22 +602,57 @@ def test_a_slow_disk_is_left_alone_and_tried_again():
     assert made.tokens["l/3"] == made.tokens["l/2"] == made.tokens["l/1"]
 
 
-@pytest.mark.parametrize("busy", [True, False])
-def test_a_load_is_not_charged_for_a_step_that_nobody_looked_during(busy):
+@pytest.mark.parametrize(
+    ("busy", "seconds"),
+    [(False, 5.0), ("before", 5.0), ("all the time", None), ("after a look", 2.0)],
+)
+def test_a_load_is_not_charged_for_a_step_that_nobody_looked_during(busy, seconds):
     made, store = stored(num_blocks=40, max_model_len=128)
-    tiers, before = made.scheduler.tiers, made.now
+    tiers = made.scheduler.tiers
+    before = made.now
+    if busy == "before":  # a step ended, and nothing was looked for since
+        tiers.rates.ended(998, before)
+        made.now = before = before + 1.0
     made.scheduler.add(request("p/2", PROMPT, 1))
     made.step()
     assert len(store.waiting) == 4
+    if busy == "after a look":
+        made.now += 2.0
+        made.scheduler.tend()
     while store.waiting:
         store.advance()
-    if busy:  # another request's step
+    if busy in ("all the time", "after a look"):  # another request's step
         tiers.rates.launched(999, made.now, 0, 1)
-        tiers.rates.ended(999, made.now + 5.0)
-    made.now += 5.0
+        tiers.rates.ended(999, before + 5.0)
+    made.now = before + 5.0
     made.scheduler.tend()
-    assert tiers.rates.disk.measured_at == before + 5.0
-    assert tiers.rates.disk.seconds == (0.0 if busy else 5.0 / (4 * store.block_bytes))
+    expected = None if seconds is None else seconds / (4 * store.block_bytes)
+    assert tiers.rates.disk.seconds == expected
+    tiers.rates.prefill.learn(1, 1e-6, made.now)
+    assert tiers.rates.pays(0, 1000 * store.block_bytes, 1, made.now) is (
+        None if seconds is None else False
+    )
+
+
+def test_blocks_that_come_within_a_step_are_followed_by_all_others():
+    made, store = stored(num_blocks=60, max_model_len=128)
+    tiers, long = made.scheduler.tiers, range(100, 100 + 20 * BLOCK)
+    made.scheduler.add(request("l/1", long, 1))
+    run(made)
+    tiers.rates.prefill.learn(1000, 1.0, made.now)
+    made.scheduler.pool.forget_all()
+    made.scheduler.add(request("l/2", long, 1))
+    made.step()
+    for count in (PROBE_BLOCKS, 19 - PROBE_BLOCKS):
+        assert len(store.waiting) == count
+        while store.waiting:
+            store.advance()
+        made.now += 1.0
+        tiers.rates.ended(999, made.now)  # another request's step
+        made.step()
+    run(made)
+    assert made.tokens["l/2"] == made.tokens["l/1"]
+    assert tiers.rates.disk.seconds is None
 
 
 # --- Sessions that pause ----------------------------------------------------------------------------------------------------

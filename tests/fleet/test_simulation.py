@@ -254,3 +254,11 @@ def test_load_that_can_not_be_is_refused_by_name(change, field):
     with pytest.raises(ConfigError) as refused:
         simulate_fleet(fleet(), load)
     assert refused.value.field == field
+
+
+def test_a_replica_of_stages_is_refused_by_name():
+    replica = {"name": "v1", "model": MODEL, "engine": {**ENGINE, "pipeline_parallel_size": 2}}
+    staged = check({"models": {"chat": {"versions": [replica]}}})
+    with pytest.raises(ConfigError) as refused:
+        simulate_fleet(staged, FleetLoad(rates=(10.0,), gpu="h200", num_requests=10))
+    assert refused.value.field == "pipeline_parallel_size"

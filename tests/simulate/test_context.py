@@ -41,3 +41,10 @@ def test_more_devices_than_a_plan_may_have_are_refused():
     with pytest.raises(ConfigError, match="raise --max-gpus") as error:
         PlanOptions(max_gpus=2).check(args)
     assert error.value.field == "context_parallel_size"
+
+
+def test_stages_have_no_times():
+    args = EngineArgs(model=str(FOLDER), pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="no times of stages") as error:
+        plan_engine(args, read_spec(FOLDER), find_device("h200"))
+    assert error.value.field == "pipeline_parallel_size"

@@ -92,3 +92,19 @@ def test_the_command_prints_findings_and_leaves_a_page(tiny_server, tiny_path, t
     assert found["rates"] == {"alpha": 0.001, "beta": 0.01}
     assert {f["check"] for f in found["findings"]} >= {"prompt", "distribution", "schema"}
     assert "<td>distribution</td>" in page.read_text()
+
+
+def test_the_record_of_a_model_with_a_short_context_is_made(tmp_path, capsys):
+    model, record = tmp_path / "short", tmp_path / "record.json"
+    tiny_models.write_with_tokenizer(model, max_position_embeddings=256)
+    words = ["verify", "--against", str(model), "--dtype", "float32", "--device", "cpu"]
+    assert main([*words, "--record", str(record)]) == 0, capsys.readouterr().err
+    assert json.loads(record.read_text())["sequences"]
+
+
+def test_a_long_conversation_that_the_model_has_no_room_for_is_named(
+    tiny_server, tiny_path, capsys
+):
+    words = ["verify", tiny_server.url, "--against", str(tiny_path), "--device", "cpu"]
+    assert main([*words, "--long", "90"]) == 2
+    assert "--long 90 needs 2,968 tokens" in capsys.readouterr().err

@@ -229,6 +229,11 @@ def plan_engine(
             "leave it at 1",
             field="expert_parallel_size",
         )
+    if args.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "pipeline_parallel_size: plan has no times of stages; leave it at 1, or share layers with tensor_parallel_size",
+            field="pipeline_parallel_size",
+        )
     info = info or hardware.device_info()
     draft = _draft_model(args, resolve(args, description, info).speculation, acceptance)
     all_gpus = dataclasses.replace(

@@ -115,7 +115,8 @@ def _ends() -> Iterator[None]:
     def end(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
-    before = {s: signal.signal(s, end) for s in (signal.SIGTERM, signal.SIGHUP)}
+    ends = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {s: signal.signal(s, end) for s in ends}
     try:
         yield
     finally:
@@ -139,6 +140,7 @@ def served(model: str, url: str) -> Iterator[None]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         start_new_session=True,  # else Ctrl-C in the agent would end it
     )
     log = _Log(server)
@@ -174,7 +176,8 @@ class _Log:
         for line in server.stderr or ():
             self.last.append(line)
             if not self.is_quiet:
-                sys.stderr.write(line)
+                with contextlib.suppress(OSError):  # who stops reading would stop the server
+                    sys.stderr.write(line)
 
 
 def _is_ready(url: str) -> bool:

@@ -83,6 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from slipstream.hub import resolve_model
+    from slipstream.spec.description import read_spec
     from slipstream.verify.checks import Plan, Verification
     from slipstream.verify.record import fingerprint, write
     from slipstream.verify.reference import Reference
@@ -101,8 +103,16 @@ def run(args: argparse.Namespace) -> int:
     with phases("verifying") as phase:
         phase(f"loading {args.against}")
         lines = 0 if served is None else plan.long_lines
-        context = max(512, 32 * lines + CONTEXT + plan.max_tokens)
-        reference = Reference.load(engine_args(args, model=args.against), context=context)
+        given = engine_args(args, model=args.against)
+        own = read_spec(resolve_model(given.model, download_dir=given.download_dir)).spec
+        context = max(min(512, own.max_position), 32 * lines + CONTEXT + plan.max_tokens)
+        if lines and context > own.max_position:
+            raise ConfigError(
+                f"--long {lines} needs {context:,} tokens, and {args.against} has room for {own.max_position:,}; "
+                "lower it, or ask none (--long 0)",
+                field="long",
+            )
+        reference = Reference.load(given, context=min(context, own.max_position))
         if served is None:
             write(fingerprint(reference, max_kl=plan.max_kl, seed=plan.seed), args.record)
             return 0

@@ -89,6 +89,7 @@ class TierLoad:
         self.num_peer_tokens = 0  # what a peer's blocks save, if all come
         self.num_lost = 0
         self.probes = False  # the load measures a rate; more blocks may follow
+        self.is_measured = False
         self.era = era
         self.begun, self.until = now, now + patience_s
 
@@ -370,7 +371,10 @@ class Tiers:
             request.looked_up = False  # the tiers may have more of its blocks
             return True
         pays = self._pays(wanted, gained)
-        if pays is None and self._states is None:  # a few blocks may end at no checkpoint
+        # A few blocks may end at no checkpoint. If they came within a step, more are needed to see their rate.
+        before = self._arrived.get(request)
+        probes = pays is None and self._states is None and (before is None or before.is_measured)
+        if probes:
             most = num_cached // size + PROBE_BLOCKS
             wanted, gained = self._missing(keys, request.num_tokens, found, most, num_cached)
         held = [(self._pool, block) for table in tables for block in table if block != NULL_BLOCK]
@@ -387,7 +391,7 @@ class Tiers:
             assert end is not None
             held.append((self._states, end))
         load = self._begin(request, wanted, held, gained)
-        load.probes = pays is None and self._states is None
+        load.probes = probes
         return True
 
     def bring_back(
@@ -620,9 +624,13 @@ class Tiers:
         now = self._clock()
         rates, sizes = self.rates, load.sizes
         rate = rates.peer if sizes["peer"] else rates.disk if sizes["disk"] else rates.host
-        if now > load.begun and not (sizes["peer"] and load.num_lost):
-            ended = now if sizes["peer"] else self._ended_at(now)
-            rate.learn(sizes.total(), max(0.0, ended - load.begun), now)
+        # A step, during which no one looks, may take seconds, which are not the copies' time. The look before it is their
+        # earliest end; if they began after that, nothing is known.
+        unseen = not sizes["peer"] and self.rates.last_end > max(self._looked, load.begun)
+        ended = self._looked if unseen else now
+        if ended > load.begun and not (sizes["peer"] and load.num_lost):
+            rate.learn(sizes.total(), ended - load.begun, now)
+            load.is_measured = True
         if not load.num_lost:  # what a peer promised is no hit before it has come
             self._counts["peer_hit_tokens"] += load.num_peer_tokens
             if load.request is not None:
@@ -638,11 +646,6 @@ class Tiers:
         else:
             self._arrived[load.request] = load
             self._ready.append(load.request)
-
-    def _ended_at(self, now: float) -> float:
-        """Earliest end of copies that were just found finished. A step, during which no one looks, may take seconds, which are
-        not the copies' time."""
-        return self._looked if self.rates.last_end > self._looked else now
 
     # --- Between steps ------------------------------------------------------------------------------------------------
 
