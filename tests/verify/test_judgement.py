@@ -90,6 +90,32 @@ def test_few_answers_leave_a_temperature_open():
     assert made._temperature().outcome == "undecided"
 
 
+@pytest.mark.parametrize("warm", ["refused", "as asked for", "hotter", "not asked"])
+def test_a_temperature_that_explains_a_fault_is_one_itself_or_leaves_the_fault(warm, monkeypatch):
+    made = verification()
+    made._counts.append((5, 5))
+    made._drawn.update(answers_of("plain", 1.3, num=24))
+    monkeypatch.setattr(
+        Verification, "_by_answer", lambda self, kind, at=1.0: [0.06 if at == 1 else 0.001] * 24
+    )
+    if warm == "refused":
+        made._refused["warm"] = "at most 1"
+    elif warm == "as asked for":  # by these draws: too little to tell, or a plain one alone
+        monkeypatch.setattr(
+            Verification,
+            "_temperature",
+            lambda self: Finding(check="temperature", outcome="pass", why=""),
+        )
+    elif warm == "hotter":
+        made._drawn.update(answers_of("warm", 1.3 * checks.WARM, num=24, seed=1))
+    found = {f.check: f.outcome for f in made._judged()}
+    if warm == "hotter":
+        assert found == {"prompt": "pass", "temperature": "fault"}
+    else:
+        assert found["distribution"] == "fault"
+        assert "temperature" in found  # asked on, if it is undecided
+
+
 @pytest.mark.parametrize(
     ("found", "outcome"),
     [

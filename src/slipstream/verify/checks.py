@@ -253,7 +253,12 @@ class Verification:
             # A wrong prompt or wrong weights make the others meaningless, but for a cut context.
             return [prompt, weights]
         if is_hotter:
-            return [prompt, self._temperature()]
+            temperature = self._temperature()
+            if temperature.outcome == "fault":
+                return [prompt, temperature]
+            assert weights.estimate is not None
+            why = f"KL {weights.estimate.value:.2g} nats: as of another temperature"
+            return [prompt, dataclasses.replace(weights, why=why), temperature]
         if weights.outcome != "pass":
             return [prompt, weights]
         more = [self._long(), self._needle()] if self.plan.long_lines else []
