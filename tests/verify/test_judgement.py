@@ -122,7 +122,9 @@ def test_a_temperature_that_explains_a_fault_is_one_itself_or_leaves_the_fault(w
         ([(True, True)] * 8, "pass"),
         ([(True, True)] * 4, "undecided"),
         ([(False, True)] * 4, "fault"),
-        ([(False, False)] * 8, "pass"),  # the model itself finds none
+        ([(True, True)] * 2 + [(False, False)] * 8, "undecided"),  # two tell too little
+        ([(True, False)] * 8, "not offered"),  # the model itself finds none
+        ([(False, False)] * 8, "not offered"),
         ([(False, False)] * 4, "undecided"),
     ],
 )

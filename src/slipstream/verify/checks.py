@@ -36,7 +36,10 @@ OUTSIDE, FAULTY = 0.02, 0.15
 """Share of tokens outside of a cut, or not the likeliest, that is no fault, and that surely is one."""
 
 MISSED, LOST = 0.05, 0.6
-"""The same of needles that the model itself finds."""
+"""Share of the needles that the model itself finds which is no fault, and which surely is one."""
+
+FINDS = 8
+"""Needles after which a model that found none is asked for no more."""
 
 EXCESS = 0.1
 """Nats a token that answers may be less likely than the model's own, without log-probabilities."""
@@ -354,10 +357,10 @@ class Verification:
             for length, found in sorted(self.needles.items())
         )
         missed = [not served for found in self.needles.values() for served, own in found if own]
-        if sum(len(found) for found in self.needles.values()) >= 8 and not any(missed):
-            decision: Decision = "sound"  # what the model itself doesn't find tells nothing
-        else:
-            decision = sequential.share(missed, MISSED, LOST, self.plan.rates)
+        if not missed and sum(len(found) for found in self.needles.values()) >= FINDS:
+            why = f"{told}: the model itself finds none, so nothing is told"
+            return Finding(check="needle", outcome="not offered", why=why)
+        decision = sequential.share(missed, MISSED, LOST, self.plan.rates)
         is_lost = decision == "fault"
         why = f"{told}: the far context is lost" if is_lost else told or "not asked yet"
         return Finding(check="needle", outcome=OUTCOMES[decision], why=why)
