@@ -51,8 +51,8 @@ def answers_of(kind, at, num=80, seed=0):
 @pytest.mark.parametrize(
     ("values", "outcome"),
     [
-        ([0.0001, 0.0002, 0.0001, 0.0002], "pass"),
-        ([0.001, 0.002, 0.001], "undecided"),  # too few to be sure
+        ([0.0001, 0.0002] * 28, "pass"),
+        ([0.0001, 0.0002] * 20, "undecided"),  # one of the next may be a fault
         ([0.009, 0.011, 0.008, 0.01], "undecided"),  # it may be above the limit
         ([0.05] * 12, "fault"),
         ([0.2] * 3, "undecided"),  # far above, but its cause is told by more
@@ -167,7 +167,7 @@ def test_answers_that_are_cut_prove_nothing_and_the_others_count():
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "turns"), [(["pass", "undecided"], 3), (["pass"] * 2, 1), (["fault"] * 2, 1)]
+    ("outcomes", "turns"), [(["pass", "undecided"], 3), (["pass"] * 2, 0), (["fault"] * 2, 0)]
 )
 def test_turns_go_on_for_what_is_undecided(outcomes, turns, monkeypatch):
     asked = []
@@ -178,7 +178,7 @@ def test_turns_go_on_for_what_is_undecided(outcomes, turns, monkeypatch):
     for name in ("_schemas", "_tools"):
         monkeypatch.setattr(Verification, name, lambda self: found[0])
     assert len(verification(answers=10, turn=4).run()) == 4
-    assert asked == ["plain", *["greedy"] * (turns - 1)]
+    assert asked == ["plain", *["greedy"] * turns]
 
 
 def test_wrong_weights_end_the_verification():
@@ -188,6 +188,8 @@ def test_wrong_weights_end_the_verification():
         patch.setattr(Verification, "_by_answer", lambda *a: [0.5] * 12)
         assert [f.check for f in made._judged()] == ["prompt", "distribution"]
         patch.setattr(Verification, "_by_answer", lambda *a: [0.0001, 0.0002] * 4)
+        assert [f.check for f in made._judged()] == ["prompt", "distribution"]  # too few yet
+        patch.setattr(Verification, "_by_answer", lambda *a: [0.0001, 0.0002] * 6)
         assert [f.check for f in made._judged()][-1] == "temperature 0"
 
 

@@ -13,7 +13,7 @@ from slipstream.verify.reference import Reference
 from slipstream.verify.served import NotOfferedError, Served
 from tests.server.conftest import *  # noqa: F403 - the tiny server
 
-PLAN = Plan(answers=24, turn=8, max_tokens=8, long_lines=4)
+PLAN = Plan(answers=64, turn=8, max_tokens=8, long_lines=4)
 
 
 @pytest.fixture(scope="module")

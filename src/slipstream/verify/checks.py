@@ -1,8 +1,8 @@
 """The checks of a served model, and the verdict.
 
 Each turn asks a few questions of every check that is still open; a check ends as soon as its answers
-decide it (`sequential`). The prompt and the distribution come first, since a fault of theirs makes
-the other checks meaningless.
+decide it (`sequential`). The prompt and the distribution come first, alone for `NAMED_BY` answers, since
+a fault of theirs makes the other checks meaningless.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -124,8 +125,10 @@ class Verification:
         }
         findings: list[Finding] = []
         kinds = ["plain"]  # then what is still open
-        for number in range(-(-self.plan.answers // self.plan.turn)):
-            self.progress(f"turn {number + 1}: {', '.join(kinds)}")
+        turns: Counter[str] = Counter()
+        while kinds:
+            turns.update(kinds)
+            self.progress(f"turn {max(turns.values())}: {', '.join(kinds)}")
             for kind in kinds:
                 if kind in sampling:
                     self._draw(kind, **sampling[kind])
@@ -135,9 +138,8 @@ class Verification:
                     self._find_needles()
             findings = self._judged()
             kinds = [KINDS.get(f.check, f.check) for f in findings if f.outcome == "undecided"]
-            kinds = list(dict.fromkeys(kinds))
-            if not kinds:
-                break
+            most = -(-self.plan.answers // self.plan.turn)
+            kinds = [kind for kind in dict.fromkeys(kinds) if turns[kind] < most]
         self.progress("schemas and tools")
         return [*findings, self._schemas(), self._tools()]
 
@@ -262,7 +264,8 @@ class Verification:
             assert weights.estimate is not None
             why = f"KL {weights.estimate.value:.2g} nats: as of another temperature"
             return [prompt, dataclasses.replace(weights, why=why), temperature]
-        if weights.outcome != "pass":
+        read = weights.estimate.count if weights.estimate else 0
+        if weights.outcome != "pass" and read < NAMED_BY:
             return [prompt, weights]
         more = [self._long(), self._needle()] if self.plan.long_lines else []
         return [
