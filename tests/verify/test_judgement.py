@@ -134,6 +134,30 @@ def test_code_words_count_where_the_model_itself_finds_them(found, outcome):
     assert made._needle().outcome == outcome
 
 
+@pytest.mark.parametrize(
+    ("spread", "is_cut", "outcome"),
+    [
+        (0.04, False, "fault"),  # 4 % of tokens outside: a peaked model
+        (0.04, True, "pass"),
+        (0.0001, True, "undecided"),  # cut and uncut are alike
+    ],
+)
+@pytest.mark.parametrize("kind", ["top_k", "top_p", "greedy"])
+def test_a_cut_is_judged_by_what_the_model_leaves_outside(kind, spread, is_cut, outcome):
+    chance = torch.Generator().manual_seed(0)
+    first = {"top_k": [0.5, 0.5 - spread], "top_p": [1 - spread], "greedy": [1 - spread]}[kind]
+    rest = [spread / 8] * 8
+    row = torch.tensor([*first, *rest])
+    served = torch.tensor([*first, *([0.0] * 8 if is_cut else rest)])
+    made = verification()
+    for _ in range(32):
+        ids = torch.multinomial(served, 24, replacement=True, generator=chance).tolist()
+        logprobs = row.log().log_softmax(-1).expand(24, -1)
+        made._drawn.setdefault(kind, []).append(Sample(token_ids=ids, tokens=[], logprobs=logprobs))
+    found = {f.check: f.outcome for f in made._cuts()}
+    assert found["temperature 0" if kind == "greedy" else kind] == outcome
+
+
 def test_a_long_conversation_of_fewer_tokens_was_cut():
     made = verification()
     made._counts.append((5, 5))

@@ -38,6 +38,28 @@ def test_shares_keep_their_rates():
     assert fault > 0.9
 
 
+@pytest.mark.parametrize("peaked", [0.06, 0.3])
+def test_a_cut_that_is_ignored_is_found_by_a_peaked_model_too(peaked):
+    def ends(chance_outside):
+        return ever(
+            lambda values: sequential.cut([(v, peaked) for v in values], RATES),
+            lambda r: r.random() < chance_outside,
+            looks=200,
+        )
+
+    fault, sound = ends(peaked)
+    assert sound <= 0.07
+    assert fault > 0.9
+    fault, sound = ends(0.1 * peaked)
+    assert fault <= 0.07
+    assert sound > 0.9
+
+
+def test_a_cut_that_changes_nothing_is_left_open():
+    assert sequential.cut([(False, 0.001)] * 2000, Rates()) == "open"
+    assert sequential.cut([(False, 1.0)], Rates()) == "open"  # no token decides alone
+
+
 def test_a_mean_at_its_limit_is_seldom_called_a_fault():
     def decide(values):
         return sequential.mean(values, 1.0, RATES)

@@ -33,9 +33,6 @@ WARM = 1.5
 NEUTRAL: dict[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Settings that change no distribution, in place of a server's defaults, where it takes them."""
 
-OUTSIDE, FAULTY = 0.02, 0.15
-"""Share of tokens outside of a cut, or not the likeliest, that is no fault, and that surely is one."""
-
 MISSED, LOST = 0.05, 0.6
 """Share of the needles that the model itself finds which is no fault, and which surely is one."""
 
@@ -273,9 +270,7 @@ class Verification:
             weights,
             *more,
             self._temperature(),
-            self._cut("top_k", lambda s: measures.outside_top_k(s, TOP_K)),
-            self._cut("top_p", lambda s: measures.outside_top_p(s, TOP_P)),
-            self._greedy(),
+            *self._cuts(),
         ]
 
     def _prompts(self) -> Finding:
@@ -402,29 +397,31 @@ class Verification:
             why += f": {'the field is ignored' if ignored else 'another temperature'}"
         return Finding(check=check, outcome=OUTCOMES[decision], why=why, estimate=found)
 
-    def _cut(self, kind: str, outside: Callable[[Sample], list[float]]) -> Finding:
+    def _cuts(self) -> list[Finding]:
+        return [
+            self._cut("top_k", lambda s: measures.outside_top_k(s, TOP_K)),
+            self._cut("top_p", lambda s: measures.outside_top_p(s, TOP_P)),
+            self._cut("greedy", measures.unlikely),
+        ]
+
+    def _cut(self, kind: str, drawn: Callable[[Sample], list[measures.Draw]]) -> Finding:
+        """Whether tokens keep to a cut, where the model itself leaves it often enough to tell."""
+        check = "temperature 0" if kind == "greedy" else kind
         if kind in self._refused:
-            return Finding(check=kind, outcome="not offered", why=self._refused[kind])
-        return self._share(kind, outside, "outside", "the field is ignored")
-
-    def _greedy(self) -> Finding:
-        return self._share(
-            "greedy", measures.unlikely, "less likely than the likeliest", "answers are drawn"
+            return Finding(check=check, outcome="not offered", why=self._refused[kind])
+        draws = [draw for s in self._drawn.get(kind, []) for draw in drawn(s)]
+        if not draws:
+            return Finding(check=check, outcome="undecided", why="no answer could be read")
+        decision = sequential.cut(draws, self.plan.rates)
+        share = measures.mean([float(is_outside) for is_outside, _ in draws])
+        own = sum(chance for _, chance in draws) / len(draws)
+        why = (
+            f"{100 * share.value:.1f} % of {share.count} tokens outside, "
+            f"{100 * own:.1f} % were expected without the field"
         )
-
-    def _share(
-        self, kind: str, odd: Callable[[Sample], list[float]], what: str, because: str
-    ) -> Finding:
-        values = [x for s in self._drawn.get(kind, []) for x in odd(s)]
-        decision = sequential.share(values, OUTSIDE, FAULTY, self.plan.rates)
-        share = measures.mean(values)
-        seen = f"{100 * share.value:.1f} % of {share.count} tokens {what}"
-        return Finding(
-            check="temperature 0" if kind == "greedy" else kind,
-            outcome=OUTCOMES[decision],
-            why=f"{seen}: {because}" if decision == "fault" else seen,
-            estimate=share,
-        )
+        if decision == "fault":
+            why += ": answers are drawn" if kind == "greedy" else ": the field is ignored"
+        return Finding(check=check, outcome=OUTCOMES[decision], why=why, estimate=share)
 
     def _schemas(self) -> Finding:
         """The share of answers that keep to a schema."""

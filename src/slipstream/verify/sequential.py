@@ -36,6 +36,10 @@ CLIP = 12.0
 """Multiple of the limit at which a value is cut for the bet that a mean is below its limit. A rare
 fault is seen from once in so many values on; 53 values of 0 decide at a rate of 0.01."""
 
+KEPT, SUREST = 0.1, 0.9
+"""Part of the chance to be outside of a cut that rounding leaves to a server which makes the cut, and
+the largest chance that is believed, so that no draw decides alone."""
+
 STAKES = (0.02, 0.05, 0.1, 0.25, 0.5, 0.9)
 """Shares of the wealth that are bet, each with a part of the stake."""
 
@@ -61,6 +65,16 @@ def share(values: Sequence[float], usual: float, faulty: float, rates: Rates) ->
     misses = len(values) - hits
     up, down = math.log(faulty / usual), math.log((1 - faulty) / (1 - usual))
     return rates.decide(hits * up + misses * down)
+
+
+def cut(draws: Sequence[tuple[bool, float]], rates: Rates) -> Decision:
+    """Whether draws keep to a cut, or are made as if there was none. Each says whether it is outside
+    of the cut, and how likely that is without one."""
+    ratio = 0.0
+    for is_outside, chance in draws:
+        chance = min(chance, SUREST)
+        ratio += -math.log(KEPT) if is_outside else math.log((1 - chance) / (1 - KEPT * chance))
+    return rates.decide(ratio)
 
 
 def temperature(ratios: Sequence[float], rates: Rates) -> Decision:
