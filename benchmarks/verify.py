@@ -2,7 +2,7 @@
 
     python benchmarks/verify.py [--clean 20] [--tiny 80] [--seed 0]                  # verify.json
 
-1. Faults: each of ten (`tests/verify/planted.py`) on SmolLM2, in an order that the seed draws, with sound
+1. Faults: each of those of `tests/verify/planted.py` on SmolLM2, in an order that the seed draws, with sound
    servers among them. The verification knows an address and the right model. What it says is then
    compared with what was planted: the verdict, and whether a cause that it names has the fault's words.
 2. Clean: one sound server, verified with other questions and seeds each time; false alarms are counted.
@@ -95,21 +95,6 @@ def clean(
     return rows
 
 
-def write_tiny(folder: Path) -> None:
-    """A random model whose distributions are as uneven as a language model's."""
-    tiny_models.write_with_tokenizer(folder, max_position_embeddings=2048)
-    import safetensors.torch
-
-    path = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(path)
-    name = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
-    tensors[name] *= SPREAD
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
-
-
-SPREAD = 4.0
-
-
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "runs": len(rows),
@@ -138,7 +123,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if args.tiny:
-            write_tiny(folder / "tiny")
+            tiny_models.write_sharp(folder / "tiny", max_position_embeddings=2048)
             settings = {"model": str(folder / "tiny"), "dtype": "float32", "device": "cpu"}
             engine = EngineArgs(**settings, num_threads=1, kv_cache_bytes=2**25)
             reference = Reference.load(EngineArgs(**settings, num_threads=1), context=2048)

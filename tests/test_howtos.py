@@ -50,6 +50,7 @@ def test_a_howto_works_from_top_to_bottom(page, place, preloaded, with_tools):  
     try:
         for number, (language, code) in enumerate(blocks):
             code = code.replace("8000", str(port))
+            code = code.replace('LLM("smollm2"', f'LLM("{with_tools}"')
             if language == "sh":
                 named = re.sub(r"(?<![\w/.-])(smollm2|qwen3:0\.6b)(?![\w.-])", with_tools, code)
                 serves = code.startswith(SERVES) and "=" not in code

@@ -33,7 +33,11 @@ ORDER = (
     *("conformance", "bench", "simulate"),
     *("fleet", "evals", "verify", "compress", "optimize", "cli", "__main__"),
 )
-"""The parts of the package, from the ground up: each imports only parts before it."""
+"""The parts of the package, from the ground up: each imports only parts before it.
+
+`simulate` stands below `fleet`: the autoscaler asks it what a replica carries, and the simulated
+fleet (`fleet/simulation`) runs on its step times. So does `bench`, whose loads `simulate` plays.
+"""
 
 BASE = ORDER[: ORDER.index("platform")]
 NARROW = {  # part: what it may import of the parts before it, where that is not all of them

@@ -73,8 +73,7 @@ def test_bare_beginnings_are_found(source, count):
     assert len(found) == count
 
 
-def test_tests_are_named_by_behaviour_and_expectation():
-    """A name of one or two words says what is tested, but not what is expected."""
+def test_names_of_tests_have_three_words_or_more():
     short = re.compile(r"^ *(?:async )?def (test_[a-z0-9]+(?:_[a-z0-9]+)?)\(", re.MULTILINE)
     found = [
         f"{file.relative_to(ROOT)}: {name}"

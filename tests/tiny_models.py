@@ -716,6 +716,16 @@ def write_with_tokenizer(path: Path, family: str = "llama", **overrides: Any) ->
     write_tokenizer(path)
 
 
+def write_sharp(path: Path, **overrides: Any) -> None:
+    """Writes a model with a tokenizer whose distributions are as uneven as a language model's."""
+    import safetensors.torch
+
+    write_with_tokenizer(path, **overrides)
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] *= 4
+    safetensors.torch.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
 def write_tokenizer(path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

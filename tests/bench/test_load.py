@@ -171,6 +171,6 @@ def test_arrivals_are_parsed_from_text(text, arrivals):
         "ramp:1:2",
     ],
 )
-def test_arrivals_that_are_none_are_refused(text):
+def test_wrong_arrivals_are_refused(text):
     with pytest.raises(ConfigError, match="arrivals"):
         parse_arrivals(text)

@@ -230,11 +230,14 @@ async def test_bad_answers_are_failed_requests(answer, word):
     assert word in record.error
 
 
-async def test_a_server_without_a_list_of_models_is_named():
+async def test_vocabulary_sizes_are_read_from_the_list_of_models():
     listed = b'{"data": [{"id": "x", "root": "a"}, {"id": "y", "vocab_size": 9}, {"id": "z", "meta": {"n_vocab": 7}}]}'
     async with server(http(listed)) as (url, _), of(url) as endpoint:
         found = [(model.id, model.num_token_ids) for model in await endpoint.served_models()]
         assert found == [("x", None), ("y", 9), ("z", 7)]
+
+
+async def test_a_server_without_a_list_of_models_is_refused():
     async with server(http(b"[]")) as (url, _), of(url) as endpoint:
         with pytest.raises(EngineError, match="does not answer like"):
             await endpoint.served_models()

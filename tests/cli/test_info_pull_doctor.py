@@ -155,10 +155,21 @@ def test_pull_of_nothing(tmp_path, capsys):
     assert "config.json" in capsys.readouterr().err
 
 
-def test_doctor_exits_with_1_if_something_needed_is_missing(capsys):
-    code = main(["doctor", "--json"])
+@pytest.mark.parametrize("absent", ["numpy", None])
+def test_doctor_exits_with_1_if_a_needed_package_is_missing(monkeypatch, capsys, absent):
+    monkeypatch.setattr(diagnosis, "gpus", lambda: ())
+    monkeypatch.setattr(diagnosis, "cpu_kernels_built", lambda: True)
+    monkeypatch.setattr(diagnosis, "cpu_choice", lambda measure: None)
+    monkeypatch.setattr(diagnosis, "will_use", lambda: {"device": "cpu"})
+    monkeypatch.setattr(diagnosis, "package_version", lambda name: None if name == absent else "1")
+    assert main(["doctor", "--json"]) == (1 if absent else 0)
+    missing = json.loads(capsys.readouterr().out)["missing"]
+    assert [m["what"] for m in missing if m["needed"]] == ([absent] if absent else [])
+
+
+def test_doctor_finds_this_machines_cores_device_and_torch(capsys):
+    main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert code == (1 if any(m["needed"] for m in found["missing"]) else 0)
     assert found["host"]["num_cores"] >= 1
     assert found["will_use"]["device"].startswith(("cpu", "cuda"))
     assert found["packages"]["torch"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -24,6 +25,18 @@ def test_vectors_of_tokens_are_described(tmp_path, capsys, make, line):
     make(tmp_path)
     assert main(["info", str(tmp_path), "--device", "cpu"]) == 0
     assert line in capsys.readouterr().out
+
+
+def test_shared_out_keys_and_values_say_what_a_rank_holds(tiny_model, capsys):
+    words = ["info", str(tiny_model), "--device", "cpu", "--context-parallel-size"]
+    shown = []
+    for ranks in ("1", "2"):
+        assert main([*words, ranks]) == 0
+        shown.append(re.search(r"([\d,]+) B a token( over .*?\))?,", capsys.readouterr().out))
+    alone, two = shown
+    assert alone[2] is None
+    each = int(alone[1].replace(",", "")) // 2
+    assert (two[1], two[2]) == (alone[1], f" over 2 ranks ({each:,} B on each)")
 
 
 def test_labels_of_tokens_are_described(tmp_path, capsys):

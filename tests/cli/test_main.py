@@ -361,6 +361,24 @@ def test_options_that_help_leaves_out_are_taken():
     assert (args.kernels, args.max_body_bytes, args.block_size) == ("cpu", 2**20, 32)
 
 
+def test_help_keeps_paragraphs_and_commands_apart(capsys):
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    examples = [line for line in lines if line.startswith("    slipstream verify http")]
+    assert len(examples) == 2
+    assert any(line.startswith("Any server that speaks") for line in lines)
+
+
+def test_help_of_audit_names_the_export_and_its_file(capsys):
+    assert "export" in next(
+        line for line in cli.build_parser().format_help().splitlines() if "  audit " in line
+    )
+    with pytest.raises(SystemExit):
+        main(["audit", "export", "--help"])
+    assert "--audit-log" in capsys.readouterr().out
+
+
 def test_help_lists_the_exit_codes():
     text = " ".join(cli.build_parser().format_help().split())
     for code in ("0 done", "1 failed", "2 wrong argument", "3 model", "130 interrupted"):

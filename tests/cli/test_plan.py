@@ -62,6 +62,16 @@ def test_what_no_device_can_keep_is_told_with_the_nearest(capsys):
     assert "--slo tpot_s=0.00" in shown
 
 
+def test_a_plan_of_several_devices_says_how_many(capsys):
+    words = (CONFIG, "--gpu", "h200", *QUICK)
+    for more, titled in (
+        (("--context-parallel-size", "2"), "2 × NVIDIA H200"),
+        ((), "NVIDIA H200"),
+    ):
+        assert main(["plan", *words, *more]) == 0
+        assert f"\n{titled} (" in capsys.readouterr().out
+
+
 def test_a_toy_on_a_large_device(capsys, tmp_path):
     """The device has room for a billion blocks, more than this machine's memory could simulate,
     and the model's context is too short for the load."""

@@ -204,7 +204,7 @@ def test_kinds_of_answers(text, kind):
     assert kind_of(text) == kind
 
 
-def test_presets_of_drafts_have_their_settings():
+def test_presets_of_drafts_have_their_settings_and_wrong_ones_are_refused():
     assert parse(preset("draft:eagle3")).one(DraftHead).kind == "eagle3"
     assert preset("draft:small") == preset("draft:1/3")
     head = DraftHead(kind="medusa")

@@ -344,9 +344,9 @@ def test_between_and_beyond_what_is_known():
 
 
 @given(st.integers(1, 5000))
-def test_near_counts_are_at_most_a_third_below(count):
+def test_near_counts_are_at_most_a_quarter_below(count):
     near = _near(count)
-    assert near <= count < near * 1.34
+    assert 3 * count / 4 < near <= count
     assert _near(near) == near
     assert near in COUNTS or near > COUNTS[-1]
 

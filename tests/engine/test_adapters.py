@@ -213,13 +213,14 @@ def test_adapters_change_answers_of_a_quantized_base(made):
 @pytest.mark.parametrize(
     "sampling", [GREEDY, SamplingParams(temperature=1.0, seed=1, max_tokens=10, ignore_eos=True)]
 )
-def test_adapters_run_in_bfloat16(made, sampling):
+def test_each_adapter_changes_the_answer_in_bfloat16(made, sampling):
     llm = make(made, dtype="bfloat16")
-    prompts = [{"prompt_token_ids": p} for p in PROMPTS]
+    prompts = [{"prompt_token_ids": PROMPTS[0]}] * 4
     outputs = llm.generate(
         prompts, sampling, lora_request=[adapter(made, n) for n in range(4)], progress=False
     )
     assert [len(o.outputs[0].token_ids) for o in outputs] == [10] * 4
+    assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 4
 
 
 @pytest.mark.parametrize("kernels", ["reference", "torch", "cpu"])

@@ -187,7 +187,7 @@ def test_every_kind_of_grammar_is_kept(llm, params, pattern):
         assert choice.finish_reason == "stop"
 
 
-def test_an_object_without_a_schema_is_json(llm):
+def test_an_object_without_a_schema_begins_with_a_brace_and_whole_is_json(llm):
     params = sampling(StructuredOutputsParams(json_object=True), max_tokens=60, n=4)
     for choice in answers(llm, params):
         assert choice.text.startswith("{")

@@ -194,7 +194,7 @@ def test_labels_of_tokens_equal_transformers(tmp_path, family):
             llm.score("a", ["b"])
 
 
-def test_token_vectors_over_http_name_a_wrong_field(colbert):
+def test_scores_over_http_are_those_of_token_vectors_and_wrong_fields_are_named(colbert):
     args = EngineArgs(model=str(colbert[0]), **SETTINGS)
     with (
         serving(start=lambda: AsyncLLM.start(args), served_model_names=("c",)) as server,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -11,10 +12,11 @@ import torch
 
 from slipstream import LLM
 from slipstream.cli.main import main
-from slipstream.errors import ConfigError
+from slipstream.errors import AdapterError, ConfigError
 from slipstream.evals.tasks import (
     Question,
     _result,
+    check_tasks,
     loglikelihoods,
     multiple_choice,
     read_questions,
@@ -22,6 +24,8 @@ from slipstream.evals.tasks import (
     run_lm_eval,
     run_tasks,
 )
+from slipstream.evals.text import Document, read_documents
+from slipstream.params.lora_request import LoRARequest
 from tests import tiny_models
 
 
@@ -328,8 +332,8 @@ def rated_file(folder, given):
 def test_rated_answers_compare_those_rated_up_with_those_rated_down(llm, tmp_path):
     answers = [("hi", text, "up") for text in ("aa", "b", "hello")]
     path = rated_file(tmp_path, [*answers, ("hi", "zq", "down"), ("ho", "zzz", "down")])
-    (found,) = run_tasks(llm, [str(path)])
-    assert (found.metric, found.num_questions) == ("preferred", 5)
+    (found,) = run_tasks(llm, [str(path)], part="all")
+    assert (found.metric, found.num_pairs, found.num_questions) == ("preferred", 3, 4)
     tokenizer = llm.get_tokenizer()
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     context = tokenizer.encode(prompt, add_special_tokens=False)
@@ -340,15 +344,17 @@ def test_rated_answers_compare_those_rated_up_with_those_rated_down(llm, tmp_pat
         for likelihood, text in zip(loglikelihoods(llm, pairs), texts, strict=True)
     ]
     assert found.value == pytest.approx(sum(rate > down for rate in up) / 3)
+    (auc,) = found.also
+    assert (auc.metric, auc.scored) == ("auc", "6 pairs of 5 rated answers")
 
 
 def test_rated_answers_to_other_questions_are_compared_with_all(llm, tmp_path):
     given = [("hi", "aa", "up"), ("ho", "bb", "up"), ("he", "cc", "down")]
     found, mirrored = (
-        run_tasks(llm, [str(rated_file(tmp_path, rows))])[0]
+        run_tasks(llm, [str(rated_file(tmp_path, rows))], part="all")[0]
         for rows in (given, [(q, a, "down" if r == "up" else "up") for q, a, r in given])
     )
-    assert found.metric == "auc"
+    assert (found.metric, found.num_pairs, found.also) == ("auc", 2, ())
     assert found.value + mirrored.value == pytest.approx(1)
 
 
@@ -370,3 +376,53 @@ def test_broken_rated_answers_are_named(tmp_path, line, why):
 def test_answers_of_one_rating_compare_nothing(tmp_path):
     with pytest.raises(ConfigError, match="--rating all"):
         read_rated(rated_file(tmp_path, [("hi", "aa", "up")] * 2))
+
+
+def test_rated_answers_that_training_takes_are_not_scored(tmp_path):
+    given = [(f"q{i}", f"a{i}", rating) for i in range(20) for rating in ("up", "down")]
+    path = rated_file(tmp_path, given)
+    trained = {d.turns for d in read_documents(str(path), "calibration")}
+    scored = {
+        (*(tuple(dict(m).values()) for m in r.messages), ("assistant", r.answer))
+        for r in read_rated(path)
+    }
+    assert min(len(trained), len(scored)) > 0
+    assert len(trained | scored) == 20
+    assert not trained & scored
+    assert len(read_rated(path, "all")) == 40
+
+
+def test_a_system_message_that_all_share_does_not_put_all_in_one_part():
+    parts = {Document(turns=(("system", "s"), ("user", f"q{i}"))).part for i in range(20)}
+    assert parts == {"calibration", "evaluation"}
+
+
+def test_a_limit_that_leaves_one_rating_is_named_before_a_model_is_loaded(tmp_path):
+    path = rated_file(tmp_path, [("hi", "aa", "up"), ("hi", "bb", "up"), ("hi", "cc", "down")])
+    with pytest.raises(ConfigError, match="2 of 3 answers"):
+        check_tasks([str(path)], limit=2, part="all")
+
+
+def test_rated_answers_are_scored_with_an_adapter(llm, tmp_path):
+    path = rated_file(tmp_path, [("hi", "aa", "up"), ("hi", "bb", "down")])
+    with pytest.raises(AdapterError, match="enable_lora"):
+        run_tasks(llm, [str(path)], part="all", lora_request=LoRARequest("a", 1, str(tmp_path)))
+    with pytest.raises(ConfigError, match="lora_request"):
+        run_tasks(llm, ["hellaswag"], lora_request=LoRARequest("a", 1, str(tmp_path)))
+
+
+def test_the_command_and_its_report_print_both_metrics_with_their_pairs(model, tmp_path, capsys):
+    given = [("hi", "aa", "up"), ("hi", "bb", "up"), ("hi", "cc", "down"), ("ho", "dd", "down")]
+    path = rated_file(tmp_path, given)
+    (tmp_path / "text.txt").write_text("hello the world in the hour " * 5)
+    words = ["eval", str(model[0]), f"--text={tmp_path}/text.txt", "--part=all", "--context=32"]
+    words += ["--dtype=float32", "--device=cpu", "--num-threads=1", f"--tasks={path}"]
+    counts = ["2 pairs of 3 rated answers", "4 pairs of 4 rated answers"]
+    assert main(words) == 0
+    shown = re.findall(r"(preferred|auc) .* on (.*)", capsys.readouterr().out)
+    assert shown == [*zip(("preferred", "auc"), counts, strict=True)]
+    report = tmp_path / "report"
+    assert main([*words, "--kv-cache-dtype-b=int8", f"--report={report}"]) == 0
+    assert re.findall(r"(preferred|auc) .* → .* on (.*)", capsys.readouterr().out) == shown
+    page = (report / "slipstream-report.html").read_text()
+    assert all(f"{metric}, {count}" in page for metric, count in shown)

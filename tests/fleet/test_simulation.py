@@ -233,7 +233,9 @@ def test_simulate_prints_figures_and_names_what_it_can_not_do(tmp_path, capsys):
     assert main([*words, *small, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["finished"] == 200
     assert main([*words, *small]) == 0
-    assert "prefix hits" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "prefix hits" in shown
+    assert "times; all replicas are alike, and none is slow" in shown
     assert main([*words, *small, "--cold-start", "3"]) != 0
     assert "autoscale" in capsys.readouterr().err
 

@@ -78,7 +78,7 @@ def test_merged_parts_are_attention_over_all_keys(
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("sequences", SEQUENCES)
-def test_merged_parts_of_latents(size, sequences):
+def test_merged_parts_of_latents_are_attention_over_all_keys(size, sequences):
     sizes = dict(num_heads=16, num_kv_heads=1, head_dim=576, block_size=16 * size)
     shape = cases.Shape(sequences=SEQUENCES[sequences], **sizes)
     step, params = cases.step(shape), AttentionParams(scale=576**-0.5)

@@ -102,7 +102,7 @@ def test_drafts_answer_alike_on_two_gpus(tmp_path, kind):
 @pytest.mark.parametrize(
     ("kv_heads", "tensor"), [(2, 1), (1, 1), ("latent", 1), (1, 2), ("latent", 2)]
 )
-def test_keys_shared_out_by_tokens(tmp_path, kv_heads, tensor):
+def test_keys_shared_out_by_tokens_answer_alike_on_two_gpus(tmp_path, kv_heads, tensor):
     """Prompts of a few tokens and of several steps, cached ones, and 12 sequences at once."""
     heads = {} if kv_heads == "latent" else {**SHAPE, "num_key_value_heads": kv_heads}
     family = "deepseek_v3" if kv_heads == "latent" else "llama"

@@ -18,7 +18,7 @@ from slipstream.kernels.triton import TritonOps
 from tests.kernels import cases
 
 OURS, REFERENCE = TritonOps(), ReferenceOps()
-QUICK = settings(max_examples=10, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=6, suppress_health_check=list(HealthCheck))
 
 
 def part(kv, rank, size):
@@ -91,7 +91,7 @@ def test_merged_sums_weigh_by_their_logarithms(dtype):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_merged_parts_of_latents(size):
+def test_merged_parts_of_latents_are_attention_over_all_keys(size):
     """Parts of decodes, padding and chunks, in 16-bit rows and in float32."""
     shape = cases.Shape(
         sequences=((1, 70), (1, 3), (37, 0), (5, 50)),

@@ -121,8 +121,7 @@ MIXTURE = {**WIDE, "num_experts": 40, "num_experts_per_tok": 4, "moe_intermediat
 
 
 @pytest.mark.parametrize("scheme", [None, "fp8", "int8", "int4"])
-def test_mixtures_are_taken_by_the_kernel(tmp_path, scheme):
-    """4-bit experts are not."""
+def test_mixtures_are_taken_by_the_kernel_unless_their_experts_have_4_bits(tmp_path, scheme):
     shape = shape_of(spec_of(tmp_path, "qwen3_moe", **MIXTURE))
     product = (
         weight_of(scheme) if scheme else Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))

@@ -133,7 +133,9 @@ def test_tensor_ranks_share_out_what_they_would_copy(
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 @pytest.mark.parametrize("kernels", ["torch", "cpu"])
-def test_keys_shared_out_by_tokens_with_the_kernels_of_a_cpu(tmp_path, family, kernels):
+def test_keys_shared_out_give_the_whole_models_logits_with_a_cpus_kernels(
+    tmp_path, family, kernels
+):
     build(tmp_path, family)
     wanted, how = run(load(tmp_path), TOKENS), dict(kernels=kernels, context=True, tensor=False)
     for found in on_ranks(tmp_path, lambda m: run(m, TOKENS, [7, 1, 4], 8), **how):

@@ -72,7 +72,7 @@ def test_bounds_are_those_of_the_histograms(shared):
         )
 
 
-def test_files_of_rules_and_pages_are_written(folder):
+def test_rules_and_a_grafana_board_are_written(folder):
     assert yaml.safe_load((folder / "slipstream-rules.yml").read_text()) == rules(
         ServiceObjectives()
     )
@@ -91,7 +91,7 @@ def test_files_of_rules_and_pages_are_written(folder):
         (["--objective=100"], "--objective"),
     ],
 )
-def test_wrong_objectives_name_the_option(tmp_path, capsys, words, named):
+def test_objectives_are_taken_or_the_option_is_named(tmp_path, capsys, words, named):
     code = main(["monitoring", str(tmp_path), *words])
     assert code == (2 if named else 0)
     assert named in capsys.readouterr().err

@@ -208,7 +208,7 @@ def test_show_takes_what_the_clients_of_ollama_send(http):
     old = {"name": "smollm2", "system": "", "template": "", "verbose": False, "options": None}
     for body in (old, old | {"model": "smollm2"}):
         assert http.post("/api/show", json=body).json()["capabilities"] == ["completion"]
-    assert http.post("/api/show", json={}).status_code == 404
+    assert http.post("/api/show", json={}).status_code == 400
 
 
 @pytest.mark.parametrize(

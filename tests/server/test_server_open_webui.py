@@ -87,12 +87,18 @@ def test_titles_tags_and_follow_ups(http):
     assert isinstance(answer.json()["choices"][0]["message"]["content"], str)
 
 
-def test_a_continued_answer_streams_on(http):
+def test_a_continued_answer_streams_what_follows_its_words(http):
     """The button, of a connection that is called llama.cpp's."""
-    told = [*ASKED, {"role": "assistant", "content": "Hello, my"}]
-    body = {"stream": True, "model": MODEL, "messages": told, "max_tokens": 4}
+    body = {"messages": [*ASKED, {"role": "assistant", "content": "Hello, my"}]}
     body |= {"continue_final_message": True, "add_generation_prompt": False}
-    assert events(http.post("/v1/chat/completions", json=body))
+    prompt = http.post("/tokenize", json=body).json()["tokens"]
+    text = http.post("/detokenize", json={"tokens": prompt}).json()["prompt"]
+    assert text.endswith("Hello, my")
+    said = {"model": MODEL, "max_tokens": 4, "temperature": 0}
+    whole = http.post("/v1/completions", json={**said, "prompt": prompt}).json()
+    parts = events(http.post("/v1/chat/completions", json={**said, **body, "stream": True}))
+    deltas = [part["choices"][0]["delta"].get("content") or "" for part in parts]
+    assert "".join(deltas) == whole["choices"][0]["text"] != ""
 
 
 def test_tools_of_its_own(http, model):

@@ -266,7 +266,7 @@ def test_vllms_settings_of_a_picture_are_answered_with_ours(server):
     ) == (400, True)
 
 
-def test_wrong_pictures_of_ollamas_bodies_are_named(server):
+def test_pictures_of_ollamas_bodies_are_answered_and_wrong_ones_are_named(server):
     picture = base64.b64encode(png()).decode()
     with server.http() as plain:
         assert "vision" in plain.post("/api/show", json={"model": "eyes"}).json()["capabilities"]

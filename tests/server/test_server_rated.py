@@ -1,19 +1,30 @@
 """Rated answers as data: what the audit log keeps if it is asked to, and what an export makes of it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from slipstream.cli.main import main
 from slipstream.errors import ConfigError
 from slipstream.evals.text import read_documents
+from slipstream.messages.finish_reason import FinishReason
 from slipstream.server.operations.audit import records
 from slipstream.server.operations.rated import Skipped, rows
 from slipstream.server.state import ServerSettings
 from tests.server.conftest import *  # noqa: F403 - servers
+from tests.server.fake_engine import FakeEngine
 
 TEXTS = {"audit_prompts": True, "audit_answers": True}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "why?"}], "max_tokens": 4}
+
+
+class Ending(FakeEngine):
+    """Answers that end by themselves, and not by max_tokens."""
+
+    def _delta(self, *given):
+        made = super()._delta(*given)
+        return replace(made, finish_reason=made.finish_reason and FinishReason.STOP)
 
 
 def exported(capsys, log, out, *words):
@@ -25,7 +36,7 @@ def exported(capsys, log, out, *words):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_rated_answer_is_exported_as_it_was_given(serve, tmp_path, capsys, stream):
     log = tmp_path / "audit.log"
-    client = serve(audit_log=str(log), **TEXTS).client()
+    client = serve(Ending(), audit_log=str(log), **TEXTS).client()
     made = client.chat.completions.create(**CHAT, stream=stream)
     if stream:
         chunks = list(made)
@@ -59,10 +70,11 @@ def test_nothing_is_kept_unless_it_is_asked_for(serve, tmp_path, capsys):
         ServerSettings(audit_log=str(log), audit_answers=True)
 
 
-def record(id_, body, answers=("it is",)):
+def record(id_, body, answers=("it is",), **more):
     return {
         "kind": "request",
         "id": id_,
+        **more,
         "model": "m",
         "body": json.dumps(body),
         "answers": answers,
@@ -71,6 +83,14 @@ def record(id_, body, answers=("it is",)):
 
 def rated(id_, rating, key=None, **more):
     return {"kind": "feedback", "request": id_, "rating": rating, "key": key, **more}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
 
 
 def test_each_keys_last_rating_counts_and_ties_are_left_out():
@@ -94,14 +114,12 @@ def test_each_keys_last_rating_counts_and_ties_are_left_out():
 @pytest.mark.parametrize(
     ("body", "answers", "messages"),
     [
-        ({"prompt": "p"}, ["a"], [("user", "p")]),
         ({"system": "s", "messages": [{"role": "user", "content": [{"type": "text", "text": "p"}]}]}, ["a"],
          [("system", "s"), ("user", "p")]),
         ({"instructions": "s", "input": "p"}, ["a"], [("system", "s"), ("user", "p")]),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ["a"], None),
         ({"messages": [{"role": "tool", "content": "p"}]}, ["a"], None),
-        ({"prompt": [1, 2]}, ["a"], None),
-        ({"prompt": "p"}, ["a", "b"], None),
+        ({"messages": [user("p")]}, ["a", "b"], None),
     ],
 )  # fmt: skip
 def test_conversations_of_each_protocol_are_read_and_others_left_out(body, answers, messages):
@@ -122,3 +140,92 @@ def test_a_rating_without_its_request_is_counted():
     skipped = Skipped()
     assert list(rows([rated("a", "up")], skipped)) == []
     assert skipped == {"its request is not in the log": 1}
+
+
+def test_without_keys_each_rating_counts():
+    ratings = [rated("a", r) for r in ("up", "up", "up", "down")]
+    (row,) = rows([record("a", {"messages": [user("q")]}), *ratings], Skipped())
+    assert (row["rating"], row["ratings"]) == ("up", {"up": 3, "down": 1})
+
+
+def test_an_answer_that_continues_others_is_exported_with_all_of_them(serve, tmp_path, capsys):
+    log = tmp_path / "audit.log"
+    client = serve(Ending(), audit_log=str(log), **TEXTS).client()
+    before, said = None, []
+    for text in ("My name is Ann.", "I live in Rome.", "What is my name?"):
+        asked = {"input": text, "instructions": f"To {text}", "max_output_tokens": 9}
+        more = {} if before is None else {"previous_response_id": before}
+        made = client.responses.create(model="fake", **asked, **more)
+        before = made.id
+        said += [user(text), assistant(made.output_text)]
+    client.post("/feedback", body={"request_id": before, "rating": "up"}, cast_to=object)
+    told, (row,) = exported(capsys, log, tmp_path / "good.jsonl")
+    system = {"role": "system", "content": "To What is my name?"}  # only the last request's
+    assert row["messages"] == [system, *said]
+    assert told["skipped"] == {}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": "What is my name?", "previous_response_id": f"resp_{'b' * 32}"},
+        {"input": [{"type": "item_reference", "id": "msg_1"}, user("What is my name?")]},
+    ],
+)
+def test_an_answer_whose_earlier_turns_are_not_in_the_log_is_left_out(body):
+    skipped = Skipped()
+    assert list(rows([record("a", body), rated("a", "up")], skipped)) == []
+    assert skipped == {"earlier turns are elsewhere": 1}
+
+
+@pytest.mark.parametrize(
+    ("route", "more"),
+    [("/v1/messages", {}), ("/v1/chat/completions", {"continue_final_message": True})],
+)
+def test_an_answer_that_the_request_began_is_one_turn(route, more):
+    body = {"messages": [user("q"), assistant("It ")], **more}
+    (row,) = rows([record("a", body, ["is."], route=route), rated("a", "up")], Skipped())
+    assert row["messages"] == [user("q"), assistant("It is.")]
+
+
+ASKED = {"messages": [user("q")]}
+
+
+@pytest.mark.parametrize(
+    ("body", "more", "why"),
+    [
+        ({"prompt": "def f("}, {"route": "/v1/completions"}, "raw prompt"),
+        ({"prompt": "def f(", "suffix": "return"}, {}, "raw prompt"),
+        ({"prompt": [1, 2]}, {}, "raw prompt"),
+        ({"prompt": "p", "raw": True}, {"route": "/api/generate"}, "raw prompt"),
+        ({"prompt": "p", "images": ["aa"]}, {"route": "/api/generate"}, "more than texts"),
+        ({"messages": [{**user("q"), "images": ["aa"]}]}, {}, "more than texts"),
+        ({**ASKED, "tools": [{"type": "function", "function": {"name": "f"}}]}, {}, "tools"),
+        (ASKED, {"finish_reasons": ["length"]}, "cut off by max_tokens"),
+        (ASKED, {"finish_reasons": ["deadline"]}, "cut off by deadline"),
+        ({"messages": [user("p"), user("q")]}, {}, "don't alternate"),
+        ({"messages": [user("p"), assistant("a")]}, {}, "don't alternate"),
+        ({"messages": [user(" ")]}, {}, "empty"),
+    ],
+)  # fmt: skip
+def test_what_would_teach_something_else_is_left_out_by_reason(body, more, why):
+    skipped = Skipped()
+    assert list(rows([record("a", body, **more), rated("a", "up")], skipped)) == []
+    (reason,) = skipped
+    assert why in reason
+
+
+def test_an_ollama_prompt_is_a_users_turn():
+    made = record("a", {"prompt": "p", "system": "s"}, ["x"], route="/api/generate")
+    (row,) = rows([made, rated("a", "up")], Skipped())
+    assert row["messages"] == [{"role": "system", "content": "s"}, user("p"), assistant("x")]
+
+
+def test_the_log_says_that_max_tokens_cut_an_answer(serve, tmp_path, capsys):
+    log = tmp_path / "audit.log"
+    client = serve(audit_log=str(log), **TEXTS).client()
+    made = client.chat.completions.create(**CHAT)
+    client.post("/feedback", body={"request_id": made.id, "rating": "up"}, cast_to=object)
+    assert made.choices[0].finish_reason == "length"
+    told, _ = exported(capsys, log, tmp_path / "good.jsonl")
+    assert told == {"rows": 0, "skipped": {"cut off by max_tokens or the context's end": 1}}

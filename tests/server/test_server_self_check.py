@@ -1,6 +1,8 @@
 """A server that checks itself while nobody asks: it is good, its weights are others, a client comes, weights are updated."""
 
 import asyncio
+import math
+import random
 
 import msgspec
 import pytest
@@ -12,6 +14,7 @@ from slipstream.errors import ConfigError
 from slipstream.fleet.detection.server import ServerWatch
 from slipstream.server.operations import self_check
 from slipstream.server.operations.self_check import Fingerprint, divergence
+from tests import tiny_models
 from tests.server.conftest import serving
 
 MAX_KL = 1e-4
@@ -31,9 +34,14 @@ def soon(monkeypatch):
     monkeypatch.setattr(self_check, "IDLE_S", 0.02)
 
 
-def server_of(tiny_path, path, **settings):
+def server_of(tiny_path, path, *, load_format="auto", **settings):
     args = EngineArgs(
-        model=str(tiny_path), dtype="float32", device="cpu", max_model_len=512, kv_cache_bytes=2**24
+        model=str(tiny_path),
+        load_format=load_format,
+        dtype="float32",
+        device="cpu",
+        max_model_len=512,
+        kv_cache_bytes=2**24,
     )
     settings = {"self_check": str(path), "self_check_every_s": 0.05, **settings}
     return serving(start=lambda: AsyncLLM.start(args), **settings)
@@ -47,13 +55,18 @@ def changed(recorded, tmp_path, change):
     return path
 
 
-def of_others(found):
+def reversed_rows(found):
     """Reverse each row, as if the likeliest tokens were others."""
     for sequence in found["sequences"]:
         sequence["top_logprobs"] = [row[::-1] for row in sequence["top_logprobs"]]
 
 
-def test_a_server_of_the_model_is_good(tiny_path, recorded):
+def reversed_rows_of_any_kl(found):
+    reversed_rows(found)
+    found["max_kl"] = 1e3
+
+
+def test_a_server_of_the_recorded_model_passes_its_check(tiny_path, recorded):
     with server_of(tiny_path, recorded) as server, server.http() as http:
         check = server.state.self_check
         server.wait_for(lambda: check.num_looks["pass"] >= 2, "it does not look")
@@ -69,9 +82,10 @@ def test_a_server_of_the_model_is_good(tiny_path, recorded):
     assert 'slipstream:self_checks_total{outcome="fault"} 0.0' in text
 
 
-def test_other_answers_are_found_and_told(tiny_path, recorded, tmp_path):
+@pytest.mark.parametrize("change", [reversed_rows, reversed_rows_of_any_kl])
+def test_other_answers_are_found_and_told(tiny_path, recorded, tmp_path, change):
     watch = ServerWatch(interval_s=0.02)
-    with server_of(tiny_path, changed(recorded, tmp_path, of_others)) as server:
+    with server_of(tiny_path, changed(recorded, tmp_path, change)) as server:
         server.state.watch = watch
         task = asyncio.run_coroutine_threadsafe(watch.run(server.state), server.loop)
         server.wait_for(lambda: watch.findings, "not found")
@@ -81,6 +95,20 @@ def test_other_answers_are_found_and_told(tiny_path, recorded, tmp_path):
             assert http.get("/status.json").json()["replicas"][0]["canary_ok"] is False
         task.cancel()
     assert watch.findings[0]["cause"] == "quality_drift"
+
+
+def test_random_weights_are_other_weights(tmp_path):
+    """The model's likeliest tokens have nearly all probability; the server's are others, and flat."""
+    sure = tmp_path / "sure"
+    tiny_models.write_sharp(sure, max_position_embeddings=1024)
+    path = tmp_path / "fingerprint.json"
+    words = ["verify", "--against", str(sure), "--record", str(path), "--max-kl", "2"]
+    assert main([*words, "--dtype", "float32", "--device", "cpu"]) == 0
+    with server_of(sure, path, load_format="dummy") as server:
+        check = server.state.self_check
+        server.wait_for(lambda: check.ok is not None, "it does not look")
+    assert check.ok is False
+    assert check.versions["0"].kl_first > 2
 
 
 def test_updated_weights_are_compared_with_their_own_first_look(tiny_path, recorded):
@@ -110,7 +138,7 @@ def test_updated_weights_are_compared_with_their_own_first_look(tiny_path, recor
         assert divergence(check._reference[0][0], rows[0]) > MAX_KL
 
 
-def test_a_client_comes_first(tiny_path, recorded):
+def test_a_look_is_interrupted_while_a_client_has_a_request(tiny_path, recorded):
     with server_of(tiny_path, recorded, self_check_every_s=1e6) as server:
         check = server.state.self_check
         server.wait_for(lambda: check.num_looks["pass"] >= 1, "it does not look")
@@ -123,6 +151,35 @@ def test_a_client_comes_first(tiny_path, recorded):
         assert asyncio.run_coroutine_threadsafe(check.look(), server.loop).result(60) is None
         server.state.engine = engine
         assert check.num_looks["interrupted"] == 1
+
+
+def test_a_client_that_comes_while_a_sequence_is_answered_ends_the_look(
+    tiny_path, recorded, tmp_path
+):
+    path = changed(recorded, tmp_path, lambda found: found["sequences"].__delitem__(slice(1, None)))
+    with server_of(tiny_path, path, self_check_every_s=1e6) as server:
+        check, engine = server.state.self_check, server.engine
+        server.wait_for(lambda: check.num_looks["pass"] >= 1, "it does not look")
+
+        class Joined:
+            """The engine, which another request joins when the look's has begun."""
+
+            num_requests, is_sleeping, num_cancelled = 0, False, 0
+
+            async def submit(self, *request):
+                cancel = await engine.submit(*request)
+                self.num_requests = 2
+
+                def cancel_and_count():
+                    self.num_cancelled += 1
+                    cancel()
+
+                return cancel_and_count
+
+        server.state.engine = joined = Joined()
+        assert server.call(check.look()) is None
+        server.state.engine = engine
+        assert (check.num_looks["interrupted"], joined.num_cancelled) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +206,27 @@ def test_a_missing_file_and_a_small_context_are_refused(recorded, tmp_path):
         Fingerprint.read(str(recorded), vocab_size=288, max_len=8)
 
 
-def test_a_divergence_counts_unseen_tokens_as_one(recorded):
-    sequence = Fingerprint.read(str(recorded), vocab_size=288, max_len=512).sequences[0]
-    row = sequence.rows()[0]
+def test_tokens_that_were_not_seen_are_as_near_as_the_seen_ones_allow():
+    row = {1: math.log(0.7), 2: math.log(0.2), 3: math.log(0.05)}
     assert divergence(row, row) == pytest.approx(0, abs=1e-6)
-    less = dict(list(row.items())[:2])
-    assert divergence(row, less) == pytest.approx(0, abs=1e-6)  # those that were seen agree
+    assert divergence(row, {1: row[1], 2: row[2]}) == pytest.approx(0, abs=1e-6)
     assert divergence(row, {t: p - 1 for t, p in row.items()}) > 0.01
+    others = {t: math.log(1e-3) for t in range(10, 30)}  # none of the row's tokens
+    least = 0.7 * math.log(0.7 / 1e-3) + 0.2 * math.log(0.2 / 1e-3) + 0.05 * math.log(0.05 / 1e-3)
+    assert divergence(row, others) == pytest.approx(least + 0.05 * math.log(0.05 / 0.997))
+
+
+def test_a_divergence_is_at_most_the_true_one():
+    chance = random.Random(0)
+
+    def distribution(spread):
+        weights = [math.exp(chance.gauss(0, spread)) for _ in range(40)]
+        return [math.log(w / sum(weights)) for w in weights]
+
+    def likeliest(row, count):
+        return dict(sorted(enumerate(row), key=lambda pair: -pair[1])[:count])
+
+    for number in range(300):
+        p, q = distribution(0.5 + number % 4), distribution(0.5 + number % 3)
+        true = sum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True))
+        assert divergence(likeliest(p, 8), likeliest(q, 1 + number % 20)) <= true + 1e-9

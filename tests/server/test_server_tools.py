@@ -123,13 +123,14 @@ def test_several_calls_come_in_one_answer(client, model):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("strict", [False, True])
-def test_tools_that_are_not_called_change_no_answer(client, model, name, strict):
-    """A random model calls nothing; what it says is the same, streamed and not, and log-probabilities come with it."""
+def test_an_answer_without_a_call_is_the_same_streamed_and_whole(client, model, name, strict):
+    """A random model calls nothing of its own accord. Log-probabilities come with every token."""
     model(tool_call_parser=name)
     tools = [{**t, "function": {**t["function"], "strict": strict}} for t in TOOLS]
     ask = {**CHAT, "tools": tools, "max_tokens": 30, "seed": 2, "logprobs": True}
     answer = client.chat.completions.create(**ask)
     chunks = list(client.chat.completions.create(**ask, stream=True))
+    assert not answer.choices[0].message.tool_calls
     assert streamed(chunks) == as_streamed(answer.choices[0])
     entries = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
     assert len(entries) == len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens

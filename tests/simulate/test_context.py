@@ -36,7 +36,7 @@ def test_two_gpus_have_twice_the_room_and_half_of_long_work():
     assert times_faster(decodes=(100,) * 8) < 1.01  # each reads all weights
 
 
-def test_devices_that_a_plan_may_not_have():
+def test_more_devices_than_a_plan_may_have_are_refused():
     args = EngineArgs(model=str(FOLDER), context_parallel_size=4)
     with pytest.raises(ConfigError, match="raise --max-gpus") as error:
         PlanOptions(max_gpus=2).check(args)

@@ -123,6 +123,7 @@ FAULTS = {
     "temperature x 1.1": Fault("another temperature", change=hotter),
     "adapter missing": Fault("an adapter", against="adapted"),
     "wrong BOS": Fault("a BOS more or less", template="bos"),
+    "random weights": Fault("other weights: another version", settings={"load_format": "dummy"}),
 }
 
 

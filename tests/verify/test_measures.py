@@ -12,15 +12,17 @@ from slipstream.verify.served import ServedToken
 VOCABULARY, LENGTH = 64, 400
 
 
-def drawn(at=1.0, *, seed=0, keep=VOCABULARY, served=None):
+def drawn(at=1.0, *, seed=0, keep=VOCABULARY, served=None, from_served=False):
     """An answer of the model, drawn at a temperature from its `keep` likeliest tokens. `served`
-    are the server's own log-probabilities."""
+    are the server's own log-probabilities, `from_served` draws from them."""
     chance = torch.Generator().manual_seed(seed)
     logprobs = (2 * torch.randn(LENGTH, VOCABULARY, generator=chance)).log_softmax(-1)
     least = logprobs.topk(keep, -1).values[:, -1:]
     cut = torch.where(logprobs >= least, logprobs, -torch.inf)
     ids = torch.multinomial((cut / at).softmax(-1), 1, generator=chance)[:, 0]
     given = logprobs if served is None else served(logprobs)
+    if from_served:
+        ids = torch.multinomial(given.exp(), 1, generator=chance)[:, 0]
     likeliest = given.topk(5, -1)
     tokens = [
         ServedToken(
@@ -70,15 +72,38 @@ def test_a_server_with_the_models_own_distribution_diverges_by_nothing():
     assert max(measures.divergences(drawn(), token_id)) < 1e-6
 
 
-def test_the_divergence_is_at_most_the_true_one_and_most_of_it():
-    def flat(logprobs):
-        return (logprobs / 1.5).log_softmax(-1)
+def true_divergence(sample, served):
+    q = served(sample.logprobs)
+    return float((q.exp() * (q - sample.logprobs)).sum(-1).mean())
 
-    sample = drawn(served=flat)
-    q = flat(sample.logprobs)
-    true = float((q.exp() * (q - sample.logprobs)).sum(-1).mean())
+
+def flatter(logprobs):
+    return (logprobs / 1.5).log_softmax(-1)
+
+
+def other(logprobs):
+    """Nearly flat, and nothing of the model: five tokens have little of the mass."""
+    chance = torch.Generator().manual_seed(9)
+    return (0.1 * torch.randn(logprobs.shape, generator=chance)).log_softmax(-1)
+
+
+def test_the_divergence_is_at_most_the_true_one_and_most_of_it():
+    sample = drawn(served=flatter)
     found = sum(measures.divergences(sample, token_id)) / LENGTH
-    assert 0.5 * true < found <= true + 1e-6
+    assert 0.5 * true_divergence(sample, flatter) < found
+    assert found <= true_divergence(sample, flatter) + 1e-6
+
+
+def test_a_server_that_names_little_is_judged_by_what_it_draws():
+    samples = [drawn(seed=n, served=other, from_served=True) for n in range(8)]
+    found = measures.mean([x for s in samples for x in measures.divergences(s, token_id)])
+    true = sum(true_divergence(s, other) for s in samples) / len(samples)
+    assert abs(found.value - true) < 4 * found.stderr
+    assert found.stderr < 0.1 * true
+
+
+def test_equal_distributions_diverge_by_nothing_however_answers_were_drawn():
+    assert max(measures.divergences(drawn(at=3.0), token_id)) < 1e-6
 
 
 def test_another_temperature_explains_its_own_divergence():

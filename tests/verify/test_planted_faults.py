@@ -1,4 +1,4 @@
-"""Ten faults that a server of SmolLM2 may have, found by `slipstream verify`, and servers without one."""
+"""Faults that a server of SmolLM2 may have, found by `slipstream verify`, and servers without one."""
 
 import pytest
 

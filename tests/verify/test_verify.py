@@ -7,11 +7,14 @@ import pytest
 
 from slipstream.cli.main import main
 from slipstream.config import EngineArgs
+from slipstream.engine.async_llm import AsyncLLM
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.verify.checks import Plan, Verification
 from slipstream.verify.reference import Reference
 from slipstream.verify.served import NotOfferedError, Served
+from tests import tiny_models
 from tests.server.conftest import *  # noqa: F403 - the tiny server
+from tests.server.conftest import serving
 
 PLAN = Plan(answers=64, turn=8, max_tokens=8, long_lines=4)
 
@@ -47,6 +50,22 @@ def test_a_server_that_refuses_fields_is_asked_without_them(tiny_server, referen
     (found,) = [f for f in Verification(served, reference, PLAN).run() if f.check == "distribution"]
     assert "logprobs" in refused or found.outcome == "pass"  # its texts are no characters
     assert ("no log-probabilities" in found.why) == ("logprobs" in refused)
+
+
+def test_random_weights_are_called_other_weights_and_nothing_else(tmp_path):
+    """The server names five tokens of a flat distribution; the model's is sharp."""
+    folder = tmp_path / "sharp"
+    tiny_models.write_sharp(folder, max_position_embeddings=1024)
+    settings = {"model": str(folder), "dtype": "float32", "device": "cpu"}
+    reference = Reference.load(EngineArgs(**settings), context=512)
+    args = EngineArgs(
+        **settings, load_format="dummy", max_model_len=1024, kv_cache_bytes=2**24, num_threads=1
+    )
+    with serving(start=lambda: AsyncLLM.start(args)) as server:
+        findings = Verification(Served.connect(server.url), reference, PLAN).run()
+    found = outcomes(findings)
+    assert (found["prompt"], found["distribution"]) == ("pass", "fault")
+    assert [f.why.split(": ")[1] for f in findings if f.outcome == "fault"] == ["other weights"]
 
 
 def test_no_server_and_no_model_are_named():

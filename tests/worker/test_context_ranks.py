@@ -70,7 +70,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "deepseek_v3", pytest.param("one kv head", marks=pytest.mark.slow)]
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in list(FAMILIES)[1:])]
 )
 def test_two_ranks_answer_as_one_device(folders, family):
     """Chunked prompts next to decodes, a cached prefix, draws, penalties, grammars, several choices, beams."""
@@ -124,14 +124,14 @@ def test_three_ranks_preempt_and_guess_as_one_device(folders, monkeypatch):
         assert pool.num_free == pool.num_usable
 
 
-def test_experts_count_each_token_once(folders):
+def test_latents_and_experts_answer_as_one_device_and_count_each_token_once(folders):
     found = []
     for how in ({}, {"context_parallel_size": 2}):
         with LLM(folders["deepseek_v3"], enable_prefix_caching=False, **SETTINGS, **how) as llm:
-            tokens(llm, prompts=PROMPTS[:3])
-            found.append(llm.core.stats(experts=True).expert_load)
+            answers = tokens(llm, prompts=PROMPTS[:3])
+            found.append((answers, llm.core.stats(experts=True).expert_load))
     assert found[0] == found[1]
-    assert found[0]
+    assert found[0][1]
 
 
 @pytest.mark.parametrize(

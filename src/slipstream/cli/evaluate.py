@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
 
     settings = text_settings(args)
     check_max_kl(args.max_kl)
-    check_tasks(task_names(args))
+    check_tasks(task_names(args), limit=args.limit, part=settings.part)
     given = vars(args)
     twins = {name: given[f"{name}_b"] for name in TWINS if f"{name}_b" in given}
     if args.b is not None or twins:
@@ -223,7 +223,7 @@ def _exclusive(args: argparse.Namespace, settings: TextSettings) -> int:
 
         again = dataclasses.replace(engine_args(args, model=args.a), dtype=str(a.settings["dtype"]))
         with LLM.from_engine_args(again) as llm:
-            results = run_tasks(llm, names, limit=args.limit)
+            results = run_tasks(llm, names, limit=args.limit, part=settings.part)
     if args.json:
         model = {"model": a.name, "run_as": a.settings, "weights_bytes": a.weights_bytes}
         print_json({**model, "text": settings, **dataclasses.asdict(found), "tasks": results})
@@ -233,7 +233,11 @@ def _exclusive(args: argparse.Namespace, settings: TextSettings) -> int:
         *_about(settings, found.num_tokens, found.num_windows),
         ("weights", size(a.weights_bytes)),
         ("run as", _run_as(a.settings)),
-        *((t.name, f"{t.metric} {_value(t)} on {t.num_questions} questions") for t in results),
+        *(
+            (t.name, f"{t.metric} {_value(t)} on {t.scored}")
+            for result in results
+            for t in (result, *result.also)
+        ),
     ]
     print_info(args.a, rows)
     return 0
@@ -253,7 +257,8 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument(
         *("--tasks",),
         metavar="X,Y",
-        help="questions too: .jsonl files of multiple choice, and tasks of lm-eval (if it is installed and finds their data)",
+        help="questions too: .jsonl files of multiple choice or of rated answers (of these the --part), and tasks of lm-eval "
+        "(if it is installed and finds their data)",
     )
     tasks.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each")
 
@@ -270,8 +275,8 @@ def _value(result: TaskResult) -> str:
 
 def task_rows(report: Report) -> list[tuple[str, str]]:
     return [
-        (x.name, f"{x.metric} {_value(x)} → {_value(y)} on {x.num_questions} questions")
-        for x, y in report.tasks
+        (x.name, f"{x.metric} {_value(x)} → {_value(y)} on {x.scored}")
+        for x, y in report.every_metric
     ]
 
 

@@ -36,7 +36,7 @@ VERBS = {  # verb → (its file, its line of the help)
     "keys": ("serving.keys", "who may ask a server, and how much"),
     "monitoring": ("serving.monitoring", "alerts for Prometheus and a board for Grafana"),
     "manifests": ("serving.manifests", "files that run a server in Docker or Kubernetes"),
-    "audit": ("serving.audit", "check a server's audit log"),
+    "audit": ("serving.audit", "check a server's audit log, and export its rated answers"),
     "fleet": ("serving.fleet", "serve a model from many replicas as one"),
     "pull": ("library.pull", "fetch a model"),
     "list": ("library.list", "the models on this machine, and the short names"),

@@ -66,6 +66,15 @@ class UsageError(SlipstreamError):
         self.usage = usage
 
 
+class _Paragraphs(argparse.HelpFormatter):
+    """argparse's format with a description's paragraphs apart, and its indented commands line by line."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        parts = text.strip().split("\n\n")
+        return "\n\n".join(p if p.startswith("    ") else fill(p, width, indent) for p in parts)
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with these differences:
 
@@ -76,7 +85,7 @@ class ArgumentParser(argparse.ArgumentParser):
     5. `--help` leaves out options whose help is `Rare`; `--help-all` shows them, too."""
 
     def __init__(self, *, module: str | None = None, **settings: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, **settings})
+        super().__init__(**{"allow_abbrev": False, "formatter_class": _Paragraphs, **settings})
         self._module = module
         self.shows_all = False
 

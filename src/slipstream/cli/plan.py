@@ -265,7 +265,7 @@ def show(document: dict[str, Any]) -> None:
     for row in document["devices"]:
         print()
         print_info(
-            f"{row['title']} ({row['label']}; steps {row['steps']})",
+            f"{_devices(row)} ({row['label']}; steps {row['steps']})",
             [*rows_of(row, document), *reasons(row)],
         )
     for row in document["refused"]:
@@ -276,7 +276,12 @@ def show(document: dict[str, Any]) -> None:
         print_info("weights of a balancer over one of each", weights)
     for row in document["devices"]:
         if command := serve_command(document["model"], row["recommended"]):
-            print(f"\non {row['title']}: {command}")
+            print(f"\non {_devices(row)}: {command}")
+
+
+def _devices(row: dict[str, Any]) -> str:
+    """The devices of one replica, in words."""
+    return (f"{row['num_gpus']} × " if row["num_gpus"] > 1 else "") + str(row["title"])
 
 
 def serve_command(model: str, recommended: Sequence[dict[str, Any]]) -> str | None:

@@ -194,7 +194,7 @@ class Compression:
             raise ConfigError(
                 f"the {text.part} part of {text.source} holds no text to score", field="text"
             )
-        check_tasks(list(self.options.tasks))
+        check_tasks(list(self.options.tasks), limit=self.options.limit, part=text.part)
 
     def run(self, out: Path, *, progress: Progress, say: Say) -> Outcome:
         """Write the checkpoint to `out`. BudgetError if no recipe keeps to `max_kl`."""

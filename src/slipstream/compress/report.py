@@ -90,6 +90,13 @@ class Report:
     info: Mapping[str, Any] = field(default_factory=environment)
 
     @property
+    def every_metric(self) -> list[tuple[TaskResult, TaskResult]]:
+        """`tasks` with the other metrics of each."""
+        return [
+            both for a, b in self.tasks for both in zip((a, *a.also), (b, *b.also), strict=True)
+        ]
+
+    @property
     def within_max_kl(self) -> bool | None:
         """Whether the KL is within `max_kl`; None without a limit. A NaN is over the limit."""
         return None if self.max_kl is None else self.divergence.kl.mean <= self.max_kl
@@ -140,12 +147,14 @@ class Report:
                     "name": a.name,
                     "metric": a.metric,
                     "num_questions": a.num_questions,
+                    "num_pairs": a.num_pairs,
+                    "scored": a.scored,
                     "original": a.value,
                     "original_stderr": a.stderr,
                     "compressed": b.value,
                     "compressed_stderr": b.stderr,
                 }
-                for a, b in self.tasks
+                for a, b in self.every_metric
             ],
             "max_kl": self.max_kl,
             "within_max_kl": self.within_max_kl,
@@ -222,7 +231,7 @@ def measure(
         progress("tasks", i, 2)
         gc.collect()
         with LLM.from_engine_args(args) as llm:
-            results.append(run_tasks(llm, tasks, limit=limit))
+            results.append(run_tasks(llm, tasks, limit=limit, part=text.part))
     progress("done", 2, 2)
     return Report(
         original=sides[0],

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError
+from slipstream.params.lora_request import LoRARequest
 from slipstream.params.sampling import SamplingParams
 
 
@@ -19,7 +20,9 @@ class Likelihood:
 
 
 def loglikelihoods(
-    llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+    llm: LLM,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    lora_request: LoRARequest | None = None,
 ) -> list[Likelihood]:
     """The likelihood of each continuation after its context, both in tokens. A context that is too long loses its beginning.
     ConfigError if a context or a continuation is empty, or if a continuation alone does not fit."""
@@ -38,7 +41,12 @@ def loglikelihoods(
             )
         prompts.append(list((*context, *continuation)[-room:]))
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, progress=False)
+    answers = llm.generate(
+        [{"prompt_token_ids": ids} for ids in prompts],
+        sampling,
+        progress=False,
+        lora_request=lora_request,
+    )
     found = []
     for answer, (_, continuation) in zip(answers, pairs, strict=True):
         scored = [

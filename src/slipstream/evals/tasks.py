@@ -3,14 +3,15 @@
 A file of questions has one JSON object a line: {"prompt": TEXT, "choices": [TEXT, …], "answer": INDEX}. A choice is scored as
 the continuation of the prompt and a space, by its log-probability per byte (lm-eval's acc_norm), so that its length does not
 count. A file of rated answers (`slipstream audit export --rating all`) asks whether those rated up are likelier, per byte, than
-those rated down. Any other name is a task of lm-eval (the extra eval).
+those rated down; as of a text, only the part that never trains is scored (`evals.text`). Any other name is a task of lm-eval
+(the extra eval).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from slipstream.base.files import parse_json
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError, install_command
 from slipstream.evals.likelihood import loglikelihoods
+from slipstream.evals.text import Document, Part
+from slipstream.params.lora_request import LoRARequest
 
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "bleu", "word_perplexity")
 """The first of these metrics that a task has is reported, or else its first metric."""
@@ -38,10 +41,17 @@ class RatedAnswer:
     answer: str
     is_good: bool
 
+    @property
+    def part(self) -> Part:
+        """The part that training and evaluation find the conversation in."""
+        turns = [(dict(m)["role"], dict(m)["content"]) for m in self.messages]
+        return Document(turns=tuple(turns)).part
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """`stderr` is None if the task has none, `higher_is_better` if it does not say."""
+    """`stderr` is None if the task has none, `higher_is_better` if it does not say. `num_pairs` is of rated answers; `also` has
+    other metrics of the same task."""
 
     name: str
     metric: str
@@ -49,21 +59,43 @@ class TaskResult:
     stderr: float | None
     num_questions: int
     higher_is_better: bool | None = None
+    num_pairs: int | None = None
+    also: tuple[TaskResult, ...] = ()
+
+    @property
+    def scored(self) -> str:
+        """What was scored, in words."""
+        if self.num_pairs is None:
+            return f"{self.num_questions} questions"
+        return f"{self.num_pairs} pairs of {self.num_questions} rated answers"
 
 
 def run_tasks(
-    llm: LLM, names: Sequence[str], *, limit: int | None = None, num_fewshot: int | None = None
+    llm: LLM,
+    names: Sequence[str],
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    part: Part = "evaluation",
+    lora_request: LoRARequest | None = None,
 ) -> list[TaskResult]:
     """Run the tasks `names`, each a .jsonl file or a task of lm-eval, on their first `limit` questions. `num_fewshot` is for
-    lm-eval's tasks; ConfigError if there are none."""
+    lm-eval's tasks, `part` and `lora_request` for rated answers; ConfigError if there are none."""
     files = [name for name in names if name.endswith(".jsonl")]
     if num_fewshot is not None and len(files) == len(names):
         raise ConfigError(
             "num_fewshot is for lm-eval's tasks; write the examples into the file's prompts",
             field="num_fewshot",
         )
+    if lora_request is not None and not all(n in files and is_rated(Path(n)) for n in names):
+        raise ConfigError("lora_request is for files of rated answers", field="lora_request")
     found = {
-        name: rated_answers(llm, read_rated(Path(name))[:limit], name=Path(name).stem)
+        name: rated_answers(
+            llm,
+            read_rated(Path(name), part, limit),
+            name=Path(name).stem,
+            lora_request=lora_request,
+        )
         if is_rated(Path(name))
         else multiple_choice(llm, read_questions(Path(name))[:limit], name=Path(name).stem)
         for name in files
@@ -73,11 +105,14 @@ def run_tasks(
     return [found[name] for name in names]
 
 
-def check_tasks(names: Sequence[str]) -> None:
+def check_tasks(
+    names: Sequence[str], *, limit: int | None = None, part: Part = "evaluation"
+) -> None:
     """ConfigError if `run_tasks` would not find the questions. It needs no model."""
     for name in names:
         if name.endswith(".jsonl"):
-            (read_rated if is_rated(Path(name)) else read_questions)(Path(name))
+            path = Path(name)
+            read_rated(path, part, limit) if is_rated(path) else read_questions(path)
     if others := [name for name in names if not name.endswith(".jsonl")]:
         _manager(others)
 
@@ -111,12 +146,18 @@ def multiple_choice(
     )
 
 
-def rated_answers(llm: LLM, rated: Sequence[RatedAnswer], *, name: str = "rated") -> TaskResult:
+def rated_answers(
+    llm: LLM,
+    rated: Sequence[RatedAnswer],
+    *,
+    name: str = "rated",
+    lora_request: LoRARequest | None = None,
+) -> TaskResult:
     """The share of pairs whose answer that was rated up is likelier per byte than the one rated down.
 
-    Pairs are of one conversation, if any conversation has both ratings; otherwise of all answers,
-    which is the area under the ROC curve. The error is that of as many pairs as the rarer rating has
-    answers (an upper bound, since pairs share answers)."""
+    `preferred` is of pairs with the same conversation; `auc` is of all, the area under the ROC curve. The
+    result has the first, and the other in `also`, if any conversation has both ratings. The error is that
+    of as many pairs as the rarer rating has answers (an upper bound, since pairs share answers)."""
     tokenizer = llm.get_tokenizer()
     if tokenizer.chat_template is None:
         raise ConfigError("rated answers need a model with a chat template", field="tasks")
@@ -127,7 +168,7 @@ def rated_answers(llm: LLM, rated: Sequence[RatedAnswer], *, name: str = "rated"
         pairs.append((context, tokenizer.encode(answer, add_special_tokens=False)))
     scores = [
         found.logprob / len(r.answer.encode())
-        for found, r in zip(loglikelihoods(llm, pairs), rated, strict=True)
+        for found, r in zip(loglikelihoods(llm, pairs, lora_request), rated, strict=True)
     ]
     every = [
         (up, down)
@@ -135,22 +176,27 @@ def rated_answers(llm: LLM, rated: Sequence[RatedAnswer], *, name: str = "rated"
         for down, b in enumerate(rated)
         if a.is_good and not b.is_good
     ]
+
+    def share(metric: str, compared: Sequence[tuple[int, int]]) -> TaskResult:
+        won = [
+            1.0 if scores[up] > scores[down] else 0.5 * (scores[up] == scores[down])
+            for up, down in compared
+        ]
+        value = sum(won) / len(won)
+        rarer = min(len({up for up, _ in compared}), len({down for _, down in compared}))
+        return TaskResult(
+            name=name,
+            metric=metric,
+            value=value,
+            stderr=math.sqrt(value * (1 - value) / rarer),
+            num_questions=len({i for pair in compared for i in pair}),
+            higher_is_better=True,
+            num_pairs=len(compared),
+        )
+
+    auc = share("auc", every)
     same = [(up, down) for up, down in every if rated[up].messages == rated[down].messages]
-    compared = same or every
-    won = [
-        1.0 if scores[up] > scores[down] else 0.5 * (scores[up] == scores[down])
-        for up, down in compared
-    ]
-    share = sum(won) / len(won)
-    count = min(len({up for up, _ in compared}), len({down for _, down in compared}))
-    return TaskResult(
-        name=name,
-        metric="preferred" if same else "auc",
-        value=share,
-        stderr=math.sqrt(share * (1 - share) / count),
-        num_questions=len(rated),
-        higher_is_better=True,
-    )
+    return replace(share("preferred", same), also=(auc,)) if same else auc
 
 
 def is_rated(path: Path) -> bool:
@@ -158,18 +204,24 @@ def is_rated(path: Path) -> bool:
     return '"rating"' in next((line for line in _lines(path) if line.strip()), "")
 
 
-def read_rated(path: Path) -> list[RatedAnswer]:
-    """The rated answers in a file. ConfigError names the line that is wrong, or the rating that is missing."""
+def read_rated(
+    path: Path, part: Part = "evaluation", limit: int | None = None
+) -> list[RatedAnswer]:
+    """The rated answers in a part of a file, at most `limit`. ConfigError names the line that is wrong, or the rating that is
+    missing."""
     found = [
         _rated(line, f"{path}, line {number}")
         for number, line in enumerate(_lines(path), 1)
         if line.strip()
     ]
-    if len({r.is_good for r in found}) != 2:
+    taken = [r for r in found if part in ("all", r.part)][:limit]
+    if len({r.is_good for r in taken}) != 2:
         raise ConfigError(
-            f"{path} has answers of one rating only; export them with --rating all", field="tasks"
+            f"{path} has answers of one rating only in what is scored ({len(taken)} of {len(found)} answers, part={part!r}); "
+            "export with --rating all, or rate more (--part all takes those, too, that training takes)",
+            field="tasks",
         )
-    return found
+    return taken
 
 
 def _rated(line: str, where: str) -> RatedAnswer:

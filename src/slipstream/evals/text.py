@@ -10,9 +10,9 @@ A source is
 An object has `text`, or `messages` ([{role, content}]), or `conversations` ([{from, value}]), or `prompt` with `completion` or
 `response`.
 
-Half of the documents calibrate, half evaluate. The part depends on the hash of a document's opening (its first turn, or its
-first 256 characters), so a conversation that occurs twice, or in another file, is in the same part. Plain text is split into
-sections of about `SECTION` characters; with the part "all", a file is one document.
+Half of the documents calibrate, half evaluate. The part depends on the hash of a document's opening (its first turn after a
+system message, or its first 256 characters), so a conversation that occurs twice, or in another file, is in the same part.
+Plain text is split into sections of about `SECTION` characters; with the part "all", a file is one document.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Document:
     @property
     def part(self) -> Part:
         """The part that the document belongs to."""
-        opening = self.turns[0][1] if self.turns else self.text[:OPENING]
+        begins = (text for role, text in self.turns if role != "system")  # many share that one
+        opening = next(begins, self.text[:OPENING])
         return (
             "evaluation"
             if hashlib.sha256(opening.encode("utf-8", "replace")).digest()[0] % 2

@@ -197,6 +197,7 @@ def create_app(
     state = make_state(engine, settings, names[0], shortener)
     if settings.self_check is not None:
         state.self_check = SelfCheck(state, settings.self_check, settings.self_check_every_s)
+        state.metrics.more.append(state.self_check.families)
         state.background.append(state.self_check.run)
     probes, models = Probes(state), Models(state)
     return make_app(

@@ -30,6 +30,9 @@ TOP_K, TOP_P = 2, 0.5
 WARM = 1.5
 """A temperature whose draws tell much about it: a token as much as two at 1, and six at 0.5."""
 
+HOTTEST = 3.0
+"""A temperature that a server may have drawn at. Beyond it the model is flat, as random weights are."""
+
 NEUTRAL: dict[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Settings that change no distribution, in place of a server's defaults, where it takes them."""
 
@@ -368,8 +371,8 @@ class Verification:
         kl = weights.estimate
         if weights.outcome != "fault" or kl is None or not self._kl("plain").count:
             return False
-        fitted = measures.temperature(self._drawn.get("plain", []), 1.0)
-        return self._kl("plain", fitted.value).value < 0.2 * kl.value
+        fitted = measures.temperature(self._drawn.get("plain", []), 1.0).value
+        return fitted < HOTTEST and self._kl("plain", fitted).value < 0.2 * kl.value
 
     def _temperature(self) -> Finding:
         """Whether answers were drawn at the temperatures that were asked for, or at others by one factor."""

@@ -23,6 +23,15 @@ EXTREME = (0.05, 50.0)
 """Smallest and largest 1 / temperature that is looked for. Greedy answers have none."""
 
 
+LITTLE = 0.2
+"""Mass of the named tokens below which they say nothing. Five tokens of a model's have more at most
+places; of random weights, a thousandth."""
+
+LIKELIER = 3.0
+"""Nats by which a drawn token counts as likelier in the model than the server says, at most. Those
+that are by more are rare (a chance of exp(−3)), and their ratios would outweigh all others."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """An answer with the model's log-probabilities [n, V] in the places of its first n tokens.
@@ -81,10 +90,15 @@ def divergences(
 ) -> list[float]:
     """KL(q‖p) at each position: exact for the likeliest tokens that the server names, and the least
     that it can be for all others together (log-sum inequality). With a temperature p is the
-    model's at that temperature. Positions without log-probabilities are left out."""
+    model's at that temperature. Positions without log-probabilities are left out.
+
+    Where the named tokens have little of q, that least says nothing, and the drawn token estimates
+    the others' part: Σ (q ln(q / p) − q + p) is the mean of p / q − 1 − ln(p / q) of tokens drawn from
+    q. It is 0 for equal distributions, however the token was drawn.
+    """
     p = (sample.logprobs / temperature).log_softmax(-1)
     found = []
-    for row, token in zip(p, sample.tokens, strict=True):
+    for row, drawn, token in zip(p, sample.token_ids, sample.tokens, strict=True):
         pairs = {token_id(data): logprob for data, logprob in token.likeliest}
         known = {k: v for k, v in pairs.items() if k is not None}
         if not known:
@@ -92,7 +106,12 @@ def divergences(
         ids, q = torch.tensor(list(known)), torch.tensor(list(known.values()))
         kl = float((q.exp() * (q - row[ids])).sum())
         rest_q, rest_p = 1 - float(q.exp().sum()), 1 - float(row[ids].exp().sum())
-        if rest_q > 1e-6:
+        if rest_q > 1 - LITTLE:
+            kl += rest_q - rest_p
+            if drawn not in known:
+                likelier = min(float(row[drawn]) - token.logprob, LIKELIER)
+                kl += math.expm1(likelier) - likelier
+        elif rest_q > 1e-6:
             kl += rest_q * math.log(rest_q / max(rest_p, 1e-9))
         found.append(max(0.0, kl))
     return found

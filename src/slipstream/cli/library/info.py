@@ -147,7 +147,13 @@ def _rows(found: Inspection, recipe: Recipe | None, made_by: str) -> list[tuple[
     kept = " (for the time of a step)" if spec.is_encoder else ""
     if any(spec.group_of_layer):  # several groups share the blocks
         kept = f" of {len(spec.cache_groups[0].layers)} layers"
-    cache = f"{found.kv_bytes_per_token:,} B a token, {size(found.ledger.block_bytes)} a block"
+    shared = ""
+    if config.cache.context_ranks > 1:
+        ranks = config.parallel.num_ranks // config.parallel.num_stages
+        shared = f" over {ranks} ranks ({found.kv_bytes_per_token // ranks:,} B on each)"
+    cache = (
+        f"{found.kv_bytes_per_token:,} B a token{shared}, {size(found.ledger.block_bytes)} a block"
+    )
     state = found.ledger.state_bytes // max(1, found.ledger.num_states)  # a rank's
     layers = Counter(spec.all_layers).items()
     rows = [

@@ -9,21 +9,23 @@ from typing import Any
 
 from slipstream.cli.console import print_json
 
+FILE_HELP = "the server's --audit-log; rotated files next to it are read, too"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="what to do", metavar="KIND", required=True)
     verify = kinds.add_parser("verify", help="check the chain, through all rotated files")
-    verify.add_argument("file", metavar="FILE")
+    verify.add_argument("file", metavar="FILE", help=FILE_HELP)
     verify.add_argument(
         "--expect", metavar="HASH", help="a hash noted earlier, which must still be there"
     )
     verify.set_defaults(handler=run_verify)
     show = kinds.add_parser("show", help="the lines of a request, with the feedback on it")
-    show.add_argument("file", metavar="FILE")
+    show.add_argument("file", metavar="FILE", help=FILE_HELP)
     show.add_argument("request", metavar="ID", help="an answer's id, or its x-request-id")
     show.set_defaults(handler=run_show)
     export = kinds.add_parser("export", help="rated answers with their conversations, as JSONL")
-    export.add_argument("file", metavar="FILE")
+    export.add_argument("file", metavar="FILE", help=FILE_HELP)
     export.add_argument("out", metavar="OUT", help="the file that is written")
     export.add_argument(
         "--rating",

@@ -104,7 +104,10 @@ def show(found: dict[str, Any]) -> None:
         ("waiting at a replica", marks("waiting_requests", 1.0, " requests")),
         ("queued at a replica", marks("queued_tokens", 1.0, " tokens")),
         ("most work over mean", f"{found['most_work_over_mean']:.3f}"),
-        ("taken out as slow", f"{found['taken_out']:,} times, and no replica is"),
+        (
+            "taken out as slow",
+            f"{found['taken_out']:,} times; all replicas are alike, and none is slow",
+        ),
         ("most at the gateway", f"{found['most_at_gateway']:,} requests"),
         ("replica hours", f"{found['replica_hours']:,.1f}, {found['most_replicas']:,} at most"),
     ]

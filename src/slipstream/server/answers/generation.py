@@ -684,8 +684,9 @@ class GenerationRoute:
                                     )
                 last = answer.end() if answer.stream else answer.collected()
                 if state.settings.audit_answers:
-                    texts = ("".join(answer.choices[i].text) for i in answer.choices_given())
-                    record.answers = list(texts)
+                    given = [answer.choices[i] for i in answer.choices_given()]
+                    record.answers = ["".join(choice.text) for choice in given]
+                    record.finish_reasons = [choice.finish_reason for choice in given]
         except Exception as exc:
             if isinstance(exc, RequestError):
                 exc.field = body.param(exc.field)

@@ -168,22 +168,40 @@ _FORMS = {
     TRANSCRIPTIONS: ("The text of a sound (speech models)", "Transcription"),
     TRANSLATIONS: ("The text of a sound, in English", "Translation"),
 }
-_ERROR = {
+_TEXT = {"type": "string"}
+_OPENAI_ERROR = {
     "type": "object",
-    "required": ["error"],
+    "required": ["message", "type", "param", "code"],
     "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
+        "message": _TEXT,
+        "type": _TEXT,
+        "param": {"type": ["string", "null"]},
+        "code": {"type": ["string", "null"]},
     },
 }
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "message"],
+    "properties": {"type": _TEXT, "message": _TEXT, "details": {"type": "object"}},
+}
+_ERRORS: dict[str, Any] = {
+    "Error": {"type": "object", "required": ["error"], "properties": {"error": _OPENAI_ERROR}},
+    "AnthropicError": {
+        "type": "object",
+        "required": ["type", "error", "request_id"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": _ANTHROPIC_ERROR,
+            "request_id": _TEXT,
+        },
+    },
+    "TextError": {"type": "object", "required": ["error"], "properties": {"error": _TEXT}},
+}
+_ERROR_NAMES = {
+    "/v1/messages": "AnthropicError",
+    **dict.fromkeys(("/api", "/v2/health", "/v2/models", "/v2/repository"), "TextError"),
+}
+"""Schemas by the first part of a path, as `errors.SHAPES` has their writers; others: Error."""
 
 
 _ON_DEMAND: dict[str, type[msgspec.Struct]] = dict.fromkeys(
@@ -206,13 +224,6 @@ def document(
     (_, components) = msgspec.json.schema_components(
         bodies.values(), ref_template="#/components/schemas/{name}"
     )
-    answers = {
-        "200": {"description": "The answer"},
-        "default": {
-            "description": "An error",
-            "content": _json_content({"$ref": "#/components/schemas/Error"}),
-        },
-    }
     paths: dict[str, Any] = {}
     for path, kind in bodies.items():
         content = _json_content({"$ref": f"#/components/schemas/{kind.__name__}"})
@@ -220,7 +231,7 @@ def document(
         operation = {
             **place,
             "requestBody": {"required": True, "content": content},
-            "responses": answers,
+            "responses": _answers(path),
         }
         verb = "delete" if path == "/api/delete" else "post"
         paths[path] = {verb: {"summary": kind.__doc__, **operation}}
@@ -230,7 +241,7 @@ def document(
             paths.setdefault(path, {})[verb] = {
                 "summary": summary,
                 "parameters": parameters,
-                "responses": answers,
+                "responses": _answers(path),
             }
     for path, (summary, query) in posts.items():
         parameters = [_ID] if "{id}" in path else []
@@ -238,21 +249,32 @@ def document(
             {"name": n, "in": "query", "schema": {"type": "string", "enum": some}}
             for n, some in query.items()
         ]
-        paths[path] = {"post": {"summary": summary, "parameters": parameters, "responses": answers}}
+        paths[path] = {
+            "post": {"summary": summary, "parameters": parameters, "responses": _answers(path)}
+        }
     for path, (summary, name) in _FORMS.items():
         form = {"multipart/form-data": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
         paths.setdefault(path, {})["post"] = {
             "summary": summary,
             "requestBody": {"required": True, "content": form},
-            "responses": answers,
+            "responses": _answers(path),
         }
     scheme = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if has_keys else {}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Slipstream", "version": version},
         "paths": paths,
-        "components": {"schemas": {**components, **_FORM_SCHEMAS, "Error": _ERROR}, **scheme},
+        "components": {"schemas": {**components, **_FORM_SCHEMAS, **_ERRORS}, **scheme},
         "security": [{"key": []}] if has_keys else [],
+    }
+
+
+def _answers(path: str) -> dict[str, Any]:
+    names = (n for begin, n in _ERROR_NAMES.items() if f"{path}/".startswith(f"{begin}/"))
+    error = {"$ref": f"#/components/schemas/{next(names, 'Error')}"}
+    return {
+        "200": {"description": "The answer"},
+        "default": {"description": "An error", "content": _json_content(error)},
     }
 
 

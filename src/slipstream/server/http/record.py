@@ -162,6 +162,7 @@ class RequestRecord:
     answer: Answer | None = None
     body: str | None = None  # for the audit log, if it gets bodies
     answers: list[str] | None = None  # the same of texts, as the model wrote them
+    finish_reasons: list[str | None] | None = None  # of `answers`
     # The client's trace, if spans are sent.
     trace_headers: dict[str, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))  # `created` of the answer
@@ -319,6 +320,7 @@ def finish(observers: Observers, record: RequestRecord, method: str, route: str)
             model=record.model,
             body=record.body,
             answers=record.answers,
+            finish_reasons=record.finish_reasons,
         )
 
 

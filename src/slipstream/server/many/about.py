@@ -73,6 +73,7 @@ class About:
         self._fetching = FairThreads("fetching", 2, per_client=1)
         self._removing = FairThreads("removing", 1, per_client=1)
         self._memory = StatusMemory(self.status)
+        state.metrics.more.append(self._families)
         state.background.append(self._memory.run)
 
     def routes(self) -> list[Route]:
@@ -287,7 +288,7 @@ class About:
 
     async def metrics(self, request: Request) -> Response:
         metrics, stats = self.state.metrics, await self._stats()
-        metrics.by_model, metrics.more = self._counts(), list(self._families())
+        metrics.by_model = self._counts()
         return Response(metrics.render_all(stats), headers={"content-type": CONTENT_TYPE_LATEST})
 
     def _families(self) -> Iterator[Metric]:

@@ -639,6 +639,8 @@ class _About:
     async def show(self, request: Request) -> Response:
         state = self.state
         body = await read_as(OllamaShowRequest, request, state)
+        if not (body.model or body.name):
+            raise bad_request("`model` is missing: name the model to show", "model")
         require_model(state, known_name(state, body.model or body.name))
         description, template = state.engine.description, chat_template(state)
         spec, kind = description.spec, description.family.model_type

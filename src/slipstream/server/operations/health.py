@@ -91,11 +91,10 @@ async def all_metrics(state: ServerState) -> Metrics:
             raise unavailable(
                 "another front end did not send its counts", "metrics_unavailable"
             ) from None
-        metrics = Metrics(metrics.model_name)
+        own, metrics = metrics, Metrics(metrics.model_name)
+        metrics.more = own.more
         for counts in found:
             metrics.add(counts)
-    if state.self_check is not None:
-        metrics.more = list(state.self_check.families())
     if state.watch is not None:
         metrics.findings = Counter(
             (metrics.model_name, f["cause"]) for f in state.watch.findings if f["ended"] is None

@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -309,9 +309,9 @@ class Metrics(Collector):
         self.feedback: Counter[str] = Counter()  # ratings of answers
         self.hints: Counter[str] = Counter()  # fields accepted without effect
         self.engines: Mapping[str, EngineStats | None] = {}  # by model
-        # A server of several models: the counts of each, and families of its own.
+        # A server of several models: the counts of each.
         self.by_model: Mapping[str, Metrics] | None = None
-        self.more: Iterable[Metric] = ()
+        self.more: list[Callable[[], Iterable[Metric]]] = []  # families of other parts
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -412,7 +412,8 @@ class Metrics(Collector):
                 lasting.add_metric([of_model, cause], count)
             yield lasting
         yield from _engine_families(self.engines)
-        yield from self.more
+        for families in self.more:
+            yield from families()
 
 
 def _engine_families(engines: Mapping[str, EngineStats | None]) -> Iterator[Metric]:

@@ -6,13 +6,13 @@ when it has been idle for `IDLE_S` seconds: most tokens as a prompt, the last as
 when a client asks.
 
 1. The weights that the server began with are compared with the fingerprint. Their mean KL must be at
-   most its `max_kl`.
+   most its `max_kl`, and half of their likeliest tokens must be the same.
 2. Weights that came by an update are other weights: their first look is what their later ones are
    compared with. So a drift is seen for each version, and what an update changes is no alarm.
 3. A bad look is repeated at once. Two in a row make `ok` false, until one is good.
 
-The KL is taken over the likeliest tokens and one bucket for all others; it never exceeds the KL over
-the whole vocabulary.
+The KL is the least that the likeliest tokens of both allow; it never exceeds the KL over the whole
+vocabulary.
 """
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ NUM_ASKED = 20
 
 NUM_DECODED = 8
 """Tokens of a sequence that are generated, as far as they are the reference's."""
+
+LEAST = math.log(1e-9)
+"""Log-probabilities below count as this one, so that a KL is finite."""
+
+LEAST_AGREEMENT = 0.5
+"""Share of positions whose likeliest token is the reference's. 4 bits keep most; other weights few."""
 
 TIMEOUT_S = 60.0
 
@@ -204,7 +210,10 @@ class SelfCheck:
         for sequence in self._fingerprint.sequences:
             if not _is_free(self._state):
                 return None
-            version, rows = await _rows(self._state.engine, sequence.token_ids)
+            answer = await _rows(self._state.engine, sequence.token_ids)
+            if answer is None:
+                return None
+            version, rows = answer
             versions.add(version)
             found.append(rows)
         return (versions.pop(), found) if len(versions) == 1 else None
@@ -223,7 +232,8 @@ class SelfCheck:
         same = sum(
             max(row, key=row.__getitem__) == max(own, key=own.__getitem__) for row, own in pairs
         )
-        is_good, now = kl <= self._fingerprint.max_kl, time.time()
+        agreement, now = same / len(pairs), time.time()
+        is_good = kl <= self._fingerprint.max_kl and agreement >= LEAST_AGREEMENT
         before = self.versions.pop(version, None)
         self.versions[version] = VersionCheck(
             version=version,
@@ -233,7 +243,7 @@ class SelfCheck:
             kl_first=kl if before is None else before.kl_first,
             kl_last=kl,
             kl_max=kl if before is None else max(kl, before.kl_max),
-            top1_agreement=same / len(pairs),
+            top1_agreement=agreement,
             first_time=now if before is None else before.first_time,
             last_time=now,
         )
@@ -248,10 +258,12 @@ class SelfCheck:
         check = self.versions[version]
         if not is_good and before is not False:
             _logger.error(
-                "the self-check fails: KL %.3g nats from %s, at most %g; weights %s",
+                "the self-check fails: KL %.3g nats from %s, at most %g; %.0f %% of likeliest tokens "
+                "are the same; weights %s",
                 check.kl_last,
                 check.against,
                 self._fingerprint.max_kl,
+                100 * check.top1_agreement,
                 version,
             )
         elif is_good and before is False:
@@ -263,9 +275,9 @@ def _is_free(state: ServerState) -> bool:
     return engine.num_requests == 0 and not engine.is_sleeping and not state.draining
 
 
-async def _rows(engine: EngineProtocol, token_ids: Sequence[int]) -> tuple[str, list[Row]]:
+async def _rows(engine: EngineProtocol, token_ids: Sequence[int]) -> tuple[str, list[Row]] | None:
     """The version of the weights, and the likeliest tokens after each token but the last, as far as
-    the generated ones are the given ones."""
+    the generated ones are the given ones. None, and the request is cancelled, if another comes."""
     prompt = list(token_ids[:-NUM_DECODED])
     sampling = SamplingParams(
         temperature=0,
@@ -282,6 +294,8 @@ async def _rows(engine: EngineProtocol, token_ids: Sequence[int]) -> tuple[str, 
         while not finished:
             async with asyncio.timeout(TIMEOUT_S):  # a paused engine makes no step
                 delta = await stream.get()
+            if engine.num_requests > 1:
+                return None
             finished, output = delta.finished, delta.outputs[0]
             if delta.prompt_logprobs is not None:
                 rows = [_row(p) for p in delta.prompt_logprobs if p is not None] + rows
@@ -298,14 +312,28 @@ async def _rows(engine: EngineProtocol, token_ids: Sequence[int]) -> tuple[str, 
 
 
 def _row(position: PositionLogprobs) -> Row:
-    return {entry.token_id: entry.logprob for entry in position.top}
+    # LEAST for a NaN too: broken weights are far from every model
+    return {entry.token_id: max(LEAST, entry.logprob) for entry in position.top}
 
 
 def divergence(reference: Row, seen: Row) -> float:
-    """KL(reference‖seen) over the reference's tokens that were seen and one bucket for all others."""
-    known = reference.keys() & seen.keys()
+    """The least KL(reference‖server) that two rows of likeliest tokens allow, over the reference's
+    tokens and one bucket for all others.
+
+    A token that the server did not name has at most the probability of the last that it did. Within
+    that bound the server's others are as near to the reference as they can be.
+    """
+    known, last = reference.keys() & seen.keys(), min(seen.values())
     kl = sum(math.exp(reference[t]) * (reference[t] - seen[t]) for t in known)
     rest, other = (1 - sum(math.exp(row[t]) for t in known) for row in (reference, seen))
+    for logprob in sorted((reference[t] for t in reference.keys() - known), reverse=True):
+        p = math.exp(logprob)
+        if (
+            p * other <= math.exp(last) * rest
+        ):  # its share of the bucket, as all less likely ones' are
+            break
+        kl += p * (logprob - last)
+        rest, other = rest - p, other - math.exp(last)
     if rest > 1e-6:
-        kl += rest * math.log(rest / max(other, 1e-9))
+        kl += rest * math.log(rest / max(other, math.exp(LEAST)))
     return max(0.0, kl)
