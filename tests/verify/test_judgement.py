@@ -51,8 +51,8 @@ def answers_of(kind, at, num=80, seed=0):
 @pytest.mark.parametrize(
     ("values", "outcome"),
     [
-        ([0.0001, 0.0002, 0.0001, 0.0002], "pass"),
-        ([0.001, 0.002, 0.001], "undecided"),  # too few to be sure
+        ([0.0001, 0.0002] * 28, "pass"),
+        ([0.0001, 0.0002] * 20, "undecided"),  # one of the next may be a fault
         ([0.009, 0.011, 0.008, 0.01], "undecided"),  # it may be above the limit
         ([0.05] * 12, "fault"),
         ([0.2] * 3, "undecided"),  # far above, but its cause is told by more
@@ -90,13 +90,41 @@ def test_few_answers_leave_a_temperature_open():
     assert made._temperature().outcome == "undecided"
 
 
+@pytest.mark.parametrize("warm", ["refused", "as asked for", "hotter", "not asked"])
+def test_a_temperature_that_explains_a_fault_is_one_itself_or_leaves_the_fault(warm, monkeypatch):
+    made = verification()
+    made._counts.append((5, 5))
+    made._drawn.update(answers_of("plain", 1.3, num=24))
+    monkeypatch.setattr(
+        Verification, "_by_answer", lambda self, kind, at=1.0: [0.06 if at == 1 else 0.001] * 24
+    )
+    if warm == "refused":
+        made._refused["warm"] = "at most 1"
+    elif warm == "as asked for":  # by these draws: too little to tell, or a plain one alone
+        monkeypatch.setattr(
+            Verification,
+            "_temperature",
+            lambda self: Finding(check="temperature", outcome="pass", why=""),
+        )
+    elif warm == "hotter":
+        made._drawn.update(answers_of("warm", 1.3 * checks.WARM, num=24, seed=1))
+    found = {f.check: f.outcome for f in made._judged()}
+    if warm == "hotter":
+        assert found == {"prompt": "pass", "temperature": "fault"}
+    else:
+        assert found["distribution"] == "fault"
+        assert "temperature" in found  # asked on, if it is undecided
+
+
 @pytest.mark.parametrize(
     ("found", "outcome"),
     [
         ([(True, True)] * 8, "pass"),
         ([(True, True)] * 4, "undecided"),
         ([(False, True)] * 4, "fault"),
-        ([(False, False)] * 8, "pass"),  # the model itself finds none
+        ([(True, True)] * 2 + [(False, False)] * 8, "undecided"),  # two tell too little
+        ([(True, False)] * 8, "not offered"),  # the model itself finds none
+        ([(False, False)] * 8, "not offered"),
         ([(False, False)] * 4, "undecided"),
     ],
 )
@@ -104,6 +132,30 @@ def test_code_words_count_where_the_model_itself_finds_them(found, outcome):
     made = verification()
     made.needles[800] = found
     assert made._needle().outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("spread", "is_cut", "outcome"),
+    [
+        (0.04, False, "fault"),  # 4 % of tokens outside: a peaked model
+        (0.04, True, "pass"),
+        (0.0001, True, "undecided"),  # cut and uncut are alike
+    ],
+)
+@pytest.mark.parametrize("kind", ["top_k", "top_p", "greedy"])
+def test_a_cut_is_judged_by_what_the_model_leaves_outside(kind, spread, is_cut, outcome):
+    chance = torch.Generator().manual_seed(0)
+    first = {"top_k": [0.5, 0.5 - spread], "top_p": [1 - spread], "greedy": [1 - spread]}[kind]
+    rest = [spread / 8] * 8
+    row = torch.tensor([*first, *rest])
+    served = torch.tensor([*first, *([0.0] * 8 if is_cut else rest)])
+    made = verification()
+    for _ in range(32):
+        ids = torch.multinomial(served, 24, replacement=True, generator=chance).tolist()
+        logprobs = row.log().log_softmax(-1).expand(24, -1)
+        made._drawn.setdefault(kind, []).append(Sample(token_ids=ids, tokens=[], logprobs=logprobs))
+    found = {f.check: f.outcome for f in made._cuts()}
+    assert found["temperature 0" if kind == "greedy" else kind] == outcome
 
 
 def test_a_long_conversation_of_fewer_tokens_was_cut():
@@ -139,7 +191,7 @@ def test_answers_that_are_cut_prove_nothing_and_the_others_count():
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "turns"), [(["pass", "undecided"], 3), (["pass"] * 2, 1), (["fault"] * 2, 1)]
+    ("outcomes", "turns"), [(["pass", "undecided"], 3), (["pass"] * 2, 0), (["fault"] * 2, 0)]
 )
 def test_turns_go_on_for_what_is_undecided(outcomes, turns, monkeypatch):
     asked = []
@@ -150,7 +202,7 @@ def test_turns_go_on_for_what_is_undecided(outcomes, turns, monkeypatch):
     for name in ("_schemas", "_tools"):
         monkeypatch.setattr(Verification, name, lambda self: found[0])
     assert len(verification(answers=10, turn=4).run()) == 4
-    assert asked == ["plain", *["greedy"] * (turns - 1)]
+    assert asked == ["plain", *["greedy"] * turns]
 
 
 def test_wrong_weights_end_the_verification():
@@ -160,6 +212,8 @@ def test_wrong_weights_end_the_verification():
         patch.setattr(Verification, "_by_answer", lambda *a: [0.5] * 12)
         assert [f.check for f in made._judged()] == ["prompt", "distribution"]
         patch.setattr(Verification, "_by_answer", lambda *a: [0.0001, 0.0002] * 4)
+        assert [f.check for f in made._judged()] == ["prompt", "distribution"]  # too few yet
+        patch.setattr(Verification, "_by_answer", lambda *a: [0.0001, 0.0002] * 6)
         assert [f.check for f in made._judged()][-1] == "temperature 0"
 
 

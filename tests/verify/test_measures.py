@@ -112,16 +112,30 @@ def test_another_temperature_explains_its_own_divergence():
     assert sum(measures.divergences(sample, token_id, 1.1)) < 1e-3
 
 
-def test_a_cut_that_was_made_leaves_nothing_outside():
-    assert sum(measures.outside_top_k(drawn(keep=2), 2)) == 0
-    assert sum(measures.outside_top_k(drawn(), 2)) > 0.1 * LENGTH
-    assert sum(measures.outside_top_p(drawn(keep=1), 0.5)) == 0
-    assert sum(measures.outside_top_p(drawn(), 0.5)) > 0.1 * LENGTH
+@pytest.mark.parametrize(
+    ("draws", "keep"),
+    [
+        (lambda s: measures.outside_top_k(s, 2), 2),
+        (lambda s: measures.outside_top_p(s, 0.5), 1),
+        (measures.unlikely, 1),
+    ],
+)
+def test_draws_fall_outside_of_a_cut_as_often_as_the_model_says_unless_it_was_made(draws, keep):
+    assert not any(is_outside for is_outside, _ in draws(drawn(keep=keep)))
+    made = draws(drawn())
+    num, expected = sum(hit for hit, _ in made), sum(chance for _, chance in made)
+    assert num > 0.1 * LENGTH
+    assert abs(num - expected) < 4 * expected**0.5
 
 
-def test_greedy_answers_have_no_unlikely_token():
-    assert sum(measures.unlikely(drawn(keep=1))) == 0
-    assert sum(measures.unlikely(drawn())) > 0.1 * LENGTH
+@pytest.mark.parametrize(("token", "is_outside"), [(0, False), (1, False), (2, True), (3, True)])
+def test_a_token_that_begins_beyond_top_p_is_outside(token, is_outside):
+    """The second begins at 0.5, and the third at 0.8."""
+    row = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    sample = Sample(token_ids=[token], tokens=[], logprobs=row)
+    ((found, chance),) = measures.outside_top_p(sample, 0.6)
+    assert found is is_outside
+    assert chance == pytest.approx(0.2)
 
 
 def test_one_value_has_no_error():

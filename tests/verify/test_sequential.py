@@ -1,5 +1,6 @@
 """Sequential tests keep their error rates, however often one looks."""
 
+import math
 import random
 
 import pytest
@@ -37,6 +38,28 @@ def test_shares_keep_their_rates():
     assert fault > 0.9
 
 
+@pytest.mark.parametrize("peaked", [0.06, 0.3])
+def test_a_cut_that_is_ignored_is_found_by_a_peaked_model_too(peaked):
+    def ends(chance_outside):
+        return ever(
+            lambda values: sequential.cut([(v, peaked) for v in values], RATES),
+            lambda r: r.random() < chance_outside,
+            looks=200,
+        )
+
+    fault, sound = ends(peaked)
+    assert sound <= 0.07
+    assert fault > 0.9
+    fault, sound = ends(0.1 * peaked)
+    assert fault <= 0.07
+    assert sound > 0.9
+
+
+def test_a_cut_that_changes_nothing_is_left_open():
+    assert sequential.cut([(False, 0.001)] * 2000, Rates()) == "open"
+    assert sequential.cut([(False, 1.0)], Rates()) == "open"  # no token decides alone
+
+
 def test_a_mean_at_its_limit_is_seldom_called_a_fault():
     def decide(values):
         return sequential.mean(values, 1.0, RATES)
@@ -50,14 +73,52 @@ def test_means_far_from_their_limit_are_decided_by_few_values():
         return sequential.mean(values, 1.0, RATES)
 
     assert ever(decide, lambda r: 5 * r.expovariate(1), looks=20)[0] > 0.9
-    assert ever(decide, lambda r: 0.05 * r.expovariate(1), looks=6)[1] > 0.9
+    assert ever(decide, lambda r: 0.05 * r.expovariate(1), looks=40)[1] > 0.9
+
+
+def test_a_sound_server_is_told_by_some_sixty_answers():
+    rates = Rates()
+    assert sequential.mean([0.0] * 52, 1.0, rates) == "open"
+    assert sequential.mean([0.0] * 53, 1.0, rates) == "sound"
+    assert sequential.mean([0.1] * 60, 1.0, rates) == "sound"
+    assert sequential.mean([0.3] * 76, 1.0, rates) == "sound"
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "rate"),
+    [
+        ("1 of 4", 0.01, 0.01),
+        ("1 of 8", 0.001, 0.01),
+        ("1 of 16", 0.1, 0.04),
+        ("lognormal", 0.001, 0.01),
+        ("heavy", 0.01, 0.01),
+    ],
+)
+def test_a_fault_in_some_answers_is_seldom_called_sound(name, limit, rate):
+    """Rates of docs/verify.md, with an allowance of two standard errors."""
+
+    def draw(chance):
+        if name in ("lognormal", "heavy"):  # of twice the limit
+            spread = 1 if name == "lognormal" else 2
+            return limit * chance.lognormvariate(math.log(2) - spread**2 / 2, spread)
+        is_hit = chance.random() < 1 / int(name[5:])
+        return 50 * limit if is_hit else 0.05 * limit * chance.expovariate(1)
+
+    chance, trials, num_sound = random.Random(0), 150, 0
+    for _ in range(trials):
+        values, decision = [], "open"
+        while decision == "open" and len(values) < 96:
+            values += [draw(chance) for _ in range(4)]
+            decision = sequential.mean(values, limit, Rates())
+        num_sound += decision == "sound"
+    assert num_sound / trials <= rate + 2 * math.sqrt(rate / trials)
 
 
 def test_the_bound_of_a_mean_holds_at_all_looks():
     chance, missed = random.Random(1), 0
     for _ in range(TRIALS):
         values = [chance.gauss(0, 1) for _ in range(60)]
-        missed += any(sequential.bound(values[:n], 0.05) < 0 for n in range(4, 61))
+        missed += any(sequential.bound(values[:n], 0.05) < 0 for n in range(sequential.FEWEST, 61))
     assert missed / TRIALS <= 0.08
 
 
@@ -79,4 +140,3 @@ def test_temperatures_keep_their_rates(at, wrong):
 
 def test_an_answer_less_than_the_bound_needs_leaves_it_open():
     assert sequential.bound([0.0] * (sequential.FEWEST - 1), 0.01) == float("inf")
-    assert sequential.mean([0.0] * 3, 1.0, RATES) == "open"

@@ -16,7 +16,7 @@ from tests import tiny_models
 from tests.server.conftest import *  # noqa: F403 - the tiny server
 from tests.server.conftest import serving
 
-PLAN = Plan(answers=24, turn=8, max_tokens=8, long_lines=4)
+PLAN = Plan(answers=64, turn=8, max_tokens=8, long_lines=4)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """The checks of a served model, and the verdict.
 
 Each turn asks a few questions of every check that is still open; a check ends as soon as its answers
-decide it (`sequential`). The prompt and the distribution come first, since a fault of theirs makes
-the other checks meaningless.
+decide it (`sequential`). The prompt and the distribution come first, alone for `NAMED_BY` answers, since
+a fault of theirs makes the other checks meaningless.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -35,11 +36,11 @@ HOTTEST = 3.0
 NEUTRAL: dict[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Settings that change no distribution, in place of a server's defaults, where it takes them."""
 
-OUTSIDE, FAULTY = 0.02, 0.15
-"""Share of tokens outside of a cut, or not the likeliest, that is no fault, and that surely is one."""
-
 MISSED, LOST = 0.05, 0.6
-"""The same of needles that the model itself finds."""
+"""Share of the needles that the model itself finds which is no fault, and which surely is one."""
+
+FINDS = 8
+"""Needles after which a model that found none is asked for no more."""
 
 EXCESS = 0.1
 """Nats a token that answers may be less likely than the model's own, without log-probabilities."""
@@ -124,8 +125,10 @@ class Verification:
         }
         findings: list[Finding] = []
         kinds = ["plain"]  # then what is still open
-        for number in range(-(-self.plan.answers // self.plan.turn)):
-            self.progress(f"turn {number + 1}: {', '.join(kinds)}")
+        turns: Counter[str] = Counter()
+        while kinds:
+            turns.update(kinds)
+            self.progress(f"turn {max(turns.values())}: {', '.join(kinds)}")
             for kind in kinds:
                 if kind in sampling:
                     self._draw(kind, **sampling[kind])
@@ -135,9 +138,8 @@ class Verification:
                     self._find_needles()
             findings = self._judged()
             kinds = [KINDS.get(f.check, f.check) for f in findings if f.outcome == "undecided"]
-            kinds = list(dict.fromkeys(kinds))
-            if not kinds:
-                break
+            most = -(-self.plan.answers // self.plan.turn)
+            kinds = [kind for kind in dict.fromkeys(kinds) if turns[kind] < most]
         self.progress("schemas and tools")
         return [*findings, self._schemas(), self._tools()]
 
@@ -256,8 +258,14 @@ class Verification:
             # A wrong prompt or wrong weights make the others meaningless, but for a cut context.
             return [prompt, weights]
         if is_hotter:
-            return [prompt, self._temperature()]
-        if weights.outcome != "pass":
+            temperature = self._temperature()
+            if temperature.outcome == "fault":
+                return [prompt, temperature]
+            assert weights.estimate is not None
+            why = f"KL {weights.estimate.value:.2g} nats: as of another temperature"
+            return [prompt, dataclasses.replace(weights, why=why), temperature]
+        read = weights.estimate.count if weights.estimate else 0
+        if weights.outcome != "pass" and read < NAMED_BY:
             return [prompt, weights]
         more = [self._long(), self._needle()] if self.plan.long_lines else []
         return [
@@ -265,9 +273,7 @@ class Verification:
             weights,
             *more,
             self._temperature(),
-            self._cut("top_k", lambda s: measures.outside_top_k(s, TOP_K)),
-            self._cut("top_p", lambda s: measures.outside_top_p(s, TOP_P)),
-            self._greedy(),
+            *self._cuts(),
         ]
 
     def _prompts(self) -> Finding:
@@ -352,10 +358,10 @@ class Verification:
             for length, found in sorted(self.needles.items())
         )
         missed = [not served for found in self.needles.values() for served, own in found if own]
-        if sum(len(found) for found in self.needles.values()) >= 8 and not any(missed):
-            decision: Decision = "sound"  # what the model itself doesn't find tells nothing
-        else:
-            decision = sequential.share(missed, MISSED, LOST, self.plan.rates)
+        if not missed and sum(len(found) for found in self.needles.values()) >= FINDS:
+            why = f"{told}: the model itself finds none, so nothing is told"
+            return Finding(check="needle", outcome="not offered", why=why)
+        decision = sequential.share(missed, MISSED, LOST, self.plan.rates)
         is_lost = decision == "fault"
         why = f"{told}: the far context is lost" if is_lost else told or "not asked yet"
         return Finding(check="needle", outcome=OUTCOMES[decision], why=why)
@@ -394,29 +400,31 @@ class Verification:
             why += f": {'the field is ignored' if ignored else 'another temperature'}"
         return Finding(check=check, outcome=OUTCOMES[decision], why=why, estimate=found)
 
-    def _cut(self, kind: str, outside: Callable[[Sample], list[float]]) -> Finding:
+    def _cuts(self) -> list[Finding]:
+        return [
+            self._cut("top_k", lambda s: measures.outside_top_k(s, TOP_K)),
+            self._cut("top_p", lambda s: measures.outside_top_p(s, TOP_P)),
+            self._cut("greedy", measures.unlikely),
+        ]
+
+    def _cut(self, kind: str, drawn: Callable[[Sample], list[measures.Draw]]) -> Finding:
+        """Whether tokens keep to a cut, where the model itself leaves it often enough to tell."""
+        check = "temperature 0" if kind == "greedy" else kind
         if kind in self._refused:
-            return Finding(check=kind, outcome="not offered", why=self._refused[kind])
-        return self._share(kind, outside, "outside", "the field is ignored")
-
-    def _greedy(self) -> Finding:
-        return self._share(
-            "greedy", measures.unlikely, "less likely than the likeliest", "answers are drawn"
+            return Finding(check=check, outcome="not offered", why=self._refused[kind])
+        draws = [draw for s in self._drawn.get(kind, []) for draw in drawn(s)]
+        if not draws:
+            return Finding(check=check, outcome="undecided", why="no answer could be read")
+        decision = sequential.cut(draws, self.plan.rates)
+        share = measures.mean([float(is_outside) for is_outside, _ in draws])
+        own = sum(chance for _, chance in draws) / len(draws)
+        why = (
+            f"{100 * share.value:.1f} % of {share.count} tokens outside, "
+            f"{100 * own:.1f} % were expected without the field"
         )
-
-    def _share(
-        self, kind: str, odd: Callable[[Sample], list[float]], what: str, because: str
-    ) -> Finding:
-        values = [x for s in self._drawn.get(kind, []) for x in odd(s)]
-        decision = sequential.share(values, OUTSIDE, FAULTY, self.plan.rates)
-        share = measures.mean(values)
-        seen = f"{100 * share.value:.1f} % of {share.count} tokens {what}"
-        return Finding(
-            check="temperature 0" if kind == "greedy" else kind,
-            outcome=OUTCOMES[decision],
-            why=f"{seen}: {because}" if decision == "fault" else seen,
-            estimate=share,
-        )
+        if decision == "fault":
+            why += ": answers are drawn" if kind == "greedy" else ": the field is ignored"
+        return Finding(check=check, outcome=OUTCOMES[decision], why=why, estimate=share)
 
     def _schemas(self) -> Finding:
         """The share of answers that keep to a schema."""

@@ -146,19 +146,31 @@ def temperature(samples: Iterable[Sample], start: float) -> Estimate:
     return Estimate(value=1 / b, stderr=error / b**2, count=count)
 
 
-def outside_top_k(sample: Sample, k: int) -> list[float]:
-    """1 for each token that is not among the model's k likeliest, else 0."""
-    last = sample.logprobs.topk(k, -1).values[:, -1]
-    return [float(x) for x in sample.chosen < last - MARGIN]
+Draw = tuple[bool, float]
+"""Whether a token is outside of a cut, and the model's chance to draw such a one without the cut."""
 
 
-def outside_top_p(sample: Sample, top_p: float) -> list[float]:
-    """1 for each token that begins beyond the smallest set with the probability `top_p`, else 0."""
-    likelier = sample.logprobs > sample.chosen[:, None] + MARGIN
-    before = (sample.logprobs.exp() * likelier).sum(-1)
-    return [float(x) for x in before > top_p]
+def outside_top_k(sample: Sample, k: int) -> list[Draw]:
+    """Draws outside of the model's k likeliest tokens."""
+    last = sample.logprobs.topk(k, -1).values[:, -1:]
+    return _draws(sample, sample.logprobs < last - MARGIN)
 
 
-def unlikely(sample: Sample) -> list[float]:
-    """1 for each token that is clearly less likely than the likeliest one, else 0."""
-    return [float(x) for x in sample.logprobs.max(-1).values - sample.chosen > MARGIN]
+def outside_top_p(sample: Sample, top_p: float) -> list[Draw]:
+    """Draws of tokens that begin beyond the smallest set with the probability `top_p`."""
+    falling = sample.logprobs.sort(-1, descending=True).values
+    likelier = torch.searchsorted(-falling, -(sample.logprobs + MARGIN))  # how many
+    reached = (falling.exp().cumsum(-1) > top_p).int().argmax(-1, keepdim=True)
+    return _draws(sample, likelier > reached)
+
+
+def unlikely(sample: Sample) -> list[Draw]:
+    """Draws that are clearly less likely than the likeliest token."""
+    return _draws(sample, sample.logprobs < sample.logprobs.amax(-1, keepdim=True) - MARGIN)
+
+
+def _draws(sample: Sample, outside: Tensor) -> list[Draw]:
+    p = sample.drawable.exp()
+    chances = (p * outside).sum(-1) / p.sum(-1).clamp(min=1e-9)
+    hits = outside[torch.arange(len(sample.token_ids)), torch.tensor(sample.token_ids)]
+    return list(zip(hits.tolist(), chances.tolist(), strict=True))
