@@ -64,7 +64,7 @@ class TaskResult:
 
     @property
     def scored(self) -> str:
-        """What was scored, in words."""
+        """The scored questions or pairs, in words."""
         if self.num_pairs is None:
             return f"{self.num_questions} questions"
         return f"{self.num_pairs} pairs of {self.num_questions} rated answers"

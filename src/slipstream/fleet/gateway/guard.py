@@ -94,7 +94,7 @@ class ReplicaGuard:
         }
 
     def slow(self) -> set[str]:
-        """Of `out`, those that are only slow. They are better than none."""
+        """Replicas of `out` that are only slow. They are better than none."""
         return {name for name, w in self._paused.items() if w.was_slow and w.out_until < inf}
 
     def next_change(self, now: float) -> float | None:
