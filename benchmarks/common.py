@@ -56,10 +56,10 @@ def lines(value: Any, indent: str = "", room: int = 160) -> str:
             for key, item in value.items()
         ]
         return "{\n" + ",\n".join(deeper + part for part in parts) + f"\n{indent}}}"
-    if all(isinstance(item, int | float) for item in value):  # numbers fill lines
+    if all(isinstance(item, int | float | str) for item in value):  # numbers and words fill lines
         filled, row = [], deeper
         for item in value:
-            text = json.dumps(item) + ","
+            text = json.dumps(item, ensure_ascii=False) + ","
             if len(row) + len(text) > room and row != deeper:
                 filled.append(row.rstrip())
                 row = deeper
