@@ -231,7 +231,11 @@ def fake_version(roles, *, running=(), held=None):
         router.reset(name, 0, (held or {}).get(name, ()))
         router.update(name, running=dict(running).get(name, 0))
         replicas[name] = SimpleNamespace(
-            id=name, spec=SimpleNamespace(role=role), heard=True, block_size=16, load=None
+            id=name,
+            spec=SimpleNamespace(role=role),
+            serves=True,
+            block_size=16,
+            load=None,
         )
     return SimpleNamespace(router=router, replicas=replicas)
 
@@ -262,7 +266,7 @@ def test_a_request_is_divided_where_clients_wait_less(roles, running, held, num_
 def test_prompts_replicas_answer_only_if_no_other_can():
     made = fake_version({"p": "prefill", "d": "decode", "m": "mixed"})
     assert phases.answering(made, ()) == {"d", "m"}
-    made.replicas["d"].heard = False
+    made.replicas["d"].serves = False
     assert phases.answering(made, {"m"}) == {"p", "d", "m"}
 
 

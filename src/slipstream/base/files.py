@@ -105,11 +105,15 @@ def waited_for(path: Path, *, wait: bool = True) -> Iterator[bool]:
 
 def _awaited(path: Path, wait: bool) -> int | None:
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             lock = open_private(path)
         except FileNotFoundError:  # its last holder removed the folder since
             continue
+        except FileExistsError:  # the same, while the folder was made, or a file is there
+            if path.parent.is_dir() or not os.path.lexists(path.parent):
+                continue
+            raise
         if wait:
             fcntl.flock(lock, fcntl.LOCK_EX)
         elif not locks.take(lock):
