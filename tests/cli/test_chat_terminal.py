@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -19,6 +21,11 @@ from slipstream import LLM, SamplingParams
 from slipstream.cli.answers import chat
 from slipstream.cli.answers.terminal import AnswerWriter
 from tests.waiting import PATIENCE_S
+
+
+def take_terminal():
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
 
 
 class Terminal:
@@ -33,7 +40,7 @@ class Terminal:
             stderr=theirs,
             env={**env, "TERM": "dumb", "COLUMNS": "80"},
             start_new_session=True,
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+            preexec_fn=take_terminal,
         )
         os.close(theirs)
         self.seen = ""
