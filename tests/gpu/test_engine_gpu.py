@@ -140,7 +140,7 @@ def test_quantised_models_equal_the_reference_of_the_same_rounding(family, setti
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v2"])
 def test_mixtures_with_many_sequences(family, tmp_path):
-    """Through graphs as without, and mostly as the reference: a near tie may part them."""
+    """Answers through graphs are those without, and mostly the reference's: a near tie may part them."""
     tiny_models.write(tmp_path, family, initializer_range=0.2)
     prompts = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(16)]} for n in range(200)]
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -76,7 +76,7 @@ def test_a_step_is_as_near_to_float32_as_kernel_by_kernel(
 
 @pytest.mark.parametrize(("family", "scheme"), [("llama", "int4"), ("gpt_oss", "mxfp4")])
 def test_answers_of_an_engine(tmp_path, monkeypatch, family, scheme):
-    """Through graphs, after steps of many sequences. gpt-oss' windows of 32 keys are shorter than the texts."""
+    """Answers through graphs, after steps of many sequences. gpt-oss' windows of 32 keys are shorter than the texts."""
     monkeypatch.setattr(
         "slipstream.worker.graphs.ladder.PATIENCE", 1
     )  # a prompt runs from a graph the first time, too

@@ -255,7 +255,7 @@ def test_a_devices_blocks_go_to_the_host_to_files_and_back(tmp_path, odd):
 
 
 def test_neighbouring_slots_cross_the_bus_in_one_piece(monkeypatch):
-    """Within a chunk of pinned memory; each copy brings its own block."""
+    """Neighbours lie within a chunk of pinned memory; each copy brings its own block."""
     monkeypatch.setattr(device_blocks, "CHUNK_BYTES", 4 * 256)
     cache = torch.arange(12.0).repeat_interleave(64).view(12, 2, 4, 8)
     store = DeviceBlocks(
