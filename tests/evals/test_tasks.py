@@ -392,6 +392,19 @@ def test_rated_answers_that_training_takes_are_not_scored(tmp_path):
     assert len(read_rated(path, "all")) == 40
 
 
+def test_rated_answers_may_hold_other_ends_of_lines(tmp_path):
+    path = rated_file(tmp_path, [("hi", "a\u2028b", "up"), ("hi", "c\x85d", "down")])
+    path.write_text(
+        "".join(
+            f"{json.dumps(json.loads(line), ensure_ascii=False)}\n"
+            for line in path.read_text("utf-8").split("\n")
+            if line
+        ),
+        "utf-8",
+    )
+    assert [r.answer for r in read_rated(path, "all")] == ["a\u2028b", "c\x85d"]
+
+
 def test_a_system_message_that_all_share_does_not_put_all_in_one_part():
     parts = {Document(turns=(("system", "s"), ("user", f"q{i}"))).part for i in range(20)}
     assert parts == {"calibration", "evaluation"}

@@ -229,3 +229,21 @@ def test_the_log_says_that_max_tokens_cut_an_answer(serve, tmp_path, capsys):
     assert made.choices[0].finish_reason == "length"
     told, _ = exported(capsys, log, tmp_path / "good.jsonl")
     assert told == {"rows": 0, "skipped": {"cut off by max_tokens or the context's end": 1}}
+
+
+@pytest.mark.parametrize("part", ["audit.log", "audit.log.1", "link"])
+def test_an_export_over_the_log_is_refused_and_the_log_kept(tmp_path, capsys, part):
+    log = tmp_path / "audit.log"
+    for path in (log, tmp_path / "audit.log.1"):
+        path.write_text("{}\n")
+    (tmp_path / "link").symlink_to(log)
+    assert main(["audit", "export", str(log), str(tmp_path / part)]) == 2
+    assert "name another file" in capsys.readouterr().err
+    assert log.read_text() == (tmp_path / "audit.log.1").read_text() == "{}\n"
+
+
+def test_an_export_is_for_its_owner_alone(tmp_path, capsys):
+    log, out = tmp_path / "audit.log", tmp_path / "good.jsonl"
+    log.touch()
+    exported(capsys, log, out)
+    assert out.stat().st_mode & 0o077 == 0

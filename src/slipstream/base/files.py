@@ -167,13 +167,13 @@ def _lock_of(path: Path, out: Path) -> int | None:
         os.close(lock)  # its holder removed it after we opened it
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
     """Replace the file atomically: a reader gets the old content or the new. Text is written as
-    UTF-8."""
+    UTF-8. `mode` is that of the new file, before the umask."""
     # Named by process, so that two writers of the same file do not mix.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with open(open_new(partial), "wb") as file:
+        with open(open_new(partial, mode), "wb") as file:
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
         os.replace(partial, path)
     finally:

@@ -86,16 +86,20 @@ def run_show(args: argparse.Namespace) -> int:
 def run_export(args: argparse.Namespace) -> int:
     import msgspec
 
-    from slipstream.base.files import writing
+    from slipstream.base.files import write_whole, writing
+    from slipstream.errors import ConfigError
     from slipstream.server.operations import rated
-    from slipstream.server.operations.audit import records
+    from slipstream.server.operations.audit import records, rotated
 
+    log, out = Path(args.file), Path(args.out).expanduser()
+    if out.resolve() in {part.resolve() for part in (log, *rotated(log))}:
+        raise ConfigError(f"{args.out} is the log itself; name another file", field="out")
     skipped = rated.Skipped()
     wanted = None if args.rating == "all" else args.rating
-    found = list(rated.rows(records(Path(args.file)), skipped, rating=wanted))
-    with writing(args.out, "out"):
+    found = list(rated.rows(records(log), skipped, rating=wanted))
+    with writing(args.out, "out"):  # for its owner alone, as the log is
         lines = b"".join(msgspec.json.encode(row) + b"\n" for row in found)
-        Path(args.out).expanduser().write_bytes(lines)
+        write_whole(out, lines, mode=0o600)
     if args.json:
         print_json({"rows": len(found), "skipped": dict(skipped)})
     else:
