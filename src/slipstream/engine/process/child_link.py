@@ -34,12 +34,12 @@ class ChildLink(CoreLink):
             raise
 
     @classmethod
-    async def start(cls, args: EngineArgs) -> ChildLink:
+    async def start(cls, args: EngineArgs, *, gently: bool = False) -> ChildLink:
         """Start the process and send the first message as soon as it has connected. If the process ended before, `receive`
         raises."""
         child = cls()
         try:
-            while not child.send(Start(args)) and child.process.poll() is None:
+            while not child.send(Start(args, gently)) and child.process.poll() is None:
                 await asyncio.sleep(0.005)
         except BaseException:
             await child.end(at_once=True)
