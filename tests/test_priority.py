@@ -55,9 +55,9 @@ def test_a_pools_workers_are_made_by_the_first_caller_of_normal_priority():
 
     def load():
         pool = ThreadPool(3)
-        packed = Packed.empty(native.BF16, 512, 256, native.Arena(pool))
+        packed = Packed.empty(native.F32, 512, 256, native.Arena(pool))
         packed.put_dense(weight)
-        w = NativeLinear(weight=stand_in((512, 256), "bfloat16"), parts=(packed,))
+        w = NativeLinear(weight=stand_in((512, 256), "float32"), parts=(packed,))
         return pool, LinearProgram(pool, w)
 
     before = set(map(int, os.listdir("/proc/self/task")))
