@@ -103,7 +103,7 @@ class World:
         self.num_spawns = 0
         self.now = 1000.0
         self.pauses: list[float] = []
-        monkeypatch.setattr(async_llm, "ChildLink", SimpleNamespace(start=self._start_child))
+        monkeypatch.setattr(ChildLink, "start", self._start_child)
         for module in (async_llm, core_operations):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(async_llm.asyncio, "sleep", self._sleep)
@@ -257,7 +257,9 @@ async def test_shutdown_at_once_and_shutdown_cancelled_end_the_child(world):
 
 async def test_no_process_outlives_a_shutdown_during_its_start(path, monkeypatch):
     children, init = [], ChildLink.__init__
-    monkeypatch.setattr(ChildLink, "__init__", lambda child: children.append(child) or init(child))
+    monkeypatch.setattr(
+        ChildLink, "__init__", lambda child, *forks: children.append(child) or init(child, *forks)
+    )
     engine = await AsyncLLM.start(EngineArgs(model=str(path), skip_tokenizer_init=True, **SETTINGS))
     os.kill(children[0].process.pid, signal.SIGKILL)
     while len(children) < 2:
