@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     import zmq
 
     from slipstream.engine.engine_core import EngineCore
+    from slipstream.worker.executor import ForkServer
 
 
 WARM_S = 12.0
@@ -80,10 +81,10 @@ def _loaded(load: Callable[[], EngineCore], *, gently: bool) -> EngineCore:
 class CoreProcess:
     """The child's main loop. It takes messages between steps, and sleeps when there is no work."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, forks: ForkServer | None = None) -> None:
         import zmq
 
-        self._zmq = zmq
+        self._zmq, self._forks = zmq, forks
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._sockets: dict[int, zmq.Socket[bytes]] = {}  # by number
@@ -125,7 +126,11 @@ class CoreProcess:
             from slipstream.engine.asleep import build_core
 
             self.core = _loaded(
-                lambda: build_core(start.args, progress=lambda phase: self.send(Phase(phase))),
+                lambda: build_core(
+                    start.args,
+                    progress=lambda phase: self.send(Phase(phase)),
+                    forks=self._forks,
+                ),
                 gently=start.gently,
             )
             if (lora := self.core.config.lora) is not None:

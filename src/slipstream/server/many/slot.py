@@ -22,8 +22,7 @@ from slipstream.config import EngineArgs, num_ranks
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.folder import settled
-from slipstream.engine.process.child_link import ChildLink
-from slipstream.engine.process.core_start import CoreSource
+from slipstream.engine.process.child_link import child_source
 from slipstream.errors import EngineDeadError
 from slipstream.spec.description import ModelDescription
 
@@ -64,8 +63,8 @@ class ServedModel:
     def may_load_gently(self) -> bool:
         """The load makes no process or thread that is to be fast (see `at_low_priority`)."""
         args = self.args
-        tiers = args.kv_host_bytes or args.kv_disk_bytes
-        return not self.is_cuda and num_ranks(args) == 1 and not tiers
+        alone = num_ranks(args) == 1 and args.cpu_layers is None
+        return not self.is_cuda and alone and not (args.kv_host_bytes or args.kv_disk_bytes)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -135,9 +134,8 @@ class Slot:
     async def _load(self) -> None:
         args = settled(self.model.args)
         if self.engine is None:
-            source = CoreSource(
-                lambda: ChildLink.start(args, gently=self.gently),
-                pause=lambda deaths, error: None,
+            source = child_source(
+                args, pause=lambda deaths, error: None, gently=lambda: self.gently
             )
             self.engine = await AsyncLLM.start(args, source=source)
         elif self.engine.is_alive and self.engine.is_sleeping:
