@@ -116,7 +116,8 @@ class EngineCore:
         """Give its memory back, if no request needs it; else it stays until others need the room."""
 
     def _join(self, kind: type[Listener]) -> None:
-        """Let the listener of this class take part from now on. Called with each of its requests, before they are queued."""
+        """Let the listener of this class take part from now on, with its first request before that
+        is queued."""
         if not any(type(listener) is kind for listener in self._listeners):
             joined = {type(listener) for listener in self._listeners} | {kind}
             self._listeners = tuple(x for x in self._all_listeners if type(x) in joined)

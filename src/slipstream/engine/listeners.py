@@ -35,7 +35,7 @@ class Listener:
     """Generated tokens that are in none of the outputs."""
 
     def joined(self) -> None:
-        """Let the scheduler know the feature, before its first request."""
+        """Register the feature's part with the scheduler, before its first request."""
 
     def prepare(self) -> list[EngineOutput]:
         """Do what is due before a step is scheduled. Returns the ends of requests."""

@@ -90,7 +90,7 @@ KINDS: tuple[Kind, ...] = (
     "later text",
     "later call",
     "shared",  # a beginning of several sessions
-    "passed",  # blocks behind a window, and earlier states
+    "passed",  # blocks that left a window, and earlier states
     "used",  # the same, after a request began there
     "rest",  # the end of a chain that its session did not go on from
 )

@@ -355,7 +355,7 @@ class Grammars:
                 with contextlib.suppress(GrammarError):  # `finish_mask` says so below
                     state.accept(tokens)
         self._find(states)
-        # A mask that other rows share is there once, behind those that rows have for themselves.
+        # A mask that rows share is there once, after the masks of single rows.
         shared = [
             state.known if s.num_sampled == 1 else None
             for state, (s, _) in zip(states, found, strict=True)
@@ -438,7 +438,7 @@ class Grammars:
         ended: dict[str, str | None] = {}
         matchers, asked = list[tuple["LLMatcher", int]](), list[GrammarState]()
         for s, state, row, _ in own:
-            bits[row + 1 : row + s.num_sampled].fill(-1)  # behind a wrong guess anything is allowed
+            bits[row + 1 : row + s.num_sampled].fill(-1)  # after a wrong guess anything is allowed
             try:
                 if not state.write_known(bits[row]):
                     matchers.append((state.matcher, row))

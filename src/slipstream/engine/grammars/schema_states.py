@@ -49,7 +49,8 @@ Sources: TypeAlias = tuple[tuple[int, int], ...] | None
 
 
 class SchemaState:
-    """A state. `slots` are the places whose counts an answer keeps, and `limits` those counts that are not far any more."""
+    """A state of a schema's expression. `slots` are the places whose counts an answer keeps.
+    `limits` are the counts from which on they matter for what is allowed."""
 
     __slots__ = (
         *("accepts", "is_end", "is_forced", "is_inside", "limits", "masks", "moves", "next"),

@@ -442,7 +442,7 @@ class GrammarState:
 
     @property
     def is_finished(self) -> bool:
-        """The answer is complete, and nothing can follow."""
+        """Whether the answer is complete, so that nothing can follow."""
         if self._matcher is None:
             return False
         if (spot := self.spot) is not None:  # a state of an expression that is followed can go on

@@ -11,7 +11,7 @@ trained for.
                  (arXiv:2602.01469)
     DFlash       layers over a block of masks, which attend to each other and to the states before
                  it (arXiv:2602.06036)
-    MTP          a layer that a model's checkpoint has beside its own
+    MTP          a layer that a model's checkpoint has in addition to its own
                  (DeepSeek-V3, arXiv:2412.19437, section 2.2)
     Medusa       heads that read the last state, one for each place after the next token
                  (Cai et al. 2024)

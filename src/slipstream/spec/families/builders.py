@@ -140,10 +140,11 @@ def decoder(
     `max_position`, `eps`: defaults of these keys. `norm`: by default RMS norms with `rms_norm_eps`.
     `bias`: of q, k and v, and of the output product; by default both are `attention_bias`.
     `mlp`: that of all layers, or by the layer's index; by default gated, with `mlp_bias`.
-    `over`: what the norms of q and k are over. `after_rotation`: they come behind it. `learned`: they have weights.
-    `kinds`, `window`: the kind of each layer, and the window of the sliding ones.
-    `rotated`: whether a layer, by its index, has the rotary embedding. `position`: that of a layer, if they have others.
-    `positions`, `more`, `whole`: further arguments of `rope`, `attention` and `model`.
+    `over`: what the norms of q and k are over. `after_rotation`: they come after the rotation.
+    `learned`: they have weights. `kinds`, `window`: the kind of each layer, and the window of the
+    sliding ones. `rotated`: whether a layer, by its index, has the rotary embedding. `position`:
+    that of a layer, if they have others. `positions`, `more`, `whole`: further arguments of `rope`,
+    `attention` and `model`.
     """
     h = h or heads(c)
     longest = c.size("max_position_embeddings", max_position)

@@ -1,6 +1,7 @@
 """Gemma 3n's language models, also those of multimodal checkpoints, without their towers for pictures and sounds.
 
-1. Layers have several residuals side by side (AltUp), inputs of their own, and a low-rank addition beside attention's.
+1. Layers have several residuals side by side (AltUp), inputs of their own, and a low-rank addition
+next to attention's.
 2. The last layers read the keys and values of an earlier layer of their kind.
 3. Scores are not scaled; queries, keys and values are normed. The first layers zero most gates.
 """

@@ -11,7 +11,7 @@ from slipstream.engine.text.tool_formats.base import Parser, Script, Tool, ToolF
 
 class JsonCalls(ToolFormat):
     """Common part of the formats. The grammar writes calls as the model's template does. The parser takes one call, several
-    or a list behind each of `openings`."""
+    or a list after each of `openings`."""
 
     end: ClassVar[str]
     openings: ClassVar[tuple[str, ...]] = ()
