@@ -109,7 +109,7 @@ def change(ratio: float) -> str:
 
 
 def number(value: float) -> str:
-    """Four significant digits."""
+    """The number with four significant digits."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     return (

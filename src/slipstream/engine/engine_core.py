@@ -198,7 +198,7 @@ class EngineCore:
         return outputs
 
     def pass_on(self, outputs: list[StepOutput]) -> list[EngineOutput]:
-        """Let the listeners take outputs; what each leaves is the next one's."""
+        """Let each listener in turn take its outputs, and return those that none took."""
         if outputs:
             for listener in self._listeners:
                 outputs = listener.take(outputs)
@@ -244,7 +244,7 @@ class EngineCore:
 
     @cached_property
     def cache_news(self) -> CacheNews:
-        """The prefix cache for who routes requests by what it holds. It stays empty here."""
+        """News of the prefix cache for routers. Empty in this engine."""
         return CacheNews(self.config.cache.block_size, None, {})
 
     # --- From start to end --------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from slipstream.worker.executor import Executor, Launched
 
 
 class Listener:
-    """Listens to nothing; a feature overrides what it needs."""
+    """Base of what follows requests in the engine core. Its methods do nothing; a feature overrides
+    those it needs."""
 
     is_waiting = False
     """True if `prepare` may soon have something to do without a step."""

@@ -356,7 +356,7 @@ class Sessions:
         heappush(self.timers, session.due)
 
     def tick(self) -> None:
-        """Let sessions get older."""
+        """Advance the sessions' ages."""
         timers, now = self.timers, self.clock()
         while timers and timers[0][0] <= now:
             due = heappop(timers)

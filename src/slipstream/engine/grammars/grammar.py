@@ -128,7 +128,8 @@ def _counts(params: StructuredOutputsParams) -> CountedStrings | None:
 
 class Grammars:
     """The grammars of an engine core's requests. `load` returns the tokenizer; it is called once, for the first grammar.
-    `num_rows`: of the model's embedding; `ends`: the tokens that end an answer of this model."""
+    `num_rows`: rows of the model's embedding; `ends`: the tokens that end an answer of this
+    model."""
 
     def __init__(
         self,

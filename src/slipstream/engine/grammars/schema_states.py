@@ -154,7 +154,7 @@ class SchemaStates:
     """The states of one schema."""
 
     def __init__(self, language: Language, texts: TokenTexts, num_words: int) -> None:
-        """`num_words`: of a mask."""
+        """`num_words` is the number of 32-bit words of a mask."""
         self._language, self.num_words = language, num_words
         self._bytes, self._plain = texts.bytes, texts.plain
         self._states: dict[frozenset[SchemaPlace], SchemaState] = {}

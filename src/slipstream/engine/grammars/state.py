@@ -182,7 +182,8 @@ class GrammarState:
         return self._matcher
 
     def take_one(self) -> tuple[LLMatcher, int]:
-        """The matcher and the one token that it has not taken in, which the caller lets it take in."""
+        """The matcher and the one token that it still has to consume. The caller makes it consume
+        the token."""
         assert not self._is_borrowed
         [token], self.untaken = self.untaken, []
         return self._own, token

@@ -89,7 +89,7 @@ def plain(size: int, act: Activation, *, bias: bool = True) -> DenseSpec:
 
 
 def rms(size: int, eps: float, **more: Any) -> NormSpec:
-    """`more`: fields of `NormSpec`."""
+    """An RMS norm. `more` are further fields of `NormSpec`."""
     return NormSpec(kind="rms", size=size, eps=eps, **more)
 
 
@@ -221,7 +221,7 @@ def num_labels(c: ConfigReader) -> int | None:
 
 
 def num_token_labels(c: ConfigReader) -> int | None:
-    """The same for ForTokenClassification."""
+    """The number of labels of a model for token classification."""
     return _labels_of(c, "ForTokenClassification")
 
 

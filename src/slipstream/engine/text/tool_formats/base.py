@@ -217,7 +217,7 @@ class Parser:
         return self._buffer[:1]
 
     def char(self) -> Generator[None, None, str]:
-        """Take it."""
+        """Consume and return the next character; "" at the end."""
         c = yield from self.peek()
         self._buffer = self._buffer[1:]
         return c

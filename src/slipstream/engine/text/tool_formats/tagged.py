@@ -288,7 +288,7 @@ class DeepSeekV41(DeepSeekV32):
 
 
 class Step3(Invocations):
-    """Step 3's. Step 3.5 writes Qwen3-Coder's."""
+    """The format of Step 3. Step 3.5 writes Qwen3-Coder's."""
 
     name = "step3"
     trigger, end = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
