@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from slipstream.spec.description import PartDescription
 from slipstream.spec.model import (
@@ -39,7 +39,10 @@ from slipstream.spec.model import (
 )
 from slipstream.spec.parameters import Placement
 
-HeadMethod: TypeAlias = Literal["eagle", "eagle3", "peagle", "dflash", "medusa", "mtp"]
+FileMethod: TypeAlias = Literal["eagle", "eagle3", "peagle", "dflash", "medusa"]
+"""Methods of heads that have a checkpoint of their own."""
+HeadMethod: TypeAlias = FileMethod | Literal["mtp"]
+FILE_METHODS: tuple[FileMethod, ...] = get_args(FileMethod)
 
 Names: TypeAlias = dict[str, Placement]
 
