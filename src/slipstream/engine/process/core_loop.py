@@ -177,7 +177,7 @@ class CoreProcess:
         self.cache_watchers.begin(core)
 
     def note_version(self) -> None:
-        """Let front ends that attach know the weights that run, and which were used."""
+        """Tell front ends that attach which weights run, and which were used."""
         state = self._running.executor.weight_state
         self.ready.weight_version, self.ready.used_versions = state.version, [*state.used]
 
@@ -358,7 +358,8 @@ class CoreProcess:
         return message
 
     def send(self, message: ToParent, number: int = PARENT) -> None:
-        """A queue has no bound. What is sent to one who has died is lost: a Detach is on its way."""
+        """Send a message to a front end. Its queue has no bound. What is sent to one that has died
+        is lost: its Detach is on the way."""
         if number not in self._sockets:
             return  # detached meanwhile
         with contextlib.suppress(self._zmq.Again):

@@ -68,7 +68,7 @@ class CoreOperations:
 
     @property
     def is_alive(self) -> bool:
-        """The engine process is up and ready."""
+        """Whether the engine process is up and ready."""
         return self._core.is_alive
 
     @property

@@ -104,7 +104,7 @@ class Slot:
 
     @property
     def is_up(self) -> bool:
-        """The model is loaded, and its process runs."""
+        """Whether the model is loaded and its process runs."""
         return self.state == "loaded" and self.engine is not None and self.engine.is_alive
 
     def note_death(self) -> None:

@@ -134,7 +134,8 @@ class ModelSlots:
         slot.keep(None)
 
     def _idle(self, slot: Slot) -> None:
-        """A model has no requests any more: others may have its memory, or it expires."""
+        """Note that a model has no requests any more: give its memory to those that wait, or begin
+        the time after which it is unloaded."""
         if slot.state != "loaded":
             return
         if self._queue:
