@@ -69,6 +69,8 @@ def server(args: argparse.Namespace) -> Iterator[tuple[str, psutil.Process]]:
     with subprocess.Popen(command, env=with_source(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as made:  # fmt: skip
         assert made.stdout is not None
         banner = json.loads(made.stdout.readline())
+        if "url" not in banner:
+            raise SystemExit(f"the server did not start: {banner}")
         try:
             yield banner["url"].removesuffix("/v1"), psutil.Process(made.pid)
         finally:
