@@ -216,7 +216,7 @@ def gaps(address: str, max_tokens: int, until: float) -> list[tuple[float, float
 
 
 def _what(swaps: list[dict[str, Any]], begin: float, end: float) -> str:
-    """What went on next to a stream between two times."""
+    """Activity of the other models between two times, in words."""
     for swap in swaps:
         loaded = swap["at"] + int(swap["load_ms"] or 0) / 1000
         if begin < loaded and end > swap["at"]:
