@@ -51,6 +51,7 @@ def test_kubernetes_takes_them(tmp_path, more):
         kubernetes_validate.validate(found, "1.31", strict=True)
     selectors = [x["spec"]["selector"].get("matchLabels", x["spec"]["selector"]) for x in objects]
     spec, _ = replicas_of(objects)
+    assert spec["replicas"] == (3 if more else 1)
     assert all(s == spec["template"]["metadata"]["labels"] for s in selectors)
     assert spec["serviceName"] in [x["metadata"]["name"] for x in objects if x["kind"] == "Service"]
 
