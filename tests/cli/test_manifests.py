@@ -149,6 +149,8 @@ def test_gpus_are_limits_of_the_container_and_bring_shared_memory(tmp_path):
     )
     assert "slipstream[gpu] @" in docker
     docker, composed, objects = write(tmp_path)
+    limits = replicas_of(objects)[1]["containers"][0]["resources"]["limits"]
+    assert limits == {"cpu": 4, "memory": "8192Mi"}
     assert "slipstream @" in docker
     assert "nvidia" not in yaml.safe_dump_all(objects) + yaml.safe_dump(composed)
 
