@@ -18,7 +18,7 @@ from slipstream.verify.served import Answer, Served
 def verification(replies=(), **plan):
     left = iter(replies)
     served = SimpleNamespace(ask=lambda *a, **k: next(left))
-    return Verification(served, SimpleNamespace(), Plan(**plan))
+    return Verification(served, SimpleNamespace(token_id=None), Plan(**plan))
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def answers_of(kind, at, num=80, seed=0):
 @pytest.mark.parametrize(
     ("values", "outcome"),
     [
-        ([0.0001, 0.0002] * 28, "pass"),
-        ([0.0001, 0.0002] * 20, "undecided"),  # one of the next may be a fault
+        ([0.0001, 0.0002] * 19, "pass"),
+        ([0.0001, 0.0002] * 16, "undecided"),  # one of the next may be a fault
         ([0.009, 0.011, 0.008, 0.01], "undecided"),  # it may be above the limit
         ([0.05] * 12, "fault"),
         ([0.2] * 3, "undecided"),  # far above, but its cause is told by more
@@ -60,7 +60,7 @@ def answers_of(kind, at, num=80, seed=0):
     ],
 )
 def test_a_divergence_is_judged_by_its_error(values, outcome, monkeypatch):
-    monkeypatch.setattr(Verification, "_by_answer", lambda *a: values)
+    monkeypatch.setattr(Verification, "_short", lambda self: [[v] for v in values])
     assert verification(max_kl=0.01)._distribution("plain", "x").outcome == outcome
 
 
@@ -95,8 +95,10 @@ def test_a_temperature_that_explains_a_fault_is_one_itself_or_leaves_the_fault(w
     made = verification()
     made._counts.append((5, 5))
     made._drawn.update(answers_of("plain", 1.3, num=24))
+    for sample in made._drawn["plain"]:
+        object.__setattr__(sample, "kl", [0.06])
     monkeypatch.setattr(
-        Verification, "_by_answer", lambda self, kind, at=1.0: [0.06 if at == 1 else 0.001] * 24
+        checks.measures, "divergences", lambda s, ids, at=1.0, **cut: [0.06 if at == 1 else 0.001]
     )
     if warm == "refused":
         made._refused["warm"] = "at most 1"
@@ -195,7 +197,7 @@ def test_answers_that_are_cut_prove_nothing_and_the_others_count():
 )
 def test_turns_go_on_for_what_is_undecided(outcomes, turns, monkeypatch):
     asked = []
-    monkeypatch.setattr(Verification, "_draw", lambda self, kind, **more: asked.append(kind))
+    monkeypatch.setattr(Verification, "_draw", lambda self, kind: asked.append(kind))
     checked = ("prompt", "temperature 0")
     found = [Finding(check=c, outcome=o, why="") for c, o in zip(checked, outcomes, strict=True)]
     monkeypatch.setattr(Verification, "_judged", lambda self: found)
@@ -209,11 +211,11 @@ def test_wrong_weights_end_the_verification():
     made = verification(max_kl=0.01)
     made._counts.append((5, 5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Verification, "_by_answer", lambda *a: [0.5] * 12)
+        patch.setattr(Verification, "_short", lambda self: [[0.5]] * 12)
         assert [f.check for f in made._judged()] == ["prompt", "distribution"]
-        patch.setattr(Verification, "_by_answer", lambda *a: [0.0001, 0.0002] * 4)
+        patch.setattr(Verification, "_short", lambda self: [[0.0001], [0.0002]] * 4)
         assert [f.check for f in made._judged()] == ["prompt", "distribution"]  # too few yet
-        patch.setattr(Verification, "_by_answer", lambda *a: [0.0001, 0.0002] * 6)
+        patch.setattr(Verification, "_short", lambda self: [[0.0001], [0.0002]] * 6)
         assert [f.check for f in made._judged()][-1] == "temperature 0"
 
 

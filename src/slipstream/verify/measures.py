@@ -35,19 +35,26 @@ that are by more are rare (a chance of exp(−3)), and their ratios would outwei
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """An answer with the model's log-probabilities [n, V] in the places of its first n tokens.
-    `divergence` is the mean KL over its positions; None without the server's log-probabilities.
+    `kl` is the KL at each position; empty without the server's log-probabilities. `kl_cut`: from the model's
+    distribution after temperature and cuts, which some servers give the log-probabilities of.
     `never` [V]: tokens that no answer shows, such as those that end it."""
 
     token_ids: Sequence[int]
     tokens: Sequence[ServedToken]
     logprobs: Tensor
-    divergence: float | None = None
+    kl: Sequence[float] = ()
+    kl_cut: Sequence[float] = ()
     never: Tensor | None = None
 
     @cached_property
     def chosen(self) -> Tensor:
         """Log-probabilities [n] of the answer's tokens."""
         return self.logprobs[torch.arange(len(self.token_ids)), torch.tensor(self.token_ids)]
+
+    @property
+    def is_likeliest(self) -> bool:
+        """True if each token is the model's likeliest one."""
+        return self.logprobs.argmax(-1).tolist() == list(self.token_ids)
 
     @property
     def drawable(self) -> Tensor:
@@ -86,17 +93,22 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def divergences(
-    sample: Sample, token_id: Callable[[bytes], int | None], temperature: float = 1.0
+    sample: Sample,
+    token_id: Callable[[bytes], int | None],
+    temperature: float = 1.0,
+    *,
+    top_k: int = -1,
+    top_p: float = 1.0,
 ) -> list[float]:
     """KL(q‖p) at each position: exact for the likeliest tokens that the server names, and the least
     that it can be for all others together (log-sum inequality). With a temperature p is the
-    model's at that temperature. Positions without log-probabilities are left out.
+    model's at that temperature and with those cuts. Positions without log-probabilities are left out.
 
     Where the named tokens have little of q, that least says nothing, and the drawn token estimates
     the others' part: Σ (q ln(q / p) − q + p) is the mean of p / q − 1 − ln(p / q) of tokens drawn from
     q. It is 0 for equal distributions, however the token was drawn.
     """
-    p = (sample.logprobs / temperature).log_softmax(-1)
+    p = _sampled(sample.logprobs, temperature, top_k, top_p)
     found = []
     for row, drawn, token in zip(p, sample.token_ids, sample.tokens, strict=True):
         pairs = {token_id(data): logprob for data, logprob in token.likeliest}
@@ -114,6 +126,21 @@ def divergences(
         elif rest_q > 1e-6:
             kl += rest_q * math.log(rest_q / max(rest_p, 1e-9))
         found.append(max(0.0, kl))
+    return found
+
+
+def _sampled(logprobs: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Log-probabilities [n, V] after temperature and cuts. What is cut has exp(−10⁴)."""
+    if temperature == 0:
+        temperature, top_k = 1.0, 1
+    found = (logprobs / temperature).log_softmax(-1)
+    if top_k > 0:
+        least = found.topk(top_k, -1).values[:, -1:]
+        found = found.masked_fill(found < least, -1e4).log_softmax(-1)
+    if top_p < 1:
+        falling = found.sort(-1, descending=True).values
+        reached = (falling.exp().cumsum(-1) >= top_p).int().argmax(-1, keepdim=True)
+        found = found.masked_fill(found < falling.gather(-1, reached), -1e4).log_softmax(-1)
     return found
 
 

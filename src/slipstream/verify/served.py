@@ -15,6 +15,9 @@ Message = Mapping[str, Any]
 REFUSED = (400, 404, 405, 415, 422, 501)
 """Statuses of a server that doesn't know a field or a feature."""
 
+LEAST = -9999.0
+"""Log-probabilities below count as this one, and so do those that are no number."""
+
 
 class NotOfferedError(Exception):
     """The server refuses the feature by an error of its own."""
@@ -106,10 +109,8 @@ def _answer(body: Any) -> Answer:
         tokens=tuple(
             ServedToken(
                 data=_bytes(token),
-                logprob=float(token["logprob"]),
-                likeliest=tuple(
-                    (_bytes(t), float(t["logprob"])) for t in token.get("top_logprobs") or ()
-                ),
+                logprob=_logprob(token),
+                likeliest=tuple((_bytes(t), _logprob(t)) for t in token.get("top_logprobs") or ()),
             )
             for token in content
         ),
@@ -117,6 +118,11 @@ def _answer(body: Any) -> Answer:
         tool_calls=tuple(message.get("tool_calls") or ()),
         finish_reason=choice.get("finish_reason"),
     )
+
+
+def _logprob(token: Any) -> float:
+    value = float(token["logprob"])
+    return min(0.0, value) if value > LEAST else LEAST  # a NaN too
 
 
 def _bytes(token: Any) -> bytes:
