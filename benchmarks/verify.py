@@ -53,6 +53,7 @@ def verified(served: Served, reference: Reference, plan: Plan) -> dict[str, Any]
             None,
         ),
         "open": [f["check"] for f in found["findings"] if f["outcome"] == "undecided"],
+        "excluded": found["excluded"],
         "num_answers": found["num_answers"],
         "num_tokens": found["num_tokens"],
         "num_prompt_tokens": found["num_prompt_tokens"],

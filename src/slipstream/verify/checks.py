@@ -150,6 +150,8 @@ class Verification:
                     self._find_needles()
             findings = self._judged()
             kinds = [KINDS.get(f.check, f.check) for f in findings if f.outcome == "undecided"]
+            if findings[0].outcome == "fault" and len(self._short()) >= NAMED_BY:
+                break  # the prompt's: what else it makes wrong is no finding of its own
             most = -(-self.plan.answers // self.plan.turn)
             kinds = [kind for kind in dict.fromkeys(kinds) if turns[kind] < most]
             others = [kind for kind in kinds if kind != "plain"]
