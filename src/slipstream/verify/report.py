@@ -27,6 +27,37 @@ def document(about: dict[str, Any], findings: Sequence[Finding]) -> dict[str, An
     }
 
 
+def summary(found: dict[str, Any]) -> list[str]:
+    """The verdict, what it rests on, and what it excludes or leaves open, in sentences."""
+    lines = [
+        f"{found['model']} is {found['verdict']}, by {found['num_answers']} answers with "
+        f"{found['num_tokens']:,} tokens to {found['num_prompt_tokens']:,} prompt tokens."
+    ]
+    if found["verdict"] == "faulty":
+        return lines
+    excluded, limit = found["excluded"], found["max_kl"]
+    if (one_in := excluded["one_in_answers"]) is not None:
+        sizes = [f"{limit:g} nats a token in every answer", _rare(limit, one_in, "answers")]
+        if (one_in := excluded["one_in_tokens"]) is not None:
+            sizes.append(_rare(limit, one_in, "tokens"))
+        if (one_in := excluded["one_in_long_answers"]) is not None:
+            sizes.append(_rare(limit, one_in, "long conversations"))
+        lines.append(
+            f"Excluded, each with an error of at most {100 * found['rates']['beta']:g} %, are faults of "
+            f"{'; '.join(sizes)}; and larger or more frequent ones."
+        )
+    open_ones = [f["check"] for f in found["findings"] if f["outcome"] == "undecided"]
+    if open_ones:
+        lines.append(
+            f"Open: {', '.join(open_ones)}. --answers asks more; --max-kl and --rarest ask for less."
+        )
+    return lines
+
+
+def _rare(limit: float, one_in: float, what: str) -> str:
+    return f"{limit * one_in:.2g} in 1 of {int(one_in):,} {what}"
+
+
 def page(found: dict[str, Any]) -> str:
     """Returns the document as a page that opens from disk."""
-    return html.render(Path(__file__).with_name("page.html"), {}, d=found)
+    return html.render(Path(__file__).with_name("page.html"), {}, d=found, summary=summary(found))

@@ -89,15 +89,26 @@ class Served:
         except httpx.HTTPError as error:
             raise SlipstreamError(f"{self.url}: {error}", field="url") from None
         if reply.status_code in REFUSED:
-            raise NotOfferedError(reply.text[:300])
+            raise NotOfferedError(f"HTTP {reply.status_code}: {_message(reply)}")
         if reply.status_code != 200:
-            message = f"{self.url} answers with HTTP {reply.status_code}: {reply.text[:300]}"
+            message = f"{self.url} answers with HTTP {reply.status_code}: {_message(reply)}"
             raise SlipstreamError(message, field="url")
         try:
             return _answer(reply.json())
         except (ValueError, KeyError, IndexError, TypeError) as error:
             message = f"{self.url} answers in another shape ({error!r}): {reply.text[:200]}"
             raise SlipstreamError(message, field="url") from None
+
+
+def _message(reply: httpx.Response) -> str:
+    """The words of an error, in the forms that servers give them, else the text as it is."""
+    try:
+        body = reply.json()
+        error = body.get("error") or body
+        found = error if isinstance(error, str) else error.get("message") or error.get("detail")
+    except (ValueError, AttributeError):
+        found = None
+    return (found if isinstance(found, str) else reply.text)[:300]
 
 
 def _answer(body: Any) -> Answer:
