@@ -58,7 +58,7 @@ class Served:
         *,
         model: str | None = None,
         api_key: str | None = None,
-        timeout_s: float = 120.0,
+        timeout_s: float = 600.0,
         transport: httpx.BaseTransport | None = None,
     ) -> Served:
         """Find the model: the given one, or the first that the server lists. SlipstreamError if there
