@@ -30,26 +30,27 @@ def document(about: dict[str, Any], findings: Sequence[Finding]) -> dict[str, An
 def summary(found: dict[str, Any]) -> list[str]:
     """The verdict, what it rests on, and what it excludes or leaves open, in sentences."""
     lines = [
-        f"{found['model']} is {found['verdict']}, by {found['num_answers']} answers with "
-        f"{found['num_tokens']:,} tokens to {found['num_prompt_tokens']:,} prompt tokens."
+        f"{found['model']} is {found['verdict']}: {found['num_answers']} answers, "
+        f"{found['num_tokens']:,} tokens, {found['num_prompt_tokens']:,} prompt tokens."
     ]
     if found["verdict"] == "faulty":
         return lines
     excluded, limit = found["excluded"], found["max_kl"]
     if (one_in := excluded["one_in_answers"]) is not None:
-        sizes = [f"{limit:g} nats a token in every answer", _rare(limit, one_in, "answers")]
+        sizes = [f"{limit:g} in every answer", _rare(limit, one_in, "answers")]
         if (one_in := excluded["one_in_tokens"]) is not None:
             sizes.append(_rare(limit, one_in, "tokens"))
         if (one_in := excluded["one_in_long_answers"]) is not None:
             sizes.append(_rare(limit, one_in, "long conversations"))
+        error = f"{100 * found['rates']['beta']:g}\N{NO-BREAK SPACE}%"
         lines.append(
-            f"Excluded, each with an error of at most {100 * found['rates']['beta']:g} %, are faults of "
-            f"{'; '.join(sizes)}; and larger or more frequent ones."
+            f"Ruled out, each with an error of at most {error}, are faults of a KL in nats a token of "
+            f"{', '.join(sizes)}, or of more."
         )
     open_ones = [f["check"] for f in found["findings"] if f["outcome"] == "undecided"]
     if open_ones:
         lines.append(
-            f"Open: {', '.join(open_ones)}. --answers asks more; --max-kl and --rarest ask for less."
+            f"Not decided: {', '.join(open_ones)}. More answers (--answers) may tell, or a wider limit (--max-kl, --rarest)."
         )
     return lines
 
