@@ -298,10 +298,10 @@ class Verification:
         logprobs = self.reference.logprobs(prompt, ids)
         never, tokens = self.reference.never, tokens[: len(ids)]
         made = Sample(token_ids=ids, tokens=tokens, logprobs=logprobs, never=never)
-        own, cut = (
-            measures.divergences(made, self.reference.token_id, **settings)
-            for settings in ({}, SAMPLING.get(kind, SAMPLING["greedy"]))
-        )
+        token_id, settings = self.reference.token_id, SAMPLING.get(kind, SAMPLING["greedy"])
+        own = cut = measures.divergences(made, token_id)
+        if own and kind != "plain":
+            cut = measures.divergences(made, token_id, **settings)
         return dataclasses.replace(made, kl=own, kl_cut=cut)
 
     # --- Judging ------------------------------------------------------------------------------
