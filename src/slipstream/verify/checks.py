@@ -50,6 +50,9 @@ ENDS = 0.01
 """Chance that the model ends an answer at once, from which on an empty one is no fault. Below it so few are
 empty that they may count as far from the model."""
 
+SEEN = 5 * EXCESS
+"""The same, of a fault that is seldom missed."""
+
 NAMED_BY = 12
 """Answers of which the size of a fault of the distribution is the mean, since its cause is told by it."""
 
@@ -180,6 +183,7 @@ class Verification:
             "excluded": {
                 "one_in_answers": sequential.excluded(means(short), limit, beta, rarest),
                 "answers": len(short),
+                "without_logprobs": None if short else SEEN,  # in every answer, in nats a token
                 "one_in_tokens": sequential.excluded(tokens, limit, beta, rarest),
                 "tokens": len(tokens),
                 "one_in_long_answers": sequential.excluded(
@@ -229,7 +233,7 @@ class Verification:
         asked: Sequence[Sequence[Message]],
         numbers: Sequence[int],
         **sampling: Any,
-    ) -> list[tuple[Sequence[int], Answer, Sample | None]]:
+    ) -> Sequence[tuple[Sequence[int], Answer, Sample | None]]:
         """(prompt, answer, sample) of each conversation, which are kept as `kind`. None if the server
         refuses the settings."""
         try:
@@ -393,14 +397,15 @@ class Verification:
         if not excess.count:
             return Finding(check=check, outcome="undecided", why="no answer could be read")
         seen = (
-            f"no log-probabilities; answers {excess.value:+.2f} ± {excess.stderr:.2f} nats a token"
+            f"no log-probabilities; its tokens are {abs(excess.value):.2f} ± {excess.stderr:.2f} nats "
+            f"{'less' if excess.value > 0 else 'more'} likely than draws of the model"
         )
         # Values have both signs, so both bounds are asymptotic.
         rates = self.plan.rates
         if -sequential.bound([-v for v in values], rates.alpha) > EXCESS:
             why = f"{seen}: {cause(OTHER + 1)}"
             return Finding(check=check, outcome="fault", why=why, estimate=excess)
-        decided = sequential.bound(values, rates.beta) < 5 * EXCESS
+        decided = sequential.bound(values, rates.beta) < SEEN
         return Finding(
             check=check,
             outcome="pass" if decided else "undecided",

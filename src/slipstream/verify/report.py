@@ -47,6 +47,11 @@ def summary(found: dict[str, Any]) -> list[str]:
             f"Ruled out, each with an error of at most {error}, are faults of a KL in nats a token of "
             f"{', '.join(sizes)}, or of more."
         )
+    elif found["verdict"] == "sound":
+        lines.append(
+            f"Without log-probabilities only faults of {excluded['without_logprobs']:g} nats a token in every answer are "
+            "ruled out, such as other weights. Rounding, slightly other weights and rare faults can't be seen."
+        )
     open_ones = [f["check"] for f in found["findings"] if f["outcome"] == "undecided"]
     if open_ones:
         lines.append(
