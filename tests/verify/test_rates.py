@@ -3,13 +3,13 @@
 import math
 import random
 from collections import Counter
-from functools import cached_property
+from functools import cache, cached_property
 
 import pytest
 import torch
 
 from slipstream.verify.checks import Plan, Verification
-from slipstream.verify.report import document
+from slipstream.verify.report import document, summary
 from slipstream.verify.served import Answer, NotOfferedError, Served, ServedToken
 
 VOCABULARY, LIMIT = 64, 0.01
@@ -38,6 +38,7 @@ class Table:
             last = token
         return tuple(tokens)
 
+    @cache  # noqa: B019 - of a few tables
     def _drawn(self, last, temperature, top_k, top_p):
         ids, values = self._falling.indices[last].tolist(), self._falling.values[last]
         kept = 1 if temperature == 0 else top_k if top_k > 0 else VOCABULARY
@@ -47,8 +48,9 @@ class Table:
 
 
 class Model(Table):
-    """What a verification asks the reference for."""
+    """The model as a verification asks the reference for it."""
 
+    has_tools = True
     never = torch.zeros(VOCABULARY, dtype=torch.bool)
 
     def __init__(self, logits):
@@ -132,6 +134,9 @@ def test_a_sound_server_is_called_so_by_few_answers_and_what_is_excluded_is_told
     assert excluded["one_in_answers"] >= 8
     assert excluded["one_in_long_answers"] >= 3
     assert excluded["one_in_tokens"] > 100
+    told = " ".join(summary({**found, "model": "toy"}))
+    assert "toy is sound" in told
+    assert f" in 1 of {int(excluded['one_in_answers'])} answers" in told
 
 
 def hotter(more):
@@ -151,7 +156,7 @@ def test_a_fault_of_sampling_is_found(model, change):
     assert verdicts(model, 3, change=change) == {"faulty": 3}
 
 
-RUNS = 200
+RUNS = 100
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ class IdleCheck(Protocol):
 
     @property
     def name(self) -> str:
-        """Its place in a replica's status."""
+        """Name of the check in a replica's status."""
 
     @property
     def ok(self) -> bool | None:
@@ -116,10 +116,10 @@ class IdleCheck(Protocol):
         """End its request: a pause of the engine would keep it, and a sleep would wait for it."""
 
     def families(self) -> Iterable[Metric]:
-        """Its metrics."""
+        """Metrics of the check."""
 
     def report(self) -> list[Any]:
-        """Its results so far, for a replica's status."""
+        """Results so far, for a replica's status."""
 
     def new_kl(self) -> float | None:
         """The divergence in nats that it measured since the last call."""

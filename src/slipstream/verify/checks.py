@@ -513,7 +513,11 @@ class Verification:
         )
 
     def _tools(self) -> Finding:
-        """The share of required tool calls whose arguments keep to the tool's schema."""
+        """The share of required tool calls whose arguments keep to the tool's schema. A server can't be
+        blamed for tools that the model itself doesn't know."""
+        if not self.reference.has_tools:
+            why = "the model's own chat template knows no tools"
+            return Finding(check="tools", outcome="not offered", why=why)
 
         def keeps(answer: Answer) -> bool:
             called = answer.tool_calls[0]["function"]

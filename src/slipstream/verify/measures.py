@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.verify.served import ServedToken
 
@@ -108,25 +109,30 @@ def divergences(
     the others' part: Σ (q ln(q / p) − q + p) is the mean of p / q − 1 − ln(p / q) of tokens drawn from
     q. It is 0 for equal distributions, however the token was drawn.
     """
-    p = _sampled(sample.logprobs, temperature, top_k, top_p)
-    found = []
-    for row, drawn, token in zip(p, sample.token_ids, sample.tokens, strict=True):
+    places, named = [], []
+    for place, token in enumerate(sample.tokens):
         pairs = {token_id(data): logprob for data, logprob in token.likeliest}
-        known = {k: v for k, v in pairs.items() if k is not None}
-        if not known:
-            continue
-        ids, q = torch.tensor(list(known)), torch.tensor(list(known.values()))
-        kl = float((q.exp() * (q - row[ids])).sum())
-        rest_q, rest_p = 1 - float(q.exp().sum()), 1 - float(row[ids].exp().sum())
-        if rest_q > 1 - LITTLE:
-            kl += rest_q - rest_p
-            if drawn not in known:
-                likelier = min(float(row[drawn]) - token.logprob, LIKELIER)
-                kl += math.expm1(likelier) - likelier
-        elif rest_q > 1e-6:
-            kl += rest_q * math.log(rest_q / max(rest_p, 1e-9))
-        found.append(max(0.0, kl))
-    return found
+        pairs.pop(None, None)
+        if pairs:
+            places.append(place)
+            named.append(pairs)
+    if not places:
+        return []
+    p = _sampled(sample.logprobs, temperature, top_k, top_p)[places].double()
+    # Tokens that are named [m, k], padded with ones that have no probability.
+    ids = pad_sequence([torch.tensor([*pairs]) for pairs in named], True, -1)
+    logprobs = [torch.tensor([*pairs.values()], dtype=torch.float64) for pairs in named]
+    q = pad_sequence(logprobs, True, -1e4)
+    q_mass, p_there = q.exp(), p.gather(-1, ids.clamp(min=0))
+    kl = (q_mass * (q - p_there)).sum(-1)
+    rest_q, rest_p = 1 - q_mass.sum(-1), 1 - (p_there.exp() * (ids >= 0)).sum(-1)
+    others = rest_q * (rest_q.clamp(min=1e-6) / rest_p.clamp(min=1e-9)).log()
+    drawn = torch.tensor(sample.token_ids)[places, None]
+    given = torch.tensor([sample.tokens[place].logprob for place in places])
+    likelier = (p.gather(-1, drawn)[:, 0] - given).clamp(max=LIKELIER)
+    by_draw = (likelier.expm1() - likelier) * ~(ids == drawn).any(-1)
+    others = torch.where(rest_q > 1 - LITTLE, rest_q - rest_p + by_draw, others * (rest_q > 1e-6))
+    return (kl + others).clamp(min=0).tolist()
 
 
 def _sampled(logprobs: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
