@@ -46,20 +46,23 @@ def verified(served: Served, reference: Reference, plan: Plan) -> dict[str, Any]
     return {
         "verdict": found["verdict"],
         "causes": found["causes"],
+        "open": [f["check"] for f in found["findings"] if f["outcome"] == "undecided"],
         "kl": next(
             (
-                f["estimate"]["value"]
+                float(f"{f['estimate']['value']:.2g}")
                 for f in found["findings"]
                 if f["check"] == "distribution" and f["estimate"]
             ),
             None,
         ),
-        "open": [f["check"] for f in found["findings"] if f["outcome"] == "undecided"],
-        "excluded": found["excluded"],
-        "num_answers": found["num_answers"],
-        "num_tokens": found["num_tokens"],
-        "num_prompt_tokens": found["num_prompt_tokens"],
-        "processor_s": round(time.process_time() - begin, 1),
+        "one_in": [  # answers, tokens, long conversations of which a fault in one is excluded
+            None if (n := found["excluded"][f"one_in_{what}"]) is None else round(n, 1)
+            for what in ("answers", "tokens", "long_answers")
+        ],
+        "answers": found["num_answers"],
+        "tokens": found["num_tokens"],
+        "prompt_tokens": found["num_prompt_tokens"],
+        "cpu_s": round(time.process_time() - begin, 1),
     }
 
 
@@ -101,7 +104,8 @@ def clean(
     for number in range(count):
         rows.append(verified(served, reference, Plan(seed=100 + seed + number, **plan)))
         print(number, rows[-1], flush=True)
-        record({**summary(rows), "each": rows})
+        each = {"columns": list(rows[0]), "rows": [list(row.values()) for row in rows]}
+        record({**summary(rows), "each": each})
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -111,7 +115,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "undecided": sum(bool(row["open"]) for row in rows),
         **{
             f"median_{name}": statistics.median(row[name] for row in rows)
-            for name in ("num_answers", "num_tokens", "num_prompt_tokens", "processor_s")
+            for name in ("answers", "tokens", "prompt_tokens", "cpu_s")
         },
     }
 
