@@ -43,7 +43,7 @@ POLICIES: tuple[Policy, ...] = ("prefix", "least_loaded", "power_of_two", "round
 WORK_S = 30.0
 """Time constant with which recent work decays."""
 
-IMPATIENCE = 10.0
+IMPATIENCE = 30.0
 """Seconds that a second of predicted TTFT beyond `patience_s` costs, besides itself."""
 
 _EXPECTED_S = 10.0  # how long the router expects a request's blocks before a report
