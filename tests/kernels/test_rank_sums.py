@@ -22,11 +22,11 @@ extern "C" int run(int programs, int threads, unsigned seed, void** of_ranks) {
     return on_cpu(programs * RANKS, threads, seed, [of_ranks] {
         void** a = of_ranks + THIS_RANK * 9;
         const int* n = (const int*)a[8];
-        for (int i = 0; i < n[4]; i++) {  // kernels one after another, each behind the one before on its own rank only
+        for (int i = 0; i < n[5]; i++) {  // kernels one after another, each behind the one before on its own rank only
             const int rank = THIS_RANK, wanted = i * programs_of_rank * block_size;
             while (ended[rank] < wanted) yield();
             rank_sums((uint4*)a[0] + i * n[0], (uint4*)a[1] + i * n[0], (u64*)a[2], (u32*)a[3], (uint4*)a[4], (uint4*)a[5],
-                      (u8*)a[6], (float*)a[7], n[0], n[1], n[2], n[3]);
+                      (u8*)a[6], (float*)a[7], n[0], n[1], n[2], n[3], n[4]);
             ended[rank]++;
         }
     });
@@ -75,8 +75,8 @@ class OnCpu(rank_sums.RankSums):
         run = on_cpu.load(self.folder, text, definitions | {"SHARED": rank_sums.SCRATCH_BYTES}).run
 
         def launch(programs, threads, arguments):
-            *tensors, num_vectors, num_rows, count, patience = arguments
-            numbers = (ctypes.c_int * 5)(num_vectors, num_rows, count, patience, self.kernels)
+            tensors, given = arguments[:8], arguments[8:]
+            numbers = (ctypes.c_int * 6)(*given, self.kernels)
             pointers = [*(t.data_ptr() for t in tensors), ctypes.addressof(numbers)]
             self.launches.append((pointers, numbers, tensors))
             if len(self.launches) == self.group.size:
@@ -137,7 +137,7 @@ def test_a_rank_that_is_ahead(folder, seed):
     found = [torch.zeros_like(x) for x in given]
     for r, x, total in zip(ranks, given, found, strict=True):
         r.kernels, r.seed = len(x), seed
-        r._run(x[0], total[0], r._kernel(x.dtype))
+        r._run(x[0], total[0], r._kernel("sum", x.dtype))
     for total in found:
         assert torch.equal(total, (given[0].float() + given[1].float()).bfloat16())
 
