@@ -65,9 +65,9 @@ DEVICE float over_block(float x, float* scratch) {
     return x;
 }
 
-// Where rank `at` has the numbers of rank `of`, in the place number `count`.
-DEVICE uint4* place(const u64 (&memory)[RANKS], int at, int of, u32 count) {
-    return (uint4*)memory[at] + ((u64)(count % PLACES) * (RANKS - 1) + (of < at ? of : of - 1)) * PLACE;
+// Where rank `at`, whose memory begins at `base`, has the numbers of rank `of`, in the place number `count`.
+DEVICE uint4* place(u64 base, int at, int of, u32 count) {
+    return (uint4*)base + ((u64)(count % PLACES) * (RANKS - 1) + (of < at ? of : of - 1)) * PLACE;
 }
 
 // Wait for a vector, and empty its place. With `patience` (of 2^20 cycles) no longer than that.
@@ -83,25 +83,25 @@ DEVICE uint4 take(uint4* from, int patience) {
 }
 
 // `take` of vector `at` of all other ranks, whose loads are under way at once.
-DEVICE void take_all(const u64 (&memory)[RANKS], u32 count, int at, uint4 (&v)[RANKS], int patience) {
+DEVICE void take_all(u64 base, u32 count, int at, uint4 (&v)[RANKS], int patience) {
     const u64 begin = patience ? cycles() : 0;
     bool all;
 #pragma unroll
     for (int of = 0; of < RANKS; of++)
-        if (of != THIS_RANK) v[of] = load_system16(place(memory, THIS_RANK, of, count) + at);
+        if (of != THIS_RANK) v[of] = load_system16(place(base, THIS_RANK, of, count) + at);
     do {
         all = true;
 #pragma unroll
         for (int of = 0; of < RANKS; of++) {
             if (of == THIS_RANK || is_there(v[of])) continue;
             all = false;
-            v[of] = load_system16(place(memory, THIS_RANK, of, count) + at);
+            v[of] = load_system16(place(base, THIS_RANK, of, count) + at);
         }
     } while (!all && !(patience && (cycles() - begin) >> 20 > (u64)patience));
 #pragma unroll
     for (int of = 0; of < RANKS; of++)
         if (of != THIS_RANK)
-            store_system16(place(memory, THIS_RANK, of, count) + at, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+            store_system16(place(base, THIS_RANK, of, count) + at, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
 }
 
 DEVICE void store_codes(u8* out, int at, const float* y, float by) {  // y · by in 8 bits
@@ -135,6 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_OF_SM) rank_sums(
     u64 memory[RANKS];
 #pragma unroll
     for (int at = 0; at < RANKS; at++) memory[at] = of_ranks[at];
+    const u64 base = of_ranks[THIS_RANK];
     uint4 factor[EACH];
     if constexpr (NORM > 0) {
 #pragma unroll
@@ -162,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_OF_SM) rank_sums(
         uint4 v[RANKS];
         float part[WIDTH];
         const uint4 mine = own(THIS_RANK, at);
-        take_all(memory, count, local, v, patience);
+        take_all(base, count, local, v, patience);
 #pragma unroll
         for (int j = 0; j < WIDTH; j++) y[e][j] = 0.0f;
 #pragma unroll
@@ -261,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_OF_SM) rank_sums(
             const int owner = row / owned, from = owner * owned * VECTORS;
             if (owner == THIS_RANK) continue;
             each_vector(row, [&](int, int at) {
-                store_system16(place(memory, owner, THIS_RANK, count) + at - from, own(owner, at));
+                store_system16(place(of_ranks[owner], owner, THIS_RANK, count) + at - from, own(owner, at));
             });
         }
         for (int row = blockIdx.x; row < num_rows; row += programs) {
@@ -273,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_OF_SM) rank_sums(
                 const uint4 v = sendable(pack(y[e]));
 #pragma unroll
                 for (int to = 0; to < RANKS; to++)
-                    if (to != THIS_RANK) store_system16(place(memory, to, THIS_RANK, count + 1) + at - from, v);
+                    if (to != THIS_RANK) store_system16(place(memory[to], to, THIS_RANK, count + 1) + at - from, v);
                 unpack(v, y[e]);
             });
             finish(row);
@@ -283,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_OF_SM) rank_sums(
             if (owner == THIS_RANK) continue;
             remember(row);
             each_vector(row, [&](int e, int at) {
-                unpack(take(place(memory, THIS_RANK, owner, count + 1) + at - from, patience), y[e]);
+                unpack(take(place(base, THIS_RANK, owner, count + 1) + at - from, patience), y[e]);
             });
             finish(row);
         }
@@ -292,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_OF_SM) rank_sums(
             each_vector(row, [&](int, int at) {
 #pragma unroll
                 for (int to = 0; to < RANKS; to++)
-                    if (to != THIS_RANK) store_system16(place(memory, to, THIS_RANK, count) + at, own(to, at));
+                    if (to != THIS_RANK) store_system16(place(memory[to], to, THIS_RANK, count) + at, own(to, at));
             });
         for (int row = blockIdx.x; row < num_rows; row += programs) {
             if constexpr (OP == SUM || OP == SCATTER) {
@@ -303,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_OF_SM) rank_sums(
                 each_vector(row, [&](int, int at) {
                     uint4 v[RANKS];
                     const uint4 mine = own(THIS_RANK, at);
-                    take_all(memory, count, at, v, patience);
+                    take_all(base, count, at, v, patience);
 #pragma unroll
                     for (int of = 0; of < RANKS; of++) total[(u64)of * num_vectors + at] = of == THIS_RANK ? mine : v[of];
                 });
