@@ -194,9 +194,8 @@ class RankSums:
         part: Tensor | None = None,
     ) -> None:
         """Launch a kernel. `part`: a tensor of the size of each rank's part of x, if it has parts."""
-        if (
-            not x.is_contiguous() or x.data_ptr() % VECTOR
-        ):  # a rank's slice, where others' may lie well
+        # The ranks' slices of a tensor may differ in this, so it is no reason to take the library.
+        if not x.is_contiguous() or x.data_ptr() % VECTOR:
             x = x.clone(memory_format=torch.contiguous_format)
         given = x.numel() * x.element_size() // VECTOR
         num_vectors = given if part is None else part.numel() * part.element_size() // VECTOR
@@ -227,11 +226,11 @@ class RankSums:
     def definitions(
         self,
         op: Op,
-        dtype: torch.dtype,
-        steps: int,
-        norm: NormParams | None,
-        adds: bool,
-        inputs: InputFormat | None,
+        dtype: torch.dtype = torch.bfloat16,
+        steps: int = 1,
+        norm: NormParams | None = None,
+        adds: bool = False,
+        inputs: InputFormat | None = None,
     ) -> dict[str, int | float]:
         """Values for the names in capitals in the kernel's source."""
         return {
