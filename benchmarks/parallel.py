@@ -171,11 +171,17 @@ def main() -> None:
 
 
 def engine(
-    what: str, settings: dict[str, Any], gpu: int | None = None, requests: int = 1024
+    what: str,
+    settings: dict[str, Any],
+    gpu: int | None = None,
+    requests: int = 1024,
+    lengths: dict[str, int] | None = None,
 ) -> Any:
     """Result of `run_one` in a process of its own, on GPU number `gpu` if given; a text if it
-    failed."""
-    task = json.dumps({"what": what, "settings": settings, "requests": requests})
+    failed. `lengths`: tokens of prompts and answers ("input", "output") other than the usual."""
+    task = json.dumps(
+        {"what": what, "settings": settings, "requests": requests, "lengths": lengths or {}}
+    )
     seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     command = [sys.executable, __file__, "--one", task]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **seen})
@@ -219,6 +225,7 @@ def run_engine(task: dict[str, Any]) -> Any:
     from slipstream import LLM, SamplingParams
 
     begin = time.perf_counter()
+    lengths = {"input": 128, "output": 128} | task.get("lengths", {})
     how = {
         **task["settings"],
         "load_format": "dummy",
@@ -242,6 +249,8 @@ def run_engine(task: dict[str, Any]) -> Any:
             return time.perf_counter() - begin, [o.outputs[0].token_ids for o in outputs]
 
         if task["what"] == "tokens":
+            if task.get("lengths"):
+                return run(prompts(3, lengths["input"]), lengths["output"])[1]
             return run([*prompts(1, 100), *prompts(5, 17), *prompts(1, 3000)], 32)[1]
         if task["what"] == "token":
             one = prompts(1, 64)
@@ -256,8 +265,9 @@ def run_engine(task: dict[str, Any]) -> Any:
             found = {"token_ids": answer.token_ids, "logprobs": of_tokens}
             return {"ms_a_token": common.median(times), "all": times, "start_s": start_s, **found}
         if task["what"] == "long":
-            run(prompts(1, 9000), 2)  # kernels and graphs
-            many = prompts(task["requests"], LONG)
+            long = task.get("lengths", {}).get("input", LONG)
+            run(prompts(1, min(9000, long)), 2)  # kernels and graphs
+            many = prompts(task["requests"], long)
             first = run(many[:1], 1)[0]
             run(many, 1)
             fewer, more = (run(many, n)[0] for n in (33, 161))
@@ -267,25 +277,91 @@ def run_engine(task: dict[str, Any]) -> Any:
                 "kv_tokens": llm.core.ledger.num_kv_tokens,
                 "start_s": start_s,
             }
-        if task["what"] == "four":
-            four = prompts(4, 1024)
-            run(four, 16)
-            first, whole = run(prompts(4, 1024), 1)[0], run(prompts(4, 1024), 1024)[0]
-            return {
-                "ms_a_token": (whole - first) / 1023 * 1e3,
-                "first_token_s": first,
-                "start_s": start_s,
-            }
-        count = task["requests"]
-        run(prompts(256, 128), 32)  # sizes of steps that were not captured yet
-        many = prompts(count, 128)
-        run(many, 128)
-        times = [run(many, 128)[0] for _ in range(3)]
-        return {
-            "tokens_a_second": count * 128 / common.median(times),
-            "seconds": times,
-            "start_s": start_s,
+        if task["what"] == "update":
+            return {**update_of(llm, task["settings"]), "start_s": start_s}
+        found: dict[str, Any] = {"start_s": start_s}
+        if task["what"] in ("four", "large"):
+            size = 1024 if task["what"] == "four" else lengths["input"]
+            run(prompts(4, size), 16)
+            first, whole = run(prompts(4, size), 1)[0], run(prompts(4, size), size)[0]
+            found |= {"ms_a_token": (whole - first) / (size - 1) * 1e3, "first_token_s": first}
+            if task["what"] == "four":
+                return found
+        count, given, answer = task["requests"], lengths["input"], lengths["output"]
+        # Sizes of steps that were not captured yet.
+        run(prompts(min(count, max(8, 2**15 // given)), given), min(32, answer))
+        many = prompts(count, given)
+        if task["what"] == "throughput":
+            run(many, answer)
+        repeats = 3 if task["what"] == "throughput" else 1
+        times = [run(many, answer)[0] for _ in range(repeats)]
+        return found | {"tokens_a_second": count * answer / common.median(times), "seconds": times}
+
+
+def update_of(llm: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Two updates of a Llama's weights by a trainer on another device, or on the CPU."""
+    import threading
+
+    import torch
+
+    from slipstream import WeightGroup
+
+    c = json.loads((Path(settings["model"]) / "config.json").read_text())
+    hidden, inner, dim = c["hidden_size"], c["intermediate_size"], c.get("head_dim")
+    dim = dim or hidden // c["num_attention_heads"]
+    q, kv = dim * c["num_attention_heads"], dim * c["num_key_value_heads"]
+    shapes = {
+        "model.embed_tokens.weight": [c["vocab_size"], hidden],
+        "model.norm.weight": [hidden],
+        "lm_head.weight": [c["vocab_size"], hidden],
+    }
+    for i in range(c["num_hidden_layers"]):
+        of_layer = {
+            "input_layernorm": [hidden],
+            "post_attention_layernorm": [hidden],
+            "self_attn.q_proj": [q, hidden],
+            "self_attn.k_proj": [kv, hidden],
+            "self_attn.v_proj": [kv, hidden],
+            "self_attn.o_proj": [hidden, q],
+            "mlp.gate_proj": [inner, hidden],
+            "mlp.up_proj": [inner, hidden],
+            "mlp.down_proj": [hidden, inner],
         }
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in of_layer.items()}
+    on_gpu = settings["device"] == "cuda"
+    device, backend = ("cuda:1", "nccl") if on_gpu else ("cpu", "gloo")
+    dtype = getattr(torch, settings["dtype"])
+    tensors = [0.02 * torch.randn(shape, dtype=dtype, device=device) for shape in shapes.values()]
+    group: list[Any] = []
+    turn = threading.Semaphore(0)
+
+    def train() -> None:
+        group.append(WeightGroup("127.0.0.1", 29653, 0, 2, backend=backend, device=device))
+        for _ in range(2):
+            turn.acquire()
+            for tensor in tensors:
+                group[0].broadcast(tensor)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    how = {"master_address": "127.0.0.1", "master_port": 29653, "world_size": 2, "backend": backend}
+    llm.init_weight_transfer_engine({"init_info": how})
+    told = {
+        "names": list(shapes),
+        "dtype_names": [settings["dtype"]] * len(shapes),
+        "shapes": list(shapes.values()),
+    }
+    times, sums = [], []
+    for _ in range(2):
+        llm.start_weight_update(told)
+        turn.release()
+        begin = time.perf_counter()
+        llm.update_weights({"update_info": told})
+        sums.append(llm.finish_weight_update().checksum)
+        times.append(time.perf_counter() - begin)
+    trainer.join()
+    equal = "equal" if sums[0] == sums[1] else "other than before"
+    return {"seconds": times[-1], "first_s": times[0], "checksums": equal}
 
 
 def equality(args: argparse.Namespace) -> dict[str, Any]:
