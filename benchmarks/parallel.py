@@ -142,6 +142,7 @@ def main() -> None:
         "--requests", type=int, default=1024, help="of throughput and mixtures, at once"
     )
     parser.add_argument("--prompts", type=int, default=8, help="of context, at once")
+    parser.add_argument("--largest-kb", type=int, default=SIZES_KB[-1], help="of collectives")
     parser.add_argument(
         "--engines",
         default="",
@@ -527,7 +528,7 @@ def collectives(args: argparse.Namespace) -> dict[str, Any]:
     context, size = mp.get_context("spawn"), torch.cuda.device_count()
     ports, answers = context.Queue(), context.Queue()
     ranks = [
-        context.Process(target=reduce_on_rank, args=(rank, size, ports, answers))
+        context.Process(target=reduce_on_rank, args=(rank, size, ports, answers, args.largest_kb))
         for rank in range(size)
     ]
     for rank in ranks:
@@ -547,14 +548,18 @@ def collectives(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(
-    ways: dict[str, Any], norm_of: Callable[[Any, Any], Any], group: Any, platform: Any
+    ways: dict[str, Any],
+    norm_of: Callable[[Any, Any], Any],
+    group: Any,
+    platform: Any,
+    largest_kb: int,
 ) -> dict[str, Any]:
     """Each way's microseconds, or that it is wrong, by name and size."""
     import torch
 
     recorder, device, ranks = platform.graphs(), platform.device, range(group.size)
     found: dict[str, Any] = {}
-    for size in SIZES_KB:
+    for size in (size for size in SIZES_KB if size <= largest_kb):
         rows = size * 1024 // (2 * ROW)
         many = 20 if size <= 512 else 4
 
@@ -623,7 +628,7 @@ def microseconds(work: Callable[[], Any], group: Any, platform: Any) -> float:
     return round(common.median(times) * 1000 / NUM_REDUCES, 2)
 
 
-def reduce_on_rank(rank: int, size: int, ports: Any, answers: Any) -> None:
+def reduce_on_rank(rank: int, size: int, ports: Any, answers: Any, largest_kb: int) -> None:
     import torch
 
     from slipstream.kernels.layouts import NormParams
@@ -723,7 +728,7 @@ def reduce_on_rank(rank: int, size: int, ports: Any, answers: Any) -> None:
             normed_by_copies,
         )
     with torch.inference_mode():
-        found |= timed(ways, norm_of, group, platform)
+        found |= timed(ways, norm_of, group, platform, largest_kb)
         own = torch.randn(1024, 128256 // size, dtype=torch.bfloat16, device=device)
         width = size * own.shape[1]
         found["greedy of gathered logits"] = microseconds(

@@ -32,8 +32,13 @@ class Ranks:
 
         class OnOneGpu(rank_sums.RankSums):
             def _multiprocessors(self):
-                """So few that launches of all ranks and their successors run at once."""
-                return max(1, super()._multiprocessors() // (4 * size))
+                """So few that launches of all ranks run at once."""
+                return max(1, super()._multiprocessors() // (2 * size))
+
+            def _overlaps(self):
+                """False: launches that wait for their rank's earlier ones would take the places of
+                other ranks' first ones, for which these wait."""
+                return False
 
         memories = [None] * size
         self.every = [
