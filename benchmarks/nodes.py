@@ -98,6 +98,7 @@ class Node:
         if self.tiny:
             small = "deepseek_v3" if "deepseek" in base else "llama"
             base, changes = "tiny", parallel.SMALL["qwen3_moe" if "qwen3" in base else small]
+            changes = {**changes, "num_hidden_layers": max(3, self.gpus)}
         if not changes:
             return str(common.CONFIGS / base)
         made = self.folder / name
