@@ -7,8 +7,13 @@ NVLink multicast is never used.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import functools
+import os
+import socket
+import struct
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
@@ -30,6 +35,30 @@ MAX_SENT = 16
 SWAPPED_BYTES = 2**24
 """Bytes of a tensor that two ranks exchange at a time; the exchange needs this much extra
 memory."""
+
+_SIOCGIFADDR = 0x8915  # ioctl: an interface's address
+
+
+def _interface_to(host: str) -> str | None:
+    """Name of the network interface by which `host` is reached; None on this host, or without IPv4.
+
+    By itself gloo takes the address of the host's name, which is often that of loopback.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 1))  # sends nothing
+            own = probe.getsockname()[0]
+            if own.startswith("127."):
+                return None
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # it has no address
+                    asked = struct.pack("256s", name.encode())
+                    found = fcntl.ioctl(probe, _SIOCGIFADDR, asked)[20:24]
+                    if socket.inet_ntoa(found) == own:
+                        return name
+    except OSError:
+        pass
+    return None
 
 
 class Rendezvous:
@@ -53,6 +82,8 @@ class Rendezvous:
         """
         self.rank, self.size, self.mixed = rank, size, mixed
         self.local_rank, self.local_size = on_host or (rank, size)
+        if (interface := _interface_to(host)) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         wait = datetime.timedelta(seconds=TIMEOUT_S)
         store = dist.TCPStore  # type: ignore[attr-defined]
         self._store = store(
