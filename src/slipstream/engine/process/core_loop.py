@@ -203,6 +203,7 @@ class CoreProcess:
         asleep, asked = sleeper.fall_asleep(core, args)
         del core  # only now can its memory be found unused
         asleep.free()
+        gc.freeze()  # what is left stays: a load's collections need not search it
         self.send_all(self._stats())
         for number, message in asked:
             self.send(Answered(message.ticket), number)
