@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,7 +107,16 @@ def find_kernels(
     return EngineKernels(frozenset(found), frozenset(platform.cuda_sources))
 
 
+def _leave_out_torch_compiler() -> None:
+    """Keep torch from importing its compiler. Arithmetic on the meta device imports it, which takes three seconds, to be
+    left out of what it compiles."""
+    compiler: Any = types.ModuleType("torch._dynamo")
+    compiler.disable = lambda function, *_, **__: function
+    sys.modules.setdefault("torch._dynamo", compiler)
+
+
 def carry_out(order: KernelOrder) -> None:
+    _leave_out_torch_compiler()
     platform = platform_of(torch.device("meta"))
     assert isinstance(platform, MetaPlatform)
     platform.describe(order.gpu)
