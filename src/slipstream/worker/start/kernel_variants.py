@@ -104,9 +104,10 @@ def find_kernels(
                     _pass_repeated_layers(executor.runner.model.decoder)
                 if eager:
                     for job in _in_parts(steps, platform, noted):
-                        (found if isinstance(job, KernelVariant) else platform.cuda_sources).add(
-                            job
-                        )
+                        if isinstance(job, KernelVariant):
+                            found.add(job)
+                        else:
+                            platform.cuda_sources.add(job)
                         take((job,))
                 if not eager or args.enforce_eager:
                     steps.run_samplings()
