@@ -21,6 +21,13 @@ def verification(replies=(), **plan):
     return Verification(served, SimpleNamespace(token_id=None, has_tools=True), Plan(**plan))
 
 
+def test_seeds_begin_at_other_questions_and_turns_go_on():
+    one, other = verification(seed=1), verification(seed=2)
+    asked = [*one._numbers(), *one._numbers()]
+    assert asked == list(range(asked[0], asked[0] + 2 * one.plan.turn))
+    assert set(asked).isdisjoint(other._numbers())
+
+
 @pytest.mark.parametrize(
     ("counts", "outcome", "why"),
     [
