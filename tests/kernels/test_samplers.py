@@ -156,6 +156,8 @@ def test_dry_of_long_repeated_text_is_finite(tokens):
         ({"logits_processors": [3]}, "logits_processors"),
         ({"logits_processors": ["no_colon"]}, "logits_processors"),
         ({"best_of": 129}, "best_of"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a", 1]}, "stop"),
     ],
     ids=str,
 )

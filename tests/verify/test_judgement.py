@@ -21,6 +21,12 @@ def verification(replies=(), **plan):
     return Verification(served, SimpleNamespace(token_id=None, has_tools=True), Plan(**plan))
 
 
+def test_prompt_tokens_are_counted_where_the_server_says_them():
+    made = verification([SimpleNamespace(num_prompt_tokens=n) for n in (5, None, 7)])
+    made._answers([[]] * 3, range(3), {})
+    assert (made.num_answers, made.num_prompt_tokens) == (3, 12)
+
+
 def test_seeds_begin_at_other_questions_and_turns_go_on():
     one, other = verification(seed=1), verification(seed=2)
     asked = [*one._numbers(), *one._numbers()]

@@ -194,6 +194,6 @@ def _become(given: dict[str, object], fds: list[int], run: Callable[[list[str]],
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(str(given["folder"]))
-        code = run([names.get(word, word) for word in map(str, words)])
+        code = run([names.get(str(word), str(word)) for word in words])
     finally:
         os._exit(code)  # what the fork server has to do at its end is not this process's
