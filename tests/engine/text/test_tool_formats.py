@@ -178,8 +178,8 @@ SAMPLES["granite_20b_fc"] = (
     f'<function_call> {{"name": "add", "arguments": {ADD}}}'
 )
 SAMPLES["inkling"] = (
-    f'<|content_text|>Let me see.<|end_message|><|message_model|><|content_invoke_tool_json|>{{"name":"get_weather","args":{WEATHER}}}'
-    f'<|end_message|><|message_model|>add<|content_invoke_tool_json|>{{"name":"add","args":{ADD}}}<|end_message|>'
+    "<|content_text|>Let me see.<|end_message|><|message_model|><|content_invoke_tool_json|>"
+    f'{{"name":"get_weather","args":{WEATHER}}}<|end_message|><|message_model|>add<|content_invoke_tool_json|>{{"name":"add","args":{ADD}}}<|end_message|>'
 )
 SAMPLES["xlam"] = json_list("", "")
 SAMPLES["plamo3"] = (

@@ -184,7 +184,8 @@ class Inkling(JsonCalls):
         return f'{writer.text(begin)} {writer.schema(tool.parameters)} "}}"'
 
     def between(self, writer: Writer) -> str | None:
-        return writer.texts(self.end, self.header, self.trigger)
+        writer.rules["FUNCTION"] = r"/[\w.-]{1,256}/"
+        return f"{writer.texts(self.end, self.header)} FUNCTION? {writer.text(self.trigger)}"
 
     def whole(self, calls: str, writer: Writer) -> str:
         return f"{calls} {writer.text(self.end)}"

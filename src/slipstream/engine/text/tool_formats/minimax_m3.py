@@ -16,6 +16,7 @@ from slipstream.engine.text.tool_formats.base import (
     is_name,
 )
 from slipstream.engine.text.tool_formats.values import (
+    NOTES,
     ArgumentsInParts,
     alternatives,
     is_text,
@@ -30,10 +31,12 @@ MARK = "]<]minimax[>["
 TAG, INVOKE, INVOKE_END = f"{MARK}<", f"{MARK}<invoke name=", "/invoke"
 
 MAX_NESTING = 8
-"""Elements within each other that a grammar has. Deeper ones are any text."""
+"""Elements within each other that a grammar has. What is deeper is JSON."""
 
 MAX_DEPTH = 32
 """The same that are read. What is deeper is text."""
+
+_PLAIN = {"type", "items", "properties", "required", "additionalProperties", "$defs", "definitions"}
 
 Element: TypeAlias = "str | list[tuple[str, Element]]"
 
@@ -61,27 +64,27 @@ class MiniMaxM3(ToolFormat):
     def _element(
         self, name: str, schema: Mapping[str, Any], writer: Writer, where: str, depth: int
     ) -> str:
+        """An element. What the tags can't say of a schema is JSON within it."""
         end, parts = f"{TAG}/{name}>", alternatives(schema)
         defs = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
         writer.count(64)  # definitions are written again for each value
-        kind = parts[0].get("type") if len(parts) == 1 else None
+        part = parts[0] if len(parts) == 1 and depth < MAX_NESTING else {}
+        kind, plain = part.get("type"), not set(part) - _PLAIN - NOTES
         if is_text(schema):
             value = text_rule(schema, writer, where, end)
-        elif depth < MAX_NESTING and kind == "array" and isinstance(parts[0].get("items"), dict):
-            items = with_defs(parts[0]["items"], defs)
+        elif plain and kind == "array" and isinstance(part.get("items"), dict):
+            items = with_defs(part["items"], defs)
             item = self._element("item", items, writer, where, depth + 1)
             value = f"(LINE? {item})* LINE? {writer.text(end)}"
-        elif depth < MAX_NESTING and kind == "object" and parts[0].get("properties"):
+        elif plain and kind == "object" and part.get("properties"):
             inner = properties(
-                Tool(where, {**defs, **parts[0]}),
-                lambda key, part: (
-                    f"LINE? {self._element(key, part, writer, f'{where}.{key}', depth + 1)}"
+                Tool(where, {**defs, **part}),
+                lambda key, of: (
+                    f"LINE? {self._element(key, of, writer, f'{where}.{key}', depth + 1)}"
                 ),
                 self.name,
             )
             value = f"{inner} LINE? {writer.text(end)}"
-        elif kind in ("array", "object") or len(parts) != 1:
-            value = writer.up_to(end)
         else:
             value = f"{writer.schema(schema)} {writer.text(end)}"
         return f"{writer.text(f'{TAG}{name}>')} {value}"

@@ -333,6 +333,9 @@ class KimiK3(Invocations):
         head = begin + '" index="'
         return f"{writer.text(head)} NUMBER {writer.text(end)}"
 
+    def whole(self, calls: str, writer: Writer) -> str:
+        return f"{super().whole(calls, writer)} ({writer.text(self.wraps[-1])})?"
+
     def attributes(self, schema: Mapping[str, Any]) -> str:
         kinds = {part.get("type") for part in alternatives(schema)}
         kind = "string" if is_text(schema) else kinds.pop() if len(kinds) == 1 else "object"

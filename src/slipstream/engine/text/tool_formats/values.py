@@ -11,7 +11,7 @@ from slipstream.engine.grammars.schema_promises import translate
 from slipstream.engine.text.tool_formats.base import MAX_GRAMMAR, Parser, Tool, Writer, dumps
 from slipstream.errors import RequestError
 
-_NOTES = {
+NOTES = {
     "title",
     "description",
     "default",
@@ -22,6 +22,7 @@ _NOTES = {
     "writeOnly",
     "$comment",
 }
+"""Keys that say nothing of a value."""
 
 
 def properties(
@@ -31,7 +32,7 @@ def properties(
     RequestError if the schema says what can't be written so."""
     schema = tool.parameters
     known = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-    unknown = sorted(set(schema) - known - _NOTES)
+    unknown = sorted(set(schema) - known - NOTES)
     if unknown or schema.get("type", "object") != "object":
         what = unknown[0] if unknown else "type"
         raise RequestError(
@@ -140,7 +141,7 @@ def text_rule(schema: Mapping[str, Any], writer: Writer, where: str, end: str) -
 
 def _text_rule(schema: Mapping[str, Any], writer: Writer, where: str, end: str) -> str:
     known = {"type", "enum", "const", "pattern", "minLength", "maxLength", "$defs", "definitions"}
-    unknown = sorted(set(schema) - known - _NOTES)
+    unknown = sorted(set(schema) - known - NOTES)
     if unknown or ("pattern" in schema and {"minLength", "maxLength"} & set(schema)):
         what = unknown[0] if unknown else "pattern beside a length"
         raise RequestError(
