@@ -63,7 +63,7 @@ def test_tokens_are_those_of_the_whole_text(backend, monkeypatch):
         text = before[: rng.choice((len(before), rng.randrange(len(before) + 1)))]
         text += "".join(rng.choices(PIECES, k=rng.randrange(9)))
         read = []
-        ids = known.encode(text, lambda part, read=read: read.append(part) or encode(part))
+        ids = known.encode(text, "", lambda part, read=read: read.append(part) or encode(part))
         assert ids == encode(text)
         num_saved += len(text) - sum(map(len, read))
         texts = [*texts[-5:], text]
@@ -79,7 +79,7 @@ def test_a_turn_reads_only_what_is_new(backend):
 
     said = f"<|im_start|>user\n{'word ' * 9000}<|im_end|>\n"
     for _ in range(3):
-        known.encode(f"{said}<|im_start|>assistant\n", encode)
+        known.encode(f"{said}<|im_start|>assistant\n", "", encode)
         said += "<|im_start|>assistant\nab<|im_end|>\n<|im_start|>user\nword<|im_end|>\n"
     assert read[0] > 40_000
     assert max(read[1:]) < 200
@@ -103,15 +103,24 @@ def test_a_token_that_unknown_characters_get_too_is_no_place_to_cut():
     trainer = tokenizers.trainers.BpeTrainer(special_tokens=["<unk>"], initial_alphabet=["a", "▁"])
     backend.train_from_iterator(["a a"], trainer)
     known = KnownBeginnings(seams_of(backend))
-    known.encode(text := "a<unk>" + "日 " * 9000, lambda part: backend.encode(part).ids)
+    known.encode(text := "a<unk>" + "日 " * 9000, "", lambda part: backend.encode(part).ids)
     assert seams_of(backend)
-    assert known._known[text][1] == []
+    assert known._known["", text][1] == []
 
 
 def test_no_more_is_remembered_than_is_allowed(backend, monkeypatch):
     monkeypatch.setattr(known_beginnings, "MAX_CHARS", 50_000)
     known = KnownBeginnings(seams_of(backend))
     for i in range(9):
-        known.encode(f"{i}" * 20_000 + "<|im_end|>", lambda text: [])
+        known.encode(f"{i}" * 20_000 + "<|im_end|>", "", lambda text: [])
     assert len(known._known) == 2
-    assert known._num_chars == sum(map(len, known._known)) <= 50_000
+    assert known._num_chars == sum(len(text) for _, text in known._known) <= 50_000
+
+
+def test_texts_of_another_salt_do_not_help(backend):
+    known, read = KnownBeginnings(seams_of(backend)), []
+    text = f"{'word ' * 9000}<|im_end|>"
+    for salt in ("a", "b", "a"):
+        known.encode(text, salt, lambda part: read.append(len(part)) or backend.encode(part).ids)
+    assert read[0] == read[1] == len(text)
+    assert read[2] == len("<|im_end|>")

@@ -45,23 +45,26 @@ class KnownBeginnings:
 
     def __init__(self, seams: dict[int, str]) -> None:
         self._seams = seams
-        self._known: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
+        # by salt and text: tokens, and seams (number of tokens before it, where it stands), the last first
+        self._known: dict[tuple[str, str], tuple[list[int], list[tuple[int, int]]]] = {}
         self._num_chars = 0
 
-    def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """The tokens of a text, of which `encode` gives those of a part."""
+    def encode(self, text: str, salt: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """The tokens of a text, of which `encode` gives those of a part. Texts of other salts don't help: the time would
+        tell what they are."""
         if len(text) < MIN_CHARS or not self._seams:
             return encode(text)
-        begun, at = self._beginning(text)
+        begun, at = self._beginning(text, salt)
         ids = [*begun, *encode(text[at:])]
-        self._remember(text, ids)
+        self._remember(text, salt, ids)
         return ids
 
-    def _beginning(self, text: str) -> tuple[list[int], int]:
+    def _beginning(self, text: str, salt: str) -> tuple[list[int], int]:
         """Known tokens of the text's beginning, and where they end."""
-        for known in reversed([*self._known]):  # another thread may add some
-            ids, seams = self._known.get(known, ([], []))
-            if not seams or not text.startswith(known[: seams[-1][1]]):
+        for key in reversed([*self._known]):  # another thread may add some
+            of, known = key
+            ids, seams = self._known.get(key, ([], []))
+            if of != salt or not seams or not text.startswith(known[: seams[-1][1]]):
                 continue
             for count, at in seams:
                 seam = self._seams[ids[count]]
@@ -69,7 +72,7 @@ class KnownBeginnings:
                     return ids[:count], at
         return [], 0
 
-    def _remember(self, text: str, ids: list[int]) -> None:
+    def _remember(self, text: str, salt: str, ids: list[int]) -> None:
         seams, at = list[tuple[int, int]](), len(text)
         own = {i for i, seam in self._seams.items() if 0 < text.count(seam) == ids.count(i)}
         found = (i for i in range(len(ids) - 1, -1, -1) if ids[i] in own)
@@ -77,10 +80,10 @@ class KnownBeginnings:
             at = text.rfind(self._seams[ids[i]], 0, at)
             seams.append((i, at))
         known = self._known
-        if known.pop(text, None) is None:
+        if known.pop((salt, text), None) is None:
             self._num_chars += len(text)
-        known[text] = ids, seams
+        known[salt, text] = ids, seams
         while known and (self._num_chars > MAX_CHARS or len(known) > MAX_TEXTS):
             oldest = next(iter(known))
             if known.pop(oldest, None) is not None:
-                self._num_chars -= len(oldest)
+                self._num_chars -= len(oldest[1])

@@ -165,10 +165,16 @@ class Tokenizer:
 
     # --- Text and tokens ----------------------------------------------------------------------------------------------
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, salt: str | None = None
+    ) -> list[int]:
         """Special tokens written out in the text count as such. None is added twice: a text from a chat template that begins
-        with the beginning-of-sequence token gets no second one."""
-        ids = self._checked(self._beginnings.encode(text, self._plain))
+        with the beginning-of-sequence token gets no second one. With a `salt` a long text is remembered, and others of that
+        salt that begin with it take less time."""
+        if salt is None:
+            ids = self._checked(self._plain(text))
+        else:
+            ids = self._checked(self._beginnings.encode(text, salt, self._plain))
         return self._surrounded(ids) if add_special_tokens else ids
 
     def _plain(self, text: str) -> list[int]:

@@ -75,7 +75,8 @@ class DeepSeekV3(HeadedCalls):
     name = "deepseek_v3"
     markers = (CALLS, CALLS_END, CALL, SEP, CALL_END)
     trigger, end, call_tag = CALLS, CALLS_END, (CALL, CALL_END)
-    head, foot = ("function", SEP, "{name}\n```json\n"), ("\n```",)
+    head: ClassVar[tuple[str, ...]] = ("function", SEP, "{name}\n```json\n")
+    foot: ClassVar[tuple[str, ...]] = ("\n```",)
 
     @classmethod
     def matches(cls, template: str) -> bool:
