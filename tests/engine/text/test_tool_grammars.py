@@ -96,7 +96,7 @@ def calls_of(name):
 
 MUSE = ("muse", "muse_glimmer")
 FINAL = {"harmony": "<|channel|>final<|message|>", **dict.fromkeys(MUSE, " to=user<|message|>")}
-"""What stands before an answer of a format that has reasoning."""
+"""Beginning of an answer, of formats that have reasoning."""
 
 
 @pytest.mark.parametrize("name", FORMATS)
