@@ -25,8 +25,7 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton.attention.paged import (
     LOG2E,
-    _load_tile,
-    _locate_keys,
+    _load_keys_and_values,
     _scores,
     _to_dtype,
 )
@@ -77,24 +76,9 @@ def _part(
     acc = tl.zeros((q.shape[0], BLOCK_D), tl.float32)
     for at_tile in range(start, end, BLOCK_N):
         at = at_tile + tl.arange(0, BLOCK_N)
-        block, slot = _locate_keys(table, at_tile, end, BLOCK_N, BLOCK_SIZE, True)
-        base = (block * K + head) * (BLOCK_SIZE * D)
-        # The cache has finite numbers only, and keys that a row does not see get weight 0.
-        k = _load_tile(
-            k_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
-        )
-        if BY_DIM:
-            v = tl.trans(
-                _load_tile(
-                    v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None],
-                    (ds < D)[:, None],
-                    BLOCK_D == D,
-                )
-            )
-        else:
-            v = _load_tile(
-                v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
-            )
+        k, v = _load_keys_and_values(
+            k_ptr, v_ptr, table, at_tile, end, head, ds, K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, True, False
+        )  # fmt: skip
         distance = positions[:, None] - at[None, :]
         s = tl.dot(q, tl.trans(_to_dtype(k, q.dtype)), input_precision="ieee")
         s, to_log2 = _scores(
