@@ -9,7 +9,7 @@ both and stores their activation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -266,10 +266,13 @@ def mxfp4_mlp(
     num_bins: int,
     *,
     small_batch: bool,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Both products: x [T, E] → the input of `moe.combine` [T · k · parts, E], and the pairs'
-    positions. `small_batch`: nothing is sorted."""
+    positions. `small_batch`: nothing is sorted. `whole`: K is never split."""
     first, second = step_tiles(chosen.numel(), spec.num_experts, small_batch=small_batch)
+    if whole:
+        second = replace(second, splits=1)
     tiles = (
         unsorted_pairs(chosen)
         if small_batch
