@@ -24,7 +24,15 @@ from slipstream.kernels.ops import (
 )
 from slipstream.kernels.packed_parts import PackedParts
 from slipstream.kernels.thresholds import Thresholds
-from slipstream.kernels.triton import drawing, penalties, pointwise, rank_sums, rows, sampling
+from slipstream.kernels.triton import (
+    drawing,
+    penalties,
+    pointwise,
+    rank_sums,
+    rows,
+    sampling,
+    weight_updates,
+)
 from slipstream.kernels.triton.attention import (
     bidirectional,
     context,
@@ -101,6 +109,7 @@ class TritonOps(OpSet):
     copy_blocks = staticmethod(pointwise.copy_blocks)
     lora = staticmethod(lora.lora)
     argmax = staticmethod(sampling.argmax)
+    word_sums = staticmethod(weight_updates.word_sums)
     best_logprobs = staticmethod(sampling.best_logprobs)
     packed_logprobs = staticmethod(sampling.packed_logprobs)
     mask_logits = staticmethod(sampling.mask_logits)
@@ -170,6 +179,8 @@ class TritonOps(OpSet):
         if scheme is None:
             self._prepare(weight.device)
             return self._sparse(Linear(weight=weight, bias=bias))
+        if scheme.name == "fp8" and weight.is_cuda:
+            return self.pack_weight(weight_updates.round_rows(weight, bias))
         return self.pack_weight(round_linear(weight, bias, scheme))
 
     def _prepare(self, device: torch.device) -> None:
