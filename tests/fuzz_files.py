@@ -413,7 +413,7 @@ GOOD = {"folder": "good", "gguf": "good.gguf"}
 def good_files(scratch: Path) -> dict[str, Path]:
     """A folder and a GGUF file of tiny models that run."""
     from tests import tiny_models
-    from tests.engine.test_tokenizer import GOLDEN
+    from tests.engine.text.test_tokenizer import GOLDEN
     from tests.model.test_gguf_models import LEAST, write
 
     tiny_models.write_with_tokenizer(scratch / GOOD["folder"])

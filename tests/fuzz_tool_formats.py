@@ -30,8 +30,8 @@ from slipstream.engine.text.tool_formats.base import (
     Tool,
 )
 from slipstream.engine.text.tools import Reading
-from tests.engine.test_tool_formats import PIECES, SAMPLES, TOOLS
-from tests.server import test_server_round_trips as trips
+from tests.engine.text.test_tool_formats import PIECES, SAMPLES, TOOLS
+from tests.server.answers import test_server_round_trips as trips
 
 STRANGE = (
     "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"),

@@ -144,6 +144,7 @@ def serve(address: str) -> None:
 
 
 def answer(connection: socket.socket) -> None:
+    from slipstream.worker.ranks import fork_server, rank_process
     from tests import forked_ranks
 
     fds = array.array("i")
@@ -163,7 +164,7 @@ def answer(connection: socket.socket) -> None:
         target=end_with, args=(connection, os.pidfd_open(command)), daemon=True
     )
     watch.start()
-    forked_ranks.serve(asked)  # until the command has ended
+    fork_server.serve(asked, rank_process.main)  # until the command has ended
     _, status = os.waitpid(command, 0)
     with contextlib.suppress(BrokenPipeError):  # the client is dead
         connection.sendall(f"{os.waitstatus_to_exitcode(status) & 255}\n".encode())

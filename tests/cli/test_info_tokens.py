@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.cli.main import main
 from tests import tiny_models
-from tests.engine.test_token_vectors import write_heads, write_pylate, write_stanford
+from tests.engine.requests.test_token_vectors import write_heads, write_pylate, write_stanford
 
 
 @pytest.mark.parametrize(

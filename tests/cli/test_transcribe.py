@@ -9,7 +9,7 @@ import pytest
 from slipstream import LLM
 from slipstream.cli.main import main
 from tests import tiny_models
-from tests.engine.test_transcriptions import sound, wav
+from tests.engine.media.test_transcriptions import sound, wav
 
 CPU = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1"]
 

@@ -34,7 +34,7 @@ from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
 from slipstream.spec.drafts.head_readers import read_head
 from tests import tiny_models
-from tests.engine.test_speculation import SIZES
+from tests.engine.drafts.test_speculation import SIZES
 from tests.model.harness import load
 
 DRAFT_VOCAB = 60

@@ -20,7 +20,7 @@ from slipstream.errors import ConfigError
 from slipstream.evals.divergence import Divergence, KLDistribution
 from slipstream.spec.description import read_spec
 from tests import tiny_models
-from tests.engine.test_tokenizer import GOLDEN
+from tests.engine.text.test_tokenizer import GOLDEN
 from tests.model.test_gguf_models import LEAST, write
 
 FOUND = Divergence(

@@ -7,7 +7,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from tests import tiny_models
-from tests.engine.test_speculation import Told
+from tests.engine.drafts.test_speculation import Told
 
 SIZES = dict(
     device="cpu",

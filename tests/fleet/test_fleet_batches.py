@@ -13,7 +13,7 @@ from slipstream.server.batches import runner as batch_runner
 from slipstream.server.operations.audit import records
 from tests.fleet.running import fleet_of, running, version
 from tests.fleet.stubs import numbers, stubbed, text_of
-from tests.server.test_server_batches import answers, ended, upload
+from tests.server.batches.test_server_batches import answers, ended, upload
 from tests.waiting import wait_for
 
 COMPLETIONS = "/v1/completions"

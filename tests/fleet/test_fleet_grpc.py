@@ -15,7 +15,7 @@ from slipstream.errors import ConfigError
 from slipstream.server.operations.audit import records
 from tests.fleet.running import fleet_of, running, version
 from tests.fleet.stubs import stubbed
-from tests.server.test_server_kserve import collect, inputs_of, texts
+from tests.server.protocols.test_server_kserve import collect, inputs_of, texts
 from tests.waiting import PATIENCE_S, wait_for
 
 PROMPT = "Once upon a time"

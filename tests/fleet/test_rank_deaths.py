@@ -32,14 +32,15 @@ ASK = {
 
 
 def ranks_of(pid):
-    """Process ids of the ranks below a replica's process."""
-    found, below = [], [pid]
+    """Process ids of the ranks below a replica's process: children of the one that forks them."""
+    found, below = [], [(pid, False)]
     while below:
-        pid = below.pop()
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            below += map(int, (task / "children").read_text().split())
-        if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        pid, of_forks = below.pop()
+        forks = b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if of_forks:
             found.append(pid)
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            below += [(int(child), forks) for child in (task / "children").read_text().split()]
     return sorted(found)
 
 
@@ -85,11 +86,11 @@ def test_streams_of_a_killed_rank_go_on_with_the_same_text(tiny, tmp_path):
 
             def is_back(victim=victim, before=before):
                 now = ranks_of(fleet.pids()[victim.id])
-                return len(now) == 2 and not set(now) & set(before)
+                return len(now) == 2 and not set(now) & set(before) and victim.is_ready
 
-            fleet.wait_for(is_back, "the ranks did not come back")
+            fleet.wait_for(is_back, "the replica did not come back")
             print(
-                f"turn {turn}: all ended {ended_s:.1f} s after the kill, replaced after "
+                f"turn {turn}: all ended {ended_s:.1f} s after the kill, serves again after "
                 f"{time.monotonic() - at:.1f} s"
             )
         assert fleet.head.gateway.forwarder.num_broken == 0

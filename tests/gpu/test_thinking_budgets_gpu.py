@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import torch
 
-from tests.engine.test_thinking_budgets import (
+from tests.engine.grammars.test_thinking_budgets import (
     CHATS,
     FORM,
     NEVER,

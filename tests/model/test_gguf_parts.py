@@ -19,7 +19,7 @@ from slipstream.spec.description import read_spec
 from slipstream.spec.stored.gguf import GGUFFile
 from slipstream.spec.stored.gguf_parts import model_files, parts_of
 from tests.data.make_tokens import write_gguf
-from tests.engine.test_tokenizer import GOLDEN
+from tests.engine.text.test_tokenizer import GOLDEN
 from tests.model.test_gguf import resident_kib
 
 TOKENS = GOLDEN["byte_level"]

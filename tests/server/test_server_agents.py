@@ -15,9 +15,9 @@ from slipstream.server.answers import generation
 from slipstream.server.anthropic import messages
 from slipstream.server.ollama import routes
 from slipstream.server.openai import protocol, responses_body
+from tests.server.answers.test_server_tools import SCHEMAS
 from tests.server.conftest import TEMPLATE, serving
 from tests.server.fake_engine import FakeEngine
-from tests.server.test_server_tools import SCHEMAS
 
 VERSION = {"anthropic-version": "2023-06-01"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -49,10 +49,10 @@ def split(tiny_path, tiny_server):
         tensor_parallel_size=2,
     )
     with (
-        forked_ranks.used_by_engine_processes() as parent,
+        forked_ranks.used() as forks,
         serving(start=lambda: AsyncLLM.start(args), served_model_names=("tiny",)) as server,
     ):
-        server.parent = parent
+        server.parent = forks._process
         yield server
 
 

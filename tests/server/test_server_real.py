@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.engine.process.child_link import ChildLink
-from tests.server.test_server_errors import bodies, check_any
+from tests.server.http.test_server_errors import bodies, check_any
 from tests.waiting import PATIENCE_S
 
 PROMPT = {

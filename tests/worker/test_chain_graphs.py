@@ -20,7 +20,7 @@ from slipstream.worker.draft.model import DraftModel
 from slipstream.worker.graphs.chain_graphs import ChainGraphs
 from slipstream.worker.inputs.rows import Row
 from tests import draft_heads, tiny_models
-from tests.engine.test_speculation import PROMPTS, SIZES
+from tests.engine.drafts.test_speculation import PROMPTS, SIZES
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from slipstream.messages.steps import FROM_MODEL
 from slipstream.worker.draft.costs import NUM_TIMED, measure_draft_costs
 from slipstream.worker.in_flight import InFlightStep
 from tests import draft_heads, tiny_models
-from tests.engine.test_speculation import PROMPTS, SIZES
+from tests.engine.drafts.test_speculation import PROMPTS, SIZES
 
 
 @pytest.fixture(scope="module")

@@ -91,8 +91,7 @@ def test_a_rank_of_another_host_takes_part(tiny_model, address, start):
 
 
 def test_a_rank_of_another_host_that_is_gone_ends_all(tiny_model, address):
-    command = [sys.executable, "-m", "slipstream.worker.ranks.rank_process", "--join", address]
-    other = forked_ranks.Popen(command, stdin=subprocess.PIPE, pass_fds=(), env=dict(os.environ))
+    other = forked_ranks.server().fork(["--join", address], passed=(), environment=os.environ)
     with LLM(
         str(tiny_model), pipeline_parallel_size=2, rank_address=address, local_ranks=1, **SETTINGS
     ) as llm:
@@ -137,14 +136,9 @@ def test_a_rank_that_nobody_waits_for(address, start):
         (["--wait-s", "0"], "above 0"),
     ],
 )
-def test_wrong_words_are_refused_before_anybody_is_looked_for(
-    words, says, address, capsys, monkeypatch
-):
-    monkeypatch.setattr(
-        sys, "argv", ["rank_process", *(["--join", address] if words else []), *words]
-    )
+def test_wrong_words_are_refused_before_anybody_is_looked_for(words, says, address, capsys):
     with pytest.raises(SystemExit):
-        rank_process.main()
+        rank_process.main([*(["--join", address] if words else []), *words])
     assert says in capsys.readouterr().err
 
 

@@ -213,7 +213,7 @@ def test_a_rank_that_is_killed_ends_all_with_its_reason(tiny_model, victim):
 
 
 def test_no_rank_outlives_a_process_that_is_killed(tiny_model):
-    forks = forked_ranks.parent().fileno()  # ranks of the program are forks, too
+    forks = forked_ranks.server().fileno()  # ranks of the program are forks, too
     program = (
         "import socket, sys; from slipstream import LLM; from tests import forked_ranks\n"
         "forked_ranks.take_from(socket.socket(fileno=int(sys.argv[2])))\n"

@@ -12,7 +12,7 @@ from slipstream.engine.model_files import load_tokenizer
 from slipstream.engine.text_core import TextCore
 from slipstream.errors import RequestError
 from slipstream.spec.description import ModelDescription
-from slipstream.worker.executor import Executor, build_executor
+from slipstream.worker.executor import Executor, ForkServer, build_executor
 
 
 def build_core(
@@ -20,10 +20,11 @@ def build_core(
     *,
     progress: Callable[[str], None] = lambda phase: None,
     known: ModelDescription | None = None,
+    forks: ForkServer | None = None,
 ) -> EngineCore:
-    """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins. `known`:
-    see `load_runner`."""
-    return core_of(build_executor(args, progress=progress, known=known), args)
+    """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins. `known`,
+    `forks`: see `build_executor`."""
+    return core_of(build_executor(args, progress=progress, known=known, forks=forks), args)
 
 
 def core_of(executor: Executor, args: EngineArgs) -> EngineCore:
@@ -43,7 +44,7 @@ class Asleep:
         self.check(core, level)
         core.flush()
         self._args, self.level, self._release = args, level, core.executor.release_unused
-        self._known = core.executor.description
+        self._known, self._forks = core.executor.description, core.executor.forks
         self._versions = core.executor.weight_state.used
         self._executor = core.executor.sleep(level)
 
@@ -64,7 +65,7 @@ class Asleep:
     def wake(self) -> EngineCore:
         """The core as it was, without requests and cached prefixes. If the weights were updated, level 2 has lost them."""
         if self._executor is None:
-            executor = build_executor(self._args, known=self._known)
+            executor = build_executor(self._args, known=self._known, forks=self._forks)
             executor.weight_state.lose(self._versions)
             return core_of(executor, self._args)
         return core_of(self._executor(), self._args)

@@ -32,7 +32,7 @@ from slipstream.engine.folder import settled
 from slipstream.engine.grammars.check import check_in_thread
 from slipstream.engine.model_files import load_tokenizer, log_canary
 from slipstream.engine.output import OutputProcessor, Sink, raise_on_error
-from slipstream.engine.process.child_link import ChildLink
+from slipstream.engine.process.child_link import child_source
 from slipstream.engine.process.core_client import CoreClient, CoreLink
 from slipstream.engine.process.core_messages import (
     Abort,
@@ -120,7 +120,7 @@ class AsyncLLM(OtherRequests):
         path = resolve_model(args.model, download_dir=args.download_dir)
         description = read_spec(path).taking_images(args.max_images)
         joins = source is not None
-        source = source or CoreSource(lambda: ChildLink.start(args))
+        source = source or child_source(args)
         link = await source.connect()  # a child imports torch while we build the tokenizer
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, args, description)

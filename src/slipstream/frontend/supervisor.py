@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import itertools
 import logging
 import mmap
@@ -27,11 +26,10 @@ from slipstream.base.deaths import MAX_PAUSE_S, WINDOW_S, Deaths, describe_exit,
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.folder import settled
-from slipstream.engine.process.child_link import ChildLink
+from slipstream.engine.process.child_link import child_source
 from slipstream.engine.process.core_client import CoreClient
 from slipstream.engine.process.core_messages import Attach, Detach, Ready, ToParent
 from slipstream.engine.process.core_start import (
-    CoreSource,
     resolved_config,
     socket_folder,
     wait_or_kill,
@@ -100,13 +98,14 @@ class SharedCore:
     def __init__(self, index: int, args: EngineArgs, tell: Callable[[EngineDied], None]) -> None:
         self.args, self.index, self._send_to_all = args, index, tell
         self.description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
-        self.client = CoreClient(self, CoreSource(functools.partial(ChildLink.start, args)))
+        self._source = child_source(args)
+        self.client = CoreClient(self, self._source)
         self._paths: dict[int, str] = {}  # where front ends listen, by their numbers
         self._stays_down: EngineDied | None = None
         self.ready: Ready
 
     async def start(self, progress: Callable[[str], None]) -> None:
-        await self.client.adopt(await ChildLink.start(self.args), progress)
+        await self.client.adopt(await self._source.connect(), progress)
         self.client.watch()
 
     def listen(self, front_end: FrontEndHandle, path: str) -> None:

@@ -13,6 +13,7 @@ from slipstream.costs.hardware import wake_gpu
 from slipstream.spec.description import ModelDescription
 from slipstream.worker.base import Executor as Executor
 from slipstream.worker.base import Launched as Launched
+from slipstream.worker.ranks.fork_server import ForkServer as ForkServer
 
 
 def build_executor(
@@ -20,10 +21,12 @@ def build_executor(
     *,
     progress: Callable[[str], None] = lambda phase: None,
     known: ModelDescription | None = None,
+    forks: ForkServer | None = None,
 ) -> Executor:
     """Find the model and the device, resolve the settings, and load the model.
 
-    `progress` is called as each phase begins. `known`: see `load_runner`.
+    `progress` is called as each phase begins. `known`: see `load_runner`. `forks`: see
+    `ProcessExecutor.build`.
     """
     if args.cpu_layers is not None:
         from slipstream.worker.ranks.process_executor import settled
@@ -32,7 +35,7 @@ def build_executor(
     if num_ranks(args) > 1:
         from slipstream.worker.ranks.process_executor import ProcessExecutor
 
-        return ProcessExecutor.build(args, progress=progress)
+        return ProcessExecutor.build(args, progress=progress, forks=forks)
     wake_gpu(args.device)
     from slipstream.worker.local_executor import LocalExecutor
 

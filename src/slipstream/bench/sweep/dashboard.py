@@ -17,7 +17,6 @@ from slipstream.base.html import head
 from slipstream.bench.sweep.results import Row, columns_of
 
 HERE = Path(__file__).parent
-LIBRARIES = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,7 @@ def fill_page(template: Path, *, title: str, data: Any) -> str:
     parts = {
         "TITLE": escape(title),
         "LICENSE": (HERE / "vendor" / "LICENSE").read_text("utf-8"),
-        "LIBRARIES": "\n".join((HERE / name).read_text("utf-8") for name in LIBRARIES),
+        "LIBRARIES": (HERE / "vendor" / "charts.min.js").read_text("utf-8"),
         "DATA": json.dumps(
             data, ensure_ascii=False, allow_nan=False, separators=(",", ":")
         ).replace("<", "\\u003c"),

@@ -6,24 +6,33 @@ import asyncio
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 
 from slipstream.base.deaths import describe_exit, stdin_of
-from slipstream.config import EngineArgs
+from slipstream.config import EngineArgs, num_ranks
 from slipstream.engine.process.core_client import CoreLink
 from slipstream.engine.process.core_messages import Start, Stop
-from slipstream.engine.process.core_start import socket_folder, wait_or_kill
+from slipstream.engine.process.core_start import (
+    CoreSource,
+    restart_pause,
+    socket_folder,
+    wait_or_kill,
+)
 from slipstream.errors import EngineDeadError, EngineKilledError
+from slipstream.worker.executor import ForkServer
 
 
 class ChildLink(CoreLink):
     """An engine process that we started. The caller must `end` it, whatever happens next."""
 
-    def __init__(self) -> None:
+    def __init__(self, forks: ForkServer | None = None) -> None:
         self._folder = socket_folder()
         path = f"{self._folder.path}/engine"
         # The process comes before the folder: if we are killed, it is there to remove it.
         command = [sys.executable, "-m", "slipstream.engine.process.core_process", f"ipc://{path}"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        passed = [] if forks is None else [forks.fileno()]
+        command += map(str, passed)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=passed)
         try:
             self._folder.make()
             super().__init__(path)
@@ -34,10 +43,10 @@ class ChildLink(CoreLink):
             raise
 
     @classmethod
-    async def start(cls, args: EngineArgs) -> ChildLink:
+    async def start(cls, args: EngineArgs, forks: ForkServer | None = None) -> ChildLink:
         """Start the process and send the first message as soon as it has connected. If the process ended before, `receive`
-        raises."""
-        child = cls()
+        raises. `forks`: what forks its ranks."""
+        child = cls(forks)
         try:
             while not child.send(Start(args)) and child.process.poll() is None:
                 await asyncio.sleep(0.005)
@@ -68,3 +77,24 @@ class ChildLink(CoreLink):
             stdin_of(self.process).close()
             await super().end(at_once=at_once)
             self._folder.remove()
+
+
+def child_source(
+    args: EngineArgs, pause: Callable[[int, Exception], float | None] = restart_pause
+) -> CoreSource:
+    """Engine processes with these settings, one after the other. Their ranks are forks of one process."""
+    forks: ForkServer | None = None
+
+    async def connect() -> ChildLink:
+        nonlocal forks
+        if num_ranks(args) == 1 and args.cpu_layers is None:
+            return await ChildLink.start(args)
+        if forks is None or not forks.is_alive:
+            forks = ForkServer.start()
+        return await ChildLink.start(args, forks)
+
+    def close() -> None:
+        if forks is not None:
+            forks.close()
+
+    return CoreSource(connect, pause, close=close)

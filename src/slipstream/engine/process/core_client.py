@@ -184,6 +184,7 @@ class CoreClient:
         self._owner.core_died(self.down_reason, final=True)
         if link is not None:
             await link.end()
+        self._source.close()
 
     async def start_again(self) -> None:
         """Open another link after `stop`, or after a death that no restart followed. Errors as of `adopt`."""

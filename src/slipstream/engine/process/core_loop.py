@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     import zmq
 
     from slipstream.engine.engine_core import EngineCore
+    from slipstream.worker.executor import ForkServer
 
 
 WARM_S = 12.0
@@ -69,10 +70,10 @@ PARENT = 0
 class CoreProcess:
     """The child's main loop. It takes messages between steps, and sleeps when there is no work."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, forks: ForkServer | None = None) -> None:
         import zmq
 
-        self._zmq = zmq
+        self._zmq, self._forks = zmq, forks
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._sockets: dict[int, zmq.Socket[bytes]] = {}  # by number
@@ -113,7 +114,9 @@ class CoreProcess:
                 raise RuntimeError(f"the first message must be Start, got {type(start).__name__}")
             from slipstream.engine.asleep import build_core
 
-            self.core = build_core(start.args, progress=lambda phase: self.send(Phase(phase)))
+            self.core = build_core(
+                start.args, progress=lambda phase: self.send(Phase(phase)), forks=self._forks
+            )
             if (lora := self.core.config.lora) is not None:
                 self._adapters.begin(lora.requests)
             self.send(Phase("graphs"))

@@ -1,8 +1,9 @@
-"""The engine core in its own process: `python -m slipstream.engine.process.core_process ADDRESS`.
+"""The engine core in its own process: `python -m slipstream.engine.process.core_process ADDRESS [DESCRIPTOR]`.
 
 HTTP, tokenising and detokenising never delay a step. If the engine crashes, the server survives and answers with an error.
 Messages are msgpack over a ZeroMQ pair on a Unix socket, in a folder that only this user can enter. The child ends when its
-standard input closes, so it never outlives its parent. `core_loop.py` has the loop.
+standard input closes, so it never outlives its parent. The descriptor is that of the process that forks its ranks.
+`core_loop.py` has the loop.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 
@@ -36,7 +38,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     folder = os.path.dirname(sys.argv[1].removeprefix("ipc://"))
     threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
-    return CoreProcess(sys.argv[1]).run()
+    forks = None
+    if sys.argv[2:]:
+        from slipstream.worker.executor import ForkServer
+
+        forks = ForkServer(socket.socket(fileno=int(sys.argv[2])))
+    return CoreProcess(sys.argv[1], forks).run()
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ class CoreSource:
     connect: Callable[[], Awaitable[CoreLink]]
     pause: Callable[[int, Exception], float | None] = restart_pause
     id_prefix: str = ""
+    close: Callable[[], None] = lambda: None
+    """Called when the last link has ended on purpose; another `connect` may follow."""
 
 
 def resolved_config(args: EngineArgs, description: ModelDescription, ready: Ready) -> EngineConfig:

@@ -22,8 +22,7 @@ from slipstream.config import EngineArgs
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.folder import settled
-from slipstream.engine.process.child_link import ChildLink
-from slipstream.engine.process.core_start import CoreSource
+from slipstream.engine.process.child_link import child_source
 from slipstream.errors import EngineDeadError
 from slipstream.spec.description import ModelDescription
 
@@ -126,7 +125,7 @@ class Slot:
     async def _load(self) -> None:
         args = settled(self.model.args)
         if self.engine is None:
-            source = CoreSource(lambda: ChildLink.start(args), pause=lambda deaths, error: None)
+            source = child_source(args, pause=lambda deaths, error: None)
             self.engine = await AsyncLLM.start(args, source=source)
         elif self.engine.is_alive and self.engine.is_sleeping:
             await self.engine.wake_up(soon=True)

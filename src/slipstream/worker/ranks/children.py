@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Collection
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from slipstream.base.deaths import describe_exit
+from slipstream.worker.ranks.fork_server import ForkedProcess, ForkServer
 from slipstream.worker.ranks.messages import FromRank, RankLink
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -32,7 +32,7 @@ class Rank:
     """One rank. On another host `process` is None, and `at` is its address."""
 
     number: int
-    process: subprocess.Popen[bytes] | None
+    process: ForkedProcess | None
     link: RankLink
     at: str = ""
 
@@ -41,7 +41,7 @@ class RankProcesses:
     """The ranks' processes. When one ends, a thread kills the others, so that none waits for it."""
 
     def __init__(self) -> None:
-        self.all: list[subprocess.Popen[bytes]] = []
+        self.all: list[ForkedProcess] = []
         self._killed: set[int] = set()  # numbers of processes that we killed
         self._lock = threading.Lock()
 
@@ -93,17 +93,9 @@ class RankProcesses:
         return f"rank {number} {describe_exit(code)}"
 
 
-def spawn(number: int) -> Rank:
+def spawn(number: int, forks: ForkServer) -> Rank:
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [
-            sys.executable,
-            "-m",
-            "slipstream.worker.ranks.rank_process",
-            str(theirs.fileno()),
-        ]
-        environment = {**os.environ, **NO_MULTICAST}
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=environment
-        )
+        word, environment = str(theirs.fileno()), {**os.environ, **NO_MULTICAST}
+        process = forks.fork([word], passed=[theirs.fileno()], environment=environment)
     return Rank(number, process, RankLink(Connection(ours.detach()), FromRank))

@@ -29,7 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn, TypeAlias, TypeVar
 
-from slipstream.base.deaths import KILLED, stdin_of
+from slipstream.base.deaths import KILLED
 from slipstream.config import (
     DeviceInfo,
     EngineArgs,
@@ -71,6 +71,7 @@ from slipstream.worker.device import detect
 from slipstream.worker.experts.balance import ExpertBalancer
 from slipstream.worker.ranks.block_store import RankBlockStore
 from slipstream.worker.ranks.children import Rank, RankProcesses, spawn
+from slipstream.worker.ranks.fork_server import ForkServer
 from slipstream.worker.ranks.joining import accept_ranks, parse_address
 from slipstream.worker.ranks.mailbox import REASONS_S, Mailbox, total_load
 from slipstream.worker.ranks.messages import (
@@ -132,7 +133,9 @@ class ProcessExecutor(Executor):
     `ledgers` has each rank's memory ledger. `ledger` is that of the rank with the most weights.
     """
 
-    def __init__(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, args: EngineArgs, progress: Callable[[str], None], forks: ForkServer | None
+    ) -> None:
         progress("model")
         # once, and not by all ranks at the same time
         path = resolve_model(args.model, download_dir=args.download_dir)
@@ -156,8 +159,9 @@ class ProcessExecutor(Executor):
         joined = (
             [] if args.rank_address is None else accept_ranks(args.rank_address, size, size - own)
         )
+        self.forks, self._own_forks = forks, ForkServer.start() if forks is None else None
         for number in range(own):
-            self._ranks.append(spawn(number))
+            self._ranks.append(spawn(number, forks or self._own_forks))
             self._group.add(self._ranks[-1])
         self._ranks += [Rank(own + i, None, link, at) for i, (link, _, at) in enumerate(joined)]
         self._host = (
@@ -176,13 +180,18 @@ class ProcessExecutor(Executor):
 
     @classmethod
     def build(
-        cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
+        cls,
+        args: EngineArgs,
+        *,
+        progress: Callable[[str], None] = lambda phase: None,
+        forks: ForkServer | None = None,
     ) -> ProcessExecutor:
         """Start the ranks, and load the model. Raises the errors of `LocalExecutor.build`.
 
-        `progress` is called as each phase begins.
+        `progress` is called as each phase begins. Ranks are forks of `forks`; None: of a process
+        that ends with this executor.
         """
-        return cls(args, progress)
+        return cls(args, progress, forks)
 
     def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
         size, mixed = len(self._ranks), isinstance(self._parallel, HostAndGpu)
@@ -379,8 +388,10 @@ class ProcessExecutor(Executor):
         sending.join()
         for rank in self._ranks:
             if rank.process is not None:
-                stdin_of(rank.process).close()
+                rank.process.stdin.close()
             rank.link.close()
+        if self._own_forks is not None:
+            self._own_forks.close()
 
     def result_of(self, step: RemoteStep) -> StepResult:
         """Wait for a step's result."""

@@ -1,4 +1,4 @@
-"""One rank of a model split over processes: `python -m slipstream.worker.ranks.rank_process DESCRIPTOR`.
+"""One rank of a model split over processes: a fork of `python -m slipstream.worker.ranks.rank_process --fork DESCRIPTOR`.
 
 It has a `LocalExecutor` with its part of the model, and makes the calls that the messages request,
 in order. The first rank of the last pipeline stage sends the results. All ranks of a stage compute
@@ -18,6 +18,7 @@ import logging
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 from collections import deque
@@ -39,6 +40,7 @@ from slipstream.platform.collectives import Rendezvous
 from slipstream.worker.device import detect
 from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.local_executor import LocalExecutor
+from slipstream.worker.ranks.fork_server import serve
 from slipstream.worker.ranks.joining import JOIN_S, join
 from slipstream.worker.ranks.messages import (
     BeginRank,
@@ -286,24 +288,37 @@ def join_executor(words: list[str]) -> int:
         return 1  # the executor is gone
 
 
-def main() -> int:
+def fork_ranks(asked: socket.socket) -> None:
+    """Be the process that forks ranks (`fork_server.py`), with all that a rank imports."""
+    gc.disable()
+    import slipstream.model.load.loader
+    import slipstream.worker.torch_loading  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # forks have nothing to collect of it
+    gc.enable()
+    serve(asked, main)
+
+
+def main(words: list[str]) -> int:
+    """`DESCRIPTOR`: a rank. `--fork DESCRIPTOR`: the process that forks them. `--join …`: a rank of another host."""
     bound_spinning()
-    if not sys.argv[1:2] or not sys.argv[1].isdecimal():
-        logging.basicConfig(format="%(levelname)s: %(message)s")
-        code = join_executor(sys.argv[1:])
-        sys.stderr.flush()
-        os._exit(code)
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    if words[:1] != ["--fork"] and not (words[:1] and words[0].isdecimal()):
+        return join_executor(words)
     # Ctrl-C and a service manager's SIGTERM reach the whole process group. The parent decides when
     # its ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if words[0] == "--fork":
+        fork_ranks(socket.socket(fileno=int(words[1])))
+        return 0
     threading.Thread(target=end_with_parent, daemon=True).start()
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    code = RankProcess(RankLink(Connection(int(sys.argv[1])), ToRank)).run()
-    sys.stderr.flush()
-    # peers may be gone already, and the libraries' own exit handlers would wait for them
-    os._exit(code)
+    return RankProcess(RankLink(Connection(int(words[0])), ToRank)).run()
 
 
 if __name__ == "__main__":
-    main()
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    # peers may be gone already, and the libraries' own exit handlers would wait for them
+    os._exit(code)

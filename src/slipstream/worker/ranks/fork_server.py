@@ -1,0 +1,199 @@
+"""A process that has imported torch, and forks ranks.
+
+Importing torch takes 3 s of a core, and a fork milliseconds. So ranks are forks of one process,
+which outlives them: where an engine starts again after a rank's death, nothing is imported again.
+
+    a server, or the executor ── socket ──> fork server ── fork ──> rank 0, rank 1, …
+                              <── a report for each rank: its process id, later its exit code ──
+
+1. A request names the words of the rank's command line, its environment and folder, and brings
+   file descriptors: standard input, output and error, the report, and those named in the words.
+2. The fork server runs no operator of torch and does not touch a GPU, so a fork may do both.
+3. It ends when the last process with the socket's other end closes it, or ends. A rank ends when
+   its own standard input closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+from slipstream.errors import EngineError
+
+_REPORT = struct.Struct("!i")
+_MAX_REQUEST_BYTES, _MAX_FDS = 2**20, 16
+_NUM_OWN_FDS = 4  # standard input, output and error, and the report
+
+
+class ForkedProcess:
+    """A process that a fork server started, with the methods of `subprocess.Popen`."""
+
+    def __init__(self, report: socket.socket, stdin_fd: int) -> None:
+        self._report, self._lock = report, threading.Lock()
+        self.stdin, self.returncode = os.fdopen(stdin_fd, "wb"), None
+        found = report.recv(_REPORT.size)
+        if not found:
+            self.stdin.close()
+            raise EngineError("the process that starts ranks has ended; start the engine again")
+        self.pid: int = _REPORT.unpack(found)[0]
+
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not select.select([self._report], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"rank (process {self.pid})", timeout or 0)
+        with self._lock:
+            if self.returncode is None:
+                if found := self._report.recv(_REPORT.size):
+                    self.returncode = _REPORT.unpack(found)[0]
+                else:  # the fork server is gone, and nobody would tell the end of this process
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(self.pid, signal.SIGKILL)
+                    self.returncode = -signal.SIGKILL
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """Our end of the socket to a fork server. `start` starts one."""
+
+    def __init__(self, end: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+        """`process` is None where another process started it."""
+        self._end, self._process = end, process
+        self._finalizer = weakref.finalize(self, _close, end, process)
+
+    @classmethod
+    def start(cls) -> ForkServer:
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        module = "slipstream.worker.ranks.rank_process"
+        command = [sys.executable, "-m", module, "--fork", str(theirs.fileno())]
+        with theirs:
+            return cls(ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._finalizer.alive and (self._process is None or self._process.poll() is None)
+
+    def fileno(self) -> int:
+        """Descriptor that a child process needs to fork ranks here, too."""
+        return self._end.fileno()
+
+    def fork(
+        self, words: Sequence[str], *, passed: Sequence[int], environment: Mapping[str, str]
+    ) -> ForkedProcess:
+        """Start a rank with the command line `words`. It waits until the rank has its process id."""
+        given = {
+            "words": list(words),
+            "environment": dict(environment),
+            "folder": os.getcwd(),
+            "passed": list(passed),
+        }
+        ours, theirs = socket.socketpair()
+        theirs_stdin, our_stdin = os.pipe()
+        try:
+            fds = [theirs_stdin, 1, 2, theirs.fileno(), *passed]
+            socket.send_fds(self._end, [json.dumps(given).encode()], fds)
+        except OSError as error:
+            os.close(our_stdin)
+            message = f"the process that starts ranks has ended ({error}); start the engine again"
+            raise EngineError(message) from error
+        finally:
+            theirs.close()
+            os.close(theirs_stdin)
+        return ForkedProcess(ours, our_stdin)
+
+    def close(self) -> None:
+        """End it, if this process started it. Its forks go on."""
+        self._finalizer()
+
+
+def _close(end: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
+    end.close()
+    if process is not None:
+        process.kill()
+        process.wait()
+
+
+def serve(asked: socket.socket, run: Callable[[list[str]], int]) -> None:
+    """Fork for each request, until all other ends of the socket are closed.
+
+    A fork calls `run` with its words and ends with what that returns.
+    """
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(woken, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    reports: dict[int, socket.socket] = {}  # by process id
+    poll = select.poll()
+    poll.register(asked, select.POLLIN)
+    poll.register(woken, select.POLLIN)
+    while True:
+        ready = [fd for fd, _ in poll.poll()]
+        if woken in ready:
+            os.read(woken, 4096)
+            for pid in list(reports):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    with reports.pop(pid) as report, contextlib.suppress(OSError):
+                        report.send(_REPORT.pack(os.waitstatus_to_exitcode(status)))
+        if asked.fileno() not in ready:
+            continue
+        message, fds, _, _ = socket.recv_fds(asked, _MAX_REQUEST_BYTES, _MAX_FDS)
+        if not message:
+            return
+        pid = os.fork()
+        if not pid:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for mine in (asked.fileno(), woken, wake, *(r.fileno() for r in reports.values())):
+                os.close(mine)
+            _become(json.loads(message), fds, run)
+        reports[pid] = report = socket.socket(fileno=fds[_NUM_OWN_FDS - 1])
+        for theirs in (*fds[: _NUM_OWN_FDS - 1], *fds[_NUM_OWN_FDS:]):
+            os.close(theirs)
+        with contextlib.suppress(OSError):  # whoever asked is gone, and the rank will end
+            report.send(_REPORT.pack(pid))
+
+
+def _become(given: dict[str, object], fds: list[int], run: Callable[[list[str]], int]) -> None:
+    """Be the process that was asked for. It does not return."""
+    code = 1
+    try:
+        for standard, own in enumerate(fds[:3]):
+            os.dup2(own, standard)
+        for own in fds[:_NUM_OWN_FDS]:
+            os.close(own)
+        words, passed, environment = given["words"], given["passed"], given["environment"]
+        assert isinstance(words, list)
+        assert isinstance(passed, list)
+        assert isinstance(environment, dict)
+        names = {str(n): str(fd) for n, fd in zip(passed, fds[_NUM_OWN_FDS:], strict=True)}
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(str(given["folder"]))
+        code = run([names.get(word, word) for word in words])
+    finally:
+        os._exit(code)  # what the fork server has to do at its end is not this process's

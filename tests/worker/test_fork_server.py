@@ -1,0 +1,104 @@
+"""The process that forks ranks: what a fork gets, how its end is told, and when both end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+
+from slipstream.config import EngineArgs
+from slipstream.engine.process import child_link
+from slipstream.errors import EngineError
+from slipstream.worker.ranks.fork_server import ForkServer
+from tests.waiting import PATIENCE_S
+
+PROGRAM = """
+import os, socket, sys, time
+from slipstream.worker.ranks.fork_server import serve
+
+def run(words):
+    if words[0] == "tell":
+        os.write(int(words[1]), f"{os.environ['NAME']} {os.getcwd()} {os.read(0, 5).decode()}".encode())
+        return 7
+    if words[0] == "fail":
+        raise SystemExit("no such word")
+    time.sleep(1000)
+
+serve(socket.socket(fileno=int(sys.argv[1])), run)
+"""
+
+
+@pytest.fixture
+def forks():
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-c", PROGRAM, str(theirs.fileno())]
+        made = ForkServer(ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]))
+    yield made
+    made.close()
+
+
+def test_a_fork_gets_what_was_given_and_its_code_is_told(forks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    read, write = os.pipe()
+    made = forks.fork(["tell", str(write)], passed=[write], environment={"NAME": "first"})
+    os.close(write)
+    made.stdin.write(b"hello")
+    made.stdin.close()
+    with os.fdopen(read) as told:
+        assert told.read() == f"first {tmp_path} hello"
+    assert made.wait(PATIENCE_S) == 7
+    assert made.poll() == made.returncode == 7
+    made.kill()  # nothing: it has ended
+
+
+def test_forks_end_apart_and_by_signals(forks):
+    ids = [forks.fork(["wait"], passed=(), environment={}) for _ in range(2)]
+    assert len({made.pid for made in ids}) == 2
+    assert [made.poll() for made in ids] == [None, None]
+    ids[1].kill()
+    assert ids[1].wait(PATIENCE_S) == -signal.SIGKILL
+    with pytest.raises(subprocess.TimeoutExpired):
+        ids[0].wait(0.01)
+    ids[0].send_signal(signal.SIGTERM)
+    assert ids[0].wait(PATIENCE_S) == -signal.SIGTERM
+    assert forks.fork(["fail"], passed=(), environment={}).wait(PATIENCE_S) == 1
+
+
+def test_forks_of_a_fork_server_that_died_are_killed_and_none_is_started(forks):
+    made = forks.fork(["wait"], passed=(), environment={})
+    forks._process.kill()
+    forks._process.wait()
+    assert not forks.is_alive
+    assert made.wait(PATIENCE_S) == -signal.SIGKILL
+    with pytest.raises(EngineError, match="the process that starts ranks has ended"):
+        forks.fork(["wait"], passed=(), environment={})
+
+
+def test_it_ends_when_the_socket_closes(forks):
+    process = forks._process
+    forks._end.close()
+    assert process.wait(PATIENCE_S) == 0
+
+
+def test_engines_that_follow_one_another_have_one_fork_server_while_it_lives():
+    made = [mock.Mock(is_alive=True), mock.Mock(is_alive=True)]
+    args = EngineArgs(model="m", tensor_parallel_size=2)
+    with (
+        mock.patch.object(ForkServer, "start", side_effect=made),
+        mock.patch.object(child_link.ChildLink, "start", mock.AsyncMock()) as started,
+    ):
+        source = child_link.child_source(args)
+        asyncio.run(source.connect())
+        asyncio.run(source.connect())
+        made[0].is_alive = False
+        asyncio.run(source.connect())
+        source.close()
+    assert [call.args[1] for call in started.call_args_list] == [made[0], made[0], made[1]]
+    made[1].close.assert_called_once_with()
