@@ -97,10 +97,9 @@ def test_an_answers_bits_depend_on_nothing_but_its_request(tmp_path, family, set
     [
         ("llama", {"kernels": "torch"}, CPU, "kernels='torch', whose sums follow"),
         ("llama", {"kernels": "reference"}, GPU, "kernels='reference', whose sums follow"),
-        ("lfm2", {}, GPU, "recurrent layers on a GPU"),
-        ("gpt_oss", {"quantization": "mxfp4"}, GPU, "experts in 4-bit floats on a GPU"),
+        ("phimoe", {}, GPU, "the choice of experts of phimoe on a GPU"),
         ("mixtral", {"host_experts": 2}, GPU, "experts on the host"),
-        ("youtu", {}, GPU, "latent attention on a GPU"),
+        ("deepseek_v32", {}, GPU, "attention to chosen or compressed keys on a GPU"),
         ("llama", {"tensor_parallel_size": 2}, GPU, "several GPUs"),
         ("mixtral", {"expert_parallel_size": 2}, CPU, "experts on several ranks"),
         ("llama", {"context_parallel_size": 2}, CPU, "sequences on several ranks"),

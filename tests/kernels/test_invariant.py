@@ -16,12 +16,15 @@ from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import invariant
 from slipstream.kernels.triton.recurrent import rules
 from slipstream.kernels.weights.forms import Linear
+from slipstream.model.load.loader import load_model
 from slipstream.spec.model import DenseSpec, MoESpec
 from slipstream.spec.scheme import SCHEMES
+from tests import tiny_models
 from tests.kernels import cases
 from tests.kernels.recurrent_cases import StatefulSequence, new_state, random_layer, step_of
 from tests.kernels.test_gguf import BlockRows, blocks_and_values, linear_of
 from tests.kernels.test_triton_recurrent import SPECS
+from tests.model.harness import CPU, run
 
 LENGTH = 25
 
@@ -221,3 +224,31 @@ def test_a_tokens_experts_are_the_same_whatever_their_load():
     for first, end in ((0, 1), (3, 6), (20, 60)):
         rows = slice(first, end)
         assert torch.equal(ops.moe_and_shared(x[rows], logits[rows], experts, shared), whole[rows])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "deepseek_v2",
+        "youtu",
+        "mixtral",
+        "gpt_oss",
+        "qwen3_next",
+        "falcon_h1",
+        "lfm2",
+        "mamba",
+    ],
+)
+def test_a_models_tokens_are_the_same_in_one_prompt_and_in_chunks(tmp_path, monkeypatch, family):
+    monkeypatch.setattr(rules, "SHORT", 4)
+    monkeypatch.setattr("slipstream.kernels.triton.recurrent.conv.SHORT", 4)
+    monkeypatch.setattr(invariant, "PART", 16)
+    monkeypatch.setattr(invariant, "BLOCK_N", 8)
+    tiny_models.write(tmp_path, family)
+    ops, tokens = TritonOps(deterministic=True), [(7 * i) % 50 + 4 for i in range(19)]
+    model = load_model(tmp_path, ops=ops, device=CPU, dtype=torch.float32)
+    whole = run(model, tokens)
+    for chunks in ((1, 11, 7), (5, 1)):
+        assert torch.equal(run(model, tokens, chunks), whole)
