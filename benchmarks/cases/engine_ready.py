@@ -4,10 +4,11 @@
     python benchmarks/engine.py --study ready --config tiny --device cpu --seqs 16 --output ready.json
 
 Each start is a process of its own: cold (an empty Triton cache), warm (the same again), built (a folder with kernels, and
-another empty cache). `late` are the kernels that were met only after the server was ready. A start's seconds are of `phases_s`;
-`parts` have the number and the seconds of the C modules that it compiled for Triton, of kernels read from a cache and loaded
-onto the GPU (with those modules), and of its waiting for the process that finds and compiles kernels. `first_s`: the first
-token of a prompt of 128.
+another empty cache). `built_s`: the engine answers from here on; `first_s`: the first token of a prompt of 128, sent then;
+`ready_s`: graphs that are captured while there is nothing to do are there, too (at most two seconds). `late` are the kernels
+that were met only after that. A start's seconds are of `phases_s`; `parts` have the number and the seconds of the C modules
+that it compiled for Triton, of kernels read from a cache and loaded onto the GPU (with those modules), and of its waiting for
+the process that finds and compiles kernels; `compiled` are the kernels that the start itself compiled.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ RECORD = "ready_h200"
 ONE = r"""
 import json, subprocess, sys, time
 begin = float(sys.argv[1])
+from triton import knobs
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import build
 from slipstream import LLM, SamplingParams as S
 from slipstream.config import EngineArgs
 from slipstream.kernels.triton.variants import KernelVariant, noting_new_kernels
 
-marks, steps_ms, parts = {}, [], {}
+marks, steps_ms, parts, compiled = {}, [], {}, []
+knobs.compilation.listener = lambda *, src, cache_hit, **_: None if cache_hit else compiled.append(src.name)
 imported_s = time.time() - begin
 
 
@@ -63,10 +66,10 @@ with noting_new_kernels() as met:
     args = EngineArgs(model=sys.argv[2], load_format="dummy", skip_tokenizer_init=True, **json.loads(sys.argv[3]))
     llm = LLM.from_engine_args(args, progress=lambda phase: marks.update({phase: len(met)}))
     built_s = time.time() - begin
-    llm.core.warm(2.0)
-    ready_s, ready = time.time() - begin, len(met)
     llm.generate({"prompt_token_ids": [*range(3, 131)]}, S(temperature=0, max_tokens=1), progress=False)
     first_s = time.time() - begin
+    llm.core.warm(2.0)
+    ready_s, ready = time.time() - begin, len(met)
     if sys.argv[4] == "load":
         step = llm.core.step
 
@@ -92,7 +95,8 @@ with noting_new_kernels() as met:
                 llm.generate([prompt((37 * i + 11 * n) % 300 + 1, 7 * i) for i in range(n)], way, progress=False)
         for length in (1000, 4000, longest):
             llm.generate([prompt(length)] * 2, ways[0], progress=False)
-print(json.dumps({"imported_s": imported_s, "built_s": built_s, "ready_s": ready_s, "first_s": first_s, "parts": parts,
+print(json.dumps({"imported_s": imported_s, "built_s": built_s, "first_s": first_s, "ready_s": ready_s, "parts": parts,
+    "compiled": compiled,
     "phases_s": llm.phases, "num_met_before_cache": marks.get("cache"),
     "met_by_start": met[marks.get("cache", 0):ready], "late": met[ready:], "steps": len(steps_ms),
     "worst_steps_ms": sorted(steps_ms)[-8:]}))
@@ -119,6 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--seqs", type=int, default=1024, help="max_num_seqs (default: 1024)")
+    parser.add_argument("--no-load", action="store_true", help="starts only")
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
@@ -151,7 +156,8 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             save(**found)
 
         model, built = common.CONFIGS / args.config, Path(work) / "built"
-        start("cold", model, "a", "load")
+        load = "no" if args.no_load else "load"
+        start("cold", model, "a", load)
         start("warm", model, "a")
         if args.device == "cpu":
             return
@@ -163,4 +169,4 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         found["build"] = {"s": time.time() - begin, "mib": size, "stderr": ran.stderr[-1500:]}
         if ran.returncode:
             raise SystemExit(ran.stderr)
-        start("built", built, "c", "load")
+        start("built", built, "c", load)

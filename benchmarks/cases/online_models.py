@@ -23,8 +23,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--streams", type=int, default=8)
     add("--seconds", type=float, default=60.0)
     add("--swap-every", type=float, default=5.0)
+    add("--turns", type=int, default=1)
+    add("--max-tokens", type=int, default=256)
 
 
 @contextlib.contextmanager
@@ -188,49 +192,77 @@ def at_random(
     }
 
 
-def gaps(http: httpx.Client, until: float) -> list[float]:
-    """Seconds between tokens of streams of the first model, one after the other."""
+def gaps(address: str, max_tokens: int, until: float) -> list[tuple[float, float]]:
+    """Streams of the first model, one after the other: (when, seconds) of the gaps between tokens.
+    Read by hand, since a client's library takes as long for a line as a GPU for its token."""
     found = []
-    while time.monotonic() < until:
-        body = {
-            "model": "m0",
-            "prompt": "Once",
-            "max_tokens": 256,
-            "stream": True,
-            "ignore_eos": True,
-        }
-        last = None
-        with http.stream("POST", "/v1/completions", json=body) as answer:
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
+    body = {"model": "m0", "prompt": "Once", "max_tokens": max_tokens, "stream": True}
+    raw = json.dumps({**body, "ignore_eos": True})
+    while time.perf_counter() < until:
+        line = HTTPConnection(address, timeout=PATIENCE_S)
+        line.request("POST", "/v1/completions", raw, {"content-type": "application/json"})
+        answer, last = line.getresponse(), None
+        assert answer.status == 200, answer.read()
+        while chunk := answer.readline():
+            if chunk.startswith(b"data: {"):
                 now = time.perf_counter()
                 if last is not None:
-                    found.append(now - last)
+                    found.append((now, now - last))
                 last = now
+        line.close()
     return found
+
+
+def _what(swaps: list[dict[str, Any]], begin: float, end: float) -> str:
+    """What went on next to a stream between two times."""
+    for swap in swaps:
+        loaded = swap["at"] + int(swap["load_ms"] or 0) / 1000
+        if begin < loaded and end > swap["at"]:
+            return "while a model was loaded"
+        if begin < swap["at"] + swap["s"] and end > loaded:
+            return "while it answered"
+    return "at other times"
 
 
 def streams(
     args: argparse.Namespace, http: httpx.Client, process: psutil.Process
 ) -> dict[str, Any]:
-    others = [f"m{i}" for i in range(1, len(args.models))]
-    ask(http, "m0")
-    report: dict[str, Any] = {}
-    for how in ("alone", "next to swaps"):
-        until, num = time.monotonic() + args.seconds, 0
+    """Alone and next to swaps in turns. Each model was loaded once before."""
+    names = [f"m{i}" for i in range(len(args.models))]
+    first = {name: round(ask(http, name)[0], 3) for name in [*names, names[0]]}
+    address = f"{http.base_url.host}:{http.base_url.port}"
+    found: dict[str, list[tuple[float, float]]] = {"alone": [], "next to swaps": []}
+    swaps: list[dict[str, Any]] = []
+    for how in ("alone", "next to swaps") * args.turns:
+        begin = time.perf_counter()
+        until = begin + args.seconds
         with ThreadPoolExecutor(args.streams) as pool:
-            running = [pool.submit(gaps, http, until) for _ in range(args.streams)]
-            while how != "alone" and time.monotonic() < until:
-                _, answer = ask(http, others[num % len(others)])
+            running = [
+                pool.submit(gaps, address, args.max_tokens, until) for _ in range(args.streams)
+            ]
+            while how != "alone" and (at := time.perf_counter()) < until - args.swap_every:
+                name = names[1 + len(swaps) % (len(names) - 1)]
+                took, answer = ask(http, name)
                 assert answer.status_code == 200, answer.text
-                num += 1
-                time.sleep(args.swap_every)
-            found = sorted(gap for one in running for gap in one.result())
-        at = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
-        report[how] = {name: round(1000 * found[int(q * len(found))], 2) for name, q in at.items()}
-        report[how] |= {"worst": round(1000 * found[-1], 2), "tokens": len(found), "swaps": num}
+                load_ms = answer.headers.get("x-slipstream-model-load-ms")
+                swaps.append({"at": at, "model": name, "s": round(took, 3), "load_ms": load_ms})
+                time.sleep(max(0.0, at + args.swap_every - time.perf_counter()))
+            found[how] += [gap for one in running for gap in one.result()]
+    report: dict[str, Any] = {"first_load_s": first}
+    for how, of in found.items():
+        sorted_ = sorted(gap for _, gap in of)
+        quantiles = {"p50": 0.5, "p99": 0.99, "p999": 0.999, "worst": 1.0}
+        at_ = {n: sorted_[min(len(of) - 1, int(q * len(of)))] for n, q in quantiles.items()}
+        report[how] = {name: round(1000 * value, 2) for name, value in at_.items()}
+        report[how]["tokens"] = len(of)
     report["p99 ratio"] = round(report["next to swaps"]["p99"] / report["alone"]["p99"], 3)
+    late = Counter(
+        _what(swaps, when - gap, when)
+        for when, gap in found["next to swaps"]
+        if 1000 * gap > report["alone"]["p99"]
+    )
+    report["later than the p99 alone"] = dict(late)
+    report["swaps"] = [{k: v for k, v in swap.items() if k != "at"} for swap in swaps]
     return report
 
 

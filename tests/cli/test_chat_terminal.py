@@ -223,10 +223,11 @@ def test_words_are_completed(conversation, tmp_path):
     assert found == [f"{tmp_path}/cat.png", f"{tmp_path}/sub/"]
 
 
-def test_picture_is_taken_by_its_path_if_the_model_sees(conversation, tmp_path, monkeypatch):
+def test_picture_is_taken_by_its_path_if_the_model_sees(conversation, tmp_path, capsys):
     (tmp_path / "cat.png").write_bytes(b"picture")
     text = f"what is in {tmp_path}/cat.png ?"
     assert conversation.content(text) == text  # this model sees nothing
+    assert "sees no pictures: it gets the path" in "".join(capsys.readouterr())
     config = type("Config", (), {"images": object()})
     conversation.llm = type("Seeing", (), {"config": config})
     picture, words = conversation.content(text)

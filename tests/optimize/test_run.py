@@ -261,7 +261,7 @@ def test_a_draft_head_is_given_with_its_method_and_stays_outside_too(tmp_path):
     )
     args, at_start = made.folder_args(with_mtp)  # it is in the model
     assert (args.speculative_config, at_start) == ({"method": "mtp"}, {})
-    with pytest.raises(ConfigError, match=r"mtp, eagle3:FOLDER, medusa:FOLDER, eagle:FOLDER"):
+    with pytest.raises(ConfigError, match=r"mtp, eagle:FOLDER, eagle3:FOLDER, peagle:FOLDER"):
         run.check_drafts(["eagle3:/no/such/head"])
 
 

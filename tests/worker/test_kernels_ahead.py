@@ -93,6 +93,42 @@ print(json.dumps([len(found), len(compiled), failed, all(holds(n, layers) for n 
 """
 
 
+HASHED_IN_TWO_ORDERS = """
+from triton.runtime.jit import DependenciesFinder, JITFunction
+
+
+def update_hash(self, func):  # as Triton 3.6 does
+    self.used_global_vals.update(func.used_global_vals)
+    self.hasher.update(func.cache_key.encode())
+
+
+DependenciesFinder._update_hash = update_hash
+from slipstream.kernels.triton import drawing
+from slipstream.kernels.triton.kernel_cache import use_layers
+
+functions = [x for x in vars(drawing).values() if isinstance(x, JITFunction)]
+
+
+def keys(functions):
+    for function in functions:
+        function.hash, function.used_global_vals = None, {}
+    return {function.__name__: function.cache_key for function in functions}
+
+
+as_triton_does = keys(functions) == keys(functions[::-1])
+use_layers([])
+print(as_triton_does, keys(functions) == keys(functions[::-1]))
+"""
+
+
+def test_a_kernel_has_one_hash_whichever_kernel_is_hashed_first():
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", HASHED_IN_TWO_ORDERS]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.split() == ["False", "True"]
+
+
 OTHERS = [pytest.param(capability, marks=pytest.mark.slow) for capability in ((8, 0), (10, 0))]
 
 

@@ -69,7 +69,6 @@ SETTINGS = {
     "allowed_media_domains": "allowed_media_hosts",
     "master_port": "rank_address",
     "data_parallel_address": "rank_address",
-    "model_weights": "load_format",
     "moe_backend": "kernels",
     "linear_backend": "kernels",
     "attention_backend": "kernels",
@@ -216,7 +215,7 @@ _BY_REASON: dict[str, str] = {
         enable_tower_connector_lora enable_mixed_moe_lora_format
     """,
     _REVISION: """
-        revision code_revision tokenizer_revision hf_config_path
+        revision code_revision tokenizer_revision hf_config_path model_weights
     """,
     _CONFIG: """
         config_format model_class_overrides convert pooler_config quantization_config

@@ -162,7 +162,8 @@ class RoundWeights:
     def _begin_learning(
         self, planned: PlannedWeight, weight: Tensor, stats: InputStats | None
     ) -> Offsets:
-        """Learning begins at GPTQ's result, or at rounding to nearest. Experts have no statistics and begin at nearest."""
+        """The offsets at which learning begins: GPTQ's result, or rounding to nearest, as always
+        for experts, which have no statistics."""
         settings, fmt = planned.rounding
         if stats is None or settings.begin == "nearest":
             return Offsets.fitted(weight, fmt, self.written, clip=settings.clip)
@@ -175,7 +176,8 @@ class RoundWeights:
     def _new_weight(
         self, layer: LayerState, name: str, weight: Tensor, stats: Mapping[str, InputStats]
     ) -> Rounded | Tensor:
-        """Experts are compressed one by one; those that no token reached have no statistics."""
+        """Compress a weight. A mixture's is compressed expert by expert; experts that no token
+        reached have no statistics."""
         planned, mlp = layer.planned[name], layer.spec.mlp
         if not (name.startswith("experts.") and isinstance(mlp, MoESpec)):
             return self._matrix(planned, weight, stats.get(name), layer)

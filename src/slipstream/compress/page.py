@@ -109,7 +109,7 @@ def change(ratio: float) -> str:
 
 
 def number(value: float) -> str:
-    """Four significant digits."""
+    """The number with four significant digits."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     return (
@@ -200,7 +200,7 @@ def histogram(kl: Mapping[str, Any]) -> str:
 
 
 def layers(found: Sequence[Mapping[str, Any]]) -> str:
-    """Bars are the layers' own errors, dots the errors of the residual after them."""
+    """Draw the errors by layer: bars for the layers' own, dots for the residual after them."""
     most = max(max(layer["own"], layer["state"]) for layer in found) or 1.0
     step = (WIDTH - LEFT - RIGHT) / len(found)
     every = max(1, -(-len(found) // 30))

@@ -204,7 +204,7 @@ def _check_parallel(
 
 
 def _check_together(sparsify: Sparsify, quantize: Quantize) -> None:
-    """Rounding must leave zeros as they are."""
+    """Raise ConfigError for a rounding that would fill the zeros of a sparse weight."""
     together = sparsify.method == "sparsegpt" and quantize.rounding == "gptq"
     if quantize.rounding != "nearest" and not together:
         raise ConfigError(

@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias, cast
 
+from slipstream.spec.drafts.heads import FileMethod
 from slipstream.spec.parallel import ONE_UNIT, Shard, SplitUnits
 
 # --- Speculation ---------------------------------------------------------------------
@@ -80,7 +81,7 @@ class ModelDrafts(LearnedDrafts):
 class HeadDrafts(LearnedDrafts):
     """Drafts of a head, which reads states of the model and has a checkpoint of its own."""
 
-    method: Literal["eagle", "eagle3", "peagle", "dflash", "medusa"]
+    method: FileMethod
     model: str
 
 

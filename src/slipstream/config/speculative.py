@@ -24,14 +24,13 @@ from slipstream.config.forms import (
 from slipstream.config.sections import EngineConfig
 from slipstream.config.settings import EngineArgs, split_setting
 from slipstream.errors import ConfigError
+from slipstream.spec.drafts.heads import FILE_METHODS
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.scheme import SCHEMES
 
-HEADS = ("eagle", "eagle3", "peagle", "dflash", "medusa")
-
 FORMS: dict[str, type[Any]] = {
     **{form.method: form for form in (NgramDrafts, SuffixDrafts, ModelDrafts)},
-    **dict.fromkeys(HEADS, HeadDrafts),
+    **dict.fromkeys(FILE_METHODS, HeadDrafts),
     MTPDrafts.method: MTPDrafts,
 }
 """The settings of each method."""

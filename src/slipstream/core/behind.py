@@ -1,4 +1,4 @@
-"""Short prompts behind a long one: their part of a step."""
+"""Short prompts that wait behind a long one, and their part of a step."""
 
 from __future__ import annotations
 

@@ -561,7 +561,7 @@ class Scheduler:
     ) -> None:
         """Put the request's next `count` tokens into the step, for which it holds the blocks.
 
-        The last of them may be `added` behind the known ones: guesses, or with `is_certain` tokens
+        The last of them may be `added` after the known ones: guesses, or with `is_certain` tokens
         that are known to follow.
         """
         computed = request.num_computed_tokens

@@ -129,7 +129,7 @@ class StepBuilder:
         self.new: list[NewRequest] = []
         # number of guesses to verify, of requests that have some
         self.guesses: dict[Request, int] = {}
-        # tokens behind the last one that are certain, of requests that have some
+        # tokens after the last one that are certain, of requests that have some
         self.certain: dict[Request, tuple[int, ...]] = {}
         self.updates = updates
 
@@ -165,7 +165,7 @@ class StepBuilder:
                 self.sampled_prompts.append(request)
 
     def _introduce(self, request: Request) -> tuple[TableUpdate, ...]:
-        """Let the worker know a request that it does not have. Returns its block tables."""
+        """Describe to the worker a request that it does not have. Returns its block tables."""
         request.in_worker = True
         spec, encodes = request.spec, request in self.encoding
         new = NewRequest(

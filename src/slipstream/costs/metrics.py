@@ -86,7 +86,8 @@ class RequestTiming:
         return max(self.gaps_s, default=None) if self.gaps_s is not None else None
 
     def meets(self, objectives: dict[str, float]) -> bool:
-        """Every objective is met; one that can't be computed (TPOT of a single token) is."""
+        """Whether every objective is met. One that can't be computed (TPOT of a single token)
+        counts as met."""
         return self.ok and all(
             (value := getattr(self, name)) is None or value <= most
             for name, most in objectives.items()

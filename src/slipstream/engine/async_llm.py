@@ -118,7 +118,9 @@ class AsyncLLM(OtherRequests):
         raised here as they are."""
         args = settled(args)
         path = resolve_model(args.model, download_dir=args.download_dir)
-        description = read_spec(path).taking_images(args.max_images)
+        # a GGUF file's header takes long, and other models may have streams on this loop
+        read = await asyncio.to_thread(read_spec, path)
+        description = read.taking_images(args.max_images)
         joins = source is not None
         source = source or child_source(args)
         link = await source.connect()  # a child imports torch while we build the tokenizer

@@ -363,7 +363,8 @@ class Shortener:
         unit: Unit,
         protect: tuple[str, ...],
     ) -> Compressed:
-        """`parts` are texts, and whether each is protected. ConfigError or RequestError say what is wrong."""
+        """Shortens the texts of `parts`, each with whether it is protected. ConfigError or
+        RequestError say what is wrong."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise RequestError(

@@ -116,7 +116,8 @@ class EngineCore:
         """Give its memory back, if no request needs it; else it stays until others need the room."""
 
     def _join(self, kind: type[Listener]) -> None:
-        """Let the listener of this class take part from now on. Called with each of its requests, before they are queued."""
+        """Let the listener of this class take part from now on, with its first request before that
+        is queued."""
         if not any(type(listener) is kind for listener in self._listeners):
             joined = {type(listener) for listener in self._listeners} | {kind}
             self._listeners = tuple(x for x in self._all_listeners if type(x) in joined)
@@ -197,7 +198,7 @@ class EngineCore:
         return outputs
 
     def pass_on(self, outputs: list[StepOutput]) -> list[EngineOutput]:
-        """Let the listeners take outputs; what each leaves is the next one's."""
+        """Let each listener in turn take its outputs, and return those that none took."""
         if outputs:
             for listener in self._listeners:
                 outputs = listener.take(outputs)
@@ -243,7 +244,7 @@ class EngineCore:
 
     @cached_property
     def cache_news(self) -> CacheNews:
-        """The prefix cache for who routes requests by what it holds. It stays empty here."""
+        """News of the prefix cache for routers. Empty in this engine."""
         return CacheNews(self.config.cache.block_size, None, {})
 
     # --- From start to end --------------------------------------------------------------------------------------------

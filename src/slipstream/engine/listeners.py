@@ -26,7 +26,8 @@ from slipstream.worker.executor import Executor, Launched
 
 
 class Listener:
-    """Listens to nothing; a feature overrides what it needs."""
+    """Base of what follows requests in the engine core. Its methods do nothing; a feature overrides
+    those it needs."""
 
     is_waiting = False
     """True if `prepare` may soon have something to do without a step."""
@@ -35,7 +36,7 @@ class Listener:
     """Generated tokens that are in none of the outputs."""
 
     def joined(self) -> None:
-        """Let the scheduler know the feature, before its first request."""
+        """Register the feature's part with the scheduler, before its first request."""
 
     def prepare(self) -> list[EngineOutput]:
         """Do what is due before a step is scheduled. Returns the ends of requests."""

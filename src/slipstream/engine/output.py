@@ -95,7 +95,8 @@ class OutputProcessor:
         self._plain.clear()  # a request's single tokens say no version
 
     def add(self, request: PreparedRequest, on_token: OnToken | None = None) -> None:
-        """`on_token` may be called for tokens between the first and the last, in the place of a delta."""
+        """Add a request. `on_token`, if given, may be called for a token between the first and the
+        last, instead of making a delta."""
         if request.request_id in self._states:
             raise RequestError(
                 f"request_id {request.request_id!r} is in use; choose another", field="request_id"

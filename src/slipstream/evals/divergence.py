@@ -184,7 +184,8 @@ def token_kl(logits_a: Tensor, logits_b: Tensor) -> Tensor:
 
 
 def check_vocabularies(a: Scorer, b: Scorer, windows: Sequence[Window]) -> None:
-    """ConfigError unless the vocabularies have the same size, and the same tokens where the text uses them."""
+    """Raise ConfigError unless the vocabularies have the same size, and the same tokens where the
+    text uses them."""
     sizes = a.spec.vocab_size, b.spec.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(

@@ -28,7 +28,7 @@ class Collected(StateCache):
 
 class TextStates:
     """States of sequences of up to `context` tokens, up to `step_tokens` (in whole blocks) at once. `layers`: the
-    states before these are wanted beside the final ones."""
+    states before these are wanted next to the final ones."""
 
     def __init__(
         self, args: EngineArgs, layers: Sequence[int], *, context: int, step_tokens: int

@@ -130,7 +130,8 @@ class SharedCore:
             self._send(Attach(number, path))
 
     def core_said(self, message: ToParent) -> None:
-        """A front end gets only its own heartbeats."""
+        """Take a message of the engine. Only `Ready` matters here: a front end gets its own
+        heartbeats."""
         if isinstance(message, Ready):  # it woke up
             self.ready = message
 
@@ -258,7 +259,7 @@ class Supervisor:
                         await self._stopping.wait()
 
     async def _live(self, slot: int) -> tuple[bool, SlipstreamError]:
-        """A front end's life. Whether it served, and how it ended."""
+        """Start a front end and wait for its end. Returns whether it served, and how it ended."""
         try:
             front_end = await self._spawn(slot)
         except OSError as error:

@@ -131,7 +131,8 @@ class HubStore:
         return self.root / ("models--" + repo.replace("/", "--"))
 
     def lock(self, repo: str) -> Path:
-        """The lock of who fetches or removes. It is outside the folder, so that removing this frees no second lock."""
+        """The lock that a process holds while it fetches or removes. Its file is outside the
+        folder, so that removing the folder does not make room for a second lock."""
         return self.root / ".locks" / self.folder(repo).name / "slipstream.lock"
 
     def snapshot(self, repo: str) -> Path | None:

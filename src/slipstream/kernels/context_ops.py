@@ -102,7 +102,7 @@ def _own_keys(meta: AttentionMetadata, block_size: int, rank: int, size: int) ->
     if meta.max_query_len > 1:
         tokens, ends = torch.arange(len(slots), device=slots.device), meta.query_start_loc[1:]
         seq = torch.bucketize(tokens, ends, right=True).clamp(max=len(ends) - 1)
-        # padding's tokens are behind the last sequence
+        # padding's tokens come after the last sequence
         seen = torch.minimum(lens[seq], lens[seq] - (ends[seq] - 1 - tokens)).clamp(min=0)
     return dataclasses.replace(
         meta,

@@ -80,7 +80,7 @@ class QKVLayout:
     k_norm: Tensor | None = None
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
-    norm_after: bool = False  # norms come behind the rotation
+    norm_after: bool = False  # norms come after the rotation
     value_eps: float | None = None
     has_values: bool = True
 

@@ -99,7 +99,7 @@ class AttentionMetadata:
        steps at once. Code that changes the lengths drops it.
     7. `most_tokens`: where each of several ranks has its own requests, the maximum tokens of a rank
        in this step. None: all have as many as this one.
-    8. `layer_inputs`: what layers read beside the residual (`OwnInputSpec`), for all layers. The
+    8. `layer_inputs`: what layers read next to the residual (`OwnInputSpec`), for all layers. The
        decoder sets it.
     9. In a captured graph ints are upper bounds, and padded sequences have seq_len 0 and write to
        slot 0 of the null block.

@@ -100,8 +100,8 @@ class RowOps:
         return x[:, start:stop].contiguous()
 
     def resized_heads(self, x: Tensor, *, start: int, count: int, old: int, new: int) -> Tensor:
-        """x [T, start + count · old] → [T, start + count · new]: each of the last `count` parts with zeros behind it, or
-        without its end."""
+        """x [T, start + count · old] → [T, start + count · new]: each of the last `count` parts
+        with zeros after it, or without its end."""
         parts = x[:, start:].unflatten(1, (count, old))
         parts = torch.nn.functional.pad(parts, (0, new - old)).flatten(1)
         return torch.cat((x[:, :start], parts), 1) if start else parts

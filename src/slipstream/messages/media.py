@@ -17,7 +17,7 @@ class ImageSpan:
 
     `key` is a hash of the pixels: spans with the same key have the same embeddings. `pixels` are
     uint8 [height, width, 3], in the image encoder's size; empty in a fork, which gets its parent's.
-    `gap`: tokens of text behind each row, which belong to the span (Pixtral).
+    `gap`: tokens of text after each row, which belong to the span (Pixtral).
     """
 
     offset: int  # the first placeholder's position

@@ -248,7 +248,7 @@ def _their_states(
     hooks: list[Any] = []
 
     def watch(part: nn.Module, layers: Sequence[LayerSpec], name: str) -> None:
-        # One of ours may be two of theirs: a mixer and the MLP behind it (Nemotron-H).
+        # One of ours may be two of theirs: a mixer and the MLP after it (Nemotron-H).
         ends = list(accumulate(1 + (layer.mlp is not None) for layer in layers))
         every = [m for m in part.modules() if isinstance(m, nn.ModuleList)]
         lists = [[*m] for m in every if len(m) == len(layers)]

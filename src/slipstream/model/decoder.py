@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """Inputs of the layers beside the residual (`LayerInputsSpec`)."""
+    """Inputs of the layers next to the residual (`LayerInputsSpec`)."""
 
     spec: LayerInputsSpec
     table: Any  # in the op set's layout
@@ -248,8 +248,8 @@ class Decoder:
         return self.run(h, kv, self.with_inputs(token_ids, h, meta))
 
     def with_inputs(self, token_ids: Tensor, h: Tensor, meta: Any) -> Any:
-        """Returns the step's metadata with what layers read beside the residual, made from the first
-        layer's input `h`."""
+        """Returns the step's metadata with what layers read next to the residual, made from the
+        first layer's input `h`."""
         if self.reads_tokens:
             meta = dataclasses.replace(meta, token_ids=token_ids)
         made = self.layer_inputs

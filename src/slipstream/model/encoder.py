@@ -126,7 +126,8 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class TextHeads:
-    """Heads behind an encoder besides a classifier: products of texts' vectors and of tokens', and a token's weight."""
+    """Heads after an encoder other than a classifier: products of texts' vectors and of tokens',
+    and a token's weight."""
 
     dense: tuple[Dense, ...] = ()
     token_dense: tuple[Dense, ...] = ()

@@ -111,7 +111,7 @@ def _experts(layers: Sequence[LayerMatch]) -> list[Linear]:
 
 def _apart(layers: Sequence[LayerMatch]) -> Linear | None:
     """Returns one of the experts' weights if they have a format that no other product has (4-bit
-    floats beside 16 bits), or else None."""
+    floats next to 16 bits), or else None."""
     if isinstance(layers[0].products["qkv"], Float4Linear):
         return None
     return next((w for w in _experts(layers) if isinstance(w, Float4Linear)), None)

@@ -309,7 +309,8 @@ class ImageTower:
     @torch.inference_mode()
     def __call__(self, pictures: Sequence[Tensor]) -> list[Tensor]:
         """Pixels, uint8 [height, width, C], of whole groups of patches → the token embeddings of
-        each picture, with those for DeepStack beside them: [num_tokens, (1 + layers) · text size]."""
+        each picture, with those for DeepStack next to them: [num_tokens, (1 + layers) · text
+        size]."""
         counts = [self.spec.grid(*picture.shape[:2]).num_patches for picture in pictures]
         ends = pass_ends(counts, self.most_patches)
         return [

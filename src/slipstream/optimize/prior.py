@@ -42,7 +42,7 @@ KL_OF_CACHE = 0.005
 
 
 def guessed_kl(compression: str, cache_dtype: str, num_parameters: float = LARGE_MODEL) -> float:
-    """Nats, before any measurement."""
+    """Expected KL divergence in nats, before any measurement."""
     bits, _ = bits_of(compression)
     kl = KL_OF_BITS[bits] * math.sqrt(LARGE_MODEL / num_parameters)
     if bits <= 4 and compression not in SCHEMES:

@@ -32,6 +32,7 @@ from slipstream.optimize.candidates import Candidate, Space, TrialResult
 from slipstream.optimize.prior import guessed_kl
 from slipstream.optimize.traffic import RecordedTraffic
 from slipstream.spec.description import ModelDescription
+from slipstream.spec.drafts.heads import FILE_METHODS
 from slipstream.spec.scheme import SCHEMES
 from slipstream.worker.ranks.process_executor import check_devices
 
@@ -41,9 +42,7 @@ SURE = 1.96
 
 LIMITS = ("kl", "perplexity")
 WITHOUT_FILES = ("ngram", "suffix", "mtp")
-HEADS = ("eagle3", "medusa", "eagle", "peagle", "dflash")
-"""Draft methods: those that need only the model's checkpoint, and those with a draft head's
-checkpoint."""
+"""Draft methods that need only the model's checkpoint. Those of `FILE_METHODS` need a head's."""
 
 WORKER = (sys.executable, "-m", "slipstream.optimize.worker")
 NOT_MEASURED = "random weights: quality is not measured"
@@ -172,7 +171,9 @@ def check_drafts(names: Sequence[str]) -> tuple[str | None, ...]:
     for name in names:
         path = None if name == "none" else draft_path(name)
         if path is not None and not path.exists():
-            known = ", ".join(("none", *WITHOUT_FILES, *(f"{method}:FOLDER" for method in HEADS)))
+            known = ", ".join(
+                ("none", *WITHOUT_FILES, *(f"{method}:FOLDER" for method in FILE_METHODS))
+            )
             what = f"drafts: {name!r} is none of {known}, and no checkpoint of a draft model"
             raise ConfigError(what, field="drafts")
     if not names or len(set(names)) < len(names):
@@ -183,13 +184,17 @@ def check_drafts(names: Sequence[str]) -> tuple[str | None, ...]:
 def draft_path(name: str) -> Path | None:
     """Checkpoint of a draft model or head; None for other methods."""
     method, _, path = name.partition(":")
-    return None if name in WITHOUT_FILES else Path(path if method in HEADS else name).expanduser()
+    return (
+        None
+        if name in WITHOUT_FILES
+        else Path(path if method in FILE_METHODS else name).expanduser()
+    )
 
 
 def draft_settings(name: str) -> dict[str, Any]:
     """The engine's settings for this draft."""
     method, path = name.partition(":")[0], draft_path(name)
-    if method in HEADS:
+    if method in FILE_METHODS:
         return {"speculative_config": {"method": method, "model": str(path)}}
     return (
         {"speculative_config": {"method": "mtp"}} if name == "mtp" else {"speculative_model": name}

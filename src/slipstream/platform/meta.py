@@ -28,6 +28,11 @@ class MetaValues(Tensors):
     def floats(self, x: Tensor) -> npt.NDArray[np.float32]:
         return np.ones(x.shape, np.float32)
 
+    def ranges(self, starts: Tensor, lengths: Tensor, total: int) -> Tensor:
+        return torch.empty(
+            total, dtype=torch.int64, device=self.device
+        )  # arithmetic is in Python here
+
 
 class Nothing:
     """Events, queues and graphs of a device that does no work."""

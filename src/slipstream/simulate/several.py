@@ -72,7 +72,8 @@ def plan_models(
 
 
 def largest_sets(sizes: Mapping[str, int], memory_bytes: int) -> list[list[str]]:
-    """The sets of models that fit in the memory and that no other fits beside; the largest first."""
+    """The sets of models that fit in the memory, with no room for another one; the largest
+    first."""
     names, found = list(sizes), list[frozenset[str]]()
     for count in range(len(names), 0, -1):
         for chosen in map(frozenset, itertools.combinations(names, count)):

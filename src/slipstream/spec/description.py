@@ -216,8 +216,8 @@ class ModelDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartDescription(ModelDescription):
-    """A part of a checkpoint beside its model: the shapes of its parameters, by our names, and a
-    family with the names of its tensors alone. A loader reads it as it reads the model."""
+    """A part of a checkpoint in addition to its model: the shapes of its parameters, by our names,
+    and a family with the names of its tensors alone. A loader reads it as it reads the model."""
 
     part: Mapping[str, Shape]
 

@@ -52,7 +52,8 @@ class QKNormSpec:
     3. `each`: each head, with a weight of its own, layer norm (Command R+).
     4. `layer`: each head, with one weight and one bias for all heads, layer norm (Phi).
 
-    `after`: the norm of heads comes behind the rotation (Hunyuan). Without `learned` a head's weights are 1 (Llama 4).
+    `after`: the norm of heads comes after the rotation (Hunyuan). Without `learned` a head's
+    weights are 1 (Llama 4).
     """
 
     over: Literal["head", "row", "each", "layer"]
@@ -75,10 +76,10 @@ class AttentionSpec:
     `kv_from`: the layer whose cached keys and values are read; there are queries alone, and nothing is cached (Gemma 3n and 4).
     `gated`: results are multiplied by the sigmoid of a gate, whose rows stand before q's in the product (Qwen3-Next). "head":
     the gate has one number for each head (Step 3.5). `gate`: or by its softplus (Laguna).
-    `value_dim`: values have so many numbers, fewer than keys (MiMo V2). They are cached with zeros behind them. `value_scale`
-    multiplies the stored weights of the output product, in the place of the values.
-    `of_heads`: if this is a rank's part (`spec.parallel`), the query and kv heads of all ranks together, without
-    those of zeros.
+    `value_dim`: values have so many numbers, fewer than keys (MiMo V2). They are cached with zeros
+    after them. `value_scale` multiplies the stored weights of the output product, in the place of
+    the values. `of_heads`: if this is a rank's part (`spec.parallel`), the query and kv heads of
+    all ranks together, without those of zeros.
     """
 
     num_heads: int
@@ -588,7 +589,7 @@ class StreamsSpec:
     3. The layer's own input is added to all streams but the first. With `scaled` it reads the active one times learned numbers.
     4. The first layer (`opens`) makes the streams of the embeddings by products, and the last (`closes`) their mean again.
 
-    `norm` is before the router of coefficients. `low_rank_norm` is behind the low-rank product.
+    `norm` is before the router of coefficients. `low_rank_norm` is after the low-rank product.
     """
 
     count: int

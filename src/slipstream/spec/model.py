@@ -88,7 +88,8 @@ class EncoderSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputsSpec:
-    """Inputs that layers read beside the residual (Gemma 3n and 4; `OwnInputSpec`), `size` numbers for each of `num_layers`.
+    """Inputs that layers read next to the residual (Gemma 3n and 4; `OwnInputSpec`), `size` numbers
+    for each of `num_layers`.
 
     They are (norm(project(h)) + scale · row) · factor, where h are the first layer's inputs and `row` is the token's in a table
     of `vocab_size` tokens. The norm is over each layer's numbers. The table is looked up, so it stays as it is stored.
@@ -168,7 +169,7 @@ class ModelSpec:
     `folded`: numbers by which weights are multiplied when they are loaded, by the end of the checkpoint's name. Each pair has
     a count of rows and their number (Falcon-H1).
     `stage`: the layers [first, last) whose weights are here, if other ranks have the others. The first layer's rank has the
-    embeddings, too, and the last layer's what comes behind.
+    embeddings, too, and the last layer's what comes after it.
     `groups`: if this is a rank's part (`spec.parallel`), the cache groups of the whole model, which all ranks share.
     """
 
@@ -294,12 +295,12 @@ class ModelSpec:
 
     @property
     def has_first(self) -> bool:
-        """The first layer is here, and the embeddings."""
+        """Whether the first layer, and so the embeddings, are on this rank."""
         return self.local_layers.start == 0
 
     @property
     def has_last(self) -> bool:
-        """The last layer is here, and what comes behind it."""
+        """Whether the last layer, and so what comes after it, is on this rank."""
         return self.local_layers.stop == self.num_layers
 
     @property
@@ -309,7 +310,7 @@ class ModelSpec:
 
     @property
     def is_recurrent(self) -> bool:
-        """Some layers have states, in the place of keys and values or next to them."""
+        """Whether some layers have recurrent states, instead of keys and values or next to them."""
         return any(layer.recurrent is not None for layer in self.layers)
 
     @property
@@ -337,7 +338,7 @@ class ModelSpec:
 
     @property
     def needs_full_prompt(self) -> bool:
-        """A prompt can't be computed in chunks."""
+        """Whether a prompt must be computed in one step, not in chunks."""
         return self.is_encoder or self.encoder is not None
 
     @property

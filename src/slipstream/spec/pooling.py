@@ -108,7 +108,7 @@ class PoolingSpec:
     lexical: DenseStep | None = None
 
     def vector_size(self, hidden_size: int) -> int:
-        """Numbers of a vector."""
+        """Number of elements of a vector."""
         return self.dense[-1].num_outputs if self.dense else hidden_size
 
     def token_size(self, hidden_size: int) -> int:

@@ -59,7 +59,8 @@ class AdapterPlaces:
         return found
 
     def replace(self, request: LoRARequest, version: str) -> None:
-        """Let an adapter that has a place be that of `request`, which has the same id."""
+        """Put another version of an adapter, that of `request`, into the place of the one with the
+        same id."""
         known, _ = self._held[request.id]
         self._earlier.setdefault(request.id, set()).add(known.path)
         self._held[request.id] = request, version

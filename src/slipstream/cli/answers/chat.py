@@ -324,8 +324,6 @@ class Conversation:
     def content(self, text: str) -> str | list[dict[str, Any]]:
         """A message's content: the text, or with the pictures whose paths stand in it, if the model
         sees."""
-        if self.llm.config.images is None:
-            return text
         words, pictures = [], []
         for word in text.split(" "):
             path = Path(os.path.expanduser(word.strip("'\"")))
@@ -336,6 +334,9 @@ class Conversation:
                 pictures.append({"type": "image_url", "image_url": {"url": url}})
             else:
                 words.append(word)
+        if pictures and self.llm.config.images is None:
+            say(f"({self.model} sees no pictures: it gets the path)")
+            return text
         if not pictures:
             return text
         say(f"({len(pictures)} picture{'s' if len(pictures) > 1 else ''})")

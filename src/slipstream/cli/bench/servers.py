@@ -51,7 +51,7 @@ async def vocab_size_of(endpoint: Endpoint) -> int:
 
 
 def described_arrivals(arrivals: Arrivals | None) -> dict[str, Any]:
-    """The load as data; None is a trace's own."""
+    """The load's arrivals as data; None: those of the trace."""
     if arrivals is None:
         return {"kind": "trace"}
     return {"kind": type(arrivals).__name__.lower(), **plain(arrivals)}

@@ -78,7 +78,7 @@ def described(args: argparse.Namespace) -> tuple[ServedModels, list[Any]]:
 
 
 def run_several(args: argparse.Namespace, settings: ServerSettings) -> int:
-    """Run the server. Returns 0 after an orderly stop."""
+    """Serve several models. Returns 0 after an orderly stop."""
     check(args)
     try:
         if not getattr(args, "owns_process", False):

@@ -121,8 +121,8 @@ def measure(
     )
 
     def layer(index: int) -> dict[str, Tensor]:
-        """A layer is needed once for every product before it, so the layers of a small model are
-        cached."""
+        """Load a layer's weights. Layers of a small model are cached, because each is needed once
+        for every product before it."""
         if index in held:
             return held[index]
         values = load_layer(source, index, device)

@@ -100,7 +100,8 @@ def folds(spec: LayerSpec) -> dict[str, Fold]:
 
 
 def dense_readers(r: RecurrentSpec) -> tuple[str, ...]:
-    """The products of a recurrent layer that read its inputs beside `in`, and are not rounded."""
+    """The products of a recurrent layer, other than `in`, that read its inputs and are not
+    rounded."""
     if not isinstance(r, GatedDeltaSpec):
         return ()
     parts = ("gates",) if r.latent is None else ("gates", "decay_latent", "gate_latent")

@@ -130,7 +130,7 @@ def restore_state(
 
 
 def full(value: Tensor) -> Tensor:
-    """A sharded tensor, gathered."""
+    """The whole of a sharded tensor, gathered from the ranks."""
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value

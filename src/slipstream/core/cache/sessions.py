@@ -90,7 +90,7 @@ KINDS: tuple[Kind, ...] = (
     "later text",
     "later call",
     "shared",  # a beginning of several sessions
-    "passed",  # blocks behind a window, and earlier states
+    "passed",  # blocks that left a window, and earlier states
     "used",  # the same, after a request began there
     "rest",  # the end of a chain that its session did not go on from
 )
@@ -356,7 +356,7 @@ class Sessions:
         heappush(self.timers, session.due)
 
     def tick(self) -> None:
-        """Let sessions get older."""
+        """Advance the sessions' ages."""
         timers, now = self.timers, self.clock()
         while timers and timers[0][0] <= now:
             due = heappop(timers)

@@ -165,7 +165,8 @@ class Speculation(Participant):
             self._chains.prepare([r.request_id for r in decodes], limit, line)
 
     def _plain(self, num_seqs: int) -> float | None:
-        """`StepCosts.plain`; None with a fixed number of drafts."""
+        """Predicted time of a step without drafts (`StepCosts.plain`); None with a fixed number of
+        drafts."""
         if self.config.num_speculative_tokens is not None:
             return None
         is_sure = self._chains is not None and self._chains.gain > SURE

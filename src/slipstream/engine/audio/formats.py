@@ -46,7 +46,7 @@ def _segment(index: int, s: TranscriptionSegment) -> dict[str, Any]:
 
 
 def _clock(seconds: float, point: str) -> str:
-    """A time of subtitles: hours, minutes, seconds and milliseconds."""
+    """The time as subtitles write it: hours, minutes, seconds and milliseconds."""
     ms = round(seconds * 1000)
     return (
         f"{ms // 3_600_000:02d}:{ms // 60_000 % 60:02d}:{ms // 1000 % 60:02d}{point}{ms % 1000:03d}"

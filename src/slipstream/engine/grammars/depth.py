@@ -3,7 +3,7 @@
 llguidance follows references recursively in C, and a stack that overflows there ends the process. So what is deeper than
 `MAX_DEPTH` is refused before llguidance sees it. A depth counts
 
-1. the schemas inside each other, and behind each `$ref`;
+1. the schemas inside each other, and those that a `$ref` names;
 2. the rules and terminals of a Lark or GBNF grammar behind each other, with the groups that a reference stands in, and the
    schemas behind `%json`.
 
@@ -355,7 +355,7 @@ def _check_terminals(
 
 
 def _json_at(text: str, at: int, keyword: str) -> tuple[Any, int]:
-    """The JSON behind a keyword, and where it ends. ValueError if it is none."""
+    """The JSON after a keyword, and where it ends. ValueError if it is none."""
     space = _SPACE.match(text, at)
     assert space is not None, "it matches nothing, too"
     try:

@@ -128,7 +128,8 @@ def _counts(params: StructuredOutputsParams) -> CountedStrings | None:
 
 class Grammars:
     """The grammars of an engine core's requests. `load` returns the tokenizer; it is called once, for the first grammar.
-    `num_rows`: of the model's embedding; `ends`: the tokens that end an answer of this model."""
+    `num_rows`: rows of the model's embedding; `ends`: the tokens that end an answer of this
+    model."""
 
     def __init__(
         self,
@@ -355,7 +356,7 @@ class Grammars:
                 with contextlib.suppress(GrammarError):  # `finish_mask` says so below
                     state.accept(tokens)
         self._find(states)
-        # A mask that other rows share is there once, behind those that rows have for themselves.
+        # A mask that rows share is there once, after the masks of single rows.
         shared = [
             state.known if s.num_sampled == 1 else None
             for state, (s, _) in zip(states, found, strict=True)
@@ -438,7 +439,7 @@ class Grammars:
         ended: dict[str, str | None] = {}
         matchers, asked = list[tuple["LLMatcher", int]](), list[GrammarState]()
         for s, state, row, _ in own:
-            bits[row + 1 : row + s.num_sampled].fill(-1)  # behind a wrong guess anything is allowed
+            bits[row + 1 : row + s.num_sampled].fill(-1)  # after a wrong guess anything is allowed
             try:
                 if not state.write_known(bits[row]):
                     matchers.append((state.matcher, row))

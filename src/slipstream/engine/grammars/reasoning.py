@@ -211,7 +211,7 @@ class ReasoningBudget:
 
     @property
     def is_over(self) -> bool:
-        """No reasoning can follow."""
+        """Whether the reasoning has ended, so that none can follow."""
         return self._spots[-1].phase == DONE
 
     @property

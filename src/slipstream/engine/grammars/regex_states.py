@@ -232,7 +232,8 @@ class ClassVocabulary:
     def __init__(
         self, tokens: Sequence[bytes], special: Sequence[int], num_rows: int, sets: Iterable[int]
     ) -> None:
-        """`tokens`: the model's. `num_rows`: of its embedding. `sets` of characters, as bits of ASCII."""
+        """`tokens` are the model's; `num_rows` is the number of rows of its embedding. `sets` are
+        sets of characters, as bits of ASCII."""
         sets, least = sorted(sets), dict[tuple[int, ...], int]()
         table = bytearray(range(256))
         for byte in range(128):

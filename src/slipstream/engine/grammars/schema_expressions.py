@@ -19,7 +19,7 @@ MAX_PARTS = 20_000
 """Parts of a schema."""
 
 MAX_NAMES = 32_768
-"""Characters of an object's names beside which it may have others."""
+"""Limit of the characters of an object's names, up to which it may have other names too."""
 
 MAX_TOGETHER = 32
 """Parts in order. More are parts of the last one, so that few places stand after a place."""

@@ -4,9 +4,10 @@ A `SchemaPlace` is a part with what follows after it: a list of parts, like a st
 places a byte leads to from others. Places are made once each, so they compare by identity.
 
 An item of a list, or a character of a string, is counted. Counts that are further from a bound than any
-token is long allow the same tokens: such a count is far. The text's own count is then kept beside the
-places, one for each place in `slots`. A place whose count is n more than that of its slot has it as
-`_far(kind, n)`: where a number may go on, or may be over, the text is at two places with different counts.
+token is long allow the same tokens: such a count is far. The text's own count is then kept next to
+the places, one for each place in `slots`. A place whose count is n more than that of its slot has
+it as `_far(kind, n)`: where a number may go on, or may be over, the text is at two places with
+different counts.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class Language:
         return self._renamed(places, dict.fromkeys(counts, 0), exact, settle=True)
 
     def limit(self, slot: SchemaPlace) -> int:
-        """The least count that is no longer far."""
+        """The smallest count that is near its limit: from it on, which tokens are allowed depends
+        on the count."""
         most = slot.part.least if slot.count == FAR_BELOW else slot.part.most
         assert most is not None
         return most - self.horizon
@@ -119,7 +121,8 @@ class Language:
         return found
 
     def _near(self, part: Expression, count: int) -> int:
-        """The count as a place has it: equal ones allow the same."""
+        """The count as a place keeps it: all counts far from a limit are one value, because they
+        allow the same tokens."""
         if count < part.least:
             return FAR_BELOW if part.least - count > self.horizon else count
         if part.most is None:

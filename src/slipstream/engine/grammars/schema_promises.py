@@ -76,7 +76,8 @@ _DRAFT_3 = {"extends", "disallow", "divisibleBy"}
 
 
 def promise(schema: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite `schema`, in place, and return the options that llguidance needs beside it. ValueError names what can't hold."""
+    """Rewrite `schema`, in place, and return the options that llguidance needs with it. ValueError
+    names what can't hold."""
     if "x-guidance" in schema:
         raise ValueError(
             "x-guidance would change what is enforced; leave it out (disable_any_whitespace and whitespace_pattern say what "
@@ -371,7 +372,8 @@ def _factor(factor: int | float) -> Fraction:
 
 
 def _rewrite_items(part: dict[str, Any]) -> None:
-    """llguidance takes additionalItems for a sign of an older draft, and looks for the items right before it."""
+    """Rewrite `additionalItems` for llguidance, which takes it for a sign of an older draft and
+    looks for the items right before it."""
     if "additionalItems" not in part:
         return
     rest = part.pop("additionalItems")

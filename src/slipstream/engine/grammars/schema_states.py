@@ -49,7 +49,8 @@ Sources: TypeAlias = tuple[tuple[int, int], ...] | None
 
 
 class SchemaState:
-    """A state. `slots` are the places whose counts an answer keeps, and `limits` those counts that are not far any more."""
+    """A state of a schema's expression. `slots` are the places whose counts an answer keeps.
+    `limits` are the counts from which on they matter for what is allowed."""
 
     __slots__ = (
         *("accepts", "is_end", "is_forced", "is_inside", "limits", "masks", "moves", "next"),
@@ -153,7 +154,7 @@ class SchemaStates:
     """The states of one schema."""
 
     def __init__(self, language: Language, texts: TokenTexts, num_words: int) -> None:
-        """`num_words`: of a mask."""
+        """`num_words` is the number of 32-bit words of a mask."""
         self._language, self.num_words = language, num_words
         self._bytes, self._plain = texts.bytes, texts.plain
         self._states: dict[frozenset[SchemaPlace], SchemaState] = {}

@@ -182,7 +182,8 @@ class GrammarState:
         return self._matcher
 
     def take_one(self) -> tuple[LLMatcher, int]:
-        """The matcher and the one token that it has not taken in, which the caller lets it take in."""
+        """The matcher and the one token that it still has to consume. The caller makes it consume
+        the token."""
         assert not self._is_borrowed
         [token], self.untaken = self.untaken, []
         return self._own, token
@@ -442,7 +443,7 @@ class GrammarState:
 
     @property
     def is_finished(self) -> bool:
-        """The answer is complete, and nothing can follow."""
+        """Whether the answer is complete, so that nothing can follow."""
         if self._matcher is None:
             return False
         if (spot := self.spot) is not None:  # a state of an expression that is followed can go on

@@ -130,7 +130,7 @@ class LengthVocabulary:
     """
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int], num_rows: int) -> None:
-        """`tokens`: the model's. `num_rows`: of its embedding."""
+        """`tokens` are the model's; `num_rows` is the number of rows of its embedding."""
         self._bytes = tokens
         runs = [PLAIN.match(token).end() for token in tokens]  # type: ignore[union-attr]  # in bytes; it may be empty
         begins = [_characters(token[:run]) for token, run in zip(tokens, runs, strict=True)]

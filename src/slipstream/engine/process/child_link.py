@@ -43,12 +43,14 @@ class ChildLink(CoreLink):
             raise
 
     @classmethod
-    async def start(cls, args: EngineArgs, forks: ForkServer | None = None) -> ChildLink:
+    async def start(
+        cls, args: EngineArgs, forks: ForkServer | None = None, *, gently: bool = False
+    ) -> ChildLink:
         """Start the process and send the first message as soon as it has connected. If the process ended before, `receive`
         raises. `forks`: what forks its ranks."""
         child = cls(forks)
         try:
-            while not child.send(Start(args)) and child.process.poll() is None:
+            while not child.send(Start(args, gently)) and child.process.poll() is None:
                 await asyncio.sleep(0.005)
         except BaseException:
             await child.end(at_once=True)
@@ -80,15 +82,18 @@ class ChildLink(CoreLink):
 
 
 def child_source(
-    args: EngineArgs, pause: Callable[[int, Exception], float | None] = restart_pause
+    args: EngineArgs,
+    pause: Callable[[int, Exception], float | None] = restart_pause,
+    gently: Callable[[], bool] = lambda: False,
 ) -> CoreSource:
-    """Engine processes with these settings, one after the other. Their ranks are forks of one process."""
+    """Engine processes with these settings, one after the other. Their ranks are forks of one process. `gently`: see
+    `WakeUp`; not of ranks."""
     forks: ForkServer | None = None
 
     async def connect() -> ChildLink:
         nonlocal forks
         if num_ranks(args) == 1 and args.cpu_layers is None:
-            return await ChildLink.start(args)
+            return await ChildLink.start(args, gently=gently())
         if forks is None or not forks.is_alive:
             forks = ForkServer.start()
         return await ChildLink.start(args, forks)

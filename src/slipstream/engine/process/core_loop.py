@@ -12,11 +12,13 @@ import gc
 import os
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from slipstream.base.priority import at_low_priority
 from slipstream.config import EngineArgs
 from slipstream.engine.process.cache_watchers import CacheWatchers
 from slipstream.engine.process.core_messages import (
@@ -67,6 +69,15 @@ PARENT = 0
 """Number of the process that started the child, as a client."""
 
 
+def _loaded(load: Callable[[], EngineCore], *, gently: bool) -> EngineCore:
+    """The core that `load` makes, with this thread ready to run its steps. `gently`: see `WakeUp`."""
+    if not gently:
+        return load()
+    core = at_low_priority(load)
+    core.executor.enter_thread()
+    return core
+
+
 class CoreProcess:
     """The child's main loop. It takes messages between steps, and sleeps when there is no work."""
 
@@ -114,8 +125,13 @@ class CoreProcess:
                 raise RuntimeError(f"the first message must be Start, got {type(start).__name__}")
             from slipstream.engine.asleep import build_core
 
-            self.core = build_core(
-                start.args, progress=lambda phase: self.send(Phase(phase)), forks=self._forks
+            self.core = _loaded(
+                lambda: build_core(
+                    start.args,
+                    progress=lambda phase: self.send(Phase(phase)),
+                    forks=self._forks,
+                ),
+                gently=start.gently,
             )
             if (lora := self.core.config.lora) is not None:
                 self._adapters.begin(lora.requests)
@@ -161,7 +177,7 @@ class CoreProcess:
         self.cache_watchers.begin(core)
 
     def note_version(self) -> None:
-        """Let front ends that attach know the weights that run, and which were used."""
+        """Tell front ends that attach which weights run, and which were used."""
         state = self._running.executor.weight_state
         self.ready.weight_version, self.ready.used_versions = state.version, [*state.used]
 
@@ -205,7 +221,8 @@ class CoreProcess:
             if not self._take_messages():
                 return False
             self._report()
-        self.core = sleeper.wake(asleep)
+        gently = any(question.gently for _, question in sleeper.to_wake)
+        self.core = _loaded(lambda: sleeper.wake(asleep), gently=gently)
         if was_paused:
             self.core.pause()
         self._prepare(soon=any(question.soon for _, question in sleeper.to_wake))
@@ -340,7 +357,8 @@ class CoreProcess:
         return message
 
     def send(self, message: ToParent, number: int = PARENT) -> None:
-        """A queue has no bound. What is sent to one who has died is lost: a Detach is on its way."""
+        """Send a message to a front end. Its queue has no bound. What is sent to one that has died
+        is lost: its Detach is on the way."""
         if number not in self._sockets:
             return  # detached meanwhile
         with contextlib.suppress(self._zmq.Again):

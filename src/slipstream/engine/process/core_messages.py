@@ -20,7 +20,10 @@ from slipstream.params.lora_request import LoRARequest
 
 
 class Start(msgspec.Struct, tag=True):
+    """`gently`: see `WakeUp`."""
+
     args: EngineArgs
+    gently: bool = False
 
 
 class Add(msgspec.Struct, tag=True):
@@ -101,7 +104,7 @@ class Outputs(msgspec.Struct, tag=True, gc=False):
         tokens: list[TokenOutput] = []
         vectors: list[VectorOutput] = []
         beams = [output for output in outputs if isinstance(output, BeamsOutput)]
-        # whose news are among `tokens`: what comes later must stand behind them
+        # whose news are among `tokens`: what comes later must stand after them
         told: set[str] = set()
         for output in outputs:
             if not isinstance(output, TokenOutput):

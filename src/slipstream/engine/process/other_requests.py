@@ -158,6 +158,6 @@ class OtherRequests(WeightOperations):
             texts.fail(error)
 
     def fail_others(self, error: Exception) -> None:
-        """End all of them: the core has died."""
+        """End all requests with the error: the core has died."""
         for request_id in (*self._texts, *self._beams):
             self.fail_other(request_id, error)

@@ -28,7 +28,8 @@ MAX_BORDERS = 2
 
 
 class PromptReader:
-    """`tokenizer` None: prompts are token ids. `pictures`: of a model that takes some."""
+    """`tokenizer` None: prompts are token ids. `pictures`: the pictures' processor, for a model
+    that takes some."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ MAX_BREAKERS = 64
 
 
 class Breakers:
-    """Finds the tokens behind which a run that DRY counts begins anew."""
+    """Finds the tokens after which DRY begins a new run."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size

@@ -200,7 +200,7 @@ def _read(file: GGUFFile) -> TokenizerParts:
     own = path.with_name("chat_template.jinja")
     if (
         own.is_file() and len(model_files(path.parent)) == 1
-    ):  # beside one of several files it would be anyone's
+    ):  # next to one of several files it would be anyone's
         templates = {"default": own.read_text(encoding="utf-8")}
     return TokenizerParts(
         backend, special, {k: v for k, v in templates.items() if isinstance(v, str)}

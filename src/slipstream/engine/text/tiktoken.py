@@ -40,7 +40,8 @@ MAX_SQUARES = 2**27
 
 
 def is_tiktoken(path: Path) -> bool:
-    """SentencePiece's files, which have the same name, begin with a control character."""
+    """Whether a tokenizer.model is tiktoken's. SentencePiece's files of that name begin with a
+    control character."""
     with path.open("rb") as file:
         return re.match(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\s", file.read(1024)) is not None
 
@@ -116,7 +117,7 @@ def join(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
 
 
 def spelling() -> dict[int, str]:
-    """Byte-level BPE writes each byte as one printable character (Radford et al. 2019)."""
+    """The printable character that stands for each byte in byte-level BPE (Radford et al. 2019)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = sorted(set(range(256)) - set(printable))
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}

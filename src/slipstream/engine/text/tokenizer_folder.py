@@ -235,7 +235,7 @@ def _bert_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, declared: Mapping[str, Any]) -> None:
-    """Tokens that stand beside tokenizer.json, by id. A text that holds one means that token."""
+    """Tokens in the files next to tokenizer.json, by id. A text that holds one means that token."""
     if not isinstance(declared, Mapping) or not all(
         str(n).isdecimal() and _text(e) for n, e in declared.items()
     ):

@@ -89,7 +89,7 @@ class TokenizerParts(NamedTuple):
 
 @contextmanager
 def reading(path: Path, field: str = "tokenizer") -> Iterator[None]:
-    """A tokenizer's files are read inside: whatever is wrong with them is a CheckpointError."""
+    """Context in which a tokenizer's files are read: any error is raised as a CheckpointError."""
     try:
         yield
     except SlipstreamError:
@@ -161,7 +161,7 @@ def has_own_patterns(backend: tokenizers.Tokenizer) -> bool:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Rust's panics come as a BaseException whose class can't be imported."""
+    """Whether the error is a panic of Rust's, a BaseException whose class can't be imported."""
     return type(error).__module__ == "pyo3_runtime"
 
 

@@ -152,7 +152,7 @@ class Reading:
         )
 
     def message(self, text: str, reason: str | None = None) -> ChatMessage:
-        """A whole answer. `reason`: why it ended."""
+        """The message of a whole answer. `reason` says why it ended."""
         parser = self.parser()
         return message_of(parser.feed(text) + parser.finish(cut=is_cut(reason)))
 

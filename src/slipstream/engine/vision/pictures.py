@@ -245,7 +245,7 @@ class PictureProcessor:
         return image.crop((left, top, left + size.side, top + size.side))
 
     def _ratio_tiles(self, source: OpenPicture, sizes: RatioTiles, *, splits: bool) -> list[Image]:
-        """The tiles row by row, with the whole picture behind them if they are several."""
+        """The tiles row by row, with the whole picture after them if they are several."""
         tile = sizes.tile
         rows, columns = tiles_by_ratio(source.height, source.width, sizes) if splits else (1, 1)
         whole = source.scaled(tile, tile, self._how)
@@ -258,7 +258,8 @@ class PictureProcessor:
     def _tiles(
         self, source: OpenPicture, sizes: TileSizes, *, splits: bool
     ) -> tuple[list[Image], int, int]:
-        """The tiles row by row with the whole picture behind them, and the numbers of rows and columns: 0 if it is one tile."""
+        """The tiles row by row with the whole picture after them, and the numbers of rows and
+        columns: 0 if it is one tile."""
         tile = sizes.tile
         size = scaled_for_tiles(source.height, source.width, sizes.longest)
         image = source.scaled(*size, self._how)
@@ -582,8 +583,8 @@ def _salted(key: bytes, cache_salt: str) -> bytes:
 
 
 def _is_whole(own: Sequence[int], piece: Piece, num_tokens: int) -> bool:
-    """Whether placeholders of a piece stand together, with text behind each row if the model has some, in a prompt of
-    `num_tokens`."""
+    """Whether placeholders of a piece stand together, with text after each row if the model has
+    some, in a prompt of `num_tokens`."""
     width, first = piece.columns + piece.gap, own[0]
     if first + piece.rows * width > num_tokens:
         return False

@@ -19,7 +19,7 @@ from slipstream.spec.media.vision import VisionSpec
 
 
 class MediaReader:
-    """`pictures`: of a model that takes some."""
+    """`pictures` is the pictures' processor, for a model that takes some."""
 
     def __init__(
         self, description: ModelDescription | None, pictures: PictureProcessor | None

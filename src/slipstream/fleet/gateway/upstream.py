@@ -133,7 +133,7 @@ class UpstreamConnection(asyncio.Protocol):
         return self._taken()
 
     def _taken(self) -> bytes:
-        """Take the buffered data."""
+        """Return the buffered data and empty the buffer."""
         data = self._chunks.popleft() if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
         self._num_waiting = 0

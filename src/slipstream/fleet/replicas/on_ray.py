@@ -243,7 +243,8 @@ class RayCluster:
         }
 
     def _run(self, counts: list[tuple[PoolSpec, int]]) -> None:
-        """Serve has no deployment with zero replicas, so at zero the deployment is deleted."""
+        """Deploy these numbers of replicas. Serve has no deployment with zero replicas, so at zero
+        it is deleted."""
         from ray import serve
 
         for spec, number in counts:

@@ -213,7 +213,7 @@ class CoarseReplica:
         if count > 0:
             self._chunk.append((prompt, count))
             self.computed_tokens += count
-            # Prompts behind it in the same step find its blocks, as in the engine.
+            # Later prompts of the same step find its blocks, as in the engine.
             first, full = (
                 n // PREFIX_TOKENS for n in (prompt.num_computed, prompt.num_computed + count)
             )

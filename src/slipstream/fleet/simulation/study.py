@@ -43,7 +43,7 @@ class FleetLoad:
     seed: int = 0
 
     def check(self) -> None:
-        """ConfigError names a number that can't be so."""
+        """Raise ConfigError for a number that can't be so."""
         least = {
             "requests": self.num_requests,
             "copies": self.copies,

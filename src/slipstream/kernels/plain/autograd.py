@@ -88,7 +88,8 @@ class AutogradOps(ReferenceOps):
 
     @staticmethod
     def _float32(x: Tensor) -> torch.autocast:
-        """Recurrences are computed in float32 under autocast too: their states collect the errors of all tokens."""
+        """Context that turns autocast off. Recurrences are computed in float32, because their
+        states collect the errors of all tokens."""
         return torch.autocast(x.device.type, enabled=False)
 
     def gated_delta(

@@ -30,7 +30,7 @@ def _rows(meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
 
 
 def _padded(x: Tensor, meta: AttentionMetadata) -> Tensor:
-    """[T, …] → float32 [S, L, …], zeros behind a sequence's end."""
+    """[T, …] → float32 [S, L, …], zeros after a sequence's end."""
     made = x.new_zeros(len(meta.seq_lens), meta.max_seq_len, *x.shape[1:], dtype=torch.float32)
     return made.index_put(_rows(meta), x.float())
 

@@ -544,7 +544,7 @@ class RecordingOps:
         )
 
     def expert_load(self, counts: Any, kv: TracedKV, meta: TracedMeta) -> Any:
-        """Returns the counts themselves."""
+        """Returns the given counts: tracing changes none."""
         return counts
 
     def moe(self, x: Value, router_logits: Value, experts: Experts, load: Any = None) -> Value:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
+from triton.runtime.jit import DependenciesFinder
 
 
 class LayeredCache(FileCacheManager):  # type: ignore[misc]
@@ -43,11 +45,29 @@ class LayeredCache(FileCacheManager):  # type: ignore[misc]
 
 
 def use_layers(layers: Sequence[Path]) -> None:
-    """Let Triton find kernels in these folders, in this process."""
+    """Let Triton find kernels in these folders, in this process. Call it before a kernel is hashed."""
     made = type("LayeredCache", (LayeredCache,), {"layers": tuple(layers)})
     knobs.cache.manager_class = made
+    if DependenciesFinder._update_hash.__module__ != __name__:
+        DependenciesFinder._update_hash = _callee_first(DependenciesFinder._update_hash)
+
+
+def _callee_first(update: Any) -> Any:
+    """Triton's step from a kernel to a function that it calls, after that function is hashed.
+
+    Triton up to 3.6 takes the constants that the function uses before it hashes the function, which
+    finds them. So a kernel's hash depended on whether another kernel had called the function before,
+    and a process compiled again what others had compiled in another order.
+    """
+
+    def update_hash(finder: Any, function: Any) -> None:
+        function.cache_key  # noqa: B018 (found once, and kept)
+        update(finder, function)
+
+    return update_hash
 
 
 def holds(name: str, layers: Sequence[Path]) -> bool:
-    """Whether Triton's cache or a layer has the kernel with this folder name."""
-    return any((layer / name).is_dir() for layer in (Path(knobs.cache.dir), *layers))
+    """Whether Triton's cache or a layer has the kernel with this folder name. Looking for one leaves an empty folder."""
+    folders = (layer / name for layer in (Path(knobs.cache.dir), *layers))
+    return any(folder.is_dir() and any(folder.iterdir()) for folder in folders)

@@ -276,7 +276,7 @@ def _turn_heads(
             first = tl.load(x_ptr + i, mask=live & (i < R // 2), other=0.0).to(tl.float32)
             second = tl.load(x_ptr + R // 2 + i, mask=live & (i < R // 2), other=0.0).to(tl.float32)
             squares += tl.sum(first * first + second * second, 1) if HAS_NORM else 0.0
-        if HAS_NORM:  # a rotation leaves the length as it is, so the weights alone differ if they come behind it
+        if HAS_NORM:  # a rotation leaves the length as it is, so the weights alone differ if they come after it
             norm = tl.rsqrt(squares / D + eps)[:, None]
             if INTERLEAVED or R < D:
                 x *= norm if NORM_AFTER and INTERLEAVED else norm * weight

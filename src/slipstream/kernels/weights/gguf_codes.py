@@ -115,7 +115,7 @@ def _float(bits: Ints) -> npt.NDArray[np.float32]:
 
 
 def _like(values: Any, b: Ints) -> Ints:
-    """`values` where b is."""
+    """int32 `values` as an array of b's library, NumPy or torch, on its device."""
     if isinstance(b, np.ndarray):
         return np.asarray(values, np.int32)
     import torch

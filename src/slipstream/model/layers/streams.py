@@ -108,8 +108,8 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class HyperStreams:
-    """The coefficients of a layer with hyper-connections (`HyperSpec`): for attention, for the MLP, and behind the last
-    layer."""
+    """The coefficients of a layer with hyper-connections (`HyperSpec`): for attention, for the MLP,
+    and after the last layer."""
 
     spec: HyperSpec
     attention: HyperParams

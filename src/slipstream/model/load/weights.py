@@ -56,7 +56,7 @@ class RankShard(Protocol):
 
 
 def every_name(name: str) -> bool:
-    """Wants every parameter."""
+    """Filter that takes every parameter."""
     return True
 
 

@@ -83,7 +83,7 @@ def _operation(path: str, verb: str, operation: dict[str, Any], schemas: dict[st
 
 
 def _form(path: str, verb: str, parameters: list[Any], schema: dict[str, Any] | None) -> str:
-    """A form that sends the request. `schema`: of the body, if there is one."""
+    """A form that sends the request. `schema` is the body's, if there is one."""
     fields = []
     for given in parameters:
         name, place = escape(given["name"]), " data-query" * (given["in"] == "query")

@@ -24,8 +24,9 @@ async def read_form(
     count: Callable[[int], None] = lambda received: None,
     max_fields: int = 8,
 ) -> list[tuple[str, UploadFile | str]]:
-    """The fields in their order. `option` sets the `limit` of the file's bytes; `fields` are named to who sends no form.
-    `count` is called with the bytes so far. ApiError: 400, 408, or 413 as soon as the file is known to be too long."""
+    """The fields in their order. `option` sets the `limit` of the file's bytes; `fields` are named
+    in the error for a body that is no form. `count` is called with the bytes so far. ApiError: 400,
+    408, or 413 as soon as the file is known to be too long."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise bad_request(f"the body must be multipart/form-data, with {fields}", "file")
     message = f"the file is longer than the {limit} bytes this server takes ({option})"

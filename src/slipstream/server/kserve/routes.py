@@ -435,7 +435,8 @@ class _Infer(GenerationRoute):
 
 
 def require_version(state: ServerState, params: Mapping[str, str]) -> str:
-    """The model's name. ApiError (404) for a name or version that is not served."""
+    """Check the model and its version in a path, and return the model's name. ApiError (404) for
+    one that is not served."""
     require_model(state, params["id"])
     if params.get("version", VERSION) != VERSION:
         raise ApiError(404, f"this model has only version {VERSION}", code="model_not_found")

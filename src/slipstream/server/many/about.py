@@ -359,7 +359,7 @@ def _cached(name: str, folder: str | None) -> list[CachedModel]:
 
 
 async def _as_lines(lines: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    """Lines of JSON; an error is the last."""
+    """Stream of JSON lines; an error comes as the last one."""
     try:
         async for line in lines:
             yield encode(line) + b"\n"

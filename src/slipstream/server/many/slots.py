@@ -134,7 +134,8 @@ class ModelSlots:
         slot.keep(None)
 
     def _idle(self, slot: Slot) -> None:
-        """A model has no requests any more: others may have its memory, or it expires."""
+        """Note that a model has no requests any more: give its memory to those that wait, or begin
+        the time after which it is unloaded."""
         if slot.state != "loaded":
             return
         if self._queue:
@@ -277,6 +278,8 @@ class ModelSlots:
 
     async def _load(self, slot: Slot) -> None:
         try:
+            busy = any(other.users for other in self.slots.values() if other is not slot)
+            slot.gently = busy and slot.model.may_load_gently
             await slot.load()
             if slot.need_bytes > self.memory_bytes:
                 raise ConfigError(too_large(slot.name, slot.need_bytes, self.memory_bytes))

@@ -67,7 +67,7 @@ _sounds = FairThreads("audio", 8, per_client=2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechRequest:
-    """A form, checked."""
+    """The checked form of a request."""
 
     data: bytes
     model: str | None

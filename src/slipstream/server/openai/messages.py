@@ -23,7 +23,7 @@ class TextOnly(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class PromptString(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A text as an object, as llama.cpp's clients send it where pictures could stand beside it."""
+    """A text as an object, as llama.cpp's clients send it where pictures could stand next to it."""
 
     prompt_string: str | None = None
     content: Annotated[list[TextOnly], Meta(min_length=1)] | None = None

@@ -78,7 +78,7 @@ class Deployment:
     key_secret: str | None = None
 
     def check(self) -> None:
-        """ConfigError names the option of `slipstream manifests` that can't be so."""
+        """Raise ConfigError for an option of `slipstream manifests` that can't be so."""
         for name in ("replicas", "cpus"):
             if getattr(self, name) < 1:
                 message = f"--{name} must be at least 1, got {getattr(self, name)}"

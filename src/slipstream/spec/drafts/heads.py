@@ -11,7 +11,7 @@ trained for.
                  (arXiv:2602.01469)
     DFlash       layers over a block of masks, which attend to each other and to the states before
                  it (arXiv:2602.06036)
-    MTP          a layer that a model's checkpoint has beside its own
+    MTP          a layer that a model's checkpoint has in addition to its own
                  (DeepSeek-V3, arXiv:2412.19437, section 2.2)
     Medusa       heads that read the last state, one for each place after the next token
                  (Cai et al. 2024)
@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from slipstream.spec.description import PartDescription
 from slipstream.spec.model import (
@@ -39,7 +39,10 @@ from slipstream.spec.model import (
 )
 from slipstream.spec.parameters import Placement
 
-HeadMethod: TypeAlias = Literal["eagle", "eagle3", "peagle", "dflash", "medusa", "mtp"]
+FileMethod: TypeAlias = Literal["eagle", "eagle3", "peagle", "dflash", "medusa"]
+"""Methods of heads that have a checkpoint of their own."""
+HeadMethod: TypeAlias = FileMethod | Literal["mtp"]
+FILE_METHODS: tuple[FileMethod, ...] = get_args(FileMethod)
 
 Names: TypeAlias = dict[str, Placement]
 

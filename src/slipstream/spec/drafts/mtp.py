@@ -1,7 +1,7 @@
 """Reads the layers that draft in a model's own checkpoint (multi-token prediction) as a draft head.
 
-They are a part of the checkpoint beside the model (`PartDescription`): the model's loader reads
-them, in whatever format they are stored. No torch.
+They are a part of the checkpoint in addition to the model (`PartDescription`): the model's loader
+reads them, in whatever format they are stored. No torch.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _stored_names(target: ModelDescription) -> frozenset[str]:
 
 
 def _around(fmt: MTPFormat, target: ModelDescription, head: LayeredSpec) -> dict[str, str]:
-    """The checkpoint's names of what is beside the module's layers, by ours."""
+    """The checkpoint's names of the module's parameters outside its layers, by ours."""
     last = sum(1 + (layer.mlp is not None) for layer in head.layers) - 1
     every = {
         ours: theirs.format(n=target.spec.num_layers, last=last)

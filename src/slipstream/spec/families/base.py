@@ -242,14 +242,14 @@ class Family:
     names: Callable[[ModelSpec], Names]
     prefixes: tuple[str, ...] = ("",)  # that some writers put before every name
     ignored: tuple[str, ...] = ()
-    # Numbers that are the same in every model, by the name's end beside which they are written.
+    # Numbers that are the same in every model, by the end of the name next to which they are written.
     constants: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     gguf: GGUFFamily | None = None
     mtp: MTPFormat | None = None  # layers of safetensors checkpoints that draft
     nested_config: str | None = None  # the key that holds the language model's own config
-    flat_config: bool = False  # whose keys may also stand beside those that `vision` reads
+    flat_config: bool = False  # whose keys may also stand next to those that `vision` reads
     vision: Callable[[ConfigReader, ModelSpec], VisionSpec | None] | None = (
-        None  # from what stands beside the nested config, which may have no encoder
+        None  # from what stands next to the nested config, which may have no encoder
     )
     processing: Callable[[ConfigReader, VisionSpec], ImageProcessing] | None = (
         None  # from the image processor's config

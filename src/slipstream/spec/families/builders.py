@@ -89,7 +89,7 @@ def plain(size: int, act: Activation, *, bias: bool = True) -> DenseSpec:
 
 
 def rms(size: int, eps: float, **more: Any) -> NormSpec:
-    """`more`: fields of `NormSpec`."""
+    """An RMS norm. `more` are further fields of `NormSpec`."""
     return NormSpec(kind="rms", size=size, eps=eps, **more)
 
 
@@ -140,10 +140,11 @@ def decoder(
     `max_position`, `eps`: defaults of these keys. `norm`: by default RMS norms with `rms_norm_eps`.
     `bias`: of q, k and v, and of the output product; by default both are `attention_bias`.
     `mlp`: that of all layers, or by the layer's index; by default gated, with `mlp_bias`.
-    `over`: what the norms of q and k are over. `after_rotation`: they come behind it. `learned`: they have weights.
-    `kinds`, `window`: the kind of each layer, and the window of the sliding ones.
-    `rotated`: whether a layer, by its index, has the rotary embedding. `position`: that of a layer, if they have others.
-    `positions`, `more`, `whole`: further arguments of `rope`, `attention` and `model`.
+    `over`: what the norms of q and k are over. `after_rotation`: they come after the rotation.
+    `learned`: they have weights. `kinds`, `window`: the kind of each layer, and the window of the
+    sliding ones. `rotated`: whether a layer, by its index, has the rotary embedding. `position`:
+    that of a layer, if they have others. `positions`, `more`, `whole`: further arguments of `rope`,
+    `attention` and `model`.
     """
     h = h or heads(c)
     longest = c.size("max_position_embeddings", max_position)
@@ -220,7 +221,7 @@ def num_labels(c: ConfigReader) -> int | None:
 
 
 def num_token_labels(c: ConfigReader) -> int | None:
-    """The same for ForTokenClassification."""
+    """The number of labels of a model for token classification."""
     return _labels_of(c, "ForTokenClassification")
 
 

@@ -40,7 +40,7 @@ from slipstream.spec.parameters import Placement, Transpose
 
 
 def read_v2(c: ConfigReader) -> ModelSpec:
-    """llama.cpp has one architecture for V2 and V3."""
+    """Reads DeepSeek V2, or V3 in a GGUF file: llama.cpp has one architecture for both."""
     if c.take("scoring_func", str, "softmax") == "sigmoid":
         return read_v3(c)
     c.require("norm_topk_prob", False)
@@ -272,8 +272,9 @@ def read_latent(
     norms_experts: bool = False,
     **more: Any,
 ) -> ModelSpec:
-    """The first `dense` layers have no experts. `positions`: the rotary embedding of a config that lacks it. `scaled`: queries
-    are scaled by position, and a config counts what is rotated as a part of a whole key. `index`: that of a layer with this
+    """Reads a model with latent attention. The first `dense` layers have no experts. `positions`:
+    the rotary embedding of a config that lacks it. `scaled`: queries are scaled by position, and a
+    config counts what is rotated as a part of a whole key. `index`: that of a layer with this
     rotary embedding. `renamed`: see `rope`. `norms_experts`: what the experts give is normed."""
     num_heads = c.size("num_attention_heads")
     plain = c.size("qk_nope_head_dim")
@@ -444,7 +445,8 @@ def gguf_names(spec: ModelSpec) -> Names:
 def gguf_latent_names(
     spec: ModelSpec, names: Mapping[str, Theirs], changes: Mapping[str, Change] | None = None
 ) -> Names:
-    """`expand` is two tensors by heads: the part for keys, which is transposed, and the part for values."""
+    """Names in GGUF files of models with latent attention. `expand` is stored as two tensors by
+    heads: one for keys, transposed, and one for values."""
     latents = {i: x.attention for i, x in enumerate(spec.layers) if x.attention is not None}
     q_rank = next((a.q_rank for a in latents.values() if isinstance(a, LatentAttentionSpec)), None)
     q = "attn_q" if q_rank is None else "attn_q_b"

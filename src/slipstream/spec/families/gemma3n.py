@@ -1,6 +1,7 @@
 """Gemma 3n's language models, also those of multimodal checkpoints, without their towers for pictures and sounds.
 
-1. Layers have several residuals side by side (AltUp), inputs of their own, and a low-rank addition beside attention's.
+1. Layers have several residuals side by side (AltUp), inputs of their own, and a low-rank addition
+next to attention's.
 2. The last layers read the keys and values of an earlier layer of their kind.
 3. Scores are not scaled; queries, keys and values are normed. The first layers zero most gates.
 """
@@ -205,7 +206,8 @@ def gguf_names(spec: ModelSpec) -> Names:
 
 
 def _without_layer(found: Names, spec: ModelSpec, *, stacked: bool) -> Names:
-    """`stacked`: one tensor has the products of all streams."""
+    """`found`, with names that have no layer for the products that make streams. `stacked`: one
+    tensor has those of all streams."""
     made, rows = {}, spec.hidden_size
     for name, place in found.items():
         end, s = OF_ENDS.fullmatch(name), spec.layers[0].streams

@@ -4,7 +4,8 @@
    whose values may be their keys.
 2. The last layers may read the keys and values of an earlier layer of their kind (E2B and E4B).
 3. Layers may have inputs of their own, from a second table of embeddings (E2B and E4B).
-4. A dense MLP may stand beside a mixture (26B-A4B). A learned number multiplies the residual after each layer.
+4. A dense MLP may stand next to a mixture (26B-A4B). A learned number multiplies the residual after
+each layer.
 """
 
 from __future__ import annotations

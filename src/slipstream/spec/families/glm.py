@@ -168,7 +168,8 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def glm4_moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """The file counts the layer for multi-token prediction with the others. There are no groups of experts."""
+    """Reads a GGUF file's config. The file counts the layer for multi-token prediction with the
+    others. There are no groups of experts."""
     config = llama_gguf_config(m, partial=True, experts=True)
     m.require("expert_gating_func", 2)
     return {

@@ -25,7 +25,7 @@ from slipstream.spec.model import MLPSpec, ModelSpec, MoESpec
 
 
 def read(c: ConfigReader) -> ModelSpec:
-    """llama.cpp writes Mixtral as a `llama` with experts."""
+    """Reads a Llama. llama.cpp writes Mixtral as a `llama` with experts."""
     return read_mixtral(c) if "num_local_experts" in c else _read(c, "llama", has_windows=False)
 
 
@@ -40,7 +40,7 @@ def read_ministral(c: ConfigReader) -> ModelSpec:
 
 
 def read_smollm3(c: ConfigReader) -> ModelSpec:
-    """Every fourth layer has no position embedding."""
+    """Reads SmolLM3. Every fourth layer has no position embedding."""
     count, every = c.size("num_hidden_layers"), c.size("no_rope_layer_interval", 4)
     rotated = c.take("no_rope_layers", list, [int((i + 1) % every != 0) for i in range(count)])
     c.require("use_sliding_window", False)

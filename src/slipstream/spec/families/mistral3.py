@@ -48,7 +48,8 @@ READERS = {"mistral": llama.read_mistral, "ministral3": read_ministral3, "mistra
 
 
 def read_mistral3(c: ConfigReader) -> ModelSpec:
-    """The whole model's config says whether the head is the table of embeddings, not the decoder's. A stored head counts."""
+    """Reads Mistral 3. Whether its head is tied is said by the whole model's config, not by the
+    decoder's. A stored head counts."""
     kind = c.take("model_type", str, "mistral")
     if kind not in READERS:
         raise c.unsupported("model_type", f"the decoders are {', '.join(READERS)}")
@@ -62,7 +63,8 @@ def names(spec: ModelSpec) -> Names:
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """llama.cpp takes 1 for `mscale`, and the context that YaRN extends for the period of the queries' factor."""
+    """Reads a GGUF file's config. llama.cpp takes 1 for `mscale`, and the context that YaRN extends
+    for the period of the queries' factor."""
     beta = m.take("attention.temperature_scale", float, 0.0)
     multiplier = m.take("rope.scaling.yarn_log_multiplier", float, 0.0)
     config = llama_gguf_config(m)

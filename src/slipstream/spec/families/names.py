@@ -215,7 +215,8 @@ PLAIN: Mapping[str, Transform] = {
 
 
 def of_conv(layer: LayerSpec, part: int) -> Transform:
-    """A depthwise convolution's weight is stored as [channels, 1, width]."""
+    """Takes the middle 1 out of a depthwise convolution's weight, stored as [channels, 1,
+    width]."""
     assert layer.recurrent is not None
     return Flatten((1, layer.recurrent.conv_width))
 

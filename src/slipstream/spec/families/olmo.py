@@ -34,7 +34,7 @@ def read_olmo(c: ConfigReader) -> ModelSpec:
 
 
 def read_olmo2(c: ConfigReader) -> ModelSpec:
-    """llama.cpp writes OLMo 3 as an `olmo2` with windows."""
+    """Reads OLMo 2 and 3. llama.cpp writes OLMo 3 as an `olmo2` with windows."""
     return read_olmo3(c) if "sliding_window" in c else _read(c, "olmo2", windows=False)
 
 
@@ -43,7 +43,7 @@ def read_olmo3(c: ConfigReader) -> ModelSpec:
 
 
 def read_olmoe(c: ConfigReader) -> ModelSpec:
-    c.require("clip_qkv")  # transformers clamps behind the norms
+    c.require("clip_qkv")  # transformers clamps after the norms
     return decoder(c, "olmoe", max_position=4096, eps=1e-5, mlp=_mixture(c, 64, 8), over="row")
 
 
@@ -60,7 +60,8 @@ def read_flex_olmo(c: ConfigReader) -> ModelSpec:
 
 
 def _mixture(c: ConfigReader, num_experts: int, per_token: int) -> MoESpec:
-    """The numbers are defaults."""
+    """Reads the mixture of experts. `num_experts` and `per_token` hold where the config does not
+    say."""
     c.ignore("output_router_logits", "router_aux_loss_coef")
     return MoESpec(
         num_experts=c.size("num_experts", num_experts),

@@ -31,7 +31,7 @@ def read_qwen2(c: ConfigReader) -> ModelSpec:
 
 
 def read_mimo(c: ConfigReader) -> ModelSpec:
-    """MiMo 7B is a Qwen 2 with layers that draft tokens."""
+    """Reads MiMo 7B, which is a Qwen 2 with layers that draft tokens."""
     c.require("attention_bias", True)
     c.ignore("num_nextn_predict_layers")
     return _read(c, "mimo", qkv_bias=True, out_bias=False, qk_norm=False)
@@ -87,7 +87,7 @@ def read_qwen3_vl_moe(c: ConfigReader) -> ModelSpec:
 
 
 def _moe(c: ConfigReader, num_experts: int, per_token: int, size: int) -> MoESpec:
-    """The numbers are defaults."""
+    """Reads the mixture of experts. The numbers hold where the config does not say."""
     c.ignore("output_router_logits", "router_aux_loss_coef")
     return MoESpec(
         num_experts=c.size(called(c, "num_experts", "num_local_experts"), num_experts),
@@ -109,7 +109,8 @@ def _read(
     moe: MoESpec | None = None,
     sections: Sections | None = None,
 ) -> ModelSpec:
-    """Every `decoder_sparse_step`th layer has the `moe`, but for `mlp_only_layers`."""
+    """Reads a Qwen. Every `decoder_sparse_step`th layer has the experts `moe`, except those in
+    `mlp_only_layers`."""
     h = heads(c)
     max_position = c.size("max_position_embeddings", 32768)
     eps = c.take("rms_norm_eps", float, 1e-6)
@@ -164,7 +165,8 @@ def gguf_qwen3_moe(m: ConfigReader) -> dict[str, Any]:
 
 
 def _moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """The file does not say whether weights are normalised. llama.cpp does so for Qwen 3, not for Qwen 2."""
+    """Reads a mixture's config from a GGUF file. The file does not say whether experts' weights are
+    normalised: llama.cpp does so for Qwen 3, not for Qwen 2."""
     return {
         **llama_gguf_config(_without_pictures(m), experts=True),
         "num_experts": m.size("expert_count"),

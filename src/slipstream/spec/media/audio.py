@@ -144,7 +144,7 @@ def read_speech(
 
 
 def _check_features(config: Mapping[str, Any], audio: AudioSpec) -> None:
-    """UnsupportedModelError unless the spectrogram is Whisper's."""
+    """Raise UnsupportedModelError unless the spectrogram is Whisper's."""
     for name, only in (
         ("feature_size", audio.num_mel_bins), ("sampling_rate", SAMPLE_RATE), ("hop_length", HOP), ("n_fft", WINDOW),
         ("chunk_length", int(audio.window_s)), ("dither", 0.0), ("padding_value", 0.0), ("do_normalize", False),

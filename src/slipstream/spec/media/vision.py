@@ -169,8 +169,8 @@ Connector: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepStackSpec:
-    """DeepStack (arXiv:2406.04334): the states behind `layers` of the encoder have a connector each.
-    What the i-th gives is added to the states of a picture's tokens behind layer i of the decoder
+    """DeepStack (arXiv:2406.04334): the states after `layers` of the encoder have a connector each.
+    What the i-th gives is added to the states of a picture's tokens after layer i of the decoder
     (Qwen 3 VL)."""
 
     layers: tuple[int, ...]
@@ -192,7 +192,8 @@ class PromptFormat:
 
     1. `plain`: one token for each embedding (Qwen).
     2. `framed`: `begin`, the tokens, `end` (Gemma 4). `surrounded`: with empty lines around (Gemma 3).
-    3. `rows`: a run for each row of tokens, each with `row_end` behind it, the last with `end` (Pixtral).
+    3. `rows`: a run for each row of tokens, each with `row_end` after it, the last with `end`
+    (Pixtral).
     4. `tiles`: a run for each tile, in rows with names, and one for the whole picture (Idefics 3,
        SmolVLM).
     """
@@ -206,7 +207,7 @@ class PromptFormat:
 
     @property
     def gap(self) -> int:
-        """Tokens of text behind each row of a picture's tokens."""
+        """Tokens of text after each row of a picture's tokens."""
         return int(self.style == "rows")
 
     def text(self, num_tokens: int, rows: int = 0, columns: int = 0) -> str:

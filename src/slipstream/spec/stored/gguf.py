@@ -177,7 +177,7 @@ class GGUFFile:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Values by key. They are read again after `let_go_metadata`."""
+        """The file's metadata, by key. It is read again after `let_go_metadata`."""
         if (found := self._metadata) is None:
             reader = _Reader(self._mapped, self.path)
             reader.offset = self._metadata_at

@@ -301,7 +301,8 @@ MODELOPT = {
 """Formats of weights by ModelOpt's names. Inputs of fewer than 16 bits keep the model's type, except
 FP8's."""
 MODELOPT_CONFIG = "hf_quant_config.json"
-"""ModelOpt's file beside the config.json, which has its quantization_config only from newer versions."""
+"""ModelOpt's file next to config.json. Newer versions also write a quantization_config into
+config.json itself."""
 
 
 def _modelopt(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:

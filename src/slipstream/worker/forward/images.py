@@ -124,7 +124,7 @@ def step_images(plan: StepPlan, table: RowTable) -> StepImages:
                 parts.append((span, first, end))
                 sequences.append(i)
                 index = np.arange(first, end)
-                if span.gap:  # without the text behind each row
+                if span.gap:  # without the text after each row
                     index = index[index % (span.columns + span.gap) < span.columns]
                 tokens.append(at - first + index)
             if row.places is not None:
@@ -218,7 +218,7 @@ class ImageOps:
 
 @dataclass(frozen=True, slots=True)
 class StackedLayer:
-    """A layer of the decoder behind which `rows` [N, E] are added to the states of `tokens` [N]
+    """A layer of the decoder after which `rows` [N, E] are added to the states of `tokens` [N]
     (`DeepStackSpec`)."""
 
     layer: Layer

@@ -22,7 +22,7 @@ class ForwardTable(Protocol):
     """Everything that runs a loaded model: `Forwards`, or `HostForwards` without torch."""
 
     decoder: Decoder
-    heads: TextHeads  # behind an encoder
+    heads: TextHeads  # after an encoder
 
     @property
     def num_cold(self) -> int:

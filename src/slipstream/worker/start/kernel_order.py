@@ -62,7 +62,7 @@ KERNEL_COMMAND = (sys.executable, "-m", "slipstream.worker.start.kernel_variants
 
 
 class ListedKernel(NamedTuple):
-    """A variant (`kernels/triton/variants.py`)."""
+    """A kernel's variant to compile (`kernels/triton/variants.py`)."""
 
     module: str
     name: str

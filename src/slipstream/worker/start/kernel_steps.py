@@ -76,7 +76,7 @@ class KernelSteps:
     """The steps for one runner."""
 
     BESIDE = 3
-    """Decodes beside prompts, an odd number."""
+    """Decodes next to prompts, an odd number of them."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -119,7 +119,8 @@ class KernelSteps:
                 yield [Part(begin, 1)] * n
 
     def _prompts(self) -> Iterator[list[Part]]:
-        """Prompts alone, after a cached part, and behind decodes; few long ones and many short ones."""
+        """Prompts alone, after a cached part, and after decodes; few long ones and many short
+        ones."""
         tokens = sizes_around(self.thresholds.tokens, self.max_tokens)
         for n in tokens:
             for length in {min(n, self.longest), 2}:

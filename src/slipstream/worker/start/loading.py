@@ -64,7 +64,7 @@ class Ranks(Protocol):
     mixed: bool  # some ranks have a CPU and some a GPU
 
     def join(self, backend: str, device: torch.device) -> RankGroup:
-        """Meet the other ranks."""
+        """Connect with the other ranks, and return their group."""
 
 
 def load_runner(

@@ -88,7 +88,8 @@ def tool_format(named: str | None, template: str | None) -> ToolFormat | None:
 
 
 def reasoning_markers(named: str | None, template: str | None) -> tuple[str, str] | None:
-    """The same for reasoning."""
+    """The markers of reasoning: those of the format `named`, else of the one that the template
+    writes. None without reasoning."""
     if named == "none":
         return None
     if named is not None:

@@ -217,7 +217,7 @@ class Parser:
         return self._buffer[:1]
 
     def char(self) -> Generator[None, None, str]:
-        """Take it."""
+        """Consume and return the next character; "" at the end."""
         c = yield from self.peek()
         self._buffer = self._buffer[1:]
         return c
@@ -245,13 +245,14 @@ class Parser:
             yield
 
     def spaces(self, out: Callable[[str], None]) -> Script:
-        """Whitespace goes to `out`."""
+        """Pass white space on to `out`."""
         while (c := (yield from self.peek())) and c.isspace():
             out((yield from self.char()))
 
     def value(self, out: Callable[[str], None]) -> Script:
-        """One JSON value goes to `out` as it is written. It may be broken: a string ends at its quote, a list or object at its
-        bracket, anything else before a comma, a bracket, whitespace or a marker."""
+        """Pass one JSON value on to `out`, as it is written. It may be broken: a string ends at its
+        quote, a list or object at its bracket, anything else before a comma, a bracket, whitespace
+        or a marker."""
         depth, first = 0, True
         while c := (yield from self.peek()):
             if not depth and not first:
@@ -273,7 +274,8 @@ class Parser:
         yield from self.value(out)
 
     def rest_of_string(self, out: Callable[[str], None]) -> Script:
-        """The text of a JSON string behind its first quote, and the other, go to `out`."""
+        """Pass the rest of a JSON string, after its first quote, on to `out`, with the last
+        quote."""
         while c := (yield from self.char()):
             out(c)
             if c == '"':
@@ -294,7 +296,8 @@ class Parser:
 
     def call_object(self, begin: str) -> Generator[None, None, bool]:
         """A call as one JSON object with one of `NAMES` and one of `ARGUMENTS`. Its arguments go out as they come, once the
-        name is known. False: it is none, and what was read, behind `begin`, is content, or was cut."""
+        name is known. False: it is none, and what was read, after `begin`, is content, or was
+        cut."""
         raw, name, kept = list[str](), "", list[str]()
         out, begun, given, closed = raw.append, False, False, False
         yield from self.spaces(out)
@@ -465,7 +468,8 @@ class Writer:
         ]
 
     def texts(self, *parts: str) -> str:
-        """One behind the other; each that is a special token is one."""
+        """A grammar of the texts, one after the other. A text that is a special token stands as
+        that token."""
         return " ".join(self.text(part) for part in parts if part)
 
     def up_to(self, marker: str) -> str:
@@ -537,8 +541,8 @@ class ToolFormat(ABC):
         """Whether a chat template asks for this format."""
 
     def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
-        """The grammar of one call or, if `parallel`, several, behind the first one's trigger: a Lark expression, whose rules go
-        into `writer`."""
+        """The grammar of one call or, if `parallel`, several, after the first one's trigger: a Lark
+        expression, whose rules go into `writer`."""
         for i, tool in enumerate(tools):
             writer.rules[f"call_{i}"] = self.call(tool, writer)
         writer.rules["call"] = " | ".join(f"call_{i}" for i in range(len(tools)))

@@ -195,7 +195,8 @@ class Gemma4(ToolFormat):
                 call.add(name.strip('"'), text)
 
     def _raw_value(self, parser: Parser, out: Callable[[str], None]) -> Generator[None, None, bool]:
-        """Text of a value goes to `out`, up to the comma or bracket behind it. False: it was cut."""
+        """Pass the text of a value on to `out`, up to the comma or bracket after it. False: it was
+        cut."""
         depth, before = 0, ":"
         while True:
             for quote in (self.quote, '"'):

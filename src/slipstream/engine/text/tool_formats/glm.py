@@ -37,7 +37,7 @@ class Glm(ToolFormat):
     """Around all calls."""
     call_tag, key_tag, value_tag = _tag("tool_call"), _tag("arg_key"), _tag("arg_value")
     separator: ClassVar[str] = ""
-    """Text behind the function's name."""
+    """Text after the function's name."""
     trigger = call_tag[0]
     markers: ClassVar[tuple[str, ...]] = (*call_tag, *key_tag, *value_tag)
 
@@ -93,7 +93,7 @@ class Glm(ToolFormat):
     def _call(
         self, parser: Parser, tools: Sequence[Tool], opening: str
     ) -> Generator[None, None, bool]:
-        """A call behind its opening. False: it is none, or was cut."""
+        """Read a call, after its opening tag. False: it is none, or was cut."""
         key_begin, end = self.key_tag[0], self.call_tag[1]
         head = list[str]()
         marker = yield from parser.until((key_begin, end), head.append)

@@ -11,7 +11,7 @@ from slipstream.engine.text.tool_formats.base import Parser, Script, Tool, ToolF
 
 class JsonCalls(ToolFormat):
     """Common part of the formats. The grammar writes calls as the model's template does. The parser takes one call, several
-    or a list behind each of `openings`."""
+    or a list after each of `openings`."""
 
     end: ClassVar[str]
     openings: ClassVar[tuple[str, ...]] = ()
@@ -110,7 +110,7 @@ class LongCat(JsonCalls):
 
 
 class InternLm(JsonCalls):
-    """InternLM 2's and Intern-S1's."""
+    """The format of InternLM 2 and Intern-S1."""
 
     name = "internlm"
     trigger, end = "<|action_start|><|plugin|>", "<|action_end|>"
@@ -154,7 +154,7 @@ class HunyuanA13b(JsonList):
 
 
 class Granite(JsonList):
-    """Granite 3's."""
+    """The format of Granite 3."""
 
     name = "granite"
     trigger, end = "<|tool_call|>", ""
@@ -178,7 +178,7 @@ class Phi4Mini(JsonList):
 
 
 class Cohere(JsonList):
-    """Command R7B's and A's."""
+    """The format of Command R7B and Command A."""
 
     name = "cohere"
     trigger, end = "<|START_ACTION|>", "<|END_ACTION|>"

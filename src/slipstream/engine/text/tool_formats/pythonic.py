@@ -13,7 +13,7 @@ from slipstream.engine.text.tool_formats.values import properties
 
 
 class Pythonic(ToolFormat):
-    """Llama 3.2's and 4's. Calls are the whole answer."""
+    """The format of Llama 3.2 and 4. Calls are the whole answer."""
 
     name = "pythonic"
     begin, end = "<|python_start|>", "<|python_end|>"

@@ -38,7 +38,7 @@ class Tagged(ToolFormat):
     line: ClassVar[str] = "\n"
     """Text between calls, and between them and the section's markers."""
     breaks: ClassVar[tuple[str, str]] = ("\n", "\n")
-    """Text behind the head of a function, and behind each argument."""
+    """Text after the head of a function, and after each argument."""
     padding: ClassVar[str] = ""
     """Text around a value."""
 
@@ -63,7 +63,7 @@ class Tagged(ToolFormat):
         return f"{head} {properties(tool, argument, self.name)} {writer.text(self.function[2])}"
 
     def attributes(self, is_string: bool) -> str:
-        """Attributes of an argument, behind its name."""
+        """Attributes of an argument, written after its name."""
         return ""
 
     def between(self, writer: Writer) -> str | None:
@@ -100,7 +100,7 @@ class Tagged(ToolFormat):
     def _call(
         self, parser: Parser, tools: Sequence[Tool], opening: str, known: set[str] | None
     ) -> Generator[None, None, bool]:
-        """A call behind the beginning of its tag. False: it is none, or was cut."""
+        """Read a call, after the beginning of its tag. False: it is none, or was cut."""
         head = list[str]()
         closed = yield from parser.until((self.function[1].lstrip('"'),), head.append)
         name, _ = _head("".join(head))
@@ -288,7 +288,7 @@ class DeepSeekV41(DeepSeekV32):
 
 
 class Step3(Invocations):
-    """Step 3's. Step 3.5 writes Qwen3-Coder's."""
+    """The format of Step 3. Step 3.5 writes Qwen3-Coder's."""
 
     name = "step3"
     trigger, end = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"

@@ -12,8 +12,8 @@ of its own, in tiles of BLOCK_N keys, and parts are folded in their order:
 3. Over latents (`LayerKV.latent`) a key is R rotary numbers and the latent, which is its value, too.
 
 What is masked adds 0 and multiplies by 1, so a row's sums do not depend on the other rows of its
-tile either. Multiplications with an addition behind are written as `fma`, so that no variant of a
-kernel rounds between them where another does not."""
+tile either. Multiplications with an addition after them are written as `fma`, so that no variant of
+a kernel rounds between them where another does not."""
 
 from __future__ import annotations
 

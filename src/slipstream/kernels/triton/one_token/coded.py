@@ -3,7 +3,7 @@
 Codes stay where the other kernels read them (`CodedLinear`). Factors are copied, 5 to 10 % of a
 weight's bytes, so that those of 8 rows and a unit lie together (`units.cu`):
 
-- scales, a byte each or a float16, and a row's minima behind each four of them;
+- scales, a byte each or a float16, and a row's minima after each four of them;
 - then, of types with `d`, its word for each row. Signed scales have 128 added.
 
 Values are a product of their own, since files often have them in more bits than queries and keys.

@@ -5,7 +5,7 @@ file decides which decoders it can run, and defines the kernel's constants.
    can't.
 2. Weights have 16 bits, are FP8 or INT8 with a scale per row, or INT4 with a scale per group.
    Experts can't be INT4. In bfloat16 weights can be NVFP4 or MXFP4, in the order in which
-   `float4.py` packs them, and experts MXFP4 beside 16-bit weights. Of GGUF's types those of
+   `float4.py` packs them, and experts MXFP4 next to 16-bit weights. Of GGUF's types those of
    `coded.py`, a type for each product of a layer.
 3. Layers may have different windows, in two cache groups.
 4. Layers may have the gated delta rule in place of attention, all with the same sizes."""

@@ -23,8 +23,9 @@ from slipstream.kernels.triton.recurrent.tokens import time_and_decay
 def inverse(lower, LEVELS: tl.constexpr, EXACT: tl.constexpr):
     """(I + lower)⁻¹ for a strictly lower triangular matrix of 2^LEVELS rows, in float32.
 
-    With D the inverses of blocks on the diagonal, and B what `lower` has beside them in blocks of twice the size, those have
-    the inverses D − D B D. This is forward substitution by blocks. A series of powers of `lower` would lose all digits.
+    With D the inverses of blocks on the diagonal, and B what `lower` has next to them in blocks of
+    twice the size, those have the inverses D − D B D. This is forward substitution by blocks. A
+    series of powers of `lower` would lose all digits.
     """
     precision: tl.constexpr = "tf32x3" if EXACT else "tf32"
     rows, columns = tl.arange(0, 1 << LEVELS)[:, None], tl.arange(0, 1 << LEVELS)[None, :]

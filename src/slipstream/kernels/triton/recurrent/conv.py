@@ -109,7 +109,7 @@ def _conv_tokens_kernel(
     C: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, SHORT: tl.constexpr,
     BLOCK: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK channels of a short sequence."""
+    """Compute BLOCK channels of a short sequence in each thread block."""
     if PDL:
         pdl_wait()
     begin, end, slot, to = find_tokens(starts_ptr, read_ptr, write_ptr, tl.program_id(1), ONE)

@@ -71,7 +71,7 @@ def tokens_kernel(
             x_ptr, conv_ptr, weight_ptr, bias_ptr, row, begin, slot, v_at, is_v, x_stride, C, W, False, True, HAS_BIAS, True,
             False,
         )  # fmt: skip
-        if R > 1 and ONE:  # behind the loads of the states, which overlap with what follows
+        if R > 1 and ONE:  # after the loads of the states, which overlap with what follows
             tl.debug_barrier()
             last = tl.atomic_add(counter, 1, sem="acq_rel") == R - 1
         wide = row.to(tl.int64)

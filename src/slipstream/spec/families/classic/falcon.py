@@ -71,7 +71,8 @@ def _block(c: ConfigReader, grouped: bool, norm: NormSpec) -> BlockSpec:
 
 
 def names(spec: ModelSpec) -> Names:
-    """The norm has another name in layers with one norm than in layers with two."""
+    """Falcon's names. The norm of a layer with one norm is called otherwise than in a layer with
+    two."""
     two = "mlp_norm" in spec.layers[0].norms
     return table(
         {**NAMES, "norm": "ln_attn" if two else "input_layernorm"}, layer="h.{i}.", changes=BY_GROUP

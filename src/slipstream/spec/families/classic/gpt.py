@@ -122,7 +122,7 @@ def read_bigcode(c: ConfigReader) -> ModelSpec:
 
 
 def read_gpt_neo(c: ConfigReader) -> ModelSpec:
-    """Scores are not scaled, and every other layer has a window."""
+    """Reads GPT-Neo. Scores are not scaled, and every other layer has a window."""
     h = heads(c, num_heads="num_heads", num_kv_heads=None)
     count, window = c.size("num_layers", 24), c.size("window_size", 256)
     groups = c.take("attention_types", list, [[["global", "local"], 12]])
@@ -210,7 +210,8 @@ GPTJ: dict[str, Theirs] = {
 
 
 def _parts(layer: LayerSpec, part: int) -> Regroup:
-    """Rows are in the four parts of the devices that trained CodeGen, in each q, then v, then k."""
+    """Reorders the rows of CodeGen's q, k and v. They are stored in four parts, one for each device
+    of the training, with q, then v, then k in each."""
     a = layer.attention
     assert isinstance(a, AttentionSpec)
     return Regroup(num_groups=4, sizes=(a.q_size // 4,) * 3, order=(0, 2, 1))

@@ -107,7 +107,7 @@ def read_roberta(c: ConfigReader) -> ModelSpec:
 
 
 def read_electra(c: ConfigReader) -> ModelSpec:
-    """The small model has narrower embeddings. The config's default is 128."""
+    """Reads an ELECTRA. The small model has narrower embeddings. The config's default is 128."""
     width = c.size("embedding_size", 128)
     c.ignore("summary_last_dropout")
     return _read(c, "electra", 0, act_of_scores="gelu", embed_size=width)

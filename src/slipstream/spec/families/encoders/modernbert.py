@@ -84,7 +84,8 @@ def read_modernbert(c: ConfigReader) -> ModelSpec:
 
 
 def gguf_modernbert_config(m: ConfigReader) -> dict[str, Any]:
-    """llama.cpp's window counts both sides. The first of every few layers has no window."""
+    """Reads a GGUF file's config. llama.cpp's window counts both sides. The first of every few
+    layers has no window."""
     config = encoder_gguf_config(m)
     types = config.pop("type_vocab_size")
     eps = config.pop("layer_norm_eps")

@@ -26,7 +26,8 @@ from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, PostNormBlock
 
 
 def read_nomic(c: ConfigReader) -> ModelSpec:
-    """The authors' config has GPT-2's keys, and switches. Only the setting that makes a BERT is supported."""
+    """Reads a Nomic encoder. The authors' config has GPT-2's keys and many switches, of which only
+    the setting that makes a BERT is supported."""
     if "n_embd" not in c:
         c.size("head_dim", c.size("hidden_size") // c.size("num_attention_heads"))
         return _read(c, "nomic_bert", gated(c), theta=1000.0)

@@ -88,7 +88,7 @@ NAMES: dict[str, Theirs] = {
 
 
 def names(spec: ModelSpec) -> Names:
-    """The experts' tensors have no ending."""
+    """DBRX's names. Those of the experts' tensors do not end in `.weight`."""
     changes = {"experts.up": stacked, "experts.down": stacked_down}
     found = table(NAMES, layer="transformer.blocks.{i}.", changes=changes)(spec)
     return {

@@ -73,7 +73,8 @@ NAMES: dict[str, Theirs] = {
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """llama.cpp knows the pattern of windows, the activation and the kind of softmax from the architecture."""
+    """Reads a GGUF file's config. llama.cpp knows the pattern of windows, the activation and the
+    kind of softmax from the architecture."""
     config = llama_gguf_config(m, experts=True)
     if config.get("rope_scaling", {}).get("rope_type") == "yarn":
         config["rope_scaling"]["truncate"] = False

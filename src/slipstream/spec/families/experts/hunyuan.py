@@ -1,5 +1,5 @@
-"""Hunyuan, dense and as mixtures of experts with a shared one: Llama's layers with norms of q and k behind the rotation, whose
-base a fixed factor (`alpha`) stretches."""
+"""Hunyuan, dense and as mixtures of experts with a shared one: Llama's layers with norms of q and k
+after the rotation, whose base a fixed factor (`alpha`) stretches."""
 
 from __future__ import annotations
 

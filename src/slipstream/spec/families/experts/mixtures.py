@@ -334,7 +334,7 @@ DENSE_SPARSE = ("dense", "sparse")
 
 
 def _scaled(layer: LayerSpec, part: int) -> Scale | None:
-    """The output product takes over the values' scale."""
+    """Multiplies the output product's weight by the factor of the values, if the model has one."""
     a, rows = layer.attention, layer.norms["pre_attention"].size
     assert isinstance(a, AttentionSpec)
     return None if a.value_scale == 1.0 else Scale(((rows, a.value_scale),))

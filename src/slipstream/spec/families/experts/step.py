@@ -168,7 +168,7 @@ NAMES: dict[str, Theirs] = {
     "shared.down": "share_expert.down_proj",
 }
 UNREAD = (r"(vision_model|vit_large_projector)\..*", r"model\.layers\.4[5-9]\..*")
-"""The image encoder, and the layers that draft behind the 45 of the published models."""
+"""The image encoder, and the layers that draft, which follow the 45 of the published models."""
 
 FAMILIES = (
     Family(

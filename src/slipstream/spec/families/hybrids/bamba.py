@@ -128,7 +128,8 @@ CONV = {"recurrent.conv": of_conv}
 
 
 def gguf_granite(m: ConfigReader) -> dict[str, Any]:
-    """llama.cpp writes Granite and Bamba alike; only Bamba's attention is rotated."""
+    """Reads a GGUF file that is a Granite or a Bamba. llama.cpp writes both in one way; only
+    Bamba's attention is rotated."""
     if m.take("rope.scaling.finetuned", bool, False):
         raise m.unsupported("rope.scaling.finetuned", "Bamba is not read from GGUF files")
     scales = {

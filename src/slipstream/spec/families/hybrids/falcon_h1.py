@@ -50,7 +50,8 @@ def read(c: ConfigReader) -> ModelSpec:
 
 
 def _mixer(c: ConfigReader, eps: float) -> Mamba2Spec:
-    """A null `mamba_d_ssm` stands for `mamba_expand` times the hidden size."""
+    """Reads the Mamba-2 part of a layer. `mamba_d_ssm: null` means `mamba_expand` times the hidden
+    size."""
     width = c.maybe("mamba_d_ssm", int) if c.says("mamba_d_ssm") else 1024
     mixer = bamba_mixer(c, eps, width=width)
     if c.take("projectors_bias", bool, False) != mixer.bias:
@@ -110,7 +111,7 @@ def names(spec: ModelSpec) -> Names:
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """The converter has folded the multipliers into the weights."""
+    """Reads a GGUF file's config. The converter has folded the multipliers into the weights."""
     return {
         **llama_gguf_config(m),
         **mamba2_gguf_config(m),

@@ -69,7 +69,8 @@ NAMES: dict[str, Theirs] = {
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """The file does not say which layers have experts: every second one, as in all of Jamba's models."""
+    """Reads a GGUF file's config. The file does not say which layers have experts: every second
+    one, as in all of Jamba's models."""
     config = llama_gguf_config(m, experts=True, by_layer=True)
     attended = [i for i, n in enumerate(kv_heads(m)) if n]
     first = attended[0]

@@ -87,7 +87,8 @@ def _attention(c: ConfigReader) -> LatentAttentionSpec:
 
 
 def _delta(c: ConfigReader, eps: float) -> GatedDeltaSpec:
-    """The sizes of `linear_attn_config` go before those next to it."""
+    """Reads the recurrent layers' sizes. Those in `linear_attn_config` are preferred to those next
+    to it."""
     own = c.take("linear_attn_config", dict, {})
     sizes = (
         ("num_heads", "linear_num_heads", 32),

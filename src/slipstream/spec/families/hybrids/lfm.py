@@ -111,7 +111,8 @@ NAMES: dict[str, Theirs] = {
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """The file has the MLP's own size, and the layers' kv heads, of which convolutions have none."""
+    """Reads a GGUF file's config. The file has the MLP's own size, and the layers' kv heads, of
+    which convolutions have none."""
     config = llama_gguf_config(m, experts=True, by_layer=True)
     del config["hidden_act"]
     own = {

@@ -83,7 +83,7 @@ MAX_POSITION = 2**20
 
 
 def read_mamba(c: ConfigReader) -> ModelSpec:
-    """llama.cpp writes FalconMamba as a `mamba` whose dt, B and C are normed."""
+    """Reads a Mamba. llama.cpp writes FalconMamba as a `mamba` whose dt, B and C are normed."""
     if "mixer_rms_eps" in c:
         return read_falcon_mamba(c)
     return _read(c, "mamba", _mamba_1(c, 1e-6, normed=False), tied=True)

@@ -1,6 +1,7 @@
 """Nemotron-H and Nemotron 3: each of their layers is Mamba-2, attention, an MLP, or a mixture of experts. No torch.
 
-Two of theirs, a mixer and the MLP behind it, are a layer here. A mixer with another one behind it is a layer without an MLP.
+Two of theirs, a mixer and the MLP after it, are a layer here. A mixer that another one follows is a
+layer without an MLP.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def kinds_of_blocks(c: ConfigReader) -> tuple[str, list[str]]:
 
 
 def paired(c: ConfigReader, key: str, kinds: list[str]) -> list[tuple[str, str | None]]:
-    """The mixer of each of our layers, and the MLP behind it, if any."""
+    """The mixer of each of our layers, and the MLP after it, if any."""
     pairs: list[tuple[str, str | None]] = []
     for i, kind in enumerate(kinds):
         if kind in MIXERS:
@@ -138,7 +139,8 @@ def _mixture(c: ConfigReader, act: Any, bias: bool) -> MoESpec:
 
 
 def _mamba(c: ConfigReader, eps: float) -> Mamba2Spec:
-    """Earlier configs have Bamba's keys, which go first. A step of time is at least `time_step_min`."""
+    """Reads a Mamba-2 mixer. Bamba's keys, which earlier configs have, are preferred. A step of
+    time is at least `time_step_min`."""
     groups = c.size(called(c, "mamba_n_groups", "n_groups"), 8)
     c.require("mamba_hidden_act", "silu")
     c.ignore("n_groups", "conv_kernel", "use_conv_bias", "expand", "mamba_expand", "time_step_min")

@@ -1,5 +1,5 @@
 """OLMo Hybrid: three of four layers are gated delta rules with negative eigenvalues and norms before, the others attention with
-norms behind. No torch."""
+norms after them. No torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def read(c: ConfigReader) -> ModelSpec:
 
 
 def _position(c: ConfigReader, head_dim: int, max_position: int) -> object:
-    """The long-context models have no positions: their `rope_parameters` are null, or lack a base."""
+    """Reads the rotation, or None for the long-context models, which have none: their
+    `rope_parameters` are null or lack a base."""
     own = c.value("rope_parameters")
     unrotated = (c.says("rope_parameters") and own is None) or (
         isinstance(own, dict) and own.get("rope_theta") is None

@@ -53,7 +53,8 @@ LLAVA = PromptFormat(placeholder="<image>", token="<image>", style="plain")
 
 
 def _read_text(c: ConfigReader, default: str) -> ModelSpec:
-    """The whole model's config says whether the head is the table of embeddings, not the decoder's. A stored head counts."""
+    """Reads the decoder. Whether its head is tied is said by the whole model's config, not by the
+    decoder's; a head that is stored is used."""
     kind = c.take("model_type", str, default)
     if kind not in READERS:
         raise c.unsupported("model_type", f"the decoders are {', '.join(READERS)}")
