@@ -49,7 +49,7 @@ def word_sums(values: Sequence[Tensor]) -> list[tuple[int, int]]:
 def _round_rows_kernel(
     x_ptr, y_ptr, scales_ptr, K, TOP: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Round a row. Divisions are exact, so that the codes are `quantize_rows`'."""
+    """Round a row. Divisions are exact, so the codes are those that torch gives on a CPU."""
     row = tl.program_id(0).to(tl.int64)
     at, largest = tl.arange(0, BLOCK), tl.zeros((BLOCK,), tl.float32)
     for k in range(0, K, BLOCK):

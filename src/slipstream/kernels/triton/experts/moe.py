@@ -101,7 +101,14 @@ def moe_of_choice(
     num_bins = spec.num_local_experts + (spec.held is not None)
     if isinstance(up, Float4Linear) and isinstance(down, Float4Linear):
         y, inverse = mxfp4_mlp(
-            x.contiguous(), up, down, chosen, spec, num_bins, small_batch=small_batch, whole=one_way
+            x.contiguous(),
+            up,
+            down,
+            chosen,
+            spec,
+            num_bins,
+            small_batch=small_batch,
+            one_way=one_way,
         )
         return combine(y, weights, inverse, added, x.dtype)
     tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, num_bins)

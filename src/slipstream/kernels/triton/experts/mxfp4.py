@@ -9,7 +9,7 @@ both and stores their activation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -223,6 +223,10 @@ class Tile:
         return self.pairs + self.more
 
 
+ONE_TILE = Tile(32, 64, 4, 4)
+"""The tile of `deterministic`."""
+
+
 def mxfp4_gemm(
     x: Tensor,
     w: Float4Linear,
@@ -266,16 +270,16 @@ def mxfp4_mlp(
     num_bins: int,
     *,
     small_batch: bool,
-    whole: bool = False,
+    one_way: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Both products: x [T, E] → the input of `moe.combine` [T · k · parts, E], and the pairs'
-    positions. `small_batch`: nothing is sorted. `whole`: K is never split."""
+    positions. `small_batch`: nothing is sorted. `one_way`: one tile for all numbers of pairs."""
     first, second = step_tiles(chosen.numel(), spec.num_experts, small_batch=small_batch)
-    if whole:
-        second = replace(second, splits=1)
+    if one_way:
+        first = second = ONE_TILE
     tiles = (
         unsorted_pairs(chosen)
-        if small_batch
+        if small_batch and not one_way
         else sort_pairs(chosen, num_bins, tile_m=first.most_pairs)
     )
     how: dict[str, Any] = dict(

@@ -6,7 +6,7 @@ scales are multiplied. So the fastest kernel for each number of rows can run, if
 
 | scheme | to 64 rows | more |
 | --- | --- | --- |
-| 16 bits | on Hopper `hopper.skinny_gemm`; to 8 rows and 12,287 outputs `_narrow` | cuBLASLt without splits |
+| 16 bits | on Hopper `hopper.skinny_gemm`; to 8 rows of long weights `_narrow` | cuBLASLt without splits |
 | fp8 | on Hopper `hopper.skinny_gemm` | torch's scaled GEMM |
 | int8: sums of whole numbers, exact in any order of a product without splits | `skinny_gemm` | `gemm` |
 | fp8-block | `fp8_tile_linear` | `fp8_tile_linear` |
@@ -52,8 +52,8 @@ _logger = logging.getLogger(__name__)
 FEW = 64
 """Most rows of our kernels for few rows."""
 NARROW_ROWS, NARROW = 8, 12_288
-"""Most rows of inputs, and outputs below which a weight is too narrow for one tile of 64 outputs on
-each multiprocessor."""
+"""Most rows of inputs; and the bound of narrow weights, which have fewer outputs and at least as many
+inputs: tiles of 64 of their outputs leave half of the multiprocessors idle, for long."""
 NARROW_TILE = (16, 256, 1, 6)
 """(Outputs, inputs, warps, stages) of `_narrow`'s tile."""
 COMPARED = (65, 96, 128, 200, 256, 384, 512, 1024, 2048)
@@ -146,7 +146,7 @@ def _is_narrow(values: Tensor, w: Linear) -> bool:
         0 < len(values) <= NARROW_ROWS
         and type(w) is Linear
         and values.dtype.itemsize == 2
-        and len(w.weight) < NARROW
+        and len(w.weight) < NARROW <= w.weight.shape[1]
         and w.weight.is_contiguous()
     )
 
