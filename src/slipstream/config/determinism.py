@@ -6,14 +6,21 @@ from slipstream.config.settings import DeviceInfo, EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import CompressedAttentionSpec, LatentAttentionSpec, MoESpec
+from slipstream.spec.scheme import SCHEMES
 
 
-def check_deterministic(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> None:
-    """Raise ConfigError if `deterministic` does not cover the model or the kernels."""
+def check_deterministic(
+    args: EngineArgs, model: ModelDescription, device: DeviceInfo, scheme: str | None
+) -> None:
+    """Raise ConfigError if `deterministic` does not cover the model or the kernels. `scheme`: the
+    weights'."""
     if not args.deterministic:
         return
     own = "triton" if device.is_cuda else "cpu"
-    layers = model.spec.all_layers
+    layers, formats = model.spec.all_layers, frozenset({"nvfp4", "mxfp4"})
+    has_experts = any(isinstance(x.mlp, MoESpec) for x in layers)
+    scheme = args.quantization or scheme
+    floats = scheme is not None and SCHEMES[scheme].name in formats
     table: tuple[tuple[bool, str], ...] = (
         (
             args.kernels not in ("auto", own),
@@ -22,6 +29,20 @@ def check_deterministic(args: EngineArgs, model: ModelDescription, device: Devic
         (
             device.is_cuda and args.host_experts is not None,
             "experts on the host (host_experts)",
+        ),
+        (
+            device.is_cuda and model.spec.is_recurrent,
+            "recurrent layers on a GPU, where 2 of 512 answers from the prefix cache differed",
+        ),
+        (
+            device.is_cuda and has_experts and model.gguf is not None,
+            "experts in GGUF's types on a GPU, which nobody has compared there",
+        ),
+        (
+            device.is_cuda
+            and has_experts
+            and (floats or any(".experts." in name for name in model.native_formats(formats))),
+            "experts in 4-bit floats on a GPU, where 3 of 512 answers in chunks with drafts differed",
         ),
         *(
             (

@@ -211,6 +211,15 @@ class NativeOps(CpuOps):
         self._run(p, len(x))
         return out.to(x.dtype)
 
+    # torch's own give another last bit at a tensor's end than elsewhere.
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
+
+    def softplus(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide.clamp(min=0) + torch.log1p(torch.exp(-wide.abs()))).to(x.dtype)
+
     def moe(
         self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None = None
     ) -> Tensor:

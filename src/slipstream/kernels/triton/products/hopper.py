@@ -54,7 +54,7 @@ nearly fill 132 multiprocessors, than in 64 (`step_products_70b`)."""
 WIDE = 65_536
 """Rows of a 16-bit weight below which an unsplit product of few tokens has 64 outputs per thread
 block: 28,672 × 4,096 takes 8 µs less in 448 than in 224, of which the second wave would leave a
-third of the multiprocessors idle (`kernels_deterministic_one`)."""
+third of the multiprocessors idle (`engine_deterministic_one`)."""
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.9
 
 

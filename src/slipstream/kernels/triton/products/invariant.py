@@ -6,7 +6,7 @@ scales are multiplied. So the fastest kernel for each number of rows can run, if
 
 | scheme | to 64 rows | more |
 | --- | --- | --- |
-| 16 bits | on Hopper `hopper.skinny_gemm`; to 8 rows of long weights `_narrow` | cuBLASLt without splits |
+| 16 bits | on Hopper `hopper.skinny_gemm` | cuBLASLt without splits |
 | fp8 | on Hopper `hopper.skinny_gemm` | torch's scaled GEMM |
 | int8: sums of whole numbers, exact in any order of a product without splits | `skinny_gemm` | `gemm` |
 | fp8-block | `fp8_tile_linear` | `fp8_tile_linear` |
@@ -15,8 +15,7 @@ scales are multiplied. So the fastest kernel for each number of rows can run, if
 
 A library promises no order. So before it is used for a weight's shape it is compared with our
 kernel, bit by bit, at numbers of rows between which its own choice changes (`Libraries`). A shape at
-which they differ uses `gemm`. `_narrow`, which has another tensor-core instruction (HMMA), is
-compared, too."""
+which they differ uses `gemm`."""
 
 from __future__ import annotations
 
@@ -24,13 +23,10 @@ import logging
 from dataclasses import replace
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.triton.gluon_support import runs_on_hopper
-from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import quantize
 from slipstream.kernels.triton.products import dispatch, gguf
 from slipstream.kernels.triton.products.fp8_block import fp8_tile_linear_invariant
@@ -51,11 +47,6 @@ from slipstream.platform import platform_of
 _logger = logging.getLogger(__name__)
 FEW = 64
 """Most rows of our kernels for few rows."""
-NARROW_ROWS, NARROW = 8, 12_288
-"""Most rows of inputs; and the bound of narrow weights, which have fewer outputs and at least as many
-inputs: tiles of 64 of their outputs leave half of the multiprocessors idle, for long."""
-NARROW_TILE = (16, 256, 1, 6)
-"""(Outputs, inputs, warps, stages) of `_narrow`'s tile."""
 COMPARED = (65, 96, 128, 200, 256, 384, 512, 1024, 2048)
 """Numbers of rows at which a library is compared."""
 COMPARED_NUMBERS = 2**26
@@ -63,13 +54,12 @@ COMPARED_NUMBERS = 2**26
 
 
 class Libraries:
-    """Notes, for each shape of a weight, whether the library's product has the bits of ours, and
-    whether `_narrow` has."""
+    """Notes, for each shape of a weight, whether the library's product has the bits of ours."""
 
     def __init__(self) -> None:
-        self._agrees: dict[tuple[object, ...], tuple[bool, bool]] = {}
+        self._agrees: dict[tuple[object, ...], bool] = {}
 
-    def agrees(self, w: Linear, scratch: ArrivalCounters, *, narrow: bool = False) -> bool:
+    def agrees(self, w: Linear, scratch: ArrivalCounters) -> bool:
         """False where it differs, and while a graph is captured in which a shape is met first."""
         if w.weight.is_meta:  # kernels are compiled ahead
             return True
@@ -78,13 +68,11 @@ class Libraries:
             if platform_of(w.weight.device).is_capturing:
                 return False
             self._agrees[key] = _compare(w, scratch)
-            if not all(self._agrees[key]):
+            if not self._agrees[key]:
                 _logger.info(
-                    "deterministic: kernels (library, for few rows) that have our bits with a weight of %s: %s",
-                    key,
-                    self._agrees[key],
+                    "deterministic: the library sums products with a weight of %s otherwise", key
                 )
-        return self._agrees[key][narrow]
+        return self._agrees[key]
 
 
 def linear(
@@ -109,8 +97,6 @@ def linear(
         return dispatch.skinny_gemm(x, w, scratch, tile=(64, 256, 1, 4))
     if scratch is None or not runs_on_hopper(values.device):
         return _ours(x, w)
-    if _is_narrow(values, w) and libraries.agrees(w, scratch, narrow=True):
-        return _narrow(values, w)
     if len(values) <= FEW or not libraries.agrees(w, scratch):
         return _ours(x, w, scratch)
     return _librarys(x, w)
@@ -141,65 +127,7 @@ def _librarys(x: Activations, w: Linear) -> Tensor:
         return F.linear(x, w.weight, w.bias)
 
 
-def _is_narrow(values: Tensor, w: Linear) -> bool:
-    return (
-        0 < len(values) <= NARROW_ROWS
-        and type(w) is Linear
-        and values.dtype.itemsize == 2
-        and len(w.weight) < NARROW <= w.weight.shape[1]
-        and w.weight.is_contiguous()
-    )
-
-
-@triton.jit(do_not_specialize=["M"])
-def _narrow_kernel(
-    x_ptr, w_ptr, bias_ptr, y_ptr, M, N, K,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """yᵀ = W · xᵀ. The first tile of the weight is loaded before the inputs are ready."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m, ks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
-    w_at = w_ptr + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + ks[None, :]
-    x_at, live = x_ptr + m[None, :] * K + ks[:, None], (m < M)[None, :]
-    if EVEN:
-        w = tl.load(w_at, eviction_policy="evict_first")
-    else:
-        w = tl.load(w_at, mask=(ks < K)[None, :], other=0.0)
-        live = live & (ks < K)[:, None]
-    if PDL:
-        pdl_wait()
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    acc = tl.dot(w, tl.load(x_at, mask=live, other=0.0), acc)
-    for k in range(BLOCK_K, K, BLOCK_K):
-        if EVEN:
-            w = tl.load(w_at + k, eviction_policy="evict_first")
-            x = tl.load(x_at + k, mask=(m < M)[None, :], other=0.0)
-        else:
-            inside = ks + k < K
-            w = tl.load(w_at + k, mask=inside[None, :], other=0.0)
-            x = tl.load(x_at + k, mask=(m < M)[None, :] & inside[:, None], other=0.0)
-        acc = tl.dot(w, x, acc)
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    at = y_ptr + m[None, :] * N + n[:, None]
-    tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
-
-
-def _narrow(x: Tensor, w: Linear) -> Tensor:
-    """x [T, K] · Wᵀ + b for few rows, in tiles of so few outputs that a narrow weight occupies all
-    multiprocessors."""
-    (outer, inner), (block_n, block_k, warps, stages) = w.weight.shape, NARROW_TILE
-    y = torch.empty(len(x), outer, dtype=x.dtype, device=x.device)
-    _narrow_kernel[(triton.cdiv(outer, block_n),)](
-        x.contiguous(), w.weight, y if w.bias is None else w.bias, y, len(x), outer, inner, HAS_BIAS=w.bias is not None,
-        BLOCK_M=NARROW_ROWS, BLOCK_N=block_n, BLOCK_K=block_k, EVEN=inner % block_k == 0, num_warps=warps,
-        num_stages=stages, **pdl_options(x),
-    )  # fmt: skip
-    return y
-
-
-def _compare(w: Linear, scratch: ArrivalCounters) -> tuple[bool, bool]:
+def _compare(w: Linear, scratch: ArrivalCounters) -> bool:
     outer, inner = w.weight.shape
     most = max(COMPARED_NUMBERS // outer, 2 * FEW)
     sizes = [n for n in COMPARED if n <= most]
@@ -214,16 +142,9 @@ def _compare(w: Linear, scratch: ArrivalCounters) -> tuple[bool, bool]:
         return given[first:end]
 
     firsts = _ours(part(0, FEW), w, scratch)
-    library = True
     for num in sizes:
         theirs = _librarys(part(0, num), w)
         lasts = _ours(part(num - 1, num), w, scratch)
-        library &= torch.equal(theirs[:FEW], firsts) and torch.equal(theirs[-1:], lasts)
-        if not library:
-            break
-    few = [part(0, num) for num in (1, NARROW_ROWS)]
-    narrow = all(
-        isinstance(p, Tensor) and _is_narrow(p, w) and torch.equal(_narrow(p, w), firsts[: len(p)])
-        for p in few
-    )
-    return library, narrow
+        if not torch.equal(theirs[:FEW], firsts) or not torch.equal(theirs[-1:], lasts):
+            return False
+    return True
