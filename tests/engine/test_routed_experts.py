@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.config import EngineArgs, resolve
 from slipstream.compress.replay import replayed_routing
+from slipstream.config import EngineArgs, resolve
 from slipstream.errors import ConfigError, RequestError
 from slipstream.spec.description import read_spec
 from tests import tiny_models
