@@ -249,6 +249,19 @@ def test_thrift_prefers_the_replica_that_computes_less(thrift, chosen):
     assert fleet.choose([keys], 202, now=0.0).replica == chosen
 
 
+@pytest.mark.parametrize(
+    ("queued", "patience_s", "chosen"), [(250, 0.5, "r1"), (800, 0.5, "r0"), (800, None, "r1")]
+)
+def test_a_prefix_is_worth_a_wait_only_within_the_patience(queued, patience_s, chosen):
+    """r1 has the prefix, and computing it takes 0.2 s, five times weighed."""
+    settings = dict(balance=0.0, thrift=5.0, patience_s=patience_s)
+    fleet, keys = router(2, policy="prefix", **settings), chain(blocks=50)
+    fleet.reset("r0", 0, [])
+    fleet.reset("r1", 0, keys)
+    fleet.update("r1", queued_tokens=queued, running=0, waiting=1)
+    assert fleet.choose([keys], 202, now=0.0).replica == chosen
+
+
 # --- What a replica's numbers are worth ---------------------------------------------------------
 
 

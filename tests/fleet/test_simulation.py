@@ -20,7 +20,9 @@ from slipstream.fleet.gateway.guard import LARGE, MEDIANS_S, MIN_SEEN, ReplicaGu
 from slipstream.fleet.scaling import capacity
 from slipstream.fleet.scaling.autoscaler import Autoscaler, FleetObservation, ScalingLimits
 from slipstream.fleet.scaling.capacity import FleetCapacity
-from slipstream.fleet.simulation.run import FleetSimulation, most_reversals
+from slipstream.fleet.simulation import study
+from slipstream.fleet.simulation.report import most_reversals
+from slipstream.fleet.simulation.run import FleetSimulation
 from slipstream.fleet.simulation.study import FleetLoad, simulate_fleet
 from slipstream.fleet.simulation.traffic import EndlessCache, fleet_traffic
 from slipstream.simulate.engines import plan_engine
@@ -78,14 +80,14 @@ def run(workload, rate, number, *, replicas=4, copies=None, seed=0, gateways=1, 
 
 
 def without_times(found):
-    return {k: v for k, v in found.items() if k not in ("wall_s", "processor_s", "gateway", "gateway_busy")}  # fmt: skip
+    return dataclasses.replace(found, wall_s=0.0, processor_s=0.0, gateway={}, gateway_busy=0.0)
 
 
 def test_no_request_is_lost_and_equal_seeds_give_equal_results():
     first, second = (run(conversations(), 12.0, 240, gateways=2) for _ in range(2))
     assert without_times(first) == without_times(second)
-    assert first["finished"] == first["requests"] == 240
-    assert first["output_tokens"] == 240 * 50
+    assert first.finished == first.requests == 240
+    assert first.output_tokens == 240 * 50
     assert without_times(run(conversations(), 12.0, 240, gateways=2, seed=1)) != without_times(
         first
     )
@@ -103,12 +105,12 @@ def test_the_bound_is_what_a_cache_without_end_has():
 def test_router_hits_within_five_points_of_the_bound_and_round_robin_does_not():
     load = (conversations(), 12.0, 2400)
     found = run(*load, copies=10, replicas=3)  # turns come around every 400 requests
-    assert found["hit_share_bound"] > 0.6
-    assert found["hit_share"] > found["hit_share_bound"] - 0.05
-    assert found["hit_share_predicted"] == pytest.approx(found["hit_share"], abs=0.02)
+    assert found.hit_share_bound > 0.6
+    assert found.hit_share > found.hit_share_bound - 0.05
+    assert found.hit_share_predicted == pytest.approx(found.hit_share, abs=0.02)
     in_turn = run(*load, copies=10, replicas=3, policy="round_robin")
-    assert in_turn["hit_share"] < found["hit_share_bound"] - 0.15
-    assert in_turn["hit_share_bound"] == found["hit_share_bound"]
+    assert in_turn.hit_share < found.hit_share_bound - 0.15
+    assert in_turn.hit_share_bound == found.hit_share_bound
 
 
 def test_copies_have_prefixes_of_their_own_but_for_the_common_one():
@@ -139,10 +141,10 @@ def test_coarse_replica_is_near_the_step_by_step_simulator():
         for row, at in zip(traffic.rows, traffic.times, strict=True)
     )
     exact = simulate(engine, dataclasses.replace(workload.traffic(Poisson(rate=8.0), 1), requests=requests))  # fmt: skip
-    assert found["simulated_s"] == pytest.approx(exact.summary.wall_s, rel=0.02)
-    assert found["ttft_s"]["p50"] == pytest.approx(exact.summary.ttft_s.p50, rel=0.15)
-    assert found["ttft_s"]["p99"] == pytest.approx(exact.summary.ttft_s.p99, rel=0.25)
-    assert found["tpot_s"]["p50"] == pytest.approx(exact.summary.tpot_s.p50, rel=0.1)
+    assert found.simulated_s == pytest.approx(exact.summary.wall_s, rel=0.02)
+    assert found.ttft_s.p50 == pytest.approx(exact.summary.ttft_s.p50, rel=0.15)
+    assert found.ttft_s.p99 == pytest.approx(exact.summary.ttft_s.p99, rel=0.25)
+    assert found.tpot_s.p50 == pytest.approx(exact.summary.tpot_s.p50, rel=0.1)
 
 
 def test_a_long_prompt_takes_no_replica_out():
@@ -150,14 +152,14 @@ def test_a_long_prompt_takes_no_replica_out():
     lengths = [(200, 20)] * 99 + [(30_000, 20)]
     workload = Workload(name="tail", requests=tuple(TrafficRequest(0.0, *x) for x in lengths))
     found = run(workload, 100.0, 3000, replicas=3)
-    assert found["finished"] == 3000
-    assert found["taken_out"] == 0
+    assert found.finished == 3000
+    assert found.taken_out == 0
 
 
 def test_requests_that_fit_no_replica_are_refused():
     workload = Workload(name="long", requests=(TrafficRequest(0.0, 32_700, 100),))
     found = run(workload, 10.0, 5)
-    assert (found["finished"], found["refused"]) == (0, 5)
+    assert (found.finished, found.refused) == (0, 5)
 
 
 def decisions(rate: float, start: int, hours: float = 1.0, noise: float = 1.0):
@@ -193,6 +195,21 @@ def test_reversals_are_counted_within_a_window():
     assert most_reversals([(10.0 * i, i) for i in range(10)], 1000.0) == 0
 
 
+@pytest.mark.parametrize(("given", "taken"), [(None, "a100"), ("h200", "h200")])
+def test_without_a_gpu_the_one_of_the_autoscaler_is_simulated(monkeypatch, given, taken):
+    seen = []
+
+    def engine(spec, gpu):
+        seen.append(gpu)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(study, "_engine", engine)
+    file = fleet({"min": 1, "max": 2}, model={"autoscale": {"device": "a100"}})
+    with pytest.raises(ConfigError, match="enough"):
+        simulate_fleet(file, FleetLoad(rates=(1.0,), num_requests=10, gpu=given))
+    assert seen == [taken]
+
+
 def test_scaled_fleet_grows_with_the_load_and_loses_nothing(monkeypatch):
     known = FleetCapacity(((1, 30.0),))
     monkeypatch.setattr(capacity, "fleet_capacity", lambda *_, **__: known)
@@ -204,11 +221,11 @@ def test_scaled_fleet_grows_with_the_load_and_loses_nothing(monkeypatch):
         gpu="h200",
         cold_start_s=3.0,
     )
-    found = simulate_fleet(file, load)
-    assert found["finished"] == 3000
-    assert found["most_replicas"] > 2
-    assert found["scaler"]["ups"] >= 1
-    assert found["scaler"]["most_reversals"] <= 1
+    found = simulate_fleet(file, load).figures
+    assert found.finished == 3000
+    assert found.most_replicas > 2
+    assert found.scaler.ups >= 1
+    assert found.scaler.most_reversals <= 1
 
 
 def test_guard_of_a_large_fleet_has_the_medians_of_all():

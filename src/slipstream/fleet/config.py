@@ -133,10 +133,16 @@ class Hedging(Spec, frozen=True, kw_only=True):
     share: Annotated[float, Meta(ge=0, le=1)] = 0.05
 
 
+PATIENCE_SHARE = 1 / 3
+"""Share of the objective of the TTFT that a router gives for hits."""
+
+
 class Routing(Spec, frozen=True, kw_only=True):
     policy: Policy = "prefix"
     balance: Annotated[float, Meta(ge=0)] = 0.1
     thrift: Annotated[float, Meta(ge=0)] = 1.5
+    # predicted TTFT that may be paid for hits; default: a third of `objectives.ttft_s`
+    patience_s: Seconds | None = None
     retries: Retries = Retries()
     hedging: Hedging | None = None
     # how long a request waits at the gateway for a replica
@@ -386,6 +392,11 @@ def check(data: object) -> Fleet:
         fleet.tls.ca and fleet.tls.certificate and fleet.tls.key
     ):
         raise ConfigError("tls: give ca, certificate and key, or auto", field="tls")
+    if fleet.router.patience_s is None and fleet.objectives.ttft_s is not None:
+        patient = msgspec.structs.replace(
+            fleet.router, patience_s=PATIENCE_SHARE * fleet.objectives.ttft_s
+        )
+        fleet = msgspec.structs.replace(fleet, router=patient)
     found = pools(fleet)
     _check_adapters(fleet, found)
     _check_roles(fleet, found)

@@ -6,10 +6,14 @@ the planner says. A model's config.json is enough."""
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import phases, print_info, print_json
 from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.fleet.simulation.report import FleetStudy, Marks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,53 +80,60 @@ def run(args: argparse.Namespace) -> int:
     fleet = read(args.file)
     with phases("simulating the fleet") as on_phase:
         found = simulate_fleet(fleet, load, on_phase=on_phase)
-    print_json(found) if args.json else show(found)
+    print_json(as_json(found)) if args.json else show(found)
     return 0
 
 
-def show(found: dict[str, Any]) -> None:
-    """Print the figures for a person."""
+def as_json(study: FleetStudy) -> dict[str, Any]:
+    """One flat object. What there is none of is left out."""
+    of_study = dataclasses.asdict(study)
+    figures = of_study.pop("figures")
+    absent = {name for name in ("goodput", "scaler") if figures[name] is None}
+    return {**of_study, **{name: x for name, x in figures.items() if name not in absent}}
 
-    def marks(name: str, unit: float = 1.0, after: str = "") -> str:
-        values = found[name]
+
+def show(study: FleetStudy) -> None:
+    """Print the figures for a person."""
+    found = study.figures
+
+    def marks(values: Marks | None, unit: float = 1.0, after: str = "") -> str:
         if values is None:
             return "none"
-        return " · ".join(f"{mark} {values[mark] * unit:,.4g}{after}" for mark in values)
+        named = dataclasses.asdict(values).items()
+        return " · ".join(f"{mark} {value * unit:,.4g}{after}" for mark, value in named)
 
     rows = [
         (
             "requests",
-            f"{found['finished']:,} answered, {found['refused']:,} too long for a replica; {found['simulated_s']:,.1f} s "
-            f"of {', '.join(f'{rate:g}' for rate in found['rates'])} a second",
+            f"{found.finished:,} answered, {found.refused:,} too long for a replica; {found.simulated_s:,.1f} s "
+            f"of {', '.join(f'{rate:g}' for rate in study.rates)} a second",
         ),
         (
             "prefix hits",
-            f"{found['hit_share']:.1%} of prompt tokens; one endless cache of all: {found['hit_share_bound']:.1%}",
+            f"{found.hit_share:.1%} of prompt tokens; one endless cache of all: {found.hit_share_bound:.1%}",
         ),
-        ("TTFT", marks("ttft_s", 1e3, " ms")),
-        ("TPOT", marks("tpot_s", 1e3, " ms")),
-        ("waiting at a replica", marks("waiting_requests", 1.0, " requests")),
-        ("queued at a replica", marks("queued_tokens", 1.0, " tokens")),
-        ("most work over mean", f"{found['most_work_over_mean']:.3f}"),
+        ("TTFT", marks(found.ttft_s, 1e3, " ms")),
+        ("TPOT", marks(found.tpot_s, 1e3, " ms")),
+        ("waiting at a replica", marks(found.waiting_requests, 1.0, " requests")),
+        ("queued at a replica", marks(found.queued_tokens, 1.0, " tokens")),
+        ("most work over mean", f"{found.most_work_over_mean:.3f}"),
         (
             "taken out as slow",
-            f"{found['taken_out']:,} times; all replicas are alike, and none is slow",
+            f"{found.taken_out:,} times; all replicas are alike, and none is slow",
         ),
-        ("most at the gateway", f"{found['most_at_gateway']:,} requests"),
-        ("replica hours", f"{found['replica_hours']:,.1f}, {found['most_replicas']:,} at most"),
+        ("most at the gateway", f"{found.most_at_gateway:,} requests"),
+        ("replica hours", f"{found.replica_hours:,.1f}, {found.most_replicas:,} at most"),
     ]
-    if "goodput" in found:
-        rows.append(("within the objectives", f"{found['goodput']:.1%}"))
-    if (scaler := found.get("scaler")) is not None:
+    if found.goodput is not None:
+        rows.append(("within the objectives", f"{found.goodput:.1%}"))
+    if (scaler := found.scaler) is not None:
         rows.append(
             (
                 "autoscaler",
-                f"{scaler['ups']} times up, {scaler['downs']} down; {scaler['most_reversals']} reversals at most in 5 minutes",
+                f"{scaler.ups} times up, {scaler.downs} down; {scaler.most_reversals} reversals at most in 5 minutes",
             )
         )
-    title = (
-        f"{found['pool']}: {found['replicas']:,} replicas on {found['device']}, {found['workload']}"
-    )
+    title = f"{study.pool}: {study.replicas:,} replicas on {study.device}, {study.workload}"
     print_info(title, rows)
     print()
     what = {
@@ -135,11 +146,11 @@ def show(found: dict[str, Any]) -> None:
     costs = [
         (
             what[name],
-            f"p50 {of['p50_us']:,.0f} µs · p99 {of['p99_us']:,.0f} µs · {of['calls']:,} times"
-            + (f", {of['item_us']:.1f} µs a block" if name == "changes" else ""),
+            f"p50 {of.p50_us:,.0f} µs · p99 {of.p99_us:,.0f} µs · {of.calls:,} times"
+            + (f", {of.item_us:.1f} µs a block" if name == "changes" else ""),
         )
-        for name, of in found["gateway"].items()
+        for name, of in found.gateway.items()
     ]
-    share = found["gateway_busy"]
+    share = found.gateway_busy
     print_info("processor time of this machine", [*costs, ("of a gateway's core", f"{share:.0%}")])
-    print(f"\nsimulated in {found['processor_s']:.0f} s of a core")
+    print(f"\nsimulated in {found.processor_s:.0f} s of a core")

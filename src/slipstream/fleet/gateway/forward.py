@@ -278,7 +278,6 @@ class Forwarder:
                 if decision is None and not call.is_line and (slow := version.guard.slow()):
                     decision = self._decide(version, call, now, also=slow)
                 if decision is not None:
-                    version.guard.sent(decision.replica, now)
                     return version.replicas[decision.replica], decision
                 if call.tried and not any(
                     r.serves and r.id not in call.tried for r in version.replicas.values()
@@ -310,7 +309,7 @@ class Forwarder:
         also: Set[str] = frozenset(),
     ) -> Decision | None:
         """`also`: replicas that may be chosen although the guard has taken them out."""
-        exclude = version.guard.out(now) - also | call.tried
+        exclude = set(call.tried)
         if call.is_line:
             exclude |= {
                 r.id
@@ -320,7 +319,7 @@ class Forwarder:
         if call.num_deaths and now < call.alone_until and not call.begun:
             exclude |= {r.id for r in version.replicas.values() if r.num_suspects}
         if call.only is not None and call.only in version.replicas:
-            exclude = version.replicas.keys() - {call.only}
+            exclude, also = version.replicas.keys() - {call.only}, {call.only}
         if call.adapter is not None:
             exclude |= {r.id for r in version.replicas.values() if call.adapter not in r.adapters}
         if version.has_roles:
@@ -329,7 +328,9 @@ class Forwarder:
         chains = [] if by_load or handed else self.chains(version, call)
         session = None if by_load else call.session
         num_tokens = 2 if handed else max(2, len(call.tokens))
-        return version.router.choose(chains, num_tokens, now=now, session=session, exclude=exclude)
+        return version.placing.choose(
+            chains, num_tokens, now=now, session=session, exclude=exclude, also=also
+        )
 
     def chains(self, version: Version, call: Call) -> list[Sequence[bytes]]:
         """Keys of the prompt's blocks, one chain for each root key among the replicas."""
@@ -363,12 +364,11 @@ class Forwarder:
         always = routing.handover == "always"
         num_tokens = len(call.tokens)
         prompts = phases.worth_dividing(version, chains, num_tokens, out, now, always=always)
-        decision = prompts and version.router.choose(
+        decision = prompts and version.placing.choose(
             chains, num_tokens, now=now, exclude=version.replicas.keys() - prompts
         )
         if not decision:
             return
-        version.guard.sent(decision.replica, now)
         replica = version.replicas[decision.replica]
         opened = Opened(version, replica, decision, call)
         line = replica.key_line + b" " + about(call.record) + b"\r\n"
@@ -458,7 +458,6 @@ class Forwarder:
         if other is None:
             return None
         self.num_hedged += 1
-        version.guard.sent(other.replica, now)
         return Opened(version, version.replicas[other.replica], other, call)
 
     def _first_token_s(self, opened: Opened, call: Call) -> float | None:
@@ -686,10 +685,7 @@ class Opened:
     def began(self) -> None:
         now = time.monotonic()
         if self.whole is None:
-            self.version.router.began(self.decision, now)
-            self.version.guard.answered(
-                self.replica.id, now - self._sent, self.decision.predicted_ttft_s, now
-            )
+            self.version.placing.began(self.decision, now - self._sent, now)
         elif self.answer is not None and self.answer.status == 200:
             self.version.guard.did_well(self.replica.id, now)
         else:
@@ -712,8 +708,7 @@ class Opened:
         self.replica.num_in_flight -= 1
         self.replica.num_lines -= self._is_line
         self.replica.num_suspects -= self._is_suspect
-        self.version.router.ended(self.decision, time.monotonic())
-        self.version.guard.let_go(self.replica.id)
+        self.version.placing.ended(self.decision, time.monotonic())
         if self.answer is not None:
             self.answer.done()
         self.version.changed()

@@ -31,9 +31,10 @@ from slipstream.fleet.config import (
     VersionSpec,
     pools,
 )
-from slipstream.fleet.gateway.guard import ReplicaGuard, RetryBudget
+from slipstream.fleet.gateway.guard import RetryBudget
+from slipstream.fleet.gateway.placing import Placing
 from slipstream.fleet.gateway.prompts import Prompts
-from slipstream.fleet.gateway.router import ReplicaState, Router
+from slipstream.fleet.gateway.router import ReplicaState
 from slipstream.fleet.gateway.upstream import ConnectionPool, UpstreamError
 from slipstream.fleet.scaling.figures import summed
 from slipstream.fleet.scaling.scaler import Tally
@@ -229,8 +230,8 @@ class Version:
         self.gone = gone
         self.model, self.spec, self.prompts = model, spec, prompts
         self.connect_s, self.silence_s = routing.connect_s, routing.silence_s
-        self.router = Router(routing.policy, balance=routing.balance, thrift=routing.thrift)
-        self.guard = ReplicaGuard(routing.slow_factor)
+        self.placing = Placing(routing)
+        self.router, self.guard = self.placing.router, self.placing.guard
         self.replicas: dict[str, Replica] = {}
         self.starting: set[str] = set()  # ids of replicas that have no address yet
         self.num_waiting = 0  # requests that wait until a replica can take them

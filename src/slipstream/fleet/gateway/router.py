@@ -11,7 +11,8 @@ The policy `prefix` takes the replica with the lowest cost in seconds:
 The predicted TTFT is half a step, the wait for a free sequence, and the time for the prompt tokens
 to be computed there: those queued, and this request's without the blocks that the replica holds.
 `thrift` weighs what computing costs other requests: a request whose prefix is being computed waits
-for it rather than have it computed twice. Rates are the planner's at first
+for it rather than have it computed twice. Beyond `patience_s` a second of the TTFT counts
+`IMPATIENCE` more: so waits that clients bear don't cost hits, and longer ones do. Rates are the planner's at first
 (`ReplicaState.prefill_tokens_per_s`, `step_s`), then learned from requests.
 
 A replica reports numbered changes of its prefix cache (`apply`). After a gap it must report
@@ -41,6 +42,9 @@ POLICIES: tuple[Policy, ...] = ("prefix", "least_loaded", "power_of_two", "round
 
 WORK_S = 30.0
 """Time constant with which recent work decays."""
+
+IMPATIENCE = 30.0
+"""Seconds that a second of predicted TTFT beyond `patience_s` costs, besides itself."""
 
 _EXPECTED_S = 10.0  # how long the router expects a request's blocks before a report
 _MAX_SESSIONS = 100_000
@@ -140,11 +144,13 @@ class Router:
         *,
         balance: float = 0.1,
         thrift: float = 1.5,
+        patience_s: float | None = None,
         learn_rates: bool = True,
         seed: int = 0,
     ) -> None:
         """Make an empty router. Without `learn_rates` the rates of the ReplicaStates stay as given."""
         self.policy, self.balance, self.thrift, self._learns = policy, balance, thrift, learn_rates
+        self.patience_s = patience_s
         self.store = PrefixStore()
         self._replicas: dict[str, _Replica] = {}
         self._by_slot: dict[int, _Replica] = {}
@@ -414,6 +420,11 @@ class Router:
             costs += score
             computing *= self.thrift
             costs += computing
+            if self.patience_s is not None:
+                late = np.subtract(score, self.patience_s, out=computing)
+                np.maximum(late, 0.0, out=late)
+                late *= IMPATIENCE
+                costs += late
             best = int(costs.argmin())
             if score[best] == np.inf:
                 return None

@@ -1,7 +1,7 @@
 """Simulates a fleet on a virtual clock: the fleet's own router, guard and autoscaler, over coarse
 replicas (`replica.py`).
 
-1. A request comes to one of the gateways, which chooses a replica as `Forwarder` does. Without one
+1. A request comes to one of the gateways, which chooses a replica (`gateway/placing.py`). Without one
    that can take it, it waits at the gateway.
 2. A replica tells each change of its cache when the step ends that made it, and its load every
    `REPORT_S`. Every gateway hears both.
@@ -19,19 +19,24 @@ import heapq
 import itertools
 import math
 import time
-from array import array
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from slipstream.costs.metrics import percentile
 from slipstream.fleet.config import PoolSpec, Routing, ScalingObjectives
-from slipstream.fleet.gateway.guard import ReplicaGuard
-from slipstream.fleet.gateway.router import Decision, ReplicaState, Router
+from slipstream.fleet.gateway.placing import Placing
+from slipstream.fleet.gateway.router import Decision, ReplicaState
 from slipstream.fleet.scaling.scaler import PoolState, Scaler, Tally
 from slipstream.fleet.simulation.replica import CoarseReplica, Prompt
+from slipstream.fleet.simulation.report import (
+    FleetFigures,
+    Marks,
+    ScalerTurns,
+    Stopwatch,
+    TableSize,
+    most_reversals,
+)
 from slipstream.fleet.simulation.traffic import EndlessCache, FleetTraffic
 from slipstream.server.http.record import RequestRecord
 from slipstream.simulate.simulator import SimulatedEngine
@@ -43,9 +48,6 @@ REPORT_S = 0.5
 SAMPLE_S = 1.0
 """Seconds between looks at all queues."""
 
-WINDOW_S = 300.0
-"""Window in which changes of a scaler's direction are counted."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerRun:
@@ -53,16 +55,6 @@ class ScalerRun:
 
     scaler: Scaler
     cold_start_s: float
-
-
-class _Gateway:
-    """A gateway's view of the fleet."""
-
-    def __init__(self, routing: Routing, seed: int) -> None:
-        self.router = Router(
-            routing.policy, balance=routing.balance, thrift=routing.thrift, seed=seed
-        )
-        self.guard = ReplicaGuard(routing.slow_factor)
 
 
 class _Place:
@@ -80,35 +72,9 @@ class _Place:
 class _UnderWay:
     __slots__ = ("decision", "first_at", "gateway", "place")
 
-    def __init__(self, gateway: _Gateway, decision: Decision, place: _Place) -> None:
+    def __init__(self, gateway: Placing, decision: Decision, place: _Place) -> None:
         self.gateway, self.decision, self.place = gateway, decision, place
         self.first_at = 0.0
-
-
-class Stopwatch:
-    """Times of calls, in nanoseconds of processor time."""
-
-    def __init__(self) -> None:
-        self.taken = array("q")
-        self.num_items = 0
-
-    def add(self, since: int, items: int = 1) -> None:
-        self.taken.append(time.thread_time_ns() - since)
-        self.num_items += items
-
-    def figures(self) -> dict[str, float]:
-        """Microseconds of a call; `item_us` of each item of all calls."""
-        if not self.taken:
-            return {}
-        taken = sorted(self.taken)
-        return {
-            "calls": len(taken),
-            "p50_us": percentile(taken, 50) / 1e3,
-            "p99_us": percentile(taken, 99) / 1e3,
-            "mean_us": sum(taken) / len(taken) / 1e3,
-            "item_us": sum(taken) / max(1, self.num_items) / 1e3,
-            "items": self.num_items,
-        }
 
 
 class FleetSimulation:
@@ -129,7 +95,7 @@ class FleetSimulation:
     ) -> None:
         self._engine, self._traffic, self._spec = engine, traffic, spec
         self._scaling = scaling
-        self._gateways = [_Gateway(routing, seed + i) for i in range(num_gateways)]
+        self._gateways = [Placing(routing, seed=seed + i) for i in range(num_gateways)]
         self._places: dict[str, _Place] = {}
         self._numbers = itertools.count(1)
         self._events: list[tuple[float, int, _Place]] = []
@@ -228,18 +194,15 @@ class FleetSimulation:
     def _send(self, prompt: Prompt, at: float) -> bool:
         gateway = self._gateways[prompt.index % len(self._gateways)]
         began = time.thread_time_ns()
-        decision = gateway.router.choose(
-            [prompt.keys], max(2, prompt.input_tokens), now=at, exclude=gateway.guard.out(at)
-        )
+        decision = gateway.choose([prompt.keys], max(2, prompt.input_tokens), now=at)
         self.watches["decision"].add(began)
         if decision is None:
             self._at_gateway.append(prompt)
             self.most_at_gateway = max(self.most_at_gateway, len(self._at_gateway))
             return False
-        gateway.guard.sent(decision.replica, at)
         place = self._places[decision.replica]
         if not place.replica.fits(prompt):
-            gateway.router.ended(decision, at)
+            gateway.ended(decision, at)
             self.num_refused += 1
             return True
         self.predicted_hit_tokens += decision.num_cached_tokens
@@ -255,10 +218,7 @@ class FleetSimulation:
         self._ttft[prompt.index] = ttft_s
         self.hit_tokens += prompt.num_cached
         began = time.thread_time_ns()
-        call.gateway.router.began(call.decision, at)
-        call.gateway.guard.answered(
-            call.decision.replica, ttft_s, call.decision.predicted_ttft_s, at
-        )
+        call.gateway.began(call.decision, ttft_s, at)
         self.watches["answer"].add(began)
         # No replica is slower than another, so each that is taken out for it is a mistake.
         watched = call.gateway.guard.replicas.get(call.decision.replica)
@@ -267,7 +227,7 @@ class FleetSimulation:
     def _end(self, prompt: Prompt, at: float) -> None:
         call = self._under_way.pop(prompt.index)
         began = time.thread_time_ns()
-        call.gateway.router.ended(call.decision, at)
+        call.gateway.ended(call.decision, at)
         self.watches["answer"].add(began)
         self.num_finished += 1
         self.output_tokens += prompt.output_tokens
@@ -355,7 +315,7 @@ class FleetSimulation:
 
     # --- The loop -----------------------------------------------------------------------------------------------------
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> FleetFigures:
         """Run to the last answer, and return the figures."""
         began, cpu = time.monotonic(), time.process_time()
         was_on = gc.isenabled()
@@ -421,81 +381,44 @@ class FleetSimulation:
 
     # --- Figures ------------------------------------------------------------------------------------------------------
 
-    def _figures(self, end: float, wall_s: float, cpu_s: float) -> dict[str, Any]:
-        ttft, tpot = (np.sort(x[~np.isnan(x)]).tolist() for x in (self._ttft, self._tpot))
-        waiting, queued = sorted(self.waiting), sorted(self.queued)
-        mean_work = sum(self.work) / len(self.work)
-        hit, bound = (x / max(1, self.prompt_tokens) for x in (self.hit_tokens, self.bound_tokens))
+    def _figures(self, end: float, wall_s: float, cpu_s: float) -> FleetFigures:
+        ttft, tpot = (x[~np.isnan(x)].tolist() for x in (self._ttft, self._tpot))
+        mean_work, prompt_tokens = sum(self.work) / len(self.work), max(1, self.prompt_tokens)
+        gateway_s = sum(sum(watch.taken) for watch in self.watches.values()) / 1e9
+        tables = [gateway.router.store for gateway in self._gateways]
+        goodput = self.num_met / max(1, self.num_finished)
+        return FleetFigures(
+            requests=len(self._traffic),
+            finished=self.num_finished,
+            refused=self.num_refused,
+            gateways=len(self._gateways),
+            copies=self._traffic.num_copies,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            simulated_s=end,
+            wall_s=wall_s,
+            processor_s=cpu_s,
+            hit_share=self.hit_tokens / prompt_tokens,
+            hit_share_bound=self.bound_tokens / prompt_tokens,
+            hit_share_predicted=self.predicted_hit_tokens / prompt_tokens,
+            ttft_s=Marks.of(ttft),
+            tpot_s=Marks.of(tpot),
+            waiting_requests=Marks.of(self.waiting),
+            queued_tokens=Marks.of(self.queued),
+            most_work_over_mean=max(self.work) / mean_work if mean_work else 1.0,
+            busy=sum(self.busy) / self.replica_s if self.replica_s else 0.0,
+            replica_hours=self.replica_s / 3600,
+            most_replicas=self.most_replicas,
+            most_at_gateway=self.most_at_gateway,
+            taken_out=self.num_taken_out,
+            gateway_busy=gateway_s / len(self._gateways) / max(end, 1e-9),
+            gateway={name: watch.times for name, watch in self.watches.items() if watch.taken},
+            table=[TableSize(table.num_blocks, table.num_bytes) for table in tables],
+            goodput=None if self._tally.objectives is None else goodput,
+            scaler=None if self._scaling is None else self._turns(self._scaling.scaler),
+        )
 
-        def marks(values: list[Any]) -> dict[str, float] | None:
-            if not values:
-                return None
-            named = {f"p{q:g}": percentile(values, q) for q in (50, 90, 99)}
-            return {**named, "most": values[-1]}
-
-        found: dict[str, Any] = {
-            "requests": len(self._traffic),
-            "finished": self.num_finished,
-            "refused": self.num_refused,
-            "gateways": len(self._gateways),
-            "copies": self._traffic.num_copies,
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "simulated_s": end,
-            "wall_s": wall_s,
-            "processor_s": cpu_s,
-            "hit_share": hit,
-            "hit_share_bound": bound,
-            "hit_share_predicted": self.predicted_hit_tokens / max(1, self.prompt_tokens),
-            "ttft_s": marks(ttft),
-            "tpot_s": marks(tpot),
-            "waiting_requests": marks(waiting),
-            "queued_tokens": marks(queued),
-            "most_work_over_mean": max(self.work) / mean_work if mean_work else 1.0,
-            "busy": sum(self.busy) / self.replica_s if self.replica_s else 0.0,
-            "replica_hours": self.replica_s / 3600,
-            "most_replicas": self.most_replicas,
-            "most_at_gateway": self.most_at_gateway,
-            "taken_out": self.num_taken_out,
-            # share of a core's time that each gateway's work of these kinds takes
-            "gateway_busy": sum(sum(w.taken) for w in self.watches.values())
-            / 1e9
-            / len(self._gateways)
-            / max(end, 1e-9),
-            "gateway": {name: w.figures() for name, w in self.watches.items() if w.taken},
-            "table": [
-                {"blocks": g.router.store.num_blocks, "bytes": g.router.store.num_bytes}
-                for g in self._gateways
-            ],
-        }
-        if self._tally.objectives is not None:
-            found["goodput"] = self.num_met / max(1, self.num_finished)
-        if self._scaling is not None:
-            wanted = [(at, number) for at, _, _, number in self.timeline]
-            found["scaler"] = {
-                "ups": self._scaling.scaler.num_up,
-                "downs": self._scaling.scaler.num_down,
-                "started": self.num_started,
-                "most_reversals": most_reversals(wanted),
-                "timeline": [list(one) for one in self.timeline],
-            }
-        return found
-
-
-def most_reversals(wanted: list[tuple[float, int]], window_s: float = WINDOW_S) -> int:
-    """The most times within a window that a number, which went up, goes down, or the other way."""
-    turns: list[float] = []
-    before, direction = None, 0
-    for at, number in wanted:
-        if before is not None and number != before:
-            now = 1 if number > before else -1
-            if direction and now != direction:
-                turns.append(at)
-            direction = now
-        before = number
-    most = first = 0
-    for i, at in enumerate(turns):
-        while turns[first] < at - window_s:
-            first += 1
-        most = max(most, i - first + 1)
-    return most
+    def _turns(self, scaler: Scaler) -> ScalerTurns:
+        wanted = [(at, number) for at, _, _, number in self.timeline]
+        turns = most_reversals(wanted)
+        return ScalerTurns(scaler.num_up, scaler.num_down, self.num_started, self.timeline, turns)

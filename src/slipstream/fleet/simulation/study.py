@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -14,6 +13,7 @@ from slipstream.engine.folder import settled
 from slipstream.errors import ConfigError
 from slipstream.fleet.config import Autoscale, Fleet, PoolSpec, pools
 from slipstream.fleet.scaling.scaler import FIRST_COLD_START_S, autoscaled, make
+from slipstream.fleet.simulation.report import FleetStudy
 from slipstream.fleet.simulation.run import FleetSimulation, ScalerRun
 from slipstream.fleet.simulation.traffic import fleet_traffic
 from slipstream.hub import resolve_model
@@ -61,7 +61,7 @@ class FleetLoad:
 
 def simulate_fleet(
     fleet: Fleet, load: FleetLoad, *, on_phase: Callable[[str], None] = lambda phase: None
-) -> dict[str, Any]:
+) -> FleetStudy:
     """Simulate one model of a checked fleet file. ConfigError names what it can't simulate."""
     load.check()
     spec = _pool_of(fleet, load.model)
@@ -93,17 +93,16 @@ def simulate_fleet(
         seed=load.seed,
     )
     on_phase(f"{len(traffic)} requests")
-    found = simulation.run()
-    return {
-        "model": spec.model,
-        "pool": spec.key,
-        "device": gpu or "this machine",
-        "workload": workload.name,
-        "rates": list(load.rates),
-        "replicas": number,
-        "seed": load.seed,
-        **found,
-    }
+    return FleetStudy(
+        model=spec.model,
+        pool=spec.key,
+        device=gpu or "this machine",
+        workload=workload.name,
+        rates=load.rates,
+        replicas=number,
+        seed=load.seed,
+        figures=simulation.run(),
+    )
 
 
 def _pool_of(fleet: Fleet, model: str | None) -> PoolSpec:

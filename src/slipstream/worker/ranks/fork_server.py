@@ -190,10 +190,10 @@ def _become(given: dict[str, object], fds: list[int], run: Callable[[list[str]],
         assert isinstance(words, list)
         assert isinstance(passed, list)
         assert isinstance(environment, dict)
-        names = {str(n): str(fd) for n, fd in zip(passed, fds[_NUM_OWN_FDS:], strict=True)}
+        names = dict(zip(map(str, passed), map(str, fds[_NUM_OWN_FDS:]), strict=True))
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(str(given["folder"]))
-        code = run([names.get(word, word) for word in words])
+        code = run([names.get(word, word) for word in map(str, words)])
     finally:
         os._exit(code)  # what the fork server has to do at its end is not this process's

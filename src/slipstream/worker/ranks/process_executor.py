@@ -159,9 +159,10 @@ class ProcessExecutor(Executor):
         joined = (
             [] if args.rank_address is None else accept_ranks(args.rank_address, size, size - own)
         )
-        self.forks, self._own_forks = forks, ForkServer.start() if forks is None else None
+        self.forks, parent = forks, forks or ForkServer.start()
+        self._own_forks = parent if forks is None else None
         for number in range(own):
-            self._ranks.append(spawn(number, forks or self._own_forks))
+            self._ranks.append(spawn(number, parent))
             self._group.add(self._ranks[-1])
         self._ranks += [Rank(own + i, None, link, at) for i, (link, _, at) in enumerate(joined)]
         self._host = (
