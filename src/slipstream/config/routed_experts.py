@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.config.parallel import num_ranks
-from slipstream.config.settings import EngineArgs
+from slipstream.config.settings import EngineArgs, num_ranks
 from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import MoESpec

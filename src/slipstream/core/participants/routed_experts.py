@@ -62,7 +62,8 @@ class RoutedExpertsKept(Participant):
         request, kept = self.requests.by_id[request_id], self._kept
         assert kept is not None
         own = kept[self._places(request, 0, len(request.token_ids) - 1)]
-        return RoutedExperts(*kept.shape[2:], own.tobytes())
+        num_layers, num_chosen = own.shape[1:]
+        return RoutedExperts(num_layers, num_chosen, own.tobytes())
 
     def _places(self, request: Request, begin: int, end: int) -> tuple[Any, Any]:
         """The blocks of tokens `begin` … `end`, and the places in them."""
