@@ -70,7 +70,8 @@ class InFlightStep:
             ]
         if self.routed is not None:
             routed = np.asarray(self.routed).transpose(1, 0, 2)
-            extras.append(RoutedRows(*routed.shape[1:], routed.tobytes()))
+            _, num_layers, num_chosen = routed.shape
+            extras.append(RoutedRows(num_layers, num_chosen, routed.tobytes()))
         if self.vectors is not None:
             extras.append(TextVectors(np.asarray(self.vectors).tobytes(), self.per_token))
         if self.logprobs is not None and self.sampled is not None:
