@@ -251,7 +251,7 @@ _BY_REASON: dict[str, str] = {
     """,
     _NOTHING: """
         watermark watermark_config diffusion_config engram_config enable_prompt_embeds
-        enable_return_routed_experts return_sampling_mask aux_output_config tokens_only
+        return_sampling_mask aux_output_config tokens_only
         middleware uds root_path tool_server cohere_format enable_cumem_allocator
         cohere_is_reasoning_model anthropic_disabled_thinking_effort
         enable_flash_late_interaction fail_on_environ_validation

@@ -159,7 +159,7 @@ def _model_section(
         seed=args.seed,
         skip_tokenizer_init=args.skip_tokenizer_init,
         offload=offload_section(args, model, device, quantization, DTYPE_BYTES[dtype]),
-        returns_experts=args.enable_return_routed_experts,
+        routed_experts=args.enable_return_routed_experts,
     )
     return config, chosen.origins
 

@@ -104,9 +104,8 @@ class StepsInFlight:
         outputs: list[StepOutput] = []
         step = self.by_id.pop(plan.step_id, NOTHING)
         extras = Extras(result.extras) if result.extras else None
-        if extras is not None:
-            for part in self.participants:
-                part.arrived(plan, extras)
+        for part in self.participants:
+            part.arrived(plan, extras)
         size, finish, now = self._block_size, self._requests.finish, self._clock()
         is_plain = extras is None and not step.guesses and not step.certain
         dropped = step.dropped

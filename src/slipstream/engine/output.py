@@ -282,7 +282,7 @@ class OutputProcessor:
             num_drafted=drafted,
             num_accepted=accepted,
             weight_versions=version_runs(versions, self.weight_version, len(tokens)),
-            routed_experts=None if output.routed is None else output.routed.array,
+            routed_experts=None if (r := output.routed_experts) is None else r.array,
         )
 
     def _delta(self, state: _State) -> RequestOutput:

@@ -87,7 +87,7 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
         """Makes counters of a layer's tokens by expert: int64 [X] zeros."""
         return torch.zeros(num_experts, dtype=torch.int64, device=device)
 
-    def new_choices(self, shape: tuple[int, int, int], device: torch.device) -> Tensor:
+    def new_routed_experts(self, shape: tuple[int, int, int], device: torch.device) -> Tensor:
         """Makes room for the experts of a step's tokens: int16 [layers, T, k]."""
         return torch.full(shape, -1, dtype=torch.int16, device=device)
 

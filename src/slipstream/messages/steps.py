@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 from slipstream.messages.logprobs import PromptLogprobs, SampledLogprobs
 from slipstream.messages.media import AudioWindow, ImageSpan
 from slipstream.messages.requests import TokenIds
+from slipstream.messages.routed_experts import RoutedExperts
 from slipstream.messages.texts import PooledVector, TextsPlan, TextVectors
 from slipstream.params.lora_request import LoRARequest
 from slipstream.params.sampling import SamplingParams
@@ -164,15 +165,6 @@ class SamplerState:
 
 
 @dataclass(frozen=True, slots=True)
-class RoutedRows:
-    """The experts of a step's tokens, in the plan's order: int16 [T, layers with experts, k]."""
-
-    num_layers: int
-    num_chosen: int
-    experts: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class RequestFailure:
     """A failure of the request's own function. Its token of this step is invalid."""
 
@@ -186,7 +178,7 @@ Extra: TypeAlias = (
     | PooledVector
     | TextVectors
     | SamplerState
-    | RoutedRows
+    | RoutedExperts
     | RequestFailure
 )
 

@@ -19,7 +19,7 @@ from slipstream.kernels.tracing.recording import Op, Value
 from slipstream.model.decoder import Decoder
 from slipstream.model.step_program import CompiledOps, Floats, StepProgram
 from slipstream.model.trace import (
-    KEEPS_CHOICES,
+    ROUTED_EXPERTS,
     SPLIT,
     STREAMED,
     lowered_part,
@@ -41,8 +41,8 @@ def compile_program(decoder: Decoder) -> StepProgram | Reason:
         return SPLIT
     if decoder.stream is not None:
         return STREAMED
-    if decoder.choices is not None:
-        return KEEPS_CHOICES
+    if decoder.routed_experts is not None:
+        return ROUTED_EXPERTS
     ops = decoder.ops
     if not isinstance(ops, NativeOps):
         return Reason(

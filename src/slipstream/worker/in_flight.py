@@ -5,7 +5,7 @@ Its values are tensors on their way to the host, or arrays. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from slipstream.kernels.cpu.sampling.logprobs import unpacked_logprobs
 from slipstream.messages.logprobs import SampledLogprobs
-from slipstream.messages.steps import Extra, Plan, RoutedRows, StepResult
+from slipstream.messages.steps import Extra, Plan, StepResult
 from slipstream.messages.texts import PooledVector, TextVectors
 from slipstream.worker.draft.verification import verified
 from slipstream.worker.inputs.input_batch import SampledRows
@@ -36,13 +36,12 @@ class InFlightStep:
     tokens: Tensor  # int64 [N], on the host once `done` has happened
     done: Event | None  # None: the step is done
     logprobs: BestLogprobs | None = None
-    extras: Sequence[Extra] = ()
+    extras: Sequence[Extra | Callable[[], Extra]] = ()  # the latter once it is done
     # ids of complete pooled requests, and their vectors, float32 [N, E] on the host
     pooled: tuple[tuple[str, ...], Tensor] | None = None
     drafts: Tensor | None = None  # drafts of the draft model, int64 [N] on the host
     vectors: Tensor | None = None  # vectors of a TextsPlan, float32 [S, E] or [T, E] on the host
     per_token: bool = False
-    routed: Tensor | None = None  # experts of the plan's tokens, int16 [layers, T, k] on the host
     is_cold: bool = False
 
     @property
@@ -62,16 +61,12 @@ class InFlightStep:
         if self.done is not None:
             self.done.synchronize()
         tokens: list[int] = self.tokens.tolist()
-        extras: list[Extra] = [*self.extras]
+        extras: list[Extra] = [extra() if callable(extra) else extra for extra in self.extras]
         if self.pooled is not None:
             extras += [
                 PooledVector(i, v.tobytes())
                 for i, v in zip(self.pooled[0], np.asarray(self.pooled[1]), strict=True)
             ]
-        if self.routed is not None:
-            routed = np.asarray(self.routed).transpose(1, 0, 2)
-            _, num_layers, num_chosen = routed.shape
-            extras.append(RoutedRows(num_layers, num_chosen, routed.tobytes()))
         if self.vectors is not None:
             extras.append(TextVectors(np.asarray(self.vectors).tobytes(), self.per_token))
         if self.logprobs is not None and self.sampled is not None:

@@ -42,6 +42,7 @@ from slipstream.worker.draft.drafter import Drafter
 from slipstream.worker.draft.head_drafter import load_drafter
 from slipstream.worker.draft.memory import DraftMemory
 from slipstream.worker.draft.model import DraftModel
+from slipstream.worker.experts.routed import RoutedExpertsTap
 from slipstream.worker.forward.table import ForwardTable
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.runner import Runner
@@ -96,6 +97,7 @@ class LoadedRunner(ABC):
     places: ExpertPlaces | None = None
     """Places of the experts, if they are distributed over ranks."""
     draft: Drafter | None = None
+    tap: RoutedExpertsTap | None = None
     is_woken = False
     """The model slept in this process, which has its kernels. Requests wait for it."""
 
@@ -255,8 +257,9 @@ class LoadedRunner(ABC):
                 kv = self.make_cache(num_blocks)
                 if self.draft is not None:
                     self.draft.allocate((num_blocks - 1) * self.model.spec.block_scales[0] + 1)
-                if config.model.returns_experts:
-                    self.model.decoder.keep_choices(config.scheduling.max_num_batched_tokens)
+                if config.model.routed_experts:
+                    most = config.scheduling.max_num_batched_tokens
+                    self.tap = RoutedExpertsTap(self.model.decoder, self.platform, most)
                     self.forwards.rebuild()
                 runner = (TextRunner if self.model.spec.is_encoder else ModelRunner)(self, kv)
                 self.platform.synchronize()

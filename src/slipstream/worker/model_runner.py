@@ -148,7 +148,8 @@ class ModelRunner(Runner):
                 drafts = self.platform.to_host(self.draft.tokens_of(drafted, rows))
                 copied = self.platform.record()
         output = self.forwards.run(batch)
-        routed = self._routed(plan, output)
+        if self.loaded.tap is not None and not isinstance(output, BegunStep):
+            output.extras = (self.loaded.tap(plan, output),)
         if later is not None:
             drafts = self.platform.to_host(later())
         is_cold = self._num_cold > num_cold
@@ -162,11 +163,11 @@ class ModelRunner(Runner):
         elif batch.has_grammar:
             if self._last is not None:
                 self._last.awaits_mask(sum(s.num_sampled for s in plan.scheduled))
-            draw_by = self._awaiting(batch, output, drafts, routed, is_cold)
+            draw_by = self._awaiting(batch, output, drafts, is_cold)
             return AwaitingMask(plan, draw_by, drafts, copied)
         else:
             step = self.sample(batch, plan, output)
-        step.drafts, step.routed, step.is_cold = drafts, routed, is_cold
+        step.drafts, step.is_cold = drafts, is_cold
         if self.draft is not None:
             self.draft.go_ahead(plan, rows)
         if self.graphs is not None and self.graphs.capture_beside(plan):
@@ -177,21 +178,8 @@ class ModelRunner(Runner):
     def _num_cold(self) -> int:
         return self.forwards.num_cold + (0 if self.draft is None else self.draft.num_cold)
 
-    def _routed(self, plan: StepPlan, output: Output | BegunStep) -> Tensor | None:
-        """The experts of the step's tokens [layers, T, k] on their way to the host, if they are kept."""
-        choices = self.model.decoder.choices
-        if choices is None or isinstance(output, BegunStep):
-            return None
-        rows = [output.row(i) for i in range(sum(s.num_tokens for s in plan.scheduled))]
-        return self.platform.to_host(choices[:, self.platform.upload(np.array(rows, np.int64))])
-
     def _awaiting(
-        self,
-        batch: InputBatch,
-        output: Output,
-        drafts: Tensor | None,
-        routed: Tensor | None,
-        is_cold: bool,
+        self, batch: InputBatch, output: Output, drafts: Tensor | None, is_cold: bool
     ) -> Callable[[TokenMask], InFlightStep]:
         """Make the draw of a step with grammars. The part that needs no mask is launched now."""
         ready: tuple[Tensor, SamplingTensors | None] | None = None
@@ -205,11 +193,7 @@ class ModelRunner(Runner):
             num_cold = self._num_cold
             with self.platform.values.inference():
                 step = self.sample(batch, batch.step[0], output, mask, ready)
-            step.drafts, step.routed, step.is_cold = (
-                drafts,
-                routed,
-                is_cold or self._num_cold > num_cold,
-            )
+            step.drafts, step.is_cold = drafts, is_cold or self._num_cold > num_cold
             return step
 
         return draw_by
@@ -259,7 +243,7 @@ class ModelRunner(Runner):
             at = output.row(start) + i
             return forward.logits(hidden[at : at + n])
 
-        extras: list[Extra] = []
+        extras: list[Extra | Callable[[], Extra]] = [*output.extras]
         if self.rows.wanting["prompt_logprobs"]:
             extras += prompt_logprobs(self._sampler, self.rows, plan, logits_of)
         pooled = self._pool(plan, output) if self.rows.wanting["vector"] else None

@@ -1,73 +1,70 @@
 """Experts of each token, returned with an answer (`enable_return_routed_experts`).
 
-They are kept by the place of a token's keys in the cache. So they are there, too, for a prompt's
-tokens that come from the prefix cache.
+They are kept by the place of a token's keys in the cache. Results arrive in the order of their
+steps, and each changes places and tables here as its step changed the worker's. So a step's place
+has what the step left in the cache, whoever owns the block by now.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from array import array
 
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.core.extras import Extras
 from slipstream.core.participants.base import Participant
-from slipstream.core.request import Request, Status
-from slipstream.messages.outputs import RoutedExperts
+from slipstream.messages.outputs import TokenOutput
+from slipstream.messages.routed_experts import RoutedExperts
 from slipstream.messages.steps import StepPlan
 
 UNKNOWN = -1
 
 
-class RoutedExpertsKept(Participant):
+class KeptRoutedExperts(Participant):
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._num_blocks, self._block_size = num_blocks, block_size
         self._kept: npt.NDArray[np.int16] | None = None  # [blocks, block_size, layers, k]
-        self._known: dict[str, int] = {}  # tokens of running requests that are kept
+        self._tables: dict[str, array[int]] = {}  # blocks as of the last step that arrived
 
-    def concerns(self, request: Request) -> bool:
-        return not request.spec.pooled
-
-    def arrived(self, plan: StepPlan, extras: Extras) -> None:
+    def arrived(self, plan: StepPlan, extras: Extras | None) -> None:
         """Keep the experts of the step's tokens."""
-        if (routed := extras.routed) is None:
-            return
-        shape = (routed.num_layers, routed.num_chosen)
-        rows = np.frombuffer(routed.experts, np.int16).reshape(-1, *shape)
-        if self._kept is None:
-            size = (self._num_blocks, self._block_size, *shape)
+        for request_id in plan.released:
+            self._tables.pop(request_id, None)
+        for new in plan.new:
+            self._tables[new.request_id] = array("i")
+        others = () if extras is None else extras.others
+        rows = next((x.array for x in others if isinstance(x, RoutedExperts)), None)
+        if self._kept is None and rows is not None:
+            size = (self._num_blocks, self._block_size, *rows.shape[1:])
             self._kept = np.full(size, UNKNOWN, np.int16)
-        if plan.block_copies:
+        kept, first = self._kept, 0
+        if kept is not None and plan.block_copies:
             sources, targets = np.array(plan.block_copies).T
-            self._kept[targets] = self._kept[sources]
-        first = 0
+            kept[targets] = kept[sources]
         for share in plan.scheduled:
-            own, first = rows[first : first + share.num_tokens], first + share.num_tokens
-            request = self.requests.by_id.get(share.request_id)
-            if request is not None and request.status is Status.RUNNING:
-                begin = share.num_computed_tokens
-                self._kept[self._places(request, begin, begin + len(own))] = own
-                self._known[share.request_id] = begin + len(own)
-        extras.routed_of = self._of
+            table = self._tables[share.request_id]
+            for update in share.table_updates:
+                if update.group == 0:
+                    end = update.index + len(update.block_ids)
+                    table[update.index : end] = array("i", update.block_ids)
+            begin, end = share.num_computed_tokens, first + share.num_tokens
+            if kept is not None:
+                places = self._places(share.request_id, begin, begin + share.num_tokens)
+                kept[places] = UNKNOWN if rows is None else rows[first:end]
+            first = end
+        if extras is not None:
+            extras.completes = self._completed
 
-    def stopped(self, request: Request) -> None:
-        """Forget tokens whose step is still in flight: their blocks may be used again."""
-        begin = self._known.pop(request.request_id, request.num_cached_tokens)
-        end = min(request.num_computed_tokens, len(request.blocks[0]) * self._block_size)
-        if self._kept is not None and begin < end:
-            self._kept[self._places(request, begin, end)] = UNKNOWN
+    def _completed(self, output: TokenOutput) -> TokenOutput:
+        """Add a request's experts to its last output."""
+        if output.finish_reason is None or self._kept is None:
+            return output
+        num_tokens = len(self.requests.by_id[output.request_id].token_ids)
+        own = self._kept[self._places(output.request_id, 0, num_tokens - 1)]
+        return output._replace(routed_experts=RoutedExperts.of(own))
 
-    def _of(self, request_id: str) -> RoutedExperts:
-        request, kept = self.requests.by_id[request_id], self._kept
-        assert kept is not None
-        own = kept[self._places(request, 0, len(request.token_ids) - 1)]
-        num_layers, num_chosen = own.shape[1:]
-        return RoutedExperts(num_layers, num_chosen, own.tobytes())
-
-    def _places(self, request: Request, begin: int, end: int) -> tuple[Any, Any]:
+    def _places(self, request_id: str, begin: int, end: int) -> tuple[npt.NDArray[np.intp], ...]:
         """The blocks of tokens `begin` … `end`, and the places in them."""
-        positions = np.arange(begin, end)
-        return np.array(request.blocks[0])[
-            positions // self._block_size
-        ], positions % self._block_size
+        blocks, places = np.divmod(np.arange(begin, end), self._block_size)
+        return np.asarray(self._tables[request_id])[blocks], places

@@ -227,8 +227,12 @@ def checksums(decoder: Decoder) -> dict[str, str]:
             seen.add(address(value))
             (arrays if isinstance(value, np.ndarray) else tensors)[name] = value
     sums = {name: _array_sums(value) for name, value in arrays.items()}
-    given = [x.to_dense() if x.is_mkldnn else x for x in tensors.values()]
-    sums |= zip(tensors, decoder.ops.word_sums(given) if given else (), strict=True)
+    packed = [name for name, value in tensors.items() if value.is_mkldnn]
+    for name in packed:  # one at a time: a dense copy is as large as its weight
+        (sums[name],) = decoder.ops.word_sums([tensors[name].to_dense()])
+    plain = [name for name in tensors if name not in sums]
+    if plain:
+        sums |= zip(plain, decoder.ops.word_sums([tensors[n] for n in plain]), strict=True)
     return {name: _told(value, *sums[name]) for name, value in (arrays | tensors).items()}
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.messages.steps import StepPlan, StepShape, TokenMask
+from slipstream.messages.steps import Extra, StepPlan, StepShape, TokenMask
 from slipstream.model.decoder import Decoder
 from slipstream.platform import Event
 from slipstream.spec.reason import Reason
@@ -155,6 +155,7 @@ class Output:
     end: Callable[[TokenMask], None] | None = None
     num_decodes: int = 0
     padding: int = 0
+    extras: Sequence[Callable[[], Extra]] = ()  # of the step, once it is done
 
     @property
     def sampled_states(self) -> Tensor:

@@ -72,7 +72,7 @@ def host_refusal(config: EngineConfig, description: ModelDescription) -> Reason 
         ),
         (config.lora is not None, "enable_lora: adapters are run by torch"),
         (
-            config.model.returns_experts,
+            config.model.routed_experts,
             "enable_return_routed_experts: torch notes the experts",
         ),
     )

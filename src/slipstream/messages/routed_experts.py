@@ -1,0 +1,32 @@
+"""The experts of tokens, from the worker to an answer. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The experts of some tokens: int16 [tokens, layers with experts, k]. −1: not known.
+
+    Of a step they are those of its tokens, in the plan's order. Of an answer they are those of all
+    tokens but the last, which nothing computed.
+    """
+
+    num_layers: int
+    num_chosen: int
+    experts: bytes
+
+    @classmethod
+    def of(cls, array: npt.NDArray[Any]) -> Self:
+        _, num_layers, num_chosen = array.shape
+        return cls(num_layers, num_chosen, array.astype(np.int16, copy=False).tobytes())
+
+    @property
+    def array(self) -> npt.NDArray[np.int16]:
+        rows = np.frombuffer(self.experts, np.int16)
+        return rows.reshape(-1, self.num_layers, self.num_chosen)

@@ -1,0 +1,27 @@
+"""The experts of a step's tokens, on their way to the host (`enable_return_routed_experts`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from slipstream.messages.routed_experts import RoutedExperts
+from slipstream.messages.steps import StepPlan
+from slipstream.model.decoder import Decoder
+from slipstream.platform import Platform
+from slipstream.worker.forward.base import Output
+
+
+class RoutedExpertsTap:
+    """Reads what each step's forward notes. The forwards are to be made anew after it."""
+
+    def __init__(self, decoder: Decoder, platform: Platform, most_tokens: int) -> None:
+        self._noted = decoder.keep_routed_experts(most_tokens)
+        self._platform = platform
+
+    def __call__(self, plan: StepPlan, output: Output) -> Callable[[], RoutedExperts]:
+        """Launch the copy of a step's experts. The function returns them once the step is done."""
+        rows = np.array([output.row(i) for i in range(plan.num_tokens)], np.int64)
+        copied = self._platform.to_host(self._noted[:, self._platform.upload(rows)])
+        return lambda: RoutedExperts.of(np.asarray(copied).transpose(1, 0, 2))
