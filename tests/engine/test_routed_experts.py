@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.cli.main import main
 from slipstream.compress.replay import replayed_routing
 from slipstream.config import EngineArgs, resolve
 from slipstream.errors import ConfigError, RequestError
@@ -125,3 +126,9 @@ def test_what_has_no_experts_to_return_is_refused_by_name(
     with pytest.raises(ConfigError, match=message) as caught:
         resolve(args, read_spec(tmp_path), device)
     assert caught.value.field == "enable_return_routed_experts"
+
+
+@pytest.mark.parametrize("verb", ["serve", "plan", "run"])
+def test_no_verb_takes_experts_that_it_would_not_return(capsys, verb):
+    assert main([verb, "model", "--enable-return-routed-experts"]) != 0
+    assert "an answer of LLM(...) has its experts" in capsys.readouterr().err

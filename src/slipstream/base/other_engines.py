@@ -162,6 +162,13 @@ _GRAPHS = (
 _NOTHING = "leave it out: there is no such feature here"
 
 
+ONLY_PYTHON = {
+    "enable_return_routed_experts": "leave it out: an answer of LLM(...) has its experts, and no "
+    "route or verb returns them"
+}
+"""Engine settings that are none of the command line or of a fleet, and why."""
+
+
 _BY_REASON: dict[str, str] = {
     _BALANCED: """
         enable_eplb eplb_config enable_elastic_ep expert_placement_strategy

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast, get_args, get_origin
 
 from slipstream.base.arguments import types_of
 from slipstream.base.files import parse_json
+from slipstream.base.other_engines import ONLY_PYTHON
 from slipstream.cli.parser import Rare
 from slipstream.config import EngineArgs, setting_help
 from slipstream.errors import ConfigError
@@ -34,6 +35,7 @@ ENGINE_HELP = {
     declared.name: Rare(text) if declared.metadata.get("rare") else text
     for declared in dataclasses.fields(EngineArgs)
     for text in (setting_help(declared),)
+    if declared.name not in ONLY_PYTHON
 }
 MODEL_HELP = ENGINE_HELP["model"]
 

@@ -156,7 +156,7 @@ class ArgumentParser(argparse.ArgumentParser):
         import re
 
         if message.startswith("unrecognized arguments"):
-            from slipstream.base.other_engines import NEEDLESS, SETTINGS
+            from slipstream.base.other_engines import NEEDLESS, ONLY_PYTHON, SETTINGS
 
             words = [SHORT.get(w, w) for w in re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", message)]
             known = self._all_options()
@@ -168,7 +168,8 @@ class ArgumentParser(argparse.ArgumentParser):
                 f"--{name}".replace("_", "-"): f"--{ours}".replace("_", "-")
                 for name, ours in SETTINGS.items()
             }
-            reasons = {f"--{name}".replace("_", "-"): reason for name, reason in NEEDLESS.items()}
+            without = {**NEEDLESS, **ONLY_PYTHON}
+            reasons = {f"--{name}".replace("_", "-"): reason for name, reason in without.items()}
             if "--max-model-len" in known and (
                 needless := [reasons[word] for word in words if word in reasons]
             ):

@@ -253,6 +253,7 @@ _OF_FLEET = {  # fields of ServerSettings that the fleet sets itself
 }
 
 _NOT_IN_FLEET = {
+    "enable_return_routed_experts": "an answer of LLM(...) has its experts, and no route returns them",
     "keys_file": "the gateway lets clients in, by the fleet's own api_key_file and keys_file",
     "files_dir": "files and batches are the gateway's, by the fleet's own files_dir",
     "grpc_port": "the gateway speaks gRPC, by the fleet's own grpc_port",
