@@ -39,7 +39,8 @@ def test_plan_ends_with_a_command_of_the_given_options_and_the_recommended_setti
     args = argparse.Namespace(model="m", rate=3.0, quantization="fp8", max_num_seqs=8)
     rows = [("max_num_seqs", 64), ("replicas", 2), ("tensor_parallel_size", 1)]
     found = plan.serve_command(args, [{"setting": n, "value": v} for n, v in rows])
-    assert found is not None and found.startswith("slipstream serve m ")
+    assert found is not None
+    assert found.startswith("slipstream serve m ")
     words = found.removeprefix("slipstream ").split()
     served = build_parser().parse_args(words)
     assert (served.quantization, served.max_num_seqs, served.tensor_parallel_size) == ("fp8", 64, 1)

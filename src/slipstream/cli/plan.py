@@ -317,8 +317,9 @@ def rows_of(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, st
             "context",
             f"{row['max_context']:,} tokens at most; the cache holds {ledger['num_kv_tokens']:,}",
         ),
-        ("concurrency", f"{row['max_concurrency']:,} requests of the mean length"),
     ]
+    if load["num_failed"] < load["num_requests"]:
+        found.append(("concurrency", f"{row['max_concurrency']:,} requests of the mean length"))
     if capacity["requests_per_s"] is None:
         missed = ", ".join(
             f"{name} is {value:.3g} s at best"
@@ -332,7 +333,8 @@ def rows_of(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, st
             found.append(
                 (
                     "not met",
-                    "too many requests do not fit the context; plan with a --workload of shorter ones",
+                    f"too many requests do not fit the context of {row['max_context']:,} tokens; "
+                    "plan with a --workload of shorter ones",
                 )
             )
     else:
