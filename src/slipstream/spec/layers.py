@@ -78,8 +78,9 @@ class AttentionSpec:
     the gate has one number for each head (Step 3.5). `gate`: or by its softplus (Laguna).
     `value_dim`: values have so many numbers, fewer than keys (MiMo V2). They are cached with zeros
     after them. `value_scale` multiplies the stored weights of the output product, in the place of
-    the values. `of_heads`: if this is a rank's part (`spec.parallel`), the query and kv heads of
-    all ranks together, without those of zeros.
+    the values. `out_norm` is of all heads' results, before the output product (BitNet). `of_heads`:
+    if this is a rank's part (`spec.parallel`), the query and kv heads of all ranks together, without
+    those of zeros.
     """
 
     num_heads: int
@@ -103,6 +104,7 @@ class AttentionSpec:
     gate: Literal["sigmoid", "softplus"] = "sigmoid"
     value_dim: int | None = None
     value_scale: float = 1.0
+    out_norm: NormSpec | None = None
     of_heads: tuple[int, int] | None = None
 
     @property
@@ -181,6 +183,8 @@ class AttentionSpec:
                 found |= linear_shapes(f"attention.{name}", self.q_size, hidden_size, True)
         if self.sinks:
             found["attention.sinks.weight"] = (self.num_heads,)
+        if self.out_norm is not None:
+            found |= self.out_norm.shapes("attention.out_norm")
         return found | linear_shapes("attention.out", hidden_size, self.out_size, self.out_bias)
 
     def cross_shapes(self, hidden_size: int) -> dict[str, Shape]:
@@ -379,13 +383,15 @@ AttentionKind: TypeAlias = AttentionSpec | LatentAttentionSpec
 class DenseSpec:
     """An MLP. `gated`: down(act(gate(x)) · up(x)); otherwise down(act(up(x))). `bias`: of both products, or of `down` alone
     (GTE). `sparsity`: act reads max(0, g − c), where about this part of a row's gates g are below c, their mean and some
-    standard deviations (Gemma 3n). `of_size`: if this is a rank's part of such an MLP, the gates of all ranks together."""
+    standard deviations (Gemma 3n). `down_norm` is of what `down` reads (BitNet). `of_size`: if this is a rank's part of such
+    an MLP, the gates of all ranks together."""
 
     intermediate_size: int
     activation: Activation
     gated: bool = True
     bias: bool | Literal["down"] = False
     sparsity: float = 0.0
+    down_norm: NormSpec | None = None
     of_size: int | None = None
 
     @property
@@ -402,6 +408,8 @@ class DenseSpec:
         up = linear_shapes(f"{name}.up", copies * self.up_rows, hidden_size, self.bias is True)
         if isinstance(self.activation, Xielu):
             up |= {f"{name}.positive.weight": (1,), f"{name}.negative.weight": (1,)}
+        if self.down_norm is not None:
+            up |= self.down_norm.shapes(f"{name}.down_norm")
         return up | linear_shapes(
             f"{name}.down", copies * hidden_size, self.intermediate_size, bool(self.bias)
         )

@@ -61,6 +61,7 @@ class Attention:
     """The ranks that have the other tokens' keys, and without `group` in a long step their rows."""
     spread: Linear | None = None
     """Zeros and ones [H · D, H], which give a head's gate to its numbers."""
+    out_norm: NormParams | None = None
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]."""
@@ -76,6 +77,10 @@ class Attention:
         return self._mixed(ops, ops.linear(x, self.qkv), kv, meta)
 
     def _mixed(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        found = self._gated(ops, qkv, kv, meta)
+        return found if self.out_norm is None else normed(ops, self.out_norm, found)
+
+    def _gated(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         s = self.spec
         if s.gated:
             gate = ops.columns(qkv, start=0, stop=s.gate_size)
