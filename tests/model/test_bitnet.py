@@ -9,11 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.bitnet import AutoBitLinear, BitLinear, pack_weights
 
-from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
+from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.kernels.select import select_ops
 from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
-from slipstream.spec.parallel import check_split
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import CPU, greedy, load, run
@@ -148,10 +147,3 @@ def test_codes_that_stand_for_no_number_are_refused_by_name(tmp_path, kernels):
     with pytest.raises(CheckpointError) as refused:
         load(tmp_path, kernels=kernels)
     assert refused.value.field == name
-
-
-def test_ranks_refuse_norms_of_what_output_products_read(tmp_path):
-    write(tmp_path, "packed")
-    with pytest.raises(ConfigError) as refused:
-        check_split(read_spec(tmp_path).spec, tensor=2, experts=1)
-    assert refused.value.field == "tensor_parallel_size"

@@ -240,7 +240,7 @@ def cut_spec(spec: ModelSpec, kept: PruneSelection) -> ModelSpec:
 
 def _normed(field: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{field}: the model norms what its output products read (BitNet), so the others would change; prune layers",
+        f"{field}: the model norms what its output products read, so the others would change; prune layers",
         field=field,
     )
 
@@ -250,7 +250,7 @@ def _cut_attention(a: AttentionSpec, i: int, kept: PruneSelection) -> AttentionS
     count = kept.count(Units("heads", i), groups)
     if count == groups:
         return a
-    if a.out_norm is not None:
+    if a.out_norm is not None or a.differential is not None:
         raise _normed("heads")
     if isinstance(a.position, AlibiSpec):
         raise UnsupportedModelError(

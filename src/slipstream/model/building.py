@@ -31,6 +31,7 @@ from slipstream.model.layers.feed_forward import MLP, MoE
 from slipstream.model.layers.layer import Layer, Partition
 from slipstream.model.layers.streams import HyperStreams, OwnInput, Streams
 from slipstream.model.recurrent import build_recurrent, constant
+from slipstream.spec.layers import LAMBDAS
 from slipstream.spec.model import (
     Activation,
     AttentionSpec,
@@ -155,7 +156,12 @@ def build_layer(
         norm = s.out_norm and build_norm(
             s.out_norm, f"{name}attention.out_norm", parameters, tables
         )
-        more: Any = dict(disentangled=where, context=context, spread=spread, out_norm=norm)
+        lambdas: tuple[Any, ...] = ()
+        if s.differential is not None:
+            lambdas = tuple(parameters.pop(f"{name}attention.{x}.weight") for x in LAMBDAS)
+        more: Any = dict(
+            lambdas=lambdas, disentangled=where, context=context, spread=spread, out_norm=norm
+        )
         return Attention(s, qkv, out, heads, params, q_norm, k_norm, scale, summed_ranks, **more)
 
     def cross(s: AttentionSpec) -> CrossAttention:

@@ -672,6 +672,12 @@ def check_split(spec: ModelSpec, *, tensor: int, experts: int) -> None:
         if isinstance(r, Mamba2Spec) and r.norm is not None:
             _check_norm(r, tensor)
         inner = getattr(a, "out_norm", None) or getattr(layer.mlp, "down_norm", None)
+        if getattr(a, "differential", None) is not None:
+            raise ConfigError(
+                f"tensor_parallel_size={tensor}: the model subtracts heads of its second half from those of its first; "
+                "use pipeline_parallel_size or replicas",
+                field="tensor_parallel_size",
+            )
         if inner is not None:
             raise ConfigError(
                 f"tensor_parallel_size={tensor}: the model norms what its output products read, over all ranks' "

@@ -75,7 +75,7 @@ def folds(spec: LayerSpec) -> dict[str, Fold]:
         found["mlp.down"] = Fold(norm="mlp.down_norm")
     if r is not None and (own := _of_recurrent(r)) is not None:
         found["recurrent.out"] = own
-    if a is not None and a.clip_qkv is None:
+    if a is not None and a.clip_qkv is None and a.differential is None:
         begin = a.gate_size + a.q_size + a.kv_size
         repeats = a.num_heads // a.num_kv_heads
         found["attention.out"] = Fold(

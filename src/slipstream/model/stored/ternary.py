@@ -48,12 +48,13 @@ def with_codes(
 
 def _scale(read: Callable[[], Any]) -> Array:
     mean = np.abs(read().astype(np.float32)).mean(dtype=np.float32)
-    return np.maximum(mean, np.float32(LEAST)).reshape(1)
+    return np.array([max(mean, LEAST)], np.float32)
 
 
 def _rounded(read: Callable[[], Any]) -> Array:
     factor = np.float32(1) / _scale(read)
-    return np.rint(read().astype(np.float32) * factor).clip(-1, 1).astype(np.int8)
+    numbers: Array = read().astype(np.float32)
+    return np.rint(numbers * factor).clip(-1, 1).astype(np.int8)
 
 
 def _unpacked(name: str, read: Callable[[], Any]) -> Array:
@@ -69,4 +70,5 @@ def _unpacked(name: str, read: Callable[[], Any]) -> Array:
 
 
 def _inverse(read: Callable[[], Any]) -> Array:
-    return np.float32(1) / read().astype(np.float32)
+    scale: Array = read().astype(np.float32)
+    return 1 / scale

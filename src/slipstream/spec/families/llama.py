@@ -1,10 +1,12 @@
 """Llama 2 and 3, SmolLM 2 and 3, and any other `llama`; Mistral (all layers have a window), Ministral (some have), and Mixtral
 (mixtures of experts); and what is nearly Llama: Seed-OSS (biases of q, k and v), Arcee (MLPs without a gate), Helium
 (interleaved rotary embedding), InternLM 3, nanochat (norms without weights), CWM, IQuest-Coder, Jais 2,
-EXAONE 3, BitNet (norms before the output products)."""
+EXAONE 3, BitNet (norms before the output products), DiffLlama (differences
+of heads)."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +25,8 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
-from slipstream.spec.model import MLPSpec, ModelSpec, MoESpec
+from slipstream.spec.layers import LAMBDAS, DifferentialSpec
+from slipstream.spec.model import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec
 
 
 def read(c: ConfigReader) -> ModelSpec:
@@ -146,6 +149,26 @@ def read_bitnet(c: ConfigReader) -> ModelSpec:
     )
 
 
+def read_diffllama(c: ConfigReader) -> ModelSpec:
+    """DiffLlama: heads of the second half are subtracted from those of the first."""
+    h, eps = heads(c), c.take("rms_norm_eps", float, 1e-5)
+    if h.num_kv_heads % 2 or h.num_heads % h.num_kv_heads:
+        raise c.unsupported(
+            "num_key_value_heads", "must be even, and a part of num_attention_heads"
+        )
+    c.require("mlp_bias", False)
+    c.ignore("lambda_std_dev")  # of training
+    doubled = h._replace(num_heads=2 * h.num_heads, num_kv_heads=2 * h.num_kv_heads)
+    spec = decoder(c, "diffllama", h=doubled, eps=eps)
+
+    def layer(i: int, whole: LayerSpec) -> LayerSpec:
+        assert isinstance(whole.attention, AttentionSpec)
+        own = DifferentialSpec(base=0.8 - 0.6 * math.exp(-0.3 * i), eps=eps)
+        return replace(whole, attention=replace(whole.attention, differential=own))
+
+    return replace(spec, layers=tuple(layer(i, x) for i, x in enumerate(spec.layers)))
+
+
 def read_iquestcoder(c: ConfigReader) -> ModelSpec:
     c.assume_missing(num_key_value_heads=8, head_dim=128)
     c.require("clip_qkv")
@@ -246,6 +269,10 @@ BITNET: dict[str, Theirs] = {
     "attention.out_norm": "self_attn.attn_sub_norm",
     "mlp.down_norm": "mlp.ffn_sub_norm",
 }
+DIFFLLAMA: dict[str, Theirs] = {
+    **LLAMA,
+    **{f"attention.{name}": {"weight": f"self_attn.{name}"} for name in LAMBDAS},
+}
 EXAONE: dict[str, Theirs] = {
     "embed": "transformer.wte",
     "final_norm": "transformer.ln_f",
@@ -280,6 +307,7 @@ NAMES = {
     read_arcee: table({**LLAMA, "mlp.up": "mlp.up_proj"}),
     read_jais2: table({**LLAMA, "mlp.up": "mlp.up_proj"}),
     read_bitnet: table(BITNET),
+    read_diffllama: table(DIFFLLAMA),
     read_exaone: table(EXAONE, layer="transformer.h.{i}."),
     read_nanochat: table({**LLAMA, "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}),
 }
@@ -312,6 +340,7 @@ FAMILIES = tuple(
         ("iquestcoder", "IQuestCoderForCausalLM", read_iquestcoder),
         ("jais2", "Jais2ForCausalLM", read_jais2),
         ("bitnet", "BitNetForCausalLM", read_bitnet),
+        ("diffllama", "DiffLlamaForCausalLM", read_diffllama),
         ("exaone", "ExaoneForCausalLM", read_exaone),
     )
 )
