@@ -6,7 +6,11 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,9 @@ class CompletionOutput:
     num_accepted: int = 0  # proposed tokens that the model confirmed
     message: ChatMessage | None = None  # of `LLM.chat`: the answer in its parts
     weight_versions: list[tuple[str, int]] = field(default_factory=list)
+    # with the last token, if `enable_return_routed_experts`: int16 [prompt + answer − 1, layers with
+    # experts, k]; −1: not known
+    routed_experts: npt.NDArray[np.int16] | None = None
 
     @property
     def token_weight_versions(self) -> list[str]:

@@ -193,3 +193,29 @@ def test_log_of_the_server_is_read_to_its_end(tmp_path, monkeypatch, capsys, scr
         shown = capsys.readouterr().err
         assert "caf\ufffd" in shown
         assert shown.endswith("the end\n")
+
+
+def test_options_of_the_server_follow_the_model(monkeypatch):
+    commands = []
+
+    def popen(command, **settings):
+        commands.append(command)
+        raise OSError
+
+    monkeypatch.setattr(launch, "_is_ready", lambda url: False)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with (
+        pytest.raises(OSError),
+        launch.served("m/x --max-model-len 65536 --served-model-name 'a b'", "http://127.0.0.1:9"),
+    ):
+        pass
+    words = commands[0][commands[0].index("serve") + 1 :]
+    assert words == [
+        *("m/x", "--max-model-len", "65536", "--served-model-name", "a b"),
+        *("--host", "127.0.0.1", "--port", "9"),
+    ]
+    with (
+        pytest.raises(ConfigError, match="--port out"),
+        launch.served("x --port=1", "http://127.0.0.1:9"),
+    ):
+        pass

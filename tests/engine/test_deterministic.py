@@ -92,6 +92,52 @@ def test_an_answers_bits_depend_on_nothing_but_its_request(tmp_path, family, set
     assert not any(differing(tmp_path, **settings).values())
 
 
+FAMILIES = {  # dense with grouped heads, latent attention, a mixture, a hybrid
+    "llama": {},
+    "deepseek_v2": {},
+    "qwen3_moe": {},
+    "qwen3_next": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("scheme", [None, "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_the_same_alone_in_64_and_in_512_with_hits_chunks_and_drafts(
+    tmp_path, family, scheme, ranks
+):
+    """Tokens and log-probabilities of 512 requests, bit for bit; on two ranks as two processes."""
+    tiny_models.write(tmp_path, family, **FAMILIES[family])
+    prompts = [
+        {"prompt_token_ids": [(7 * i + 3 * n + n * i * i) % 50 + 4 for i in range(1 + n % 37)]}
+        for n in range(512)
+    ]
+    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+
+    def engine(**more: Any) -> LLM:
+        given = dict(deterministic=True, max_model_len=64, max_num_seqs=512, kv_cache_bytes=2**26)
+        given |= dict(skip_tokenizer_init=True, dtype="float32", tensor_parallel_size=ranks)
+        return LLM(str(tmp_path), **{**given, **more}, quantization=scheme)
+
+    def bits(llm: LLM, some: list[Any]) -> list[Any]:
+        made = llm.generate(some, sampling, progress=False)
+        return [
+            [[(t.token_id, t.logprob) for t in p.top] for p in o.outputs[0].logprobs] for o in made
+        ]
+
+    with engine() as llm:
+        whole = bits(llm, prompts)
+        assert bits(llm, prompts) == whole  # hits
+        assert bits(llm, prompts[:64]) == whole[:64]
+    with engine(enable_prefix_caching=False) as llm:
+        assert [bits(llm, [p])[0] for p in prompts[::37]] == whole[::37]
+        assert bits(llm, prompts[64:128]) == whole[64:128]
+    with engine(max_num_batched_tokens=67, max_num_seqs=64, speculative_config=drafts) as llm:
+        assert bits(llm, prompts[::-1]) == whole[::-1]
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "device", "message"),
     [
@@ -99,8 +145,9 @@ def test_an_answers_bits_depend_on_nothing_but_its_request(tmp_path, family, set
         ("llama", {"kernels": "reference"}, GPU, "kernels='reference', whose sums follow"),
         ("lfm2", {}, GPU, "recurrent layers on a GPU"),
         ("gpt_oss", {"quantization": "mxfp4"}, GPU, "experts in 4-bit floats on a GPU"),
+        ("phimoe", {}, GPU, "the choice of experts of phimoe on a GPU"),
         ("mixtral", {"host_experts": 2}, GPU, "experts on the host"),
-        ("youtu", {}, GPU, "latent attention on a GPU"),
+        ("deepseek_v32", {}, GPU, "attention to chosen or compressed keys on a GPU"),
         ("llama", {"tensor_parallel_size": 2}, GPU, "several GPUs"),
         ("mixtral", {"expert_parallel_size": 2}, CPU, "experts on several ranks"),
         ("llama", {"context_parallel_size": 2}, CPU, "sequences on several ranks"),

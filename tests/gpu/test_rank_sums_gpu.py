@@ -1,4 +1,4 @@
-"""What two to eight ranks add and gather, in one process over one GPU's memory: each rank's kernels on a stream of its own.
+"""Sums and gathers of two to eight ranks, in one process over one GPU's memory: each rank's kernels on a stream of its own.
 
 Run on any GPU: pytest -m gpu tests/gpu/test_rank_sums_gpu.py. A rank that does not hear from another gives up after 5 s.
 """
@@ -32,7 +32,7 @@ class Ranks:
 
         class OnOneGpu(rank_sums.RankSums):
             def _multiprocessors(self):
-                """So few that launches of all ranks run at once."""
+                """A number so small that launches of all ranks run at once."""
                 return max(1, super()._multiprocessors() // (2 * size))
 
             def _overlaps(self):
@@ -104,7 +104,7 @@ def numbers(shape, dtype, seed):
     ids=str,
 )
 def test_sums_of_any_size_equal_float32_sums_in_rank_order(size, dtype):
-    """In one step and in two, the same bits on all ranks, launched and replayed."""
+    """Sums in one step and in two have the same bits on all ranks, launched and replayed."""
     for one_step_bytes in (None, ROW):
         ranks = Ranks(size, [("sum", dtype, 1), ("sum", dtype, 2)], one_step_bytes=one_step_bytes)
         for i, num_bytes in enumerate(SIZES):

@@ -33,7 +33,7 @@ def numbers(shape, dtype, seed):
 
 
 def wanted(op, given, rank):
-    """What `op` of all ranks' `given` leaves on `rank`."""
+    """The result that `op` of all ranks' `given` leaves on `rank`."""
     size = len(given)
     if op == "gather":
         return torch.stack(given)

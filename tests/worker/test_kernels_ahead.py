@@ -162,6 +162,37 @@ def test_kernels_compiled_without_a_gpu_are_found_in_a_moved_folder(tmp_path, ca
     assert "cuda_utils" in modules  # what loads and launches them, too
 
 
+FOUND_IN_PARTS = """
+import sys
+import torch
+from slipstream.config import EngineArgs
+from slipstream.platform import platform_of
+from slipstream.spec.devices.gpu_archs import DESCRIBED_GPUS
+from slipstream.worker.start import kernel_variants
+
+platform_of(torch.device("meta")).describe(DESCRIBED_GPUS[9, 0])
+kernel_variants.available_cores = lambda: 2 * int(sys.argv[2])
+args = EngineArgs(model=sys.argv[1], max_num_seqs=20, max_num_batched_tokens=128, enforce_eager=True)
+taken = []
+found = kernel_variants.find_kernels(args, (9, 0), taken.extend)
+assert set(taken) == found.variants | found.sources
+print(sorted((v.name, v.key, v.data) for v in found.variants), len(found.sources))
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_share_the_steps_find_what_one_finds(model):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    found = []
+    for parts in ("1", "3"):
+        command = [sys.executable, "-c", FOUND_IN_PARTS, str(model), parts]
+        ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        found.append(ran.stdout)
+    assert found[0] == found[1]
+    assert "_decode_kernel" in found[0]
+
+
 STUB = """
 import json, sys
 from pathlib import Path

@@ -24,6 +24,7 @@ from slipstream.config.forms import Offload, ParallelConfig, StreamedLayers
 from slipstream.config.handover import check_handover
 from slipstream.config.offload import offload_section
 from slipstream.config.parallel import parallel_section
+from slipstream.config.routed_experts import check_routed_experts
 from slipstream.config.scheduling import scheduling_section
 from slipstream.config.sections import (
     DeviceConfig,
@@ -59,6 +60,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     speculation = speculation_section(args, model.spec)
     args = with_cpu_layers(args, model, device, stored.value)
     check_deterministic(args, model, device, stored.value)
+    check_routed_experts(args, model)
     _refuse_without_effect(args, device)
     check_formats(args, model, device, args.quantization or stored.value)
     model_config, model_origins = _model_section(args, model, device, stored)
@@ -157,6 +159,7 @@ def _model_section(
         seed=args.seed,
         skip_tokenizer_init=args.skip_tokenizer_init,
         offload=offload_section(args, model, device, quantization, DTYPE_BYTES[dtype]),
+        returns_experts=args.enable_return_routed_experts,
     )
     return config, chosen.origins
 

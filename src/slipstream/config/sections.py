@@ -58,6 +58,7 @@ class ModelConfig:
     seed: int
     skip_tokenizer_init: bool
     offload: Offload
+    returns_experts: bool = False  # answers come with the experts of their tokens
 
 
 STATES_TO_FIT = 1

@@ -193,6 +193,11 @@ class EngineArgs:
         "an answer's bits depend on nothing but its request, whatever else is computed",
         rare=True,
     )
+    enable_return_routed_experts: bool = setting(
+        False,
+        "answers come with the experts of their tokens (`routed_experts`); a CPU is slower then",
+        rare=True,
+    )
     dense_copies: bool | None = setting(
         None,
         "for steps of many tokens keep dense as well: a GPU 4-bit weights, a CPU sparse int8 ones",

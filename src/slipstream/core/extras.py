@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +14,8 @@ from slipstream.core.request_table import RequestTable
 from slipstream.messages.beams import LikeliestTokens
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.messages.logprobs import PromptLogprobs, SampledLogprobs, TokenLogprobs, as_logprobs
-from slipstream.messages.outputs import EngineOutput, TokenOutput
-from slipstream.messages.steps import Extra, RequestFailure, SamplerState
+from slipstream.messages.outputs import EngineOutput, RoutedExperts, TokenOutput
+from slipstream.messages.steps import Extra, RequestFailure, RoutedRows, SamplerState
 from slipstream.messages.texts import PooledVector, VectorOutput
 
 
@@ -28,6 +28,9 @@ class Extras:
         self.failed: dict[str, str] = {}
         self.states: list[SamplerState] = []
         self.vectors: list[PooledVector] = []
+        self.routed: RoutedRows | None = None
+        self.routed_of: Callable[[str], RoutedExperts] | None = None
+        """Set by the participant that keeps experts."""
         for extra in extras:
             match extra:
                 case SampledLogprobs():
@@ -38,6 +41,8 @@ class Extras:
                     self.failed[extra.request_id] = extra.error
                 case SamplerState():
                     self.states.append(extra)
+                case RoutedRows():
+                    self.routed = extra
                 case PooledVector():
                     self.vectors.append(extra)
 
@@ -74,10 +79,14 @@ class Extras:
         return LikeliestTokens(names, cached, ids, values)
 
     def joined(self, output: TokenOutput) -> TokenOutput:
-        """Add log-probabilities of the output's tokens and of a prompt that ended in this step."""
+        """Add log-probabilities of the output's tokens and of a prompt that ended in this step, and
+        the experts of a request that ends."""
         logprobs = tuple(self._logprobs.get(output.request_id, ())[: len(output.token_ids)])
+        ends = output.finish_reason is not None and self.routed_of is not None
         return output._replace(
-            logprobs=logprobs, prompt_logprobs=self.of_prompts.pop(output.request_id, None)
+            logprobs=logprobs,
+            prompt_logprobs=self.of_prompts.pop(output.request_id, None),
+            routed=self.routed_of(output.request_id) if ends and self.routed_of else None,
         )
 
 

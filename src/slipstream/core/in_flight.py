@@ -104,6 +104,9 @@ class StepsInFlight:
         outputs: list[StepOutput] = []
         step = self.by_id.pop(plan.step_id, NOTHING)
         extras = Extras(result.extras) if result.extras else None
+        if extras is not None:
+            for part in self.participants:
+                part.arrived(plan, extras)
         size, finish, now = self._block_size, self._requests.finish, self._clock()
         is_plain = extras is None and not step.guesses and not step.certain
         dropped = step.dropped
@@ -123,7 +126,7 @@ class StepsInFlight:
                 outputs.append(
                     new_tuple(
                         TokenOutput,
-                        (request_id, tokens, None, None, num_cached, (), None, None, 0, 0),
+                        (request_id, tokens, None, None, num_cached, (), None, None, 0, 0, None),
                     )
                 )
                 if (before + 1) // size > request.num_registered:

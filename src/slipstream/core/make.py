@@ -9,6 +9,7 @@ from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.config.forms import NO_DRAFTS, DraftSettings, SpeculationConfig
 from slipstream.core.participants.adapters import AdapterAdmission, LoadAdapter
 from slipstream.core.participants.base import Participant
+from slipstream.core.participants.routed_experts import RoutedExpertsKept
 from slipstream.core.participants.speculation import Speculation
 from slipstream.core.participants.whole_images import WholeImages
 from slipstream.core.scheduler import Scheduler
@@ -28,6 +29,7 @@ def make_scheduler(
     max_adapters: int = 0,
     load_adapter: LoadAdapter | None = None,
     whole_images: bool = False,
+    keeps_experts: bool = False,
     store: BlockStore | None = None,
     padded: Padding | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -38,7 +40,7 @@ def make_scheduler(
 
     `drafts_ahead`: the drafter begins the next drafts before these are verified. `max_adapters`: how
     many adapters may run at once, each of which `load_adapter` loads. `whole_images`: the tokens of
-    an image attend to one another.
+    an image attend to one another. `keeps_experts`: answers come with their tokens' experts.
     """
     participants: list[Participant] = []
     if isinstance(speculation, DraftSettings):
@@ -47,6 +49,8 @@ def make_scheduler(
         participants.append(AdapterAdmission(load_adapter or (lambda lora, keep: ""), max_adapters))
     if whole_images:
         participants.append(WholeImages())
+    if keeps_experts:
+        participants.append(RoutedExpertsKept(num_blocks, cache.block_size))
     return Scheduler(
         scheduling,
         cache,

@@ -53,6 +53,7 @@ class DecoderCore(EngineCore):
             max_adapters=0 if config.lora is None else config.lora.max_loras,
             load_adapter=None if config.lora is None else executor.load_adapter,
             whole_images=spec.vision is not None and spec.vision.bidirectional is not None,
+            keeps_experts=config.model.returns_experts,
             store=executor.store,
             padded=padding(config, spec) if config.device.has_graphs else None,
         )

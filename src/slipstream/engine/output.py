@@ -282,6 +282,7 @@ class OutputProcessor:
             num_drafted=drafted,
             num_accepted=accepted,
             weight_versions=version_runs(versions, self.weight_version, len(tokens)),
+            routed_experts=None if output.routed is None else output.routed.array,
         )
 
     def _delta(self, state: _State) -> RequestOutput:
@@ -381,3 +382,5 @@ def extend(whole: CompletionOutput, new: CompletionOutput) -> None:
     if new.logprobs is not None and whole.logprobs is not None:
         whole.logprobs += new.logprobs
     whole.finish_reason, whole.stop_reason = new.finish_reason, new.stop_reason
+    if new.routed_experts is not None:
+        whole.routed_experts = new.routed_experts

@@ -53,6 +53,7 @@ from slipstream.kernels.weights.adapters import LoRATokens, LoRAWeights
 from slipstream.kernels.weights.forms import Activations, Linear, Pair, Quantized, SplitLinear
 from slipstream.kernels.weights.quantize import numbers
 from slipstream.kernels.weights.weight_ops import WeightOps
+from slipstream.kernels.weights.word_sums import word_sums
 from slipstream.platform.collectives import OverlappedSum, RankGroup
 from slipstream.spec.model import Activation, AttentionSpec, Mamba2Spec, MoESpec, OwnNorm
 from slipstream.spec.reason import Reason
@@ -85,6 +86,10 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
     def new_counts(self, num_experts: int, device: torch.device) -> Tensor:
         """Makes counters of a layer's tokens by expert: int64 [X] zeros."""
         return torch.zeros(num_experts, dtype=torch.int64, device=device)
+
+    def new_choices(self, shape: tuple[int, int, int], device: torch.device) -> Tensor:
+        """Makes room for the experts of a step's tokens: int16 [layers, T, k]."""
+        return torch.full(shape, -1, dtype=torch.int16, device=device)
 
     def one_token(
         self,
@@ -189,6 +194,11 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
         rows = x.new_empty(len(x), width) if into is None else into
         rows[:, column : column + x.shape[1]] = x
         return rows
+
+    def word_sums(self, values: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """The numbers of each tensor's checksum: sums of its 32-bit words, and of the words times
+        their number (from 1 on), modulo 2^64."""
+        return word_sums(values)
 
     @abstractmethod
     def linear(self, x: Activations, w: Linear) -> Tensor:

@@ -5,10 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from slipstream.messages.beams import BeamsOutput, LikeliestTokens
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.messages.logprobs import PromptLogprobs, TokenLogprobs
 from slipstream.messages.texts import VectorOutput
+
+
+class RoutedExperts(NamedTuple):
+    """The experts of a request's tokens but the last, which nothing computed: int16 [tokens, layers
+    with experts, k]. −1: not known."""
+
+    num_layers: int
+    num_chosen: int
+    experts: bytes
+
+    @property
+    def array(self) -> npt.NDArray[np.int16]:
+        rows = np.frombuffer(self.experts, np.int16)
+        return rows.reshape(-1, self.num_layers, self.num_chosen)
 
 
 class TokenOutput(NamedTuple):
@@ -24,6 +41,7 @@ class TokenOutput(NamedTuple):
     error: str | None = None
     num_drafted: int = 0  # draft tokens verified for this output
     num_accepted: int = 0  # draft tokens that are in this output
+    routed: RoutedExperts | None = None  # with the last token, if the engine keeps experts
 
 
 EngineOutput: TypeAlias = TokenOutput | VectorOutput | BeamsOutput

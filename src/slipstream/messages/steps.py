@@ -164,6 +164,15 @@ class SamplerState:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedRows:
+    """The experts of a step's tokens, in the plan's order: int16 [T, layers with experts, k]."""
+
+    num_layers: int
+    num_chosen: int
+    experts: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFailure:
     """A failure of the request's own function. Its token of this step is invalid."""
 
@@ -172,7 +181,13 @@ class RequestFailure:
 
 
 Extra: TypeAlias = (
-    SampledLogprobs | PromptLogprobs | PooledVector | TextVectors | SamplerState | RequestFailure
+    SampledLogprobs
+    | PromptLogprobs
+    | PooledVector
+    | TextVectors
+    | SamplerState
+    | RoutedRows
+    | RequestFailure
 )
 
 

@@ -18,7 +18,14 @@ from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.tracing.recording import Op, Value
 from slipstream.model.decoder import Decoder
 from slipstream.model.step_program import CompiledOps, Floats, StepProgram
-from slipstream.model.trace import SPLIT, STREAMED, lowered_part, trace, trace_encoder
+from slipstream.model.trace import (
+    KEEPS_CHOICES,
+    SPLIT,
+    STREAMED,
+    lowered_part,
+    trace,
+    trace_encoder,
+)
 from slipstream.platform import Platform, platform_of
 from slipstream.spec.reason import Reason
 
@@ -34,6 +41,8 @@ def compile_program(decoder: Decoder) -> StepProgram | Reason:
         return SPLIT
     if decoder.stream is not None:
         return STREAMED
+    if decoder.choices is not None:
+        return KEEPS_CHOICES
     ops = decoder.ops
     if not isinstance(ops, NativeOps):
         return Reason(

@@ -114,6 +114,7 @@ class Decoder:
         self.partition = partition
         self.vocabulary = Vocabulary(spec.vocab_size, partition)
         self.pipe = None if partition is None else partition.pipe
+        self.choices: Tensor | None = None  # see `keep_choices`
         held = products.get("embed.weight")
         table: Tensor | Linear | None = (
             parameters.pop("embed.weight", None) if held is None else held
@@ -391,6 +392,19 @@ class Decoder:
                 self.layers[i] = dataclasses.replace(layer, expert_counts=counts)
         counted = zip(self.spec.local_layers, self.layers, strict=True)
         return {i: x.expert_counts for i, x in counted if x.expert_counts is not None}
+
+    def keep_choices(self, num_tokens: int) -> Tensor:
+        """Writes each token's experts in every step from now on. Returns where: int16 [layers with
+        experts, num_tokens, k]."""
+        mixtures = [i for i, layer in enumerate(self.layers) if isinstance(layer.mlp, MoE)]
+        most = max(x.mlp.spec.num_experts_per_token for x in self.layers if isinstance(x.mlp, MoE))
+        self.choices = self.ops.new_choices((len(mixtures), num_tokens, most), self.device)
+        for own, i in zip(self.choices, mixtures, strict=True):
+            layer, mlp = self.layers[i], self.layers[i].mlp
+            assert isinstance(mlp, MoE)
+            kept = own[:, : mlp.spec.num_experts_per_token]
+            self.layers[i] = dataclasses.replace(layer, mlp=dataclasses.replace(mlp, kept=kept))
+        return self.choices
 
     def with_ops(self, ops: OpSet) -> Decoder:
         """Returns a decoder with the same weights and other ops."""

@@ -23,7 +23,7 @@ from slipstream.kernels.weights.forms import (
     ScaledLinear,
 )
 from slipstream.model.decoder import Decoder
-from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, trace
+from slipstream.model.trace import HOST_EXPERTS, KEEPS_CHOICES, SPLIT, STREAMED, trace
 from slipstream.spec.reason import Reason
 
 
@@ -54,6 +54,8 @@ def compile_one_token(decoder: Decoder) -> OneTokenKernel | Reason:
     Call `count_experts` first, because the kernel holds its counters. With a partition all ranks
     call this.
     """
+    if decoder.choices is not None:
+        return KEEPS_CHOICES
     part = decoder.partition
     if part is not None and (
         part.pipe is not None

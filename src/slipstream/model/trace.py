@@ -42,6 +42,7 @@ HOST_EXPERTS = Reason("the host computes experts between the products", notable=
 
 INT4_CACHE = Reason("kv_cache_dtype='int4' is read by kernels of their own", notable=False)
 
+KEEPS_CHOICES = Reason("the experts of each token are noted between the products", notable=False)
 STREAMED = Reason("layers are read as they are needed, between the products", notable=False)
 
 

@@ -5,7 +5,8 @@ Values are checked when an object is made; RequestError names a wrong field.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 from slipstream.base.suggesting import suggesting_init
@@ -119,6 +120,13 @@ class SamplingParams:
     speech: SpeechRules | None = None
 
     def __post_init__(self) -> None:
+        # A process decodes the same parameters for each request of a batch.
+        if _checked.equals(self):
+            return
+        self._check()
+        _checked.remember(self)
+
+    def _check(self) -> None:
         # As in other libraries, stop may be a string or a list, and -1 means no top_k.
         if not isinstance(self.stop, (str, list, tuple, type(None))):
             raise RequestError(
@@ -209,3 +217,24 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+
+class _Checked:
+    """The parameters that were checked last."""
+
+    def __init__(self) -> None:
+        self._values_of = attrgetter(*(field.name for field in fields(SamplingParams)))
+        self._last: tuple[list[type], tuple[Any, ...]] = [], ()
+
+    def equals(self, given: SamplingParams) -> bool:
+        values = self._values_of(given)
+        types, last = self._last
+        return types == [*map(type, values)] and last == values
+
+    def remember(self, given: SamplingParams) -> None:
+        if not given.logit_bias and not given.bad_words_token_ids:  # a map could change
+            values = self._values_of(given)
+            self._last = [*map(type, values)], values
+
+
+_checked = _Checked()

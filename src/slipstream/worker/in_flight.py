@@ -13,7 +13,7 @@ import numpy as np
 
 from slipstream.kernels.cpu.sampling.logprobs import unpacked_logprobs
 from slipstream.messages.logprobs import SampledLogprobs
-from slipstream.messages.steps import Extra, Plan, StepResult
+from slipstream.messages.steps import Extra, Plan, RoutedRows, StepResult
 from slipstream.messages.texts import PooledVector, TextVectors
 from slipstream.worker.draft.verification import verified
 from slipstream.worker.inputs.input_batch import SampledRows
@@ -42,6 +42,7 @@ class InFlightStep:
     drafts: Tensor | None = None  # drafts of the draft model, int64 [N] on the host
     vectors: Tensor | None = None  # vectors of a TextsPlan, float32 [S, E] or [T, E] on the host
     per_token: bool = False
+    routed: Tensor | None = None  # experts of the plan's tokens, int16 [layers, T, k] on the host
     is_cold: bool = False
 
     @property
@@ -67,6 +68,10 @@ class InFlightStep:
                 PooledVector(i, v.tobytes())
                 for i, v in zip(self.pooled[0], np.asarray(self.pooled[1]), strict=True)
             ]
+        if self.routed is not None:
+            routed = np.asarray(self.routed).transpose(1, 0, 2)
+            _, num_layers, num_chosen = routed.shape
+            extras.append(RoutedRows(num_layers, num_chosen, routed.tobytes()))
         if self.vectors is not None:
             extras.append(TextVectors(np.asarray(self.vectors).tobytes(), self.per_token))
         if self.logprobs is not None and self.sampled is not None:

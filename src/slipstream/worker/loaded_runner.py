@@ -255,6 +255,9 @@ class LoadedRunner(ABC):
                 kv = self.make_cache(num_blocks)
                 if self.draft is not None:
                     self.draft.allocate((num_blocks - 1) * self.model.spec.block_scales[0] + 1)
+                if config.model.returns_experts:
+                    self.model.decoder.keep_choices(config.scheduling.max_num_batched_tokens)
+                    self.forwards.rebuild()
                 runner = (TextRunner if self.model.spec.is_encoder else ModelRunner)(self, kv)
                 self.platform.synchronize()
         except (RuntimeError, MemoryError) as error:

@@ -148,6 +148,7 @@ class ModelRunner(Runner):
                 drafts = self.platform.to_host(self.draft.tokens_of(drafted, rows))
                 copied = self.platform.record()
         output = self.forwards.run(batch)
+        routed = self._routed(plan, output)
         if later is not None:
             drafts = self.platform.to_host(later())
         is_cold = self._num_cold > num_cold
@@ -161,11 +162,11 @@ class ModelRunner(Runner):
         elif batch.has_grammar:
             if self._last is not None:
                 self._last.awaits_mask(sum(s.num_sampled for s in plan.scheduled))
-            draw_by = self._awaiting(batch, output, drafts, is_cold)
+            draw_by = self._awaiting(batch, output, drafts, routed, is_cold)
             return AwaitingMask(plan, draw_by, drafts, copied)
         else:
             step = self.sample(batch, plan, output)
-        step.drafts, step.is_cold = drafts, is_cold
+        step.drafts, step.routed, step.is_cold = drafts, routed, is_cold
         if self.draft is not None:
             self.draft.go_ahead(plan, rows)
         if self.graphs is not None and self.graphs.capture_beside(plan):
@@ -176,8 +177,21 @@ class ModelRunner(Runner):
     def _num_cold(self) -> int:
         return self.forwards.num_cold + (0 if self.draft is None else self.draft.num_cold)
 
+    def _routed(self, plan: StepPlan, output: Output | BegunStep) -> Tensor | None:
+        """The experts of the step's tokens [layers, T, k] on their way to the host, if they are kept."""
+        choices = self.model.decoder.choices
+        if choices is None or isinstance(output, BegunStep):
+            return None
+        rows = [output.row(i) for i in range(sum(s.num_tokens for s in plan.scheduled))]
+        return self.platform.to_host(choices[:, self.platform.upload(np.array(rows, np.int64))])
+
     def _awaiting(
-        self, batch: InputBatch, output: Output, drafts: Tensor | None, is_cold: bool
+        self,
+        batch: InputBatch,
+        output: Output,
+        drafts: Tensor | None,
+        routed: Tensor | None,
+        is_cold: bool,
     ) -> Callable[[TokenMask], InFlightStep]:
         """Make the draw of a step with grammars. The part that needs no mask is launched now."""
         ready: tuple[Tensor, SamplingTensors | None] | None = None
@@ -191,7 +205,11 @@ class ModelRunner(Runner):
             num_cold = self._num_cold
             with self.platform.values.inference():
                 step = self.sample(batch, batch.step[0], output, mask, ready)
-            step.drafts, step.is_cold = drafts, is_cold or self._num_cold > num_cold
+            step.drafts, step.routed, step.is_cold = (
+                drafts,
+                routed,
+                is_cold or self._num_cold > num_cold,
+            )
             return step
 
         return draw_by

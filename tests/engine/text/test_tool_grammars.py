@@ -12,13 +12,14 @@ from slipstream.engine.grammars.state import GrammarError
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tool_formats import FORMATS
 from slipstream.engine.text.tool_formats.base import Tool, Writer
+from slipstream.engine.text.tool_formats.minimax_m3 import MARK
 from slipstream.engine.text.tools import Reading
 from slipstream.errors import RequestError
 from slipstream.messages.requests import EngineRequest
 from slipstream.params.answer_forms import StructuredOutputsParams
 from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import read_spec
-from tests.engine.text.test_tool_formats import SAMPLES, THINK, TOOLS
+from tests.engine.text.test_tool_formats import SAMPLES, THINK, TOOLS, WEATHER, WHOLE
 
 STRICT = tuple(
     Tool(
@@ -77,7 +78,25 @@ def canonical(name):
         return text.split("<|call|>")[0].replace(
             "commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>", ""
         )
+    if name == "gigachat3":  # one call
+        return f'Let me see.<|function_call|>{{"name": "get_weather", "arguments": {WEATHER}}}'
+    if name in ("kimi_k3", "inkling"):
+        return "Let me see." + text[text.index(FORMATS[name].trigger) :]
+    if name in MUSE:
+        said = "to=user<|message|>Let me see.<|eom|><|start|>assistant "
+        return text.replace(said, "").removesuffix("<|eot|>")
     return text
+
+
+def calls_of(name):
+    """The sample without the text before the calls."""
+    text = canonical(name).removeprefix("Let me see.")
+    return text if name in MUSE else text.strip()
+
+
+MUSE = ("muse", "muse_glimmer")
+FINAL = {"harmony": "<|channel|>final<|message|>", **dict.fromkeys(MUSE, " to=user<|message|>")}
+"""Beginning of an answer, of formats that have reasoning."""
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -88,12 +107,12 @@ def test_what_models_write_is_allowed(name, tokenizer, accepts):
     assert not accepts(auto, text.replace("get_weather", "get_whether"))
     assert not accepts(auto, text.replace("days", "day"))
     one = reading(name, parallel=False).structured(None, tokenizer)
-    assert accepts(one, text) == (name == "harmony")  # two calls
+    assert accepts(one, text) == (name in ("harmony", "gigachat3"))  # two calls
     must = reading(name, must_call=True).structured(None, tokenizer)
-    calls = text.removeprefix("Let me see.").strip()
+    calls = calls_of(name)
     assert accepts(must, calls)
     assert not accepts(must, "Let me see.")
-    if name != "harmony":
+    if name not in FINAL:
         assert accepts(auto, "Nothing to call.")
         thinking = reading(name, must_call=True, think=THINK, opened=True).structured(
             None, tokenizer
@@ -107,7 +126,7 @@ def test_what_models_write_is_allowed(name, tokenizer, accepts):
         assert accepts(closed, calls)
         assert not accepts(closed, f"<think>\nso\n</think>\n\n{calls}")
     else:
-        assert accepts(auto, "<|channel|>final<|message|>Nothing.")
+        assert accepts(auto, f"{FINAL[name]}Nothing.")
 
 
 @pytest.mark.parametrize("name", [*FORMATS, None])
@@ -116,15 +135,15 @@ def test_an_answer_with_a_schema(name, tokenizer, accepts):
         json={"type": "array", "items": {"const": 1}}, disable_any_whitespace=True
     )
     form = None if name is None else FORMATS[name]()
-    final = "<|channel|>final<|message|>" if name == "harmony" else ""
+    final = FINAL.get(name, "")
     either = Reading(form=form, think=None, offered=STRICT if form else ()).structured(
         schema, tokenizer
     )
     assert accepts(either, final + "[1,1]")
     assert not accepts(either, final + "[2]")
     if form is not None:
-        assert accepts(either, canonical(name).removeprefix("Let me see.").strip())
-    if name != "harmony":
+        assert accepts(either, calls_of(name))
+    if name not in FINAL:
         thinking = Reading(form=form, think=THINK, opened=True).structured(schema, tokenizer)
         assert accepts(thinking, "[2]</think>\n[1]")
         assert not accepts(thinking, "[1]")
@@ -148,7 +167,7 @@ def test_special_tokens_within_a_text_are_found():
     assert writer.text('<|"|>') == "<[4]>"
 
 
-@pytest.mark.parametrize("name", [n for n in FORMATS if n not in ("llama3_json", "pythonic")])
+@pytest.mark.parametrize("name", [n for n in FORMATS if n not in WHOLE])
 def test_calls_are_allowed_where_all_markers_are_special_tokens(name, tiny_model, tmp_path):
     file = tokenizers.Tokenizer.from_file(f"{tiny_model}/tokenizer.json")
     file.add_special_tokens([*dict.fromkeys(FORMATS[name].markers)])
@@ -158,7 +177,7 @@ def test_calls_are_allowed_where_all_markers_are_special_tokens(name, tiny_model
     params = reading(name, must_call=True).structured(None, special)
     assert "<[" in params.grammar or name == "minicpm5"
     grammars = Grammars(lambda: special, special.vocab_size, lambda tokenizer: (1,))
-    calls = canonical(name).removeprefix("Let me see.").strip()
+    calls = calls_of(name)
     for text, fits in ((calls, True), (calls.replace("get_weather", "get_whether"), False)):
         assert allowed(grammars, special, params, text) == fits
 
@@ -209,6 +228,29 @@ def test_nested_values_keep_to_the_schema_in_the_notation_of_gemma(
     """Keys stand in the order in which the template writes them: by the alphabet."""
     params = reading("gemma4", offered=(NESTED,), must_call=True).structured(None, tokenizer)
     assert accepts(params, f"<|tool_call>call:f{written}<tool_call|>") == fits
+
+
+@pytest.mark.parametrize(
+    ("written", "fits"),
+    [
+        ("<xs>[1]M</xs>", True),
+        ("<xs>[]M</xs>", False),
+        ("<xs>M<item>1M</item>M</xs>", False),
+        ("<xs>[1]M</xs>M<kind>aM</kind>", True),
+        ("<xs>[1]M</xs>M<kind>cM</kind>", False),
+        ("<xs>[1]M</xs>M<o>M<z>trueM</z>M<A>x <y>M</A>M</o>", True),
+        ("<xs>[1]M</xs>M<o>M<A>xM</A>M</o>", False),
+        ('<xs>[1]M</xs>M<free>{"a": 1}M</free>', True),
+        ("<xs>[1]M</xs>M<free>oM</free>", False),
+        ("<xs>[1]M</xs>M<ref>M<x>1.5M</x>M</ref>", True),
+        ("<xs>[1]M</xs>M<ref>M<x>oneM</x>M</ref>", False),
+    ],
+)
+def test_nested_values_keep_to_the_schema_as_elements(written, fits, tokenizer, accepts):
+    """A list with a length is JSON, and so is an object without known parts."""
+    params = reading("minimax_m3", offered=(NESTED,), must_call=True).structured(None, tokenizer)
+    text = f'M<tool_call>\nM<invoke name="f">\nM{written}M</invoke>\nM</tool_call>'
+    assert accepts(params, text.replace("M", MARK)) == fits
 
 
 def test_a_schema_without_an_end_is_refused_in_the_notation_of_gemma(tokenizer):

@@ -68,8 +68,10 @@ def tagged(section, function, argument, pad="", lines=True):
     return each(call + "\n", begin + "\n", "", end)
 
 
-def keyed(s=""):
-    pair = f"<arg_key{s}>{{{{ k }}}}</arg_key{s}>\n<arg_value{s}>{VALUE}</arg_value{s}>\n"
+def keyed(s="", p=""):
+    pair = (
+        f"<{p}arg_key{s}>{{{{ k }}}}</{p}arg_key{s}>\n<{p}arg_value{s}>{VALUE}</{p}arg_value{s}>\n"
+    )
     return PAIRS.replace("%s", pair)
 
 
@@ -102,6 +104,26 @@ DS = (
 )
 HERMES = each(f'\n<tool_call>\n{{"name": "{{{{ f.name }}}}", "arguments": {JSON}}}\n</tool_call>')
 GLM = each(f"\n<tool_call>{{{{ f.name }}}}\n{keyed()}</tool_call>")
+PLAMO, MARK = "<|plamo:%s:plamo|>", "]<]minimax[>["
+KIND = (
+    "{{ 'string' if v is string else 'boolean' if v is boolean else 'null' if v is none else 'number' if v is number "
+    "else 'array' }}"
+)
+K3_ARGUMENT = (
+    f'<|open|>argument key="{{{{ k }}}}" type="{KIND}"<|sep|>{VALUE}<|close|>argument<|sep|>'
+)
+ELEMENTS = (
+    "{% macro value(x) %}{% if x is mapping %}{{ elements(x) }}{% elif x is string or x is number or x is none %}"
+    "{{ x if x is string else x | tojson }}{% else %}{% for y in x %}M<item>{{ value(y) }}M</item>{% endfor %}{% endif %}"
+    "{% endmacro %}{% macro elements(x) %}{% for k, y in x | items %}M<{{ k }}>{{ value(y) }}M</{{ k }}>{% endfor %}"
+    "{% endmacro %}"
+).replace("M<", MARK + "<")
+ATEM = each(
+    "<|start|>assistant to={{ f.name }}<|message|><atem:function_calls>\n"
+    '<atem:invoke name="{{ f.name }}">\n'
+    + PAIRS.replace("%s", f'<atem:parameter name="{{{{ k }}}}">{VALUE}</atem:parameter>\n')
+    + "</atem:invoke>\n</atem:function_calls><|eom|>"
+)
 PYTHON = "{{ f.name }}({% for k, v in a | items %}{{ ', ' if not loop.first }}{{ k }}={{ v | tojson }}{% endfor %})"
 CALLS = {
     "hermes": HERMES,
@@ -148,13 +170,35 @@ CALLS = {
     "pythonic": each(PYTHON, "[", ", ", "]"),
     "lfm2": each(PYTHON, "<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
     "olmo3": each(PYTHON, "<function_calls>", "\n", "</function_calls>"),
+    "gigachat3": each(f'{{"name": "{{{{ f.name }}}}", "arguments": {JSON}}}', "<|message_sep|>\n\nfunction call<|role_sep|>\n"),
+    "granite_20b_fc": each(f'<function_call> {{"name": "{{{{ f.name }}}}", "arguments": {JSON}}}'),
+    "inkling": each(f'<|message_model|>{{{{ f.name }}}}<|content_invoke_tool_json|>{{"name":"{{{{ f.name }}}}","args":{JSON}}}'
+                    "<|end_message|>"),
+    "xlam": listed("", ""),
+    "plamo3": each(f"{PLAMO % 'begin_tool_request'}{PLAMO % 'begin_tool_name'}{{{{ f.name }}}}{PLAMO % 'end_tool_name'}"
+                   f"{PLAMO % 'begin_tool_arguments'}<|plamo:constrain|>json<|plamo:msg|>" + JSON
+                   + PLAMO % "end_tool_arguments" + PLAMO % "end_tool_request",
+                   PLAMO % "begin_tool_requests", "", PLAMO % "end_tool_requests"),
+    "kimi_k3": each('<|open|>call tool="{{ f.name }}" index="{{ loop.index }}"<|sep|>'
+                    + PAIRS.replace("%s", K3_ARGUMENT)
+                    + "<|close|>call<|sep|>", "<|open|>tools<|sep|>", "", "<|close|>tools<|sep|>"),
+    "minimax_m3": each(MARK + '<invoke name="{{ f.name }}">\n{{ elements(a) }}' + MARK + "</invoke>\n",
+                       "\n" + MARK + "<tool_call>\n", "", MARK + "</tool_call>"),
+    "muse": ATEM,
+    "muse_glimmer": ATEM,
+    "hy_v4": each(f"<tool_call>{{{{ f.name }}}}{keyed()}</tool_call>", "<tool_calls>", "", "</tool_calls>"),
+    "k2_horizon": each(f"<ifm|tool_call>{{{{ f.name }}}}{keyed('', 'ifm|')}</ifm|tool_call>", "<ifm|tool_calls>", "",
+                       "</ifm|tool_calls>"),
     "harmony": each("<|start|>assistant<|channel|>commentary to=functions.{{ f.name }} <|constrain|>json<|message|>"
                     + JSON + "<|call|>"),
 }  # fmt: skip
-ALONE = ("llama3_json", "pythonic")
+ALONE = ("llama3_json", "pythonic", "xlam")
 """Formats whose calls have no content beside them."""
 JSON_FORMATS = tuple(name for name, text in CALLS.items() if JSON in text)
-THINK = {name: name for name in (*REASONING, "mistral_args")} | {"mistral_args": "mistral"}
+THINK = {name: name for name in (*REASONING, "mistral_args")} | {
+    "mistral_args": "mistral",
+    "granite": "think",
+}
 """Markers of reasoning by format; others have <think>."""
 NINE = "{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('ids of nine') }}{% endif %}{% endfor %}"
 BOTH = "{% if m.content and m.thinking and m.tool_calls %}"
@@ -187,6 +231,18 @@ def template_of(name):
         checks = "{# <tool_sep :opensource #}"
     elif name == "phi4_mini":
         checks = "{# <|tool|> #}"
+    elif name == "xlam":
+        checks = "{# xLAM #}"
+    elif name == "kimi_k3":
+        content = "{% if m.content %}<|open|>response<|sep|>{{ m.content }}<|close|>response<|sep|>{% endif %}"
+    elif name == "inkling":
+        content = "{% if m.content %}<|message_model|><|content_text|>{{ m.content }}<|end_message|>{% endif %}"
+    elif name.startswith("muse"):
+        checks = "{# MuseGlimmer #}" if name == "muse_glimmer" else ""
+        thought = "{% if m.reasoning_content %}<|start|>assistant to=self<|message|>{{ m.reasoning_content }}<|eom|>{% endif %}"
+        content = "{% if m.content %}<|start|>assistant to=user<|message|>{{ m.content }}<|eom|>{% endif %}"
+    elif name == "minimax_m3":
+        checks = ELEMENTS
     quote = {"gemma4": QUOTE, "functiongemma": "<escape>"}.get(name)
     macro = GEMMA.replace("<q>", quote) if quote else ""
     return (
@@ -296,7 +352,9 @@ def turns(draw, name):
         return turn
     if name not in ALONE:
         turn.content = draw(st.just("") | WORDS)
-    for _ in range(draw(st.integers(1, 1 if name in ("harmony", "llama3_json") else 3))):
+    for _ in range(
+        draw(st.integers(1, 1 if name in ("harmony", "llama3_json", "gigachat3") else 3))
+    ):
         called = draw(st.sampled_from([*TOOLS]))
         is_broken = name in JSON_FORMATS and not draw(st.integers(0, 5))
         turn.calls.append((called, draw(BROKEN if is_broken else ARGUMENTS[called])))

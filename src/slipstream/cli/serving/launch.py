@@ -2,6 +2,7 @@
 uses one of your servers.
 
     slipstream launch claude --serve Qwen/Qwen3-8B    # starts a server, which ends with the agent
+    slipstream launch claude --serve "Qwen/Qwen3-8B --max-model-len 65536"
     slipstream launch codex --url http://127.0.0.1:8000 -- exec "fix the tests"
     slipstream launch any -- node app.mjs             # the variables of OpenAI's, Anthropic's and Ollama's SDKs
 
@@ -40,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)"
     )
     parser.add_argument(
-        "--serve", metavar="MODEL", help="start a server of this model at --url's port"
+        "--serve",
+        metavar="MODEL [OPTIONS]",
+        help="start a server of this model at --url's port; options of `serve` may follow in the same word",
     )
     parser.add_argument("--model", help="a model that the server serves (default: its first)")
     add_key_options(parser)
@@ -126,15 +129,18 @@ def _ends() -> Iterator[None]:
 
 @contextlib.contextmanager
 def served(model: str, url: str) -> Iterator[None]:
-    """Run a server of the model for the duration of the context. ConfigError if another server
-    answers at this address, or if it ends before it serves."""
+    """Run a server of the model for the duration of the context. Options of `serve` may stand behind the model.
+    ConfigError if another server answers at this address, or if it ends before it serves."""
     import httpx
 
     if _is_ready(url):
         raise ConfigError(f"a server answers at {url} already; leave --serve out", field="serve")
     address = httpx.URL(url)
+    words = [model] if os.path.exists(model) else shlex.split(model)
+    if taken := {"--host", "--port"} & {word.partition("=")[0] for word in words}:
+        raise ConfigError(f"--url says where the server is; leave {min(taken)} out", field="serve")
     place = ["--host", address.host, "--port", str(address.port or 8000)]
-    command = [sys.executable, "-m", "slipstream", "serve", model, *place]
+    command = [sys.executable, "-m", "slipstream", "serve", *words, *place]
     server = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,

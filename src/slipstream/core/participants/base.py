@@ -103,6 +103,9 @@ class Participant:
         """True if it takes the result of a request that it guides, instead of the sampled token."""
         return False
 
+    def arrived(self, plan: StepPlan, extras: Extras) -> None:
+        """Take note of what came with a finished step, before its tokens are processed."""
+
     def verified(self, request: Request, num_guesses: int, num_right: int) -> None:
         """Take note of how many guessed tokens were right."""
 

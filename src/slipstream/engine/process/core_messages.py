@@ -111,7 +111,7 @@ class Outputs(msgspec.Struct, tag=True, gc=False):
                 if isinstance(output, VectorOutput):
                     vectors.append(output)
                 continue
-            request_id, ids, reason, _, cached, logprobs, of_prompt, _, drafted, _ = output
+            request_id, ids, reason, _, cached, logprobs, of_prompt, _, drafted, *_ = output
             if (
                 drafted
                 or reason

@@ -194,7 +194,7 @@ class InputProcessor:
         any_length = sampling.truncate_prompt_tokens is not None
         special = options.add_special_tokens
         text, tokens, packed = self.prompts.tokens(
-            prompt, special, any_length=any_length, pictures=pictures
+            prompt, special, any_length=any_length, pictures=pictures, salt=options.cache_salt
         )
         salt = options.cache_salt
         images = placed(tokens, pictures, self.prompts.media.vision, salt) if pictures else ()

@@ -103,8 +103,9 @@ class PromptReader:
         *,
         any_length: bool = False,
         pictures: Sequence[PreparedPicture] = (),
+        salt: str | None = None,
     ) -> tuple[str | None, list[int], bytes]:
-        """A prompt's text, if it has one, and its tokens, as a list and packed (`TokenIds`)."""
+        """A prompt's text, if it has one, and its tokens, as a list and packed (`TokenIds`). `salt`: see `Tokenizer.encode`."""
         given: Any = prompt
         if (
             isinstance(given, dict)
@@ -116,7 +117,7 @@ class PromptReader:
             prompt = with_pictures(prompt, pictures, self.media.vision) if pictures else prompt
             tokenizer = self.check_text(prompt, any_length=any_length)
             text = prompt
-            tokens = [*tokenizer.encode(prompt, add_special_tokens=add_special_tokens)]
+            tokens = [*tokenizer.encode(prompt, add_special_tokens, salt=salt)]
             packed = pack_ids(tokens)
         elif isinstance(given, dict) and set(given) == {"prompt_token_ids"}:
             given = given["prompt_token_ids"]

@@ -21,6 +21,7 @@ from tokenizers import processors
 
 from slipstream.engine.text import gguf_tokenizer, tokenizer_folder
 from slipstream.engine.text.chat_template import render, shaped_for
+from slipstream.engine.text.known_beginnings import KnownBeginnings, seams_of
 from slipstream.engine.text.past_turns import past_turns
 from slipstream.engine.text.tiktoken import spelling
 from slipstream.engine.text.tokenizer_parts import (
@@ -49,6 +50,7 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._special = special
+        self._beginnings = KnownBeginnings(seams_of(backend))
         self._templates = dict(chat_templates or {})
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -163,11 +165,20 @@ class Tokenizer:
 
     # --- Text and tokens ----------------------------------------------------------------------------------------------
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, salt: str | None = None
+    ) -> list[int]:
         """Special tokens written out in the text count as such. None is added twice: a text from a chat template that begins
-        with the beginning-of-sequence token gets no second one."""
-        ids = self._checked(self._encoded([text], add_special_tokens=False)[0].ids)
+        with the beginning-of-sequence token gets no second one. With a `salt` a long text is remembered, and others of that
+        salt that begin with it take less time."""
+        if salt is None:
+            ids = self._checked(self._plain(text))
+        else:
+            ids = self._checked(self._beginnings.encode(text, salt, self._plain))
         return self._surrounded(ids) if add_special_tokens else ids
+
+    def _plain(self, text: str) -> list[int]:
+        return self._encoded([text], add_special_tokens=False)[0].ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each with special tokens, on all cores where the library may use them."""

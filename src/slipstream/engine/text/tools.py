@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 from slipstream.base.arguments import likely_value
 from slipstream.engine.grammars.check import check
-from slipstream.engine.text.tool_formats import reasoning_markers, tool_format
+from slipstream.engine.text.tool_formats import REASONING, reasoning_markers, tool_format
 from slipstream.engine.text.tool_formats.base import (
     Arguments,
     BeginCall,
@@ -296,6 +296,8 @@ class Formats:
         part of the former."""
         form = tool_format(self.tool_calls, template)
         think = reasoning_markers(self.reasoning, template)
+        if form is not None and think is None and self.reasoning != "none":
+            think = form.think
         return form, None if form is not None and form.reasons else think
 
 
@@ -313,6 +315,8 @@ def reading(
     RequestError if the model can't call tools. It tells the user to name a format with `to_name`."""
     form, think = formats.of(template)
     tail = end().rstrip() if think is not None else ""
+    if formats.reasoning is None:  # some templates have several kinds, and the prompt opens one
+        think = next((m for m in REASONING.values() if tail.endswith(m[0].rstrip())), think)
     opened, closed = (tail.endswith(marker.rstrip()) for marker in think or ("\0", "\0"))
     if think is not None and begun.rfind(think[0].rstrip()) > begun.rfind(think[1].rstrip()):
         opened = True

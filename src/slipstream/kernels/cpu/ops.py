@@ -211,9 +211,39 @@ class NativeOps(CpuOps):
         self._run(p, len(x))
         return out.to(x.dtype)
 
+    # torch's own give another last bit at a tensor's end than elsewhere.
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
+
+    def softplus(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide.clamp(min=0) + torch.log1p(torch.exp(-wide.abs()))).to(x.dtype)
+
     def moe(
         self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None = None
     ) -> Tensor:
+        made, logits = None, _wide(router_logits)
+        if not experts.spec.has_usual_choice:
+            weights, chosen = reference.route(
+                logits, experts.spec, experts.correction, experts.scales
+            )
+            reference.count_experts(chosen, load)
+            made = torch.cat((chosen.float(), weights), dim=1)
+        return self._mixture(x, logits, made, experts, load)
+
+    def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        return self._mixture(x, weights, torch.cat((chosen.float(), weights), dim=1), experts, None)
+
+    def _mixture(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        made: Tensor | None,
+        experts: Experts,
+        load: ExpertCounters | None,
+    ) -> Tensor:
+        """`moe`. `made`: a choice that is made already, experts and then weights [T, 2 · k]."""
         up, down, spec = experts.up, experts.down, experts.spec
         assert isinstance(up, NativeExperts)
         assert isinstance(down, NativeExperts)
@@ -223,13 +253,7 @@ class NativeOps(CpuOps):
             step.groups = (native.GroupInputs * 1)(native.GroupInputs(slots=load.slots.data_ptr()))
             counts, step.block_size = load.counts[None], load.block_size
         rows, size, k = _wide(x), x.shape[1], spec.num_experts_per_token
-        logits, out = _wide(router_logits), torch.empty(x.shape, dtype=torch.float32)
-
-        made: Tensor | None = None
-        if not spec.has_usual_choice:
-            weights, chosen = reference.route(logits, spec, experts.correction, experts.scales)
-            reference.count_experts(chosen, load)
-            made = torch.cat((chosen.float(), weights), dim=1)
+        out = torch.empty(x.shape, dtype=torch.float32)
 
         def begun(counted: Tensor | None, form: int) -> tuple[Program, int]:
             p = Program(self.pool)

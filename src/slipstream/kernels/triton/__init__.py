@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,15 @@ from slipstream.kernels.ops import (
 )
 from slipstream.kernels.packed_parts import PackedParts
 from slipstream.kernels.thresholds import Thresholds
-from slipstream.kernels.triton import drawing, penalties, pointwise, rank_sums, rows, sampling
+from slipstream.kernels.triton import (
+    drawing,
+    penalties,
+    pointwise,
+    rank_sums,
+    rows,
+    sampling,
+    weight_updates,
+)
 from slipstream.kernels.triton.attention import (
     bidirectional,
     context,
@@ -32,12 +41,13 @@ from slipstream.kernels.triton.attention import (
     int4_writing,
     invariant,
     mla,
+    mla_invariant,
     mla_prefill,
     paged,
     sparse,
     split_keys,
 )
-from slipstream.kernels.triton.attention.mla import mla_paged_attention, mla_queries
+from slipstream.kernels.triton.attention.mla import mla_paged_attention
 from slipstream.kernels.triton.attention.paged import paged_attention
 from slipstream.kernels.triton.experts import moe
 from slipstream.kernels.triton.one_token import kernel as one_token_kernel
@@ -99,21 +109,16 @@ class TritonOps(OpSet):
     copy_blocks = staticmethod(pointwise.copy_blocks)
     lora = staticmethod(lora.lora)
     argmax = staticmethod(sampling.argmax)
+    word_sums = staticmethod(weight_updates.word_sums)
     best_logprobs = staticmethod(sampling.best_logprobs)
     packed_logprobs = staticmethod(sampling.packed_logprobs)
     mask_logits = staticmethod(sampling.mask_logits)
     mean_of_texts = staticmethod(bidirectional.mean_of_texts)
-    mla_queries = staticmethod(mla_queries)
     merge_parts = staticmethod(context.merge_parts)
     gather_inputs = staticmethod(rows.gather_inputs)
     write_tokens = staticmethod(rows.write_tokens)
     chain_places = staticmethod(rows.chain_places)
     route = staticmethod(moe.route)
-    gated_delta = staticmethod(rules.gated_delta)
-    mamba2 = staticmethod(rules.mamba2)
-    short_conv = staticmethod(conv.short_conv)
-    causal_conv = staticmethod(conv.causal_conv)
-    selective_scan = staticmethod(scan.selective_scan)
 
     def __init__(
         self,
@@ -174,6 +179,8 @@ class TritonOps(OpSet):
         if scheme is None:
             self._prepare(weight.device)
             return self._sparse(Linear(weight=weight, bias=bias))
+        if scheme.name == "fp8" and weight.is_cuda:
+            return self.pack_weight(weight_updates.round_rows(weight, bias))
         return self.pack_weight(round_linear(weight, bias, scheme))
 
     def _prepare(self, device: torch.device) -> None:
@@ -322,10 +329,10 @@ class TritonOps(OpSet):
     ) -> Tensor:
         if kv.fold is not None:
             return int4.attention(q, kv, meta, params, deterministic=self.deterministic)
-        if kv.latent:
-            return mla_paged_attention(q, kv, meta, scale=params.scale)
         if self.deterministic:
             return invariant.attention(q, kv, meta, params)
+        if kv.latent:
+            return mla_paged_attention(q, kv, meta, scale=params.scale)
         kind, shape = attention_kind(kv), (*q.shape[1:2], kv.k.shape[1], q.shape[2], kv.block_size)
         return paged_attention(
             q,
@@ -381,9 +388,21 @@ class TritonOps(OpSet):
         chosen: Tensor | None = None,
     ) -> Tensor:
         dense = chosen is None or meta.max_seq_len <= chosen.shape[1]
-        if dense and mla_prefill.covers(meta):
+        if not self.deterministic and dense and mla_prefill.covers(meta):
             return mla_prefill.mla_attention(q, row, kv, meta, params)
         return super().mla_attention(q, row, kv, meta, params, chosen)
+
+    def mla_queries(
+        self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+    ) -> Tensor:
+        if self.deterministic:
+            return mla_invariant.mla_queries(q, row, kv, meta, params)
+        return mla.mla_queries(q, row, kv, meta, params)
+
+    def mla_values(self, seen: Tensor, params: MLAParams) -> Tensor:
+        if self.deterministic:
+            return mla_invariant.mla_values(seen, params)
+        return super().mla_values(seen, params)
 
     def best_keys(
         self, q: Tensor, weights: Tensor, kv: LayerKV, meta: AttentionMetadata, top_k: int
@@ -398,6 +417,8 @@ class TritonOps(OpSet):
     def mla_paged_attention(
         self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
     ) -> Tensor:
+        if self.deterministic:
+            return super().mla_paged_attention(q, kv, meta, params)
         return mla_paged_attention(q, kv, meta, scale=params.scale, values=params.values)
 
     def one_token(
@@ -414,6 +435,23 @@ class TritonOps(OpSet):
                 "deterministic=True: the one-token kernel sums in another order than steps of several tokens"
             )
         return one_token_kernel.one_token(shape, layers, product, cos_sin, group, experts)
+
+    # Recurrent layers: `deterministic` computes prompts as it does answers, token by token.
+
+    def gated_delta(self, *args: Any, **more: Any) -> Tensor:
+        return rules.gated_delta(*args, **more, by_token=self.deterministic)
+
+    def mamba2(self, *args: Any, **more: Any) -> Tensor:
+        return rules.mamba2(*args, **more, by_token=self.deterministic)
+
+    def short_conv(self, *args: Any, **more: Any) -> Tensor:
+        return conv.short_conv(*args, **more, by_token=self.deterministic)
+
+    def causal_conv(self, *args: Any, **more: Any) -> Tensor:
+        return conv.causal_conv(*args, **more, by_token=self.deterministic)
+
+    def selective_scan(self, *args: Any, **more: Any) -> Tensor:
+        return scan.selective_scan(*args, **more, by_token=self.deterministic)
 
     def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         return moe.moe_of_choice(x, weights, chosen, experts, one_way=self.deterministic)

@@ -32,7 +32,7 @@ CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 NORMS = {"rms": 1, "layer": 2}
 Op: TypeAlias = Literal["sum", "scatter", "gather", "exchange"]
 OPS: tuple[Op, ...] = ("sum", "scatter", "gather", "exchange")
-"""By their number in the kernel."""
+"""Ops in the order of their numbers in the kernel."""
 
 EMPTY = -2147450880  # 0x80008000
 MAX_BYTES = 16 * 2**20

@@ -52,13 +52,16 @@ class MoE:
     shared_weight: Linear | None
     latent: tuple[Linear, Linear] | None = None  # to `spec.latent` numbers, and back
     table: Tensor | None = None  # float32 [V, k]: the experts of each token, if `spec.hashed`
+    kept: Tensor | None = (
+        None  # int16 [T, k]: where a step's choices are written, if they are asked for
+    )
 
     def __call__(self, ops: OpSet, x: Any, load: Any = None, step: Any = None) -> Tensor:
         """[T, E] → [T, E]. `load` is from `OpSet.expert_load`, if tokens are counted. `step` is needed with a `table`."""
         logits = ops.linear(x, self.router)
         if self.table is not None:
             logits = ops.hashed_logits(logits, meta=step, table=self.table)
-        if self.shared is None or self.latent is not None:
+        if self.shared is None or self.latent is not None or self.kept is not None:
             return self._with_shared(ops, x, self._chosen(ops, x, logits, load))
         expert, always = self.spec.expert, self.shared.spec
         if self.shared_weight is None and (expert.activation, expert.gated) == (
@@ -114,9 +117,18 @@ class MoE:
 
     def _chosen(self, ops: OpSet, x: Any, logits: Tensor, load: Any) -> Tensor:
         if self.latent is None:
-            return ops.moe(x, logits, self.experts, load)
+            return self._mixed(ops, x, logits, load)
         into, back = self.latent
-        return ops.linear(ops.moe(ops.linear(x, into), logits, self.experts, load), back)
+        return ops.linear(self._mixed(ops, ops.linear(x, into), logits, load), back)
+
+    def _mixed(self, ops: OpSet, x: Any, logits: Tensor, load: Any) -> Tensor:
+        if self.kept is None:
+            return ops.moe(x, logits, self.experts, load)
+        e = self.experts
+        weights, chosen = ops.route(logits, e.spec, e.correction, load, e.scales)
+        count = min(len(chosen), len(self.kept))  # padding is at the end
+        self.kept[:count].copy_(chosen[:count])
+        return ops.moe_of_choice(x, weights, chosen.int(), e)
 
     def _with_shared(self, ops: OpSet, x: Any, routed: Tensor) -> Tensor:
         if self.shared is None:

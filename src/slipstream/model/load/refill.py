@@ -216,25 +216,25 @@ def _form(value: Any) -> str:
 
 def checksums(decoder: Decoder) -> dict[str, str]:
     """Checksums of all weights of a decoder that runs, by name. Weights that share memory are named
-    once."""
-    found, seen = dict[str, str](), set[int]()
+    once.
+
+    A checksum is 64 bits as hex, the same on every device: of two sums over the 32-bit words, of the
+    words and of the words times their number, modulo 2^64. Integer sums don't depend on the order,
+    so a GPU may take any, and one pass over the memory is all."""
+    arrays, tensors, seen = dict[str, Any](), dict[str, Any](), set[int]()
     for name, value in running_contents(decoder):
         if is_data(value) and address(value) not in seen:
             seen.add(address(value))
-            found[name] = checksum(value)
-    return found
+            (arrays if isinstance(value, np.ndarray) else tensors)[name] = value
+    sums = {name: _array_sums(value) for name, value in arrays.items()}
+    given = [x.to_dense() if x.is_mkldnn else x for x in tensors.values()]
+    sums |= zip(tensors, decoder.ops.word_sums(given) if given else (), strict=True)
+    return {name: _told(value, *sums[name]) for name, value in (arrays | tensors).items()}
 
 
-def checksum(value: Any) -> str:
-    """A tensor's or array's checksum: 64 bits as hex, the same on every device.
-
-    Two sums over its 32-bit words, of the words and of the words times their number, modulo 2^64.
-    Integer sums don't depend on the order, so a GPU may take any, and one pass over the memory is
-    all.
-    """
-    sums = _array_sums(value) if isinstance(value, np.ndarray) else _tensor_sums(value)
+def _told(value: Any, plain: int, weighted: int) -> str:
     kind = str(value.dtype).removeprefix("torch.")
-    told = f"{kind} {tuple(value.shape)} {sums[0]} {sums[1]}".encode()
+    told = f"{kind} {tuple(value.shape)} {plain % 2**64} {weighted % 2**64}".encode()
     return hashlib.blake2b(told, digest_size=8).hexdigest()
 
 
@@ -248,21 +248,4 @@ def _array_sums(value: np.ndarray[Any, Any]) -> tuple[int, int]:
         number = np.arange(begin + 1, begin + 1 + part.size, dtype=np.uint64)
         plain += int(part.sum())
         weighted += int((part * number).sum())
-    return plain % 2**64, weighted % 2**64
-
-
-def _tensor_sums(value: Any) -> tuple[int, int]:
-    import torch
-
-    value = value.to_dense() if value.is_mkldnn else value
-    data = value.detach().contiguous().view(-1).view(torch.uint8)
-    if data.numel() % 4:
-        data = torch.cat([data, data.new_zeros(-data.numel() % 4)])
-    words = data.view(torch.int32)
-    sums = torch.zeros(2, dtype=torch.int64, device=value.device)
-    for begin in range(0, words.numel(), TEMPORARY_WORDS):
-        part = words[begin : begin + TEMPORARY_WORDS].to(torch.int64) & 0xFFFFFFFF
-        number = torch.arange(begin + 1, begin + 1 + part.numel(), device=value.device)
-        sums += torch.stack([part.sum(), (part * number).sum()])
-    plain, weighted = sums.tolist()
-    return plain % 2**64, weighted % 2**64
+    return plain, weighted

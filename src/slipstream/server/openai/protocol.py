@@ -323,7 +323,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     function_call: Raw = OFF
     modalities: Raw = OFF
     audio: Raw = OFF
-    web_search_options: Raw = OFF
+    web_search_options: Raw = HINT  # as the tool: the model is not told of it
     moderation: Raw = OFF
     usage: Raw = HINT  # OpenRouter's, up to `trace`
     provider: Raw = HINT
@@ -342,7 +342,17 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
 
     hints: ClassVar[tuple[str, ...]] = (
         *GenerationRequest.hints,
-        *("usage", "provider", "models", "route", "transforms", "session_id", "trace", "user_id"),
+        *(
+            "web_search_options",
+            "usage",
+            "provider",
+            "models",
+            "route",
+            "transforms",
+            "session_id",
+            "trace",
+            "user_id",
+        ),
         *("tool_stream", "cache_prompt", "id_slot", "timings_per_token", "return_progress", "ttl"),
     )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
@@ -353,7 +363,6 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
         "function_call": (b"null", b'"none"'),
         "modalities": (b"null", b'["text"]'),
         "audio": (b"null",),
-        "web_search_options": (b"null",),
         "moderation": (b"null",),
     }
 

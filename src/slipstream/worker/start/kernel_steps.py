@@ -92,14 +92,19 @@ class KernelSteps:
         if config.lora is not None:
             self.loras += config.lora.requests
 
-    def run_forwards(self) -> None:
-        """Launch steps of all sizes."""
+    def run_forwards(self, part: int = 0, num_parts: int = 1) -> None:
+        """Launch steps of all sizes, or one part of them."""
+        for parts, lora, shared in itertools.islice(self._forwards(), part, None, num_parts):
+            self._launch(parts, GREEDY, lora, shared=shared)
+        if part == 0:
+            self._copies()
+
+    def _forwards(self) -> Iterator[tuple[list[Part], LoRARequest | None, bool]]:
         for lora in self.loras:
             for parts in (*self._decodes(), *self._prompts(), *self._verified()):
-                self._launch(parts, GREEDY, lora)
+                yield parts, lora, False
             for parts in self._sharing():
-                self._launch(parts, GREEDY, lora, shared=True)
-        self._copies()
+                yield parts, lora, True
 
     def run_samplings(self) -> None:
         """Launch small steps with all ways to sample, and steps of decodes of all sizes."""

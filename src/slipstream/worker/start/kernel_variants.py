@@ -9,9 +9,13 @@ that need not be there. It uses no GPU.
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import sys
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +45,8 @@ from slipstream.worker.start.kernel_steps import KernelSteps
 
 MAX_PROCESSES = 16
 """Most processes that compile. A start has some 100 variants, of 0.1 to 2 s each."""
+MAX_FINDERS = 6
+"""Most processes that launch the steps of a described GPU: some 700, which take one process 10 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,8 @@ def find_kernels(
     assert isinstance(platform, MetaPlatform)
     device = "meta:{}{}".format(*capability)
     args = replace(args, device=device, load_format="dummy", skip_tokenizer_init=True, canary="off")
-    with recording(capability, lambda variant: take((variant,))) as found:
+    noted: list[Callable[[Job], None]] = [lambda job: take((job,))]
+    with recording(capability, lambda variant: noted[-1](variant)) as found:
         for eager in (True,) if args.enforce_eager else (False, True):
             executor = LocalExecutor.build(replace(args, enforce_eager=eager))
             take(platform.cuda_sources)
@@ -96,7 +103,12 @@ def find_kernels(
                 if not args.enable_lora:  # adapters make layers of their own
                     _pass_repeated_layers(executor.runner.model.decoder)
                 if eager:
-                    steps.run_forwards()
+                    for job in _in_parts(steps, platform, noted):
+                        if isinstance(job, KernelVariant):
+                            found.add(job)
+                        else:
+                            platform.cuda_sources.add(job)
+                        take((job,))
                 if not eager or args.enforce_eager:
                     steps.run_samplings()
             while executor.capture_next():
@@ -106,7 +118,48 @@ def find_kernels(
     return EngineKernels(frozenset(found), frozenset(platform.cuda_sources))
 
 
+def _in_parts(
+    steps: KernelSteps, platform: MetaPlatform, noted: list[Callable[[Job], None]]
+) -> Iterator[Job]:
+    """Run the forwards in forks of this process. Yields what they launch as they do; each may find the same."""
+    count = max(1, min(MAX_FINDERS, available_cores() // 2))
+    context = multiprocessing.get_context("fork")
+
+    def run(part: int, out: Connection) -> None:
+        before = set(platform.cuda_sources)
+        noted.append(out.send)
+        steps.run_forwards(part, count)
+        for source in platform.cuda_sources - before:
+            out.send(source)
+        out.send(None)
+        os._exit(0)  # the pool of compilers is the parent's to close
+
+    open_pipes: list[Connection] = []
+    for part in range(count):
+        pipe, out = context.Pipe(False)
+        context.Process(target=run, args=(part, out), daemon=True).start()
+        out.close()
+        open_pipes.append(pipe)
+    while open_pipes:
+        for ready in wait(open_pipes):
+            assert isinstance(ready, Connection)
+            job = ready.recv()  # EOFError, if the process ended before its part
+            if job is None:
+                open_pipes.remove(ready)
+            else:
+                yield job
+
+
+def _leave_out_torch_compiler() -> None:
+    """Keep torch from importing its compiler. Arithmetic on the meta device imports it, which takes three seconds, to be
+    left out of what it compiles."""
+    compiler: Any = types.ModuleType("torch._dynamo")
+    compiler.disable = lambda function, *_, **__: function
+    sys.modules.setdefault("torch._dynamo", compiler)
+
+
 def carry_out(order: KernelOrder) -> None:
+    _leave_out_torch_compiler()
     platform = platform_of(torch.device("meta"))
     assert isinstance(platform, MetaPlatform)
     platform.describe(order.gpu)

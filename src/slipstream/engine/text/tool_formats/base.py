@@ -381,7 +381,7 @@ class Parser:
         self.arguments(dumps(arguments))
 
 
-NAMES, ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
+NAMES, ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters", "args")
 """Keys of a call that is a JSON object. Models mix them."""
 
 _KEYS = tuple(f'"{key}"' for key in (*NAMES, *ARGUMENTS, "tool_call_id"))
@@ -534,6 +534,14 @@ class ToolFormat(ABC):
 
     wraps: ClassVar[tuple[str, ...]] = ()
     """Texts around an answer that are none of its content. The first opens it."""
+
+    think: ClassVar[tuple[str, str] | None] = None
+    """Markers of reasoning that belong to the format, where the template's text has none that are known."""
+
+    @classmethod
+    def of(cls, template: str) -> ToolFormat:
+        """The format as a template has it, whose tags may have a part that differs by model."""
+        return cls()
 
     @classmethod
     @abstractmethod

@@ -1,8 +1,11 @@
-"""DeepSeek's two: of V3 and R1, with the arguments in a fence of JSON, and of V3.1, without."""
+"""Formats with a section of calls that have a head: DeepSeek's of V3 and R1, with the arguments in a fence of JSON, and of
+V3.1, without; PLaMo 3's."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from slipstream.engine.text.tool_formats.base import (
     Parser,
@@ -18,37 +21,44 @@ CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 
-class DeepSeekV3(ToolFormat):
-    name = "deepseek_v3"
-    markers = (CALLS, CALLS_END, CALL, SEP, CALL_END)
-    trigger = CALLS
+class HeadedCalls(ToolFormat):
+    """Common part: a section of calls, each with a head that names the function, and arguments in JSON."""
+
+    end: ClassVar[str]
+    call_tag: ClassVar[tuple[str, str]]
+    head: ClassVar[tuple[str, ...]]
+    """Texts from the call's tag to its arguments. {name} stands for the function's name."""
+    foot: ClassVar[tuple[str, ...]] = ()
+    """Texts between the arguments and the end of the call's tag."""
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        return CALLS in template and "```json" in template
+        return cls.trigger in template
 
     def call(self, tool: Tool, writer: Writer) -> str:
-        head = writer.texts(CALL, "function", SEP, f"{tool.name}\n```json\n")
-        return f"{head} {writer.schema(tool.parameters)} {writer.texts(chr(10) + '```', CALL_END)}"
+        begin, end = self.call_tag
+        head = writer.texts(begin, *(part.replace("{name}", tool.name) for part in self.head))
+        return f"{head} {writer.schema(tool.parameters)} {writer.texts(*self.foot, end)}"
 
     def between(self, writer: Writer) -> str | None:
         return '"\\n"?'
 
     def whole(self, calls: str, writer: Writer) -> str:
-        return f"{calls} {writer.text(CALLS_END)}"
+        return f"{calls} {writer.text(self.end)}"
 
     def interrupts(self, tools: Sequence[Tool]) -> Sequence[str]:
-        return (CALLS,)
+        return (self.trigger,)
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
-        while (yield from parser.until((CALLS,), parser.content)):
-            while (yield from parser.until((CALL, CALLS_END), drop)) == CALL:
+        call, call_end = self.call_tag
+        while (yield from parser.until((self.trigger,), parser.content)):
+            while (yield from parser.until((call, self.end), drop)) == call:
                 head = list[str]()
-                marker = yield from parser.until(("{", CALL_END), head.append)
+                marker = yield from parser.until(("{", call_end), head.append)
                 text = "".join(head)
-                name = self.function("".join(text.split("```json")[0]))
+                name = self.function(text)
                 if not marker or not is_name(name):
-                    parser.refuse(CALL, text + marker)
+                    parser.refuse(call, text + marker)
                     continue
                 parser.begin_call(name)
                 if marker == "{":
@@ -56,20 +66,73 @@ class DeepSeekV3(ToolFormat):
                 else:
                     parser.arguments("{}")
 
+    @abstractmethod
     def function(self, head: str) -> str:
         """Name of a function, from the text between the beginning of its call and its arguments."""
-        return head.rpartition(SEP)[2].strip()
+
+
+class DeepSeekV3(HeadedCalls):
+    name = "deepseek_v3"
+    markers = (CALLS, CALLS_END, CALL, SEP, CALL_END)
+    trigger, end, call_tag = CALLS, CALLS_END, (CALL, CALL_END)
+    head: ClassVar[tuple[str, ...]] = ("function", SEP, "{name}\n```json\n")
+    foot: ClassVar[tuple[str, ...]] = ("\n```",)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return CALLS in template and "```json" in template
+
+    def function(self, head: str) -> str:
+        return head.split("```json")[0].rpartition(SEP)[2].strip()
 
 
 class DeepSeekV31(DeepSeekV3):
     name = "deepseek_v31"
+    head, foot = ("{name}", SEP), ()
 
     @classmethod
     def matches(cls, template: str) -> bool:
         return CALLS in template and "```json" not in template
 
-    def call(self, tool: Tool, writer: Writer) -> str:
-        return f"{writer.texts(CALL, tool.name, SEP)} {writer.schema(tool.parameters)} {writer.text(CALL_END)}"
+    def function(self, head: str) -> str:
+        return head.split("```json")[0].removesuffix(SEP).strip()
+
+
+def _plamo(text: str) -> str:
+    return f"<|plamo:{text}:plamo|>"
+
+
+class Plamo3(HeadedCalls):
+    """PLaMo 3's: the name of the function has a tag of its own."""
+
+    name = "plamo3"
+    trigger, end = _plamo("begin_tool_requests"), _plamo("end_tool_requests")
+    call_tag = _plamo("begin_tool_request"), _plamo("end_tool_request")
+    name_tag: ClassVar[tuple[str, str]] = (_plamo("begin_tool_name"), _plamo("end_tool_name"))
+    head = (
+        *(name_tag[0], "{name}", name_tag[1], _plamo("begin_tool_arguments")),
+        *("<|plamo:constrain|>", "json", "<|plamo:msg|>"),
+    )
+    foot = (_plamo("end_tool_arguments"),)
+    markers = (
+        *(
+            trigger,
+            end,
+            *call_tag,
+            *name_tag,
+            *foot,
+            "<|plamo:tag|>",
+            "<|plamo:begin_",
+            "<|plamo:end_",
+        ),
+        *("<|plamo:constrain|>", "<|plamo:msg|>", ":plamo|>"),
+    )
+    wraps = ("<|plamo:tag|>",)
+    think = _plamo("begin_think"), _plamo("end_think")
+
+    def final(self, writer: Writer) -> str:
+        return ""
 
     def function(self, head: str) -> str:
-        return head.removesuffix(SEP).strip()
+        begin, end = self.name_tag
+        return head.partition(begin)[2].partition(end)[0].strip()

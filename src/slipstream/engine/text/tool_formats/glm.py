@@ -1,7 +1,9 @@
-"""Formats with a tag for the key of each argument and one for its value: GLM's and Hunyuan 3's."""
+"""Formats with a tag for the key of each argument and one for its value: GLM's, Hunyuan's of 3 and 4, K2 Horizon's."""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
@@ -95,6 +97,11 @@ class Glm(ToolFormat):
     ) -> Generator[None, None, bool]:
         """Read a call, after its opening tag. False: it is none, or was cut."""
         key_begin, end = self.key_tag[0], self.call_tag[1]
+        if (yield from parser.opens_with("{", take=False)):
+            if not (yield from parser.call_object(opening)):
+                return False
+            yield from parser.until((end,), drop)
+            return True
         head = list[str]()
         marker = yield from parser.until((key_begin, end), head.append)
         function = "".join(head).strip().removesuffix(self.separator).strip()
@@ -119,6 +126,12 @@ class Glm(ToolFormat):
         return bool(marker)
 
 
+SUFFIX = re.compile(r"</?(?:think|tool_calls?|arg_key|arg_value)(:[\w-]+)>")
+"""A tag with the suffix that a checkpoint's tags have."""
+
+_AS_VARIABLE = re.compile(r"['\"](:[\w-]+)['\"]")
+
+
 class HyV3(Glm):
     """Hunyuan 3's: the same in a section of all calls."""
 
@@ -133,16 +146,63 @@ class HyV3(Glm):
         return "<tool_sep" in template and ":opensource" not in template
 
 
-class HyV3Open(Glm):
+class HyV4(Glm):
+    """Hunyuan 4's: without the separator. The tags have a suffix that differs by checkpoint."""
+
+    name = "hy_v4"
+    section = _tag("tool_calls")
+    trigger = section[0]
+    markers = (*Glm.markers, *section)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "<tool_calls" in template and "<arg_key" in template and "<tool_sep" not in template
+
+    @classmethod
+    def of(cls, template: str) -> ToolFormat:
+        found = SUFFIX.search(template) or _AS_VARIABLE.search(template)
+        return _suffixed(cls, found[1])() if found else cls()
+
+
+@functools.lru_cache(maxsize=16)
+def _suffixed(form: type[Glm], suffix: str) -> type[Glm]:
+    """The format with a suffix in its tags."""
+    section, call = _tag("tool_calls", suffix), _tag("tool_call", suffix)
+    key, value = _tag("arg_key", suffix), _tag("arg_value", suffix)
+    separator = form.separator.replace(">", f"{suffix}>")
+    made = {
+        "section": section,
+        "call_tag": call,
+        "key_tag": key,
+        "value_tag": value,
+        "separator": separator,
+        "trigger": section[0],
+        "markers": (*section, *call, *key, *value, *((separator,) if separator else ())),
+        "think": _tag("think", suffix),
+    }
+    return type(form.__name__, (form,), made)
+
+
+class HyV3Open(_suffixed(HyV3, ":opensource")):  # type: ignore[misc]
     """The same with the suffix that the tags of the published model have."""
 
     name = "hy_v3_open"
-    section, call_tag = _tag("tool_calls", ":opensource"), _tag("tool_call", ":opensource")
-    key_tag, value_tag = _tag("arg_key", ":opensource"), _tag("arg_value", ":opensource")
-    separator = "<tool_sep:opensource>"
-    trigger = section[0]
-    markers = (*section, *call_tag, *key_tag, *value_tag, separator)
 
     @classmethod
     def matches(cls, template: str) -> bool:
         return "<tool_sep" in template and ":opensource" in template
+
+
+class K2Horizon(Glm):
+    """K2 Horizon's. A call may be a JSON object, or tell the type of each argument."""
+
+    name = "k2_horizon"
+    section, call_tag = _tag("ifm|tool_calls"), _tag("ifm|tool_call")
+    key_tag, value_tag = _tag("ifm|arg_key"), _tag("ifm|arg_value")
+    trigger = section[0]
+    markers = (*section, *call_tag, *key_tag, *value_tag, *_tag("ifm|arg_type"))
+    think = _tag("ifm|think")
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return cls.section[0] in template

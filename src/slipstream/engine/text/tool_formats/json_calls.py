@@ -124,8 +124,120 @@ class InternLm(JsonCalls):
         return "<|action_start|>" in template
 
 
+class GigaChat3(JsonCalls):
+    """GigaChat 3's: one call, which ends the answer."""
+
+    name = "gigachat3"
+    trigger, end, line = "<|function_call|>", "", ""
+    openings = (trigger, "function call<|role_sep|>\n")
+    wraps = ("<|message_sep|>",)
+    markers: ClassVar[tuple[str, ...]] = (trigger, "<|role_sep|>", *wraps)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return any(opening.strip() in template for opening in cls.openings)
+
+    def between(self, writer: Writer) -> str | None:
+        return None
+
+    def final(self, writer: Writer) -> str:
+        return ""
+
+
+class Granite20bFc(JsonCalls):
+    """Granite 20B FunctionCalling's."""
+
+    name = "granite_20b_fc"
+    trigger, end, line = "<function_call>", "", " "
+    markers: ClassVar[tuple[str, ...]] = (trigger,)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return cls.trigger in template
+
+    def between(self, writer: Writer) -> str | None:
+        return writer.text(self._begin)
+
+    def whole(self, calls: str, writer: Writer) -> str:
+        return f"{writer.text(self.line)} {calls}"
+
+
+class Inkling(JsonCalls):
+    """Inkling's: blocks of thoughts, text and calls in any order, with a header that may name the function."""
+
+    name = "inkling"
+    trigger, end, line = "<|content_invoke_tool_json|>", "<|end_message|>", ""
+    header: ClassVar[str] = "<|message_model|>"
+    think = "<|content_thinking|>", end
+    wraps = (
+        *("<|content_text|>", "<|content_invoke_tool_text|>", "<|content_tool_error|>"),
+        *(end, "<|content_model_end_sampling|>"),
+    )
+    markers: ClassVar[tuple[str, ...]] = (trigger, header, think[0], *wraps)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return cls.trigger in template or cls.header in template
+
+    def call(self, tool: Tool, writer: Writer) -> str:
+        begin = f'{{"name":{json.dumps(tool.name)},"args":'
+        return f'{writer.text(begin)} {writer.schema(tool.parameters)} "}}"'
+
+    def between(self, writer: Writer) -> str | None:
+        writer.rules["FUNCTION"] = r"/[\w.-]{1,256}/"
+        return f"{writer.texts(self.end, self.header)} FUNCTION? {writer.text(self.trigger)}"
+
+    def whole(self, calls: str, writer: Writer) -> str:
+        return f"{calls} {writer.text(self.end)}"
+
+    def interrupts(self, tools: Sequence[Tool]) -> Sequence[str]:
+        return (self.trigger,)
+
+    def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
+        for tool in tools:  # the prompt may have begun the header
+            if (yield from parser.opens_with(tool.name + self.trigger)):
+                parser.put_back(self.trigger)
+        kinds = (self.trigger, self.think[0], self.header)
+        while marker := (yield from parser.until(kinds, parser.content)):
+            if marker == self.header:
+                marker = yield from parser.until((*kinds, *self.wraps), drop)
+                parser.put_back(marker)
+            elif marker == self.trigger:
+                yield from parser.call_object(marker)
+            else:
+                yield from parser.until(self.wraps[-2:], parser.reasoning)
+
+
 class JsonList(JsonCalls):
     is_list, line = True, ""
+
+
+class Xlam(JsonList):
+    """xLAM's: a list that is the whole answer. Some write it in a fence, or behind other models' markers."""
+
+    name = "xlam"
+    markers = ()
+    other = r"[^\[\s](?s:.*)"
+    begins: ClassVar[tuple[str, ...]] = ("```json", "```", "[TOOL_CALLS]", "<tool_call>")
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "xLAM" in template
+
+    def whole(self, calls: str, writer: Writer) -> str:
+        return f'"[" {calls} "]"'
+
+    def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
+        begin = ""
+        for text in self.begins:
+            if not begin and (yield from parser.opens_with(text)):
+                begin = text
+        if (yield from parser.opens_with("[", take=False)):
+            if (yield from json_calls(parser, begin)):
+                for text in ("```", "</tool_call>"):
+                    yield from parser.opens_with(text)
+        elif begin:
+            parser.refuse(begin)
 
 
 class Nemotron(JsonList):

@@ -17,10 +17,12 @@ from slipstream.engine.text.tool_formats.base import (
 )
 from slipstream.engine.text.tool_formats.values import (
     ArgumentsInParts,
+    alternatives,
     is_text,
     properties,
     text_rule,
 )
+from slipstream.params.answer_forms import ReasoningMarkers
 
 Tags: TypeAlias = tuple[str, str, str]
 """A tag's beginning, the end of its head, and its end."""
@@ -50,7 +52,7 @@ class Tagged(ToolFormat):
 
         def argument(name: str, schema: Mapping[str, Any]) -> str:
             is_string = is_text(schema)
-            head = writer.text(f"{begin}{name}{self.attributes(is_string)}{named}{self.padding}")
+            head = writer.text(f"{begin}{name}{self.attributes(schema)}{named}{self.padding}")
             value = (
                 text_rule(schema, writer, f"{tool.name}.{name}", stop)
                 if is_string
@@ -59,10 +61,14 @@ class Tagged(ToolFormat):
             return f"{head} {value} {writer.texts(self.breaks[1])}"
 
         tag = self.function[0] if self.end else ""  # without a section the trigger is the tag
-        head = writer.text(f"{tag}{tool.name}{self.function[1]}{self.breaks[0]}")
+        head = self.named(f"{tag}{tool.name}", f"{self.function[1]}{self.breaks[0]}", writer)
         return f"{head} {properties(tool, argument, self.name)} {writer.text(self.function[2])}"
 
-    def attributes(self, is_string: bool) -> str:
+    def named(self, begin: str, end: str, writer: Writer) -> str:
+        """The head of a function's tag: its beginning with the name, and what follows."""
+        return writer.text(begin + end)
+
+    def attributes(self, schema: Mapping[str, Any]) -> str:
         """Attributes of an argument, written after its name."""
         return ""
 
@@ -157,14 +163,14 @@ def _head(text: str) -> tuple[str, str]:
     text = text.strip()
     if text[:1] in ('"', "'") and text[0] in text[1:]:
         name, _, attributes = text[1:].partition(text[0])
-        return name, attributes
+        return name.replace("&quot;", '"').replace("&amp;", "&"), attributes
     return text, ""
 
 
 def _is_string(attributes: str) -> bool | None:
     """The type that an argument's tag tells, if any: whether it is a string."""
-    found = re.search(r'string\s*=\s*"?(true|false)', attributes)
-    return None if found is None else found[1] == "true"
+    found = re.search(r'(?:string|type)\s*=\s*"?(\w+)', attributes)
+    return None if found is None else found[1] in ("true", "string")
 
 
 class Qwen3Coder(Tagged):
@@ -265,8 +271,8 @@ class DeepSeekV32(Invocations):
     def matches(cls, template: str) -> bool:
         return "DSML" in template and "function_calls>" in template
 
-    def attributes(self, is_string: bool) -> str:
-        return f'" string="{"true" if is_string else "false"}"'
+    def attributes(self, schema: Mapping[str, Any]) -> str:
+        return f'" string="{"true" if is_text(schema) else "false"}"'
 
 
 class DeepSeekV4(DeepSeekV32):
@@ -304,3 +310,122 @@ class Step3(Invocations):
     @classmethod
     def matches(cls, template: str) -> bool:
         return "<steptml:invoke" in template
+
+
+class KimiK3(Invocations):
+    """Kimi K3's: channels between three special tokens. An argument tells its type."""
+
+    name = "kimi_k3"
+    trigger, end = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"
+    function = ('<|open|>call tool="', '"<|sep|>', "<|close|>call<|sep|>")
+    argument = ('<|open|>argument key="', "<|sep|>", "<|close|>argument<|sep|>")
+    line, breaks = "", ("", "")
+    wraps = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
+    think = "<|open|>think<|sep|>", "<|close|>think<|sep|>"
+    markers = ("<|open|>", "<|close|>", "<|sep|>")
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return all(marker in template for marker in cls.markers)
+
+    def named(self, begin: str, end: str, writer: Writer) -> str:
+        writer.rules["NUMBER"] = "/[0-9]{1,4}/"
+        head = begin + '" index="'
+        return f"{writer.text(head)} NUMBER {writer.text(end)}"
+
+    def whole(self, calls: str, writer: Writer) -> str:
+        return f"{super().whole(calls, writer)} ({writer.text(self.wraps[-1])})?"
+
+    def attributes(self, schema: Mapping[str, Any]) -> str:
+        kinds = {part.get("type") for part in alternatives(schema)}
+        kind = "string" if is_text(schema) else kinds.pop() if len(kinds) == 1 else "object"
+        return f'" type="{"number" if kind == "integer" else kind or "object"}"'
+
+
+class Muse(Invocations):
+    """Muse's: messages with a recipient, as harmony's. A message to a function has its call. Muse Glimmer takes messages
+    without a recipient for text, Muse for thoughts."""
+
+    name = "muse"
+    reasons = True
+    trigger = ""
+    section: ClassVar[tuple[str, str]] = ("<atem:function_calls>", "</atem:function_calls>")
+    end = section[1]
+    function = ('<atem:invoke name="', '">', "</atem:invoke>")
+    argument = ('<atem:parameter name="', '">', "</atem:parameter>")
+    message: ClassVar[str] = "<|message|>"
+    ends: ClassVar[tuple[str, ...]] = ("<|eom|>", "<|eot|>", "<|start|>")
+    markers = (message, *ends)
+    call_marks = (function[2],)
+    thoughts: ClassVar[tuple[str, ...]] = ("", "self")
+    texts: ClassVar[tuple[str, ...]] = ("user", "commentary")
+    unread: ClassVar[tuple[str, ...]] = ("developer",)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "<atem:invoke" in template
+
+    def reasoning(self, tools: Sequence[Tool]) -> ReasoningMarkers:
+        return ReasoningMarkers(begin=f"to=self{self.message}", end=self.ends[0])
+
+    def interrupts(self, tools: Sequence[Tool]) -> Sequence[str]:
+        return ()
+
+    def before(self, writer: Writer) -> str:
+        thoughts = f"{writer.texts(' to=self', self.message)} {writer.up_to(self.ends[0])}"
+        writer.rules["thoughts"] = f"{thoughts} {writer.texts('<|start|>', 'assistant')}"
+        return "thoughts?"
+
+    def final(self, writer: Writer) -> str:
+        return writer.texts(" to=user", self.message)
+
+    def free(self, writer: Writer) -> str:
+        writer.rules["ANY"] = "/(?s:.*)/"
+        return f"{self.final(writer)} ANY"
+
+    def call(self, tool: Tool, writer: Writer) -> str:
+        head = writer.texts(f" to={tool.name}", self.message, f"{self.section[0]}\n")
+        return f"{head} {super().call(tool, writer)} {writer.text(chr(10) + self.end)}"
+
+    def between(self, writer: Writer) -> str | None:
+        return writer.texts("<|eom|>", "<|start|>", "assistant")
+
+    def whole(self, calls: str, writer: Writer) -> str:
+        return calls
+
+    def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
+        begin = self.function[0].rstrip('"')
+        while True:
+            head = list[str]()
+            marker = yield from parser.until((self.message,), head.append)
+            text = "".join(head)
+            if not marker:
+                heads = (" to=", "to=", "<|start|>")
+                is_begun = parser.is_cut and any(h.startswith(text[: len(h)]) for h in heads)
+                if "<|start|>" not in text and not is_begun:
+                    parser.content(text)
+                return
+            found = re.search(r"to=([\w.-]+)\s*$", text)
+            to = found[1] if found else ""
+            if to not in (*self.thoughts, *self.texts, *self.unread):
+                marker = yield from parser.until((begin, *self.ends), drop)
+                while marker == begin:
+                    yield from self._call(parser, tools, marker, None)
+                    marker = yield from parser.until((begin, *self.ends), drop)
+            else:
+                known = parser.reasoning if to in self.thoughts else parser.content
+                out = drop if to in self.unread else known
+                marker = yield from parser.until(self.ends, out)
+            if not marker:
+                return
+            if marker == "<|start|>":
+                parser.put_back(marker)
+
+
+class MuseGlimmer(Muse):
+    name = "muse_glimmer"
+    thoughts, texts, unread = ("self",), ("", "user"), ()
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "<atem:invoke" in template and "MuseGlimmer" in template

@@ -11,7 +11,7 @@ from slipstream.engine.grammars.schema_promises import translate
 from slipstream.engine.text.tool_formats.base import MAX_GRAMMAR, Parser, Tool, Writer, dumps
 from slipstream.errors import RequestError
 
-_NOTES = {
+NOTES = {
     "title",
     "description",
     "default",
@@ -22,6 +22,7 @@ _NOTES = {
     "writeOnly",
     "$comment",
 }
+"""Keys that say nothing of a value."""
 
 
 def properties(
@@ -31,7 +32,7 @@ def properties(
     RequestError if the schema says what can't be written so."""
     schema = tool.parameters
     known = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-    unknown = sorted(set(schema) - known - _NOTES)
+    unknown = sorted(set(schema) - known - NOTES)
     if unknown or schema.get("type", "object") != "object":
         what = unknown[0] if unknown else "type"
         raise RequestError(
@@ -46,7 +47,7 @@ def properties(
         )
     whole, first = "", True  # from the last on: each with what separates it from the one before
     parts = [
-        (name, write(name, _with(part, defs)))
+        (name, write(name, with_defs(part, defs)))
         for name, part in schema.get("properties", {}).items()
     ]
     if not between:
@@ -72,7 +73,7 @@ def properties(
     return f"({whole})?" if whole else ""
 
 
-def _with(schema: Any, defs: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_defs(schema: Any, defs: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**defs, **schema} if isinstance(schema, dict) else defs
 
 
@@ -140,7 +141,7 @@ def text_rule(schema: Mapping[str, Any], writer: Writer, where: str, end: str) -
 
 def _text_rule(schema: Mapping[str, Any], writer: Writer, where: str, end: str) -> str:
     known = {"type", "enum", "const", "pattern", "minLength", "maxLength", "$defs", "definitions"}
-    unknown = sorted(set(schema) - known - _NOTES)
+    unknown = sorted(set(schema) - known - NOTES)
     if unknown or ("pattern" in schema and {"minLength", "maxLength"} & set(schema)):
         what = unknown[0] if unknown else "pattern beside a length"
         raise RequestError(
@@ -180,12 +181,12 @@ _WORDS = {"True": True, "False": False, "None": None}
 """Python's words, which models write for JSON's."""
 
 
-def _schema_of(tools: Sequence[Tool], function: str, name: str) -> Mapping[str, Any]:
+def schema_of(tools: Sequence[Tool], function: str, name: str) -> Mapping[str, Any]:
     """Schema of an argument, with the definitions that it refers to."""
     schema = next((t.parameters for t in tools if t.name == function), {})
     properties = schema.get("properties")
     own = properties.get(name) if isinstance(properties, dict) else None
-    return _with(own, {k: schema[k] for k in ("$defs", "definitions") if k in schema})
+    return with_defs(own, {k: schema[k] for k in ("$defs", "definitions") if k in schema})
 
 
 def value_of(
@@ -193,7 +194,12 @@ def value_of(
 ) -> Any:
     """An argument as a model wrote it, by its schema: a string where one is allowed, else JSON, else the text. `is_string`:
     what the model said of it, which counts where the schema says nothing."""
-    parts = alternatives(_schema_of(tools, function, name))
+    return typed(text, schema_of(tools, function, name), is_string)
+
+
+def typed(text: str, schema: Mapping[str, Any], is_string: bool | None = None) -> Any:
+    """The same of a schema."""
+    parts = alternatives(schema)
     word = text.strip()
     if any(map(_is_text, parts)):
         return None if word in ("null", "None") and any(map(_is_null, parts)) else text

@@ -7,8 +7,9 @@ of its own, in tiles of BLOCK_N keys, and parts are folded in their order:
     m' = max(m, mₚ);  l' = l · 2^(m − m') + lₚ · 2^(mₚ − m');  o' = o · 2^(m − m') + oₚ · 2^(mₚ − m')
 
 1. With many queries a thread block walks along all parts of a tile of queries and folds as it goes.
-2. With few, parts go to thread blocks of their own, and a second kernel folds them. So a lone
-   sequence fills the chip, and who computes a part changes no bit.
+2. With few, parts go to thread blocks of their own, and the last of a tile to end folds them. So a
+   lone sequence fills the chip, and who computes a part changes no bit.
+3. Over latents (`LayerKV.latent`) a key is R rotary numbers and the latent, which is its value, too.
 
 What is masked adds 0 and multiplies by 1, so a row's sums do not depend on the other rows of its
 tile either. Multiplications with an addition after them are written as `fma`, so that no variant of
@@ -25,6 +26,7 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.triton.attention.paged import (
     LOG2E,
+    _load_keys_and_values,
     _load_tile,
     _locate_keys,
     _scores,
@@ -48,10 +50,12 @@ STAGES = 6
 """Tiles of keys on their way to a decode's thread block."""
 FEW_PROGRAMS = 8
 """Thread blocks a multiprocessor below which parts go to thread blocks of their own."""
-MAX_SLOTS = 4096
-"""Most parts, counted for each token, that are written to memory (130 floats a head)."""
+MAX_SCRATCH = 2**24
+"""Most numbers of parts that are written to memory, 64 MB."""
 AT_ONCE = tl.constexpr(8)
-"""Parts that the second kernel loads at once."""
+"""Parts that a thread block loads at once when it folds those of others."""
+FOLDED = 512
+"""Numbers of such a part for each warp, in whole rows."""
 
 
 @triton.jit
@@ -66,9 +70,9 @@ def _fold(acc, m, l, part_acc, part_m, part_l):
 
 @triton.jit
 def _part(
-    q, start, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, bias, reach, window, head, ds,
-    K: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BY_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    q, q_rotary, start, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, bias, reach, window, head, ds,
+    K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BY_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Outputs, maxima and sums of one part's keys, `start` … `end`."""
@@ -77,26 +81,22 @@ def _part(
     acc = tl.zeros((q.shape[0], BLOCK_D), tl.float32)
     for at_tile in range(start, end, BLOCK_N):
         at = at_tile + tl.arange(0, BLOCK_N)
-        block, slot = _locate_keys(table, at_tile, end, BLOCK_N, BLOCK_SIZE, True)
-        base = (block * K + head) * (BLOCK_SIZE * D)
-        # The cache has finite numbers only, and keys that a row does not see get weight 0.
-        k = _load_tile(
-            k_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
-        )
-        if BY_DIM:
-            v = tl.trans(
-                _load_tile(
-                    v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None],
-                    (ds < D)[:, None],
-                    BLOCK_D == D,
-                )
+        if R > 0:
+            block, slot = _locate_keys(table, at_tile, end, BLOCK_N, BLOCK_SIZE, True)
+            row, rs = (block * BLOCK_SIZE + slot) * (R + D), tl.arange(0, q_rotary.shape[1])
+            k = _load_tile(k_ptr + row[:, None] + R + ds[None, :], (ds < D)[None, :], BLOCK_D == D)
+            turned = _load_tile(
+                k_ptr + row[:, None] + rs[None, :], (rs < R)[None, :], q_rotary.shape[1] == R
             )
+            v = k
         else:
-            v = _load_tile(
-                v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
-            )
+            k, v = _load_keys_and_values(
+                k_ptr, v_ptr, table, at_tile, end, head, ds, K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, True, False
+            )  # fmt: skip
         distance = positions[:, None] - at[None, :]
         s = tl.dot(q, tl.trans(_to_dtype(k, q.dtype)), input_precision="ieee")
+        if R > 0:
+            s = tl.dot(q_rotary, tl.trans(turned), s, input_precision="ieee")
         s, to_log2 = _scores(
             s, scale, softcap, slope, bias, reach, distance, True, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS
         )
@@ -121,11 +121,12 @@ def _part(
 )
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, max_ptr, sum_ptr, table_ptr, starts_ptr, lens_ptr, slopes_ptr, bias_ptr,
-    sinks_ptr, k_scale_ptr, v_scale_ptr, scale, softcap, window, table_stride, reach, first_seq, num_parts, lanes,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    sinks_ptr, k_scale_ptr, v_scale_ptr, arrived_ptr, scale, softcap, window, table_stride, reach, first_seq, num_parts,
+    lanes, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, SPLIT: tl.constexpr, FOLDED: tl.constexpr,
+    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M rows of a (kv head, sequence), over all parts of their keys or, with SPLIT,
     over each `lanes`-th part. A row is a token and one of the G heads of the kv head."""
@@ -148,7 +149,12 @@ def _attention_kernel(
     place = (first_token + rows // G).to(tl.int64) * (K * G) + heads
     offset = place[:, None] * D + ds[None, :]
     mask = live[:, None] & (ds < D)[None, :]
-    q = tl.load(q_ptr + offset, mask=mask, other=0.0)
+    q_at = q_ptr + place[:, None] * (R + D)
+    q = tl.load(q_at + R + ds[None, :], mask=mask, other=0.0)
+    q_rotary = q
+    if R > 0:
+        rs = tl.arange(0, BLOCK_R)
+        q_rotary = tl.load(q_at + rs[None, :], mask=live[:, None] & (rs < R)[None, :], other=0.0)
     if SCALED:
         q = q.to(tl.float16)
         scale *= tl.load(k_scale_ptr + head)
@@ -171,78 +177,98 @@ def _attention_kernel(
     if HAS_SINKS:
         m, l = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2E, l + 1.0
     # A sequence of padding has no keys; its first part is empty.
-    for part in range(low // PART + lane, tl.cdiv(tl.maximum(end, 1), PART), lanes):
+    first_part, last_part = low // PART, tl.cdiv(tl.maximum(end, 1), PART)
+    is_one = last_part - first_part == 1
+    slots = (place - first_seq * (K * G)) * num_parts
+    for part in range(first_part + lane, last_part, lanes):
         part_acc, part_m, part_l = _part(
-            q, tl.maximum(part * PART, low), tl.minimum(part * PART + PART, end), positions, table, k_ptr, v_ptr, scale,
-            softcap, slope, bias, reach, window, head, ds,
-            K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, CAUSAL,
+            q, q_rotary, tl.maximum(part * PART, low), tl.minimum(part * PART + PART, end), positions, table, k_ptr, v_ptr,
+            scale, softcap, slope, bias, reach, window, head, ds,
+            K, D, R, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, CAUSAL,
         )  # fmt: skip
         if SPLIT:
-            at = (place - first_seq * (K * G)) * num_parts + part
-            tl.store(max_ptr + at, part_m, mask=live)
-            tl.store(sum_ptr + at, part_l, mask=live)
-            tl.store(partial_ptr + at[:, None] * D + ds[None, :], part_acc, mask=mask)
+            if is_one:
+                whole, _, total = _fold(acc, m, l, part_acc, part_m, part_l)
+                _finish(whole, total, out_ptr, offset, mask, v_scale_ptr, head, SCALED)
+            else:
+                at = slots + part
+                tl.store(max_ptr + at, part_m, mask=live)
+                tl.store(sum_ptr + at, part_l, mask=live)
+                tl.store(partial_ptr + at[:, None] * D + ds[None, :], part_acc, mask=mask)
         else:
             acc, m, l = _fold(acc, m, l, part_acc, part_m, part_l)
-    if not SPLIT:
-        acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-        if SCALED:
-            acc = acc * tl.load(v_scale_ptr + head)
-        tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    if SPLIT:
+        num = tl.minimum(lanes, last_part - first_part)  # thread blocks that have parts
+        if is_one | (lane >= num):
+            return
+        of = tl.program_id(1) * (tl.num_programs(2) // lanes) + tile
+        arrived = arrived_ptr + of * K + head
+        tl.debug_barrier()
+        if tl.atomic_add(arrived, 1, sem="acq_rel") != num - 1:
+            return
+        tl.store(arrived, 0)
+        end_row = tl.minimum(tile * BLOCK_M + BLOCK_M, num_queries * G)
+        for row in range(tile * BLOCK_M, end_row, FOLDED):
+            _fold_parts(
+                partial_ptr, max_ptr, sum_ptr, out_ptr, sinks_ptr, v_scale_ptr, row, end_row, head, first_token, first_seq,
+                first_part, last_part, num_parts, K, G, D, BLOCK_D, FOLDED, HAS_SINKS, SCALED,
+            )  # fmt: skip
+    else:
+        _finish(acc, l, out_ptr, offset, mask, v_scale_ptr, head, SCALED)
 
 
-@triton.jit(do_not_specialize=["window", "num_parts", "first_token"])
-def _fold_kernel(
-    partial_ptr, max_ptr, sum_ptr, out_ptr, positions_ptr, end_ptr, sinks_ptr, v_scale_ptr, window, num_parts, first_token,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr, DECODES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _finish(acc, l, out_ptr, offset, mask, v_scale_ptr, head, SCALED: tl.constexpr):
+    """Store the outputs of rows whose parts are all folded."""
+    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    if SCALED:
+        acc = acc * tl.load(v_scale_ptr + head)
+    tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fold_parts(
+    partial_ptr, max_ptr, sum_ptr, out_ptr, sinks_ptr, v_scale_ptr, row, end_row, head, first_token, first_seq, first, last,
+    num_parts, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FOLDED: tl.constexpr,
+    HAS_SINKS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Fold the parts of one token and head. DECODES: the tokens are sequences, and `positions`
-    their lengths. Tokens from `end` on are padding."""
-    if PDL:
-        pdl_wait()
-    token, head = tl.program_id(0), tl.program_id(1)
-    ds = tl.arange(0, BLOCK_D)
-    position = tl.load(positions_ptr + token).to(tl.int32)
-    if DECODES:
-        position = tl.maximum(position - 1, 0)
-    elif token >= tl.load(end_ptr) - first_token:
-        return
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(0, position - window + 1) // PART
-    place = token.to(tl.int64) * (K * G) + head
-    m, l = tl.full((1,), float("-inf"), tl.float32), tl.zeros((1,), tl.float32)
-    acc = tl.zeros((1, BLOCK_D), tl.float32)
+    """Fold the parts `first` … of FOLDED rows from `row` on, which other thread blocks wrote."""
+    rows, ds = row + tl.arange(0, FOLDED), tl.arange(0, BLOCK_D)
+    live, heads = rows < end_row, head * G + rows % G
+    place = (first_token + rows // G).to(tl.int64) * (K * G) + heads
+    slots = (place - first_seq * (K * G)) * num_parts
+    mask = live[:, None] & (ds < D)[None, :]
+    m = tl.full((place.shape[0],), float("-inf"), tl.float32)
+    l = tl.zeros((place.shape[0],), tl.float32)
+    acc = tl.zeros((place.shape[0], BLOCK_D), tl.float32)
     if HAS_SINKS:
-        m, l = l + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E, l + 1.0
-    last = tl.minimum(position // PART, num_parts - 1)
-    for begin in range(first, last + 1, AT_ONCE):
+        m, l = tl.load(sinks_ptr + heads, mask=live, other=0.0).to(tl.float32) * LOG2E, l + 1.0
+    for begin in range(first, last, AT_ONCE):
         accs, ms, ls = (), (), ()
         for i in tl.static_range(AT_ONCE):
-            part = begin + i + tl.arange(0, 1)
-            exists, at = part <= last, place * num_parts + part
-            ms = ms + (tl.load(max_ptr + at, mask=exists, other=float("-inf")),)  # type: ignore[assignment]  # noqa: RUF005
-            ls = ls + (tl.load(sum_ptr + at, mask=exists, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+            at, exists = slots + begin + i, live & (begin + i < last)
+            ms = ms + (  # type: ignore[assignment]  # noqa: RUF005
+                tl.load(max_ptr + at, mask=exists, other=float("-inf"), cache_modifier=".cg"),
+            )
+            ls = ls + (  # type: ignore[assignment]  # noqa: RUF005
+                tl.load(sum_ptr + at, mask=exists, other=0.0, cache_modifier=".cg"),
+            )
             accs = accs + (  # type: ignore[assignment]  # noqa: RUF005
                 tl.load(
                     partial_ptr + at[:, None] * D + ds[None, :],
-                    mask=exists[:, None] & (ds < D)[None, :],
+                    mask=mask & (begin + i < last),
                     other=0.0,
+                    cache_modifier=".cg",
                 ),
             )
         for i in tl.static_range(AT_ONCE):
             acc, m, l = _fold(acc, m, l, accs[i], ms[i], ls[i])
-    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-    if SCALED:
-        acc = acc * tl.load(v_scale_ptr + head // G)
-    at = (place + tl.arange(0, 1))[:, None] * D + ds[None, :]
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(ds < D)[None, :])
+    _finish(acc, l, out_ptr, place[:, None] * D + ds[None, :], mask, v_scale_ptr, head, SCALED)
 
 
 def attention(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: AttentionParams) -> Tensor:
     """`OpSet.attention` for `deterministic`."""
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], kv.v.shape[3])
     num_decodes, num_seqs = meta.num_decodes, len(meta.seq_lens)
     if num_decodes:
         _attend(q, kv, meta, s, out, 0, num_decodes, 1)
@@ -263,48 +289,43 @@ def _attend(
 ) -> None:
     """Attend for sequences `first_seq` …, of at most `most_queries` tokens each. The tokens before
     them are one a sequence."""
-    num_tokens, num_heads, dim = q.shape
+    num_tokens, num_heads, dim = *q.shape[:2], out.shape[2]
     num_kv_heads, block_size = kv.k.shape[1:3]
     group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(dim))
-    num_rows = most_queries * group
-    block_m, warps = ROWS, 1
-    if q.dtype.itemsize == 2 and runs_on_hopper(q.device):
+    num_rows, rotary = most_queries * group, q.shape[2] - dim
+    block_m, warps, stages = ROWS, 1, STAGES
+    if rotary:
+        warps, stages = 4, 2
+    elif q.dtype.itemsize == 2 and runs_on_hopper(q.device):
         if kv.k_scale is not None:
             block_m = ROWS_OF_8_BITS
         elif num_rows > 2 * ROWS:
-            block_m = PROMPT_ROWS
+            block_m, stages = PROMPT_ROWS, 3
         warps = block_m // ROWS
     tiles = triton.cdiv(num_rows, block_m)
     programs, parts = num_kv_heads * num_seqs * tiles, triton.cdiv(meta.max_seq_len, PART)
     chosen = num_seqs if most_queries == 1 else num_tokens - first_seq  # tokens of this launch
     room = FEW_PROGRAMS * platform_of(q.device).multiprocessors
-    splits = s.causal and programs < room and parts > 1 and chosen * parts <= MAX_SLOTS
+    scratch = chosen * num_heads * parts * dim <= MAX_SCRATCH
+    splits = s.causal and programs < room and parts > 1 and scratch
     lanes = min(parts, max(1, 4 * room // programs)) if splits else 1
-    flags = dict(
-        HAS_WINDOW=s.window is not None,
-        HAS_SINKS=s.sinks is not None,
-        SCALED=kv.k_scale is not None,
-    )
-    shape = dict(K=num_kv_heads, G=group, D=dim, BLOCK_D=block_d, PART=PART, **pdl_options(q))
     given = s.alibi_slopes, s.distance_bias, s.sinks, kv.k_scale, kv.v_scale
     slopes, bias, sinks, k_scale, v_scale = (q if t is None else t for t in given)
-    partial, maxima, sums = out, out, out
+    partial, maxima, sums, arrived = out, out, out, out
     if splits:  # the scratch begins at the launch's first token
         size = (chosen, num_heads, parts)
         partial = q.new_empty(*size, dim, dtype=torch.float32)
         maxima, sums = q.new_empty(2, *size, dtype=torch.float32)
+        # 0 between kernels
+        arrived = meta.once(("arrived", programs), lambda: q.new_zeros(programs, dtype=torch.int32))
     _attention_kernel[(num_kv_heads, num_seqs, tiles * lanes)](
         q, kv.k, kv.v, out, partial, maxima, sums, meta.block_table, meta.query_start_loc, meta.seq_lens,
-        slopes, bias, sinks, k_scale, v_scale, s.scale, s.softcap or 1.0, s.window or 0, meta.block_table.stride(0), s.reach,
-        first_seq, parts, lanes,
-        BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=BLOCK_N, HAS_SOFTCAP=s.softcap is not None,
-        HAS_ALIBI=s.alibi_slopes is not None, HAS_BIAS=s.distance_bias is not None, CAUSAL=s.causal,
-        BY_DIM=kv.v.stride(2) == 1, SPLIT=splits, num_warps=warps, num_stages=STAGES if block_m == ROWS else 3,
-        **shape, **flags,
+        slopes, bias, sinks, k_scale, v_scale, arrived, s.scale, s.softcap or 1.0, s.window or 0,
+        meta.block_table.stride(0), s.reach, first_seq, parts, lanes,
+        K=num_kv_heads, G=group, D=dim, R=rotary, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d,
+        PART=PART, HAS_WINDOW=s.window is not None, HAS_SOFTCAP=s.softcap is not None, HAS_ALIBI=s.alibi_slopes is not None,
+        HAS_BIAS=s.distance_bias is not None, CAUSAL=s.causal, HAS_SINKS=s.sinks is not None,
+        SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1, SPLIT=splits,
+        FOLDED=min(block_m, max(1, FOLDED * warps // block_d)), BLOCK_R=max(16, triton.next_power_of_2(rotary)),
+        num_warps=warps, num_stages=stages, **pdl_options(q),
     )  # fmt: skip
-    if splits:
-        _fold_kernel[(chosen, num_heads)](
-            partial, maxima, sums, out[first_seq:], meta.seq_lens if most_queries == 1 else meta.positions[first_seq:],
-            meta.query_start_loc[-1:], sinks, v_scale, s.window or 0, parts, first_seq,
-            DECODES=most_queries == 1, num_warps=1, **shape, **flags,
-        )  # fmt: skip

@@ -250,14 +250,23 @@ def mla_queries(
             num_warps=4, **shape, **pdl_options(q),
         )  # fmt: skip
         return out
-    row_programs, block_q = triton.cdiv(num_tokens, TOKENS_PER_PROGRAM), 64
-    _rows_kernel[(row_programs + triton.cdiv(num_tokens * num_heads, block_q),)](
-        q, row, out, kv.k, out, out, norm, meta.positions, meta.slot_mapping, cos_sin, eps, 0, num_tokens, row_programs,
-        H=num_heads, NOPE=nope_dim, RETURN_ROWS=False, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_Q=block_q, num_warps=4, **shape,
-        **pdl_options(q),
-    )  # fmt: skip
+    rotate_and_cache(q, row, out, kv, meta, params)
     torch.bmm(q[:, :, :nope_dim].transpose(0, 1), keys, out=out[:, :, rope_dim:].transpose(0, 1))
     return out
+
+
+def rotate_and_cache(
+    q: Tensor, row: Tensor, out: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+) -> None:
+    """Write `mla_queries`' rotary numbers to `out`, and its rows to the cache."""
+    num_tokens, num_heads, width = q.shape
+    row_programs, block_q = triton.cdiv(num_tokens, TOKENS_PER_PROGRAM), 64
+    _rows_kernel[(row_programs + triton.cdiv(num_tokens * num_heads, block_q),)](
+        q, row, out, kv.k, out, out, params.norm.weight, meta.positions, meta.slot_mapping, params.cos_sin,
+        params.norm.eps, 0, num_tokens, row_programs, H=num_heads, NOPE=width - params.rotary_dim, RETURN_ROWS=False,
+        BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_Q=block_q, num_warps=4, **_row_shape(params, params.keys.shape[2]),
+        **pdl_options(q),
+    )  # fmt: skip
 
 
 def cache_latents(

@@ -127,6 +127,36 @@ def _load_tile(at, live, FULL: tl.constexpr):
 
 
 @triton.jit
+def _load_keys_and_values(
+    k_ptr, v_ptr, table, start, end, head, ds, K: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BY_DIM: tl.constexpr, MASKED: tl.constexpr, TALL: tl.constexpr,
+):  # fmt: skip
+    """Keys `start` … start + BLOCK_N of a kv head [BLOCK_N, D], and their values: [BLOCK_N, D], with
+    TALL [D, BLOCK_N]. MASKED: some may be at `end` or beyond.
+
+    The tiles are not masked: the cache has finite numbers only, and keys that a query does not see
+    get weight 0."""
+    block, slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, MASKED)
+    base = (block * K + head) * (BLOCK_SIZE * D)
+    k = _load_tile(
+        k_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
+    )
+    if BY_DIM:
+        v = _load_tile(
+            v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None],
+            (ds < D)[:, None],
+            BLOCK_D == D,
+        )
+    else:
+        v = _load_tile(
+            v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
+        )
+    if BY_DIM != TALL:
+        v = tl.trans(v)
+    return k, v
+
+
+@triton.jit
 def _to_dtype(x, kind: tl.constexpr):
     """x as `kind`. int8 is converted by bits: 0x6400 with a byte in its low half is the float16
     1024 + byte. That takes two instructions for two numbers."""
@@ -194,27 +224,9 @@ def _decode_kernel(
     for start in range(begin, end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         inside = at < end
-        block, at_slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, True)
-        base = (block * K + head) * (BLOCK_SIZE * D)
-        # Loads are not masked by `inside`: the cache has finite numbers only, and keys beyond the
-        # end get weight 0.
-        k = _load_tile(
-            k_ptr + (base + at_slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
-        )
-        if BY_DIM:
-            v = _load_tile(
-                v_ptr + (base + at_slot)[None, :] + (ds * BLOCK_SIZE)[:, None],
-                (ds < D)[:, None],
-                BLOCK_D == D,
-            )
-        else:
-            v = tl.trans(
-                _load_tile(
-                    v_ptr + (base + at_slot * D)[:, None] + ds[None, :],
-                    (ds < D)[None, :],
-                    BLOCK_D == D,
-                )
-            )
+        k, v = _load_keys_and_values(
+            k_ptr, v_ptr, table, start, end, head, ds, K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, True, True
+        )  # fmt: skip
         s = tl.dot(_to_dtype(k, q.dtype), q, input_precision="ieee")
         away = (length - 1 - at)[:, None]
         head_mask = (gs < G)[None, :]
@@ -342,27 +354,9 @@ def _shared_decode_kernel(
         end = tl.where(in_prefix, shared, tl.load(lens_ptr + seq + which))
         at = start + tl.arange(0, BLOCK_N)
         table = table_ptr + (seq + which).to(tl.int64) * table_stride
-        block, slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, True)
-        base = (block * K + head) * (BLOCK_SIZE * D)
-        # Loads are not masked: the cache has finite numbers only, and keys that a column does not
-        # see get weight 0.
-        k = _load_tile(
-            k_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
-        )
-        if BY_DIM:
-            v = _load_tile(
-                v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None],
-                (ds < D)[:, None],
-                BLOCK_D == D,
-            )
-        else:
-            v = tl.trans(
-                _load_tile(
-                    v_ptr + (base + slot * D)[:, None] + ds[None, :],
-                    (ds < D)[None, :],
-                    BLOCK_D == D,
-                )
-            )
+        k, v = _load_keys_and_values(
+            k_ptr, v_ptr, table, start, end, head, ds, K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, True, True
+        )  # fmt: skip
         s = tl.dot(_to_dtype(k, q.dtype), q, input_precision="ieee")
         away = lens[None, :] - 1 - at[:, None]
         s, to_log2 = _scores(
@@ -414,23 +408,9 @@ def _prefill_step(
 ):  # fmt: skip
     """Process one tile of keys. MASKED: some keys are ahead of a query or beyond the end."""
     at = start + tl.arange(0, BLOCK_N)
-    block, slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, MASKED)
-    base = (block * K + head) * (BLOCK_SIZE * D)
-    k = _load_tile(
-        k_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
-    )
-    if BY_DIM:
-        v = tl.trans(
-            _load_tile(
-                v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None],
-                (ds < D)[:, None],
-                BLOCK_D == D,
-            )
-        )
-    else:
-        v = _load_tile(
-            v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
-        )
+    k, v = _load_keys_and_values(
+        k_ptr, v_ptr, table, start, end, head, ds, K, D, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, MASKED, False
+    )  # fmt: skip
     distance = positions[:, None] - at[None, :]
     s = tl.dot(q, tl.trans(_to_dtype(k, q.dtype)), input_precision="ieee")
     s, to_log2 = _scores(

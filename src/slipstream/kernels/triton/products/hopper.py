@@ -51,6 +51,10 @@ LONG_ROW = 8192
 """Bytes of a row from which 64 outputs per thread block are better. The down product of Llama-3-70B
 over two GPUs (8,192 rows of 14,336 bytes) is 10 % faster in 128 thread blocks of 64 rows, which
 nearly fill 132 multiprocessors, than in 64 (`step_products_70b`)."""
+WIDE = 65_536
+"""Rows of a 16-bit weight below which an unsplit product of few tokens has 64 outputs per thread
+block: 28,672 × 4,096 takes 8 µs less in 448 than in 224, of which the second wave would leave a
+third of the multiprocessors idle (`engine_deterministic_one`)."""
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.9
 
 
@@ -222,6 +226,8 @@ def skinny_gemm(
     (num_tokens, inner), outer, size = values.shape, w.weight.shape[0], values.element_size()
     block_m, block_k = max(16, triton.next_power_of_2(num_tokens)), 256 // size
     block_n, splits = _tile(outer, inner * size, block_m)
+    if whole and size == 2 and block_m == 16 and outer < WIDE:
+        block_n = ROWS.value
     tiles, num_steps = triton.cdiv(outer, block_n), triton.cdiv(inner, block_k)
     splits = 1 if whole else min(splits, num_steps)
     stages = min(MAX_STAGES, SHARED_BYTES // ((block_n + block_m) * 256))

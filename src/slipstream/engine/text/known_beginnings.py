@@ -1,0 +1,89 @@
+"""Tokens of long texts that begin as an earlier one, as an agent's conversation does turn after turn: the rest is encoded.
+
+A text may be cut before a special token, since no token reaches over one. Such a token (a *seam*) takes no whitespace
+around it, is no part of another added token, and overlaps none. So wherever its text stands, it is that token. A token
+that stands for something else, too, such as an unknown character, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+import tokenizers
+
+MIN_CHARS = 16_384
+"""Shorter texts are encoded as a whole, in about a millisecond."""
+
+MAX_CHARS, MAX_TEXTS = 1 << 25, 256
+"""Characters of the texts that are remembered, and their number. The one used longest ago goes first."""
+
+MAX_SEAMS = 32
+"""Seams of a text, from its end, before which another may go on otherwise."""
+
+
+def seams_of(backend: tokenizers.Tokenizer) -> dict[int, str]:
+    """Texts of the tokens before which a text may be cut."""
+    added = backend.get_added_tokens_decoder()
+    texts = [token.content for token in added.values()]
+    return {
+        number: token.content
+        for number, token in added.items()
+        if not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+        and token.content
+        and not any(_touches(other, token.content) for other in texts if other != token.content)
+    }
+
+
+def _touches(other: str, text: str) -> bool:
+    """Whether a token with the text `other` may take a part of `text`."""
+    return text in other or any(other.endswith(text[:n]) for n in range(1, len(text)))
+
+
+class KnownBeginnings:
+    """Remembers long texts with their tokens."""
+
+    def __init__(self, seams: dict[int, str]) -> None:
+        self._seams = seams
+        # by salt and text: tokens, and seams (number of tokens before it, where it stands), the last first
+        self._known: dict[tuple[str, str], tuple[list[int], list[tuple[int, int]]]] = {}
+        self._num_chars = 0
+
+    def encode(self, text: str, salt: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """The tokens of a text, of which `encode` gives those of a part. Texts of other salts don't help: the time would
+        tell what they are."""
+        if len(text) < MIN_CHARS or not self._seams:
+            return encode(text)
+        begun, at = self._beginning(text, salt)
+        ids = [*begun, *encode(text[at:])]
+        self._remember(text, salt, ids)
+        return ids
+
+    def _beginning(self, text: str, salt: str) -> tuple[list[int], int]:
+        """Known tokens of the text's beginning, and where they end."""
+        for key in reversed([*self._known]):  # another thread may add some
+            of, known = key
+            ids, seams = self._known.get(key, ([], []))
+            if of != salt or not seams or not text.startswith(known[: seams[-1][1]]):
+                continue
+            for count, at in seams:
+                seam = self._seams[ids[count]]
+                if text.startswith(seam, at) and text.startswith(known[:at]):
+                    return ids[:count], at
+        return [], 0
+
+    def _remember(self, text: str, salt: str, ids: list[int]) -> None:
+        seams, at = list[tuple[int, int]](), len(text)
+        own = {i for i, seam in self._seams.items() if 0 < text.count(seam) == ids.count(i)}
+        found = (i for i in range(len(ids) - 1, -1, -1) if ids[i] in own)
+        for i in islice(found, MAX_SEAMS):
+            at = text.rfind(self._seams[ids[i]], 0, at)
+            seams.append((i, at))
+        known = self._known
+        if known.pop((salt, text), None) is None:
+            self._num_chars += len(text)
+        known[salt, text] = ids, seams
+        while known and (self._num_chars > MAX_CHARS or len(known) > MAX_TEXTS):
+            oldest = next(iter(known))
+            if known.pop(oldest, None) is not None:
+                self._num_chars -= len(oldest[1])

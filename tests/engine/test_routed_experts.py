@@ -1,0 +1,127 @@
+"""`enable_return_routed_experts`: an answer's experts are the model's, however they were computed, and a trainer takes them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from slipstream.compress.replay import replayed_routing
+from slipstream.config import EngineArgs, resolve
+from slipstream.errors import ConfigError, RequestError
+from slipstream.spec.description import read_spec
+from tests import tiny_models
+from tests.engine.test_deterministic import CPU, GPU
+
+PROMPTS = [
+    {"prompt_token_ids": [(7 * i + 3 * n) % 50 + 4 for i in range(n)]} for n in (1, 5, 16, 45, 17)
+]
+SAMPLING = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mixture")
+    return path, tiny_models.build(path, "qwen3_moe").requires_grad_(False)
+
+
+def engine(path, **more) -> LLM:
+    given = dict(skip_tokenizer_init=True, dtype="float32", max_model_len=160, kv_cache_bytes=2**23)
+    return LLM(str(path), enable_return_routed_experts=True, **{**given, **more})
+
+
+def experts_of(theirs, token_ids: list[int]) -> np.ndarray:
+    """The experts that the transformers model takes for all tokens but the last, in order of number."""
+    logits = theirs(torch.tensor([token_ids])[:, :-1], output_router_logits=True).router_logits
+    return torch.stack([x.topk(2).indices.sort().values for x in logits], 1).numpy()
+
+
+def check(theirs, outputs) -> int:
+    """Compares answers' experts. Returns how many prompt tokens came from the cache."""
+    for output in outputs:
+        found = output.outputs[0].routed_experts
+        ids = output.prompt_token_ids + output.outputs[0].token_ids
+        assert found.shape == (len(ids) - 1, 2, 2)
+        assert np.array_equal(np.sort(found, axis=2), experts_of(theirs, ids))
+    return sum(output.num_cached_tokens for output in outputs)
+
+
+def test_answers_have_their_tokens_experts_also_of_tokens_from_the_cache(made):
+    path, theirs = made
+    with engine(path) as llm:
+        assert check(theirs, llm.generate(PROMPTS, SAMPLING, progress=False)) == 0
+        assert check(theirs, llm.generate(PROMPTS, SAMPLING, progress=False)) > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 19, "max_num_seqs": 3},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"kv_cache_bytes": 2**16, "max_model_len": 64},
+    ],
+    ids=["chunks", "drafts", "preempted"],
+)
+def test_chunks_drafts_and_preemptions_change_no_tokens_experts(made, settings):
+    path, theirs = made
+    with engine(path, **settings) as llm:
+        check(theirs, llm.generate(PROMPTS, SAMPLING, progress=False))
+
+
+def test_a_trainer_whose_router_differs_takes_the_engines_experts(made):
+    path, theirs = made
+    with engine(path) as llm:
+        outputs = llm.generate(PROMPTS, SAMPLING, progress=False)
+    texts = [o.prompt_token_ids + o.outputs[0].token_ids for o in outputs]
+    ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
+    for row, text in zip(ids, texts, strict=True):
+        row[: len(text)] = torch.tensor(text)
+
+    def farthest(model) -> float:
+        """The largest distance from the engine's log-probabilities."""
+        logp = model(ids).logits[:, :-1].log_softmax(-1)
+        found = 0.0
+        for row, text, o in zip(logp, texts, outputs, strict=True):
+            for i, p in enumerate(o.outputs[0].logprobs, len(o.prompt_token_ids)):
+                found = max(found, abs(float(row[i - 1, text[i]]) - p.chosen.logprob))
+        return found
+
+    given = [o.outputs[0].routed_experts for o in outputs]
+    assert farthest(theirs) < 1e-3
+    routers = [m for m in theirs.modules() if type(m).__name__.endswith("TopKRouter")]
+    before = [r.weight.clone() for r in routers]
+    torch.manual_seed(0)
+    for router in routers:
+        router.weight += torch.randn_like(router.weight) * 0.02
+    alone = farthest(theirs)
+    with replayed_routing(theirs, given, ids.shape[1]):
+        replayed = farthest(theirs)
+    for router, weight in zip(routers, before, strict=True):
+        router.weight.copy_(weight)
+    assert replayed < alone / 2
+    with (
+        pytest.raises(RequestError, match="routed_experts are of"),
+        replayed_routing(theirs, [x[:, :1] for x in given], 9),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "device", "message"),
+    [
+        ("llama", {}, CPU, "the model has no experts"),
+        ("mixtral", {"tensor_parallel_size": 2}, CPU, "several ranks"),
+        ("mixtral", {"host_experts": 2}, GPU, "experts on the host"),
+        ("mixtral", {"kv_host_bytes": 2**20}, CPU, "blocks that leave the device"),
+    ],
+    ids=str,
+)
+def test_what_has_no_experts_to_return_is_refused_by_name(
+    tmp_path, family, settings, device, message
+):
+    tiny_models.write(tmp_path, family)
+    args = EngineArgs(model=str(tmp_path), enable_return_routed_experts=True, **settings)
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(args, read_spec(tmp_path), device)
+    assert caught.value.field == "enable_return_routed_experts"
