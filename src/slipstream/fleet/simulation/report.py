@@ -56,7 +56,7 @@ class Stopwatch:
 
     @property
     def times(self) -> CallTimes:
-        """Of at least one call."""
+        """Figures of at least one call."""
         taken, count = sorted(self.taken), len(self.taken)
         whole_us = sum(taken) / 1e3
         p50, p99 = (percentile(taken, q) / 1e3 for q in (50, 99))
@@ -74,7 +74,7 @@ class TableSize:
 
 @dataclass(frozen=True, slots=True)
 class ScalerTurns:
-    """What the autoscaler did. `timeline` has (seconds, ready, starting, wanted)."""
+    """Decisions of the autoscaler. `timeline` has (seconds, ready, starting, wanted)."""
 
     ups: int
     downs: int
