@@ -5,11 +5,14 @@
 
 1. equality: small models of random weights in float32, greedy, the same tokens by one GPU and by two (op by op and in graphs;
    tensor and sequence parallel, two stages, mixtures by both splits), of short prompts and of one of 3,000 tokens.
-2. collectives: an all-reduce of bfloat16 rows of 4,096 inside a CUDA graph of 50 of them; microseconds each, median of the
-   replays. "with its norm": the residual's addition, the RMS norm and the rounding to FP8 too, by NCCL and the norm's kernel,
-   by one kernel, or by copies in pieces and the norm's kernel ("copies", here with nothing beside them). Each way is checked
-   before, in a replayed graph of many sums of different numbers. And greedy tokens of 1,024 rows of logits of which each GPU
-   has half: gathered, or by each GPU's best.
+2. collectives: an all-reduce of bfloat16 rows of 4,096 inside a CUDA graph of 50 of them, over all GPUs that there are;
+   microseconds each, median of the replays. "with its norm": the residual's addition, the RMS norm and the rounding to FP8
+   too, by NCCL and the norm's kernel, by one kernel, or by copies in pieces and the norm's kernel ("copies", here with
+   nothing beside them; two GPUs). "one step", "two steps": the kernel's two ways, of which it takes one by size. "gather",
+   "scatter", "exchange": of results, or parts, of this size, by NCCL and by the kernel. "published": the best of SGLang
+   0.5.14, TensorRT-LLM 1.3.0rc20, vLLM 0.24.0 and NCCL 2.29.2 on H200s in the databases of aiconfigurator, and NCCL's for
+   what is no sum. Each way is checked before, in a replayed graph of many calls of different numbers. And greedy tokens of
+   1,024 rows of logits of which each GPU has a part: gathered, or by each GPU's best.
 3. token: one sequence, milliseconds a token between the 64th and the 320th.
 4. throughput: 1,024 requests (`--requests`) of 128 random tokens in and out, all there at the start; output tokens a second.
    "two replicas" are two engines at the same time, a GPU and as many requests each. Engines of one GPU run two at a time.
@@ -48,6 +51,30 @@ PARTS = ("equality", "collectives", "token", "throughput", "mixtures", "large", 
 LONG = 131072
 """Tokens of a prompt of `context`."""
 SIZES_KB = (8, 64, 512, 2048, 8192, 16384, 65536, 131072)
+PUBLISHED_US: dict[
+    str, dict[int, tuple[float, ...]]
+] = {  # by ranks, of `SIZES_KB` without the last
+    "sum": {
+        2: (2.6, 3.1, 5.9, 16.6, 55.5, 136.0, 463.0),
+        4: (2.9, 4.2, 10.4, 24.6, 83.6, 171.6, 609.0),
+        8: (3.5, 6.4, 13.1, 28.4, 87.2, 165.9, 562.4),
+    },
+    "gather": {
+        2: (6.1, 6.3, 11.3, 26.4, 54.1, 90.2, 288.5),
+        4: (8.6, 9.0, 13.5, 35.9, 63.9, 105.1, 344.5),
+        8: (12.3, 14.6, 17.0, 41.3, 66.9, 123.4, 379.9),
+    },
+    "scatter": {
+        2: (6.0, 6.0, 10.4, 23.4, 50.6, 92.0, 305.0),
+        4: (7.9, 8.2, 11.7, 32.8, 58.0, 102.2, 348.8),
+        8: (13.3, 11.8, 14.4, 30.4, 69.5, 111.6, 375.6),
+    },
+    "exchange": {
+        2: (7.8, 13.1, 13.5, 19.8, 51.8, 80.4, 251.5),
+        4: (7.6, 11.9, 14.5, 23.0, 64.8, 107.0, 341.9),
+        8: (7.3, 9.8, 16.2, 26.6, 73.4, 124.1, 403.9),
+    },
+}
 ROW = 4096
 NUM_REPLAYS, NUM_REDUCES = 30, 50
 LLAMA = dict(
@@ -115,6 +142,7 @@ def main() -> None:
         "--requests", type=int, default=1024, help="of throughput and mixtures, at once"
     )
     parser.add_argument("--prompts", type=int, default=8, help="of context, at once")
+    parser.add_argument("--largest-kb", type=int, default=SIZES_KB[-1], help="of collectives")
     parser.add_argument(
         "--engines",
         default="",
@@ -144,11 +172,17 @@ def main() -> None:
 
 
 def engine(
-    what: str, settings: dict[str, Any], gpu: int | None = None, requests: int = 1024
+    what: str,
+    settings: dict[str, Any],
+    gpu: int | None = None,
+    requests: int = 1024,
+    lengths: dict[str, int] | None = None,
 ) -> Any:
     """Result of `run_one` in a process of its own, on GPU number `gpu` if given; a text if it
-    failed."""
-    task = json.dumps({"what": what, "settings": settings, "requests": requests})
+    failed. `lengths`: tokens of prompts and answers ("input", "output") other than the usual."""
+    task = json.dumps(
+        {"what": what, "settings": settings, "requests": requests, "lengths": lengths or {}}
+    )
     seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     command = [sys.executable, __file__, "--one", task]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **seen})
@@ -192,6 +226,7 @@ def run_engine(task: dict[str, Any]) -> Any:
     from slipstream import LLM, SamplingParams
 
     begin = time.perf_counter()
+    lengths = {"input": 128, "output": 128} | task.get("lengths", {})
     how = {
         **task["settings"],
         "load_format": "dummy",
@@ -215,6 +250,8 @@ def run_engine(task: dict[str, Any]) -> Any:
             return time.perf_counter() - begin, [o.outputs[0].token_ids for o in outputs]
 
         if task["what"] == "tokens":
+            if task.get("lengths"):
+                return run(prompts(3, lengths["input"]), lengths["output"])[1]
             return run([*prompts(1, 100), *prompts(5, 17), *prompts(1, 3000)], 32)[1]
         if task["what"] == "token":
             one = prompts(1, 64)
@@ -229,8 +266,9 @@ def run_engine(task: dict[str, Any]) -> Any:
             found = {"token_ids": answer.token_ids, "logprobs": of_tokens}
             return {"ms_a_token": common.median(times), "all": times, "start_s": start_s, **found}
         if task["what"] == "long":
-            run(prompts(1, 9000), 2)  # kernels and graphs
-            many = prompts(task["requests"], LONG)
+            long = task.get("lengths", {}).get("input", LONG)
+            run(prompts(1, min(9000, long)), 2)  # kernels and graphs
+            many = prompts(task["requests"], long)
             first = run(many[:1], 1)[0]
             run(many, 1)
             fewer, more = (run(many, n)[0] for n in (33, 161))
@@ -240,25 +278,91 @@ def run_engine(task: dict[str, Any]) -> Any:
                 "kv_tokens": llm.core.ledger.num_kv_tokens,
                 "start_s": start_s,
             }
-        if task["what"] == "four":
-            four = prompts(4, 1024)
-            run(four, 16)
-            first, whole = run(prompts(4, 1024), 1)[0], run(prompts(4, 1024), 1024)[0]
-            return {
-                "ms_a_token": (whole - first) / 1023 * 1e3,
-                "first_token_s": first,
-                "start_s": start_s,
-            }
-        count = task["requests"]
-        run(prompts(256, 128), 32)  # sizes of steps that were not captured yet
-        many = prompts(count, 128)
-        run(many, 128)
-        times = [run(many, 128)[0] for _ in range(3)]
-        return {
-            "tokens_a_second": count * 128 / common.median(times),
-            "seconds": times,
-            "start_s": start_s,
+        if task["what"] == "update":
+            return {**update_of(llm, task["settings"]), "start_s": start_s}
+        found: dict[str, Any] = {"start_s": start_s}
+        if task["what"] in ("four", "large"):
+            size = 1024 if task["what"] == "four" else lengths["input"]
+            run(prompts(4, size), 16)
+            first, whole = run(prompts(4, size), 1)[0], run(prompts(4, size), size)[0]
+            found |= {"ms_a_token": (whole - first) / (size - 1) * 1e3, "first_token_s": first}
+            if task["what"] == "four":
+                return found
+        count, given, answer = task["requests"], lengths["input"], lengths["output"]
+        # Sizes of steps that were not captured yet.
+        run(prompts(min(count, max(8, 2**15 // given)), given), min(32, answer))
+        many = prompts(count, given)
+        if task["what"] == "throughput":
+            run(many, answer)
+        repeats = 3 if task["what"] == "throughput" else 1
+        times = [run(many, answer)[0] for _ in range(repeats)]
+        return found | {"tokens_a_second": count * answer / common.median(times), "seconds": times}
+
+
+def update_of(llm: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Two updates of a Llama's weights by a trainer on another device, or on the CPU."""
+    import threading
+
+    import torch
+
+    from slipstream import WeightGroup
+
+    c = json.loads((Path(settings["model"]) / "config.json").read_text())
+    hidden, inner, dim = c["hidden_size"], c["intermediate_size"], c.get("head_dim")
+    dim = dim or hidden // c["num_attention_heads"]
+    q, kv = dim * c["num_attention_heads"], dim * c["num_key_value_heads"]
+    shapes = {
+        "model.embed_tokens.weight": [c["vocab_size"], hidden],
+        "model.norm.weight": [hidden],
+        "lm_head.weight": [c["vocab_size"], hidden],
+    }
+    for i in range(c["num_hidden_layers"]):
+        of_layer = {
+            "input_layernorm": [hidden],
+            "post_attention_layernorm": [hidden],
+            "self_attn.q_proj": [q, hidden],
+            "self_attn.k_proj": [kv, hidden],
+            "self_attn.v_proj": [kv, hidden],
+            "self_attn.o_proj": [hidden, q],
+            "mlp.gate_proj": [inner, hidden],
+            "mlp.up_proj": [inner, hidden],
+            "mlp.down_proj": [hidden, inner],
         }
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in of_layer.items()}
+    on_gpu = settings["device"] == "cuda"
+    device, backend = ("cuda:1", "nccl") if on_gpu else ("cpu", "gloo")
+    dtype = getattr(torch, settings["dtype"])
+    tensors = [0.02 * torch.randn(shape, dtype=dtype, device=device) for shape in shapes.values()]
+    group: list[Any] = []
+    turn = threading.Semaphore(0)
+
+    def train() -> None:
+        group.append(WeightGroup("127.0.0.1", 29653, 0, 2, backend=backend, device=device))
+        for _ in range(2):
+            turn.acquire()
+            for tensor in tensors:
+                group[0].broadcast(tensor)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    how = {"master_address": "127.0.0.1", "master_port": 29653, "world_size": 2, "backend": backend}
+    llm.init_weight_transfer_engine({"init_info": how})
+    told = {
+        "names": list(shapes),
+        "dtype_names": [settings["dtype"]] * len(shapes),
+        "shapes": list(shapes.values()),
+    }
+    times, sums = [], []
+    for _ in range(2):
+        llm.start_weight_update(told)
+        turn.release()
+        begin = time.perf_counter()
+        llm.update_weights({"update_info": told})
+        sums.append(llm.finish_weight_update().checksum)
+        times.append(time.perf_counter() - begin)
+    trainer.join()
+    equal = "equal" if sums[0] == sums[1] else "other than before"
+    return {"seconds": times[-1], "first_s": times[0], "checksums": equal}
 
 
 def equality(args: argparse.Namespace) -> dict[str, Any]:
@@ -415,15 +519,17 @@ def context(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def collectives(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
     import torch.multiprocessing as mp
 
     from slipstream.worker.ranks.children import NO_MULTICAST
 
     os.environ.update(NO_MULTICAST)
-    context = mp.get_context("spawn")
+    context, size = mp.get_context("spawn"), torch.cuda.device_count()
     ports, answers = context.Queue(), context.Queue()
     ranks = [
-        context.Process(target=reduce_on_rank, args=(rank, ports, answers)) for rank in range(2)
+        context.Process(target=reduce_on_rank, args=(rank, size, ports, answers, args.largest_kb))
+        for rank in range(size)
     ]
     for rank in ranks:
         rank.start()
@@ -433,71 +539,79 @@ def collectives(args: argparse.Namespace) -> dict[str, Any]:
     for rank in ranks:
         rank.join(10)
         rank.kill()
+    for op, by_ranks in PUBLISHED_US.items():
+        for kb, us in zip(SIZES_KB, by_ranks.get(size, ()), strict=False):
+            found[f"{op}, published, {kb} KB"] = us
     for key, value in found.items():
         print(f"{key}: {value}", flush=True)
     return found
 
 
 def timed(
-    ways: dict[str, Any], ops: Any, norm: Any, group: Any, platform: Any, rank: int
+    ways: dict[str, Any],
+    norm_of: Callable[[Any, Any], Any],
+    group: Any,
+    platform: Any,
+    largest_kb: int,
 ) -> dict[str, Any]:
-    """Each way's microseconds a sum, or that it is wrong, by name and size."""
+    """Each way's microseconds, or that it is wrong, by name and size."""
     import torch
 
-    def covers(name: str, x: torch.Tensor) -> bool:
-        by_one = not name.startswith("one kernel") or group.sums.covers(x)
-        return by_one and (not name.startswith("copies") or bool(group.beside.pieces(len(x))))
-
-    recorder, device = platform.graphs(), platform.device
+    recorder, device, ranks = platform.graphs(), platform.device, range(group.size)
     found: dict[str, Any] = {}
-    for size in SIZES_KB:
-        at = torch.arange(size * 512, device=device).view(-1, ROW)
+    for size in (size for size in SIZES_KB if size <= largest_kb):
+        rows = size * 1024 // (2 * ROW)
         many = 20 if size <= 512 else 4
-        given = [(at * (i + 1) % 61 + 7 * rank - 30).to(torch.bfloat16) for i in range(many)]
-        sums_of = [(2 * (at * (i + 1) % 61) - 53).to(torch.bfloat16) for i in range(many)]
-        zeros = torch.zeros_like(given[0])
-        for name, way in ways.items():
-            if not covers(name, given[0]):
+
+        def of_rank(rank: int, rows: int, i: int) -> torch.Tensor:
+            at = torch.arange(rows * ROW, device=device).view(-1, ROW)
+            return (at * (i + 1 + rank) % 61 - 30).to(torch.bfloat16)  # sums are exact
+
+        for name, (op, covers, way) in ways.items():
+            own = rows // group.size if op == "gather" else rows
+            if not own or own % (1 if op in ("sum", "gather") else group.size):
                 continue
-            key, wanted = f"{name}, {size} KB", sums_of
-            if "norm" in name:
+            given = [of_rank(group.rank, own, i) for i in range(many)]
+            if not covers(given[0]):
+                continue
+            every = [[of_rank(rank, own, i).float() for rank in ranks] for i in range(many)]
+            zeros = torch.zeros_like(given[0])
+            if op == "gather":
+                wanted = [torch.stack(x) for x in every]
+            elif op == "exchange":
                 wanted = [
-                    ops.norm(x, norm, residual=zeros.clone(), inputs="fp8")[0].values
-                    for x in sums_of
+                    torch.stack([x.unflatten(0, (group.size, -1))[group.rank] for x in of_all])
+                    for of_all in every
                 ]
+            else:
+                wanted = [torch.stack(x).sum(0) for x in every]
+            if op == "scatter":
+                wanted = [x.unflatten(0, (group.size, -1))[group.rank] for x in wanted]
+            if "norm" in name:
+                wanted = [norm_of(x.to(torch.bfloat16), zeros.clone()).float() for x in wanted]
+            expected = torch.stack(wanted)
+            del every, wanted
 
             def check(way: Any = way, given: Any = given, zeros: Any = zeros) -> torch.Tensor:
                 return torch.stack([way(x.clone(), zeros.clone()).float() for x in given])
 
             checked, output = recorder.capture(check)
-            worst = 0.0
+            worst, exact = 0.0, True
             for _ in range(5):
                 output.zero_()
                 checked.replay()
-                expected = torch.stack([x.float() for x in wanted])
-                worst = max(
-                    worst, float(((output - expected).abs() > 0.13 * expected.abs()).float().mean())
-                )
-                exact = torch.equal(output, expected)
-            right = worst <= 1e-4 and (
-                "norm" in name or exact
-            )  # codes of FP8 may differ by one step
-            if not group.least(right)[0]:
+                apart = (output - expected).abs() > 0.13 * expected.abs()
+                worst = max(worst, float(apart.float().mean()))
+                exact = exact and torch.equal(output, expected)
+            key = f"{name}, {size} KB"
+            if not group.least(worst <= 1e-4 and ("norm" in name or exact))[0]:
                 found[key] = f"wrong: a share of {worst:.4f}"
                 continue
-            x, residual = given[0].clone(), zeros.clone()
-            found[key] = microseconds(partial(way, x, residual), group, platform)
-    own = torch.randn(1024, 64128, dtype=torch.bfloat16, device=device)
-    found["greedy of gathered logits"] = microseconds(
-        lambda: ops.argmax(ops.all_gather(own, group, 2 * own.shape[1])), group, platform
-    )
-    found["greedy of each one's best"] = microseconds(
-        lambda: ops.best_of_ranks(own, group, 2 * own.shape[1]), group, platform
-    )
+            found[key] = microseconds(partial(way, given[0].clone(), zeros), group, platform)
     return found
 
 
-def microseconds(work: Callable[[], Any], group: Any, platform: Any) -> str:
+def microseconds(work: Callable[[], Any], group: Any, platform: Any) -> float:
     """Microseconds of `work`, from a graph of many."""
     import torch
 
@@ -511,15 +625,15 @@ def microseconds(work: Callable[[], Any], group: Any, platform: Any) -> str:
         graph.replay()
     group.least(0)
     times = platform.timed_replays(graph, NUM_REPLAYS)
-    return f"{common.median(times) * 1000 / NUM_REDUCES:.2f} µs"
+    return round(common.median(times) * 1000 / NUM_REDUCES, 2)
 
 
-def reduce_on_rank(rank: int, ports: Any, answers: Any) -> None:
+def reduce_on_rank(rank: int, size: int, ports: Any, answers: Any, largest_kb: int) -> None:
     import torch
 
     from slipstream.kernels.layouts import NormParams
     from slipstream.kernels.triton import TritonOps
-    from slipstream.kernels.triton.rank_sums import RankSums, try_rank_sums
+    from slipstream.kernels.triton.rank_sums import MAX_BYTES, RankSums, try_rank_sums
     from slipstream.platform import platform_of
     from slipstream.platform.collectives import Rendezvous
     from slipstream.platform.peer_copies import try_peer_copies
@@ -527,13 +641,17 @@ def reduce_on_rank(rank: int, ports: Any, answers: Any) -> None:
     device = torch.device("cuda", rank)
     platform = platform_of(device)
     platform.activate(1)
-    meeting = Rendezvous(rank, 2, 0 if rank == 0 else ports.get())
+    meeting = Rendezvous(rank, size, 0 if rank == 0 else ports.get())
     if rank == 0:
-        ports.put(meeting.port)
+        for _ in range(size - 1):
+            ports.put(meeting.port)
     group = meeting.join(platform.collectives, device)
     begin = time.perf_counter()
     try_rank_sums(group, 2 * ROW)
-    found: dict[str, Any] = {"seconds of the start's test": time.perf_counter() - begin}
+    found: dict[str, Any] = {
+        "GPUs": size,
+        "seconds of the start's test": time.perf_counter() - begin,
+    }
     begin = time.perf_counter()
     try_peer_copies(group, platform, SIZES_KB[-1] * 1024 // (2 * ROW), ROW, torch.bfloat16)
     found["seconds of the copies' test"] = time.perf_counter() - begin
@@ -542,11 +660,11 @@ def reduce_on_rank(rank: int, ports: Any, answers: Any) -> None:
         kind="rms", weight=torch.ones(ROW, dtype=torch.bfloat16, device=device), eps=1e-5, bias=None
     )
 
-    def normed_by_two(x: torch.Tensor, residual: torch.Tensor) -> Any:
-        return ops.norm(group.library_sum(x), norm, residual=residual, inputs="fp8")[0].values
+    def norm_of(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        return ops.norm(x, norm, residual=residual, inputs="fp8")[0].values
 
-    def normed_by_one(x: torch.Tensor, residual: torch.Tensor) -> Any:
-        return ops.all_reduce_norm(x, norm, group=group, residual=residual, inputs="fp8")[0].values
+    def normed_by_two(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        return norm_of(group.library_sum(x), residual)
 
     places = itertools.cycle((0, 1))
 
@@ -558,18 +676,67 @@ def reduce_on_rank(rank: int, ports: Any, answers: Any) -> None:
         ]
         return ops.norm_arriving(sums, norm, residual=residual, inputs="fp8")[0].values
 
+    def always(x: torch.Tensor) -> bool:
+        return True
+
     ways: dict[str, Any] = {
-        "NCCL": lambda x, _: group.library_sum(x),
-        "NCCL, with its norm": normed_by_two,
+        "NCCL": ("sum", always, lambda x, _: group.library_sum(x)),
+        "NCCL, with its norm": ("sum", always, normed_by_two),
+        "NCCL, gather": ("gather", always, lambda x, _: group.library_gather(x)),
+        "NCCL, scatter": ("scatter", always, lambda x, _: group.library_scatter(x)),
+        "NCCL, exchange": ("exchange", always, lambda x, _: group.library_exchange(x)),
     }
+
+    def by(sums: RankSums) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+        return lambda x, residual: sums.normed(x, norm, residual, "fp8")[0].values
+
     if isinstance(sums, RankSums):
-        ways |= {"one kernel": lambda x, _: sums(x), "one kernel, with its norm": normed_by_one}
+        found["one step up to, bytes"] = sums.one_step_rows * 2 * ROW
+        ways |= {
+            "one kernel": ("sum", sums.covers, lambda x, _: sums(x)),
+            "one kernel, with its norm": ("sum", sums.covers, by(sums)),
+            "one kernel, gather": (
+                "gather",
+                partial(sums.covers, op="gather"),
+                lambda x, _: sums.gather(x),
+            ),
+            "one kernel, scatter": (
+                "scatter",
+                partial(sums.covers, op="scatter"),
+                lambda x, _: sums.scatter(x),
+            ),
+            "one kernel, exchange": (
+                "exchange",
+                partial(sums.covers, op="exchange"),
+                lambda x, _: sums.exchange(x),
+            ),
+        }
+        forced = {"one step": 2**21, "two steps": 2 * ROW} if size > 2 else {}
+        for name, one_step_bytes in forced.items():
+            most = min(MAX_BYTES, one_step_bytes) if name == "one step" else MAX_BYTES
+            other = RankSums(group, 2 * ROW, most_bytes=most, one_step_bytes=one_step_bytes)
+            other.map_memory()
+            ways[name] = ("sum", other.covers, lambda x, _, other=other: other(x))
+            ways[f"{name}, with its norm"] = ("sum", other.covers, by(other))
     else:
         found["one kernel"] = "not on this machine: the log says why"
     if group.beside is not None:
-        ways["copies, with its norm"] = normed_by_copies
+        copied = group.beside
+        ways["copies, with its norm"] = (
+            "sum",
+            lambda x: bool(copied.pieces(len(x))),
+            normed_by_copies,
+        )
     with torch.inference_mode():
-        found |= timed(ways, ops, norm, group, platform, rank)
+        found |= timed(ways, norm_of, group, platform, largest_kb)
+        own = torch.randn(1024, 128256 // size, dtype=torch.bfloat16, device=device)
+        width = size * own.shape[1]
+        found["greedy of gathered logits"] = microseconds(
+            lambda: ops.argmax(ops.all_gather(own, group, width)), group, platform
+        )
+        found["greedy of each one's best"] = microseconds(
+            lambda: ops.best_of_ranks(own, group, width), group, platform
+        )
     if rank == 0:
         answers.put(found)
     group.least(0)

@@ -19,6 +19,8 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +46,23 @@ def verified(served: Served, reference: Reference, plan: Plan) -> dict[str, Any]
     return {
         "verdict": found["verdict"],
         "causes": found["causes"],
+        "open": [f["check"] for f in found["findings"] if f["outcome"] == "undecided"],
         "kl": next(
             (
-                f["estimate"]["value"]
+                float(f"{f['estimate']['value']:.2g}")
                 for f in found["findings"]
                 if f["check"] == "distribution" and f["estimate"]
             ),
             None,
         ),
-        "open": [f["check"] for f in found["findings"] if f["outcome"] == "undecided"],
-        "num_answers": found["num_answers"],
-        "num_tokens": found["num_tokens"],
-        "num_prompt_tokens": found["num_prompt_tokens"],
-        "processor_s": round(time.process_time() - begin, 1),
+        "one_in": [  # answers, tokens, long conversations of which a fault in one is excluded
+            None if (n := found["excluded"][f"one_in_{what}"]) is None else round(n, 1)
+            for what in ("answers", "tokens", "long_answers")
+        ],
+        "answers": found["num_answers"],
+        "tokens": found["num_tokens"],
+        "prompt_tokens": found["num_prompt_tokens"],
+        "cpu_s": round(time.process_time() - begin, 1),
     }
 
 
@@ -86,13 +92,20 @@ def planted(
 
 
 def clean(
-    served: Served, reference: Reference, count: int, seed: int, **plan: Any
-) -> list[dict[str, Any]]:
-    rows = []
+    served: Served,
+    reference: Reference,
+    count: int,
+    seed: int,
+    record: Callable[[dict[str, Any]], None],
+    **plan: Any,
+) -> None:
+    """Verify a sound server so often. What was seen is recorded after each time."""
+    rows: list[dict[str, Any]] = []
     for number in range(count):
         rows.append(verified(served, reference, Plan(seed=100 + seed + number, **plan)))
         print(number, rows[-1], flush=True)
-    return rows
+        each = {"columns": list(rows[0]), "rows": [list(row.values()) for row in rows]}
+        record({**summary(rows), "each": each})
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -102,7 +115,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "undecided": sum(bool(row["open"]) for row in rows),
         **{
             f"median_{name}": statistics.median(row[name] for row in rows)
-            for name in ("num_answers", "num_tokens", "num_prompt_tokens", "processor_s")
+            for name in ("answers", "tokens", "prompt_tokens", "cpu_s")
         },
     }
 
@@ -120,6 +133,10 @@ def main() -> None:
     args = made.parse_args()
     torch.set_num_threads(1)
     parts: dict[str, Any] = {"max_kl": args.max_kl}
+
+    def recorded(part: str) -> Callable[[dict[str, Any]], None]:
+        return lambda found: save(args.output, "verify", **(parts | {part: found}))
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if args.tiny:
@@ -128,15 +145,15 @@ def main() -> None:
             engine = EngineArgs(**settings, num_threads=1, kv_cache_bytes=2**25)
             reference = Reference.load(EngineArgs(**settings, num_threads=1), context=2048)
             with serving(start=lambda: AsyncLLM.start(engine)) as server:
-                rows = clean(
+                clean(
                     Served.connect(server.url),
                     reference,
                     args.tiny,
                     args.seed,
+                    partial(parts.__setitem__, "tiny"),
                     max_kl=args.max_kl,
                     long_lines=4,
                 )
-            parts["tiny"] = {**summary(rows), "each": rows}
         if args.clean or not args.skip_faults:
             write_checkpoints(folder)
         if not args.skip_faults:
@@ -153,8 +170,8 @@ def main() -> None:
             settings = {"model": str(folder / "base"), "dtype": "bfloat16", "device": "cpu"}
             reference = Reference.load(EngineArgs(**settings), context=1600)
             with served_with(folder, None) as served:
-                rows = clean(served, reference, args.clean, args.seed, max_kl=args.max_kl)
-            parts["smollm2"] = {**summary(rows), "each": rows}
+                record = recorded("smollm2")
+                clean(served, reference, args.clean, args.seed, record, max_kl=args.max_kl)
     save(args.output, "verify", **parts)
 
 

@@ -361,6 +361,16 @@ def test_removed_quant_leaves_the_others_and_their_blobs(stand_in):
     assert not store.folder("org/m-GGUF").exists()
 
 
+def test_a_name_of_a_quant_or_file_finds_that_alone(stand_in):
+    for quant in ("Q4_K_M", "Q8_0"):
+        pull(stand_in, f"org/m-GGUF:{quant}")
+    assert [m.quant for m in find_models("org/m-GGUF:q8_0")] == ["Q8_0"]
+    assert [m.quant for m in find_models("org/m-GGUF/m-Q4_K_M.gguf")] == ["Q4_K_M"]
+    assert len(find_models("org/m-GGUF")) == 2
+    with pytest.raises(DownloadError, match="org/m-GGUF:Q5_0' is not on this machine"):
+        find_models("org/m-GGUF:Q5_0")
+
+
 def test_a_repository_of_both_formats_is_removed_whole(stand_in):
     stand_in.repos["org/name"]["m-Q8_0.gguf"] = BIG[:5000]
     pull(stand_in, "org/name")

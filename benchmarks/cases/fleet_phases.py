@@ -39,7 +39,16 @@ class Fleet(RunningFleet):
     def __init__(self, args, form: str) -> None:
         engine = {"num_threads": 1, "max_model_len": 2048, "max_num_seqs": 16}
         engine["kv_cache_bytes"] = 2**28
-        version = {"name": "v1", "model": args.model, "engine": engine, "pools": POOLS[form]}
+        pools, devices = POOLS[form], [d for d in args.devices.split(",") if d]
+        if args.engine:
+            engine = json.loads(args.engine)
+        if devices:  # a replica has one of its own
+            places = iter(devices)
+            pools = [
+                {**p, "resources": {"devices": [next(places) for _ in range(p["replicas"])]}}
+                for p in pools
+            ]
+        version = {"name": "v1", "model": args.model, "engine": engine, "pools": pools}
         file = {"port": 0, "models": {"m": {"versions": [version]}}, "router": {"probe_s": 0}}
         file["router"]["handover"] = args.handover
         super().__init__(file, "m")
@@ -137,6 +146,8 @@ async def measure(args) -> dict[str, object]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--engine", default="", help="settings of the engines, as JSON")
+    parser.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of the replicas")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=96)

@@ -69,6 +69,8 @@ def server(args: argparse.Namespace) -> Iterator[tuple[str, psutil.Process]]:
     with subprocess.Popen(command, env=with_source(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as made:  # fmt: skip
         assert made.stdout is not None
         banner = json.loads(made.stdout.readline())
+        if "url" not in banner:
+            raise SystemExit(f"the server did not start: {banner}")
         try:
             yield banner["url"].removesuffix("/v1"), psutil.Process(made.pid)
         finally:
@@ -214,7 +216,7 @@ def gaps(address: str, max_tokens: int, until: float) -> list[tuple[float, float
 
 
 def _what(swaps: list[dict[str, Any]], begin: float, end: float) -> str:
-    """What went on next to a stream between two times."""
+    """Activity of the other models between two times, in words."""
     for swap in swaps:
         loaded = swap["at"] + int(swap["load_ms"] or 0) / 1000
         if begin < loaded and end > swap["at"]:

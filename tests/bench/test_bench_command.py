@@ -12,6 +12,7 @@ from slipstream.bench.adapters.openai import ServedModel
 from slipstream.bench.adapters.slipstream import OfflineSlipstream, greedy
 from slipstream.bench.adapters.transformers import OfflineTransformers
 from slipstream.bench.workload import BenchRequest, fixed
+from slipstream.cli.bench import offline
 from slipstream.cli.main import main
 from slipstream.config import EngineArgs
 from slipstream.costs.metrics import DEFINITIONS
@@ -573,3 +574,7 @@ def test_roofline_measures_steps_and_ceilings(config_only, capsys, monkeypatch):
         != 0
     )
     assert "kernels" in capsys.readouterr().err
+
+
+def test_times_are_printed_in_milliseconds_and_unknown_ones_as_a_dash():
+    assert [offline._ms(seconds) for seconds in (None, 0.0, 1.23456)] == ["–", "0.00", "1,234.56"]

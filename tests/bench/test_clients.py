@@ -10,6 +10,7 @@ import time
 import pytest
 
 from slipstream.bench.adapters.openai import Endpoint
+from slipstream.bench.client import cpu_shares
 from slipstream.bench.clients import ClientLoad, Clients, num_clients
 from slipstream.bench.load import Burst, ClosedLoop, Poisson, Ramp, send_times
 from slipstream.bench.workload import BenchRequest
@@ -128,6 +129,12 @@ async def test_a_client_that_ends_is_an_error():
         await clients._processes[1].wait()
         with pytest.raises(EngineError, match="client process"):
             await clients.run(endpoint, requests(4), Burst())
+
+
+def test_shares_of_a_core_are_between_samples_that_are_apart():
+    samples = [(10.0, 3.0), (11.0, 3.25), (12.0, 4.0), (12.01, 4.01), (13.0, 4.2)]
+    assert cpu_shares(samples) == pytest.approx((0.4, 0.75))
+    assert cpu_shares([(10.0, 3.0), (10.1, 3.05)]) == pytest.approx((0.5, 0.5))
 
 
 def test_a_busy_client_is_told():

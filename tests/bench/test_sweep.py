@@ -127,6 +127,7 @@ def test_what_an_engine_does_not_do_is_said_by_name():
     for setup, field in (
         (EngineSetup(engine="llamacpp", model="m", scheme="int8"), "scheme"),
         (EngineSetup(engine="transformers", model="m", parallel=Parallel(tensor=2)), "parallel"),
+        (EngineSetup(engine="vllm", model="m", parallel=Parallel(context=2)), "parallel"),
         (EngineSetup(engine="openvino", model="m", settings={"url": "x"}), "url"),
         (EngineSetup(engine="none", model="m"), "engine"),
     ):

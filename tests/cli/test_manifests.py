@@ -51,6 +51,7 @@ def test_kubernetes_takes_them(tmp_path, more):
         kubernetes_validate.validate(found, "1.31", strict=True)
     selectors = [x["spec"]["selector"].get("matchLabels", x["spec"]["selector"]) for x in objects]
     spec, _ = replicas_of(objects)
+    assert spec["replicas"] == (3 if more else 1)
     assert all(s == spec["template"]["metadata"]["labels"] for s in selectors)
     assert spec["serviceName"] in [x["metadata"]["name"] for x in objects if x["kind"] == "Service"]
 
@@ -148,6 +149,8 @@ def test_gpus_are_limits_of_the_container_and_bring_shared_memory(tmp_path):
     )
     assert "slipstream[gpu] @" in docker
     docker, composed, objects = write(tmp_path)
+    limits = replicas_of(objects)[1]["containers"][0]["resources"]["limits"]
+    assert limits == {"cpu": 4, "memory": "8192Mi"}
     assert "slipstream @" in docker
     assert "nvidia" not in yaml.safe_dump_all(objects) + yaml.safe_dump(composed)
 

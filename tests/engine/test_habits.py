@@ -146,6 +146,7 @@ def test_a_prompt_of_other_keys_is_answered_with_them(llm):
         ("temprature", "did you mean 'temperature'"), ("max_token", "did you mean 'max_tokens'"),
         ("top_P", "did you mean 'top_p'"),
         ("max_new_tokens", "the nearest is max_tokens"), ("guided_decoding", "the nearest is structured_outputs"),
+        ("logprob_token_ids", "the nearest is logprobs, of the likeliest tokens"),
     ],
 )  # fmt: skip
 def test_a_misspelt_parameter_is_answered_with_the_likely_one(name, meant):

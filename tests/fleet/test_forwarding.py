@@ -49,6 +49,20 @@ def start(tiny, tmp_path, request):
         yield made
 
 
+@pytest.mark.parametrize(
+    ("code", "died", "gone"),
+    [
+        ("engine_dead", True, True),
+        ("engine_killed", True, True),
+        ("engine_down", False, True),
+        ("queue_full", False, False),
+    ],
+)
+def test_an_engine_that_is_down_is_gone_and_not_to_blame_but_did_not_die(code, died, gone):
+    failure = forward.RetryElsewhere("it failed", code=code)
+    assert (failure.died, failure.gone, failure.blame) == (died, gone, not gone)
+
+
 def states(fleet):
     return {
         r["id"]: (r["state"], r["why"])

@@ -20,6 +20,7 @@ from slipstream.fleet.gateway.guard import LARGE, MEDIANS_S, MIN_SEEN, ReplicaGu
 from slipstream.fleet.scaling import capacity
 from slipstream.fleet.scaling.autoscaler import Autoscaler, FleetObservation, ScalingLimits
 from slipstream.fleet.scaling.capacity import FleetCapacity
+from slipstream.fleet.simulation import study
 from slipstream.fleet.simulation.report import most_reversals
 from slipstream.fleet.simulation.run import FleetSimulation
 from slipstream.fleet.simulation.study import FleetLoad, simulate_fleet
@@ -192,6 +193,21 @@ def test_reversals_are_counted_within_a_window():
     assert most_reversals(ups, 1000.0) == 8
     assert most_reversals(ups, 20.0) == 3
     assert most_reversals([(10.0 * i, i) for i in range(10)], 1000.0) == 0
+
+
+@pytest.mark.parametrize(("given", "taken"), [(None, "a100"), ("h200", "h200")])
+def test_without_a_gpu_the_one_of_the_autoscaler_is_simulated(monkeypatch, given, taken):
+    seen = []
+
+    def engine(spec, gpu):
+        seen.append(gpu)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(study, "_engine", engine)
+    file = fleet({"min": 1, "max": 2}, model={"autoscale": {"device": "a100"}})
+    with pytest.raises(ConfigError, match="enough"):
+        simulate_fleet(file, FleetLoad(rates=(1.0,), num_requests=10, gpu=given))
+    assert seen == [taken]
 
 
 def test_scaled_fleet_grows_with_the_load_and_loses_nothing(monkeypatch):

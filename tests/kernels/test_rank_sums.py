@@ -9,10 +9,18 @@ import pytest
 import torch
 
 from slipstream.kernels.layouts import NormParams
-from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps, rank_sums, sampling
 from slipstream.spec.model import OwnNorm
 from tests.kernels import on_cpu
+from tests.kernels.rank_memory import (
+    Rank,
+    are_empty,
+    call,
+    check_norms,
+    norm_of,
+    numbers,
+    wanted,
+)
 
 RUN = """
 static volatile int ended[RANKS];  // threads
@@ -22,34 +30,16 @@ extern "C" int run(int programs, int threads, unsigned seed, void** of_ranks) {
     return on_cpu(programs * RANKS, threads, seed, [of_ranks] {
         void** a = of_ranks + THIS_RANK * 9;
         const int* n = (const int*)a[8];
-        for (int i = 0; i < n[4]; i++) {  // kernels one after another, each behind the one before on its own rank only
+        for (int i = 0; i < n[5]; i++) {  // kernels one after another, each behind the one before on its own rank only
             const int rank = THIS_RANK, wanted = i * programs_of_rank * block_size;
             while (ended[rank] < wanted) yield();
             rank_sums((uint4*)a[0] + i * n[0], (uint4*)a[1] + i * n[0], (u64*)a[2], (u32*)a[3], (uint4*)a[4], (uint4*)a[5],
-                      (u8*)a[6], (float*)a[7], n[0], n[1], n[2], n[3]);
+                      (u8*)a[6], (float*)a[7], n[0], n[1], n[2], n[3], n[4]);
             ended[rank]++;
         }
     });
 }
 """
-
-
-class Rank:
-    """A group as a rank sees it. The ranks make their calls one after another."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, rank, memories):
-        self.rank, self.size, self.memories, self.sums = rank, len(memories), memories, None
-
-    def share(self, num_bytes):
-        for i, held in enumerate(self.memories):
-            if held is None:
-                self.memories[i] = torch.zeros(num_bytes, dtype=torch.uint8)
-        return tuple(self.memories)
-
-    def least(self, *numbers):
-        return list(numbers)
 
 
 class OnCpu(rank_sums.RankSums):
@@ -75,8 +65,8 @@ class OnCpu(rank_sums.RankSums):
         run = on_cpu.load(self.folder, text, definitions | {"SHARED": rank_sums.SCRATCH_BYTES}).run
 
         def launch(programs, threads, arguments):
-            *tensors, num_vectors, num_rows, count, patience = arguments
-            numbers = (ctypes.c_int * 5)(num_vectors, num_rows, count, patience, self.kernels)
+            tensors, given = arguments[:8], arguments[8:]
+            numbers = (ctypes.c_int * 6)(*given, self.kernels)
             pointers = [*(t.data_ptr() for t in tensors), ctypes.addressof(numbers)]
             self.launches.append((pointers, numbers, tensors))
             if len(self.launches) == self.group.size:
@@ -98,21 +88,24 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("rank_sums")
 
 
-def numbers(shape, dtype, seed):
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    made[..., ::7] = -0.0  # two of them are what the kernel takes for nothing
-    made[..., 14:16] = -0.0
-    return made.to(dtype)
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(
-    ("size", "dtype"), [(2, torch.bfloat16), (3, torch.float16), (2, torch.float32)], ids=str
+    ("size", "dtype", "one_step_bytes"),
+    [
+        (2, torch.bfloat16, None),
+        (3, torch.float16, None),
+        (2, torch.float32, None),
+        (3, torch.bfloat16, 640),
+        *(pytest.param(n, torch.bfloat16, 1280, marks=pytest.mark.slow) for n in range(2, 9)),
+        pytest.param(4, torch.float32, 640, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-def test_sums_one_after_another(folder, size, dtype, seed):
+def test_sums_one_after_another(folder, size, dtype, one_step_bytes, seed):
     """Sums of one row, of several rows for a thread block and of a part of a row, in buffers that
-    others have used. Every rank gets the same bits, and all buffers are empty afterwards."""
-    ranks = ranks_of(folder, 640, size, most_bytes=640 * 100)
+    others have used, in one step and in two. Every rank gets the same bits, and all buffers are
+    empty afterwards."""
+    ranks = ranks_of(folder, 640, size, most_bytes=640 * 100, one_step_bytes=one_step_bytes)
     width = 640 // dtype.itemsize
     for i, shape in enumerate(
         [(1, width), (100, width), (7, width), (width // 4,), (1, width), (100, width), (1, width)]
@@ -121,27 +114,51 @@ def test_sums_one_after_another(folder, size, dtype, seed):
         for r in ranks:
             r.seed = seed and seed + i
         found = [r(x) for r, x in zip(ranks, given, strict=True)]
-        wanted = sum((x.float() for x in given[1:]), given[0].float()).to(dtype)
         for own in found:
-            assert torch.equal(own, wanted), (i, shape)
-    for r in ranks:
-        assert (r._peers[r.group.rank].view(torch.int32) == rank_sums.EMPTY).all()
+            assert torch.equal(own, wanted("sum", given, 0)), (i, shape)
+    assert are_empty(ranks)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, *range(4, 9)))]
+)
+def test_scatters_gathers_and_exchanges_between_sums(folder, size, seed):
+    """All ops in any order over the same places. A scatter's rows need not be a multiple of the
+    ranks; codes of 8 bits are gathered as they are."""
+    ranks = ranks_of(folder, 640, size, most_bytes=640 * 40, one_step_bytes=640)
+    rows = [("gather", 2), ("sum", 9), ("exchange", 2 * size), ("scatter", size + 1), ("sum", 1)]
+    rows += [("scatter", 1), ("exchange", size), ("gather", 5), ("sum", 40), ("scatter", 3 * size)]
+    for i, (op, count) in enumerate(rows):
+        given = [numbers((count, 160), torch.bfloat16, 10 * i + rank) for rank in range(size)]
+        assert all(r.covers(x, op) for r, x in zip(ranks, given, strict=True))
+        for r in ranks:
+            r.seed = seed and seed + i
+        found = [call(r, op)(x) for r, x in zip(ranks, given, strict=True)]
+        for rank, own in enumerate(found):
+            assert torch.equal(own, wanted(op, given, rank)), (i, op, rank)
+    codes = [numbers((3, 64), torch.float8_e4m3fn, rank) for rank in range(size)]
+    for own in [r.gather(x) for r, x in zip(ranks, codes, strict=True)]:
+        assert torch.equal(own.float(), torch.stack(codes).float())
+    assert are_empty(ranks)
 
 
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_a_rank_that_is_ahead(folder, seed):
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_rank_that_is_ahead(folder, size, seed):
     """No rank waits for the others to have read: it may be in the next sum by then. So many sums that warps sleep where it
-    matters: with one place for a row each seed fails."""
-    ranks = ranks_of(folder, 640)
-    given = [numbers((100, 5, 320), torch.bfloat16, rank) for rank in range(2)]
+    matters: with one place for a row each seed fails. Three ranks sum in two steps."""
+    ranks = ranks_of(folder, 640, size, one_step_bytes=None if size == 2 else 640)
+    given = [numbers((100, 5, 320), torch.bfloat16, rank) for rank in range(size)]
     found = [torch.zeros_like(x) for x in given]
     for r, x, total in zip(ranks, given, found, strict=True):
         r.kernels, r.seed = len(x), seed
-        r._run(x[0], total[0], r._kernel(x.dtype))
+        r._run(x[0], total[0], r._kernel("sum", x.dtype, size - 1))
     for total in found:
-        assert torch.equal(total, (given[0].float() + given[1].float()).bfloat16())
+        assert torch.equal(total, wanted("sum", given, 0))
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("inputs", "kind", "adds", "dtype"),
     [
@@ -154,43 +171,23 @@ def test_a_rank_that_is_ahead(folder, seed):
     ],
     ids=str,
 )
-def test_norms_of_sums(folder, inputs, kind, adds, dtype):
+def test_norms_of_sums(folder, inputs, kind, adds, dtype, size):
     """Results equal the op set's own norm of the rounded sum, but for the order in which squares
-    are added."""
-    size, rows = 1280, 5
-    ranks = ranks_of(folder, size * dtype.itemsize)
-    bias = numbers((size,), dtype, 3) if kind == "layer" else None
-    offset = 0.5 if kind == "rms" else 0.0
-    norm = NormParams(
-        kind=kind, weight=numbers((size,), dtype, 4), eps=1e-5, bias=bias, offset=offset
-    )
+    are added. Three ranks sum in two steps."""
+    width, rows = 1280, 5
+    row_bytes = width * dtype.itemsize
+    ranks = ranks_of(folder, row_bytes, size, one_step_bytes=None if size == 2 else row_bytes)
+    norm = norm_of(kind, width, dtype)
     ops = TritonOps()
     for i in range(3):
-        given = [numbers((rows, size), dtype, 5 + i * 10 + rank) for rank in range(2)]
-        residual = numbers((rows, size), dtype, 7 + i) if adds else None
+        given = [numbers((rows, width), dtype, 5 + i * 10 + rank) for rank in range(size)]
+        residual = numbers((rows, width), dtype, 7 + i) if adds else None
         found = []
         for r, x in zip(ranks, given, strict=True):
             r.group.sums = r
             own = None if residual is None else residual.clone()
             found.append(ops.all_reduce_norm(x, norm, group=r.group, residual=own, inputs=inputs))
-        summed = (given[0].float() + given[1].float()).to(dtype)
-        wanted, total = ReferenceOps().norm(summed, norm, residual=residual, inputs=inputs)
-        for normed, own in found:
-            assert torch.equal(own, total)
-            if inputs is None:
-                torch.testing.assert_close(
-                    normed, wanted, rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-5
-                )
-                continue
-            torch.testing.assert_close(
-                normed.scales.flatten(), wanted.scales.flatten(), rtol=1e-2, atol=0
-            )
-            by = wanted.scales.repeat_interleave(128, 1) if inputs == "fp8-block" else wanted.scales
-            apart = (normed.values.float() - wanted.values.float()).abs() * by
-            assert (apart <= by * (1.01 if inputs == "int8" else 32.0)).all()  # a step of the codes
-            assert (apart > 0).float().mean() < 0.02
-        if inputs is not None:
-            assert torch.equal(*(normed.values.view(torch.uint8) for normed, _ in found))
+        check_norms(found, given, norm, residual, inputs)
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,9 @@ class ThreadGroup:
         return self.all_gather(x)[:, self.rank * each : (self.rank + 1) * each]
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        each = len(x) // self.size
-        return self.all_reduce(x)[self.rank * each : (self.rank + 1) * each]
+        each = -(-len(x) // self.size)
+        total = self.all_reduce(x)[self.rank * each : (self.rank + 1) * each]
+        return torch.cat((total, total.new_zeros(each - len(total), *total.shape[1:])))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x.copy_(self.all_gather(x).sum(0))

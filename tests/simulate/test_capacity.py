@@ -18,8 +18,17 @@ from slipstream.simulate.capacity import (
     quantile,
     settled,
 )
+from slipstream.simulate.recommend import balancer_weights
 from slipstream.simulate.traffic import of_lengths
 from tests.simulate.test_simulator import Linear, engine
+
+
+def test_a_balancer_weighs_replicas_by_their_capacity():
+    def weights(*rates):
+        return balancer_weights([SimpleNamespace(capacity=SimpleNamespace(rate=r)) for r in rates])
+
+    assert weights(1.0, 3.0, None) == [0.25, 0.75, 0.0]
+    assert weights(None, 0.0) == [0.0, 0.0]
 
 
 def request(sent, ttft_s=1.0):

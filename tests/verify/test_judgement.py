@@ -12,13 +12,20 @@ from slipstream.verify import checks, probes
 from slipstream.verify.checks import Finding, Plan, Verification
 from slipstream.verify.measures import Sample
 from slipstream.verify.report import EXIT_CODES, document
-from slipstream.verify.served import Answer, Served
+from slipstream.verify.served import Answer, NotOfferedError, Served
 
 
 def verification(replies=(), **plan):
     left = iter(replies)
     served = SimpleNamespace(ask=lambda *a, **k: next(left))
-    return Verification(served, SimpleNamespace(), Plan(**plan))
+    return Verification(served, SimpleNamespace(token_id=None, has_tools=True), Plan(**plan))
+
+
+def test_seeds_begin_at_other_questions_and_turns_go_on():
+    one, other = verification(seed=1), verification(seed=2)
+    asked = [*one._numbers(), *one._numbers()]
+    assert asked == list(range(asked[0], asked[0] + 2 * one.plan.turn))
+    assert set(asked).isdisjoint(other._numbers())
 
 
 @pytest.mark.parametrize(
@@ -51,8 +58,8 @@ def answers_of(kind, at, num=80, seed=0):
 @pytest.mark.parametrize(
     ("values", "outcome"),
     [
-        ([0.0001, 0.0002] * 28, "pass"),
-        ([0.0001, 0.0002] * 20, "undecided"),  # one of the next may be a fault
+        ([0.0001, 0.0002] * 19, "pass"),
+        ([0.0001, 0.0002] * 16, "undecided"),  # one of the next may be a fault
         ([0.009, 0.011, 0.008, 0.01], "undecided"),  # it may be above the limit
         ([0.05] * 12, "fault"),
         ([0.2] * 3, "undecided"),  # far above, but its cause is told by more
@@ -60,7 +67,7 @@ def answers_of(kind, at, num=80, seed=0):
     ],
 )
 def test_a_divergence_is_judged_by_its_error(values, outcome, monkeypatch):
-    monkeypatch.setattr(Verification, "_by_answer", lambda *a: values)
+    monkeypatch.setattr(Verification, "_short", lambda self: [[v] for v in values])
     assert verification(max_kl=0.01)._distribution("plain", "x").outcome == outcome
 
 
@@ -95,8 +102,10 @@ def test_a_temperature_that_explains_a_fault_is_one_itself_or_leaves_the_fault(w
     made = verification()
     made._counts.append((5, 5))
     made._drawn.update(answers_of("plain", 1.3, num=24))
+    for sample in made._drawn["plain"]:
+        object.__setattr__(sample, "kl", [0.06])
     monkeypatch.setattr(
-        Verification, "_by_answer", lambda self, kind, at=1.0: [0.06 if at == 1 else 0.001] * 24
+        checks.measures, "divergences", lambda s, ids, at=1.0, **cut: [0.06 if at == 1 else 0.001]
     )
     if warm == "refused":
         made._refused["warm"] = "at most 1"
@@ -176,6 +185,9 @@ def test_calls_keep_to_the_tool_by_their_name_too(monkeypatch):
     monkeypatch.setattr(probes, "keeps_to_tool", lambda arguments: True)
     assert verification([called(probes.TOOL_NAME)] * 4)._tools().outcome == "pass"
     assert verification([called("other")] * 4)._tools().outcome == "fault"
+    made = verification([called("other")] * 4)
+    made.reference.has_tools = False  # the model itself calls none
+    assert made._tools().outcome == "not offered"
 
 
 def test_answers_that_are_cut_prove_nothing_and_the_others_count():
@@ -195,7 +207,7 @@ def test_answers_that_are_cut_prove_nothing_and_the_others_count():
 )
 def test_turns_go_on_for_what_is_undecided(outcomes, turns, monkeypatch):
     asked = []
-    monkeypatch.setattr(Verification, "_draw", lambda self, kind, **more: asked.append(kind))
+    monkeypatch.setattr(Verification, "_draw", lambda self, kind: asked.append(kind))
     checked = ("prompt", "temperature 0")
     found = [Finding(check=c, outcome=o, why="") for c, o in zip(checked, outcomes, strict=True)]
     monkeypatch.setattr(Verification, "_judged", lambda self: found)
@@ -209,11 +221,11 @@ def test_wrong_weights_end_the_verification():
     made = verification(max_kl=0.01)
     made._counts.append((5, 5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Verification, "_by_answer", lambda *a: [0.5] * 12)
+        patch.setattr(Verification, "_short", lambda self: [[0.5]] * 12)
         assert [f.check for f in made._judged()] == ["prompt", "distribution"]
-        patch.setattr(Verification, "_by_answer", lambda *a: [0.0001, 0.0002] * 4)
+        patch.setattr(Verification, "_short", lambda self: [[0.0001], [0.0002]] * 4)
         assert [f.check for f in made._judged()] == ["prompt", "distribution"]  # too few yet
-        patch.setattr(Verification, "_by_answer", lambda *a: [0.0001, 0.0002] * 6)
+        patch.setattr(Verification, "_short", lambda self: [[0.0001], [0.0002]] * 6)
         assert [f.check for f in made._judged()][-1] == "temperature 0"
 
 
@@ -228,3 +240,45 @@ def test_a_server_that_fails_does_not_refuse():
     failing = httpx.MockTransport(lambda request: httpx.Response(500, text="no"))
     with pytest.raises(SlipstreamError, match="HTTP 500"):
         Served.connect("http://x", model="m", transport=failing).ask([])
+
+
+@pytest.mark.parametrize(("ends", "counted"), [(0.001, 1), (0.5, 0)])
+def test_an_empty_answer_is_a_fault_where_the_model_would_not_end(ends, counted):
+    made = verification(max_kl=0.01)
+    made.reference.answer_ids = lambda tokens: []
+    made.reference.tokenizer = SimpleNamespace(encode=lambda text, **more: [])
+    made.reference.never = torch.tensor([False, True])
+    made.reference.logprobs = lambda *asked: torch.tensor([[1 - ends, ends]]).log()
+    empty = Answer(text="", tokens=(), num_prompt_tokens=1, finish_reason="stop")
+    assert made._sample([1], empty, "plain") is None
+    made._drawn["plain"] = [Sample(token_ids=[0], tokens=[], logprobs=torch.zeros(1, 2), kl=[0.0])]
+    assert made._short() == [[0.0], *[[0.08]] * counted]
+
+
+def test_log_probabilities_after_temperature_and_cuts_say_nothing_of_the_distribution():
+    made = verification()
+    row = {"token_ids": [0], "tokens": [], "logprobs": torch.zeros(1, 2)}
+    made._drawn["plain"] = [Sample(**row, kl=[0.3], kl_cut=[0.0])]
+    made._drawn["warm"] = [Sample(**row, kl=[0.3], kl_cut=[0.0]), Sample(**row, kl=[0.0])]
+    made._drawn["greedy"] = [Sample(**row, kl=[0.5], kl_cut=[9.0]), Sample(**row, kl=[0.0])]
+    assert made._short() == [[0.3], [0.5], [0.0]]
+
+
+def test_a_log_probability_that_is_no_number_is_a_very_small_one():
+    tokens = '[{"token": "a", "logprob": NaN, "top_logprobs": [{"token": "a", "logprob": NaN}]}]'
+    text = (
+        f'{{"choices": [{{"message": {{"content": "a"}}, "logprobs": {{"content": {tokens}}}}}]}}'
+    )
+    replies = httpx.MockTransport(lambda request: httpx.Response(200, text=text))
+    (token,) = Served.connect("http://x", model="m", transport=replies).ask([]).tokens
+    assert (token.logprob, token.likeliest) == (-9999, ((b"a", -9999),))
+
+
+@pytest.mark.parametrize(
+    "body",
+    ['{"error": {"message": "no such field"}}', '{"detail": "no such field"}', "no such field"],
+)
+def test_a_refusal_is_told_in_the_servers_words(body):
+    refusing = httpx.MockTransport(lambda request: httpx.Response(400, text=body))
+    with pytest.raises(NotOfferedError, match=r"^HTTP 400: no such field$"):
+        Served.connect("http://x", model="m", transport=refusing).ask([])

@@ -76,12 +76,43 @@ def test_means_far_from_their_limit_are_decided_by_few_values():
     assert ever(decide, lambda r: 0.05 * r.expovariate(1), looks=40)[1] > 0.9
 
 
-def test_a_sound_server_is_told_by_some_sixty_answers():
+def test_a_sound_server_is_told_by_some_forty_answers():
     rates = Rates()
-    assert sequential.mean([0.0] * 52, 1.0, rates) == "open"
-    assert sequential.mean([0.0] * 53, 1.0, rates) == "sound"
-    assert sequential.mean([0.1] * 60, 1.0, rates) == "sound"
-    assert sequential.mean([0.3] * 76, 1.0, rates) == "sound"
+    assert sequential.mean([0.0] * 35, 1.0, rates) == "open"
+    assert sequential.mean([0.0] * 36, 1.0, rates) == "sound"
+    assert sequential.mean([0.1] * 40, 1.0, rates) == "sound"
+    assert sequential.mean([0.3] * 52, 1.0, rates) == "sound"
+    assert sequential.mean([0.0] * 7, 1.0, rates, 2) == "sound"  # half of the answers
+
+
+def test_one_value_beyond_the_cut_costs_more_answers_and_not_the_verdict():
+    assert sequential.mean([0.0] * 60 + [50.0], 1.0, Rates()) == "open"
+    assert sequential.mean([0.0] * 90 + [50.0], 1.0, Rates()) == "sound"
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.4])
+def test_the_answers_that_a_verdict_needs_are_foretold(value):
+    told = sequential.needed(value, 1.0, 0.01)
+    assert sequential.mean([value] * told, 1.0, Rates()) == "sound"
+    assert sequential.mean([value] * (told - 3), 1.0, Rates()) == "open"
+    assert sequential.needed(1.0, 1.0, 0.01) is None
+
+
+@pytest.mark.parametrize("one_in", [8, 12, 30])
+def test_a_fault_that_is_said_to_be_excluded_is_seldom_there(one_in):
+    """Looks after each value, and the rarest fault that is excluded at any look counts."""
+    chance, trials, wrong = random.Random(one_in), 200, 0
+    for _ in range(trials):
+        values = [float(one_in) * (chance.random() < 1 / one_in) for _ in range(150)]
+        told = [sequential.excluded(values[:n], 1.0, 0.05) for n in range(30, 151, 5)]
+        wrong += max((t for t in told if t), default=0.0) >= one_in
+    assert wrong / trials <= 0.05 + 2 * math.sqrt(0.05 / trials)
+
+
+def test_more_values_exclude_rarer_faults():
+    told = [sequential.excluded([0.0] * n, 1.0, 0.01) for n in (20, 36, 80, 800)]
+    assert told[0] is None
+    assert [round(t) for t in told[1:]] == [8, 17, 165]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +120,7 @@ def test_a_sound_server_is_told_by_some_sixty_answers():
     [
         ("1 of 4", 0.01, 0.01),
         ("1 of 8", 0.001, 0.01),
-        ("1 of 16", 0.1, 0.04),
+        ("1 of 16", 0.1, 0.12),
         ("lognormal", 0.001, 0.01),
         ("heavy", 0.01, 0.01),
     ],

@@ -14,6 +14,7 @@ import pytest
 
 from slipstream.config import EngineArgs
 from slipstream.engine.process import child_link
+from slipstream.engine.process.child_source import child_source
 from slipstream.errors import EngineError
 from slipstream.worker.ranks.fork_server import ForkServer
 from tests.waiting import PATIENCE_S
@@ -94,7 +95,7 @@ def test_engines_that_follow_one_another_have_one_fork_server_while_it_lives():
         mock.patch.object(ForkServer, "start", side_effect=made),
         mock.patch.object(child_link.ChildLink, "start", mock.AsyncMock()) as started,
     ):
-        source = child_link.child_source(args)
+        source = child_source(args)
         asyncio.run(source.connect())
         asyncio.run(source.connect())
         made[0].is_alive = False

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,6 +56,23 @@ def test_a_key_follows_what_decides_kernels_and_not_where_the_model_lies(model, 
         key_of(model, gpu=dataclasses.replace(GPU, multiprocessors=114)),
     ]
     assert len({key, *others}) == 5
+
+
+def test_a_kernel_that_this_process_has_is_not_loaded_again(monkeypatch):
+    variants = pytest.importorskip("slipstream.kernels.triton.variants")
+    loads, cache = [], {"there": "loaded before"}
+    function = SimpleNamespace(device_caches={0: (cache,)}, preload=loads.append)
+    monkeypatch.setitem(sys.modules, "some_kernels", SimpleNamespace(scale=function))
+    active = variants.TargetDriver((9, 0))
+    monkeypatch.setattr(variants, "driver", SimpleNamespace(active=active))
+    data = json.dumps({"constant_vals": []})
+    there, new = (
+        variants.KernelVariant("some_kernels", "scale", key, data) for key in ("there", "new")
+    )
+    assert there.load() == "loaded before"
+    assert loads == []
+    new.load()
+    assert loads == [data]
 
 
 COMPILED_AND_MOVED = """

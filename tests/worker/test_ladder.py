@@ -102,6 +102,16 @@ def test_every_size_is_queued_once_and_the_commonest_come_first():
     assert made(num_ranks=2).commonest() == ([*first, *sorted(ladder.soon)], set())
 
 
+def test_a_model_that_woke_for_a_request_captures_few_sizes_first_and_the_others_soon():
+    ladder = made()
+    all_first, all_soon = ladder.commonest()
+    first, soon = ladder.commonest(few=True)
+    assert first == [all_first[0], (1, 0), all_first[-1]]
+    assert not all_first[-1][0]
+    assert {*first, *soon} == {*all_first, *all_soon}
+    assert made(num_ranks=2).commonest(few=True) == made(num_ranks=2).commonest()
+
+
 @pytest.mark.parametrize("is_recurrent", [True, False])
 def test_a_verification_with_recurrent_layers_finds_a_small_graph_at_the_start(is_recurrent):
     config = SimpleNamespace(

@@ -12,6 +12,13 @@ OTHERS = {
     "output_kind": "AsyncLLM, whose answers are streamed",
     "stop_strings": "stop",
     "num_return_sequences": "n",
+    "logprob_token_ids": "logprobs, of the likeliest tokens",
+    "prompt_logprob_token_ids": "prompt_logprobs, of the likeliest tokens",
+    "prompt_logprob_start": "prompt_logprobs, of the whole prompt",
+    "flat_logprobs": "logprobs",
+    "repetition_detection": "no_repeat_ngram_size",
+    "structural_tag": "grammar",
+    "disable_additional_properties": "json, whose schema may say additionalProperties: false",
 }
 """Arguments of vLLM and transformers, and our nearest equivalent."""
 

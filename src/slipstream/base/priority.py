@@ -12,7 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 NICENESS = 10
-"""What is added to a thread's niceness: it then gets about a tenth of a core that another one wants,
+"""Addition to a thread's niceness. The thread then gets about a tenth of a core that another wants,
 and all of one that is free."""
 
 

@@ -16,7 +16,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -109,10 +109,16 @@ async def run(job: RunLoad, begin: float, fd: int) -> Done:
             await send_at(engine, job.requests, job.times, begin, on_record)
         watcher.cancel()
     sample()
+    mean, busiest = cpu_shares(samples)
+    return Done(records=tuple(records), cpu=mean, busiest=busiest)
+
+
+def cpu_shares(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Mean and largest share of a core, by samples of (time, processor time)."""
     shares = [(c - a) / (d - b) for (b, a), (d, c) in pairwise(samples) if d - b > WATCH_S / 2]
     (first, cpu_first), (last, cpu_last) = samples[0], samples[-1]
     mean = (cpu_last - cpu_first) / max(last - first, 1e-9)
-    return Done(records=tuple(records), cpu=mean, busiest=max(shares, default=mean))
+    return mean, max(shares, default=mean)
 
 
 def main() -> None:

@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parallel",
         default="tp1",
         metavar="F,…",
-        help="how devices share the model: tpN by its layers' products, ppN by layers, tpNppM by both (default: tp1)",
+        help="how devices share the model: tpN by products, ppN by layers, tpNppM by both, cpN by cached tokens (default: tp1)",
     )
     parser.add_argument(
         "--load-format",

@@ -228,11 +228,6 @@ def check_tiers(
         ),
         (
             given[0],
-            args.context_parallel_size > 1,
-            "tiers were not tried with context_parallel_size; leave it out",
-        ),
-        (
-            given[0],
             args.rank_address is not None,
             "tiers are for the ranks of one host; leave it out",
         ),

@@ -136,7 +136,7 @@ class WaitingQueue:
         return None if account is None else account.waiting[0][1]
 
     def heads(self, most: int) -> list[Request]:
-        """Return the first requests of at most so many owners, in the order of their turns."""
+        """Return the first requests of at most `most` owners, in the order of their turns."""
         found: list[Account] = []
         while len(found) < most and (account := self._first()) is not None:
             heapq.heappop(self._ranked)

@@ -32,7 +32,7 @@ from slipstream.engine.folder import settled
 from slipstream.engine.grammars.check import check_in_thread
 from slipstream.engine.model_files import load_tokenizer, log_canary
 from slipstream.engine.output import OutputProcessor, Sink, raise_on_error
-from slipstream.engine.process.child_link import child_source
+from slipstream.engine.process.child_source import child_source
 from slipstream.engine.process.core_client import CoreClient, CoreLink
 from slipstream.engine.process.core_messages import (
     Abort,

@@ -518,7 +518,7 @@ class LLM(OfflineEngine):
     def _each(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
-        """One for each of so many prompts."""
+        """A list with one value for each prompt."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         each = (

@@ -26,7 +26,7 @@ from slipstream.base.deaths import MAX_PAUSE_S, WINDOW_S, Deaths, describe_exit,
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.folder import settled
-from slipstream.engine.process.child_link import child_source
+from slipstream.engine.process.child_source import child_source
 from slipstream.engine.process.core_client import CoreClient
 from slipstream.engine.process.core_messages import Attach, Detach, Ready, ToParent
 from slipstream.engine.process.core_start import (

@@ -46,7 +46,7 @@ class RankOps:
 
         The last ranks' tokens are padded with zeros.
         """
-        return group.reduce_scatter(self.filled_up(x, len(x) + -len(x) % group.size))
+        return group.reduce_scatter(x)
 
     def gather_tokens(self, x: Tensor, group: RankGroup, num_tokens: int) -> Tensor:
         """Gathers all ranks' tokens: [⌈T / n⌉, E] → [T, E]."""

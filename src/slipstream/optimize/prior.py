@@ -80,6 +80,8 @@ def simulated_prior(
         if not hardware.is_gpu:
             form = Parallel()
         try:
+            if form.context > 1:
+                given["context_parallel_size"] = form.context
             args = dataclasses.replace(base, quantization=scheme, **given)
             every = dataclasses.replace(
                 hardware, memory_bytes=hardware.memory_bytes * form.pipeline

@@ -16,7 +16,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -176,12 +176,20 @@ class Pipe:
 
 
 class PeerSums(Protocol):
-    """Sums through other ranks' memory."""
+    """`RankGroup`'s sums, and what it scatters, gathers and exchanges, through other ranks' memory."""
 
-    def covers(self, x: Tensor) -> bool: ...
+    def covers(
+        self, x: Tensor, op: Literal["sum", "scatter", "gather", "exchange"] = "sum"
+    ) -> bool: ...
 
     def __call__(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in new memory."""
+
+    def scatter(self, x: Tensor) -> Tensor: ...
+
+    def gather(self, x: Tensor) -> Tensor: ...
+
+    def exchange(self, x: Tensor) -> Tensor: ...
 
 
 class OverlappedSum(Protocol):
@@ -255,14 +263,13 @@ class RankGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, bitwise equal on every rank. x may be overwritten."""
-        return (
-            self.sums(x) if self.sums is not None and self.sums.covers(x) else self.library_sum(x)
-        )
+        sums = self.sums
+        return sums(x) if sums is not None and sums.covers(x) else self.library_sum(x)
 
     def library_sum(self, x: Tensor) -> Tensor:
         """`all_reduce` by the backend, in place."""
         if self.in_order and self.size > 2:  # of two ranks every order is the same
-            return x.copy_(functools.reduce(torch.add, self.all_gather(x)))
+            return x.copy_(functools.reduce(torch.add, self.library_gather(x)))
         dist.all_reduce(x, group=self._handle)
         return x
 
@@ -301,8 +308,17 @@ class RankGroup:
         return own, mapped
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """[n · size, …] → [n, …]: this rank's share of the sum of all ranks' x. x may be
-        overwritten."""
+        """[T, …] → [⌈T / size⌉, …]: this rank's share of the sum of all ranks' x, with zeros behind
+        the last rows. x may be overwritten."""
+        sums = self.sums
+        if sums is not None and sums.covers(x, "scatter"):
+            return sums.scatter(x)
+        if missing := -len(x) % self.size:
+            x = torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
+        return self.library_scatter(x)
+
+    def library_scatter(self, x: Tensor) -> Tensor:
+        """`reduce_scatter` of whole shares by the backend."""
         each = len(x) // self.size
         if x.device.type == "cpu":  # gloo has no reduce-scatter
             return self.all_reduce(x)[self.rank * each : (self.rank + 1) * each]
@@ -312,6 +328,15 @@ class RankGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[…] → [size, …], by rank."""
+        sums = self.sums
+        return (
+            sums.gather(x)
+            if sums is not None and sums.covers(x, "gather")
+            else self.library_gather(x)
+        )
+
+    def library_gather(self, x: Tensor) -> Tensor:
+        """`all_gather` by the backend."""
         out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         # The first is newer torch's name, the second older torch's.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -320,9 +345,18 @@ class RankGroup:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """[n · size, …] → [size, n, …]: by rank, its part of x for this rank."""
+        sums = self.sums
+        return (
+            sums.exchange(x)
+            if sums is not None and sums.covers(x, "exchange")
+            else self.library_exchange(x)
+        )
+
+    def library_exchange(self, x: Tensor) -> Tensor:
+        """`all_to_all` by the backend."""
         each = len(x) // self.size
         if x.device.type == "cpu":  # not all of gloo's versions have it
-            return self.all_gather(x)[:, self.rank * each : (self.rank + 1) * each]
+            return self.library_gather(x)[:, self.rank * each : (self.rank + 1) * each]
         out = torch.empty(self.size, each, *x.shape[1:], dtype=x.dtype, device=x.device)
         dist.all_to_all_single(out.flatten(0, 1), x.contiguous(), group=self._handle)
         return out

@@ -196,9 +196,7 @@ def create_app(
     engine.formats = settings.formats
     state = make_state(engine, settings, names[0], shortener)
     if settings.self_check is not None:
-        state.self_check = SelfCheck(state, settings.self_check, settings.self_check_every_s)
-        state.metrics.more.append(state.self_check.families)
-        state.background.append(state.self_check.run)
+        state.join(SelfCheck(state, settings.self_check, settings.self_check_every_s))
     probes, models = Probes(state), Models(state)
     return make_app(
         state,

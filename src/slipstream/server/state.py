@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -34,6 +34,8 @@ from slipstream.params.search import BeamSearchParams
 from slipstream.server.http.load import ServerLoad
 
 if TYPE_CHECKING:
+    from prometheus_client import Metric
+
     from slipstream.engine.beams import BeamSearchOutput
     from slipstream.engine.output import Sink
     from slipstream.engine.process.operation_messages import CacheEvents
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
     from slipstream.server.http.record import Observers
     from slipstream.server.openai.response_store import ResponseStore
     from slipstream.server.operations.metrics import MetricCounts, Metrics
-    from slipstream.server.operations.self_check import SelfCheck
     from slipstream.spec.description import ModelDescription
 
 
@@ -95,6 +96,33 @@ class Watcher(Protocol):
     @property
     def findings(self) -> list[dict[str, Any]]: ...
     async def run(self, state: ServerState) -> None: ...
+
+
+class IdleCheck(Protocol):
+    """A check of the model that the server runs while nobody asks. It joins by `ServerState.join`."""
+
+    @property
+    def name(self) -> str:
+        """Name of the check in a replica's status."""
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether the model answers as it should. None: it was not checked yet."""
+
+    async def run(self) -> None:
+        """Check as long as the server runs."""
+
+    async def interrupt(self) -> None:
+        """End its request: a pause of the engine would keep it, and a sleep would wait for it."""
+
+    def families(self) -> Iterable[Metric]:
+        """Metrics of the check."""
+
+    def report(self) -> list[Any]:
+        """Results so far, for a replica's status."""
+
+    def new_kl(self) -> float | None:
+        """The divergence in nats that it measured since the last call."""
 
 
 class EngineProtocol(Protocol):
@@ -403,7 +431,7 @@ class ServerState:
     watch: Watcher | None = None  # None: without a detector
     # Work that runs as long as the server does.
     background: list[Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=list)
-    self_check: SelfCheck | None = None
+    checks: list[IdleCheck] = field(default_factory=list)
     on_demand: bool = False  # models are loaded and unloaded as requests say (`server.many`)
     created: int = field(default_factory=lambda: int(time.time()))
     _fingerprint: str = ""
@@ -412,10 +440,16 @@ class ServerState:
     def metrics(self) -> Metrics:
         return self.observers.metrics
 
-    async def end_look(self) -> None:
-        """End a self-check's request, for what waits for requests or keeps them."""
-        if self.self_check is not None:
-            await self.self_check.interrupt()
+    def join(self, check: IdleCheck) -> None:
+        """Run a check as long as the server runs, and tell what it finds."""
+        self.checks.append(check)
+        self.metrics.more.append(check.families)
+        self.background.append(check.run)
+
+    async def interrupt_checks(self) -> None:
+        """End the requests of checks, for what waits for requests or keeps them."""
+        for check in self.checks:
+            await check.interrupt()
 
     @property
     def draining(self) -> bool:

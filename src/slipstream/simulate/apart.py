@@ -76,7 +76,7 @@ def simulate_apart(
 
 
 def handover_s(engine: PlannedEngine) -> Callable[[int], float]:
-    """Seconds to hand over a prompt of so many tokens, from the bytes of its blocks."""
+    """Seconds to hand over a prompt of this number of tokens, from the bytes of its blocks."""
     ledger, hardware = engine.ledger, engine.hardware
     rate = hardware.host_bytes_s or MEMORY_SHARE * hardware.read_bytes_s
     each = ledger.block_bytes * len(ledger.groups) / ledger.block_size / rate

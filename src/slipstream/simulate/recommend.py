@@ -51,6 +51,9 @@ error."""
 KEEPS_PREFIXES = 0.95
 """Share of the prefixes of sessions that could be cached, below which memory is what binds."""
 
+LONG_CONTEXT = 8192
+"""Mean tokens of a request from which devices that share out keys by tokens are tried."""
+
 SPARE = 1.25
 """Headroom factor over the peak number of sequences and the peak cache use."""
 
@@ -189,6 +192,9 @@ def plan_device(
             notes.append(
                 f"one GPU alone does not meet the objectives; {num_gpus} that share the model do"
             )
+    if args.context_parallel_size == 1 and hardware.is_gpu:
+        engine, capacity, said = by_context(engine, capacity, load, most, acceptance, on_run)
+        notes += said
     limits: dict[str, int] | None = None
     of_sessions = isinstance(load.workload, SessionWorkload)
     if search and capacity.rate is not None and not of_sessions:
@@ -219,7 +225,17 @@ def plan_device(
         replicas=replicas,
         run=run,
         binds=bound,
-        settings=tuple(recommended(engine, capacity, found_run, replicas, bound, limits, load)),
+        settings=tuple(
+            recommended(
+                engine,
+                capacity,
+                found_run,
+                replicas,
+                bound,
+                limits,
+                context_is_given=args.context_parallel_size > 1,
+            )
+        ),
         notes=tuple(notes),
         nearest=nearest,
     )
@@ -261,6 +277,50 @@ def smallest(
         "fewer bits (--quantization)",
         field="max_gpus",
     )
+
+
+def by_context(
+    engine: PlannedEngine,
+    capacity: Capacity,
+    load: OfferedLoad,
+    max_gpus: int,
+    acceptance: AcceptanceRates | None,
+    on_run: Callable[[], None],
+) -> tuple[PlannedEngine, Capacity, list[str]]:
+    """Returns an engine whose devices share out keys by tokens, if it carries more requests a device
+    within the objectives than `engine`; else the given ones. And what a reader is told.
+
+    Only for long contexts: each device reads all weights, so short ones gain nothing.
+    """
+    n_in, n_out = load.workload.mean_lengths
+    if n_in + n_out < LONG_CONTEXT:
+        return engine, capacity, []
+    others = [n for n in (2, 4, 8) if engine.num_gpus <= n <= max_gpus]
+    if capacity.rate is not None:  # the same number of devices, or two against two replicas
+        others = others[:1]
+    for n in others:
+        args = dataclasses.replace(engine.args, context_parallel_size=n)
+        try:
+            tried = plan_engine(
+                args, engine.description, engine.hardware, num_gpus=n, acceptance=acceptance
+            )
+        except (ConfigError, OutOfMemoryError):  # a form of model or cache that has no such ranks
+            return engine, capacity, []
+        found = find_capacity(
+            tried.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run
+        )
+        if found.rate is None:
+            continue
+        what = f"keys shared out by tokens over {n} devices carry {found.rate:.3g} requests/s"
+        if capacity.rate is None:
+            return tried, found, [f"{what}, and no other form meets the objectives: that pays"]
+        same = capacity.rate * n / engine.num_gpus
+        form = "replicas" if engine.num_gpus == 1 else "devices that share heads"
+        what += f", {n} {form} {same:.3g}"
+        if found.rate > MORE * same:
+            return tried, found, [f"{what}: context parallelism pays"]
+        return engine, capacity, [f"{what}: context parallelism does not pay"]
+    return engine, capacity, []
 
 
 def best_limits(
@@ -348,7 +408,8 @@ def recommended(
     replicas: int | None,
     bound: str,
     limits: dict[str, int] | None,
-    load: OfferedLoad,
+    *,
+    context_is_given: bool,
 ) -> list[Recommended]:
     ledger, scheduling = engine.ledger, engine.config.scheduling
     found: list[Recommended] = []
@@ -361,7 +422,10 @@ def recommended(
     if engine.hardware.is_gpu:
         why = "the fewest devices that hold the model and meet the objectives: replicas carry more than shared models do"
         if (context := engine.args.context_parallel_size) > 1:
-            recommend("context_parallel_size", context, "as it was given")
+            why = "keys shared out by tokens carry more than the same devices otherwise"
+            recommend(
+                "context_parallel_size", context, "as it was given" if context_is_given else why
+            )
         else:
             recommend("tensor_parallel_size", engine.num_gpus, why)
     peak, seqs = peak_sequences(run), scheduling.max_num_seqs

@@ -193,7 +193,8 @@ class SessionWorkload(Workload):
     def of_sessions(
         self, arrivals: Arrivals | None, num_sessions: int, *, seed: int = 0
     ) -> Traffic:
-        """Returns so many sessions under a load; with None they come as recorded, or at once."""
+        """Returns this number of sessions under a load; without a load they come as recorded, or at
+        once."""
         sessions: Sequence[Session] = self.sessions
         if self.load is not None and num_sessions > len(sessions):
             sessions = replace(self.load, sessions=num_sessions).generate(self.seed)

@@ -2,7 +2,8 @@
 
 Each turn asks a few questions of every check that is still open; a check ends as soon as its answers
 decide it (`sequential`). The prompt and the distribution come first, alone for `NAMED_BY` answers, since
-a fault of theirs makes the other checks meaningless.
+a fault of theirs makes the other checks meaningless. From then on each answer tells about the
+distribution too, whatever check asked for it, and the long conversations are those of the needles.
 """
 
 from __future__ import annotations
@@ -45,13 +46,33 @@ FINDS = 8
 EXCESS = 0.1
 """Nats a token that answers may be less likely than the model's own, without log-probabilities."""
 
+ENDS = 0.01
+"""Chance that the model ends an answer at once, from which on an empty one is no fault. Below it so few are
+empty that they may count as far from the model."""
+
+SEEN = 5 * EXCESS
+"""The same, of a fault that is seldom missed."""
+
 NAMED_BY = 12
 """Answers of which the size of a fault of the distribution is the mean, since its cause is told by it."""
 
 ROUNDED, OTHER = 0.02, 0.8
 """Mean KL in nats: up to the first as 8 bits leave it, up to the second as 4 bits do."""
 
+LONG_RAREST = 3.0
+"""Long conversations of which one has a fault that "sound" excludes. They cost some twenty times a short
+one; a fault that is rare whatever the length is seen in those."""
+
 ALL: dict[str, Any] = {**NEUTRAL, **LOGPROBS}
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "plain": {"temperature": 1.0},
+    "warm": {"temperature": WARM},
+    "top_k": {"temperature": 1.0, "top_k": TOP_K},
+    "top_p": {"temperature": 1.0, "top_p": TOP_P},
+    "greedy": {"temperature": 0.0},
+}
+"""Settings of the short questions, by kind. Those of a needle are greedy's."""
 
 Outcome = Literal["pass", "fault", "not offered", "undecided"]
 OUTCOMES: dict[Decision, Outcome] = {"sound": "pass", "fault": "fault", "open": "undecided"}
@@ -61,7 +82,7 @@ KINDS = {
     "distribution": "plain",
     "temperature": "warm",
     "temperature 0": "greedy",
-    "long context": "long",
+    "long context": "needle",
 }
 """The questions that decide a check, where they have another name."""
 
@@ -80,14 +101,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much is asked. `answers`: of a check, at most. `long_lines`: lines of some 20 tokens in a
-    long conversation; 0: none. `rates` are those of each check. Another `seed` asks other questions."""
+    """How much is asked. `answers`: of a check, at most. `long_lines`: lines of some 20 tokens in the
+    longest conversation; 0: none. `rarest`: a sound server has no fault in one of so many answers, or
+    more. `rates` are those of each check. Another `seed` asks other questions."""
 
     answers: int = 96
     turn: int = 4
     max_tokens: int = 24
     long_lines: int = 40
     max_kl: float = 0.01
+    rarest: float = sequential.RAREST
     concurrency: int = 8
     seed: int = 0
     rates: Rates = field(default_factory=Rates)
@@ -109,6 +132,7 @@ class Verification:
     _more: dict[str, Any] = field(default_factory=lambda: ALL)  # sent with each question
     _drawn: dict[str, list[Sample]] = field(default_factory=dict)
     _ratios: dict[str, list[list[float]]] = field(default_factory=dict)
+    _empty: Counter[str] = field(default_factory=Counter)  # answers that the model would begin
     _refused: dict[str, str] = field(default_factory=dict)
     _counts: list[tuple[int, int]] = field(default_factory=list)
     _long_counts: list[tuple[int, int]] = field(default_factory=list)
@@ -116,13 +140,6 @@ class Verification:
     def run(self) -> list[Finding]:
         """Ask until all is decided. Raises what `Served.ask` does, but for features that the server
         refuses."""
-        sampling: dict[str, dict[str, Any]] = {
-            "plain": {"temperature": 1.0},
-            "warm": {"temperature": WARM},
-            "top_k": {"temperature": 1.0, "top_k": TOP_K},
-            "top_p": {"temperature": 1.0, "top_p": TOP_P},
-            "greedy": {"temperature": 0.0},
-        }
         findings: list[Finding] = []
         kinds = ["plain"]  # then what is still open
         turns: Counter[str] = Counter()
@@ -130,16 +147,19 @@ class Verification:
             turns.update(kinds)
             self.progress(f"turn {max(turns.values())}: {', '.join(kinds)}")
             for kind in kinds:
-                if kind in sampling:
-                    self._draw(kind, **sampling[kind])
-                elif kind == "long":
-                    self._draw(kind, long=True, temperature=1.0)
+                if kind in SAMPLING:
+                    self._draw(kind)
                 else:
                     self._find_needles()
             findings = self._judged()
             kinds = [KINDS.get(f.check, f.check) for f in findings if f.outcome == "undecided"]
+            if findings[0].outcome == "fault" and len(self._short()) >= NAMED_BY:
+                break  # the prompt's: what else it makes wrong is no finding of its own
             most = -(-self.plan.answers // self.plan.turn)
             kinds = [kind for kind in dict.fromkeys(kinds) if turns[kind] < most]
+            others = [kind for kind in kinds if kind != "plain"]
+            if len(self._drawn.get("plain", ())) >= NAMED_BY and SAMPLING.keys() & others:
+                kinds = others  # their answers tell about the distribution as well
         self.progress("schemas and tools")
         return [*findings, self._schemas(), self._tools()]
 
@@ -149,12 +169,28 @@ class Verification:
         return sum(len(s.token_ids) for samples in self._drawn.values() for s in samples)
 
     def counts(self) -> dict[str, Any]:
-        """Tokens, answers and error rates of the verification, and its needles by length, for a report."""
+        """Tokens, answers and error rates of the verification, what it excludes, and its needles by length,
+        for a report."""
+        limit, beta, rarest = self.plan.max_kl, self.plan.rates.beta, self.plan.rarest
+        short, long = self._short(), self._kls("long")
+        tokens = [kl for answer in short for kl in answer]
         return {
             "num_tokens": self.num_tokens,
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_answers": self.num_answers,
             "rates": dataclasses.asdict(self.plan.rates),
+            "max_kl": limit,
+            "excluded": {
+                "one_in_answers": sequential.excluded(means(short), limit, beta, rarest),
+                "answers": len(short),
+                "without_logprobs": None if short else SEEN,  # in every answer, in nats a token
+                "one_in_tokens": sequential.excluded(tokens, limit, beta, rarest),
+                "tokens": len(tokens),
+                "one_in_long_answers": sequential.excluded(
+                    means(long), limit, beta, self._long_rarest
+                ),
+                "long_answers": len(long),
+            },
             "needles": [
                 {
                     "num_prompt_tokens": length,
@@ -168,40 +204,57 @@ class Verification:
 
     # --- Asking -------------------------------------------------------------------------------
 
-    def _draw(self, kind: str, *, long: bool = False, **sampling: Any) -> None:
+    def _draw(self, kind: str) -> None:
         numbers = self._numbers()
-        lines = self.plan.long_lines
-        asked = [probes.long(i, lines) if long else probes.short(i) for i in numbers]
-        try:
-            answers = self._answers(asked, numbers, sampling)
-        except NotOfferedError as error:
-            self._refused[kind] = str(error)
-            return
-        self._drawn.setdefault(kind, [])
-        counts = self._long_counts if long else self._counts
-        for messages, answer in zip(asked, answers, strict=True):
-            prompt = self.reference.prompt(messages)
-            if answer.num_prompt_tokens is not None:
-                counts.append((answer.num_prompt_tokens, len(prompt)))
-            if (sample := self._sample(prompt, answer)) is not None:
-                self._drawn[kind].append(sample)
+        self._take(kind, [probes.short(i) for i in numbers], numbers, **SAMPLING[kind])
 
     def _find_needles(self) -> None:
         """Ask for code words at several lengths, and the model itself for those it was asked for."""
         numbers = self._numbers()
         lengths = [max(1, self.plan.long_lines * n // 4) for n in (4, 2, 1)]
         asked = [probes.needle(i, lengths[i % len(lengths)]) for i in numbers]
-        sampling = {"temperature": 0.0, "max_tokens": NEEDLE_TOKENS}
+        answers = self._take(
+            "long",
+            [messages for messages, _ in asked],
+            numbers,
+            **SAMPLING["greedy"],
+            max_tokens=NEEDLE_TOKENS,
+        )
+        for (_, word), (prompt, answer, sample) in zip(asked, answers, strict=False):
+            found = word in answer.text
+            own = found
+            if sample is None or not sample.is_likeliest:  # else the model's own answer is the same
+                own = word in self.reference.greedy(prompt, NEEDLE_TOKENS)
+            self.needles.setdefault(round(len(prompt), -2), []).append((found, own))
+
+    def _take(
+        self,
+        kind: str,
+        asked: Sequence[Sequence[Message]],
+        numbers: Sequence[int],
+        **sampling: Any,
+    ) -> Sequence[tuple[Sequence[int], Answer, Sample | None]]:
+        """(prompt, answer, sample) of each conversation, which are kept as `kind`. None if the server
+        refuses the settings."""
         try:
-            answers = self._answers([messages for messages, _ in asked], numbers, sampling)
+            answers = self._answers(asked, numbers, sampling)
         except NotOfferedError as error:
-            self._refused["needle"] = str(error)
-            return
-        for (messages, word), answer in zip(asked, answers, strict=True):
+            self._refused[kind] = str(error)
+            return []
+        counts, drawn = (
+            self._long_counts if kind == "long" else self._counts,
+            self._drawn.setdefault(kind, []),
+        )
+        found = []
+        for messages, answer in zip(asked, answers, strict=True):
             prompt = self.reference.prompt(messages)
-            own = self.reference.greedy(prompt, NEEDLE_TOKENS)
-            found = (word in answer.text, word in own)
-            self.needles.setdefault(round(len(prompt), -2), []).append(found)
+            if answer.num_prompt_tokens is not None:
+                counts.append((answer.num_prompt_tokens, len(prompt)))
+            sample = self._sample(prompt, answer, kind)
+            found.append((prompt, answer, sample))
+            if sample is not None:
+                drawn.append(sample)
+        return found
 
     def _numbers(self) -> range:
         first = 1009 * self.plan.seed + self._asked  # seeds begin at other questions
@@ -235,19 +288,25 @@ class Verification:
         self._more = forms[-1]
         return ask()
 
-    def _sample(self, prompt: Sequence[int], answer: Answer) -> Sample | None:
+    def _sample(self, prompt: Sequence[int], answer: Answer, kind: str) -> Sample | None:
         tokens: Sequence[ServedToken] = answer.tokens
         ids = self.reference.answer_ids(tokens)
         if not tokens:
             ids = self.reference.tokenizer.encode(answer.text, add_special_tokens=False)
             tokens = [ServedToken(data=b"", logprob=0.0)] * len(ids)
         if not ids:
+            if answer.finish_reason == "stop" and not answer.tool_calls:
+                first = self.reference.logprobs(prompt, [0])[0]
+                self._empty[kind] += float(first.exp()[self.reference.never].sum()) < ENDS
             return None
         logprobs = self.reference.logprobs(prompt, ids)
         never, tokens = self.reference.never, tokens[: len(ids)]
         made = Sample(token_ids=ids, tokens=tokens, logprobs=logprobs, never=never)
-        kl = measures.divergences(made, self.reference.token_id)
-        return dataclasses.replace(made, divergence=sum(kl) / len(kl)) if kl else made
+        token_id, settings = self.reference.token_id, SAMPLING.get(kind, SAMPLING["greedy"])
+        own = cut = measures.divergences(made, token_id)
+        if own and kind != "plain":
+            cut = measures.divergences(made, token_id, **settings)
+        return dataclasses.replace(made, kl=own, kl_cut=cut)
 
     # --- Judging ------------------------------------------------------------------------------
 
@@ -291,28 +350,43 @@ class Verification:
             why = f"prompts differ by {differences} tokens: another chat template"
         return Finding(check="prompt", outcome="fault", why=why)
 
-    def _kl(self, kind: str, temperature: float = 1.0) -> Estimate:
-        return measures.mean(self._by_answer(kind, temperature))
+    @property
+    def _long_rarest(self) -> float:
+        return min(self.plan.rarest, LONG_RAREST)
 
-    def _by_answer(self, kind: str, temperature: float = 1.0) -> list[float]:
-        """The mean KL of each answer that has log-probabilities."""
-        drawn = self._drawn.get(kind, [])
-        if temperature == 1:
-            return [s.divergence for s in drawn if s.divergence is not None]
-        each = [measures.divergences(s, self.reference.token_id, temperature) for s in drawn]
-        return [sum(values) / len(values) for values in each if values]
+    def _kls(self, kind: str) -> list[list[float]]:
+        """KLs at each position of each answer of a kind that has log-probabilities. None where the
+        server gives those after temperature and cuts. Empty answers count as far as one value can."""
+        drawn = [s for s in self._drawn.get(kind, []) if s.kl]
+        if kind != "plain" and sum(sum(s.kl_cut) - sum(s.kl) for s in drawn) < 0:
+            return []
+        empty = [[self.plan.rarest * self.plan.max_kl]] * self._empty[kind]
+        return [*(list(s.kl) for s in drawn), *(empty if drawn else [])]
+
+    def _short(self) -> list[list[float]]:
+        return [kls for kind in SAMPLING for kls in self._kls(kind)]
 
     def _distribution(self, kind: str, check: str) -> Finding:
         if kind in self._refused:
             return Finding(check=check, outcome="not offered", why=self._refused[kind])
-        kl = self._kl(kind)
-        if not kl.count:
+        is_long = kind == "long"
+        values = means(self._kls(kind) if is_long else self._short())
+        if not values:
             return self._without_logprobs(kind, check)
-        decision = sequential.mean(self._by_answer(kind), self.plan.max_kl, self.plan.rates)
-        seen = f"KL {kl.value:.2g} ± {kl.stderr:.1g} nats"
+        kl, limit, rates = measures.mean(values), self.plan.max_kl, self.plan.rates
+        rarest = self._long_rarest if is_long else self.plan.rarest
+        decision = sequential.mean(values, limit, rates, rarest)
+        why = f"KL {kl.value:.2g} ± {kl.stderr:.1g} nats"
         if decision == "fault" and kl.count < min(NAMED_BY, self.plan.answers):
             decision = "open"
-        why = f"{seen}: {cause(kl.value)}" if decision == "fault" else seen
+        empty = sum(self._empty[k] for k in (["long"] if is_long else SAMPLING))
+        if decision == "fault":
+            told = f"{empty} of {kl.count} answers are empty" if empty else cause(kl.value)
+            why += f": {told}"
+        elif decision == "open":
+            needed = sequential.needed(kl.value, limit, rates.beta, rarest)
+            near = f"too near to the limit of {limit:g}"
+            why += f": {near if needed is None else f'{kl.count} of some {needed} answers'}"
         return Finding(check=check, outcome=OUTCOMES[decision], why=why, estimate=kl)
 
     def _without_logprobs(self, kind: str, check: str) -> Finding:
@@ -323,14 +397,15 @@ class Verification:
         if not excess.count:
             return Finding(check=check, outcome="undecided", why="no answer could be read")
         seen = (
-            f"no log-probabilities; answers {excess.value:+.2f} ± {excess.stderr:.2f} nats a token"
+            f"no log-probabilities; its tokens are {abs(excess.value):.2f} ± {excess.stderr:.2f} nats "
+            f"{'less' if excess.value > 0 else 'more'} likely than draws of the model"
         )
         # Values have both signs, so both bounds are asymptotic.
         rates = self.plan.rates
         if -sequential.bound([-v for v in values], rates.alpha) > EXCESS:
             why = f"{seen}: {cause(OTHER + 1)}"
             return Finding(check=check, outcome="fault", why=why, estimate=excess)
-        decided = sequential.bound(values, rates.beta) < 5 * EXCESS
+        decided = sequential.bound(values, rates.beta) < SEEN
         return Finding(
             check=check,
             outcome="pass" if decided else "undecided",
@@ -368,11 +443,12 @@ class Verification:
 
     def _is_only_temperature(self, weights: Finding) -> bool:
         """True if the model at another temperature explains what a fault of the distribution saw."""
-        kl = weights.estimate
-        if weights.outcome != "fault" or kl is None or not self._kl("plain").count:
+        kl, drawn = weights.estimate, self._drawn.get("plain", [])
+        if weights.outcome != "fault" or kl is None or not any(s.kl for s in drawn):
             return False
-        fitted = measures.temperature(self._drawn.get("plain", []), 1.0).value
-        return fitted < HOTTEST and self._kl("plain", fitted).value < 0.2 * kl.value
+        fitted = measures.temperature(drawn, 1.0).value
+        at = [measures.divergences(s, self.reference.token_id, fitted) for s in drawn]
+        return fitted < HOTTEST and measures.mean(means(at)).value < 0.2 * kl.value
 
     def _temperature(self) -> Finding:
         """Whether answers were drawn at the temperatures that were asked for, or at others by one factor."""
@@ -437,7 +513,11 @@ class Verification:
         )
 
     def _tools(self) -> Finding:
-        """The share of required tool calls whose arguments keep to the tool's schema."""
+        """The share of required tool calls whose arguments keep to the tool's schema. A server can't be
+        blamed for tools that the model itself doesn't know."""
+        if not self.reference.has_tools:
+            why = "the model's own chat template knows no tools"
+            return Finding(check="tools", outcome="not offered", why=why)
 
         def keeps(answer: Answer) -> bool:
             called = answer.tool_calls[0]["function"]
@@ -473,6 +553,11 @@ class Verification:
             why = f"none of {asked} answers ended within 200 tokens"
             return Finding(check=name, outcome="undecided", why=why)
         return Finding(check=name, outcome="pass", why=f"{asked - num_cut} of {asked} valid")
+
+
+def means(values: Sequence[Sequence[float]]) -> list[float]:
+    """The mean of each answer."""
+    return [sum(each) / len(each) for each in values if each]
 
 
 def entropy(sample: Sample) -> Any:

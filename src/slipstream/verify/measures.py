@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.verify.served import ServedToken
 
@@ -35,19 +36,26 @@ that are by more are rare (a chance of exp(−3)), and their ratios would outwei
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """An answer with the model's log-probabilities [n, V] in the places of its first n tokens.
-    `divergence` is the mean KL over its positions; None without the server's log-probabilities.
+    `kl` is the KL at each position; empty without the server's log-probabilities. `kl_cut`: from the model's
+    distribution after temperature and cuts, which some servers give the log-probabilities of.
     `never` [V]: tokens that no answer shows, such as those that end it."""
 
     token_ids: Sequence[int]
     tokens: Sequence[ServedToken]
     logprobs: Tensor
-    divergence: float | None = None
+    kl: Sequence[float] = ()
+    kl_cut: Sequence[float] = ()
     never: Tensor | None = None
 
     @cached_property
     def chosen(self) -> Tensor:
         """Log-probabilities [n] of the answer's tokens."""
         return self.logprobs[torch.arange(len(self.token_ids)), torch.tensor(self.token_ids)]
+
+    @property
+    def is_likeliest(self) -> bool:
+        """True if each token is the model's likeliest one."""
+        return self.logprobs.argmax(-1).tolist() == list(self.token_ids)
 
     @property
     def drawable(self) -> Tensor:
@@ -86,34 +94,59 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def divergences(
-    sample: Sample, token_id: Callable[[bytes], int | None], temperature: float = 1.0
+    sample: Sample,
+    token_id: Callable[[bytes], int | None],
+    temperature: float = 1.0,
+    *,
+    top_k: int = -1,
+    top_p: float = 1.0,
 ) -> list[float]:
     """KL(q‖p) at each position: exact for the likeliest tokens that the server names, and the least
     that it can be for all others together (log-sum inequality). With a temperature p is the
-    model's at that temperature. Positions without log-probabilities are left out.
+    model's at that temperature and with those cuts. Positions without log-probabilities are left out.
 
     Where the named tokens have little of q, that least says nothing, and the drawn token estimates
     the others' part: Σ (q ln(q / p) − q + p) is the mean of p / q − 1 − ln(p / q) of tokens drawn from
     q. It is 0 for equal distributions, however the token was drawn.
     """
-    p = (sample.logprobs / temperature).log_softmax(-1)
-    found = []
-    for row, drawn, token in zip(p, sample.token_ids, sample.tokens, strict=True):
+    places, named = [], []
+    for place, token in enumerate(sample.tokens):
         pairs = {token_id(data): logprob for data, logprob in token.likeliest}
-        known = {k: v for k, v in pairs.items() if k is not None}
-        if not known:
-            continue
-        ids, q = torch.tensor(list(known)), torch.tensor(list(known.values()))
-        kl = float((q.exp() * (q - row[ids])).sum())
-        rest_q, rest_p = 1 - float(q.exp().sum()), 1 - float(row[ids].exp().sum())
-        if rest_q > 1 - LITTLE:
-            kl += rest_q - rest_p
-            if drawn not in known:
-                likelier = min(float(row[drawn]) - token.logprob, LIKELIER)
-                kl += math.expm1(likelier) - likelier
-        elif rest_q > 1e-6:
-            kl += rest_q * math.log(rest_q / max(rest_p, 1e-9))
-        found.append(max(0.0, kl))
+        pairs.pop(None, None)
+        if pairs:
+            places.append(place)
+            named.append(pairs)
+    if not places:
+        return []
+    p = _sampled(sample.logprobs, temperature, top_k, top_p)[places].double()
+    # Tokens that are named [m, k], padded with ones that have no probability.
+    ids = pad_sequence([torch.tensor([*pairs]) for pairs in named], True, -1)
+    logprobs = [torch.tensor([*pairs.values()], dtype=torch.float64) for pairs in named]
+    q = pad_sequence(logprobs, True, -1e4)
+    q_mass, p_there = q.exp(), p.gather(-1, ids.clamp(min=0))
+    kl = (q_mass * (q - p_there)).sum(-1)
+    rest_q, rest_p = 1 - q_mass.sum(-1), 1 - (p_there.exp() * (ids >= 0)).sum(-1)
+    others = rest_q * (rest_q.clamp(min=1e-6) / rest_p.clamp(min=1e-9)).log()
+    drawn = torch.tensor(sample.token_ids)[places, None]
+    given = torch.tensor([sample.tokens[place].logprob for place in places])
+    likelier = (p.gather(-1, drawn)[:, 0] - given).clamp(max=LIKELIER)
+    by_draw = (likelier.expm1() - likelier) * ~(ids == drawn).any(-1)
+    others = torch.where(rest_q > 1 - LITTLE, rest_q - rest_p + by_draw, others * (rest_q > 1e-6))
+    return (kl + others).clamp(min=0).tolist()
+
+
+def _sampled(logprobs: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Log-probabilities [n, V] after temperature and cuts. What is cut has exp(−10⁴)."""
+    if temperature == 0:
+        temperature, top_k = 1.0, 1
+    found = (logprobs / temperature).log_softmax(-1)
+    if top_k > 0:
+        least = found.topk(top_k, -1).values[:, -1:]
+        found = found.masked_fill(found < least, -1e4).log_softmax(-1)
+    if top_p < 1:
+        falling = found.sort(-1, descending=True).values
+        reached = (falling.exp().cumsum(-1) >= top_p).int().argmax(-1, keepdim=True)
+        found = found.masked_fill(found < falling.gather(-1, reached), -1e4).log_softmax(-1)
     return found
 
 

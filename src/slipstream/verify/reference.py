@@ -42,6 +42,11 @@ class Reference:
         found[list(self.tokenizer.eos_token_ids)] = True
         return found
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether the model's chat template knows tools."""
+        return "tools" in (self.tokenizer.tool_template or "")
+
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation in the model's own chat format."""
         text = self.tokenizer.apply_chat_template(messages)

@@ -27,6 +27,43 @@ def document(about: dict[str, Any], findings: Sequence[Finding]) -> dict[str, An
     }
 
 
+def summary(found: dict[str, Any]) -> list[str]:
+    """The verdict, what it rests on, and what it excludes or leaves open, in sentences."""
+    lines = [
+        f"{found['model']} is {found['verdict']}: {found['num_answers']} answers, "
+        f"{found['num_tokens']:,} tokens, {found['num_prompt_tokens']:,} prompt tokens."
+    ]
+    if found["verdict"] == "faulty":
+        return lines
+    excluded, limit = found["excluded"], found["max_kl"]
+    if (one_in := excluded["one_in_answers"]) is not None:
+        sizes = [f"{limit:g} in every answer", _rare(limit, one_in, "answers")]
+        if (one_in := excluded["one_in_tokens"]) is not None:
+            sizes.append(_rare(limit, one_in, "tokens"))
+        if (one_in := excluded["one_in_long_answers"]) is not None:
+            sizes.append(_rare(limit, one_in, "long conversations"))
+        error = f"{100 * found['rates']['beta']:g}\N{NO-BREAK SPACE}%"
+        lines.append(
+            f"Ruled out, each with an error of at most {error}, are faults of a KL in nats a token of "
+            f"{', '.join(sizes)}, or of more."
+        )
+    elif found["verdict"] == "sound":
+        lines.append(
+            f"Without log-probabilities only faults of {excluded['without_logprobs']:g} nats a token in every answer are "
+            "ruled out, such as other weights. Rounding, slightly other weights and rare faults can't be seen."
+        )
+    open_ones = [f["check"] for f in found["findings"] if f["outcome"] == "undecided"]
+    if open_ones:
+        lines.append(
+            f"Not decided: {', '.join(open_ones)}. More answers (--answers) may tell, or a wider limit (--max-kl, --rarest)."
+        )
+    return lines
+
+
+def _rare(limit: float, one_in: float, what: str) -> str:
+    return f"{limit * one_in:.2g} in 1 of {int(one_in):,} {what}"
+
+
 def page(found: dict[str, Any]) -> str:
     """Returns the document as a page that opens from disk."""
-    return html.render(Path(__file__).with_name("page.html"), {}, d=found)
+    return html.render(Path(__file__).with_name("page.html"), {}, d=found, summary=summary(found))

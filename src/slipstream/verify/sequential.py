@@ -9,8 +9,9 @@ at most α).
    tokens before; so tokens of one answer need not be independent.
 2. A mean of values that are not negative, such as a KL: a bet that it is above its limit
    (Waudby-Smith and Ramdas 2024, JRSS-B 86:1). It needs no assumption about their distribution.
-3. That it is below its limit: a bet against that, of values cut at `CLIP` limits. It holds for any values
-   whose mean is still above the limit once they are cut: a rare fault must come once in `CLIP` answers.
+3. That it is below its limit: a bet against that, of values cut at `rarest` limits. It holds for any values
+   whose mean is still above the limit once they are cut. So it excludes each fault that comes once in
+   `rarest` values or more often, and is of `rarest` limits or more where it comes.
 4. A mean of values of both signs: an asymptotic confidence sequence (Waudby-Smith et al. 2024,
    Annals of Statistics 52:6; Robbins' normal mixture). Its rate holds as the number of answers grows.
 5. Whether draws keep to a cut: Wald's test again, of the chance that the model gives each draw to be
@@ -32,9 +33,16 @@ MIXTURE_COUNT = 12
 FEWEST = 12
 """Values that an asymptotic bound needs."""
 
-CLIP = 12.0
-"""Multiple of the limit at which a value is cut for the bet that a mean is below its limit. A rare
-fault is seen from once in so many values on; 53 values of 0 decide at a rate of 0.01."""
+RAREST = 8.0
+"""Values of which one is a fault that "sound" excludes. No test excludes it by fewer values than
+ln β / ln(1 − 1 / RAREST), 35 at a rate of 0.01; this one needs 36."""
+
+LOWERED = ((1.0, 0.9), (0.75, 0.1))
+"""Shares of the wealth that are bet on a mean below its limit, each with its part of the stake. The first
+needs the fewest values; the second outlives one that is beyond the cut."""
+
+FINER = 1.05
+"""Factor between two rarities that are tried."""
 
 KEPT, SUREST = 0.1, 0.9
 """Part of the chance to be outside of a cut that rounding leaves to a server which makes the cut, and
@@ -88,14 +96,43 @@ def temperature(ratios: Sequence[float], rates: Rates) -> Decision:
     return "sound" if max(ratios) <= math.log(rates.beta) else "open"
 
 
-def mean(values: Sequence[float], limit: float, rates: Rates) -> Decision:
-    """Whether a mean of values of at least 0 is above its limit, or below."""
+def mean(values: Sequence[float], limit: float, rates: Rates, rarest: float = RAREST) -> Decision:
+    """Whether a mean of values of at least 0 is above its limit, or below, once cut at `rarest` limits."""
     if _wealth(values, limit) >= 1 / rates.alpha:
         return "fault"
-    left = (CLIP - min(max(0.0, v) / limit, CLIP) for v in values)
-    # The largest stake that a bet on a mean below the limit can have: one value at CLIP loses it all.
-    won = math.prod(rest / (CLIP - 1) for rest in left)
-    return "sound" if won >= 1 / rates.beta else "open"
+    return "sound" if _is_excluded(values, limit, rates.beta, rarest) else "open"
+
+
+def excluded(
+    values: Sequence[float], limit: float, rate: float, rarest: float = RAREST
+) -> float | None:
+    """The largest r for which a fault of r limits in one of r values, or in more, is excluded with an error
+    of at most `rate`; None if that isn't so at `rarest`.
+
+    A fault that r excludes is among those of each larger one. So rarities are tried in rising order up to the first
+    that fails, and the error is that of one of them.
+    """
+    found, tried = None, rarest
+    while values and _is_excluded(values, limit, rate, tried):
+        found, tried = tried, FINER * tried
+    return found
+
+
+def needed(value: float, limit: float, rate: float, rarest: float = RAREST) -> int | None:
+    """Number of values which are alike that exclude a mean above the limit; None if none do."""
+    gain = math.log1p((1 - value / limit) / (rarest - 1)) if value < limit else 0.0
+    return math.ceil(math.log(1 / (LOWERED[0][1] * rate)) / gain) if gain else None
+
+
+def _is_excluded(values: Sequence[float], limit: float, rate: float, rarest: float) -> bool:
+    """Whether a bet that the mean of the values, cut at `rarest` limits, is below the limit won enough."""
+    cut = [(1 - min(v / limit, rarest)) / (rarest - 1) for v in values]
+    won = 0.0
+    for share, part in LOWERED:
+        left = [1 + share * gain for gain in cut]
+        if min(left, default=1.0) > 1e-12:  # else one value lost it all
+            won += part * math.exp(min(sum(map(math.log, left)), 700.0))
+    return won >= 1 / rate
 
 
 def _wealth(values: Sequence[float], limit: float) -> float:

@@ -15,6 +15,9 @@ Message = Mapping[str, Any]
 REFUSED = (400, 404, 405, 415, 422, 501)
 """Statuses of a server that doesn't know a field or a feature."""
 
+LEAST = -9999.0
+"""Log-probabilities below count as this one, and so do those that are no number."""
+
 
 class NotOfferedError(Exception):
     """The server refuses the feature by an error of its own."""
@@ -55,7 +58,7 @@ class Served:
         *,
         model: str | None = None,
         api_key: str | None = None,
-        timeout_s: float = 120.0,
+        timeout_s: float = 600.0,
         transport: httpx.BaseTransport | None = None,
     ) -> Served:
         """Find the model: the given one, or the first that the server lists. SlipstreamError if there
@@ -86,15 +89,26 @@ class Served:
         except httpx.HTTPError as error:
             raise SlipstreamError(f"{self.url}: {error}", field="url") from None
         if reply.status_code in REFUSED:
-            raise NotOfferedError(reply.text[:300])
+            raise NotOfferedError(f"HTTP {reply.status_code}: {_message(reply)}")
         if reply.status_code != 200:
-            message = f"{self.url} answers with HTTP {reply.status_code}: {reply.text[:300]}"
+            message = f"{self.url} answers with HTTP {reply.status_code}: {_message(reply)}"
             raise SlipstreamError(message, field="url")
         try:
             return _answer(reply.json())
         except (ValueError, KeyError, IndexError, TypeError) as error:
             message = f"{self.url} answers in another shape ({error!r}): {reply.text[:200]}"
             raise SlipstreamError(message, field="url") from None
+
+
+def _message(reply: httpx.Response) -> str:
+    """The words of an error, in the forms that servers give them, else the text as it is."""
+    try:
+        body = reply.json()
+        error = body.get("error") or body
+        found = error if isinstance(error, str) else error.get("message") or error.get("detail")
+    except (ValueError, AttributeError):
+        found = None
+    return (found if isinstance(found, str) else reply.text)[:300]
 
 
 def _answer(body: Any) -> Answer:
@@ -106,10 +120,8 @@ def _answer(body: Any) -> Answer:
         tokens=tuple(
             ServedToken(
                 data=_bytes(token),
-                logprob=float(token["logprob"]),
-                likeliest=tuple(
-                    (_bytes(t), float(t["logprob"])) for t in token.get("top_logprobs") or ()
-                ),
+                logprob=_logprob(token),
+                likeliest=tuple((_bytes(t), _logprob(t)) for t in token.get("top_logprobs") or ()),
             )
             for token in content
         ),
@@ -117,6 +129,11 @@ def _answer(body: Any) -> Answer:
         tool_calls=tuple(message.get("tool_calls") or ()),
         finish_reason=choice.get("finish_reason"),
     )
+
+
+def _logprob(token: Any) -> float:
+    value = float(token["logprob"])
+    return min(0.0, value) if value > LEAST else LEAST  # a NaN too
 
 
 def _bytes(token: Any) -> bytes:

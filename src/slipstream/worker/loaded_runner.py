@@ -96,6 +96,8 @@ class LoadedRunner(ABC):
     places: ExpertPlaces | None = None
     """Places of the experts, if they are distributed over ranks."""
     draft: Drafter | None = None
+    is_woken = False
+    """The model slept in this process, which has its kernels. Requests wait for it."""
 
     def __init__(self, config: EngineConfig, partition: Partition | None = None) -> None:
         """Set up one rank of several if there is a `partition`."""
@@ -265,7 +267,7 @@ class LoadedRunner(ABC):
                 with self.phase("graphs"):
                     runner.capture()
                 runner.graph_bytes = max(0, before - self.platform.memory()[0])
-            if self.warms_up:
+            if self.warms_up and not self.is_woken:
                 self._compile_kernels(runner)
         return runner
 

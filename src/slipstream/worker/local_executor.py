@@ -73,6 +73,7 @@ class LocalExecutor(Executor):
         description, loaded, tiles = load_runner(
             args, progress=progress, by_torch=by_torch, ranks=ranks, device=device, known=known
         )
+        loaded.is_woken = known is not None
         progress("cache")
         executor = cls(loaded.config, description, loaded, tiles)
         executor.canary = check_start(executor, args.canary)

@@ -102,7 +102,7 @@ class ModelRunner(Runner):
         config, forwards = self.config, cast("Forwards", self.forwards)
         make = partial(StepGraphs, forwards, self.kv, self.rows, config)
         self.graphs = make()
-        self.graphs.capture()
+        self.graphs.capture(few=self.loaded.is_woken)
         forwards.add(self.graphs)
         shares = self.ops.shares_prefixes and config.cache.context_ranks == 1
         if shares and not self.loaded.has_latents:

@@ -86,6 +86,8 @@ def test_a_later_engine_finds_the_blocks(made, tmp_path, monkeypatch, torchless)
     [
         ("llama", dict(tensor_parallel_size=2)),
         ("llama", dict(pipeline_parallel_size=2)),
+        ("llama", dict(context_parallel_size=2, block_size=8)),
+        ("deepseek_v3", dict(tensor_parallel_size=2, context_parallel_size=2, block_size=8)),
         ("mixtral", dict(tensor_parallel_size=2, expert_parallel_size=2)),
         ("granitemoehybrid", dict(pipeline_parallel_size=2)),  # a stage has no attention
         ("jamba", dict(tensor_parallel_size=2)),

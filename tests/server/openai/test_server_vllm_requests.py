@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from slipstream.server.openai.tokens import message_variables
 from tests.server.conftest import serving
 from tests.server.fake_engine import ByteTokenizer, FakeEngine
 
@@ -141,3 +143,16 @@ def test_llamas_names_of_a_format_are_kept_to(ask, path):
     wrong = {"type": "json_object", "schema": {"type": 5}}
     assert ask(path, status=400, response_format=wrong)["param"] == "response_format.schema"
     assert ask(path, status=400, grammar="a", json_schema=schema)["param"] == "grammar"
+
+
+@pytest.mark.parametrize(
+    ("begins", "goes_on", "begun"),
+    [(True, False, True), (False, False, False), (True, True, False), (False, True, False)],
+)
+def test_an_answer_is_begun_unless_the_last_message_goes_on(begins, goes_on, begun):
+    body = SimpleNamespace(
+        continue_final_message=goes_on, add_generation_prompt=False, chat_template_kwargs=None
+    )
+    found = message_variables(body, begins)
+    assert found["add_generation_prompt"] is begun
+    assert found.get("continue_final_message", False) is goes_on

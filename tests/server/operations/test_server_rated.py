@@ -95,7 +95,7 @@ def assistant(text):
 
 def test_each_keys_last_rating_counts_and_ties_are_left_out():
     said = {"messages": [{"role": "user", "content": "a"}]}
-    log = [record(id_, said) for id_ in "abc"]
+    log = [record(id_, said, key="x") for id_ in "abc"]
     log += [
         rated("a", "down", "x"),
         rated("a", "up", "x", score=1.0),
@@ -104,11 +104,60 @@ def test_each_keys_last_rating_counts_and_ties_are_left_out():
     log += [rated("b", "up", "x"), rated("b", "down", "y")]
     log += [rated("c", "down", "x")]
     skipped = Skipped()
-    found = list(rows(log, skipped))
+    found = list(rows(log, skipped, raters=["y"]))
     assert [(r["id"], r["rating"]) for r in found] == [("a", "up"), ("c", "down")]
     assert (found[0]["ratings"], found[0]["score"]) == ({"up": 2, "down": 0}, 0.75)
     assert skipped == {"rated up as often as down": 1}
-    assert [r["id"] for r in rows(log, skipped, rating="down")] == ["c"]
+    assert [r["id"] for r in rows(log, skipped, rating="down", raters=["y"])] == ["c"]
+
+
+OTHERS = "ratings with another key than the request's"
+
+
+@pytest.mark.parametrize(
+    ("raters", "found", "others"),
+    [
+        ([], {"up": 1, "down": 0}, 2),
+        (["operator"], None, 1),  # a tie
+        (["any"], {"up": 1, "down": 2}, 0),
+    ],
+)
+def test_ratings_count_of_the_requests_own_key_and_of_named_raters(raters, found, others):
+    said = {"messages": [user("q")]}
+    log = [record("a", said, key="reader"), rated("a", "up", "reader")]
+    log += [rated("a", "down", "stranger"), rated("a", "down", "operator-17")]
+    skipped = Skipped()
+    made = [row["ratings"] for row in rows(log, skipped, raters=raters)]
+    assert made == ([] if found is None else [found])
+    assert skipped[OTHERS] == others
+
+
+def test_an_answer_that_only_strangers_rated_is_no_data():
+    log = [record("a", {"messages": [user("q")]}, key="reader"), rated("a", "up", "stranger")]
+    skipped = Skipped()
+    assert list(rows([*log, rated("a", "up")], skipped)) == []
+    assert skipped == {OTHERS: 2}  # one had no key at all
+
+
+def test_a_rater_whom_the_log_does_not_know_is_refused():
+    log = [record("a", {"messages": [user("q")]}), rated("a", "up", "reader")]
+    for rater in ("nobody", "re", "operator"):
+        with pytest.raises(ConfigError, match=f"no rating in the log has the key '{rater}'"):
+            list(rows(log, Skipped(), raters=[rater]))
+
+
+def test_another_keys_rating_of_an_answer_is_logged_and_not_exported(serve, tmp_path, capsys):
+    log = tmp_path / "audit.log"
+    server = serve(Ending(), audit_log=str(log), api_keys=("reader", "stranger"), **TEXTS)
+    id_ = server.client(api_key="reader").chat.completions.create(**CHAT).id
+    given = {"request_id": id_, "rating": "up"}
+    server.client(api_key="stranger").post("/feedback", body=given, cast_to=object)
+    told, found = exported(capsys, log, tmp_path / "none.jsonl")
+    assert (found, told["skipped"]) == ([], {OTHERS: 1})
+    key = next(r["key"] for r in records(log) if r["kind"] == "feedback")
+    assert len(exported(capsys, log, tmp_path / "all.jsonl", "--raters", key[:8])[1]) == 1
+    server.client(api_key="reader").post("/feedback", body=given, cast_to=object)
+    assert len(exported(capsys, log, tmp_path / "good.jsonl")[1]) == 1
 
 
 @pytest.mark.parametrize(

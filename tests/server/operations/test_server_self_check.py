@@ -72,12 +72,12 @@ def reversed_rows_of_any_kl(found):
 
 def test_a_server_of_the_recorded_model_passes_its_check(tiny_path, recorded):
     with server_of(tiny_path, recorded) as server, server.http() as http:
-        check = server.state.self_check
+        check = server.state.checks[0]
         server.wait_for(lambda: check.num_looks["pass"] >= 2, "it does not look")
         (status,) = http.get("/status.json").json()["replicas"]
         text = http.get("/metrics").text
     assert status["canary_ok"] is True
-    (found,) = status["self_check"]
+    (found,) = status["checks"]["self_check"]
     assert (found["version"], found["against"]) == ("0", "the fingerprint")
     assert found["kl_max"] < MAX_KL
     assert found["top1_agreement"] > 0.99
@@ -93,7 +93,7 @@ def test_other_answers_are_found_and_told(tiny_path, recorded, tmp_path, change)
         server.state.watch = watch
         task = asyncio.run_coroutine_threadsafe(watch.run(server.state), server.loop)
         server.wait_for(lambda: watch.findings, "not found")
-        assert server.state.self_check.num_looks["fault"] >= 2  # the second look confirms the first
+        assert server.state.checks[0].num_looks["fault"] >= 2  # the second look confirms the first
         with server.http() as http:
             assert "slipstream:self_check_ok 0.0" in http.get("/metrics").text
             assert http.get("/status.json").json()["replicas"][0]["canary_ok"] is False
@@ -109,7 +109,7 @@ def test_random_weights_are_other_weights(tmp_path):
     words = ["verify", "--against", str(sure), "--record", str(path), "--max-kl", "2"]
     assert main([*words, "--dtype", "float32", "--device", "cpu"]) == 0
     with server_of(sure, path, load_format="dummy") as server:
-        check = server.state.self_check
+        check = server.state.checks[0]
         server.wait_for(lambda: check.ok is not None, "it does not look")
     assert check.ok is False
     assert check.versions["0"].kl_first > 2
@@ -127,7 +127,7 @@ def test_updated_weights_are_compared_with_their_own_first_look(tiny_path, recor
         await engine.finish_weight_update("step-1")
 
     with server_of(tiny_path, recorded) as server:
-        check = server.state.self_check
+        check = server.state.checks[0]
         server.wait_for(lambda: check.num_looks["pass"] >= 1, "it does not look")
         asyncio.run_coroutine_threadsafe(update(server.engine), server.loop).result(60)
         server.wait_for(
@@ -144,7 +144,7 @@ def test_updated_weights_are_compared_with_their_own_first_look(tiny_path, recor
 
 def test_a_look_is_interrupted_while_a_client_has_a_request(tiny_path, recorded):
     with server_of(tiny_path, recorded, self_check_every_s=1e6) as server:
-        check = server.state.self_check
+        check = server.state.checks[0]
         server.wait_for(lambda: check.num_looks["pass"] >= 1, "it does not look")
         engine = server.engine
 
@@ -162,7 +162,7 @@ def test_a_client_that_comes_while_a_sequence_is_answered_ends_the_look(
 ):
     path = changed(recorded, tmp_path, lambda found: found["sequences"].__delitem__(slice(1, None)))
     with server_of(tiny_path, path, self_check_every_s=1e6) as server:
-        check, engine = server.state.self_check, server.engine
+        check, engine = server.state.checks[0], server.engine
         server.wait_for(lambda: check.num_looks["pass"] >= 1, "it does not look")
 
         class Joined:
@@ -261,7 +261,7 @@ def test_weights_updated_before_the_first_look_are_not_those_of_the_fingerprint(
 ):
     monkeypatch.setattr(self_check, "IDLE_S", 0.5)
     with server_of(tiny_path, recorded) as server:
-        check = server.state.self_check
+        check = server.state.checks[0]
         server.wait_for(lambda: check._began is not None, "it does not begin")
         assert check.ok is None
         server.call(updated(server.engine, tiny_path))
@@ -272,9 +272,9 @@ def test_weights_updated_before_the_first_look_are_not_those_of_the_fingerprint(
 
 def test_a_paused_server_is_not_looked_at_and_its_cache_can_be_cleared(tiny_path, recorded):
     with server_of(tiny_path, recorded) as server:
-        check = server.state.self_check
+        check = server.state.checks[0]
         server.wait_for(lambda: check.num_looks["pass"] >= 1, "it does not look")
-        server.call(server.state.end_look())
+        server.call(server.state.interrupt_checks())
         server.call(server.engine.pause_generation(mode="keep"))
         looks = dict(check.num_looks)
         for _ in range(20):

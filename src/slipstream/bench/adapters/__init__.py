@@ -37,29 +37,41 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """Numbers of devices that share a model: by tensor parallelism and by pipeline stages."""
+    """Numbers of devices that share a model: by tensor parallelism, by pipeline stages, and by tokens
+    of the cache (`context`; with `tensor` its ranks that hold copies of a kv head)."""
 
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
 
     def __str__(self) -> str:
-        return f"tp{self.tensor}" + (f"pp{self.pipeline}" if self.pipeline > 1 else "")
+        others = {"cp": self.context, "pp": self.pipeline}
+        rest = "".join(f"{name}{count}" for name, count in others.items() if count > 1)
+        return f"tp{self.tensor}{rest}" if self.tensor > 1 or not rest.startswith("cp") else rest
+
+    @property
+    def num_devices(self) -> int:
+        return max(self.tensor, self.context) * self.pipeline
 
     @property
     def settings(self) -> dict[str, int]:
         """The matching fields of `EngineArgs`."""
-        return {"tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline}
+        return {
+            "tensor_parallel_size": self.tensor,
+            "pipeline_parallel_size": self.pipeline,
+            "context_parallel_size": self.context,
+        }
 
 
 def parse_parallel(text: str, where: str) -> Parallel:
-    """Parse `tp2`, `pp4` or `tp2pp2`. ConfigError names the field `where`."""
-    match = re.fullmatch(r"(?:tp(\d+))?(?:pp(\d+))?", text, re.ASCII)
+    """Parse `tp2`, `pp4`, `cp2` or `tp2pp2`. ConfigError names the field `where`."""
+    match = re.fullmatch(r"(?:tp(\d+))?(?:cp(\d+))?(?:pp(\d+))?", text, re.ASCII)
     if not text or match is None:
-        raise ConfigError(f"{where}: {text!r} is not tpN, ppN or tpNppM", field=where)
-    tensor, pipeline = (int(number or 1) for number in match.groups())
-    if tensor < 1 or pipeline < 1:
+        raise ConfigError(f"{where}: {text!r} is not tpN, cpN, ppN or tpNppM", field=where)
+    tensor, context, pipeline = (int(number or 1) for number in match.groups())
+    if min(tensor, context, pipeline) < 1:
         raise ConfigError(f"{where}: {text!r} must be of 1 device or more", field=where)
-    return Parallel(tensor=tensor, pipeline=pipeline)
+    return Parallel(tensor=tensor, pipeline=pipeline, context=context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +135,11 @@ def check(setup: EngineSetup) -> None:
             f"scheme={setup.scheme!r}: {setup.engine} runs a checkpoint as it is stored; leave the scheme at {AS_STORED!r}, or "
             "give it a checkpoint that is rounded",
             field="scheme",
+        )
+    if setup.parallel.context > 1 and setup.engine != "slipstream":
+        raise ConfigError(
+            f"parallel={str(setup.parallel)!r}: only Slipstream is started with keys shared out by tokens",
+            field="parallel",
         )
     if setup.parallel != Parallel() and not kind.parallel:
         raise ConfigError(

@@ -58,9 +58,7 @@ def _devices(setup: EngineSetup) -> list[str] | None:
         return None
     if setup.engine in ("llamacpp", "openvino", "onnxruntime"):
         return ["cpu"]
-    if (count := setup.parallel.tensor * setup.parallel.pipeline) > 1 and setup.setting(
-        "device", "auto"
-    ) != "cpu":
+    if (count := setup.parallel.num_devices) > 1 and setup.setting("device", "auto") != "cpu":
         return [f"cuda:{number}" for number in range(count)]
     return [str(setup.setting("device", "auto"))]
 

@@ -33,6 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="up",
         help="which are exported (default: up, to train on)",
     )
+    export.add_argument(
+        "--raters",
+        nargs="+",
+        default=[],
+        metavar="KEY",
+        help="keys whose ratings count for each answer, by their id (keys list) or 8 letters of it, or 'any'; "
+        "those of other keys count for their own requests alone",
+    )
     export.set_defaults(handler=run_export)
     for kind in (verify, show, export):
         kind.add_argument("--json", action="store_true", help="print one JSON object")
@@ -96,7 +104,7 @@ def run_export(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.out} is the log itself; name another file", field="out")
     skipped = rated.Skipped()
     wanted = None if args.rating == "all" else args.rating
-    found = list(rated.rows(records(log), skipped, rating=wanted))
+    found = list(rated.rows(records(log), skipped, rating=wanted, raters=args.raters))
     with writing(args.out, "out"):  # for its owner alone, as the log is
         lines = b"".join(msgspec.json.encode(row) + b"\n" for row in found)
         write_whole(out, lines, mode=0o600)

@@ -56,23 +56,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--replicas",
         type=int,
-        default=1,
+        default=argparse.SUPPRESS,
         metavar="N",
         help="servers behind one address of Kubernetes (default: 1)",
     )
-    add("--cpus", type=int, default=4, metavar="N", help="cores of a replica (default: 4)")
+    text = "cores of a replica (default: 4)"
+    add("--cpus", type=int, default=argparse.SUPPRESS, metavar="N", help=text)
     add(
         "--memory",
         type=parse_bytes,
-        default=8 * 2**30,
+        default=argparse.SUPPRESS,
         metavar="SIZE",
         help="of a replica; it keeps within (default: 8GiB)",
     )
-    add("--gpus", type=int, default=0, metavar="N", help="NVIDIA GPUs of a replica (default: 0)")
+    text = "NVIDIA GPUs of a replica (default: 0)"
+    add("--gpus", type=int, default=argparse.SUPPRESS, metavar="N", help=text)
     add(
         "--volume",
         type=parse_bytes,
-        default=50 * 2**30,
+        default=argparse.SUPPRESS,
         metavar="SIZE",
         help="of its models and kernels (default: 50GiB)",
     )
@@ -109,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         words = shlex.split(args.serve)
     except ValueError as error:
         raise ConfigError(f"--serve: {error}, in {args.serve!r}", field="serve") from None
-    found, drain_s = _checked(words, args.gpus)
+    found, drain_s = _checked(words, made.gpus)
     needed = [extra for option, extra in NEEDS.items() if getattr(found, option, None)]
     made = dataclasses.replace(made, words=words, drain_s=drain_s, extras=[*args.extras, *needed])
     folder = Path(args.dir)

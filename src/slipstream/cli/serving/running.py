@@ -1,6 +1,7 @@
 """The running servers of this user: each has a file in the cache folder, by its process's number.
 
-A file whose process has ended, or whose number another process has now, is removed by who reads."""
+A file whose process has ended, or whose number another process has now, is removed by the next
+reader."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from pathlib import Path
 
 from slipstream.base.files import writing
@@ -55,11 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="answers at most for one check; it ends as soon as all is decided (default: %(default)s)",
     )
     parser.add_argument(
+        "--rarest",
+        type=float,
+        default=8.0,
+        metavar="N",
+        help="a sound server has no fault in one of N answers, nor in more (default: %(default)g)",
+    )
+    parser.add_argument(
         "--long",
         type=int,
         default=40,
         metavar="LINES",
-        help="lines of some 20 tokens in a long conversation; 0 asks none (default: %(default)s)",
+        help="lines of some 20 tokens in the longest conversation; 0 asks none (default: %(default)s)",
     )
     parser.add_argument(
         "--question-seed",
@@ -88,14 +96,23 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.verify.checks import Plan, Verification
     from slipstream.verify.record import fingerprint, write
     from slipstream.verify.reference import Reference
-    from slipstream.verify.report import EXIT_CODES, document, page
+    from slipstream.verify.report import EXIT_CODES, document, page, summary
     from slipstream.verify.served import Served
 
-    if args.answers < 4 or args.long < 0 or not args.max_kl > 0:
-        message = "--answers must be at least 4, --long at least 0, --max-kl above 0"
-        raise ConfigError(message, field="answers")
+    for name, is_valid, wanted in (
+        ("answers", args.answers >= 4, "at least 4"),
+        ("long", args.long >= 0, "at least 0"),
+        ("max_kl", 0 < args.max_kl < math.inf, "above 0"),
+        ("rarest", 2 <= args.rarest <= 1000, "from 2 to 1000"),
+    ):
+        if not is_valid:
+            raise ConfigError(f"--{name.replace('_', '-')} must be {wanted}", field=name)
     plan = Plan(
-        answers=args.answers, long_lines=args.long, max_kl=args.max_kl, seed=args.question_seed
+        answers=args.answers,
+        long_lines=args.long,
+        max_kl=args.max_kl,
+        rarest=args.rarest,
+        seed=args.question_seed,
     )
     if args.url is None and args.record is None:
         raise ConfigError("name the URL of a server, or --record FILE", field="url")
@@ -130,5 +147,5 @@ def run(args: argparse.Namespace) -> int:
     else:
         for f in findings:
             print(f"{f.outcome:<13}{f.check:<18}{f.why}".rstrip())
-        print(f"{served.model} is {found['verdict']}, by {verification.num_tokens:,} tokens")
+        print(*summary(found), sep="\n")
     return EXIT_CODES[found["verdict"]]

@@ -112,7 +112,7 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Number of blocks for so many tokens, in all groups."""
+        """Number of blocks that this number of tokens needs, in all groups."""
         return self.blocks_for(num_tokens) * len(self.own)
 
     # --- Blocks to write ----------------------------------------------------------------------------------------------

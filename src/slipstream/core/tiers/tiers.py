@@ -400,7 +400,7 @@ class Tiers:
         has_room: Callable[[int], bool],
         arrived: Callable[[Sequence[bytes], int, int], None],
     ) -> bool:
-        """Load blocks of a chain that no request waits for, if `has_room` for so many.
+        """Load blocks of a chain that no request waits for, if `has_room` for their number.
 
         Calls `arrived` with the keys of the blocks, and the tokens from and to which they are, before they are let go. Returns
         False if it may be tried again.

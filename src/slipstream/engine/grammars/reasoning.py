@@ -99,7 +99,8 @@ class ReasoningCounter:
         return self.closing[spot.num_forced : spot.num_forced + 1] if spot.phase == ENDING else ()
 
     def is_free(self, spot: Spot, num_tokens: int) -> bool:
-        """Whether so many further tokens, whatever they are, and the one after them are free."""
+        """Whether this number of further tokens, whatever they are, and the one after them are
+        free."""
         budget = self.budget
         return budget is None or spot.phase == DONE or spot.num_tokens + num_tokens < budget
 

@@ -452,7 +452,7 @@ class GrammarState:
         return bool(matcher.is_stopped() and matcher.is_accepting())
 
     def is_free(self, num_tokens: int) -> bool:
-        """Whether all tokens are allowed after so many others, and after each of them."""
+        """Whether the next `num_tokens` tokens, and the one after them, may be any tokens."""
         return self._matcher is None and (self.budget is None or self.budget.is_free(num_tokens))
 
     def settle(self) -> None:

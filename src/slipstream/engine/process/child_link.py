@@ -6,18 +6,12 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 
 from slipstream.base.deaths import describe_exit, stdin_of
-from slipstream.config import EngineArgs, num_ranks
+from slipstream.config import EngineArgs
 from slipstream.engine.process.core_client import CoreLink
 from slipstream.engine.process.core_messages import Start, Stop
-from slipstream.engine.process.core_start import (
-    CoreSource,
-    restart_pause,
-    socket_folder,
-    wait_or_kill,
-)
+from slipstream.engine.process.core_start import socket_folder, wait_or_kill
 from slipstream.errors import EngineDeadError, EngineKilledError
 from slipstream.worker.executor import ForkServer
 
@@ -79,27 +73,3 @@ class ChildLink(CoreLink):
             stdin_of(self.process).close()
             await super().end(at_once=at_once)
             self._folder.remove()
-
-
-def child_source(
-    args: EngineArgs,
-    pause: Callable[[int, Exception], float | None] = restart_pause,
-    gently: Callable[[], bool] = lambda: False,
-) -> CoreSource:
-    """Engine processes with these settings, one after the other. Their ranks are forks of one process. `gently`: see
-    `WakeUp`; not of ranks."""
-    forks: ForkServer | None = None
-
-    async def connect() -> ChildLink:
-        nonlocal forks
-        if num_ranks(args) == 1 and args.cpu_layers is None:
-            return await ChildLink.start(args, gently=gently())
-        if forks is None or not forks.is_alive:
-            forks = ForkServer.start()
-        return await ChildLink.start(args, forks)
-
-    def close() -> None:
-        if forks is not None:
-            forks.close()
-
-    return CoreSource(connect, pause, close=close)

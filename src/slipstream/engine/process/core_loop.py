@@ -12,13 +12,11 @@ import gc
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from slipstream.base.priority import at_low_priority
 from slipstream.config import EngineArgs
 from slipstream.engine.process.cache_watchers import CacheWatchers
 from slipstream.engine.process.core_messages import (
@@ -69,15 +67,6 @@ PARENT = 0
 """Number of the process that started the child, as a client."""
 
 
-def _loaded(load: Callable[[], EngineCore], *, gently: bool) -> EngineCore:
-    """The core that `load` makes, with this thread ready to run its steps. `gently`: see `WakeUp`."""
-    if not gently:
-        return load()
-    core = at_low_priority(load)
-    core.executor.enter_thread()
-    return core
-
-
 class CoreProcess:
     """The child's main loop. It takes messages between steps, and sleeps when there is no work."""
 
@@ -123,9 +112,9 @@ class CoreProcess:
             start = self._receive(PARENT)
             if not isinstance(start, Start):
                 raise RuntimeError(f"the first message must be Start, got {type(start).__name__}")
-            from slipstream.engine.asleep import build_core
+            from slipstream.engine.asleep import build_core, loaded
 
-            self.core = _loaded(
+            self.core = loaded(
                 lambda: build_core(
                     start.args,
                     progress=lambda phase: self.send(Phase(phase)),
@@ -214,6 +203,7 @@ class CoreProcess:
         asleep, asked = sleeper.fall_asleep(core, args)
         del core  # only now can its memory be found unused
         asleep.free()
+        gc.freeze()  # what is left stays: a load's collections need not search it
         self.send_all(self._stats())
         for number, message in asked:
             self.send(Answered(message.ticket), number)
@@ -221,8 +211,10 @@ class CoreProcess:
             if not self._take_messages():
                 return False
             self._report()
+        from slipstream.engine.asleep import loaded
+
         gently = any(question.gently for _, question in sleeper.to_wake)
-        self.core = _loaded(lambda: sleeper.wake(asleep), gently=gently)
+        self.core = loaded(lambda: sleeper.wake(asleep), gently=gently)
         if was_paused:
             self.core.pause()
         self._prepare(soon=any(question.soon for _, question in sleeper.to_wake))

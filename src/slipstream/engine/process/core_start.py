@@ -26,7 +26,8 @@ _SOCKET_PATH_BYTES = 103
 
 
 def restart_pause(deaths: int, error: Exception) -> float | None:
-    """Seconds to wait before the next start after so many deaths in a row, the last by `error`; None: there is none."""
+    """Seconds to wait before the next start, after this number of deaths in a row, the last by
+    `error`; None: no further start."""
     if deaths > MAX_FAST_DEATHS or isinstance(error, ConfigError | ModelError):
         return None
     return min(2.0**deaths, MAX_RESTART_PAUSE_S) if deaths > 1 else 0.0

@@ -46,7 +46,8 @@ class UnloadAdapter(msgspec.Struct, tag=True):
 
 
 class KnowAdapters(msgspec.Struct, tag=True):
-    """Requests go by the AdaptersChanged of this version now. The first, of version 0, says that who sends it serves."""
+    """Front end's message: its requests now follow the AdaptersChanged of this version. Version 0
+    also says that the front end serves."""
 
     version: int
 

@@ -98,12 +98,12 @@ class MediaReader:
         return found
 
     def check_pictures(self, count: int) -> None:
-        """RequestError if a prompt can't have so many."""
+        """Raise RequestError if a prompt can't have this number of pictures."""
         if count:
             self.processor_for(count)
 
     def processor_for(self, count: int) -> PictureProcessor:
-        """Processor of `count` pictures of a prompt. RequestError if it can't have so many."""
+        """Processor of `count` pictures of a prompt. RequestError if it can't have that many."""
         if self.pictures is None:
             has = self.description is not None and self.description.family.vision is not None
             why = "pictures are off (max_images=0)" if has else "this model takes no pictures"

@@ -41,7 +41,7 @@ class Counters:
     prompt_tokens: float = 0.0
     generated_tokens: float = 0.0
     canary_ok: bool | None = None
-    canary_kl: float | None = None  # of a self-check since the last moment
+    canary_kl: float | None = None  # measured since the last moment
 
     def since(self, before: Counters, replica: str) -> Observation | None:
         """The observation between `before` and now. None if a total decreased, because the replica

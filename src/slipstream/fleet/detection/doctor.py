@@ -108,7 +108,7 @@ def examine(
                 _of(
                     now.url,
                     "quality_drift",
-                    "the canary failed at the start, or the last self-check did",
+                    "the model's answers are off: the canary at the start failed, or a check since",
                 )
             )
     complaints += [_of(url, "throttled_clock", text) for url, text in slow_among(seen)]

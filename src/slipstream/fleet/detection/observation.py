@@ -47,7 +47,7 @@ class Observation:
     write_stall_s: float | None = None
     canary_kl: float | None = None
     clock_share: float | None = None
-    canary_ok: bool | None = None  # the canary at the start, and the last self-check
+    canary_ok: bool | None = None  # at the start, and in each check since
     is_up: bool = True  # its engine answers
 
 

@@ -18,9 +18,6 @@ from slipstream.server.state import ServerState
 
 logger = logging.getLogger("slipstream.fleet")
 
-LEAST_KL = 1e-3
-"""Nats below which a change of a KL is rounding."""
-
 
 class ServerWatch:
     """Implements `Watcher` of `server/state.py`. `run` ends when it is cancelled. It logs errors of
@@ -36,7 +33,6 @@ class ServerWatch:
         self._detector = Detector()
         self._alerts = Alerts(alert_urls, source)
         self._interval_s = interval_s
-        self._num_looks = 0
         self._before: dict[str, Counters] = {}  # by replica
         self._epoch = time.time() - time.monotonic()
 
@@ -65,17 +61,9 @@ class ServerWatch:
         stats, metrics = await engine_stats(state), await all_metrics(state)
         at, num_open = self.now(), state.engine.num_requests
         seen = of_server(stats, metrics, at=at, num_open=num_open, canary_ok=canary_ok(state))
-        self.see(name, replace(seen, canary_kl=self._new_kl(state)))
+        found = [kl for check in state.checks if (kl := check.new_kl()) is not None]
+        self.see(name, replace(seen, canary_kl=max(found, default=None)))
         self.report(at)
-
-    def _new_kl(self, state: ServerState) -> float | None:
-        """The KL of a self-check since the last call."""
-        check = state.self_check
-        looks = 0 if check is None else check.num_looks["pass"] + check.num_looks["fault"]
-        if check is None or looks == self._num_looks:
-            return None
-        self._num_looks = looks
-        return max(LEAST_KL, list(check.versions.values())[-1].kl_last)
 
     def now(self) -> float:
         """Seconds since 1970 by a clock that does not jump: the host's time at the start plus a

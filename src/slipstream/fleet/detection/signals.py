@@ -287,7 +287,7 @@ def new_flags() -> list[Flag]:
         Flag("down", "the engine does not answer", lambda o: not o.is_up),
         Flag(
             "canary_failed",
-            "the canary failed at the start, or the last self-check did",
+            "the model's answers are off: the canary at the start failed, or a check since",
             lambda o: None if o.canary_ok is None else not o.canary_ok,
         ),
     ]

@@ -51,11 +51,13 @@ class KernelVariant:
         return cls(module, name, key, json.dumps(given))
 
     def load(self) -> Any:
-        """Triton's kernel, from its cache or compiled into it; launches find it from now on."""
+        """Triton's kernel, from this process, from its cache or compiled into it; launches find it from now on."""
         for value in json.loads(self.data)["constant_vals"]:  # functions that it calls
             if isinstance(value, dict) and "jit_function" in value:
                 importlib.import_module(value["jit_function"].split(":")[0])
-        return getattr(importlib.import_module(self.module), self.name).preload(self.data)
+        function = getattr(importlib.import_module(self.module), self.name)
+        loaded = function.device_caches[driver.active.get_current_device()][0].get(self.key)
+        return function.preload(self.data) if loaded is None else loaded
 
 
 class TargetDriver:

@@ -247,7 +247,7 @@ class OutputConfig(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """POST /v1/messages/count_tokens"""
+    """POST /v1/messages/count_tokens: the number of tokens of such a request"""
 
     model: str | None
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
@@ -411,7 +411,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
 
 
 class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/messages"""
+    """POST /v1/messages: an answer to messages, in Anthropic's format"""
 
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
     stream: bool | None = None

@@ -48,7 +48,7 @@ ENDED = frozenset({"failed", "completed", "expired", "cancelled"})
 
 
 class BatchRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/batches"""
+    """POST /v1/batches: answer the requests of a file in the background"""
 
     input_file_id: str
     endpoint: str

@@ -91,7 +91,7 @@ class WantedOutput(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class InferRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /v2/models/{id}/infer"""
+    """POST /v2/models/{id}/infer: an answer in KServe's format"""
 
     inputs: list[Tensor]
     id: str = ""

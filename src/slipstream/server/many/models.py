@@ -26,7 +26,7 @@ KEEP_ALIVE_S = 300.0
 """Ollama's default."""
 
 CACHE_SHARE = 8
-"""A model's KV cache takes at most one part in so many of the memory for models, by default."""
+"""A model's KV cache takes by default at most one part in this number of the memory for models."""
 
 FREE_SHARE = 0.8
 """Share of the host's free memory that models take by default."""

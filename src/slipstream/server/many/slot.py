@@ -22,7 +22,7 @@ from slipstream.config import EngineArgs, num_ranks
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.folder import settled
-from slipstream.engine.process.child_link import child_source
+from slipstream.engine.process.child_source import child_source
 from slipstream.errors import EngineDeadError
 from slipstream.spec.description import ModelDescription
 

@@ -234,7 +234,7 @@ class OllamaMessage(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OllamaChatRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/chat"""
+    """POST /api/chat: an answer to messages, in Ollama's format"""
 
     messages: list[OllamaMessage] = []
     tools: ToolSpecs | None = None
@@ -332,7 +332,7 @@ class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True
 
 
 class OllamaEmbedRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/embed"""
+    """POST /api/embed: texts as vectors, in Ollama's format"""
 
     model: str
     input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)]
@@ -354,7 +354,7 @@ class OllamaEmbeddingsRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OllamaShowRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/show"""
+    """POST /api/show: what a model is, in Ollama's format"""
 
     model: str = ""
     name: str = ""  # its former name

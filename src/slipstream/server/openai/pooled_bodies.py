@@ -61,7 +61,7 @@ class Inputs(Pooled, forbid_unknown_fields=True, kw_only=True):
 
 
 class EmbeddingRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/embeddings"""
+    """POST /v1/embeddings: texts as vectors, in OpenAI's format"""
 
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int | None = None

@@ -237,7 +237,7 @@ _SAMPLING_FIELDS = tuple(
 
 
 class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/completions"""
+    """POST /v1/completions: a text goes on from a prompt, in OpenAI's format"""
 
     prompt: str | list[str | TokenId | list[str | TokenId]]
     echo: bool | None = None
@@ -289,7 +289,7 @@ class ChatThinking(Struct, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/chat/completions"""
+    """POST /v1/chat/completions: an answer to messages, in OpenAI's format; `stream` sends it as it comes"""
 
     # vLLM's field.
     OTHER_NAMES: ClassVar[dict[str, str]] = {"mm_processor_kwargs": "the detail of an image_url"}
@@ -456,7 +456,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /detokenize"""
+    """POST /detokenize: tokens as text"""
 
     model: str | None = None
     tokens: list[TokenId]

@@ -160,7 +160,7 @@ class ResponseStreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """POST /v1/responses/input_tokens"""
+    """POST /v1/responses/input_tokens: the number of tokens of such a request"""
 
     OTHER_NAMES: ClassVar[dict[str, str]] = {  # chats' names for our fields
         "max_tokens": "max_output_tokens",
@@ -298,7 +298,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/responses"""
+    """POST /v1/responses: an answer that may be kept, in OpenAI's format"""
 
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None

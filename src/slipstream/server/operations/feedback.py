@@ -1,7 +1,8 @@
 """POST /v1/feedback: a reader's rating of an answer, linked to the request by its id. It is a line
 of the audit log.
 
-An id has 122 random bits, so only the receiver of the answer can name it.
+An id has 122 random bits, so only who has seen the answer's can name it. The line has the rater's key, and
+an export counts it if that is the request's own (`rated`).
 """
 
 from __future__ import annotations

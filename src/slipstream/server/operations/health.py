@@ -47,10 +47,10 @@ class Probes:
 
 
 def canary_ok(state: ServerState) -> bool | None:
-    """Whether the model answers as it should: by the checkpoint's canary at the start and the
-    last self-check. None: neither was there."""
-    canary, check = state.engine.canary, state.self_check
-    found = [canary and canary.ok, check and check.ok]
+    """Whether the model answers as it should: by the checkpoint's canary at the start and the checks
+    since. None: there was neither."""
+    canary = state.engine.canary
+    found = [canary and canary.ok, *(check.ok for check in state.checks)]
     known = [ok for ok in found if ok is not None]
     return all(known) if known else None
 

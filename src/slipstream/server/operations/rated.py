@@ -6,38 +6,51 @@ A row is a conversation in chat format, whose last message is the rated answer a
     {"messages": [{"role", "content"}, …], "rating": "up", "ratings": {"up": 2, "down": 0},
      "score": 0.9, "comments": ["…"], "model": "…", "id": "…"}
 
-1. Each key's last rating of an answer counts, and each rating without a key. `rating` is that of most;
+1. Ratings count that came with the key of the request, and those of raters that the export names (`raters`).
+   Of others one would not know whether they saw the answer: who has an id may not be its reader.
+2. Each key's last rating of an answer counts, and each rating without a key. `rating` is that of most;
    an answer that as many rate up as down is left out. `score` is the mean of the scores.
-2. Only whole conversations of texts, in the turns that training reads. All else is left out, and
+3. Only whole conversations of texts, in the turns that training reads. All else is left out, and
    `Skipped` counts it by reason.
-3. What `previous_response_id` continues is joined from the log. So is an answer that the request
+4. What `previous_response_id` continues is joined from the log. So is an answer that the request
    began (`continue_final_message`, Anthropic's last assistant message).
-4. Keys, addresses and times stay in the log.
+5. Keys, addresses and times stay in the log.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from slipstream.errors import ConfigError
+
 Rating = Literal["up", "down"]
 
 Skipped = Counter[str]
-"""Number of rated answers that are left out, by reason."""
+"""Number of rated answers that are left out, by reason, and of ratings that don't count."""
 
 Requests: TypeAlias = dict[str, Mapping[str, Any]]
 """A log's lines of requests, by id."""
+
+ANYONE = "any"
+"""Stands in `raters` for each key there is."""
 
 _ELSEWHERE = "earlier turns are elsewhere"
 
 
 def rows(
-    records: Iterable[Mapping[str, Any]], skipped: Skipped, *, rating: Rating | None = None
+    records: Iterable[Mapping[str, Any]],
+    skipped: Skipped,
+    *,
+    rating: Rating | None = None,
+    raters: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """The rated answers of a log, oldest first; of one rating only, if it is given."""
+    """The rated answers of a log, oldest first; of one rating only, if it is given. `raters` are keys whose
+    ratings count for each answer: their ids in the log, or eight letters of one or more. ConfigError
+    if no rating has one of them."""
     requests: Requests = {}
     given: dict[str, dict[str | int, Mapping[str, Any]]] = {}  # by answer, then key
     for record in records:
@@ -46,7 +59,25 @@ def rows(
         elif record["kind"] == "feedback":
             own = given.setdefault(record["request"], {})
             own[record.get("key") or len(own)] = record  # without a key: one voter a rating
-    for id_, by_key in given.items():
+    keys = {
+        key for all_given in given.values() for r in all_given.values() if (key := r.get("key"))
+    }
+    for rater in raters:
+        if rater != ANYONE and not any(_names(rater, key) for key in keys):
+            raise ConfigError(f"raters: no rating in the log has the key {rater!r}", field="raters")
+    for id_, all_given in given.items():
+        own_key = requests[id_].get("key") if id_ in requests else None
+        by_key = {
+            who: record
+            for who, record in all_given.items()
+            if id_ not in requests
+            or record.get("key") == own_key
+            or _is_among(record.get("key"), raters)
+        }
+        if len(by_key) < len(all_given):
+            skipped["ratings with another key than the request's"] += len(all_given) - len(by_key)
+        if not by_key:
+            continue
         votes = Counter(f["rating"] for f in by_key.values())
         if votes["up"] == votes["down"]:
             skipped["rated up as often as down"] += 1
@@ -70,6 +101,14 @@ def rows(
             "model": requests[id_].get("model"),
             "id": id_,
         }
+
+
+def _is_among(key: str | None, raters: Collection[str]) -> bool:
+    return ANYONE in raters or (key is not None and any(_names(rater, key) for rater in raters))
+
+
+def _names(rater: str, key: str) -> bool:
+    return rater == key or (len(rater) >= 8 and key.startswith(rater))
 
 
 class _LeftOutError(Exception):

@@ -54,6 +54,9 @@ NUM_DECODED = 8
 LEAST = math.log(1e-9)
 """Log-probabilities below count as this one, so that a KL is finite."""
 
+LEAST_KL = 1e-3
+"""Nats below which a change of a KL is rounding, of which the detector isn't told."""
+
 LEAST_AGREEMENT = 0.5
 """Share of positions whose likeliest token is the reference's. 4 bits keep most; other weights few."""
 
@@ -138,7 +141,9 @@ class VersionCheck(msgspec.Struct, kw_only=True):
 
 
 class SelfCheck:
-    """The looks of one server. `run` ends when it is cancelled."""
+    """The looks of one server, an `IdleCheck` of it. `run` ends when it is cancelled."""
+
+    name = "self_check"
 
     def __init__(self, state: ServerState, path: str, every_s: float) -> None:
         engine = state.engine
@@ -155,6 +160,7 @@ class SelfCheck:
         self.versions: dict[str, VersionCheck] = {}
         self.ok: bool | None = None  # None: no look yet
         self.num_looks = {"pass": 0, "fault": 0, "interrupted": 0}
+        self._new_kl: float | None = None
 
     async def run(self) -> None:
         while True:
@@ -170,7 +176,6 @@ class SelfCheck:
             await asyncio.sleep(self._every_s)
 
     async def interrupt(self) -> None:
-        """End the request of a look: a pause would keep it, and a sleep would wait for it."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait([self._asking])
@@ -194,8 +199,15 @@ class SelfCheck:
                 return is_good
         return None
 
+    def report(self) -> list[VersionCheck]:
+        """The looks by version of the weights, oldest first."""
+        return list(self.versions.values())
+
+    def new_kl(self) -> float | None:
+        found, self._new_kl = self._new_kl, None
+        return None if found is None else max(LEAST_KL, found)
+
     def families(self) -> Iterator[Metric]:
-        """The metrics of the checks."""
         kl = GaugeMetricFamily(
             "slipstream:self_check_kl",
             "KL of the last self-check in nats, by version of the weights",
@@ -251,6 +263,7 @@ class SelfCheck:
             max(row, key=row.__getitem__) == max(own, key=own.__getitem__) for row, own in pairs
         )
         agreement, now = same / len(pairs), time.time()
+        self._new_kl = kl
         is_good = kl <= self._fingerprint.max_kl and agreement >= LEAST_AGREEMENT
         before = self.versions.pop(version, None)
         self.versions[version] = VersionCheck(

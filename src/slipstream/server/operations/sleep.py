@@ -39,7 +39,7 @@ class Sleeping:
             raise bad_request(
                 "mode: requests in flight end first, which is 'wait'; leave it out", "mode"
             )
-        await self.state.end_look()
+        await self.state.interrupt_checks()
         await self.state.engine.sleep(int(level))
         return self._answer()
 

@@ -30,7 +30,6 @@ from slipstream.server.http.errors import ApiError
 from slipstream.server.http.replies import json_response
 from slipstream.server.operations.health import all_metrics, canary_ok, engine_stats
 from slipstream.server.operations.metrics import Histogram, Metrics
-from slipstream.server.operations.self_check import VersionCheck
 from slipstream.server.state import ServerState
 
 _PAGES = Path(__file__).parent / "pages"
@@ -52,8 +51,8 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     prompt_tokens: int | None = None
     generated_tokens: int | None = None
     uptime_s: float | None = None
-    canary_ok: bool | None = None  # with the last self-check
-    self_check: list[VersionCheck] | None = None  # by version of the weights, oldest first
+    canary_ok: bool | None = None  # with the checks that the server runs when idle
+    checks: dict[str, list[Any]] = {}  # what those found, by name
 
 
 class Latency(msgspec.Struct, kw_only=True):
@@ -134,10 +133,9 @@ async def server_status(state: ServerState) -> ServerStatus:
         doing = "ready" if state.engine.health().ok else "down"
         if doing == "ready" and stats is not None and stats.is_paused:
             doing = "paused"
-    check = state.self_check
     more = {
         "canary_ok": canary_ok(state),
-        "self_check": None if check is None else list(check.versions.values()),
+        "checks": {check.name: check.report() for check in state.checks},
     }
     return ServerStatus(
         models=[*state.model_names, *state.engine.adapters],

@@ -282,7 +282,7 @@ class WeightRoutes:
         if not abort:
             return await self._written(version)
         was_paused = (await self.engine.weights()).is_paused
-        await self.state.end_look()
+        await self.state.interrupt_checks()
         await self.engine.pause_generation(mode="abort")
         try:
             return await self._written(version)
@@ -337,7 +337,7 @@ class WeightRoutes:
         if clear_cache and mode not in ("wait", "abort"):
             raise bad_request("clear_cache needs mode=wait or mode=abort", "clear_cache")
         own: Any = MODES[mode]
-        await self.state.end_look()
+        await self.state.interrupt_checks()
         info = await self.engine.pause_generation(mode=own, clear_cache=clear_cache)
         logger.info("generation was paused", extra={"fields": {"mode": own}})
         return info
@@ -351,7 +351,7 @@ class WeightRoutes:
         return info
 
     async def flush_cache(self, body: EmptyBody) -> WeightsInfo:
-        await self.state.end_look()
+        await self.state.interrupt_checks()
         await self.engine.reset_prefix_cache()
         return await self.engine.weights()
 

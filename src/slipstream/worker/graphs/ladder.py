@@ -204,10 +204,11 @@ class GraphLadder:
         patience = LONG_PATIENCE if size[1] > MIXED_TOKENS else PATIENCE
         return self.wanted[size] + 1 >= patience
 
-    def commonest(self) -> tuple[list[Size], set[Size]]:
+    def commonest(self, *, few: bool = False) -> tuple[list[Size], set[Size]]:
         """Sizes to capture at the start, and soon after it.
 
-        Ranks capture together, so they capture all of these at the start.
+        Ranks capture together, so they capture all of these at the start. `few`: one request waits,
+        so the most and the fewest decodes and the smallest prompt come first, and the others soon.
         """
         powers = [n for n in self.sizes if n.bit_count() == 1]
         decodes = {n for n in powers if n <= FIRST_DECODES}
@@ -226,6 +227,9 @@ class GraphLadder:
         if self.prompt_sizes:
             first += [self.mixed_within(*most) for most in mixed]
             soon.add(self.mixed_within(*NEXT_MIXED))
+        if few and not self.num_ranks and not self.verifies:
+            soon.update(first)
+            first = [first[0], (min(decodes), 0), first[-1]]
         soon.difference_update(first)
         return (first, soon) if not self.num_ranks else ([*first, *sorted(soon)], set())
 

@@ -136,8 +136,8 @@ class StepGraphs(GraphStore, Forward):
         # query_start_loc of decodes
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)
 
-    def capture(self) -> None:
-        """Capture the largest mixed step, then the commonest sizes.
+    def capture(self, *, few: bool = False) -> None:
+        """Capture the largest mixed step, then the commonest sizes (`few`: see there).
 
         The largest comes first so that all others fit into its memory. The rest is captured by
         `capture_next`, during long steps, or by the first step that needs it, which takes about 40
@@ -148,7 +148,7 @@ class StepGraphs(GraphStore, Forward):
             return
         if ladder.prompt_sizes:
             self._graph((ladder.decode_sizes[-1], ladder.prompt_sizes[-1]))
-        first, ladder.soon = ladder.commonest()
+        first, ladder.soon = ladder.commonest(few=few)
         for size in first:
             self._graph(size)
         ladder.queue()

@@ -205,17 +205,20 @@ def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition
     every.in_order = config.device.deterministic
     group, pipe = every.stages(config.parallel.num_stages)
     how = config.parallel.stage
-    if device.type == "cuda" and isinstance(how, TensorParallel):
-        from slipstream.kernels.triton.rank_sums import try_rank_sums
-
-        try_rank_sums(group, spec.hidden_size * DTYPE_BYTES[config.model.dtype])
-        if tokens := peer_copy_tokens(config, spec):
-            dtype = getattr(torch, config.model.dtype)
-            is_mixture = any(isinstance(x.mlp, MoESpec) for x in spec.layers)
-            try_peer_copies(group, platform, tokens, spec.hidden_size, dtype, is_mixture)
     context = None
     if config.cache.context_ranks > 1:
         context = group.part(group.size // config.cache.context_ranks)
+    if device.type == "cuda" and group.size > 1:
+        from slipstream.kernels.triton.rank_sums import try_rank_sums
+
+        row_bytes = spec.hidden_size * DTYPE_BYTES[config.model.dtype]
+        try_rank_sums(group, row_bytes)
+        if context is not None and context is not group:
+            try_rank_sums(context, row_bytes)
+        if isinstance(how, TensorParallel) and (tokens := peer_copy_tokens(config, spec)):
+            dtype = getattr(torch, config.model.dtype)
+            is_mixture = any(isinstance(x.mlp, MoESpec) for x in spec.layers)
+            try_peer_copies(group, platform, tokens, spec.hidden_size, dtype, is_mixture)
     return Partition(
         config.parallel.shard(ranks.rank),
         group,

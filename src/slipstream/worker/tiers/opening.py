@@ -170,7 +170,11 @@ def identity(config: EngineConfig, description: ModelDescription, runner: Runner
             device.dense_copies,
         ],
         [type(runner.loaded).__name__, runner.ops.describe()],
-        str(None if runner.loaded.partition is None else runner.loaded.partition.shard),
+        str(
+            None
+            if runner.loaded.partition is None
+            else (runner.loaded.partition.shard, cache.context_ranks)
+        ),
         _draft_identity(config, runner),
     ]
     digest = hashlib.sha256(json.dumps(known).encode())

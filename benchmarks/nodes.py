@@ -1,0 +1,517 @@
+"""Every run of one kind of machine, with two, four or eight GPUs, in one call of ten minutes.
+
+    python benchmarks/nodes.py                            # as many GPUs as there are; record nodes_2.json and nodes_2.md
+    python benchmarks/nodes.py --gpus 8 --list            # the runs, their goals and the seconds that they may take
+    python benchmarks/nodes.py --only 70b,context         # some of them
+    python benchmarks/nodes.py --device cpu --gpus 2      # each form on CPU processes with a tiny model, to try the script
+
+Checks come first: tests for several ranks, and greedy tokens of small models in float32 that must be one device's. A form
+whose check fails is not timed. A run that does not fit into the time left (`--seconds`) is left out, and the table says so:
+call it again with `--only`. Both files are written after each run. Every engine has a process of its own and random weights
+(load_format="dummy").
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import common
+import parallel
+
+SECONDS = 570
+FP8 = {"quantization": "fp8"}
+FP8_ALL = {**FP8, "kv_cache_dtype": "fp8"}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-235b": (
+        "qwen3-30b-a3b",
+        {
+            "hidden_size": 4096,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+        },
+    ),
+    "gpt-oss-120b": ("gpt-oss-20b", {"num_hidden_layers": 36, "num_local_experts": 128}),
+    "long-8b": ("llama-3-8b", {"max_position_embeddings": parallel.LONG + 1024}),
+}
+"""Models without a folder of their own in benchmarks/configs: the one that they differ from, and in what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One row of the table. `goal`: words; `least` or `most`: what the number must reach. `forms`: those whose check must have
+    passed."""
+
+    name: str
+    what: str
+    goal: str
+    seconds: int
+    work: Callable[[Node], dict[str, Any]]
+    forms: tuple[str, ...] = ()
+    number: str = ""  # of the result that `least` and `most` are about
+    least: float | None = None
+    most: float | None = None
+
+    def met(self, found: dict[str, Any]) -> bool | None:
+        value = found.get(self.number)
+        if not isinstance(value, int | float):
+            return None
+        return (self.least is None or value >= self.least) and (
+            self.most is None or value <= self.most
+        )
+
+
+@dataclass(slots=True)
+class Node:
+    """The machine, and what is known of it. `tiny`: small models and loads, on CPU processes."""
+
+    gpus: int
+    device: str
+    folder: Path
+    end: float
+    clock: Callable[[], float] = time.monotonic
+    engine: Callable[..., Any] = parallel.engine
+    failed_forms: set[str] = field(default_factory=set)
+
+    @property
+    def tiny(self) -> bool:
+        return self.device == "cpu"
+
+    def left(self) -> float:
+        return self.end - self.clock()
+
+    def model(self, name: str) -> str:
+        """The folder of a model; on CPUs of a tiny one with the same layers."""
+        base, changes = SHAPES.get(name, (name, {}))
+        if self.tiny:
+            small = "deepseek_v3" if "deepseek" in base else "llama"
+            base, changes = "tiny", parallel.SMALL["qwen3_moe" if "qwen3" in base else small]
+            changes = {**changes, "num_hidden_layers": max(3, self.gpus)}
+        if not changes:
+            return str(common.CONFIGS / base)
+        made = self.folder / name
+        made.mkdir(exist_ok=True)
+        config = json.loads((common.CONFIGS / base / "config.json").read_text())
+        (made / "config.json").write_text(json.dumps(changes if self.tiny else config | changes))
+        return str(made)
+
+    def settings(self, model: str, **more: Any) -> dict[str, Any]:
+        made = {"model": self.model(model), "device": self.device, "max_model_len": 4096, **more}
+        if self.tiny:
+            for name in ("quantization", "kv_cache_dtype", "max_num_batched_tokens"):
+                made.pop(name, None)
+            made |= {"dtype": "float32", "kv_cache_bytes": 2**22, "max_model_len": 256}
+            made["max_num_seqs"] = 4
+            made["kernels"] = "torch"  # dummy weights without torch are others than ranks draw
+        return made
+
+    def run(
+        self,
+        tasks: dict[str, tuple[str, dict[str, Any], int | None]],
+        *,
+        small: bool = False,
+        **load: int,
+    ) -> dict[str, Any]:
+        """Results of engines, as many at a time as have GPUs of their own; of small models six."""
+        alone = all(gpu is not None for *_, gpu in tasks.values())
+        at_once = 1 if self.tiny else 6 if small else self.gpus if alone else 1
+        with ThreadPoolExecutor(at_once) as pool:
+            jobs = {
+                key: pool.submit(
+                    self.engine,
+                    what,
+                    made,
+                    None if self.tiny else gpu,
+                    load.get("requests", 1024),
+                    {k: v for k, v in load.items() if k != "requests"},
+                )
+                for key, (what, made, gpu) in tasks.items()
+            }
+            return {key: job.result() for key, job in jobs.items()}
+
+
+def sizes(node: Node, requests: int, given: int, answer: int) -> dict[str, int]:
+    return (
+        {"requests": 4, "input": 9, "output": 5}
+        if node.tiny
+        else {"requests": requests, "input": given, "output": answer}
+    )
+
+
+def times(one: Any, other: Any, name: str, *, slower: bool = False) -> float | None:
+    """How many times as good `other` is, or None if one of them failed."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return None
+    return one[name] / other[name] if slower else other[name] / one[name]
+
+
+def forms_of(gpus: int) -> dict[str, dict[str, Any]]:
+    """The ways in which so many devices share a model."""
+    made = {
+        "tensor": {"tensor_parallel_size": gpus},
+        "stages": {"pipeline_parallel_size": gpus},
+        "context": {"context_parallel_size": gpus},
+        "experts": {"expert_parallel_size": gpus, "tensor_parallel_size": gpus},
+        "dealt": {"expert_parallel_size": gpus},
+    }
+    if gpus > 2:
+        made["stages of two"] = {"tensor_parallel_size": 2, "pipeline_parallel_size": gpus // 2}
+    return made
+
+
+CHECKED = {
+    "llama": ("tensor", "stages", "context", "stages of two"),
+    "qwen3_moe": ("experts", "dealt"),
+    "deepseek_v3": ("tensor", "context", "dealt"),
+}
+
+
+def tests(node: Node) -> dict[str, Any]:
+    """The GPU tests for several ranks."""
+    if node.tiny:
+        return {"left out": "they need GPUs"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    command += ["tests/gpu/test_two_gpus.py", "tests/gpu/test_rank_sums_gpu.py", "-n", "8"]
+    limit = max(1.0, min(110.0, node.left()))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"cut after {limit:.0f} s"}
+    last = (done.stdout.strip().splitlines() or ["no output"])[-1]
+    return {"passed": last} if done.returncode == 0 else {"failed": last}
+
+
+def greedy(node: Node) -> dict[str, Any]:
+    """Greedy tokens of small models by every form, next to one device's."""
+    found: dict[str, Any] = {}
+    forms = forms_of(node.gpus)
+    for name, ways in CHECKED.items():
+        folder = node.folder / f"greedy-{name}"
+        folder.mkdir(exist_ok=True)
+        config = {**parallel.SMALL[name], "num_hidden_layers": max(3, node.gpus)}
+        (folder / "config.json").write_text(json.dumps(config))
+        settings = {
+            **node.settings("tiny"),
+            "model": str(folder),
+            "dtype": "float32",
+            "kv_cache_bytes": 2**27,
+        }
+        given = {"input": 9, "output": 5} if node.tiny else {}
+        tasks: dict[str, tuple[str, dict[str, Any], int | None]] = {
+            way: ("tokens", settings | forms[way], None) for way in ways if way in forms
+        }
+        tasks["one"] = ("tokens", settings, 0)
+        answers = node.run(tasks, small=True, **given)
+        one = answers.pop("one")
+        for way, tokens in answers.items():
+            same = isinstance(tokens, list) and tokens == one
+            found[f"{name}, {way}"] = "equal" if same else f"{str(one)[:80]} / {str(tokens)[:80]}"
+            if not same:
+                node.failed_forms.add(way)
+    return found
+
+
+def sums(node: Node) -> dict[str, Any]:
+    """Sums, gathers, scatters and exchanges, and how many are slower than published."""
+    if node.tiny:
+        return {"left out": "they need GPUs"}
+    found = parallel.collectives(argparse.Namespace(largest_kb=parallel.SIZES_KB[-1]))
+    slower = [
+        f"{name} of {size} KB"
+        for name in ("sum", "gather", "scatter", "exchange")
+        for size in parallel.SIZES_KB
+        if isinstance(
+            own := found.get(f"one kernel{'' if name == 'sum' else f', {name}'}, {size} KB"), float
+        )
+        and own > found.get(f"{name}, published, {size} KB", own)
+    ]
+    return {**found, "slower than published": slower, "number slower": len(slower)}
+
+
+def by_forms(model: str, names: Sequence[str], **more: Any) -> Callable[[Node], dict[str, Any]]:
+    """Throughput of 128 tokens in and out by some forms and by one device, and of replicas."""
+
+    def work(node: Node) -> dict[str, Any]:
+        forms, made = forms_of(node.gpus), node.settings(model, **more)
+        load = sizes(node, 1024, 128, 128)
+        found: dict[str, Any] = node.run({"one": ("load", made, 0)}, **load)
+        if "replicas" in names:
+            every = {f"replica {i}": ("load", made, i) for i in range(node.gpus)}
+            rates = [x for x in node.run(every, **load).values() if isinstance(x, dict)]
+            if len(rates) == node.gpus:
+                found["replicas"] = {"tokens_a_second": sum(x["tokens_a_second"] for x in rates)}
+        chosen = [n for n in names if n in forms and n not in node.failed_forms]
+        for name in chosen:
+            found |= node.run({name: ("load", made | forms[name], None)}, **load)
+        gains = {n: times(found["one"], x, "tokens_a_second") for n, x in found.items()}
+        gains = {f"{n}, times one": x for n, x in gains.items() if x is not None and n != "one"}
+        return {**found, **gains, "best, times one": max(gains.values(), default=None)}
+
+    return work
+
+
+def large(model: str, form: str, **more: Any) -> Callable[[Node], dict[str, Any]]:
+    """Milliseconds a token of four requests, and throughput of 1,000 tokens in and out."""
+
+    def work(node: Node) -> dict[str, Any]:
+        made = node.settings(model, **more) | forms_of(node.gpus)[form]
+        found: Any = node.run(
+            {form: ("large", made, None)}, **sizes(node, 128 * node.gpus, 1000, 1000)
+        )[form]
+        if not isinstance(found, dict):
+            return {"failed": found}
+        return {**found, "tokens_a_second_a_gpu": found["tokens_a_second"] / node.gpus}
+
+    return work
+
+
+def over_one(model: str, form: str, **more: Any) -> Callable[[Node], dict[str, Any]]:
+    """Throughput of 1,000 tokens in and out over one device's."""
+
+    def work(node: Node) -> dict[str, Any]:
+        made, load = node.settings(model, **more), sizes(node, 256, 1000, 1000)
+        found: dict[str, Any] = node.run({"one": ("load", made, 0)}, **load)
+        found |= node.run({form: ("load", made | forms_of(node.gpus)[form], None)}, **load)
+        return {**found, "times one": times(found["one"], found[form], "tokens_a_second")}
+
+    return work
+
+
+def context(node: Node) -> dict[str, Any]:
+    """A prompt of 131,072 tokens and steps of 8 such sequences, by context and by one device."""
+    more = {**FP8_ALL, "max_num_seqs": 8, "max_num_batched_tokens": 8192}
+    made = node.settings("long-8b", **more)
+    if not node.tiny:
+        made["max_model_len"] = parallel.LONG + 1024
+    load = {"requests": 2, "input": 100} if node.tiny else {"requests": 8}
+    ways = {
+        "context": ("long", made | forms_of(node.gpus)["context"], None),
+        "one": ("long", made, 0),
+    }
+    found: dict[str, Any] = {}
+    for name, task in ways.items():
+        found |= node.run({name: task}, **load)
+    one, other = found["one"], found["context"]
+    return {
+        **found,
+        "prompt, times one": times(one, other, "first_token_s", slower=True),
+        "step, times one": times(one, other, "ms_a_step", slower=True),
+        "room, times one": times(one, other, "kv_tokens"),
+    }
+
+
+def apart(node: Node) -> dict[str, Any]:
+    """Prompts and answers on the same replicas, and apart, over HTTP."""
+    if node.tiny:
+        return {"left out": "on CPUs it is benchmarks/fleet.py --study phases"}
+    engine = node.settings("llama-3-8b", **FP8_ALL, gpu_memory_utilization=0.42)
+    model = engine.pop("model")
+    model = with_tokenizer(node, Path(model))
+    engine["load_format"] = "dummy"
+    engine["max_model_len"] = 16384
+    command = [sys.executable, str(common.HERE / "fleet.py"), "--study", "phases", "--model", model]
+    command += ["--engine", json.dumps(engine), "--output", str(node.folder / "apart.json")]
+    load = (2, 32, 256, 40, 8000, 0.25)
+    names = ("rounds", "streams", "tokens", "prompts", "prompt", "every")
+    for name, value in zip(names, load, strict=True):
+        command += [f"--{name}", str(value)]
+    command += ["--devices", ",".join(map(str, range(2)))]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=max(1.0, node.left())
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": "cut at the end of the time"}
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or ["no output"])[-1]}
+    kept = json.loads((node.folder / "apart.json").read_text())
+    return {k: v for k, v in kept.items() if k not in ("environment", "versions", "machine")}
+
+
+def with_tokenizer(node: Node, model: Path) -> str:
+    """A copy of a model's config beside a tokenizer with as many words."""
+    from cases.features_grammar import made_tokenizer
+
+    folder = node.folder / "with-tokenizer"
+    folder.mkdir(exist_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config))
+    made_tokenizer(folder, config["vocab_size"])
+    return str(folder)
+
+
+def deaths(node: Node) -> dict[str, Any]:
+    """Ranks that are killed under 64 streams, on this machine's cores."""
+    if node.tiny:
+        return {"left out": "it is pytest -m slow tests/fleet/test_rank_deaths.py"}
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-m", "slow"]
+    command += ["tests/fleet/test_rank_deaths.py"]
+    limit = max(1.0, min(150.0, node.left()))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"cut after {limit:.0f} s"}
+    turns = [line for line in done.stdout.splitlines() if line.startswith("turn ")]
+    lost = "none" if done.returncode == 0 else "the test failed"
+    return {"turns": turns, "lost": lost}
+
+
+def update(node: Node) -> dict[str, Any]:
+    """Seconds of an update of an 8B's weights from another device, and whether a second one has the same checksum."""
+    made = node.settings("llama-3-8b", dtype="bfloat16")
+    found = node.run({"update": ("update", made, None)})["update"]
+    return found if isinstance(found, dict) else {"failed": found}
+
+
+def runs_of(gpus: int) -> list[Run]:
+    """The runs of a machine with so many GPUs, in their order: checks, then what decides most."""
+    checks = [
+        Run("tests", "tests of several ranks", "pass", 110, tests),
+        Run("greedy", "greedy tokens equal to one device's, every form", "equal", 90, greedy),
+        Run("sums", "sums, gathers, scatters, exchanges", "at most the published times", 60, sums,
+            number="number slower", most=0),
+    ]  # fmt: skip
+    a_gpu = "tokens_a_second_a_gpu"
+    seventy = {2: (9.2, 3300), 4: (6.5, 3000), 8: (6.5, 3000)}[gpus]
+    goal = f"{seventy[0]} ms a token · {seventy[1]:,} tok/s a GPU"
+    seventy_b = Run("70b", "70B FP8, 4 requests · 1,000/1,000", goal, 100, large("llama-3-70b", "tensor", **FP8),
+                    ("tensor",), a_gpu, seventy[1])  # fmt: skip
+    prompts = {2: 1.8, 4: 3.2, 8: 6.0}[gpus]
+    by_context = Run("context", "a prompt of 128k and steps of 8 × 128k over one GPU",
+                     f"{prompts} × (two GPUs: steps 1.7 ×)", 160, context, ("context",), "prompt, times one",
+                     prompts)  # fmt: skip
+    if gpus == 2:
+        return [
+            *checks,
+            seventy_b,
+            by_context,
+            Run("8b", "8B FP8 128/128 over one GPU: tensor · stages · replicas", "1.75 · 1.8 ×", 120,
+                by_forms("llama-3-8b", ("tensor", "stages", "replicas"), **FP8), (), "tensor, times one", 1.75),
+            Run("30b", "Qwen3-30B FP8 128/128 over one GPU", "1.7 ×", 100,
+                by_forms("qwen3-30b-a3b", ("experts", "dealt"), **FP8), (), "best, times one", 1.7),
+            Run("update", "update of an 8B's weights over NCCL", "0.8 s", 60, update, (), "seconds", None, 0.8),
+            Run("apart", "prefill and decode apart next to mixed replicas", "the form that plan named", 120, apart),
+            Run("120b", "gpt-oss-120b 1,000/1,000 over one GPU", "1.7 ×", 140, over_one("gpt-oss-120b", "experts"),
+                ("experts",), "times one", 1.7),
+            Run("deaths", "kill -9 of a rank under 64 streams, ten times", "all resumed, 15 s", 150, deaths),
+        ]  # fmt: skip
+    if gpus == 4:
+        return [
+            *checks,
+            Run("235b", "Qwen3-235B FP8 1,000/1,000", "3,600 tok/s a GPU", 140,
+                large("qwen3-235b", "experts", **FP8), ("experts",), a_gpu, 3600),
+            seventy_b,
+            by_context,
+            Run("8b", "8B FP8 128/128 over one GPU: tensor · stages · replicas", "3.6 × by the best", 150,
+                by_forms("llama-3-8b", ("tensor", "replicas", "stages of two", "stages"), **FP8), (),
+                "best, times one", 3.6),
+            Run("deaths", "kill -9 of a rank under 64 streams, ten times", "all resumed", 150, deaths),
+        ]  # fmt: skip
+    return [
+        *checks,
+        Run("671b", "DeepSeek-V3 FP8, requests dealt out, 4 requests · 1,000/1,000", "14 ms for one sequence", 180,
+            large("deepseek-v3", "dealt", **FP8), ("dealt",), "ms_a_token", None, 14),
+        Run("235b", "Qwen3-235B FP8 1,000/1,000, experts on eight", "the form that plan named", 140,
+            large("qwen3-235b", "experts", **FP8), ("experts",), a_gpu),
+        by_context,
+        Run("8b", "8B FP8 128/128 over one GPU: replicas", "7.6 ×", 90, by_forms("llama-3-8b", ("replicas",), **FP8), (),
+            "best, times one", 7.6),
+        seventy_b,
+        Run("deaths", "kill -9 of a rank under 64 streams, ten times", "0 lost", 150, deaths),
+    ]  # fmt: skip
+
+
+def table(runs: Sequence[Run], found: dict[str, dict[str, Any]]) -> str:
+    """The results as Markdown."""
+    rows = ["| run | goal | measured | met | s |", "| --- | --- | --- | --- | --- |"]
+    for run in runs:
+        if (result := found.get(run.name)) is None:
+            continue
+        met = {True: "yes", False: "no", None: "–"}[run.met(result)]
+        shown = "; ".join(
+            f"{key}: {value:,.4g}" if isinstance(value, int | float) else f"{key}: {value}"
+            for key, value in result.items()
+            if isinstance(value, int | float | str) and "KB" not in key and key != "took_s"
+        )
+        rows.append(
+            f"| {run.name}: {run.what} | {run.goal} | {shown} | {met} | {result['took_s']:.0f} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def run_all(
+    node: Node, runs: Sequence[Run], save: Callable[[dict[str, Any]], None]
+) -> dict[str, dict[str, Any]]:
+    """Results by run. What has no time left, or whose form gave other answers, is named and left out."""
+    found: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        begin = node.clock()
+        wrong = sorted(node.failed_forms.intersection(run.forms))
+        if wrong:
+            result: dict[str, Any] = {
+                "left out": f"other answers than one device's: {', '.join(wrong)}"
+            }
+        elif node.left() < 0.6 * run.seconds:
+            result = {"left out": f"{max(0.0, node.left()):.0f} s left of {run.seconds} needed"}
+        else:
+            try:
+                result = run.work(node)
+            except Exception as error:  # one run's failure leaves the others
+                result = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+        found[run.name] = {**result, "took_s": node.clock() - begin}
+        print(f"[{run.name}: {found[run.name]['took_s']:.0f} s] {str(result)[:400]}", flush=True)
+        save(found)
+    return found
+
+
+def main() -> None:
+    made = common.parser(__doc__, "nodes_N")
+    made.add_argument("--gpus", type=int, choices=(2, 4, 8), help="(default: as many as there are)")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    made.add_argument("--seconds", type=int, default=SECONDS, help="for all runs together")
+    made.add_argument("--only", default="", help="names of runs, with commas")
+    made.add_argument("--list", action="store_true", help="tell the runs and run nothing")
+    args = made.parse_args()
+    if args.gpus is None:
+        import torch
+
+        args.gpus = torch.cuda.device_count()
+        if args.gpus not in (2, 4, 8):
+            made.error(f"{args.gpus} GPUs: there are runs for 2, 4 and 8 (--gpus)")
+    runs = runs_of(args.gpus)
+    if args.only:
+        names = args.only.split(",")
+        if unknown := set(names) - {run.name for run in runs}:
+            made.error(f"--only: there is no {', '.join(sorted(unknown))}")
+        runs = [run for run in runs if run.name in names]
+    if args.list:
+        for run in runs:
+            print(f"{run.name:8} {run.seconds:4} s  {run.what}: {run.goal}")
+        return
+    output = args.output.with_name(args.output.name.replace("nodes_N", f"nodes_{args.gpus}"))
+
+    def save(found: dict[str, Any]) -> None:
+        common.save(output, "nodes", gpus=args.gpus, device=args.device, runs=found)
+        output.with_suffix(".md").write_text(table(runs, found))
+
+    with tempfile.TemporaryDirectory() as folder:
+        end = time.monotonic() + args.seconds
+        found = run_all(Node(args.gpus, args.device, Path(folder), end), runs, save)
+    print(table(runs, found))
+
+
+if __name__ == "__main__":
+    os.chdir(common.HERE.parent)
+    main()
