@@ -517,9 +517,8 @@ def test_only_replicas_with_the_adapter_are_asked():
     asked = {}
     version = SimpleNamespace(
         has_roles=False,
-        guard=SimpleNamespace(out=lambda now: set()),
         replicas=replicas,
-        router=SimpleNamespace(choose=lambda *a, **more: asked.update(more)),
+        placing=SimpleNamespace(choose=lambda *a, **more: asked.update(more)),
     )
     own = {"only": None, "adapter": "x", "tokens": [1], "session": None, "prefix_salt": ""}
     call = SimpleNamespace(tried=set(), is_line=False, num_deaths=0, handover=None, **own)
