@@ -91,6 +91,15 @@ def test_an_environment_may_be_longer_than_a_message(forks):
     assert made.wait(PATIENCE_S) == 7
 
 
+def test_a_fork_may_start_in_a_folder_that_was_deleted(forks, tmp_path, monkeypatch, capfd):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert forks.fork(["fail"], passed=(), environment={}).wait(PATIENCE_S) == 1
+    assert capfd.readouterr().err.endswith("ValueError: no such word\n")
+
+
 def test_a_fork_is_awaited_next_to_a_thousand_open_files(forks):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as opened:

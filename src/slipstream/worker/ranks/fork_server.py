@@ -6,8 +6,8 @@ which outlives them: where an engine starts again after a rank's death, nothing 
     a server, or the executor ── socket ──> fork server ── fork ──> rank 0, rank 1, …
                               <── a report for each rank: its process id, later its exit code ──
 
-1. A request brings file descriptors: a file with the words of the rank's command line, its
-   environment and folder; standard input, output and error; the report; those named in the words.
+1. A request brings file descriptors: a file with the words of the rank's command line and its
+   environment; its folder; standard input, output and error; the report; those named in the words.
 2. The fork server runs no operator of torch and does not touch a GPU, so a fork may do both.
 3. It ends when the last process with the socket's other end closes it, or ends. A rank ends when
    its own standard input closes.
@@ -118,16 +118,17 @@ class ForkServer:
         given = {
             "words": list(words),
             "environment": dict(environment),
-            "folder": os.getcwd(),
             "passed": list(passed),
         }
         ours, theirs = socket.socketpair()
         theirs_stdin, our_stdin = os.pipe()
+        folder = os.open(".", os.O_PATH)  # also of a folder that was deleted
         try:
             with os.fdopen(os.memfd_create("rank"), "wb") as request:  # too long for a message
                 request.write(json.dumps(given).encode())
                 request.flush()
-                fds = [request.fileno(), theirs_stdin, 1, 2, theirs.fileno(), *passed]
+                standard = (theirs_stdin, 1, 2)
+                fds = [request.fileno(), folder, *standard, theirs.fileno(), *passed]
                 socket.send_fds(self._end, [_FORK], fds)
         except OSError as error:
             ours.close()
@@ -140,6 +141,7 @@ class ForkServer:
         finally:
             theirs.close()
             os.close(theirs_stdin)
+            os.close(folder)
         return ForkedProcess(ours, our_stdin)
 
     def close(self) -> None:
@@ -182,22 +184,22 @@ def serve(asked: socket.socket, run: Callable[[list[str]], int]) -> None:
         message, fds, _, _ = socket.recv_fds(asked, len(_FORK), _MAX_FDS)
         if not message:
             return
-        request = fds.pop(0)
+        request, folder, *fds = fds
         pid = os.fork()
         if not pid:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for mine in (asked.fileno(), woken, wake, *(r.fileno() for r in reports.values())):
                 os.close(mine)
-            _become(request, fds, run)
+            _become(request, folder, fds, run)
         reports[pid] = report = socket.socket(fileno=fds[_NUM_OWN_FDS - 1])
-        for theirs in (request, *fds[: _NUM_OWN_FDS - 1], *fds[_NUM_OWN_FDS:]):
+        for theirs in (request, folder, *fds[: _NUM_OWN_FDS - 1], *fds[_NUM_OWN_FDS:]):
             os.close(theirs)
         with contextlib.suppress(OSError):  # whoever asked is gone, and the rank will end
             report.send(_REPORT.pack(pid))
 
 
-def _become(request: int, fds: list[int], run: Callable[[list[str]], int]) -> None:
+def _become(request: int, folder: int, fds: list[int], run: Callable[[list[str]], int]) -> None:
     """Be the process that was asked for. It does not return."""
     code = 1
     try:
@@ -215,7 +217,8 @@ def _become(request: int, fds: list[int], run: Callable[[list[str]], int]) -> No
         names = dict(zip(map(str, passed), map(str, fds[_NUM_OWN_FDS:]), strict=True))
         os.environ.clear()
         os.environ.update(environment)
-        os.chdir(str(given["folder"]))
+        os.chdir(folder)
+        os.close(folder)
         code = run([names.get(str(word), str(word)) for word in words])
     except BaseException:
         traceback.print_exc()
