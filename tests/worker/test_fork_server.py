@@ -17,7 +17,9 @@ import pytest
 from slipstream.config import EngineArgs
 from slipstream.engine.process import child_link
 from slipstream.engine.process.child_source import child_source
+from slipstream.engine.process.core_client import CoreClient
 from slipstream.errors import EngineError
+from slipstream.worker.ranks import fork_server
 from slipstream.worker.ranks.fork_server import ForkServer
 from tests.waiting import PATIENCE_S
 
@@ -129,6 +131,13 @@ def test_forks_of_a_fork_server_that_died_are_killed_and_none_is_started(forks):
         forks.fork(["wait"], passed=(), environment={})
 
 
+def test_a_fork_server_that_stands_still_is_an_error(forks, monkeypatch):
+    monkeypatch.setattr(fork_server, "ANSWER_S", 0.05)
+    forks._process.send_signal(signal.SIGSTOP)
+    with pytest.raises(EngineError, match=r"has not answered for 0\.05 s"):
+        forks.fork(["wait"], passed=(), environment={})
+
+
 def test_it_ends_when_the_socket_closes(forks):
     process = forks._process
     forks._end.close()
@@ -150,3 +159,13 @@ def test_engines_that_follow_one_another_have_one_fork_server_while_it_lives():
         source.close()
     assert [call.args[1] for call in started.call_args_list] == [made[0], made[0], made[1]]
     made[1].close.assert_called_once_with()
+
+
+def test_a_core_that_starts_again_keeps_what_forks_its_ranks():
+    source = mock.Mock(connect=mock.AsyncMock())
+    client = CoreClient(mock.Mock(), source)
+    with mock.patch.multiple(client, adopt=mock.AsyncMock(), watch=mock.Mock()):
+        asyncio.run(client.start_again())
+    source.close.assert_not_called()
+    asyncio.run(client.stop())
+    source.close.assert_called_once_with()

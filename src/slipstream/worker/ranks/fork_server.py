@@ -31,6 +31,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from slipstream.errors import EngineError
 
+ANSWER_S = 300.0
+"""Seconds that the fork server may take to fork. The first answer comes when it has imported torch."""
+
 _REPORT = struct.Struct("!i")
 _FORK, _MAX_FDS = b"fork", 16
 _NUM_OWN_FDS = 4  # standard input, output and error, and the report
@@ -45,10 +48,14 @@ class ForkedProcess:
         weakref.finalize(self, report.close).atexit = False
         self.stdin = os.fdopen(stdin_fd, "wb")
         self.returncode: int | None = None
-        found = report.recv(_REPORT.size)
+        report.settimeout(ANSWER_S)  # `wait` receives only what is there
+        try:
+            found, why = report.recv(_REPORT.size), "has ended"
+        except TimeoutError:
+            found, why = b"", f"has not answered for {ANSWER_S:g} s"
         if not found:
             self.stdin.close()
-            raise EngineError("the process that starts ranks has ended; start the engine again")
+            raise EngineError(f"the process that starts ranks {why}; start the engine again")
         self.pid: int = _REPORT.unpack(found)[0]
 
     def poll(self) -> int | None:
