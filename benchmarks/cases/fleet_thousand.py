@@ -2,7 +2,7 @@
 
     python benchmarks/fleet.py --study thousand --trace mooncake_conversation.jsonl
 
-It takes some 320 s of one core and 2.8 GB.
+It takes some 300 s of one core and 2.8 GB.
 """
 
 from __future__ import annotations
