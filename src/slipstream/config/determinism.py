@@ -44,6 +44,10 @@ def check_deterministic(
             and (floats or any(".experts." in name for name in model.native_formats(formats))),
             "experts in 4-bit floats on a GPU, where 3 of 512 answers in chunks with drafts differed",
         ),
+        (
+            device.is_cuda and model.spec.family == "gpt_oss",
+            "gpt_oss on a GPU, which was compared with 4-bit experts alone, and 3 of 512 answers differed",
+        ),
         *(
             (
                 device.is_cuda and (x.mlp.nearness > 0 or not x.mlp.has_usual_choice),
