@@ -1,14 +1,17 @@
 """Tokens of long texts that begin as an earlier one, as an agent's conversation does turn after turn: the rest is encoded.
 
 A text may be cut before a special token, since no token reaches over one. Such a token (a *seam*) takes no whitespace
-around it, is no part of another added token, and overlaps none. So wherever its text stands, it is that token. A token
-that stands for something else, too, such as an unknown character, is left out.
+around it, is no part of another added token, and overlaps none, nor itself. So wherever its text stands, it is that token.
+A token that stands for something else, too, such as an unknown character, is left out.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from itertools import islice
+from threading import Lock
 
 import tokenizers
 
@@ -19,25 +22,30 @@ MAX_CHARS, MAX_TEXTS = 1 << 25, 256
 """Characters of the texts that are remembered, and their number. The one used longest ago goes first."""
 
 MAX_SEAMS = 32
-"""Seams of a text, from its end, before which another may go on otherwise."""
+"""Seams of a text, from its end, before which another may go on otherwise. They are of at most so many tokens."""
 
 
 def seams_of(backend: tokenizers.Tokenizer) -> dict[int, str]:
     """Texts of the tokens before which a text may be cut."""
     added = backend.get_added_tokens_decoder()
-    texts = [token.content for token in added.values()]
+    texts = {token.content for token in added.values()}
+    ends = sorted(text[n:] for text in texts for n in range(len(text)))
+    last = frozenset(ends)
+
+    def is_alone(text: str) -> bool:
+        """Whether no token may take a part of `text`: none holds it, and none ends as it begins."""
+        after = bisect_left(ends, text) + 1
+        if after < len(ends) and ends[after].startswith(text):
+            return False
+        return not any(text[:n] in last for n in range(1, len(text)))
+
     return {
         number: token.content
         for number, token in added.items()
         if not (token.lstrip or token.rstrip or token.single_word or token.normalized)
         and token.content
-        and not any(_touches(other, token.content) for other in texts if other != token.content)
+        and is_alone(token.content)
     }
-
-
-def _touches(other: str, text: str) -> bool:
-    """Whether a token with the text `other` may take a part of `text`."""
-    return text in other or any(other.endswith(text[:n]) for n in range(1, len(text)))
 
 
 class KnownBeginnings:
@@ -48,6 +56,7 @@ class KnownBeginnings:
         # by salt and text: tokens, and seams (number of tokens before it, where it stands), the last first
         self._known: dict[tuple[str, str], tuple[list[int], list[tuple[int, int]]]] = {}
         self._num_chars = 0
+        self._changes = Lock()
 
     def encode(self, text: str, salt: str, encode: Callable[[str], list[int]]) -> list[int]:
         """The tokens of a text, of which `encode` gives those of a part. Texts of other salts don't help: the time would
@@ -74,16 +83,19 @@ class KnownBeginnings:
 
     def _remember(self, text: str, salt: str, ids: list[int]) -> None:
         seams, at = list[tuple[int, int]](), len(text)
-        own = {i for i, seam in self._seams.items() if 0 < text.count(seam) == ids.count(i)}
+        counts = Counter(ids)
+        used = dict.fromkeys(i for i in reversed(ids) if i in self._seams)
+        own = {i for i in islice(used, MAX_SEAMS) if text.count(self._seams[i]) == counts[i]}
         found = (i for i in range(len(ids) - 1, -1, -1) if ids[i] in own)
         for i in islice(found, MAX_SEAMS):
             at = text.rfind(self._seams[ids[i]], 0, at)
             seams.append((i, at))
-        known = self._known
-        if known.pop((salt, text), None) is None:
-            self._num_chars += len(text)
-        known[salt, text] = ids, seams
-        while known and (self._num_chars > MAX_CHARS or len(known) > MAX_TEXTS):
-            oldest = next(iter(known))
-            if known.pop(oldest, None) is not None:
+        with self._changes:
+            known = self._known
+            if known.pop((salt, text), None) is None:
+                self._num_chars += len(text)
+            known[salt, text] = ids, seams
+            while self._num_chars > MAX_CHARS or len(known) > MAX_TEXTS:
+                oldest = next(iter(known))
+                del known[oldest]
                 self._num_chars -= len(oldest[1])
