@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 import tokenizers
@@ -108,13 +109,16 @@ def test_a_token_that_unknown_characters_get_too_is_no_place_to_cut():
     assert known._known["", text][1] == []
 
 
-def test_no_more_is_remembered_than_is_allowed(backend, monkeypatch):
-    monkeypatch.setattr(known_beginnings, "MAX_CHARS", 50_000)
+@pytest.mark.parametrize(("letter", "kept"), [("a", 4), ("日", 2)])
+def test_no_more_bytes_are_remembered_than_are_allowed(backend, monkeypatch, letter, kept):
+    monkeypatch.setattr(known_beginnings, "MAX_BYTES", 150_000)
     known = KnownBeginnings(seams_of(backend))
-    for i in range(9):
-        known.encode(f"{i}" * 20_000 + "<|im_end|>", "", lambda text: [])
-    assert len(known._known) == 2
-    assert known._num_chars == sum(len(text) for _, text in known._known) <= 50_000
+    for i in (*range(9), 8):
+        known.encode(f"{i}{letter * 20_000}<|im_end|>", "", lambda text: [7] * 3_000)
+    assert len(known._known) == kept
+    size = sum(sys.getsizeof(text) + 4 * len(ids) for (_, text), (ids, _) in known._known.items())
+    assert known._num_bytes == size <= 150_000
+    assert all(ids.itemsize == 4 for ids, _ in known._known.values())
 
 
 def test_texts_of_another_salt_do_not_help(backend):

@@ -7,9 +7,11 @@ A token that stands for something else, too, such as an unknown character, is le
 
 from __future__ import annotations
 
+import sys
+from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from threading import Lock
 
@@ -18,8 +20,8 @@ import tokenizers
 MIN_CHARS = 16_384
 """Shorter texts are encoded as a whole, in about a millisecond."""
 
-MAX_CHARS, MAX_TEXTS = 1 << 25, 256
-"""Characters of the texts that are remembered, and their number. The one used longest ago goes first."""
+MAX_BYTES, MAX_TEXTS = 1 << 26, 256
+"""Bytes of the texts and tokens that are remembered, and the texts' number. The one used longest ago goes first."""
 
 MAX_SEAMS = 32
 """Seams of a text, from its end, before which another may go on otherwise. They are of at most so many tokens."""
@@ -54,8 +56,8 @@ class KnownBeginnings:
     def __init__(self, seams: dict[int, str]) -> None:
         self._seams = seams
         # by salt and text: tokens, and seams (number of tokens before it, where it stands), the last first
-        self._known: dict[tuple[str, str], tuple[list[int], list[tuple[int, int]]]] = {}
-        self._num_chars = 0
+        self._known: dict[tuple[str, str], tuple[array[int], list[tuple[int, int]]]] = {}
+        self._num_bytes = 0
         self._changes = Lock()
 
     def encode(self, text: str, salt: str, encode: Callable[[str], list[int]]) -> list[int]:
@@ -68,11 +70,11 @@ class KnownBeginnings:
         self._remember(text, salt, ids)
         return ids
 
-    def _beginning(self, text: str, salt: str) -> tuple[list[int], int]:
+    def _beginning(self, text: str, salt: str) -> tuple[Sequence[int], int]:
         """Known tokens of the text's beginning, and where they end."""
         for key in reversed([*self._known]):  # another thread may add some
             of, known = key
-            ids, seams = self._known.get(key, ([], []))
+            ids, seams = self._known.get(key, (array("i"), []))
             if of != salt or not seams or not text.startswith(known[: seams[-1][1]]):
                 continue
             for count, at in seams:
@@ -92,10 +94,14 @@ class KnownBeginnings:
             seams.append((i, at))
         with self._changes:
             known = self._known
-            if known.pop((salt, text), None) is None:
-                self._num_chars += len(text)
-            known[salt, text] = ids, seams
-            while self._num_chars > MAX_CHARS or len(known) > MAX_TEXTS:
+            if (before := known.pop((salt, text), None)) is not None:
+                self._num_bytes -= _num_bytes(text, before[0])
+            known[salt, text] = array("i", ids), seams
+            self._num_bytes += _num_bytes(text, ids)
+            while self._num_bytes > MAX_BYTES or len(known) > MAX_TEXTS:
                 oldest = next(iter(known))
-                del known[oldest]
-                self._num_chars -= len(oldest[1])
+                self._num_bytes -= _num_bytes(oldest[1], known.pop(oldest)[0])
+
+
+def _num_bytes(text: str, ids: Sequence[int]) -> int:
+    return sys.getsizeof(text) + 4 * len(ids)
