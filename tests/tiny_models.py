@@ -479,6 +479,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(initializer_range=0.2, prefix_dense_intermediate_size=48),
     },
     "internlm3": {**_LLAMA, "model_type": "internlm3", "head_dim": 16},
+    "bitnet": {**_LLAMA, "model_type": "bitnet"},
+    "diffllama": {
+        **_LLAMA,
+        "model_type": "diffllama",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "lambda_std_dev": 0.5,
+    },
     "nanochat": {**_LLAMA, "model_type": "nanochat"},
     "minicpm3": {
         **{k: v for k, v in _LATENT.items() if not k.endswith("experts") and "expert" not in k},

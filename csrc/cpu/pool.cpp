@@ -1,9 +1,5 @@
 #include "pool.h"
 
-#if defined(__linux__)
-#include <sys/resource.h>
-#include <unistd.h>
-#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define RELAX() _mm_pause()
@@ -16,21 +12,10 @@
 namespace {
 constexpr int SPINS = 2000;     // looks at the word before the thread yields its core: some 20 to 50 µs
 constexpr int OFFERS = 200;     // yields before the thread sleeps: 100 µs if no other thread wants the core
-
-bool has_low_priority() {
-#if defined(__linux__)  // where a priority is a thread's, and a process's is that of its first thread
-    return getpriority(PRIO_PROCESS, 0) > getpriority(PRIO_PROCESS, (id_t)getpid());
-#else
-    return false;
-#endif
-}
 }  // namespace
 
-Pool::Pool(int num_threads) : num_threads_(num_threads), used_(num_threads) { make_workers(); }
-
-void Pool::make_workers() {
-    if ((int)workers_.size() + 1 >= num_threads_ || has_low_priority()) return;
-    for (int i = 1; i < num_threads_; i++) workers_.emplace_back([this, i] { work(i); });
+Pool::Pool(int num_threads) : used_(num_threads) {
+    for (int i = 1; i < num_threads; i++) workers_.emplace_back([this, i] { work(i); });
 }
 
 Pool::~Pool() {
@@ -86,7 +71,6 @@ void Pool::use(int num_threads) {
 void Pool::begin(Job& job) {
     wait();
     if (job.num_ops() == 0) return;
-    make_workers();
     began_ = std::chrono::steady_clock::now();
     job_.store(&job, std::memory_order_relaxed);
     running_.store(true, std::memory_order_seq_cst);

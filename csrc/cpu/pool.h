@@ -9,8 +9,6 @@
 // 4. A thread that finds no chunk spins for some ten µs, then yields its core between looks, then sleeps until the next job.
 // 5. `use` lets fewer threads claim chunks, where another program takes a core. How an operator is cut depends on `num_threads`
 //    alone, so its result does not change.
-// 6. A thread has the priority of the one that made it. So a caller of lower priority than the process (a model that is loaded
-//    next to one that runs) works alone, and the first other caller makes the workers.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -34,7 +32,7 @@ public:
     explicit Pool(int num_threads);  // the caller of `run` included
     ~Pool();
     Pool(const Pool&) = delete;
-    int num_threads() const { return num_threads_; }
+    int num_threads() const { return (int)workers_.size() + 1; }
     // One caller at a time. A job, and all that it reads and writes, must live until `wait` returns. `begin` first waits for a job
     // that still runs.
     void begin(Job& job);
@@ -47,7 +45,6 @@ private:
     // Bits 32 …: a number that changes with every operator. 16 … 31: its chunks. 0 … 15: the next chunk to claim.
     static uint64_t word(uint32_t sequence, int chunks) { return (uint64_t)sequence << 32 | (uint64_t)chunks << 16; }
     static bool has_chunk(uint64_t w) { return (w & 0xffff) < (w >> 16 & 0xffff); }
-    void make_workers();  // unless they are there, or the caller's priority is low
     void work(int thread);
     bool claim_one(int thread);  // claims and runs a chunk; false if there is none
     void present(int op);
@@ -59,7 +56,6 @@ private:
     std::atomic<int> op_{0};
     std::atomic<bool> running_{false};
     uint32_t sequence_ = 0;
-    const int num_threads_;
     std::atomic<int> asleep_{0};
     std::atomic<int> used_;
     std::chrono::steady_clock::time_point began_;

@@ -388,3 +388,9 @@ def test_help_lists_the_exit_codes():
 def test_a_verb_of_one_model_says_so(capsys):
     assert main(["info", "smollm2", "qwen3:0.6b"]) == 2
     assert "takes one model (slipstream serve takes several)" in capsys.readouterr().err
+
+
+def test_the_usage_of_many_options_names_those_that_are_needed(capsys):
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    assert capsys.readouterr().out.startswith("usage: slipstream verify --against MODEL [url]")

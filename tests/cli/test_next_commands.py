@@ -35,11 +35,17 @@ def test_command_has_each_engine_option_that_was_given():
     assert "batch" not in command
 
 
-def test_plan_ends_with_a_command_of_the_recommended_settings():
+def test_plan_ends_with_a_command_of_the_given_options_and_the_recommended_settings():
+    args = argparse.Namespace(model="m", rate=3.0, quantization="fp8", max_num_seqs=8)
     rows = [("max_num_seqs", 64), ("replicas", 2), ("tensor_parallel_size", 1)]
-    found = plan.serve_command("m", [{"setting": n, "value": v} for n, v in rows])
-    assert found == "slipstream serve m --max-num-seqs 64 --tensor-parallel-size 1"
-    assert plan.serve_command("m", []) is None
+    found = plan.serve_command(args, [{"setting": n, "value": v} for n, v in rows])
+    assert found is not None
+    assert found.startswith("slipstream serve m ")
+    words = found.removeprefix("slipstream ").split()
+    served = build_parser().parse_args(words)
+    assert (served.quantization, served.max_num_seqs, served.tensor_parallel_size) == ("fp8", 64, 1)
+    assert not any("rate" in word or "replicas" in word for word in words)
+    assert plan.serve_command(args, []) is None
 
 
 @pytest.mark.parametrize(("busy", "warns"), [(0.1, False), (1.5, True)])

@@ -28,6 +28,7 @@ EXPECTED = {  # what can be scaled there
     "lfm2": {"recurrent.in", "recurrent.out", "mlp.up", "mlp.down"},
     "bamba": {"recurrent.in", "recurrent.out", "mlp.up", "mlp.down"},
     "falcon_h1": {"attention.out", "mlp.up", "mlp.down"},
+    "bitnet": {"attention.qkv", "attention.out", "mlp.up", "mlp.down"},
     "jamba": {"recurrent.in", "mlp.up", "mlp.down"},
 }
 

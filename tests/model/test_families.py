@@ -333,6 +333,7 @@ CASES = {
         "minicpm3",
         {"q_lora_rank": None, "attention_bias": True, "scale_depth": 1.0},
     ),
+    "diffllama-biased": ("diffllama", {"num_key_value_heads": 8, "attention_bias": True}),
     "granite-tied": (
         "granite",
         {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},

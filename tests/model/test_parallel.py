@@ -38,7 +38,8 @@ SPECIAL = {
     "falcon_h1-before": {"mamba_rms_norm": True},
     "falcon_h1-normed": {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
 }
-DECODERS = [*tiny_models.FAMILIES, *SPECIAL]
+NOT_SPLIT = ("bitnet", "diffllama")  # refused by name
+DECODERS = [*(x for x in tiny_models.FAMILIES if x not in NOT_SPLIT), *SPECIAL]
 MIXTURES = [
     "mixtral",
     "qwen2_moe",
@@ -100,7 +101,11 @@ BY_CONTEXT = ["llama", "gpt_bigcode", "gptj", "mixtral", "deepseek_v3", "qwen3_m
 @pytest.mark.parametrize(
     ("family", "size"),
     [(family, size) for family in BY_CONTEXT for size in (2, 3)]
-    + [pytest.param(x, 2, marks=pytest.mark.slow) for x in DECODERS if x not in BY_CONTEXT],
+    + [
+        pytest.param(x, 2, marks=pytest.mark.slow)
+        for x in (*DECODERS, *NOT_SPLIT)
+        if x not in BY_CONTEXT
+    ],
 )
 def test_every_decoder_shares_keys_out_by_tokens_or_refuses(tmp_path, family, size, monkeypatch):
     """Chunks and single tokens that end anywhere in a block. Rows of steps of four tokens or more are shared out, too."""
@@ -395,6 +400,8 @@ def test_the_parts_make_up_the_whole(tmp_path, family):
         ("llama", dict(tensor=64, experts=1), "tensor_parallel_size", "num_attention_heads"),
         ("llama", dict(tensor=1, experts=2), "expert_parallel_size", "no experts"),
         ("mixtral", dict(tensor=1, experts=64), "expert_parallel_size", "num_experts"),
+        ("bitnet", dict(tensor=2, experts=1), "tensor_parallel_size", "norms what its output"),
+        ("diffllama", dict(tensor=2, experts=1), "tensor_parallel_size", "subtracts heads"),
         ("mamba2", dict(tensor=16, experts=1), "tensor_parallel_size", "heads of recurrent"),
         ("mamba", dict(tensor=128, experts=1), "tensor_parallel_size", "channels of recurrent"),
     ],

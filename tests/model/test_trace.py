@@ -56,6 +56,7 @@ WITHOUT_PROGRAM = {
     "gemma3n_text": "table for layers that is shorter",
     "kolibri1": "choice of experts",
     "laguna": "softplus",
+    "diffllama": "paired_heads",
     "mimo_v2_flash": "values narrower than keys",
     "deepseek_v4": "no side_by_side",
     **dict.fromkeys(("deberta-v2", "deberta-v3"), "disentangled_attention"),

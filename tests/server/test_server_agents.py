@@ -111,6 +111,19 @@ def test_hints_of_claude_code_are_taken_and_counted(http, model):
     assert counted.status_code == 200, counted.text
 
 
+def test_options_of_a_web_search_are_a_hint_that_is_counted(http, model):
+    model(TEMPLATE, tool_call_parser="hermes")
+    body = {"model": "smollm2", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    plain = http.post("/v1/chat/completions", json=body | {"seed": 1})
+    before = hint_counts(http).get("web_search_options", 0)
+    for options in ({}, {"search_context_size": "low", "user_location": {"type": "approximate"}}):
+        more = {"seed": 1, "web_search_options": options}
+        answer = http.post("/v1/chat/completions", json=body | more)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"] == plain.json()["choices"]
+    assert hint_counts(http)["web_search_options"] == before + 2
+
+
 def test_billing_block_is_no_part_of_the_prompt(http):
     def tokens(system):
         body = {"model": "smollm2", "messages": CLAUDE_CODE["messages"], "system": system}

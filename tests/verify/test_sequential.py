@@ -2,6 +2,7 @@
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,3 +172,13 @@ def test_temperatures_keep_their_rates(at, wrong):
 
 def test_an_answer_less_than_the_bound_needs_leaves_it_open():
     assert sequential.bound([0.0] * (sequential.FEWEST - 1), 0.01) == float("inf")
+
+
+def test_the_price_of_rare_faults_is_what_the_docs_say():
+    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.split("\n") if line.startswith("| ")]
+    (at,) = (i for i, row in enumerate(rows) if row[0] == "`--rarest N`" and len(row) > 2)
+    table = rows[at + 2 : at + 6]
+    for row, kl in zip(table, (0.0, 0.1, 0.3, 0.5), strict=True):
+        needed = [sequential.needed(kl * 0.01, 0.01, 0.01, float(n)) for n in rows[at][1:]]
+        assert [int(n) for n in row[1:]] == needed

@@ -108,3 +108,18 @@ def test_a_long_conversation_that_the_model_has_no_room_for_is_named(
     words = ["verify", tiny_server.url, "--against", str(tiny_path), "--device", "cpu"]
     assert main([*words, "--long", "90"]) == 2
     assert "--long 90 needs 2,968 tokens" in capsys.readouterr().err
+
+
+def test_a_server_that_refuses_long_conversations_offers_no_needles(tiny_server, reference):
+    class Short(httpx.HTTPTransport):
+        def handle_request(self, request):
+            if len(request.content or b"") > 600:
+                return httpx.Response(400, json={"error": "the context is too long"})
+            return super().handle_request(request)
+
+    served = Served.connect(tiny_server.url, transport=Short(), model="smollm2")
+    found = {f.check: f for f in Verification(served, reference, PLAN).run()}
+    for check in ("long context", "needle"):
+        assert found[check].outcome == "not offered"
+        assert "too long" in found[check].why
+    assert found["temperature 0"].outcome == "pass"

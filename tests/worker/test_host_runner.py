@@ -110,7 +110,14 @@ def positions(output):
     return [(p.chosen, *p.top) for p in found]
 
 
-WITHOUT_PROGRAM = ("gemma3n_text", "mimo_v2_flash", "deepseek_v4", "kolibri1", "laguna")
+WITHOUT_PROGRAM = (
+    "gemma3n_text",
+    "mimo_v2_flash",
+    "deepseek_v4",
+    "kolibri1",
+    "laguna",
+    "diffllama",
+)
 
 
 @pytest.mark.parametrize("family", [f for f in tiny_models.FAMILIES if f not in WITHOUT_PROGRAM])

@@ -105,7 +105,8 @@ class ArgumentParser(argparse.ArgumentParser):
             and sum(bool(action.option_strings) for action in self._actions) > MANY_OPTIONS
         ):
             words = self._get_formatter()
-            words.add_usage(None, self._get_positional_actions(), [])
+            needed = [a for a in self._actions if a.required and a.option_strings]
+            words.add_usage(None, [*self._get_positional_actions(), *needed], [])
             self.usage = words.format_help().removeprefix("usage: ").strip() + " [options]"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:

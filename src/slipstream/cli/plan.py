@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
     with phases(f"planning {settings.model}") as on_phase:
         document = study.run(measured=measured, on_phase=on_phase)
     if not args.json:
-        show(document)
+        show(document, args)
     if args.html is not None:
         from slipstream.simulate.page import render
 
@@ -228,7 +228,7 @@ def check_html(path: str | None) -> None:
             )
 
 
-def show(document: dict[str, Any]) -> None:
+def show(document: dict[str, Any], args: argparse.Namespace) -> None:
     """Print the plan for a person."""
     w, objectives = document["workload"], document["objectives"]
     wanted = (
@@ -275,7 +275,7 @@ def show(document: dict[str, Any]) -> None:
         weights = [(row["device"], f"{row['balancer_weight']:.2f}") for row in document["devices"]]
         print_info("weights of a balancer over one of each", weights)
     for row in document["devices"]:
-        if command := serve_command(document["model"], row["recommended"]):
+        if command := serve_command(args, row["recommended"]):
             print(f"\non {_devices(row)}: {command}")
 
 
@@ -284,14 +284,14 @@ def _devices(row: dict[str, Any]) -> str:
     return (f"{row['num_gpus']} × " if row["num_gpus"] > 1 else "") + str(row["title"])
 
 
-def serve_command(model: str, recommended: Sequence[dict[str, Any]]) -> str | None:
-    """The command that serves a model with the recommended settings; None without any. A number of
-    replicas is a fleet's, and is not in it."""
-    words = ["slipstream", "serve", model]
-    for row in recommended:
-        if row["setting"] in ENGINE_HELP and row["value"] is not None:
-            words += ["--" + row["setting"].replace("_", "-"), str(row["value"])]
-    return shlex.join(words) if len(words) > 3 else None
+def serve_command(args: argparse.Namespace, recommended: Sequence[dict[str, Any]]) -> str | None:
+    """The command that serves the model with the given engine options and the recommended settings;
+    None if nothing is recommended. A number of replicas is a fleet's, and is not in it."""
+    found = {r["setting"]: r["value"] for r in recommended if r["setting"] in ENGINE_HELP}
+    if all(value is None for value in found.values()):
+        return None
+    words = engine_words(argparse.Namespace(**{**vars(args), **found}))
+    return shlex.join(["slipstream", "serve", args.model, *words])
 
 
 def rows_of(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, str]]:
@@ -317,8 +317,9 @@ def rows_of(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, st
             "context",
             f"{row['max_context']:,} tokens at most; the cache holds {ledger['num_kv_tokens']:,}",
         ),
-        ("concurrency", f"{row['max_concurrency']:,} requests of the mean length"),
     ]
+    if load["num_failed"] < load["num_requests"]:
+        found.append(("concurrency", f"{row['max_concurrency']:,} requests of the mean length"))
     if capacity["requests_per_s"] is None:
         missed = ", ".join(
             f"{name} is {value:.3g} s at best"
@@ -332,7 +333,8 @@ def rows_of(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, st
             found.append(
                 (
                     "not met",
-                    "too many requests do not fit the context; plan with a --workload of shorter ones",
+                    f"too many requests do not fit the context of {row['max_context']:,} tokens; "
+                    "plan with a --workload of shorter ones",
                 )
             )
     else:

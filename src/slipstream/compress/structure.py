@@ -238,11 +238,20 @@ def cut_spec(spec: ModelSpec, kept: PruneSelection) -> ModelSpec:
     )
 
 
+def _normed(field: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{field}: the model norms what its output products read, so the others would change; prune layers",
+        field=field,
+    )
+
+
 def _cut_attention(a: AttentionSpec, i: int, kept: PruneSelection) -> AttentionSpec:
     groups = num_groups(a)
     count = kept.count(Units("heads", i), groups)
     if count == groups:
         return a
+    if a.out_norm is not None or a.differential is not None:
+        raise _normed("heads")
     if isinstance(a.position, AlibiSpec):
         raise UnsupportedModelError(
             "heads: ALiBi's slopes follow from the number of heads, so the others would change; prune channels, layers or the "
@@ -259,9 +268,10 @@ def _cut_attention(a: AttentionSpec, i: int, kept: PruneSelection) -> AttentionS
 def _cut_mlp(layer: LayerSpec, i: int, kept: PruneSelection) -> DenseSpec | MoESpec:
     m = layer.feed_forward
     if isinstance(m, DenseSpec):
-        return dataclasses.replace(
-            m, intermediate_size=kept.count(Units("channels", i), m.intermediate_size)
-        )
+        count = kept.count(Units("channels", i), m.intermediate_size)
+        if m.down_norm is not None and count != m.intermediate_size:
+            raise _normed("channels")
+        return dataclasses.replace(m, intermediate_size=count)
     sizes = {
         kept.count(Units("channels", i, e), m.expert.intermediate_size)
         for e in range(m.num_experts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-from slipstream.base.priority import at_low_priority
 from slipstream.config import EngineArgs
 from slipstream.engine.decoder_core import DecoderCore
 from slipstream.engine.engine_core import EngineCore
@@ -26,15 +25,6 @@ def build_core(
     """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins. `known`,
     `forks`: see `build_executor`."""
     return core_of(build_executor(args, progress=progress, known=known, forks=forks), args)
-
-
-def loaded(load: Callable[[], EngineCore], *, gently: bool) -> EngineCore:
-    """The core that `load` makes, with this thread ready to run its steps. `gently`: see `WakeUp`."""
-    if not gently:
-        return load()
-    core = at_low_priority(load)
-    core.executor.enter_thread()
-    return core
 
 
 def core_of(executor: Executor, args: EngineArgs) -> EngineCore:

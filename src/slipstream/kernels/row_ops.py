@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from slipstream.kernels.layouts import HyperParams
 from slipstream.kernels.plain import compressed
 from slipstream.platform.collectives import RankGroup
-from slipstream.spec.model import DenseSpec
+from slipstream.spec.model import AttentionSpec, DenseSpec
 
 
 class RowOps:
@@ -105,6 +106,32 @@ class RowOps:
         parts = x[:, start:].unflatten(1, (count, old))
         parts = torch.nn.functional.pad(parts, (0, new - old)).flatten(1)
         return torch.cat((x[:, :start], parts), 1) if start else parts
+
+    def paired_heads(self, x: Tensor, *, spec: AttentionSpec) -> Tensor:
+        """x [T, q, k, v] of the product of `DifferentialSpec` → the same of twice the heads: each kv
+        head with the first half of its values, then with the second, next to its query heads."""
+        tokens, count, dim = len(x), spec.num_kv_heads // 2, spec.head_dim
+        q, k, v = x.split(spec.qkv_rows, dim=1)
+        q, k = (part.reshape(tokens, count, 1, -1).expand(-1, -1, 2, -1) for part in (q, k))
+        v = v.reshape(tokens, 1, 2, count // 2, dim).transpose(2, 3).expand(-1, 2, -1, -1, -1)
+        return torch.cat([part.reshape(tokens, -1) for part in (q, k, v)], dim=1)
+
+    def head_differences(
+        self, x: Tensor, *, spec: AttentionSpec, lambdas: Sequence[Tensor]
+    ) -> Tensor:
+        """Results x [T, H · D] of `paired_heads` → [T, H · D / 2], normed (`DifferentialSpec`).
+        `lambdas`: q1, k1, q2, k2 [D]."""
+        assert spec.differential is not None
+        base, eps = spec.differential.base, spec.differential.eps
+        q1, k1, q2, k2 = (w.float() for w in lambdas)
+        factor = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + base
+        group = spec.num_heads // spec.num_kv_heads
+        each = x.unflatten(1, (spec.num_kv_heads // 2, 2, group, spec.head_dim)).transpose(2, 3)
+        first, second = each.reshape(len(x), 2, -1, 2 * spec.head_dim).float().unbind(1)
+        found = first - factor * second
+        size = found.square().mean(dim=-1, keepdim=True).add(eps).rsqrt()
+        rows: Tensor = (found * size * (1 - base)).flatten(1).to(x.dtype)
+        return rows
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()

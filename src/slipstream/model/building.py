@@ -31,6 +31,7 @@ from slipstream.model.layers.feed_forward import MLP, MoE
 from slipstream.model.layers.layer import Layer, Partition
 from slipstream.model.layers.streams import HyperStreams, OwnInput, Streams
 from slipstream.model.recurrent import build_recurrent, constant
+from slipstream.spec.layers import LAMBDAS
 from slipstream.spec.model import (
     Activation,
     AttentionSpec,
@@ -87,7 +88,10 @@ def build_layer(
     def dense(s: DenseSpec, stem: str) -> MLP:
         s = dataclasses.replace(s, activation=_learned(s.activation, f"{name}{stem}", parameters))
         group = summed_ranks if s.sparsity else None
-        return MLP(s, linear(f"{stem}.up"), linear(f"{stem}.down"), group)
+        norm = None
+        if s.down_norm is not None:
+            norm = build_norm(s.down_norm, f"{name}{stem}.down_norm", parameters, tables)
+        return MLP(s, linear(f"{stem}.up"), linear(f"{stem}.down"), group, norm)
 
     def mixture(s: MoESpec) -> MoE:
         up, down = (
@@ -149,9 +153,16 @@ def build_layer(
             like = norms[0] if norms[0] is not None else next(iter(parameters.values()))
             parameters[f"{name}attention.spread.weight"] = constant(like, ones, own_type=True)
             spread = linear("attention.spread", None)
-        return Attention(
-            s, qkv, out, heads, params, q_norm, k_norm, scale, summed_ranks, where, context, spread
+        norm = s.out_norm and build_norm(
+            s.out_norm, f"{name}attention.out_norm", parameters, tables
         )
+        lambdas: tuple[Any, ...] = ()
+        if s.differential is not None:
+            lambdas = tuple(parameters.pop(f"{name}attention.{x}.weight") for x in LAMBDAS)
+        more: Any = dict(
+            lambdas=lambdas, disentangled=where, context=context, spread=spread, out_norm=norm
+        )
+        return Attention(s, qkv, out, heads, params, q_norm, k_norm, scale, summed_ranks, **more)
 
     def cross(s: AttentionSpec) -> CrossAttention:
         q, kv, out = (linear(f"cross.{part}") for part in ("q", "kv", "out"))

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import msgspec
+
 from slipstream import __version__
 from slipstream.base.arguments import types_of, wrong_type
 from slipstream.base.suggesting import suggesting_init
@@ -98,6 +100,22 @@ class Watcher(Protocol):
     async def run(self, state: ServerState) -> None: ...
 
 
+class VersionCheck(msgspec.Struct, kw_only=True):
+    """The looks of a check at a version of the weights. KL in nats, of the first look and the last, and the
+    largest; `top1_agreement` is the last one's. Times are seconds since 1970."""
+
+    version: str
+    against: str  # "the fingerprint", or "its own first look"
+    num_looks: int
+    num_bad: int
+    kl_first: float
+    kl_last: float
+    kl_max: float
+    top1_agreement: float
+    first_time: float
+    last_time: float
+
+
 class IdleCheck(Protocol):
     """A check of the model that the server runs while nobody asks. It joins by `ServerState.join`."""
 
@@ -118,11 +136,11 @@ class IdleCheck(Protocol):
     def families(self) -> Iterable[Metric]:
         """Metrics of the check."""
 
-    def report(self) -> list[Any]:
+    def report(self) -> list[VersionCheck]:
         """Results so far, for a replica's status."""
 
-    def new_kl(self) -> float | None:
-        """The divergence in nats that it measured since the last call."""
+    def take_kl(self) -> float | None:
+        """The divergence in nats that it measured since the last call. The next call has it no more."""
 
 
 class EngineProtocol(Protocol):

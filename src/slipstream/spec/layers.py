@@ -64,6 +64,27 @@ class QKNormSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DifferentialSpec:
+    """Differences of heads (Differential Transformer, arXiv:2410.05258), as DiffLlama has them.
+
+    1. Values of a kv head are those of two: head i of the first half next to head i of the second. Kv heads i of both halves
+       share them.
+    2. A result is that of head i of the first half, less λ times that of head i of the second.
+    3. λ is `base` and a learned number: exp(q1 · k1) − exp(q2 · k2).
+    4. A result is divided by its root mean square, with `eps`, and multiplied by 1 − `base`.
+
+    Each head is computed twice, with each half of its values: so `AttentionSpec` counts twice the product's heads, which is
+    what the cache holds.
+    """
+
+    base: float
+    eps: float
+
+
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Attention with `num_heads` query heads over `num_kv_heads` key/value heads: MHA, MQA and GQA.
 
@@ -78,8 +99,9 @@ class AttentionSpec:
     the gate has one number for each head (Step 3.5). `gate`: or by its softplus (Laguna).
     `value_dim`: values have so many numbers, fewer than keys (MiMo V2). They are cached with zeros
     after them. `value_scale` multiplies the stored weights of the output product, in the place of
-    the values. `of_heads`: if this is a rank's part (`spec.parallel`), the query and kv heads of
-    all ranks together, without those of zeros.
+    the values. `out_norm` is of all heads' results, before the output product (BitNet). `of_heads`:
+    if this is a rank's part (`spec.parallel`), the query and kv heads of all ranks together, without
+    those of zeros.
     """
 
     num_heads: int
@@ -103,6 +125,8 @@ class AttentionSpec:
     gate: Literal["sigmoid", "softplus"] = "sigmoid"
     value_dim: int | None = None
     value_scale: float = 1.0
+    out_norm: NormSpec | None = None
+    differential: DifferentialSpec | None = None
     of_heads: tuple[int, int] | None = None
 
     @property
@@ -132,15 +156,20 @@ class AttentionSpec:
     @property
     def out_size(self) -> int:
         """Numbers that the output product reads."""
-        return self.num_heads * self.value_width
+        return self.num_heads * self.value_width // self.times
+
+    @property
+    def times(self) -> int:
+        """How often a head of the product is computed."""
+        return 1 if self.differential is None else 2
 
     @property
     def qkv_rows(self) -> tuple[int, ...]:
         """Rows of q, k and v in their product, as far as it has them."""
-        q = self.gate_size + self.q_size
+        q, n = self.gate_size + self.q_size // self.times, self.times
         if self.kv_from is not None:
             return (q,)
-        return (q, self.kv_size, self.v_size)[: 2 if self.keys_as_values else 3]
+        return (q, self.kv_size // n, self.v_size // n)[: 2 if self.keys_as_values else 3]
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
@@ -181,6 +210,10 @@ class AttentionSpec:
                 found |= linear_shapes(f"attention.{name}", self.q_size, hidden_size, True)
         if self.sinks:
             found["attention.sinks.weight"] = (self.num_heads,)
+        if self.out_norm is not None:
+            found |= self.out_norm.shapes("attention.out_norm")
+        if self.differential is not None:
+            found |= {f"attention.{name}.weight": (self.head_dim,) for name in LAMBDAS}
         return found | linear_shapes("attention.out", hidden_size, self.out_size, self.out_bias)
 
     def cross_shapes(self, hidden_size: int) -> dict[str, Shape]:
@@ -379,13 +412,15 @@ AttentionKind: TypeAlias = AttentionSpec | LatentAttentionSpec
 class DenseSpec:
     """An MLP. `gated`: down(act(gate(x)) · up(x)); otherwise down(act(up(x))). `bias`: of both products, or of `down` alone
     (GTE). `sparsity`: act reads max(0, g − c), where about this part of a row's gates g are below c, their mean and some
-    standard deviations (Gemma 3n). `of_size`: if this is a rank's part of such an MLP, the gates of all ranks together."""
+    standard deviations (Gemma 3n). `down_norm` is of what `down` reads (BitNet). `of_size`: if this is a rank's part of such
+    an MLP, the gates of all ranks together."""
 
     intermediate_size: int
     activation: Activation
     gated: bool = True
     bias: bool | Literal["down"] = False
     sparsity: float = 0.0
+    down_norm: NormSpec | None = None
     of_size: int | None = None
 
     @property
@@ -402,6 +437,8 @@ class DenseSpec:
         up = linear_shapes(f"{name}.up", copies * self.up_rows, hidden_size, self.bias is True)
         if isinstance(self.activation, Xielu):
             up |= {f"{name}.positive.weight": (1,), f"{name}.negative.weight": (1,)}
+        if self.down_norm is not None:
+            up |= self.down_norm.shapes(f"{name}.down_norm")
         return up | linear_shapes(
             f"{name}.down", copies * hidden_size, self.intermediate_size, bool(self.bias)
         )

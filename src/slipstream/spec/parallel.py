@@ -671,6 +671,19 @@ def check_split(spec: ModelSpec, *, tensor: int, experts: int) -> None:
             _check_enough(f"{what} of recurrent layers", most, tensor, "tensor_parallel_size")
         if isinstance(r, Mamba2Spec) and r.norm is not None:
             _check_norm(r, tensor)
+        inner = getattr(a, "out_norm", None) or getattr(layer.mlp, "down_norm", None)
+        if getattr(a, "differential", None) is not None:
+            raise ConfigError(
+                f"tensor_parallel_size={tensor}: the model subtracts heads of its second half from those of its first; "
+                "use pipeline_parallel_size or replicas",
+                field="tensor_parallel_size",
+            )
+        if inner is not None:
+            raise ConfigError(
+                f"tensor_parallel_size={tensor}: the model norms what its output products read, over all ranks' "
+                "numbers; use pipeline_parallel_size or replicas",
+                field="tensor_parallel_size",
+            )
         if a is not None:
             _check_enough("num_attention_heads", a.num_heads, tensor, "tensor_parallel_size")
         if isinstance(a, CompressedAttentionSpec) and a.num_out_groups % tensor:

@@ -46,12 +46,11 @@ FINDS = 8
 EXCESS = 0.1
 """Nats a token that answers may be less likely than the model's own, without log-probabilities."""
 
-ENDS = 0.01
-"""Chance that the model ends an answer at once, from which on an empty one is no fault. Below it so few are
-empty that they may count as far from the model."""
-
 SEEN = 5 * EXCESS
 """The same, of a fault that is seldom missed."""
+
+MAY_END = 0.01
+"""Chance that the model's own answer is empty, from which on a served one that is empty is no fault."""
 
 NAMED_BY = 12
 """Answers of which the size of a fault of the distribution is the mean, since its cause is told by it."""
@@ -297,7 +296,7 @@ class Verification:
         if not ids:
             if answer.finish_reason == "stop" and not answer.tool_calls:
                 first = self.reference.logprobs(prompt, [0])[0]
-                self._empty[kind] += float(first.exp()[self.reference.never].sum()) < ENDS
+                self._empty[kind] += float(first.exp()[self.reference.never].sum()) < MAY_END
             return None
         logprobs = self.reference.logprobs(prompt, ids)
         never, tokens = self.reference.never, tokens[: len(ids)]
@@ -425,8 +424,8 @@ class Verification:
         return found
 
     def _needle(self) -> Finding:
-        if "needle" in self._refused:
-            return Finding(check="needle", outcome="not offered", why=self._refused["needle"])
+        if "long" in self._refused:  # the needles are those of the long conversations
+            return Finding(check="needle", outcome="not offered", why=self._refused["long"])
         told = "; ".join(
             f"{length:,} tokens: {sum(served for served, _ in found)} of {len(found)}"
             f" (the model itself {sum(own for _, own in found)})"

@@ -64,9 +64,6 @@ class Executor(ABC):
     takes_tensors = False
     """True if `change_weights` takes a GivenPiece: the model is in this process."""
 
-    def enter_thread(self) -> None:  # noqa: B027  # not abstract: ranks have processes of their own
-        """Make the calling thread the one that runs the steps. Another one loaded the model."""
-
     @abstractmethod
     def launch(self, plan: Plan) -> Launched:
         """Queue one step after those launched before."""

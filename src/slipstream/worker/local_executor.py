@@ -79,9 +79,6 @@ class LocalExecutor(Executor):
         executor.canary = check_start(executor, args.canary)
         return executor
 
-    def enter_thread(self) -> None:
-        self.runner.platform.activate(self.config.device.num_threads)
-
     def launch(self, plan: Plan) -> Launched:
         return self.runner.launch(plan)
 

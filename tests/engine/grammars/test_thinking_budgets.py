@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
+from slipstream.engine.text.tool_formats import REASONING
 from slipstream.errors import RequestError
 from slipstream.params.answer_forms import ReasoningMarkers
 from slipstream.worker.model_runner import ModelRunner
@@ -236,6 +237,22 @@ def test_marker_of_several_tokens_is_forced_token_by_token(llm):
     for choice in answers(llm, form, chat_template=BRACKETS):
         assert list(choice.token_ids[4 : 4 + len(marker)]) == marker
         jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_each_formats_marker_is_forced_after_a_budget_of_64(llm, name):
+    begin, end = REASONING[name]
+    template = OPENED.replace("<think>", begin).replace("</think>", end)
+    marker = llm.get_tokenizer().encode(end, add_special_tokens=False)
+    never = {marker[0]: -100.0}
+    for form in ({}, {"structured_outputs": FORM, "max_tokens": None}):
+        more = {"max_tokens": 90, "ignore_eos": True, "temperature": 1.0, "seed": 5, **form}
+        for choice in answers(llm, params(64, logit_bias=never, **more), chat_template=template):
+            ids = list(choice.token_ids)
+            assert ids[64 : 64 + len(marker)] == marker
+            assert marker[0] not in ids[:64]
+            if form:
+                jsonschema.validate(json.loads(choice.message.content), SCHEMA)
 
 
 @pytest.mark.parametrize("budget", [0, 4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 import tokenizers
@@ -108,13 +109,16 @@ def test_a_token_that_unknown_characters_get_too_is_no_place_to_cut():
     assert known._known["", text][1] == []
 
 
-def test_no_more_is_remembered_than_is_allowed(backend, monkeypatch):
-    monkeypatch.setattr(known_beginnings, "MAX_CHARS", 50_000)
+@pytest.mark.parametrize(("letter", "kept"), [("a", 4), ("日", 2)])
+def test_no_more_bytes_are_remembered_than_are_allowed(backend, monkeypatch, letter, kept):
+    monkeypatch.setattr(known_beginnings, "MAX_BYTES", 150_000)
     known = KnownBeginnings(seams_of(backend))
-    for i in range(9):
-        known.encode(f"{i}" * 20_000 + "<|im_end|>", "", lambda text: [])
-    assert len(known._known) == 2
-    assert known._num_chars == sum(len(text) for _, text in known._known) <= 50_000
+    for i in (*range(9), 8):
+        known.encode(f"{i}{letter * 20_000}<|im_end|>", "", lambda text: [7] * 3_000)
+    assert len(known._known) == kept
+    size = sum(sys.getsizeof(text) + 4 * len(ids) for (_, text), (ids, _) in known._known.items())
+    assert known._num_bytes == size <= 150_000
+    assert all(ids.itemsize == 4 for ids, _ in known._known.values())
 
 
 def test_texts_of_another_salt_do_not_help(backend):
@@ -124,3 +128,50 @@ def test_texts_of_another_salt_do_not_help(backend):
         known.encode(text, salt, lambda part: read.append(len(part)) or backend.encode(part).ids)
     assert read[0] == read[1] == len(text)
     assert read[2] == len("<|im_end|>")
+
+
+def test_a_token_that_overlaps_itself_is_no_place_to_cut():
+    backend = byte_level()[0]
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in ("|a|", "<|b|>")])
+    assert set(seams_of(backend).values()) == {"<|b|>"}
+
+
+def test_places_to_cut_among_random_tokens_are_those_of_the_definition():
+    rng = random.Random(0)
+    texts = {"".join(rng.choices("abcdef<|>", k=rng.randrange(1, 6))) for _ in range(20)}
+    backend = byte_level()[0]
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in texts])
+    touched = {
+        text
+        for text in texts
+        for other in texts
+        if (text in other and text != other)
+        or any(
+            (other if other != text else text[1:]).endswith(text[:n]) for n in range(1, len(text))
+        )
+    }
+    assert set(seams_of(backend).values()) == texts - touched
+    assert 0 < len(texts - touched) < len(texts)
+
+
+def test_thousands_of_added_tokens_cost_a_text_no_search_each():
+    class Searched(str):
+        num = 0
+
+        def count(self, *args):
+            Searched.num += 1
+            return super().count(*args)
+
+    backend = byte_level()[0]
+    unused = [AddedToken(f"<unused{n}>", normalized=False) for n in range(6400)]
+    backend.add_special_tokens([*unused, AddedToken("<end_of_turn>", normalized=False)])
+    seams = seams_of(backend)  # each against each took a minute
+    assert len(seams) == 6401
+    known = KnownBeginnings(seams)
+    known.encode(
+        Searched(f"{'word ' * 9000}<end_of_turn>"), "", lambda text: backend.encode(text).ids
+    )
+    assert Searched.num == 1
+    all_of_them = "".join(token.content for token in unused) * 2
+    known.encode(Searched(all_of_them), "", lambda text: backend.encode(text).ids)
+    assert Searched.num <= 1 + known_beginnings.MAX_SEAMS

@@ -664,3 +664,13 @@ def test_whitespace_without_end_is_not_read_again_with_each_piece(name):
         for _ in range(50):
             parser.feed("\n")
             assert parser._buffer.count("\n") <= 1
+
+
+def test_elements_within_each_other_without_end_are_no_error():
+    mark, deep = "]<]minimax[>[", 3000
+    call = f'{mark}<tool_call>{mark}<invoke name="f">{f"{mark}<a>" * deep}x'
+    ends = f"{mark}</invoke>{mark}</tool_call>"
+    for text in (call + f"{mark}</a>" * deep + ends, call + ends, call):
+        parser = parser_of("minimax_m3")
+        events = [*parser.feed(text), *parser.finish()]
+        assert [event.name for event in events if isinstance(event, BeginCall)] == ["f"]

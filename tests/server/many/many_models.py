@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-from slipstream.config import EngineArgs
 from slipstream.errors import DownloadError, EngineDeadError
 from slipstream.server.many.app import ManyEngines
 from slipstream.server.many.slot import ServedModel, Slot
@@ -28,8 +27,7 @@ class FakeSlot(Slot):
         super().__init__(model)
         self.gate, self.faults, self.ended = None, [], 0
 
-    async def load(self, *, gently=False):
-        self.loaded_gently = gently
+    async def load(self):
         await asyncio.sleep(0)
         if self.gate is not None:
             await self.gate.wait()
@@ -51,7 +49,7 @@ def model(name, num_bytes=100, **more):
     return ServedModel(
         **{
             "name": name,
-            "args": EngineArgs(model=f"org/{name}"),
+            "args": SimpleNamespace(model=f"org/{name}", download_dir=None),
             "description": FakeEngine.description,
             "max_model_len": 512,
             "num_bytes": num_bytes,

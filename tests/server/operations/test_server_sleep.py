@@ -106,7 +106,7 @@ def test_sleep_and_requests(tiny_path):
             assert engine.health().ok
             with pytest.raises(RequestError, match="level 1"):
                 await engine.sleep(2)
-            await asyncio.gather(engine.wake_up(gently=True), engine.wake_up(), engine.wake_up())
+            await asyncio.gather(engine.wake_up(), engine.wake_up(), engine.wake_up())
             assert not engine.is_sleeping
             assert (await collect(engine.generate("hello", GREEDY))).outputs[0].token_ids == before
             with pytest.raises(RequestError, match="level"):

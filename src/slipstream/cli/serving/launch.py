@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--serve",
-        metavar="MODEL [OPTIONS]",
-        help="start a server of this model at --url's port; options of `serve` may follow in the same word",
+        metavar="WORDS",
+        help="start a server at --url's port: a model and, in the same quotes, options of `serve`",
     )
     parser.add_argument("--model", help="a model that the server serves (default: its first)")
     add_key_options(parser)

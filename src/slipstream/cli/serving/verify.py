@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=8.0,
         metavar="N",
-        help="a sound server has no fault in one of N answers, nor in more (default: %(default)g)",
+        help="a server with a fault in one of N answers, or more of them, isn't called sound (default: %(default)g)",
     )
     parser.add_argument(
         "--long",

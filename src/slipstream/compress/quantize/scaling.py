@@ -71,9 +71,11 @@ def folds(spec: LayerSpec) -> dict[str, Fold]:
         found["mlp.down"] = Fold(
             linear="mlp.up", rows=slice(size, 2 * size) if m.gated else slice(0, size)
         )
+    if isinstance(m, DenseSpec) and m.down_norm is not None:
+        found["mlp.down"] = Fold(norm="mlp.down_norm")
     if r is not None and (own := _of_recurrent(r)) is not None:
         found["recurrent.out"] = own
-    if a is not None and a.clip_qkv is None:
+    if a is not None and a.clip_qkv is None and a.differential is None:
         begin = a.gate_size + a.q_size + a.kv_size
         repeats = a.num_heads // a.num_kv_heads
         found["attention.out"] = Fold(
@@ -82,6 +84,8 @@ def folds(spec: LayerSpec) -> dict[str, Fold]:
             repeats=repeats,
             head_dim=a.head_dim,
         )
+    if a is not None and a.out_norm is not None:
+        found["attention.out"] = Fold(norm="attention.out_norm")
     if isinstance(spec.block, PostNormBlock):
         return found
     parallel = isinstance(spec.block, ParallelBlock)

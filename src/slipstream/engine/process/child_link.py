@@ -37,14 +37,12 @@ class ChildLink(CoreLink):
             raise
 
     @classmethod
-    async def start(
-        cls, args: EngineArgs, forks: ForkServer | None = None, *, gently: bool = False
-    ) -> ChildLink:
+    async def start(cls, args: EngineArgs, forks: ForkServer | None = None) -> ChildLink:
         """Start the process and send the first message as soon as it has connected. If the process ended before, `receive`
         raises. `forks`: what forks its ranks."""
         child = cls(forks)
         try:
-            while not child.send(Start(args, gently)) and child.process.poll() is None:
+            while not child.send(Start(args)) and child.process.poll() is None:
                 await asyncio.sleep(0.005)
         except BaseException:
             await child.end(at_once=True)

@@ -13,16 +13,14 @@ from slipstream.worker.executor import ForkServer
 def child_source(
     args: EngineArgs,
     pause: Callable[[int, Exception], float | None] = restart_pause,
-    gently: Callable[[], bool] = lambda: False,
 ) -> CoreSource:
-    """Engine processes with these settings, one after the other. Their ranks are forks of one process. `gently`: see
-    `WakeUp`; not of ranks."""
+    """Engine processes with these settings, one after the other. Their ranks are forks of one process."""
     forks: ForkServer | None = None
 
     async def connect() -> ChildLink:
         nonlocal forks
         if num_ranks(args) == 1 and args.cpu_layers is None:
-            return await ChildLink.start(args, gently=gently())
+            return await ChildLink.start(args)
         if forks is None or not forks.is_alive:
             forks = ForkServer.start()
         return await ChildLink.start(args, forks)

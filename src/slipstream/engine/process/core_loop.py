@@ -112,15 +112,10 @@ class CoreProcess:
             start = self._receive(PARENT)
             if not isinstance(start, Start):
                 raise RuntimeError(f"the first message must be Start, got {type(start).__name__}")
-            from slipstream.engine.asleep import build_core, loaded
+            from slipstream.engine.asleep import build_core
 
-            self.core = loaded(
-                lambda: build_core(
-                    start.args,
-                    progress=lambda phase: self.send(Phase(phase)),
-                    forks=self._forks,
-                ),
-                gently=start.gently,
+            self.core = build_core(
+                start.args, progress=lambda phase: self.send(Phase(phase)), forks=self._forks
             )
             if (lora := self.core.config.lora) is not None:
                 self._adapters.begin(lora.requests)
@@ -211,10 +206,7 @@ class CoreProcess:
             if not self._take_messages():
                 return False
             self._report()
-        from slipstream.engine.asleep import loaded
-
-        gently = any(question.gently for _, question in sleeper.to_wake)
-        self.core = loaded(lambda: sleeper.wake(asleep), gently=gently)
+        self.core = sleeper.wake(asleep)
         if was_paused:
             self.core.pause()
         self._prepare(soon=any(question.soon for _, question in sleeper.to_wake))

@@ -20,10 +20,7 @@ from slipstream.params.lora_request import LoRARequest
 
 
 class Start(msgspec.Struct, tag=True):
-    """`gently`: see `WakeUp`."""
-
     args: EngineArgs
-    gently: bool = False
 
 
 class Add(msgspec.Struct, tag=True):

@@ -20,12 +20,10 @@ class Sleep(msgspec.Struct, tag=True):
 
 
 class WakeUp(msgspec.Struct, tag=True):
-    """`soon`: a request waits. Sizes of steps are then prepared whenever there is nothing to do, not before the answer.
-    `gently`: others use this processor. The model is then loaded at a low priority."""
+    """`soon`: a request waits. Sizes of steps are then prepared whenever there is nothing to do, not before the answer."""
 
     ticket: int
     soon: bool = False
-    gently: bool = False
 
 
 class LoadAdapter(msgspec.Struct, tag=True):

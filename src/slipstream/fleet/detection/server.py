@@ -61,7 +61,7 @@ class ServerWatch:
         stats, metrics = await engine_stats(state), await all_metrics(state)
         at, num_open = self.now(), state.engine.num_requests
         seen = of_server(stats, metrics, at=at, num_open=num_open, canary_ok=canary_ok(state))
-        found = [kl for check in state.checks if (kl := check.new_kl()) is not None]
+        found = [kl for check in state.checks if (kl := check.take_kl()) is not None]
         self.see(name, replace(seen, canary_kl=max(found, default=None)))
         self.report(at)
 

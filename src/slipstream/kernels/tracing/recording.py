@@ -383,6 +383,12 @@ class RecordingOps:
             "resized_heads", (x,), (width,), start=start, count=count, old=old, new=new
         )
 
+    def paired_heads(self, x: Value, *, spec: AttentionSpec) -> Value:
+        return self.record("paired_heads", (x,), (2 * sum(spec.qkv_rows),), spec=spec)
+
+    def head_differences(self, x: Value, *, spec: AttentionSpec, lambdas: Any) -> Value:
+        return self.record("head_differences", (x,), (spec.out_size,), spec=spec, lambdas=lambdas)
+
     def gated_delta(
         self,
         x: Value,

@@ -61,6 +61,8 @@ class Attention:
     """The ranks that have the other tokens' keys, and without `group` in a long step their rows."""
     spread: Linear | None = None
     """Zeros and ones [H · D, H], which give a head's gate to its numbers."""
+    out_norm: NormParams | None = None
+    lambdas: tuple[Tensor, ...] = ()  # `LAMBDAS` [D], if `spec.differential`
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]."""
@@ -76,6 +78,10 @@ class Attention:
         return self._mixed(ops, ops.linear(x, self.qkv), kv, meta)
 
     def _mixed(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        found = self._gated(ops, qkv, kv, meta)
+        return found if self.out_norm is None else normed(ops, self.out_norm, found)
+
+    def _gated(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         s = self.spec
         if s.gated:
             gate = ops.columns(qkv, start=0, stop=s.gate_size)
@@ -111,13 +117,17 @@ class Attention:
             found = ops.attention(q, kv, meta, self.params).flatten(1)
         else:
             found = ops.attention_over_ranks(q, kv, meta, self.params, context, own=own).flatten(1)
+        if s.differential is not None:
+            return ops.head_differences(found, spec=s, lambdas=self.lambdas)
         if s.value_dim is None:
             return found
         return ops.resized_heads(found, start=0, count=s.num_heads, old=s.head_dim, new=s.value_dim)
 
     def _filled(self, ops: OpSet, qkv: Tensor) -> Tensor:
-        """Returns the rows with values padded to the width of keys."""
+        """Returns the rows with values padded to the width of keys, or with each head twice."""
         s = self.spec
+        if s.differential is not None:
+            return ops.paired_heads(qkv, spec=s)
         if s.value_dim is None:
             return qkv
         sizes = {"start": s.q_size + s.kv_size, "count": s.num_kv_heads}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slipstream.kernels.layouts import Experts
+from slipstream.kernels.layouts import Experts, NormParams
 from slipstream.spec.model import DenseSpec, MoESpec
 from slipstream.spec.scheme import InputFormat
 
@@ -23,15 +23,19 @@ class MLP:
     up: Linear
     down: Linear
     group: RankGroup | None = None  # the ranks that have the other gates, if `spec.sparsity`
+    down_norm: NormParams | None = None
 
     def __call__(self, ops: OpSet, x: Activations) -> Tensor:
         """[T, E] → [T, E]."""
         s, up = self.spec, ops.linear(x, self.up)
         if s.sparsity:
             up = ops.sparse_gates(up, spec=s, group=self.group)
-        return ops.linear(
-            ops.activation(up, s.activation, gated=s.gated, inputs=self.down.inputs), self.down
-        )
+        if self.down_norm is not None:
+            gates: Any = ops.activation(up, s.activation, gated=s.gated, inputs=None)
+            rows = ops.norm(gates, self.down_norm, inputs=self.down.inputs)[0]
+        else:
+            rows = ops.activation(up, s.activation, gated=s.gated, inputs=self.down.inputs)
+        return ops.linear(rows, self.down)
 
     @property
     def inputs(self) -> InputFormat | None:

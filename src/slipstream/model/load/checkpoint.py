@@ -31,6 +31,7 @@ from slipstream.model.load.random_weights import ArrayDraws, random_weights, see
 from slipstream.model.stored.bitmasks import made_dense
 from slipstream.model.stored.gguf_quants import dequantize_tensor
 from slipstream.model.stored.parts import Stored, expanded
+from slipstream.model.stored.ternary import with_codes
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
 from slipstream.spec.families.mtp import MTPFormat
@@ -61,7 +62,7 @@ from slipstream.spec.parameters import (
     keeps_float32,
 )
 from slipstream.spec.scheme import Scheme
-from slipstream.spec.stored.native_formats import is_expandable
+from slipstream.spec.stored.native_formats import is_expandable, is_product
 from slipstream.spec.stored.safetensors import safetensors_files, tensor_names
 
 if TYPE_CHECKING:
@@ -258,6 +259,16 @@ def expands(
     return is_wanted
 
 
+def products_of(find: Callable[[str], Placement | None]) -> Callable[[str], bool]:
+    """Returns a function that tells whether a module, by the checkpoint's name, is a product."""
+
+    def is_product_of_ours(module: str) -> bool:
+        place = find(f"{module}.weight")
+        return place is not None and is_product(place.target)
+
+    return is_product_of_ours
+
+
 def array_weights(
     description: ModelDescription,
     dtype: str,
@@ -282,6 +293,8 @@ def array_weights(
     names, q = names_of(description, given), description.quantization
     if q is not None and q.sparse:
         stored = made_dense(stored)
+    if q is not None and q.ternary is not None:
+        stored = with_codes(stored, q, products_of(finder(description, names)))
     if q is not None and q.formats is not None:
         stored = expanded(stored, q.formats, expands(finder(description, names), shapes))
     fills = parameter_fills(

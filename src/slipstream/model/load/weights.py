@@ -28,6 +28,7 @@ from slipstream.model.load.checkpoint import (
     names_of,
     parameter_fills,
     place,
+    products_of,
     reading,
     transformed,
 )
@@ -36,6 +37,7 @@ from slipstream.model.load.random_weights import TensorDraws, random_weights, se
 from slipstream.model.stored.bitmasks import made_dense
 from slipstream.model.stored.packing import tensor_numbers
 from slipstream.model.stored.parts import Stored, expanded
+from slipstream.model.stored.ternary import with_codes
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.parameters import Placement, Shape, Transform, keeps_float32
 from slipstream.spec.scheme import Scheme
@@ -94,13 +96,15 @@ def tensor_weights(
     find = finder(description, names)
     if wanted is not every_name:
         stored = _without_others(stored, find, wanted)
-    if description.quantization is not None and description.quantization.sparse:
+    q = description.quantization
+    if q is not None and (q.sparse or q.ternary is not None):
         arrays = ((name, shape, lambda r=r: to_array(r())) for name, shape, r in stored)
+        made = made_dense(arrays) if q.sparse else with_codes(arrays, q, products_of(find))
         stored = (
             (name, shape, lambda r=r: to_tensor(r()))  # type: ignore[misc]
-            for name, shape, r in made_dense(arrays)
+            for name, shape, r in made
         )
-    formats = description.quantization.formats if description.quantization is not None else None
+    formats = q.formats if q is not None else None
     if formats is not None:
         stored = expanded(stored, formats, expands(find, shapes), tensor_numbers)
     if part is not None:

@@ -163,7 +163,7 @@ class RoundedTensors:
 
     def _parts(self, target: str) -> tuple[str, ...]:
         """Returns the parts that a weight needs. GPTQ's zero points are checked, not kept."""
-        if self.method in ("compressed-tensors", "fp8", "modelopt"):
+        if self.method in ("compressed-tensors", "fp8", "modelopt", "bitnet"):
             return stored_parts(self.formats[target])
         return ("qweight", "scales", "qzeros") if self.method == "awq" else ("qweight", "scales")
 

@@ -33,6 +33,7 @@ from slipstream.engine.process.streams import OutputStream
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.outputs import PositionLogprobs
 from slipstream.params.sampling import SamplingParams
+from slipstream.server.state import VersionCheck
 
 if TYPE_CHECKING:
     from slipstream.server.state import EngineProtocol, ServerState
@@ -55,7 +56,7 @@ LEAST = math.log(1e-9)
 """Log-probabilities below count as this one, so that a KL is finite."""
 
 LEAST_KL = 1e-3
-"""Nats below which a change of a KL is rounding, of which the detector isn't told."""
+"""Nats up to which a KL is rounding: the detector is told this one instead."""
 
 LEAST_AGREEMENT = 0.5
 """Share of positions whose likeliest token is the reference's. 4 bits keep most; other weights few."""
@@ -124,22 +125,6 @@ class Fingerprint(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return found
 
 
-class VersionCheck(msgspec.Struct, kw_only=True):
-    """The looks at a version of the weights. KL in nats, of the first look and the last, and the
-    largest; `top1_agreement` is the last one's. Times are seconds since 1970."""
-
-    version: str
-    against: str  # "the fingerprint", or "its own first look"
-    num_looks: int
-    num_bad: int
-    kl_first: float
-    kl_last: float
-    kl_max: float
-    top1_agreement: float
-    first_time: float
-    last_time: float
-
-
 class SelfCheck:
     """The looks of one server, an `IdleCheck` of it. `run` ends when it is cancelled."""
 
@@ -203,7 +188,7 @@ class SelfCheck:
         """The looks by version of the weights, oldest first."""
         return list(self.versions.values())
 
-    def new_kl(self) -> float | None:
+    def take_kl(self) -> float | None:
         found, self._new_kl = self._new_kl, None
         return None if found is None else max(LEAST_KL, found)
 

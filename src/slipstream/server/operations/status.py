@@ -30,7 +30,7 @@ from slipstream.server.http.errors import ApiError
 from slipstream.server.http.replies import json_response
 from slipstream.server.operations.health import all_metrics, canary_ok, engine_stats
 from slipstream.server.operations.metrics import Histogram, Metrics
-from slipstream.server.state import ServerState
+from slipstream.server.state import ServerState, VersionCheck
 
 _PAGES = Path(__file__).parent / "pages"
 _INCLUDE = re.compile(r"<!--include (\S+)-->")
@@ -52,7 +52,7 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     generated_tokens: int | None = None
     uptime_s: float | None = None
     canary_ok: bool | None = None  # with the checks that the server runs when idle
-    checks: dict[str, list[Any]] = {}  # what those found, by name
+    checks: dict[str, list[VersionCheck]] = {}  # what those found, by name
 
 
 class Latency(msgspec.Struct, kw_only=True):

@@ -1,9 +1,13 @@
 """Llama 2 and 3, SmolLM 2 and 3, and any other `llama`; Mistral (all layers have a window), Ministral (some have), and Mixtral
 (mixtures of experts); and what is nearly Llama: Seed-OSS (biases of q, k and v), Arcee (MLPs without a gate), Helium
-(interleaved rotary embedding), InternLM 3, nanochat (norms without weights), CWM, IQuest-Coder, Jais 2, EXAONE 3."""
+(interleaved rotary embedding), InternLM 3, nanochat (norms without weights), CWM, IQuest-Coder, Jais 2,
+EXAONE 3, BitNet (norms before the output products), DiffLlama (differences
+of heads)."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
@@ -21,7 +25,8 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
-from slipstream.spec.model import MLPSpec, ModelSpec, MoESpec
+from slipstream.spec.layers import LAMBDAS, DifferentialSpec
+from slipstream.spec.model import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec
 
 
 def read(c: ConfigReader) -> ModelSpec:
@@ -126,6 +131,44 @@ def read_cwm(c: ConfigReader) -> ModelSpec:
     )
 
 
+def read_bitnet(c: ConfigReader) -> ModelSpec:
+    """BitNet b1.58: norms of what the output products read. The config's `quantization_config` tells
+    how its weights of −1, 0 and 1 are stored."""
+    h, eps = heads(c), c.take("rms_norm_eps", float, 1e-5)
+    if h.num_heads * h.head_dim != c.size("hidden_size"):
+        raise c.unsupported("head_dim", "heads must be as wide together as hidden_size")
+    mlp = gated(c, default="relu2")
+    return decoder(
+        c,
+        "bitnet",
+        h=h,
+        eps=eps,
+        positions={"theta": 5e5},
+        mlp=replace(mlp, down_norm=rms(mlp.intermediate_size, eps)),
+        more={"out_norm": rms(c.size("hidden_size"), eps)},
+    )
+
+
+def read_diffllama(c: ConfigReader) -> ModelSpec:
+    """DiffLlama: heads of the second half are subtracted from those of the first."""
+    h, eps = heads(c), c.take("rms_norm_eps", float, 1e-5)
+    if h.num_kv_heads % 2 or h.num_heads % h.num_kv_heads:
+        raise c.unsupported(
+            "num_key_value_heads", "must be even, and a part of num_attention_heads"
+        )
+    c.require("mlp_bias", False)
+    c.ignore("lambda_std_dev")  # of training
+    doubled = h._replace(num_heads=2 * h.num_heads, num_kv_heads=2 * h.num_kv_heads)
+    spec = decoder(c, "diffllama", h=doubled, eps=eps)
+
+    def layer(i: int, whole: LayerSpec) -> LayerSpec:
+        assert isinstance(whole.attention, AttentionSpec)
+        own = DifferentialSpec(base=0.8 - 0.6 * math.exp(-0.3 * i), eps=eps)
+        return replace(whole, attention=replace(whole.attention, differential=own))
+
+    return replace(spec, layers=tuple(layer(i, x) for i, x in enumerate(spec.layers)))
+
+
 def read_iquestcoder(c: ConfigReader) -> ModelSpec:
     c.assume_missing(num_key_value_heads=8, head_dim=128)
     c.require("clip_qkv")
@@ -221,6 +264,15 @@ MIXTRAL: dict[str, Theirs] = {
     "experts.up": ("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
     "experts.down": "block_sparse_moe.experts.{e}.w2",
 }
+BITNET: dict[str, Theirs] = {
+    **LLAMA,
+    "attention.out_norm": "self_attn.attn_sub_norm",
+    "mlp.down_norm": "mlp.ffn_sub_norm",
+}
+DIFFLLAMA: dict[str, Theirs] = {
+    **LLAMA,
+    **{f"attention.{name}": {"weight": f"self_attn.{name}"} for name in LAMBDAS},
+}
 EXAONE: dict[str, Theirs] = {
     "embed": "transformer.wte",
     "final_norm": "transformer.ln_f",
@@ -254,6 +306,8 @@ NAMES = {
     read_mixtral: table(MIXTRAL),
     read_arcee: table({**LLAMA, "mlp.up": "mlp.up_proj"}),
     read_jais2: table({**LLAMA, "mlp.up": "mlp.up_proj"}),
+    read_bitnet: table(BITNET),
+    read_diffllama: table(DIFFLLAMA),
     read_exaone: table(EXAONE, layer="transformer.h.{i}."),
     read_nanochat: table({**LLAMA, "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}),
 }
@@ -285,6 +339,8 @@ FAMILIES = tuple(
         ("cwm", "CwmForCausalLM", read_cwm),
         ("iquestcoder", "IQuestCoderForCausalLM", read_iquestcoder),
         ("jais2", "Jais2ForCausalLM", read_jais2),
+        ("bitnet", "BitNetForCausalLM", read_bitnet),
+        ("diffllama", "DiffLlamaForCausalLM", read_diffllama),
         ("exaone", "ExaoneForCausalLM", read_exaone),
     )
 )

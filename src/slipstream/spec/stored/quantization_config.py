@@ -25,7 +25,7 @@ from slipstream.spec.scheme import FORMATS as SCHEME_FORMATS
 from slipstream.spec.scheme import FP8_TILE, SCHEMES, RowFormat, WeightFormat
 
 Method: TypeAlias = Literal[
-    "compressed-tensors", "fp8", "gptq", "gptq_v2", "awq", "mxfp4", "modelopt"
+    "compressed-tensors", "fp8", "gptq", "gptq_v2", "awq", "mxfp4", "modelopt", "bitnet"
 ]
 """A checkpoint's convention for the names and packing of its tensors. `fp8` is DeepSeek V3's and
 Qwen 3's, in tiles. `gptq`, the first version, stores zero points minus one."""
@@ -135,6 +135,7 @@ class StoredQuantization:
     sparse: bool = False  # some weights are stored without their zeros (model/stored/bitmasks.py)
     formats: StoredFormats | None = None
     zeros: float | None = None  # share of zeros in the products, if the config has it
+    ternary: Literal["packed", "packed-inverse", "masters"] | None = None  # `model.stored.ternary`
 
     @property
     def rounds(self) -> bool:
@@ -154,6 +155,7 @@ def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> St
         "auto-round": _auto_round,
         "intel/auto-round": _auto_round,
         "mxfp4": _mxfp4,
+        "bitnet": _bitnet,
         **dict.fromkeys(("modelopt", *MODELOPT_ALIASES), _modelopt),
     }
     if kind not in readers:
@@ -183,6 +185,24 @@ def _fp8(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     fmt = replace(SCHEME_FORMATS["fp8-block"], scale="weight_scale_inv")
     formats = StoredFormats(((("Linear",), fmt),), ("lm_head", *kept))
     return StoredQuantization("fp8", _scheme(formats, tied_embeddings), formats=formats)
+
+
+def _bitnet(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
+    """Read BitNet's weights of −1, 0 and 1, which are held in int8, with inputs in int8."""
+    read.require("use_rms_norm", False)
+    read.ignore("rms_norm_eps")
+    read.require("modules_to_not_convert", [], ["lm_head"])
+    read.require("linear_class", "bitlinear", "autobitlinear")
+    read.require("quantization_mode", "offline", "online")
+    by_scale = read.take("linear_class", str, "bitlinear") == "autobitlinear"
+    ternary: Literal["packed", "packed-inverse", "masters"] = (
+        "packed" if by_scale else "packed-inverse"
+    )
+    if by_scale and read.take("quantization_mode", str, "offline") == "online":
+        ternary = "masters"
+    fmt = WeightFormat(whole=True, inputs="int8")
+    formats = StoredFormats(((("Linear",), fmt),), ("lm_head",))
+    return StoredQuantization("bitnet", "int8", formats=formats, ternary=ternary)
 
 
 def _never_rounded(name: str) -> bool:

@@ -11,6 +11,7 @@ There is one exception: a step under way may still write to a block that was rel
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections import deque
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.base.priority import lower_priority
 from slipstream.messages.tiers import BlockCopy
 from slipstream.worker.tiers.disk_tier import DiskTier
 
@@ -32,6 +32,9 @@ _logger = logging.getLogger("slipstream.engine")
 
 READERS = 2
 """Number of reading threads. Half of a read is the checksum, which takes a core."""
+
+NICENESS = 10
+"""Niceness of the writing thread, which yields to the computing ones."""
 
 
 class HostBlockStore:
@@ -169,7 +172,8 @@ class HostBlockStore:
             self._note(disk, copy, None)
 
     def _write_all(self, disk: DiskTier) -> None:
-        lower_priority()
+        if hasattr(os, "setpriority"):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (found := self._writes.get()) is not None:
             self._note(disk, *found)
 

@@ -124,7 +124,7 @@ class MiniMaxM3(ToolFormat):
         call = ArgumentsInParts(parser, tools, name)
         given = dict[str, Any]()
         while True:
-            found = yield from self._next(parser, drop, 0)
+            found = yield from self._next(parser)
             if found is None:
                 return False
             key, value = found
@@ -138,30 +138,33 @@ class MiniMaxM3(ToolFormat):
                 given[key] = made = _value(value, schema)
                 call.add_value(key, made)
 
-    def _next(
-        self, parser: Parser, out: Any, depth: int
-    ) -> Generator[None, None, tuple[str, Element] | None]:
-        """The next element, or the name of an end tag, with its slash. Text before it goes to `out`. None: the answer ends."""
-        name = list[str]()
-        if not (yield from parser.until((TAG,), out)):
-            return None
-        if not (yield from parser.until((">",), name.append)):
-            return None
-        key = "".join(name).strip()
-        if key.startswith("/"):
-            return key, ""
-        text, parts = list[str](), list[tuple[str, Element]]()
+    def _next(self, parser: Parser) -> Generator[None, None, tuple[str, Element] | None]:
+        """The next element, or the name of an end tag, with its slash. Text before it is dropped. None: the answer ends."""
+        opened = list[tuple[str, list[str], list[tuple[str, Element]]]]()  # name, text, parts
         while True:
-            found = yield from self._next(parser, text.append, depth + 1)
-            if found is None:
+            name = list[str]()
+            if not (yield from parser.until((TAG,), opened[-1][1].append if opened else drop)):
                 return None
-            inner, value = found
-            if inner == f"/{key}" or inner.startswith("/"):
-                if inner in (INVOKE_END, "/tool_call"):  # the model forgot this element's end
-                    parser.put_back(f"{TAG}{inner}>")
-                return key, parts or "".join(text)
-            if depth < MAX_DEPTH:
-                parts.append((inner, value))
+            if not (yield from parser.until((">",), name.append)):
+                return None
+            key = "".join(name).strip()
+            if not key.startswith("/"):
+                opened.append((key, [], []))
+                continue
+            if not opened:
+                return key, ""
+            ends_all = key in (INVOKE_END, "/tool_call")  # the model forgot the ends of elements
+            if ends_all:
+                parser.put_back(f"{TAG}{key}>")
+            while True:
+                key, text, parts = opened.pop()
+                value: Element = parts or "".join(text)
+                if not opened:
+                    return key, value
+                if len(opened) <= MAX_DEPTH:
+                    opened[-1][2].append((key, value))
+                if not ends_all:
+                    break
 
 
 def _value(element: Element, schema: Mapping[str, Any]) -> Any:
