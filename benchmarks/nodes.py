@@ -1,14 +1,14 @@
 """Every run of one kind of machine, with two, four or eight GPUs, in one call of ten minutes.
 
     python benchmarks/nodes.py                            # as many GPUs as there are; record nodes_2.json and nodes_2.md
-    python benchmarks/nodes.py --gpus 8 --list            # the runs, their goals and the seconds that they may take
+    python benchmarks/nodes.py --gpus 8 --list            # the runs, and the seconds that they may take
     python benchmarks/nodes.py --only 70b,context         # some of them
     python benchmarks/nodes.py --device cpu --gpus 2      # each form on CPU processes with a tiny model, to try the script
 
 Checks come first: tests for several ranks, and greedy tokens of small models in float32 that must be one device's. A form
-whose check fails is not timed. A run that does not fit into the time left (`--seconds`) is left out, and the table says so:
-call it again with `--only`. Both files are written after each run. Every engine has a process of its own and random weights
-(load_format="dummy").
+is timed only if all its checks passed in this call. A run that does not fit into the time left (`--seconds`) is left out, and
+the table says so: call it again with `--only`, which checks the forms of the runs that it names. Both files are written after
+each run. Every engine has a process of its own and random weights (load_format="dummy").
 """
 
 from __future__ import annotations
@@ -51,26 +51,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One row of the table. `goal`: words; `least` or `most`: what the number must reach. `forms`: those whose check must have
-    passed."""
+    """One row of the table. `forms`: those that it times. `beside`: this project's earlier number, and its record."""
 
     name: str
     what: str
-    goal: str
     seconds: int
     work: Callable[[Node], dict[str, Any]]
     forms: tuple[str, ...] = ()
-    number: str = ""  # of the result that `least` and `most` are about
-    least: float | None = None
-    most: float | None = None
-
-    def met(self, found: dict[str, Any]) -> bool | None:
-        value = found.get(self.number)
-        if not isinstance(value, int | float):
-            return None
-        return (self.least is None or value >= self.least) and (
-            self.most is None or value <= self.most
-        )
+    beside: str = ""
 
 
 @dataclass(slots=True)
@@ -83,7 +71,8 @@ class Node:
     end: float
     clock: Callable[[], float] = time.monotonic
     engine: Callable[..., Any] = parallel.engine
-    failed_forms: set[str] = field(default_factory=set)
+    forms: set[str] | None = None  # those that `greedy` checks, if not all
+    equal: set[str] = field(default_factory=set)  # those that passed
 
     @property
     def tiny(self) -> bool:
@@ -171,33 +160,46 @@ def forms_of(gpus: int) -> dict[str, dict[str, Any]]:
     return made
 
 
-CHECKED = {
+CHECKED: dict[str, tuple[str, ...]] = {
     "llama": ("tensor", "stages", "context", "stages of two"),
     "qwen3_moe": ("experts", "dealt"),
     "deepseek_v3": ("tensor", "context", "dealt"),
 }
 
 
+def command(words: Sequence[str], limit: float) -> tuple[int, list[str]]:
+    """Exit code and lines of a Python program, which has this long."""
+    begun = [sys.executable, *words]
+    try:
+        done = subprocess.run(begun, capture_output=True, text=True, timeout=max(1.0, limit))
+    except subprocess.TimeoutExpired:
+        return 124, [f"cut after {limit:.0f} s"]
+    text = done.stdout if done.stdout.strip() else done.stderr
+    return done.returncode, text.strip().splitlines() or ["no output"]
+
+
+PYTEST = ("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-m")
+
+
 def tests(node: Node) -> dict[str, Any]:
     """The GPU tests for several ranks."""
     if node.tiny:
         return {"left out": "they need GPUs"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
-    command += ["tests/gpu/test_two_gpus.py", "tests/gpu/test_rank_sums_gpu.py", "-n", "8"]
-    limit = max(1.0, min(110.0, node.left()))
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"cut after {limit:.0f} s"}
-    last = (done.stdout.strip().splitlines() or ["no output"])[-1]
-    return {"passed": last} if done.returncode == 0 else {"failed": last}
+    files = ("tests/gpu/test_two_gpus.py", "tests/gpu/test_rank_sums_gpu.py")
+    code, words = command([*PYTEST, "gpu", *files, "-n", "8"], min(110.0, node.left()))
+    return {"failed" if code else "passed": words[-1]}
 
 
 def greedy(node: Node) -> dict[str, Any]:
-    """Greedy tokens of small models by every form, next to one device's."""
+    """Greedy tokens of small models by the node's forms, next to one device's."""
     found: dict[str, Any] = {}
     forms = forms_of(node.gpus)
+    if node.forms is not None:
+        forms = {name: form for name, form in forms.items() if name in node.forms}
+    wrong = set()
     for name, ways in CHECKED.items():
+        if not forms.keys() & ways:
+            continue
         folder = node.folder / f"greedy-{name}"
         folder.mkdir(exist_ok=True)
         config = {**parallel.SMALL[name], "num_hidden_layers": max(3, node.gpus)}
@@ -219,8 +221,12 @@ def greedy(node: Node) -> dict[str, Any]:
             same = isinstance(tokens, list) and tokens == one
             found[f"{name}, {way}"] = "equal" if same else f"{str(one)[:80]} / {str(tokens)[:80]}"
             if not same:
-                node.failed_forms.add(way)
+                wrong.add(way)
+    node.equal = forms.keys() - wrong
     return found
+
+
+GREEDY = Run("greedy", "greedy tokens of the forms, and one device's", 90, greedy)
 
 
 def sums(node: Node) -> dict[str, Any]:
@@ -252,8 +258,7 @@ def by_forms(model: str, names: Sequence[str], **more: Any) -> Callable[[Node], 
             rates = [x for x in node.run(every, **load).values() if isinstance(x, dict)]
             if len(rates) == node.gpus:
                 found["replicas"] = {"tokens_a_second": sum(x["tokens_a_second"] for x in rates)}
-        chosen = [n for n in names if n in forms and n not in node.failed_forms]
-        for name in chosen:
+        for name in [name for name in names if name in node.equal]:
             found |= node.run({name: ("load", made | forms[name], None)}, **load)
         gains = {n: times(found["one"], x, "tokens_a_second") for n, x in found.items()}
         gains = {f"{n}, times one": x for n, x in gains.items() if x is not None and n != "one"}
@@ -321,22 +326,15 @@ def apart(node: Node) -> dict[str, Any]:
     model = with_tokenizer(node, Path(model))
     engine["load_format"] = "dummy"
     engine["max_model_len"] = 16384
-    command = [sys.executable, str(common.HERE / "fleet.py"), "--study", "phases", "--model", model]
-    command += ["--engine", json.dumps(engine), "--output", str(node.folder / "apart.json")]
-    load = (2, 32, 256, 40, 8000, 0.25)
-    names = ("rounds", "streams", "tokens", "prompts", "prompt", "every")
-    for name, value in zip(names, load, strict=True):
-        command += [f"--{name}", str(value)]
-    command += ["--devices", ",".join(map(str, range(2)))]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=max(1.0, node.left())
-        )
-    except subprocess.TimeoutExpired:
-        return {"failed": "cut at the end of the time"}
-    if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or ["no output"])[-1]}
-    kept = json.loads((node.folder / "apart.json").read_text())
+    output = node.folder / "apart.json"
+    words = [str(common.HERE / "fleet.py"), "--study", "phases", "--model", model]
+    words += ["--engine", json.dumps(engine), "--output", str(output), "--devices", "0,1"]
+    words += ["--rounds=2", "--streams=32", "--tokens=256"]
+    words += ["--prompts=40", "--prompt=8000", "--every=0.25"]
+    code, said = command(words, node.left())
+    if code:
+        return {"failed": said[-1]}
+    kept = json.loads(output.read_text())
     return {k: v for k, v in kept.items() if k not in ("environment", "versions", "machine")}
 
 
@@ -356,16 +354,10 @@ def deaths(node: Node) -> dict[str, Any]:
     """Ranks that are killed under 64 streams, on this machine's cores."""
     if node.tiny:
         return {"left out": "it is pytest -m slow tests/fleet/test_rank_deaths.py"}
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-m", "slow"]
-    command += ["tests/fleet/test_rank_deaths.py"]
-    limit = max(1.0, min(150.0, node.left()))
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"cut after {limit:.0f} s"}
-    turns = [line for line in done.stdout.splitlines() if line.startswith("turn ")]
-    lost = "none" if done.returncode == 0 else "the test failed"
-    return {"turns": turns, "lost": lost}
+    words = [*PYTEST, "slow", "tests/fleet/test_rank_deaths.py"]
+    code, said = command(words, min(150.0, node.left()))
+    turns = [line for line in said if line.startswith("turn ")]
+    return {"turns": turns, **({"failed": said[-1]} if code else {"lost": "none"})}
 
 
 def update(node: Node) -> dict[str, Any]:
@@ -378,75 +370,76 @@ def update(node: Node) -> dict[str, Any]:
 def runs_of(gpus: int) -> list[Run]:
     """The runs of a machine with so many GPUs, in their order: checks, then what decides most."""
     checks = [
-        Run("tests", "tests of several ranks", "pass", 110, tests),
-        Run("greedy", "greedy tokens equal to one device's, every form", "equal", 90, greedy),
-        Run("sums", "sums, gathers, scatters, exchanges", "at most the published times", 60, sums,
-            number="number slower", most=0),
+        Run("tests", "tests of several ranks", 110, tests),
+        GREEDY,
+        Run("sums", "sums, gathers, scatters, exchanges", 60, sums,
+            beside="those published, in parallel.py"),
     ]  # fmt: skip
-    a_gpu = "tokens_a_second_a_gpu"
-    seventy = {2: (9.2, 3300), 4: (6.5, 3000), 8: (6.5, 3000)}[gpus]
-    goal = f"{seventy[0]} ms a token · {seventy[1]:,} tok/s a GPU"
-    seventy_b = Run("70b", "70B FP8, 4 requests · 1,000/1,000", goal, 100, large("llama-3-70b", "tensor", **FP8),
-                    ("tensor",), a_gpu, seventy[1])  # fmt: skip
-    prompts = {2: 1.8, 4: 3.2, 8: 6.0}[gpus]
-    by_context = Run("context", "a prompt of 128k and steps of 8 × 128k over one GPU",
-                     f"{prompts} × (two GPUs: steps 1.7 ×)", 160, context, ("context",), "prompt, times one",
-                     prompts)  # fmt: skip
-    if gpus == 2:
+    deaths_run = Run("deaths", "kill -9 of a rank under 64 streams, ten times", 150, deaths)
+    two = gpus == 2
+    seventy_b = Run("70b", "70B FP8, 4 requests · 1,000/1,000", 100, large("llama-3-70b", "tensor", **FP8),
+                    ("tensor",), "11.2 ms a token (parallel_70b)" if two else "")  # fmt: skip
+    by_context = Run("context", "a prompt of 128k and steps of 8 × 128k over one GPU", 160, context, ("context",),
+                     "1.71 · 1.33 × (parallel_context)" if two else "")  # fmt: skip
+
+    def eight_b(*ways: str, beside: str = "") -> Run:
+        return Run("8b", f"8B FP8 128/128 over one GPU: {' · '.join(ways)}", 30 + 30 * len(ways),
+                   by_forms("llama-3-8b", ways, **FP8), tuple(way for way in ways if way != "replicas"),
+                   beside)  # fmt: skip
+
+    def moe(form: str) -> Run:
+        return Run(
+            "235b",
+            f"Qwen3-235B FP8 1,000/1,000, {form}",
+            140,
+            large("qwen3-235b", form, **FP8),
+            (form,),
+        )
+
+    if two:
         return [
             *checks,
             seventy_b,
             by_context,
-            Run("8b", "8B FP8 128/128 over one GPU: tensor · stages · replicas", "1.75 · 1.8 ×", 120,
-                by_forms("llama-3-8b", ("tensor", "stages", "replicas"), **FP8), (), "tensor, times one", 1.75),
-            Run("30b", "Qwen3-30B FP8 128/128 over one GPU", "1.7 ×", 100,
-                by_forms("qwen3-30b-a3b", ("experts", "dealt"), **FP8), (), "best, times one", 1.7),
-            Run("update", "update of an 8B's weights over NCCL", "0.8 s", 60, update, (), "seconds", None, 0.8),
-            Run("apart", "prefill and decode apart next to mixed replicas", "the form that plan named", 120, apart),
-            Run("120b", "gpt-oss-120b 1,000/1,000 over one GPU", "1.7 ×", 140, over_one("gpt-oss-120b", "experts"),
-                ("experts",), "times one", 1.7),
-            Run("deaths", "kill -9 of a rank under 64 streams, ten times", "all resumed, 15 s", 150, deaths),
+            eight_b("tensor", "stages", "replicas", beside="tensor 1.61 × (parallel_h200)"),
+            Run("30b", "Qwen3-30B FP8 128/128 over one GPU", 100,
+                by_forms("qwen3-30b-a3b", ("experts", "dealt"), **FP8), ("experts", "dealt"),
+                "1.46 · 1.36 × (parallel_mixtures_dealt)"),
+            Run("update", "update of an 8B's weights over NCCL", 60, update),
+            Run("apart", "prefill and decode apart next to mixed replicas", 120, apart),
+            Run("120b", "gpt-oss-120b 1,000/1,000 over one GPU", 140, over_one("gpt-oss-120b", "experts"), ("experts",)),
+            deaths_run,
         ]  # fmt: skip
     if gpus == 4:
-        return [
-            *checks,
-            Run("235b", "Qwen3-235B FP8 1,000/1,000", "3,600 tok/s a GPU", 140,
-                large("qwen3-235b", "experts", **FP8), ("experts",), a_gpu, 3600),
-            seventy_b,
-            by_context,
-            Run("8b", "8B FP8 128/128 over one GPU: tensor · stages · replicas", "3.6 × by the best", 150,
-                by_forms("llama-3-8b", ("tensor", "replicas", "stages of two", "stages"), **FP8), (),
-                "best, times one", 3.6),
-            Run("deaths", "kill -9 of a rank under 64 streams, ten times", "all resumed", 150, deaths),
-        ]  # fmt: skip
-    return [
-        *checks,
-        Run("671b", "DeepSeek-V3 FP8, requests dealt out, 4 requests · 1,000/1,000", "14 ms for one sequence", 180,
-            large("deepseek-v3", "dealt", **FP8), ("dealt",), "ms_a_token", None, 14),
-        Run("235b", "Qwen3-235B FP8 1,000/1,000, experts on eight", "the form that plan named", 140,
-            large("qwen3-235b", "experts", **FP8), ("experts",), a_gpu),
-        by_context,
-        Run("8b", "8B FP8 128/128 over one GPU: replicas", "7.6 ×", 90, by_forms("llama-3-8b", ("replicas",), **FP8), (),
-            "best, times one", 7.6),
-        seventy_b,
-        Run("deaths", "kill -9 of a rank under 64 streams, ten times", "0 lost", 150, deaths),
-    ]  # fmt: skip
+        ways = ("tensor", "replicas", "stages of two", "stages")
+        return [*checks, moe("experts"), seventy_b, by_context, eight_b(*ways), deaths_run]
+    dealt = Run("671b", "DeepSeek-V3 FP8, requests dealt out, 4 requests · 1,000/1,000", 180,
+                large("deepseek-v3", "dealt", **FP8), ("dealt",))  # fmt: skip
+    return [*checks, dealt, moe("experts"), by_context, eight_b("replicas"), seventy_b, deaths_run]
+
+
+def chosen(runs: Sequence[Run], names: Sequence[str]) -> tuple[list[Run], set[str] | None]:
+    """The runs with these names, before them the check of their forms, and these forms (None: all)."""
+    kept = [run for run in runs if run.name in names]
+    forms = {form for run in kept for form in run.forms}
+    if GREEDY in kept or not forms:
+        return kept, None
+    return [GREEDY, *kept], forms
 
 
 def table(runs: Sequence[Run], found: dict[str, dict[str, Any]]) -> str:
     """The results as Markdown."""
-    rows = ["| run | goal | measured | met | s |", "| --- | --- | --- | --- | --- |"]
+    rows = ["| run | beside | measured | s |", "| --- | --- | --- | --- |"]
     for run in runs:
         if (result := found.get(run.name)) is None:
             continue
-        met = {True: "yes", False: "no", None: "–"}[run.met(result)]
         shown = "; ".join(
             f"{key}: {value:,.4g}" if isinstance(value, int | float) else f"{key}: {value}"
             for key, value in result.items()
             if isinstance(value, int | float | str) and "KB" not in key and key != "took_s"
         )
         rows.append(
-            f"| {run.name}: {run.what} | {run.goal} | {shown} | {met} | {result['took_s']:.0f} |"
+            f"| {run.name}: {run.what} | {run.beside or '–'} | {shown} | {result['took_s']:.0f} |"
         )
     return "\n".join(rows) + "\n"
 
@@ -454,14 +447,14 @@ def table(runs: Sequence[Run], found: dict[str, dict[str, Any]]) -> str:
 def run_all(
     node: Node, runs: Sequence[Run], save: Callable[[dict[str, Any]], None]
 ) -> dict[str, dict[str, Any]]:
-    """Results by run. What has no time left, or whose form gave other answers, is named and left out."""
+    """Results by run. What has no time left, or no form that gave one device's answers, is named and left out."""
     found: dict[str, dict[str, Any]] = {}
     for run in runs:
         begin = node.clock()
-        wrong = sorted(node.failed_forms.intersection(run.forms))
-        if wrong:
+        if run.forms and not node.equal.intersection(run.forms):
+            unproven = ", ".join(run.forms)
             result: dict[str, Any] = {
-                "left out": f"other answers than one device's: {', '.join(wrong)}"
+                "left out": f"answers not shown to be one device's: {unproven}"
             }
         elif node.left() < 0.6 * run.seconds:
             result = {"left out": f"{max(0.0, node.left()):.0f} s left of {run.seconds} needed"}
@@ -477,7 +470,8 @@ def run_all(
 
 
 def main() -> None:
-    made = common.parser(__doc__, "nodes_N")
+    made = common.parser(__doc__, "nodes_GPUS")
+    made.set_defaults(output=None)
     made.add_argument("--gpus", type=int, choices=(2, 4, 8), help="(default: as many as there are)")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     made.add_argument("--seconds", type=int, default=SECONDS, help="for all runs together")
@@ -490,17 +484,17 @@ def main() -> None:
         args.gpus = torch.cuda.device_count()
         if args.gpus not in (2, 4, 8):
             made.error(f"{args.gpus} GPUs: there are runs for 2, 4 and 8 (--gpus)")
-    runs = runs_of(args.gpus)
+    runs, forms = runs_of(args.gpus), None
     if args.only:
         names = args.only.split(",")
         if unknown := set(names) - {run.name for run in runs}:
             made.error(f"--only: there is no {', '.join(sorted(unknown))}")
-        runs = [run for run in runs if run.name in names]
+        runs, forms = chosen(runs, names)
     if args.list:
         for run in runs:
-            print(f"{run.name:8} {run.seconds:4} s  {run.what}: {run.goal}")
+            print(f"{run.name:8} {run.seconds:4} s  {run.what}")
         return
-    output = args.output.with_name(args.output.name.replace("nodes_N", f"nodes_{args.gpus}"))
+    output = args.output or common.RESULTS / f"nodes_{args.gpus}.json"
 
     def save(found: dict[str, Any]) -> None:
         common.save(output, "nodes", gpus=args.gpus, device=args.device, runs=found)
@@ -508,7 +502,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         end = time.monotonic() + args.seconds
-        found = run_all(Node(args.gpus, args.device, Path(folder), end), runs, save)
+        node = Node(args.gpus, args.device, Path(folder), end, forms=forms)
+        found = run_all(node, runs, save)
     print(table(runs, found))
 
 

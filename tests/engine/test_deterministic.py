@@ -145,6 +145,7 @@ def test_tokens_are_the_same_alone_in_64_and_in_512_with_hits_chunks_and_drafts(
         ("llama", {"kernels": "reference"}, GPU, "kernels='reference', whose sums follow"),
         ("lfm2", {}, GPU, "recurrent layers on a GPU"),
         ("gpt_oss", {"quantization": "mxfp4"}, GPU, "experts in 4-bit floats on a GPU"),
+        ("gpt_oss", {}, GPU, "gpt_oss on a GPU; a CPU covers it"),
         ("phimoe", {}, GPU, "the choice of experts of phimoe on a GPU"),
         ("mixtral", {"host_experts": 2}, GPU, "experts on the host"),
         ("deepseek_v32", {}, GPU, "attention to chosen or compressed keys on a GPU"),

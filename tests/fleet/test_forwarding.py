@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import re
 import socket
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
+from unittest.mock import call as mock_call
 from urllib.parse import urlsplit
 
 import httpx
@@ -61,6 +64,33 @@ def start(tiny, tmp_path, request):
 def test_an_engine_that_is_down_is_gone_and_not_to_blame_but_did_not_die(code, died, gone):
     failure = forward.RetryElsewhere("it failed", code=code)
     assert (failure.died, failure.gone, failure.blame) == (died, gone, not gone)
+
+
+@pytest.mark.parametrize(("code", "is_down"), [("engine_down", True), ("internal", False)])
+def test_a_replica_whose_engine_is_down_is_passed_over_without_blame(code, is_down):
+    replica, version = Mock(num_in_flight=0, num_suspects=0), Mock()
+    call = SimpleNamespace(is_line=False, num_deaths=0)
+    failed = forward.RetryElsewhere("it failed", code=code)
+    forward.Opened(version, replica, Mock(), call).failed(failed)
+    assert replica.set_ready.mock_calls == [mock_call(False)] * is_down
+    assert bool(version.guard.failed.mock_calls) is not is_down
+
+
+@pytest.mark.parametrize(("code", "tries"), [("engine_down", 9), ("internal", 2)])
+def test_a_request_that_waits_for_engines_to_start_uses_none_of_its_tries(code, tries):
+    retries = SimpleNamespace(most=1)
+    members = Mock(fleet=SimpleNamespace(router=SimpleNamespace(retries=retries)))
+    forwarder = forward.Forwarder(members, Mock())
+    failed = forward.RetryElsewhere("it failed", code=code)
+    forwarder._choose = AsyncMock(return_value=(Mock(num_in_flight=0, num_suspects=0), Mock()))
+    forwarder._attempt = AsyncMock(side_effect=[failed] * 8 + [None])
+    call = Mock(is_line=False, is_shadow=True, num_deaths=0, begun=False)
+    call.scope = {"path": "/v1/models"}
+    with contextlib.ExitStack() as ended:
+        if code != "engine_down":
+            ended.enter_context(pytest.raises(ApiError, match="it failed"))
+        asyncio.run(forwarder.see_through(Mock(has_roles=False), call))
+    assert forwarder._attempt.await_count == tries
 
 
 def states(fleet):
@@ -517,9 +547,8 @@ def test_only_replicas_with_the_adapter_are_asked():
     asked = {}
     version = SimpleNamespace(
         has_roles=False,
-        guard=SimpleNamespace(out=lambda now: set()),
         replicas=replicas,
-        router=SimpleNamespace(choose=lambda *a, **more: asked.update(more)),
+        placing=SimpleNamespace(choose=lambda *a, **more: asked.update(more)),
     )
     own = {"only": None, "adapter": "x", "tokens": [1], "session": None, "prefix_salt": ""}
     call = SimpleNamespace(tried=set(), is_line=False, num_deaths=0, handover=None, **own)

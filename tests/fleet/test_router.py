@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.cache.prefix_cache import announced_state, extend_keys, root_key
+from slipstream.fleet.config import Routing
 from slipstream.fleet.gateway import prefixes
+from slipstream.fleet.gateway.placing import Placing
 from slipstream.fleet.gateway.prefixes import PrefixStore
 from slipstream.fleet.gateway.router import POLICIES, ReplicaState, Router
 
@@ -260,6 +262,18 @@ def test_a_prefix_is_worth_a_wait_only_within_the_patience(queued, patience_s, c
     fleet.reset("r1", 0, keys)
     fleet.update("r1", queued_tokens=queued, running=0, waiting=1)
     assert fleet.choose([keys], 202, now=0.0).replica == chosen
+
+
+def test_a_replica_that_is_out_is_chosen_only_if_it_is_allowed():
+    placing = Placing(Routing())
+    for name in ("r0", "r1"):
+        placing.router.add(ReplicaState(id=name))
+        placing.guard.add(name)
+    placing.guard.failed("r0", "gone", 0.0, gone=True)
+    chosen = [placing.choose([], 8, now=0.01).replica for _ in range(4)]
+    assert chosen == ["r1"] * 4
+    assert placing.choose([], 8, now=0.01, exclude={"r1"}) is None
+    assert placing.choose([], 8, now=0.01, exclude={"r1"}, also={"r0"}).replica == "r0"
 
 
 # --- What a replica's numbers are worth ---------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,7 +17,9 @@ import pytest
 from slipstream.config import EngineArgs
 from slipstream.engine.process import child_link
 from slipstream.engine.process.child_source import child_source
+from slipstream.engine.process.core_client import CoreClient
 from slipstream.errors import EngineError
+from slipstream.worker.ranks import fork_server
 from slipstream.worker.ranks.fork_server import ForkServer
 from tests.waiting import PATIENCE_S
 
@@ -28,7 +32,7 @@ def run(words):
         os.write(int(words[1]), f"{os.environ['NAME']} {os.getcwd()} {os.read(0, 5).decode()}".encode())
         return 7
     if words[0] == "fail":
-        raise SystemExit("no such word")
+        raise ValueError("no such word")
     time.sleep(1000)
 
 serve(socket.socket(fileno=int(sys.argv[1])), run)
@@ -69,7 +73,52 @@ def test_forks_end_apart_and_by_signals(forks):
         ids[0].wait(0.01)
     ids[0].send_signal(signal.SIGTERM)
     assert ids[0].wait(PATIENCE_S) == -signal.SIGTERM
+
+
+def test_an_error_of_a_fork_is_printed(forks, capfd):
     assert forks.fork(["fail"], passed=(), environment={}).wait(PATIENCE_S) == 1
+    told = capfd.readouterr().err
+    assert told.startswith("Traceback")
+    assert told.endswith("ValueError: no such word\n")
+
+
+def test_an_environment_may_be_longer_than_a_message(forks):
+    read, write = os.pipe()
+    given = {"NAME": "first", **{f"SERVICE_{n}": "x" * 100_000 for n in range(12)}}
+    made = forks.fork(["tell", str(write)], passed=[write], environment=given)
+    os.close(write)
+    made.stdin.close()
+    with os.fdopen(read) as told:
+        assert told.read().startswith("first ")
+    assert made.wait(PATIENCE_S) == 7
+
+
+def test_a_fork_may_start_in_a_folder_that_was_deleted(forks, tmp_path, monkeypatch, capfd):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert forks.fork(["fail"], passed=(), environment={}).wait(PATIENCE_S) == 1
+    assert capfd.readouterr().err.endswith("ValueError: no such word\n")
+
+
+def test_a_fork_is_awaited_next_to_a_thousand_open_files(forks):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as opened:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1024):
+            opened.enter_context(open(os.devnull))
+        made = forks.fork(["wait"], passed=(), environment={})
+        assert made.poll() is None
+        made.kill()
+        assert made.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_what_can_not_be_passed_on_is_named(forks):
+    with pytest.raises(EngineError, match=r"a rank can't be started: .*Bad file descriptor"):
+        forks.fork(["wait"], passed=[-1], environment={})
+    assert forks.is_alive
 
 
 def test_forks_of_a_fork_server_that_died_are_killed_and_none_is_started(forks):
@@ -79,6 +128,13 @@ def test_forks_of_a_fork_server_that_died_are_killed_and_none_is_started(forks):
     assert not forks.is_alive
     assert made.wait(PATIENCE_S) == -signal.SIGKILL
     with pytest.raises(EngineError, match="the process that starts ranks has ended"):
+        forks.fork(["wait"], passed=(), environment={})
+
+
+def test_a_fork_server_that_stands_still_is_an_error(forks, monkeypatch):
+    monkeypatch.setattr(fork_server, "ANSWER_S", 0.05)
+    forks._process.send_signal(signal.SIGSTOP)
+    with pytest.raises(EngineError, match=r"has not answered for 0\.05 s"):
         forks.fork(["wait"], passed=(), environment={})
 
 
@@ -103,3 +159,13 @@ def test_engines_that_follow_one_another_have_one_fork_server_while_it_lives():
         source.close()
     assert [call.args[1] for call in started.call_args_list] == [made[0], made[0], made[1]]
     made[1].close.assert_called_once_with()
+
+
+def test_a_core_that_starts_again_keeps_what_forks_its_ranks():
+    source = mock.Mock(connect=mock.AsyncMock())
+    client = CoreClient(mock.Mock(), source)
+    with mock.patch.multiple(client, adopt=mock.AsyncMock(), watch=mock.Mock()):
+        asyncio.run(client.start_again())
+    source.close.assert_not_called()
+    asyncio.run(client.stop())
+    source.close.assert_called_once_with()

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from slipstream.spec.description import read_spec
 from slipstream.spec.devices.autotune_table import NO_TILES
 from slipstream.spec.devices.gpu_archs import DESCRIBED_GPUS
 from slipstream.worker.device import detect
+from slipstream.worker.start import kernel_variants
 from slipstream.worker.start.kernel_order import KernelOrder, kernel_key, read_manifest
 from tests import tiny_models
 
@@ -227,3 +229,14 @@ def test_kernels_of_an_unknown_gpu_are_refused_before_anything_is_written(model,
 def test_a_gpu_that_is_not_described_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"meta:35.*meta:80, meta:89, meta:90, meta:100"):
         detect("meta:35", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("search", "message"),
+    [(lambda *_: os._exit(3), "ended early"), (lambda *_: time.sleep(60), "said nothing")],
+)
+def test_a_search_for_kernels_that_ends_or_hangs_is_an_error(monkeypatch, search, message):
+    monkeypatch.setattr(kernel_variants, "MOST_SILENT_S", 0.5)
+    steps, platform = SimpleNamespace(run_forwards=search), SimpleNamespace(cuda_sources=set())
+    with pytest.raises(RuntimeError, match=message):
+        list(kernel_variants._in_parts(steps, platform, []))

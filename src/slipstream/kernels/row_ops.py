@@ -130,7 +130,8 @@ class RowOps:
         first, second = each.reshape(len(x), 2, -1, 2 * spec.head_dim).float().unbind(1)
         found = first - factor * second
         size = found.square().mean(dim=-1, keepdim=True).add(eps).rsqrt()
-        return (found * size * (1 - base)).flatten(1).to(x.dtype)
+        rows: Tensor = (found * size * (1 - base)).flatten(1).to(x.dtype)
+        return rows
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()

@@ -88,9 +88,9 @@ def build_layer(
     def dense(s: DenseSpec, stem: str) -> MLP:
         s = dataclasses.replace(s, activation=_learned(s.activation, f"{name}{stem}", parameters))
         group = summed_ranks if s.sparsity else None
-        norm = s.down_norm and build_norm(
-            s.down_norm, f"{name}{stem}.down_norm", parameters, tables
-        )
+        norm = None
+        if s.down_norm is not None:
+            norm = build_norm(s.down_norm, f"{name}{stem}.down_norm", parameters, tables)
         return MLP(s, linear(f"{stem}.up"), linear(f"{stem}.down"), group, norm)
 
     def mixture(s: MoESpec) -> MoE:

@@ -232,9 +232,17 @@ class _Checked:
         return types == [*map(type, values)] and last == values
 
     def remember(self, given: SamplingParams) -> None:
-        if not given.logit_bias and not given.bad_words_token_ids:  # a map could change
-            values = self._values_of(given)
+        values = self._values_of(given)
+        # Equal collections of other things may differ in type, such as (True,) and (1,).
+        if all(_is_plain(v) for v in values):
             self._last = [*map(type, values)], values
+
+
+def _is_plain(value: object) -> bool:
+    """Whether what equals this, and has its type, is the same in all it holds."""
+    if isinstance(value, tuple):
+        return all(isinstance(x, str) for x in value)
+    return not value or isinstance(value, bool | int | float | str)
 
 
 _checked = _Checked()

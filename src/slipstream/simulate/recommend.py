@@ -311,7 +311,10 @@ def by_context(
         )
         if found.rate is None:
             continue
-        what = f"keys shared out by tokens over {n} devices carry {found.rate:.3g} requests/s"
+        what = (
+            f"estimated (by an 8B's times on two H200s) before a search of limits: keys shared out by tokens over {n} devices "
+            f"carry {found.rate:.3g} requests/s"
+        )
         if capacity.rate is None:
             return tried, found, [f"{what}, and no other form meets the objectives: that pays"]
         same = capacity.rate * n / engine.num_gpus

@@ -62,3 +62,11 @@ def test_ids_cross_to_the_engine_as_they_are(ids):
     assert sent.prompt_token_ids == ids
     assert sent.num_prompt_tokens == count_ids(ids) == 3
     assert [*ids_of(ids)] == [3, 1, 2]
+
+
+@pytest.mark.parametrize("other", [1.0, True])
+def test_parameters_that_equal_the_last_checked_ones_but_in_type_are_refused(other):
+    SamplingParams(stop_token_ids=(1,), allowed_token_ids=(1,))
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        with pytest.raises(RequestError, match=name):
+            SamplingParams(**{"stop_token_ids": (1,), "allowed_token_ids": (1,), name: (other,)})

@@ -176,6 +176,10 @@ class CoreClient:
         self.stopping, self.down_reason = True, "the engine is shutting down"
 
     async def stop(self) -> None:
+        await self._stop_core()
+        self._source.close()
+
+    async def _stop_core(self) -> None:
         self.refuse()
         if self.reader is not None:
             self.reader.cancel()
@@ -184,11 +188,10 @@ class CoreClient:
         self._owner.core_died(self.down_reason, final=True)
         if link is not None:
             await link.end()
-        self._source.close()
 
     async def start_again(self) -> None:
         """Open another link after `stop`, or after a death that no restart followed. Errors as of `adopt`."""
-        await self.stop()  # nothing, unless the death was not seen yet
+        await self._stop_core()  # nothing, unless the death was not seen yet
         self.stopping = False
         await self.adopt(await self._source.connect())
         self.watch()

@@ -1,5 +1,5 @@
-"""Router and guard of the replicas of one version, through which each request goes in one order: of
-the gateway and of the simulated fleet."""
+"""Router and guard of the replicas of one version. The gateway and the simulated fleet place each
+request through them in the same order."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from slipstream.fleet.gateway.router import Decision, Router
 
 
 class Placing:
+    """The choice of a replica for each request: the router's, among those that the guard allows."""
+
     def __init__(self, routing: Routing, *, seed: int = 0) -> None:
         self.router = Router(
             routing.policy,

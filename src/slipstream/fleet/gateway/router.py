@@ -11,8 +11,8 @@ The policy `prefix` takes the replica with the lowest cost in seconds:
 The predicted TTFT is half a step, the wait for a free sequence, and the time for the prompt tokens
 to be computed there: those queued, and this request's without the blocks that the replica holds.
 `thrift` weighs what computing costs other requests: a request whose prefix is being computed waits
-for it rather than have it computed twice. Beyond `patience_s` a second of the TTFT counts
-`IMPATIENCE` more: so waits that clients bear don't cost hits, and longer ones do. Rates are the planner's at first
+for it rather than have it computed twice. Each second of the TTFT beyond `patience_s`
+counts `1 + IMPATIENCE` times: so waits that clients bear don't cost hits, and longer ones do. Rates are the planner's at first
 (`ReplicaState.prefill_tokens_per_s`, `step_s`), then learned from requests.
 
 A replica reports numbered changes of its prefix cache (`apply`). After a gap it must report
@@ -44,7 +44,7 @@ WORK_S = 30.0
 """Time constant with which recent work decays."""
 
 IMPATIENCE = 30.0
-"""Seconds that a second of predicted TTFT beyond `patience_s` costs, besides itself."""
+"""Weight of a second of predicted TTFT beyond `patience_s`, on top of the second itself."""
 
 _EXPECTED_S = 10.0  # how long the router expects a request's blocks before a report
 _MAX_SESSIONS = 100_000

@@ -31,7 +31,7 @@ class MLP:
         if s.sparsity:
             up = ops.sparse_gates(up, spec=s, group=self.group)
         if self.down_norm is not None:
-            gates = ops.activation(up, s.activation, gated=s.gated, inputs=None)
+            gates: Any = ops.activation(up, s.activation, gated=s.gated, inputs=None)
             rows = ops.norm(gates, self.down_norm, inputs=self.down.inputs)[0]
         else:
             rows = ops.activation(up, s.activation, gated=s.gated, inputs=self.down.inputs)

@@ -6,8 +6,8 @@ which outlives them: where an engine starts again after a rank's death, nothing 
     a server, or the executor ── socket ──> fork server ── fork ──> rank 0, rank 1, …
                               <── a report for each rank: its process id, later its exit code ──
 
-1. A request names the words of the rank's command line, its environment and folder, and brings
-   file descriptors: standard input, output and error, the report, and those named in the words.
+1. A request brings file descriptors: a file with the words of the rank's command line and its
+   environment; its folder; standard input, output and error; the report; those named in the words.
 2. The fork server runs no operator of torch and does not touch a GPU, so a fork may do both.
 3. It ends when the last process with the socket's other end closes it, or ends. A rank ends when
    its own standard input closes.
@@ -25,13 +25,17 @@ import struct
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from slipstream.errors import EngineError
 
+ANSWER_S = 300.0
+"""Seconds that the fork server may take to fork. The first answer comes when it has imported torch."""
+
 _REPORT = struct.Struct("!i")
-_MAX_REQUEST_BYTES, _MAX_FDS = 2**20, 16
+_FORK, _MAX_FDS = b"fork", 16
 _NUM_OWN_FDS = 4  # standard input, output and error, and the report
 
 
@@ -40,23 +44,35 @@ class ForkedProcess:
 
     def __init__(self, report: socket.socket, stdin_fd: int) -> None:
         self._report, self._lock = report, threading.Lock()
-        self.stdin, self.returncode = os.fdopen(stdin_fd, "wb"), None
-        found = report.recv(_REPORT.size)
+        # not sooner, as other threads may wait for it
+        weakref.finalize(self, report.close).atexit = False
+        self.stdin = os.fdopen(stdin_fd, "wb")
+        self.returncode: int | None = None
+        report.settimeout(ANSWER_S)  # `wait` receives only what is there
+        try:
+            found, why = report.recv(_REPORT.size), "has ended"
+        except TimeoutError:
+            found, why = b"", f"has not answered for {ANSWER_S:g} s"
         if not found:
             self.stdin.close()
-            raise EngineError("the process that starts ranks has ended; start the engine again")
+            raise EngineError(f"the process that starts ranks {why}; start the engine again")
         self.pid: int = _REPORT.unpack(found)[0]
 
-    returncode: int | None
-
     def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0)
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None and not select.select([self._report], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired(f"rank (process {self.pid})", timeout or 0)
+        """Wait for its end, and return the exit code. `subprocess.TimeoutExpired` if it still runs.
+
+        If the fork server has ended, this kills the process."""
+        if self.returncode is None:
+            poll = select.poll()  # `select.select` refuses descriptors from 1,024 on
+            poll.register(self._report, select.POLLIN)
+            if not poll.poll(None if timeout is None else 1e3 * max(0.0, timeout)):
+                raise subprocess.TimeoutExpired(f"rank (process {self.pid})", timeout or 0)
         with self._lock:
             if self.returncode is None:
                 if found := self._report.recv(_REPORT.size):
@@ -68,11 +84,13 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
+        """Kill it, unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -107,25 +125,34 @@ class ForkServer:
         given = {
             "words": list(words),
             "environment": dict(environment),
-            "folder": os.getcwd(),
             "passed": list(passed),
         }
         ours, theirs = socket.socketpair()
         theirs_stdin, our_stdin = os.pipe()
+        folder = os.open(".", os.O_PATH)  # also of a folder that was deleted
         try:
-            fds = [theirs_stdin, 1, 2, theirs.fileno(), *passed]
-            socket.send_fds(self._end, [json.dumps(given).encode()], fds)
+            with os.fdopen(os.memfd_create("rank"), "wb") as request:  # too long for a message
+                request.write(json.dumps(given).encode())
+                request.flush()
+                standard = (theirs_stdin, 1, 2)
+                fds = [request.fileno(), folder, *standard, theirs.fileno(), *passed]
+                socket.send_fds(self._end, [_FORK], fds)
         except OSError as error:
+            ours.close()
             os.close(our_stdin)
-            message = f"the process that starts ranks has ended ({error}); start the engine again"
-            raise EngineError(message) from error
+            if isinstance(error, BrokenPipeError | ConnectionResetError):
+                why = f"the process that starts ranks has ended ({error}); start the engine again"
+            else:
+                why = f"a rank can't be started: {error}"
+            raise EngineError(why) from error
         finally:
             theirs.close()
             os.close(theirs_stdin)
+            os.close(folder)
         return ForkedProcess(ours, our_stdin)
 
     def close(self) -> None:
-        """End it, if this process started it. Its forks go on."""
+        """End it, if this process started it. Forks that are waited for are killed then."""
         self._finalizer()
 
 
@@ -161,24 +188,25 @@ def serve(asked: socket.socket, run: Callable[[list[str]], int]) -> None:
                         report.send(_REPORT.pack(os.waitstatus_to_exitcode(status)))
         if asked.fileno() not in ready:
             continue
-        message, fds, _, _ = socket.recv_fds(asked, _MAX_REQUEST_BYTES, _MAX_FDS)
+        message, fds, _, _ = socket.recv_fds(asked, len(_FORK), _MAX_FDS)
         if not message:
             return
+        request, folder, *fds = fds
         pid = os.fork()
         if not pid:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for mine in (asked.fileno(), woken, wake, *(r.fileno() for r in reports.values())):
                 os.close(mine)
-            _become(json.loads(message), fds, run)
+            _become(request, folder, fds, run)
         reports[pid] = report = socket.socket(fileno=fds[_NUM_OWN_FDS - 1])
-        for theirs in (*fds[: _NUM_OWN_FDS - 1], *fds[_NUM_OWN_FDS:]):
+        for theirs in (request, folder, *fds[: _NUM_OWN_FDS - 1], *fds[_NUM_OWN_FDS:]):
             os.close(theirs)
         with contextlib.suppress(OSError):  # whoever asked is gone, and the rank will end
             report.send(_REPORT.pack(pid))
 
 
-def _become(given: dict[str, object], fds: list[int], run: Callable[[list[str]], int]) -> None:
+def _become(request: int, folder: int, fds: list[int], run: Callable[[list[str]], int]) -> None:
     """Be the process that was asked for. It does not return."""
     code = 1
     try:
@@ -186,6 +214,9 @@ def _become(given: dict[str, object], fds: list[int], run: Callable[[list[str]],
             os.dup2(own, standard)
         for own in fds[:_NUM_OWN_FDS]:
             os.close(own)
+        with os.fdopen(request, "rb") as file:
+            file.seek(0)
+            given = json.load(file)
         words, passed, environment = given["words"], given["passed"], given["environment"]
         assert isinstance(words, list)
         assert isinstance(passed, list)
@@ -193,7 +224,13 @@ def _become(given: dict[str, object], fds: list[int], run: Callable[[list[str]],
         names = dict(zip(map(str, passed), map(str, fds[_NUM_OWN_FDS:]), strict=True))
         os.environ.clear()
         os.environ.update(environment)
-        os.chdir(str(given["folder"]))
+        os.chdir(folder)
+        os.close(folder)
         code = run([names.get(str(word), str(word)) for word in words])
+    except BaseException:
+        traceback.print_exc()
     finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
+                stream.flush()
         os._exit(code)  # what the fork server has to do at its end is not this process's

@@ -47,6 +47,8 @@ MAX_PROCESSES = 16
 """Most processes that compile. A start has some 100 variants, of 0.1 to 2 s each."""
 MAX_FINDERS = 6
 """Most processes that launch the steps of a described GPU: some 700, which take one process 10 s."""
+MOST_SILENT_S = 120
+"""Seconds after which a search that finds nothing new counts as hung."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +137,33 @@ def _in_parts(
         os._exit(0)  # the pool of compilers is the parent's to close
 
     open_pipes: list[Connection] = []
-    for part in range(count):
-        pipe, out = context.Pipe(False)
-        context.Process(target=run, args=(part, out), daemon=True).start()
-        out.close()
-        open_pipes.append(pipe)
-    while open_pipes:
-        for ready in wait(open_pipes):
-            assert isinstance(ready, Connection)
-            job = ready.recv()  # EOFError, if the process ended before its part
-            if job is None:
-                open_pipes.remove(ready)
-            else:
-                yield job
+    made = []
+    try:
+        for part in range(count):
+            pipe, out = context.Pipe(False)
+            made.append(context.Process(target=run, args=(part, out), daemon=True))
+            made[-1].start()
+            out.close()
+            open_pipes.append(pipe)
+        while open_pipes:
+            done = wait(open_pipes, MOST_SILENT_S)
+            if not done:
+                raise RuntimeError(f"a search for kernels said nothing for {MOST_SILENT_S} s")
+            for ready in done:
+                assert isinstance(ready, Connection)
+                try:
+                    job = ready.recv()
+                except EOFError:
+                    raise RuntimeError("a search for kernels ended early; see stderr") from None
+                if job is None:
+                    open_pipes.remove(ready)
+                else:
+                    yield job
+    finally:
+        for process in made:
+            if open_pipes:  # a fork may wait for a lock that a thread of the parent had
+                process.kill()
+            process.join()
 
 
 def _leave_out_torch_compiler() -> None:
