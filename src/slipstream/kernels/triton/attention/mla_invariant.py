@@ -1,4 +1,4 @@
-"""What stands around latent attention, for `deterministic`: queries into the latents' space, and
+"""Products around latent attention, for `deterministic`: queries into the latents' space, and
 sums of latents to values. `attention/invariant.py` attends.
 
 Both products are one for each head. An output is one sum along the inputs in the tensor core's
