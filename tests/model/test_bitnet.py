@@ -92,7 +92,7 @@ def test_greedy_tokens_equal_transformers(case):
 
 
 def test_a_cpu_multiplies_by_the_same_numbers(case, tmp_path):
-    """Answers are those of a checkpoint of those numbers that is rounded at load: a CPU's inputs have finer scales than
+    """Compares with those numbers rounded at load: a CPU's inputs have finer scales than
     transformers'."""
     folder, _, _ = case
     tiny_models.build(tmp_path, "bitnet", hidden_size=64, intermediate_size=96)

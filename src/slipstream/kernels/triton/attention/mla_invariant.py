@@ -1,5 +1,5 @@
-"""Products around latent attention, for `deterministic`: queries into the latents' space, and
-sums of latents to values. `attention/invariant.py` attends.
+"""Products around latent attention, for `deterministic`: queries into the latents' space, and sums
+of latents to values. `attention/invariant.py` attends.
 
 Both products are one for each head. An output is one sum along the inputs in the tensor core's
 steps, in one tile for all numbers of tokens. Prompts, too, attend over latents: `mla_prefill.py`
