@@ -179,6 +179,7 @@ def test_the_message_of_steps_keeps_each_requests_order(data):
         logprobs=st.sampled_from([(), (), logprobs]),
         num_drafted=st.sampled_from([0, 0, 3]),
         num_accepted=st.just(0),  # never without drafts
+        routed_experts=st.none(),  # never without a finish_reason
     )
     outputs = data.draw(st.lists(output, max_size=12))
     message = Outputs.of(outputs)
