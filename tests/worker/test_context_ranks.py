@@ -139,7 +139,6 @@ def test_latents_and_experts_answer_as_one_device_and_count_each_token_once(fold
     [
         ("llama", {"enable_lora": True}, "enable_lora", "does not cover adapters; leave it out"),
         ("llama", {"speculative_model": "draft"}, "speculative_config", "use 'ngram' or 'suffix'"),
-        ("llama", {"kv_disk_bytes": 2**20, "kv_disk_path": "x"}, "kv_disk_bytes", "tiers were not"),
         ("llama", {"kv_cache_dtype": "int4"}, "kv_cache_dtype", "does not cover a cache of 4 bits"),
         ("llama", {"tensor_parallel_size": 2}, "context_parallel_size", "2 kv heads 1 times"),
         ("llama", {"tensor_parallel_size": 3}, "context_parallel_size", "must divide that"),
@@ -160,7 +159,7 @@ def test_what_is_not_covered_is_refused_before_a_process_starts(
 ):
     monkeypatch.setattr(
         "slipstream.worker.ranks.process_executor.spawn",
-        lambda number: pytest.fail("a process was started"),
+        lambda *_: pytest.fail("a process was started"),
     )
     tiny_models.write(tmp_path, family)
     with pytest.raises(ConfigError, match=says) as error:
