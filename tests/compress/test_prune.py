@@ -89,6 +89,9 @@ CHANNELS_REFUSED = {"openai_gpt", "dbrx", "bloom", "bloom-6-heads", "mpt", "mpt-
 CHANNELS_REFUSED |= {"granitemoeshared", "granitemoe_swa", "hunyuan_v1_moe"}
 CHANNELS_REFUSED |= {"cohere2_moe", "cohere2-moe-summed", "llama4_text", "llama4-maverick"}
 CHANNELS_REFUSED |= {"granitemoehybrid"}
+# Norms of what the output products read. That of attention is as wide as the model.
+HEADS_REFUSED |= {"bitnet"}
+CHANNELS_REFUSED |= {"bitnet"}
 WITHOUT = {"mamba", "falcon_mamba", "mamba2"}
 """Models without heads of attention and MLPs."""
 LAYERS_REFUSED = {"gpt_neo", "ernie-moe-some", "xglm"}
@@ -96,7 +99,9 @@ LAYERS_REFUSED |= {"granite_swa", "granitemoe_swa"}
 LAYERS_REFUSED |= {"jamba", "olmo_hybrid", "minimax"}
 HEADS_REFUSED |= {"olmo_hybrid"}
 WIDTH_REFUSED = HEADS_REFUSED | WITHOUT | {"lfm2", "lfm2_moe", "bamba", "jamba", "granitemoehybrid"}
-HEADS_REFUSED = HEADS_REFUSED | {"minimax"}
+HEADS_REFUSED = HEADS_REFUSED | {"minimax", "diffllama", "diffllama-biased"}
+# What a layer of DiffLlama subtracts follows from its number.
+LAYERS_REFUSED |= {"diffllama", "diffllama-biased"}
 
 
 VARIANTS = [n for n, (f, _) in CASES.items() if f in tiny_models.RECURRENT and n != f]
@@ -142,7 +147,9 @@ def test_a_pruned_checkpoint_loads_in_transformers(case, part, tmp_path):
             prune(model, settings, BATCHES)
         return
     if name in refused:
-        with pytest.raises(UnsupportedModelError, match=r"config can't express|ALiBi"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"config can't express|ALiBi|norms what|subtract"
+        ):
             prune(model, settings, BATCHES)
         return
     small = prune(model, settings, BATCHES).model
@@ -157,6 +164,24 @@ def test_a_pruned_checkpoint_loads_in_transformers(case, part, tmp_path):
         expected = theirs(torch.tensor([TOKENS]), use_cache=False).logits[0]
     torch.testing.assert_close(
         logits(small), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item()
+    )
+
+
+def test_the_last_layers_of_diffllama_go_and_others_are_refused(tmp_path):
+    """What a layer subtracts follows from its number."""
+    tiny_models.write(tmp_path, "diffllama")
+    model = loaded(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="config can't express"):
+        prune(model, PruneSettings(drop_layers=(0,)))
+    prune(model, PruneSettings(drop_layers=(1,))).model.write(tmp_path / "small")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([TOKENS]), use_cache=False).logits[0]
+    torch.testing.assert_close(
+        logits(loaded(tmp_path / "small")),
+        expected,
+        rtol=1e-4,
+        atol=1e-4 * expected.abs().max().item(),
     )
 
 

@@ -43,7 +43,7 @@ from slipstream.compress.structure import (
 )
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kernels.plain.autograd import WatchedOps
-from slipstream.model.sequences import SequenceBatch, WholeModel
+from slipstream.model.sequences import SequenceBatch, WholeModel, attention_of
 from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.model import ModelSpec
 
@@ -124,6 +124,15 @@ def pruned_spec(
     if not layers:
         raise ConfigError(
             "drop_layers names every layer; at least one must stay", field="drop_layers"
+        )
+    if (settings.layers or settings.size is not None) and any(
+        a is not None and a.differential is not None for a in map(attention_of, spec.layers)
+    ):
+        asked = "layers" if settings.layers else "size"
+        raise UnsupportedModelError(
+            f"{asked}: the share that a layer's heads subtract follows from its number, so layers can't go by their "
+            "influence; name the last ones in drop_layers",
+            field=asked,
         )
     units = {key: torch.arange(size) for key, size in _sizes(spec, settings).items()}
     layers = layers[: _num_layers(spec, settings, units)]

@@ -164,6 +164,9 @@ def axes(spec: ModelSpec, name: str) -> tuple[Axis, Axis]:
 def _attention_axes(
     a: AttentionSpec, units: Units, stem: str, kind: str, hidden: Axis
 ) -> tuple[Axis, Axis]:
+    if a.differential is not None and stem in ("attention.qkv", "attention.out"):
+        reads = stem == "attention.qkv"  # its heads stay
+        return None if reads else hidden, hidden if reads and kind == "weight" else None
     single = a.num_kv_heads == 1
     groups = torch.arange(a.num_heads) // (1 if single else a.num_heads // a.num_kv_heads)
     q = groups.repeat_interleave(a.head_dim)
@@ -250,8 +253,13 @@ def _cut_attention(a: AttentionSpec, i: int, kept: PruneSelection) -> AttentionS
     count = kept.count(Units("heads", i), groups)
     if count == groups:
         return a
-    if a.out_norm is not None or a.differential is not None:
+    if a.out_norm is not None:
         raise _normed("heads")
+    if a.differential is not None:
+        raise UnsupportedModelError(
+            "heads: the model subtracts heads from one another, so the others would change; prune channels or the hidden width",
+            field="heads",
+        )
     if isinstance(a.position, AlibiSpec):
         raise UnsupportedModelError(
             "heads: ALiBi's slopes follow from the number of heads, so the others would change; prune channels, layers or the "
@@ -372,8 +380,9 @@ def cut_config(
     if wanted.num_layers != whole.num_layers:
         put("layers", wanted.num_layers)
     if a is not None:
-        put("heads", a.num_heads)
-        put("kv_heads", a.num_kv_heads)
+        halves = 1 if a.differential is None else 2  # each head is counted twice
+        put("heads", a.num_heads // halves)
+        put("kv_heads", a.num_kv_heads // halves)
     for layer in wanted.layers:
         if layer.mlp is None:
             continue
@@ -387,7 +396,7 @@ def cut_config(
         shares = family.model_type in HEADS_SHARE_WIDTH or (
             family.model_type == "phi" and a.qk_norm is not None
         )
-        if not shares and ("head_dim" in config or a.q_size != wanted.hidden_size):
+        if not shares and ("head_dim" in config or a.q_size // halves != wanted.hidden_size):
             found["head_dim"] = a.head_dim
     windows = [None if b is None else b.window for b in attentions]
     if wanted.is_recurrent:
