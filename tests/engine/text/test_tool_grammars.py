@@ -253,6 +253,14 @@ def test_nested_values_keep_to_the_schema_as_elements(written, fits, tokenizer, 
     assert accepts(params, text.replace("M", MARK)) == fits
 
 
+@pytest.mark.parametrize("name", ["a>b", "/a", " a", ""])
+def test_names_that_no_tag_can_have_are_refused_as_elements(name, tokenizer):
+    inner = {"type": "object", "properties": {name: {"type": "integer"}}}
+    for schema in (inner, {"type": "object", "properties": {"o": inner}}):
+        with pytest.raises(RequestError, match="can't be a tag"):
+            reading("minimax_m3", offered=(Tool("f", schema),)).structured(None, tokenizer)
+
+
 def test_a_schema_without_an_end_is_refused_in_the_notation_of_gemma(tokenizer):
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}
     tool = Tool("f", {**node, "$defs": {"Node": node}})

@@ -81,15 +81,18 @@ def as_streamed(choice):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_required_call_is_valid_in_every_format(client, model, name):
+    """A random model ends no thoughts of its own accord, and spells long markers by the letter."""
     model(tool_call_parser=name)
     for seed in range(3):
         ask = {
             **CHAT,
+            "max_tokens": 900,
             "tools": TOOLS,
             "tool_choice": "required",
             "parallel_tool_calls": False,
             "seed": seed,
             "temperature": 2,
+            "extra_body": {"thinking_budget": 20},
         }
         answer = client.chat.completions.create(**ask).choices[0]
         assert answer.finish_reason == "tool_calls"

@@ -26,6 +26,7 @@ from slipstream.engine.text.tool_formats.values import (
     typed,
     with_defs,
 )
+from slipstream.errors import RequestError
 
 MARK = "]<]minimax[>["
 TAG, INVOKE, INVOKE_END = f"{MARK}<", f"{MARK}<invoke name=", "/invoke"
@@ -64,7 +65,13 @@ class MiniMaxM3(ToolFormat):
     def _element(
         self, name: str, schema: Mapping[str, Any], writer: Writer, where: str, depth: int
     ) -> str:
-        """An element. What the tags can't say of a schema is JSON within it."""
+        """An element. What the tags can't say of a schema is JSON within it. RequestError for a name
+        that the parser would not find in its tag."""
+        if not name or name != name.strip() or name.startswith("/") or ">" in name:
+            raise RequestError(
+                f"parameters of {where}: {name!r} can't be a tag of the format {self.name!r}",
+                field="tools",
+            )
         end, parts = f"{TAG}/{name}>", alternatives(schema)
         defs = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
         writer.count(64)  # definitions are written again for each value
