@@ -168,7 +168,7 @@ def test_a_pruned_checkpoint_loads_in_transformers(case, part, tmp_path):
 
 
 def test_the_last_layers_of_diffllama_go_and_others_are_refused(tmp_path):
-    """What a layer subtracts follows from its number."""
+    """Layers of DiffLlama stay in their places: a layer's number says what it subtracts."""
     tiny_models.write(tmp_path, "diffllama")
     model = loaded(tmp_path)
     with pytest.raises(UnsupportedModelError, match="config can't express"):
