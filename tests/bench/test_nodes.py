@@ -47,7 +47,7 @@ def test_each_machine_checks_its_forms_before_it_times_them(nodes, gpus):
 
 
 def test_a_form_with_other_answers_is_not_timed(nodes, tmp_path):
-    """Nor is what does not fit into the time left; a run that fails leaves the others."""
+    """Runs that do not fit into the time left are left out as well; one that fails leaves the others."""
 
     def broken(node):
         raise ValueError("broken")
