@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from unittest import mock
 
 import pytest
 
@@ -12,7 +11,6 @@ from slipstream import LLM, BeamSearchParams, SamplingParams, StructuredOutputsP
 from slipstream.base.other_engines import NEEDLESS, OF_SERVE, SETTINGS
 from slipstream.config import EngineArgs
 from slipstream.errors import RequestError
-from slipstream.params import sampling
 from tests import tiny_models
 
 
@@ -85,20 +83,6 @@ def test_bad_words_are_not_generated(llm):
         tokens_of(llm, allowed_token_ids=[5], bad_words_token_ids=[[5, 5]], temperature=1.0)
         == [5] * 8
     )
-
-
-def test_params_like_the_last_are_not_checked_again_and_flags_and_changed_maps_are():
-    checked = mock.patch.object(sampling, "check_params", wraps=sampling.check_params)
-    SamplingParams(top_p=1.0, stop="a")
-    with checked as check:
-        assert SamplingParams(top_p=1.0, stop=("a",)).stop == ("a",)
-        assert not check.called
-        with pytest.raises(RequestError, match="top_p"):
-            SamplingParams(top_p=True, stop=("a",))
-    biased = SamplingParams(logit_bias={1: 1.0})
-    biased.logit_bias[2] = float("nan")
-    with pytest.raises(RequestError, match="logit_bias"):
-        SamplingParams(logit_bias=biased.logit_bias)
 
 
 def test_params_that_cannot_be_had(llm):

@@ -5,8 +5,7 @@ Values are checked when an object is made; RequestError names a wrong field.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from operator import attrgetter
+from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.base.suggesting import suggesting_init
@@ -120,13 +119,6 @@ class SamplingParams:
     speech: SpeechRules | None = None
 
     def __post_init__(self) -> None:
-        # A process decodes the same parameters for each request of a batch.
-        if _checked.equals(self):
-            return
-        self._check()
-        _checked.remember(self)
-
-    def _check(self) -> None:
         # As in other libraries, stop may be a string or a list, and -1 means no top_k.
         if not isinstance(self.stop, (str, list, tuple, type(None))):
             raise RequestError(
@@ -217,32 +209,3 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
-
-
-class _Checked:
-    """The parameters that were checked last."""
-
-    def __init__(self) -> None:
-        self._values_of = attrgetter(*(field.name for field in fields(SamplingParams)))
-        self._last: tuple[list[type], tuple[Any, ...]] = [], ()
-
-    def equals(self, given: SamplingParams) -> bool:
-        values = self._values_of(given)
-        types, last = self._last
-        return types == [*map(type, values)] and last == values
-
-    def remember(self, given: SamplingParams) -> None:
-        values = self._values_of(given)
-        # Equal collections of other things may differ in type, such as (True,) and (1,).
-        if all(_is_plain(v) for v in values):
-            self._last = [*map(type, values)], values
-
-
-def _is_plain(value: object) -> bool:
-    """Whether what equals this, and has its type, is the same in all it holds."""
-    if isinstance(value, tuple):
-        return all(isinstance(x, str) for x in value)
-    return not value or isinstance(value, bool | int | float | str)
-
-
-_checked = _Checked()
