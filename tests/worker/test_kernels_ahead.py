@@ -236,7 +236,7 @@ def test_a_gpu_that_is_not_described_is_refused_by_name(tmp_path):
     [(lambda *_: os._exit(3), "ended early"), (lambda *_: time.sleep(60), "said nothing")],
 )
 def test_a_search_for_kernels_that_ends_or_hangs_is_an_error(monkeypatch, search, message):
-    monkeypatch.setattr(kernel_variants, "MOST_SILENT_S", 0.5)
+    monkeypatch.setattr(kernel_variants, "MAX_SILENT_S", 0.5)
     steps, platform = SimpleNamespace(run_forwards=search), SimpleNamespace(cuda_sources=set())
     with pytest.raises(RuntimeError, match=message):
         list(kernel_variants._in_parts(steps, platform, []))

@@ -308,7 +308,7 @@ class RankGroup:
         return own, mapped
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """[T, …] → [⌈T / size⌉, …]: this rank's share of the sum of all ranks' x, with zeros behind
+        """[T, …] → [⌈T / size⌉, …]: this rank's share of the sum of all ranks' x, with zeros after
         the last rows. x may be overwritten."""
         sums = self.sums
         if sums is not None and sums.covers(x, "scatter"):

@@ -28,7 +28,7 @@ class Ending(FakeEngine):
 
 
 def exported(capsys, log, out, *words):
-    assert main(["audit", "export", str(log), str(out), *words, "--json"]) == 0
+    assert main(["audit", "export", *words, str(log), str(out), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     return told, [json.loads(line) for line in out.read_text().splitlines()]
 

@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     export.add_argument(
         "--raters",
-        nargs="+",
+        action="append",
         default=[],
         metavar="KEY",
-        help="keys whose ratings count for each answer, by their id (keys list) or 8 letters of it, or 'any'; "
-        "those of other keys count for their own requests alone",
+        help="a key whose ratings count for each answer, by its id (keys list) or 8 letters of it, or 'any'; "
+        "may be repeated; those of other keys count for their own requests alone",
     )
     export.set_defaults(handler=run_export)
     for kind in (verify, show, export):

@@ -129,7 +129,7 @@ def _ends() -> Iterator[None]:
 
 @contextlib.contextmanager
 def served(model: str, url: str) -> Iterator[None]:
-    """Run a server of the model for the duration of the context. Options of `serve` may stand behind the model.
+    """Run a server of the model for the duration of the context. Options of `serve` may follow the model.
     ConfigError if another server answers at this address, or if it ends before it serves."""
     import httpx
 

@@ -145,7 +145,7 @@ class RankSums:
         return total
 
     def scatter(self, x: Tensor) -> Tensor:
-        """[T, …] → [⌈T / n⌉, …]: this rank's rows of the sum, zeros behind the last one's."""
+        """[T, …] → [⌈T / n⌉, …]: this rank's rows of the sum, zeros after the last one's."""
         each = -(-len(x) // self.group.size)
         total = torch.empty(each, *x.shape[1:], dtype=x.dtype, device=x.device)
         self._run(x, total, self._kernel("scatter", x.dtype), part=total)

@@ -55,10 +55,10 @@ NUM_DECODED = 8
 LEAST = math.log(1e-9)
 """Log-probabilities below count as this one, so that a KL is finite."""
 
-LEAST_KL = 1e-3
+MIN_KL = 1e-3
 """Nats up to which a KL is rounding: the detector is told this one instead."""
 
-LEAST_AGREEMENT = 0.5
+MIN_AGREEMENT = 0.5
 """Share of positions whose likeliest token is the reference's. 4 bits keep most; other weights few."""
 
 TIMEOUT_S = 60.0
@@ -190,7 +190,7 @@ class SelfCheck:
 
     def take_kl(self) -> float | None:
         found, self._new_kl = self._new_kl, None
-        return None if found is None else max(LEAST_KL, found)
+        return None if found is None else max(MIN_KL, found)
 
     def families(self) -> Iterator[Metric]:
         kl = GaugeMetricFamily(
@@ -249,7 +249,7 @@ class SelfCheck:
         )
         agreement, now = same / len(pairs), time.time()
         self._new_kl = kl
-        is_good = kl <= self._fingerprint.max_kl and agreement >= LEAST_AGREEMENT
+        is_good = kl <= self._fingerprint.max_kl and agreement >= MIN_AGREEMENT
         before = self.versions.pop(version, None)
         self.versions[version] = VersionCheck(
             version=version,

@@ -47,7 +47,7 @@ MAX_PROCESSES = 16
 """Most processes that compile. A start has some 100 variants, of 0.1 to 2 s each."""
 MAX_FINDERS = 6
 """Most processes that launch the steps of a described GPU: some 700, which take one process 10 s."""
-MOST_SILENT_S = 120
+MAX_SILENT_S = 120
 """Seconds after which a search that finds nothing new counts as hung."""
 
 
@@ -146,9 +146,9 @@ def _in_parts(
             out.close()
             open_pipes.append(pipe)
         while open_pipes:
-            done = wait(open_pipes, MOST_SILENT_S)
+            done = wait(open_pipes, MAX_SILENT_S)
             if not done:
-                raise RuntimeError(f"a search for kernels said nothing for {MOST_SILENT_S} s")
+                raise RuntimeError(f"a search for kernels said nothing for {MAX_SILENT_S} s")
             for ready in done:
                 assert isinstance(ready, Connection)
                 try:

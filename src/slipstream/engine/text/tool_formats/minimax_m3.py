@@ -121,7 +121,7 @@ class MiniMaxM3(ToolFormat):
     def _call(
         self, parser: Parser, tools: Sequence[Tool], opening: str
     ) -> Generator[None, None, bool]:
-        """A call behind the beginning of its tag. False: it is none, or was cut."""
+        """A call after the beginning of its tag. False: it is none, or was cut."""
         head = list[str]()
         closed = yield from parser.until((">",), head.append)
         name = "".join(head).strip().strip("\"'")
