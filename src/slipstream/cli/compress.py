@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,10 +37,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
-        "--recipe", required=True, metavar="R", help="a preset, or a YAML file of steps"
+        "--recipe",
+        default="int8",
+        metavar="R",
+        help="a preset, or a YAML file of steps (default: int8)",
     )
     parser.add_argument(
-        "--out", metavar="DIR", help="the folder to make; needed unless --dry-run is given"
+        "--out", metavar="DIR", help="the folder to make (default: the names of model and recipe)"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be done, and write nothing"
@@ -116,6 +120,12 @@ def run(args: argparse.Namespace) -> int:
         raise
 
 
+def default_out(model: str, recipe: str) -> str:
+    """A folder here, with the names of the model and the recipe: smollm2-135m-bf16-int8."""
+    parts = (Path(name).name.removesuffix(end) for name, end in ((model, ".gguf"), (recipe, ".yaml")))
+    return re.sub(r"[^\w.-]+", "-", "-".join(parts))
+
+
 def tell(line: str) -> None:
     say(f"slipstream: {line}")
 
@@ -127,6 +137,7 @@ def _compress(args: argparse.Namespace) -> int:
     from slipstream.hub import resolve_model
     from slipstream.spec.description import read_spec
 
+    args.out = args.out or default_out(args.model, args.recipe)
     given = {field.name for field in dataclasses.fields(CompressOptions)} - {"tasks"}
     options = CompressOptions(
         **{name: getattr(args, name) for name in given}, tasks=tuple(task_names(args))

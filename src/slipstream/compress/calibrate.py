@@ -52,18 +52,19 @@ class InputStats:
     num_rows: int
     sample: Tensor  # [≤ SAMPLE_ROWS, in]
     shift: Tensor | None = None
+    products: bool = True  # without, `hessian` stays 0: the search of SmoothQuant reads none
 
     @classmethod
-    def empty(cls, inner: int, device: torch.device) -> InputStats:
-        zeros = torch.zeros(inner, device=device)
-        return cls(
-            torch.zeros(inner, inner, device=device), zeros, 0, torch.empty(0, inner, device=device)
-        )
+    def empty(cls, inner: int, device: torch.device, *, products: bool = True) -> InputStats:
+        zeros, square = torch.zeros(inner, device=device), inner if products else 0
+        hessian = torch.zeros(square, square, device=device)
+        return cls(hessian, zeros, 0, torch.empty(0, inner, device=device), products=products)
 
     def add(self, x: Tensor, share: float, original: Tensor | None = None) -> None:
         """Add x [T, in], and the x° of the same tokens. `share` of the rows go to the sample."""
         x = x.float()
-        self.hessian.addmm_(x.T, x)
+        if self.products:
+            self.hessian.addmm_(x.T, x)
         if original is not None:
             self.shift = torch.zeros_like(self.hessian) if self.shift is None else self.shift
             self.shift.addmm_((original.float() - x).T, x)
@@ -295,8 +296,10 @@ class Stream:
         *,
         inputs: Mapping[str, FakeInputs],
         original: Mapping[str, Tensor] | None = None,
+        hessian: bool = True,
     ) -> dict[str, InputStats]:
-        """The statistics of the inputs of `products`, experts by their own names. If original outputs are kept and `original`
+        """The statistics of the inputs of `products`, experts by their own names; without `hessian` only their range and a
+        sample. If original outputs are kept and `original`
         has the layer's original parameters, `InputStats.shift` is found too, except for experts: there they get other
         tokens."""
         stats: dict[str, InputStats] = {}
@@ -306,7 +309,7 @@ class Stream:
         def watcher(name: str) -> Callable[[Tensor], None]:
             def see(x: Tensor) -> None:
                 if name not in stats:
-                    stats[name] = InputStats.empty(x.shape[1], x.device)
+                    stats[name] = InputStats.empty(x.shape[1], x.device, products=hessian)
                 stats[name].add(x, share, theirs.pop(name, None))
 
             return see

@@ -174,6 +174,7 @@ class Compression:
             # The sizes that the layers' part will find are known beforehand.
             source = dataclasses.replace(original, spec=reshaped_spec(original, recipe))
         planned = plan(source, recipe)
+        recipe = recipe.for_inputs(max((w.inner for w in planned.weights), default=0))
         dense = planned.bytes_before
         if recipe.reshapes:
             dense = original.spec.num_parameters * planned.scale_bytes
@@ -201,6 +202,15 @@ class Compression:
         from slipstream.compress.run import resolve_device
 
         device, dtype = resolve_device(self.options.device, self.options.dtype)
+        if device.type == "cpu" and not self.options.no_report:
+            from slipstream.compress.report import report_seconds
+
+            text = self.options.text_for(self.original)
+            seconds = report_seconds(self.original.spec, text.num_windows * text.context)
+            say(
+                f"the report at the end scores {text.num_windows} windows with both models, about {seconds:.0f} s "
+                "here (estimated); --no-report leaves it out, --eval-windows shortens it"
+            )
         return _Run(self, out, device, dtype, progress, say).run()
 
 

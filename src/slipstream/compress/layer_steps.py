@@ -98,7 +98,8 @@ class MoveScales:
     def __call__(self, layer: LayerState) -> None:
         assert layer.text is not None
         wanted = dict(scaled_products(layer.spec, self.settings, f"layers.{layer.index}."))
-        stats = layer.text.observe(layer.index, layer.values, wanted, inputs={})
+        hessian = self.settings.scaling == "awq"
+        stats = layer.text.observe(layer.index, layer.values, wanted, inputs={}, hessian=hessian)
         for name, fold in wanted.items():
             settings, fmt = layer.planned[name].rounding
             weight = layer.values[f"{name}.weight"]
@@ -110,8 +111,8 @@ class MoveScales:
 
 @dataclass(frozen=True, slots=True)
 class RoundWeights:
-    """Rounds and sparsifies one product after another. Each is calibrated with the ones before it
-    already rounded; with `true_sequential: false` all are calibrated at once."""
+    """Rounds and sparsifies one product after another. With GPTQ each is calibrated with the ones
+    before it already rounded; with `true_sequential: false` all are calibrated at once."""
 
     quantize: Quantize | None
     sparsify: Sparsify | None
@@ -122,6 +123,7 @@ class RoundWeights:
         layer.exact = dict(layer.values)
         names = [name for name in ORDER if name in layer.planned]
         at_once = self.quantize is not None and not self.quantize.true_sequential
+        at_once |= not any(self._compensates(layer.planned[name], layer) for name in names)
         for group in [names] if at_once and names else [[name] for name in names]:
             stats: Mapping[str, InputStats] = {}
             if layer.text is not None:
@@ -130,6 +132,13 @@ class RoundWeights:
                 )
             for name in group:
                 self._compress(layer, name, stats)
+
+    def _compensates(self, planned: PlannedWeight, layer: LayerState) -> bool:
+        """Whether the weight depends on how the products before it were compressed. Rounding to
+        nearest does not: one pass over the text then does for all of a layer."""
+        settings = planned.settings
+        rounds = settings is not None and settings.rounding != "nearest"
+        return rounds or planned.sparse or (layer.text is not None and layer.text.catch_up > 0)
 
     def _compress(self, layer: LayerState, name: str, stats: Mapping[str, InputStats]) -> None:
         planned, own, note = layer.planned[name], stats.get(name), layer.note

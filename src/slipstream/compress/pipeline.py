@@ -153,7 +153,7 @@ def _prune(
         windows = calibration_windows(
             text.text,
             tokenizer=Tokenizer.for_model(source),
-            num_windows=text.num_windows,
+            num_windows=recipe.calibration_windows,
             context=context,
             download_dir=download_dir,
         )

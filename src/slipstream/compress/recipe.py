@@ -45,19 +45,25 @@ from slipstream.spec.scheme import FORMATS, RowFormat, WeightFormat
 RECIPE_NAME = "slipstream-recipe.json"
 """File in a compressed checkpoint with the recipe that made it."""
 
+NUM_WINDOWS = (16, 64)
+"""The fewest and the most windows that calibrate unless a recipe gives their number."""
+
+TOKENS_PER_INPUT = 5
+
 GroupSize: TypeAlias = int | Literal["auto", "channel", "tensor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrate:
-    """The calibration text: `num_windows` windows of `context` tokens (`evals.text`)."""
+    """The calibration text: `num_windows` windows of `context` tokens (`evals.text`); null:
+    `Recipe.for_inputs` chooses from 16 to 64."""
 
     text: str = DEFAULT_TEXT
-    num_windows: int = 64
+    num_windows: int | None = None
     context: int = 512
 
     def check(self) -> None:
-        require_at_least(self, 1, "num_windows")
+        require(self, lambda value: value is None or value >= 1, "at least 1", "num_windows")
         require_at_least(self, 2, "context")
 
 
@@ -383,10 +389,29 @@ class Recipe:
         return self.one(Calibrate) or Calibrate()
 
     @property
+    def calibration_windows(self) -> int:
+        return self.calibration.num_windows or NUM_WINDOWS[1]
+
+    @property
     def num_windows(self) -> int:
         """The number of windows that calibration and training read."""
         qat = self.one(QAT)
-        return max(self.calibration.num_windows, 0 if qat is None else qat.num_windows or 0)
+        return max(self.calibration_windows, 0 if qat is None else qat.num_windows or 0)
+
+    def for_inputs(self, widest: int) -> Recipe:
+        """The recipe with the number of windows decided, for products of at most `widest` inputs. A
+        matrix of squares of that many inputs is known well from `TOKENS_PER_INPUT` tokens for each,
+        so small models take less text, unless the text also trains, prunes or chooses zeros."""
+        text, quantize = self.calibration, self.one(Quantize)
+        rounds = quantize is not None and quantize.rounding != "learned" and self.budget is None
+        only = all(isinstance(step, (Calibrate, Quantize, KVCache, Rotate)) for step in self.steps)
+        if text.num_windows is not None or not (rounds and only):
+            return self
+        low, high = NUM_WINDOWS
+        count = min(high, max(low, -(-TOKENS_PER_INPUT * widest // text.context)))
+        own = dataclasses.replace(text, num_windows=count)
+        others = (step for step in self.steps if not isinstance(step, Calibrate))
+        return dataclasses.replace(self, steps=(own, *others))
 
     @property
     def reshapes(self) -> bool:
@@ -514,7 +539,7 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
             raise ConfigError(
                 "qat trains integers and 8-bit floats; leave it out, or round to those", field="qat"
             )
-        least = recipe.calibration.num_windows
+        least = recipe.calibration_windows
         if qat.num_windows is not None and qat.num_windows < least:
             raise ConfigError(
                 f"num_windows={qat.num_windows} is below the {least} of calibrate; give at least as many",

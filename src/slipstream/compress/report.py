@@ -10,14 +10,18 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slipstream.base.files import write_whole
 from slipstream.bench.workload import fixed, warmup
 from slipstream.compress.run import zeros_of
+from slipstream.compress.training.common import in_bfloat16
 from slipstream.compress.verdict import QualityLimits, headline, is_worse
 from slipstream.config import EngineArgs
 from slipstream.costs.environment import environment, plain
@@ -28,12 +32,17 @@ from slipstream.evals.scorer import Scorer
 from slipstream.evals.tasks import TaskResult, run_tasks
 from slipstream.evals.text import TextSettings, read_windows
 from slipstream.hub import resolve_model
+from slipstream.spec.model import ModelSpec
 from slipstream.spec.stored.gguf_parts import parts_of
 from slipstream.spec.stored.safetensors import weight_files
 from slipstream.worker.start.canary import Canary, write_canary
 
 JSON_NAME = "slipstream-report.json"
 HTML_NAME = "slipstream-report.html"
+
+LOAD_S, PASS_COST = 4.0, 3.0
+"""Estimates for `report_seconds`: what loading both models takes, and how much slower than a large
+product a forward pass does its operations."""
 
 SPEED_BATCHES = (1, 16)
 SPEED_INPUT, SPEED_OUTPUT, SPEED_RUNS = 64, 64, 3
@@ -173,6 +182,20 @@ class Report:
                 "method, ignore the layers that add most of it, or raise the limit",
                 field="max_kl",
             )
+
+
+def report_seconds(spec: ModelSpec, num_tokens: int) -> float:
+    """Estimated seconds on this CPU until both models have scored the tokens. A product of the
+    model's width is timed, and a forward pass takes about `PASS_COST` times as long for its
+    operations."""
+    width, rows = min(spec.hidden_size, 4096), 512
+    dtype = torch.bfloat16 if in_bfloat16(torch.device("cpu")) else torch.float32
+    x, weight = torch.ones(rows, width, dtype=dtype), torch.ones(4 * width, width, dtype=dtype)
+    torch.nn.functional.linear(x, weight)
+    begin = time.perf_counter()
+    torch.nn.functional.linear(x, weight)
+    rate = rows * weight.numel() / (time.perf_counter() - begin)
+    return LOAD_S + 2 * PASS_COST * spec.num_parameters * num_tokens / rate
 
 
 def measure(

@@ -41,6 +41,7 @@ from slipstream.compress.quantize.rounding import QuantGrid, nearest
 from slipstream.compress.recipe import QAT, Budget, KVCache, Quantize, Recipe, Rotate
 from slipstream.compress.sparsify import layer_ratios, outlier_share
 from slipstream.compress.steps import Sparsify
+from slipstream.compress.training.common import in_bfloat16
 from slipstream.errors import ConfigError
 from slipstream.model.load.weights import load_parameters
 from slipstream.platform import num_gpus
@@ -88,7 +89,7 @@ def compress(
     run = CompressionRun(source, recipe, planned, work, device, dtype)
     qat, training = recipe.one(QAT), windows
     if qat is not None and qat.num_windows is not None:
-        windows, training = windows[: recipe.calibration.num_windows], windows[: qat.num_windows]
+        windows, training = windows[: recipe.calibration_windows], windows[: qat.num_windows]
 
     num_layers = source.spec.num_layers
     done = 0 if recipe.budget is None else num_layers
@@ -431,7 +432,7 @@ def resolve_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
         "cuda" if kind == "auto" and num_gpus() else "cpu" if kind == "auto" else device
     )
     if dtype == "auto":
-        return found, torch.float32 if found.type == "cpu" else torch.bfloat16
+        return found, torch.bfloat16 if in_bfloat16(found) else torch.float32
     if dtype not in TORCH_DTYPES:
         raise ConfigError(
             f"dtype={dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}", field="dtype"

@@ -32,6 +32,7 @@ from slipstream.spec.model import (
 from slipstream.spec.scheme import FORMAT_MAX, WeightFormat
 
 EXPONENTS = tuple(i / 20 for i in range(1, 21))
+COARSE = 4  # every fourth exponent first, then those around the best at half the distance, and again
 LEAST = 1e-5
 
 
@@ -172,12 +173,24 @@ def search_scale(
     best, least, exponent = torch.ones_like(fold.shared(stats.absmax)), float("inf"), 0.0
     if settings.alpha == "search" or awq:
         least = error(fold.spread(best))
-    exponents = (settings.alpha,) if isinstance(settings.alpha, float) and not awq else EXPONENTS
-    for a in exponents:
+
+    def attempt(a: float) -> None:
+        nonlocal best, least, exponent
         s = _awq(stats, fold, a) if awq else _smooth(weight, stats, fold, a)
         found = error(fold.spread(s))
         if found < least:
             best, least, exponent = s, found, a
+
+    if isinstance(settings.alpha, float) and not awq:
+        attempt(settings.alpha)
+        return best, exponent
+    for a in EXPONENTS[COARSE - 1 :: COARSE]:
+        attempt(a)
+    for distance in (COARSE // 2, COARSE // 4):
+        at = round(exponent * len(EXPONENTS))
+        for i in (at - distance, at + distance):
+            if 0 < i <= len(EXPONENTS):
+                attempt(EXPONENTS[i - 1])
     return best, exponent
 
 
