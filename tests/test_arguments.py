@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.base.other_engines import _BY_REASON, NEEDLESS, OF_SERVE, SETTINGS
+from slipstream import LLM, BeamSearchParams, SamplingParams
+from slipstream.base.other_engines import _BY_REASON, METHODS, NEEDLESS, OF_SERVE, SETTINGS
 from slipstream.cli.main import build_parser
 from slipstream.cli.parser import UsageError
 from slipstream.config import EngineArgs
@@ -79,6 +80,35 @@ def test_every_argument_and_flag_of_vllm_is_known_or_refused_with_what_it_means_
             if NEEDLESS.get(name, f"did you mean {ours}?") not in error.message:
                 unknown.append(flag)
     assert not unknown
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (
+            SamplingParams,
+            "watermarking stream_interval skip_clone output_text_buffer_length extra_args "
+            "skip_reading_prefix_cache routed_experts_prompt_start trace_decode_token_ids flat_logprobs",
+        ),
+        (
+            BeamSearchParams,
+            "temperature include_stop_str_in_output structured_outputs skip_special_tokens allowed_token_ids",
+        ),
+    ],
+)
+def test_a_parameter_of_vllm_is_refused_with_what_to_do_instead(kind, names):
+    for name in names.split():
+        with pytest.raises(TypeError, match="; (leave it out|the nearest is)"):
+            kind(**{name: 1})
+
+
+def test_a_method_of_vllm_s_llm_is_refused_with_what_to_do_instead():
+    llm = object.__new__(LLM)
+    for name, said in METHODS.items():
+        with pytest.raises(AttributeError) as caught:
+            getattr(llm, name)
+        assert said in str(caught.value)
+    assert not hasattr(llm, "made_up")
 
 
 def test_the_table_names_each_setting_once_and_only_settings_that_exist():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from slipstream.base.other_engines import NEEDLESS, OF_SERVE, OTHERS, SETTINGS, VALUES
+from slipstream.base.other_engines import NEEDLESS, NO_ARGUMENTS, OF_SERVE, OTHERS, SETTINGS, VALUES
 
 
 def likely_value(value: str, allowed: Sequence[str]) -> str:
@@ -26,6 +26,8 @@ def unknown_message(name: str, known: list[str], what: str) -> str:
         return f"there is no setting {name!r}; it is an option of `slipstream serve`: --{option}"
     if what == "setting" and name in NEEDLESS:
         return f"there is no setting {name!r}; {NEEDLESS[name]}"
+    if what != "setting" and name in NO_ARGUMENTS:
+        return f"there is no {what} {name!r}; {NO_ARGUMENTS[name]}"
     if other := (SETTINGS if what == "setting" else OTHERS).get(name):
         return f"there is no {what} {name!r}; the nearest is {other}"
     near = difflib.get_close_matches(name.lower(), known, n=1)

@@ -19,8 +19,43 @@ OTHERS = {
     "repetition_detection": "no_repeat_ngram_size",
     "structural_tag": "grammar",
     "disable_additional_properties": "json, whose schema may say additionalProperties: false",
+    "trace_decode_token_ids": "allowed_token_ids, or a prompt that ends with those tokens",
 }
 """Arguments of vLLM and transformers, and our nearest equivalent."""
+
+
+NO_ARGUMENTS = {
+    "watermarking": "leave it out: answers carry no watermark",
+    "stream_interval": "leave it out: each step's tokens are sent at once",
+    "skip_clone": "leave it out: parameters are frozen, and never copied",
+    "output_text_buffer_length": "leave it out: text that may begin a stop string is held back anyway",
+    "extra_args": "leave it out: every parameter here has a name of its own (help(SamplingParams))",
+    "skip_reading_prefix_cache": "leave it out; enable_prefix_caching=False turns the cache off",
+    "routed_experts_prompt_start": "leave it out: an answer has the experts of all its tokens",
+    "temperature": "leave it out: the likeliest continuations are kept, and none is drawn",
+    "include_stop_str_in_output": "leave it out: beams end at the model's end of text, which is no part of them",
+    "structured_outputs": "leave it out; SamplingParams has it, with n and best_of for several answers",
+    "skip_special_tokens": "leave it out: special tokens are no part of the text",
+    "allowed_token_ids": "leave it out; SamplingParams has it",
+}
+"""Arguments of vLLM's parameters that are not needed here, with the reason. Those from `temperature`
+on are BeamSearchParams' alone."""
+
+
+METHODS = {
+    "apply_model": "no code of a caller runs in the model (docs/extending.md)",
+    "collective_rpc": "ranks take no calls from outside (docs/parallelism.md)",
+    "enqueue": "use LLM.stream, or AsyncLLM, whose requests run at the same time",
+    "enqueue_chat": "use LLM.stream, or AsyncLLM, whose requests run at the same time",
+    "wait_for_completion": "LLM.generate and LLM.chat return when all answers are there",
+    "get_metrics": "use LLM.stats(); a server has /metrics",
+    "get_world_size": "LLM.config.parallel has the sizes",
+    "release_kv_cache_memory": "use LLM.sleep(1), and LLM.wake_up() before the next request",
+    "reset_mm_cache": "leave it out: image_cache_bytes bounds it, and a picture is known by its hash",
+    "start_profile": "run torch.profiler around LLM.generate: the engine is in this process",
+    "stop_profile": "run torch.profiler around LLM.generate: the engine is in this process",
+}
+"""Methods of vLLM's LLM that ours has not, and what to do instead."""
 
 
 SETTINGS = {

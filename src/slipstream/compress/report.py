@@ -40,7 +40,7 @@ from slipstream.worker.start.canary import Canary, write_canary
 JSON_NAME = "slipstream-report.json"
 HTML_NAME = "slipstream-report.html"
 
-LOAD_S, PASS_COST = 4.0, 3.0
+LOAD_S, PASS_COST = 3.0, 2.0
 """Estimates for `report_seconds`: what loading both models takes, and how much slower than a large
 product a forward pass does its operations."""
 

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from slipstream.base.other_engines import METHODS
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.asleep import Asleep, build_core, collect_and_release
@@ -76,6 +77,12 @@ class OfflineEngine:
         )
         self._output = OutputProcessor(self.tokenizer)
         self._turn = threading.Lock()  # the thread that holds it steps the engine
+
+    if not TYPE_CHECKING:  # checkers would take every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            more = f"; {METHODS[name]}" if name in METHODS else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{more}")
 
     @property
     def core(self) -> EngineCore:

@@ -6,6 +6,7 @@ Each route has a form that sends a request (`docs_page.js`).
 from __future__ import annotations
 
 import json
+import re
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from slipstream.base.html import head
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h2 { font-size: 1rem; margin: 2rem 0 .5rem; border-top: 1px solid #8884; padding-top: 1rem; }
+h2 { font-size: 1.25rem; margin: 3rem 0 .25rem; border-top: 2px solid #8888; padding-top: 1rem; }
+h3 { font-size: 1rem; margin: 1.5rem 0 .25rem; border-top: 1px solid #8884; padding-top: .75rem; }
+h3 + p { margin-top: 0; } nav ul { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; padding: 0; list-style: none; }
 code { font-family: ui-monospace, monospace; }
 table { border-collapse: collapse; width: 100%; }
 td { border-bottom: 1px solid #8882; padding: .2rem .6rem .2rem 0; vertical-align: top; }
-h2, td { overflow-wrap: anywhere; } td:first-child { width: 40%; }
+h2, h3, td { overflow-wrap: anywhere; } td:first-child { width: 40%; }
 .verb { display: inline-block; min-width: 3.5rem; color: light-dark(#1d4ed8, #8fb4ff); }
 a { color: light-dark(#1d4ed8, #8fb4ff); } summary { cursor: pointer; }
 :root { color-scheme: light dark; }
@@ -40,14 +43,20 @@ _EXAMPLES: dict[str, Any] = {
 
 def page(document: dict[str, Any]) -> str:
     schemas = document["components"]["schemas"]
-    paths = document["paths"].items()
-    parts = [
-        _operation(path, verb, told, schemas)
-        for path, verbs in paths
-        for verb, told in verbs.items()
-    ]
+    groups: dict[str, list[str]] = {tag["name"]: [] for tag in document["tags"]}
+    for path, verbs in document["paths"].items():
+        for verb, told in verbs.items():
+            groups[told["tags"][0]].append(_operation(path, verb, told, schemas))
+    about = {tag["name"]: escape(tag["description"]) for tag in document["tags"]}
+    groups = {name: routes for name, routes in groups.items() if routes}
+    names = [*groups, "Bodies"]
+    contents = "".join(f'<li><a href="#{_place(name)}">{escape(name)}</a></li>' for name in names)
+    parts = [f'<nav aria-label="Groups"><ul>{contents}</ul></nav>']
+    for name, routes in groups.items():
+        parts += [_heading(name), f"<p>{about[name]}.</p>", *routes]
+    parts.append(_heading("Bodies"))
     parts += [
-        f'<h2 id="{escape(name)}"><code>{escape(name)}</code></h2>{_fields(schema)}'
+        f'<h3 id="{escape(name)}"><code>{escape(name)}</code></h3>{_fields(schema)}'
         for name, schema in schemas.items()
         if schema.get("properties")
     ]
@@ -66,8 +75,17 @@ def page(document: dict[str, Any]) -> str:
     )
 
 
+def _heading(name: str) -> str:
+    return f'<h2 id="{_place(name)}">{escape(name)}</h2>'
+
+
+def _place(name: str) -> str:
+    """The anchor of a group. It can't be a body's, which have no hyphen."""
+    return "group-" + "-".join(re.findall(r"\w+", name.lower()))
+
+
 def _operation(path: str, verb: str, operation: dict[str, Any], schemas: dict[str, Any]) -> str:
-    title = f'<h2><code><span class="verb">{escape(verb.upper())}</span>{escape(path)}</code></h2>'
+    title = f'<h3><code><span class="verb">{escape(verb.upper())}</span>{escape(path)}</code></h3>'
     body = operation.get("requestBody")
     if body is None:
         said = f"<p>{escape(operation['summary'])}</p>"

@@ -204,6 +204,61 @@ _ERROR_NAMES = {
 """Schemas by the first part of a path, as `errors.SHAPES` has their writers; others: Error."""
 
 
+_GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "Anthropic": ("Messages, as Anthropic's clients send them", ("/v1/messages",)),
+    "Ollama": ("What Ollama's clients ask", ("/api",)),
+    "KServe and Triton": (
+        "The Open Inference Protocol",
+        ("/v2/health", "/v2/models", "/v2/repository"),
+    ),
+    "Rerank, score and vectors": (
+        "As Cohere, Jina, TEI and vLLM have them",
+        (
+            *("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking", "/score"),
+            *("/v1/score", "/v2/embed", "/embed_sparse", "/pooling", "/v1/pooling", "/classify"),
+            "/v1/classify",
+        ),
+    ),
+    "Weights and sleep": (
+        "Adapters, memory given back, weights that a trainer changes",
+        (
+            *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up"),
+            *("/is_sleeping", *weights.BODIES, *weights.GETS, *weights.BODILESS),
+        ),
+    ),
+    "Tokens": (
+        "Text as tokens and back, and what the model would read",
+        ("/tokenize", "/detokenize", "/v1/chat/completions/render", "/v1/completions/render"),
+    ),
+    "OpenAI": (
+        "Chat, completions, responses, embeddings, sound, files and batches",
+        ("/v1", "/chat/completions", "/responses", "/embeddings"),
+    ),
+    "llama.cpp": (
+        "What llama.cpp's server has besides",
+        (*llama.BODIES, "/props", "/slots", "/models"),
+    ),
+    "Operation": (
+        "Health, metrics, and pages for a browser",
+        (
+            *("/live", "/ready", "/health", "/ping", "/version", "/metrics", "/status"),
+            *("/status.json", "/findings", "/chat", "/docs", "/v2"),
+        ),
+    ),
+}
+"""Groups of routes: what they are for, and how the paths begin. The first that fits a path has it."""
+
+_SHOWN = ("OpenAI", "Anthropic", "Ollama", "Rerank, score and vectors", "Tokens", "llama.cpp")
+
+
+def _group(path: str) -> str:
+    return next(
+        name
+        for name, (_, begins) in _GROUPS.items()
+        if any(f"{path}/".startswith(f"{begin}/") for begin in begins)
+    )
+
+
 _ON_DEMAND: dict[str, type[msgspec.Struct]] = dict.fromkeys(
     ("/api/pull", "/api/delete", "/models/load", "/models/unload"), ModelBody
 )
@@ -259,10 +314,15 @@ def document(
             "requestBody": {"required": True, "content": form},
             "responses": _answers(path),
         }
+    for path, verbs in paths.items():
+        for operation in verbs.values():
+            operation["tags"] = [_group(path)]
+    order = dict.fromkeys((*_SHOWN, *_GROUPS))
     scheme = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if has_keys else {}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Slipstream", "version": version},
+        "tags": [{"name": name, "description": _GROUPS[name][0]} for name in order],
         "paths": paths,
         "components": {"schemas": {**components, **_FORM_SCHEMAS, **_ERRORS}, **scheme},
         "security": [{"key": []}] if has_keys else [],
