@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=float, default=60.0)
     add("--swap-every", type=float, default=5.0)
     add("--turns", type=int, default=1)
+    add("--warm-up", type=float, default=0.0, help="seconds of streams before the first turn")
     add("--max-tokens", type=int, default=256)
 
 
@@ -226,6 +227,14 @@ def _what(swaps: list[dict[str, Any]], begin: float, end: float) -> str:
     return "at other times"
 
 
+def spread(found: list[tuple[float, float]]) -> dict[str, float]:
+    """Milliseconds of the gaps by share, and their number."""
+    sorted_ = sorted(gap for _, gap in found)
+    quantiles = {"p50": 0.5, "p99": 0.99, "p999": 0.999, "worst": 1.0}
+    at_ = {n: sorted_[min(len(found) - 1, int(q * len(found)))] for n, q in quantiles.items()}
+    return {name: round(1000 * value, 2) for name, value in at_.items()} | {"tokens": len(found)}
+
+
 def streams(
     args: argparse.Namespace, http: httpx.Client, process: psutil.Process
 ) -> dict[str, Any]:
@@ -235,28 +244,26 @@ def streams(
     address = f"{http.base_url.host}:{http.base_url.port}"
     found: dict[str, list[tuple[float, float]]] = {"alone": [], "next to swaps": []}
     swaps: list[dict[str, Any]] = []
-    for how in ("alone", "next to swaps") * args.turns:
+    warm = ("warm",) if args.warm_up else ()
+    for how in (*warm, *("alone", "next to swaps") * args.turns):
         begin = time.perf_counter()
-        until = begin + args.seconds
+        until = begin + (args.warm_up if how == "warm" else args.seconds)
         with ThreadPoolExecutor(args.streams) as pool:
             running = [
                 pool.submit(gaps, address, args.max_tokens, until) for _ in range(args.streams)
             ]
-            while how != "alone" and (at := time.perf_counter()) < until - args.swap_every:
+            while how == "next to swaps" and (at := time.perf_counter()) < until - args.swap_every:
                 name = names[1 + len(swaps) % (len(names) - 1)]
                 took, answer = ask(http, name)
                 assert answer.status_code == 200, answer.text
                 load_ms = answer.headers.get("x-slipstream-model-load-ms")
                 swaps.append({"at": at, "model": name, "s": round(took, 3), "load_ms": load_ms})
                 time.sleep(max(0.0, at + args.swap_every - time.perf_counter()))
-            found[how] += [gap for one in running for gap in one.result()]
+            of_turn = [gap for one in running for gap in one.result()]
+            found.setdefault(how, []).extend(of_turn)
+        print(how, spread(of_turn), file=sys.stderr, flush=True)  # should the run be cut off
     report: dict[str, Any] = {"first_load_s": first}
-    for how, of in found.items():
-        sorted_ = sorted(gap for _, gap in of)
-        quantiles = {"p50": 0.5, "p99": 0.99, "p999": 0.999, "worst": 1.0}
-        at_ = {n: sorted_[min(len(of) - 1, int(q * len(of)))] for n, q in quantiles.items()}
-        report[how] = {name: round(1000 * value, 2) for name, value in at_.items()}
-        report[how]["tokens"] = len(of)
+    report |= {how: spread(of) for how, of in found.items()}
     report["p99 ratio"] = round(report["next to swaps"]["p99"] / report["alone"]["p99"], 3)
     late = Counter(
         _what(swaps, when - gap, when)

@@ -122,7 +122,9 @@ def run(args: argparse.Namespace) -> int:
 
 def default_out(model: str, recipe: str) -> str:
     """A folder here, with the names of the model and the recipe: smollm2-135m-bf16-int8."""
-    parts = (Path(name).name.removesuffix(end) for name, end in ((model, ".gguf"), (recipe, ".yaml")))
+    parts = (
+        Path(name).name.removesuffix(end) for name, end in ((model, ".gguf"), (recipe, ".yaml"))
+    )
     return re.sub(r"[^\w.-]+", "-", "-".join(parts))
 
 

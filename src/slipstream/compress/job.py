@@ -174,7 +174,6 @@ class Compression:
             # The sizes that the layers' part will find are known beforehand.
             source = dataclasses.replace(original, spec=reshaped_spec(original, recipe))
         planned = plan(source, recipe)
-        recipe = recipe.for_inputs(max((w.inner for w in planned.weights), default=0))
         dense = planned.bytes_before
         if recipe.reshapes:
             dense = original.spec.num_parameters * planned.scale_bytes

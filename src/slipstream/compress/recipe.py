@@ -45,18 +45,17 @@ from slipstream.spec.scheme import FORMATS, RowFormat, WeightFormat
 RECIPE_NAME = "slipstream-recipe.json"
 """File in a compressed checkpoint with the recipe that made it."""
 
-NUM_WINDOWS = (16, 64)
-"""The fewest and the most windows that calibrate unless a recipe gives their number."""
-
-TOKENS_PER_INPUT = 5
+FEW_WINDOWS, MANY_WINDOWS = 16, 64
+"""The windows that calibrate unless a recipe gives their number. With 16 and with 64, SmolLM2's int8 has a mean KL of 0.0073
+and 0.0074 nats, and its int4-awq-gptq one of 0.120 and 0.098."""
 
 GroupSize: TypeAlias = int | Literal["auto", "channel", "tensor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrate:
-    """The calibration text: `num_windows` windows of `context` tokens (`evals.text`); null:
-    `Recipe.for_inputs` chooses from 16 to 64."""
+    """The calibration text: `num_windows` windows of `context` tokens (`evals.text`), or by default
+    as many as `Recipe.calibration_windows` says."""
 
     text: str = DEFAULT_TEXT
     num_windows: int | None = None
@@ -390,28 +389,25 @@ class Recipe:
 
     @property
     def calibration_windows(self) -> int:
-        return self.calibration.num_windows or NUM_WINDOWS[1]
+        """The windows that calibrate: those asked for, or few where only the size of inputs is read (SmoothQuant and AWQ
+        before rounding to nearest), or many: GPTQ's squares, training and fixed scales gain from each."""
+        if (asked := self.calibration.num_windows) is not None:
+            return asked
+        quantize = self.one(Quantize)
+        sizes = quantize is not None and not quantize.static_inputs and self.budget is None
+        sizes = sizes and all(
+            isinstance(step, (Calibrate, Quantize, Rotate)) for step in self.steps
+        )
+        if quantize is None or not sizes:
+            return MANY_WINDOWS
+        kinds = [quantize.rounding, *(o.get("rounding") for o in quantize.overrides.values())]
+        return FEW_WINDOWS if set(kinds) <= {"nearest", None} else MANY_WINDOWS
 
     @property
     def num_windows(self) -> int:
         """The number of windows that calibration and training read."""
         qat = self.one(QAT)
         return max(self.calibration_windows, 0 if qat is None else qat.num_windows or 0)
-
-    def for_inputs(self, widest: int) -> Recipe:
-        """The recipe with the number of windows decided, for products of at most `widest` inputs. A
-        matrix of squares of that many inputs is known well from `TOKENS_PER_INPUT` tokens for each,
-        so small models take less text, unless the text also trains, prunes or chooses zeros."""
-        text, quantize = self.calibration, self.one(Quantize)
-        rounds = quantize is not None and quantize.rounding != "learned" and self.budget is None
-        only = all(isinstance(step, (Calibrate, Quantize, KVCache, Rotate)) for step in self.steps)
-        if text.num_windows is not None or not (rounds and only):
-            return self
-        low, high = NUM_WINDOWS
-        count = min(high, max(low, -(-TOKENS_PER_INPUT * widest // text.context)))
-        own = dataclasses.replace(text, num_windows=count)
-        others = (step for step in self.steps if not isinstance(step, Calibrate))
-        return dataclasses.replace(self, steps=(own, *others))
 
     @property
     def reshapes(self) -> bool:

@@ -32,7 +32,9 @@ from slipstream.spec.model import (
 from slipstream.spec.scheme import FORMAT_MAX, WeightFormat
 
 EXPONENTS = tuple(i / 20 for i in range(1, 21))
-COARSE = 4  # every fourth exponent first, then those around the best at half the distance, and again
+COARSE = (
+    4  # every fourth exponent first, then those around the best at half the distance, and again
+)
 LEAST = 1e-5
 
 
