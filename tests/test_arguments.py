@@ -98,7 +98,7 @@ def test_every_argument_and_flag_of_vllm_is_known_or_refused_with_what_it_means_
 )
 def test_a_parameter_of_vllm_is_refused_with_what_to_do_instead(kind, names):
     for name in names.split():
-        with pytest.raises(TypeError, match="; (leave it out|the nearest is)"):
+        with pytest.raises(TypeError, match=r"; (leave it out|the nearest is)"):
             kind(**{name: 1})
 
 

@@ -52,19 +52,27 @@ class InputStats:
     num_rows: int
     sample: Tensor  # [≤ SAMPLE_ROWS, in]
     shift: Tensor | None = None
-    products: bool = True  # without, `hessian` stays 0: the search of SmoothQuant reads none
+    squares: Tensor | None = (
+        None  # Σ x² [in] instead of `hessian`, where no product of inputs is needed
+    )
 
     @classmethod
     def empty(cls, inner: int, device: torch.device, *, products: bool = True) -> InputStats:
-        zeros, square = torch.zeros(inner, device=device), inner if products else 0
-        hessian = torch.zeros(square, square, device=device)
-        return cls(hessian, zeros, 0, torch.empty(0, inner, device=device), products=products)
+        zeros, side = torch.zeros(inner, device=device), inner if products else 0
+        squares = None if products else torch.zeros(inner, device=device)
+        hessian, sample = (
+            torch.zeros(side, side, device=device),
+            torch.empty(0, inner, device=device),
+        )
+        return cls(hessian, zeros, 0, sample, squares=squares)
 
     def add(self, x: Tensor, share: float, original: Tensor | None = None) -> None:
         """Add x [T, in], and the x° of the same tokens. `share` of the rows go to the sample."""
         x = x.float()
-        if self.products:
+        if self.squares is None:
             self.hessian.addmm_(x.T, x)
+        else:
+            self.squares += x.square().sum(0)
         if original is not None:
             self.shift = torch.zeros_like(self.hessian) if self.shift is None else self.shift
             self.shift.addmm_((original.float() - x).T, x)
@@ -78,22 +86,28 @@ class InputStats:
     @property
     def mean_square(self) -> Tensor:
         """The mean of x², [in]."""
-        return self.hessian.diagonal() / max(1, self.num_rows)
+        squares = self.hessian.diagonal() if self.squares is None else self.squares
+        return squares / max(1, self.num_rows)
 
     def energy(self, weight: Tensor) -> float:
-        """Σ |W x|² of a weight [out, in]: tr(W H Wᵀ). For a change of a weight this is the squared
-        error of the product's output."""
+        """Σ |W x|² of a weight [out, in]: tr(W H Wᵀ), or that of the sample. For a change of a weight
+        this is the squared error of the product's output."""
+        if self.squares is not None:
+            scale = self.num_rows / max(1, len(self.sample))
+            return float((self.sample @ weight.T).square().sum()) * scale
         return float(((weight @ self.hessian) * weight).sum())
 
     def scaled(self, by: Tensor) -> InputStats:
         """The statistics of the inputs times `by` [in]."""
         shift = None if self.shift is None else self.shift * by * by[:, None]
+        hessian = self.hessian * by * by[:, None] if self.squares is None else self.hessian
         return InputStats(
-            self.hessian * by * by[:, None],
+            hessian,
             self.absmax * by,
             self.num_rows,
             self.sample * by,
             shift,
+            None if self.squares is None else self.squares * by * by,
         )
 
 
@@ -298,8 +312,8 @@ class Stream:
         original: Mapping[str, Tensor] | None = None,
         hessian: bool = True,
     ) -> dict[str, InputStats]:
-        """The statistics of the inputs of `products`, experts by their own names; without `hessian` only their range and a
-        sample. If original outputs are kept and `original`
+        """The statistics of the inputs of `products`, experts by their own names; without `hessian` only their
+        sizes and a sample. If original outputs are kept and `original`
         has the layer's original parameters, `InputStats.shift` is found too, except for experts: there they get other
         tokens."""
         stats: dict[str, InputStats] = {}

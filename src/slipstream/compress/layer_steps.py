@@ -123,12 +123,18 @@ class RoundWeights:
         layer.exact = dict(layer.values)
         names = [name for name in ORDER if name in layer.planned]
         at_once = self.quantize is not None and not self.quantize.true_sequential
-        at_once |= not any(self._compensates(layer.planned[name], layer) for name in names)
+        hessian = any(self._compensates(layer.planned[name], layer) for name in names)
+        at_once |= not hessian
         for group in [names] if at_once and names else [[name] for name in names]:
             stats: Mapping[str, InputStats] = {}
             if layer.text is not None:
                 stats = layer.text.observe(
-                    layer.index, layer.values, group, inputs=layer.inputs, original=layer.exact
+                    layer.index,
+                    layer.values,
+                    group,
+                    inputs=layer.inputs,
+                    original=layer.exact,
+                    hessian=hessian,
                 )
             for name in group:
                 self._compress(layer, name, stats)

@@ -362,6 +362,14 @@ def test_bodies_of_forms_and_text_are_refused(keyless, path, kind):
 
 
 @pytest.mark.parametrize("path", ASKS)
+def test_a_body_that_curl_calls_a_form_is_json(keyless, path):
+    more = {"content_type": "application/x-www-form-urlencoded", "user_agent": "curl/8.5.0"}
+    assert ask(keyless, "POST", path, body_of(keyless, path), **more)[0] == 200
+    foreign = {**more, "sec_fetch_mode": "no-cors"}
+    assert ask(keyless, "POST", path, body_of(keyless, path), **foreign)[0] == 415
+
+
+@pytest.mark.parametrize("path", ASKS)
 def test_a_body_without_a_content_type_is_refused_of_browsers_only(keyless, path):
     body = body_of(keyless, path)
     assert ask(keyless, "POST", path, body)[0] == 200

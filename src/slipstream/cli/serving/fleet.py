@@ -159,6 +159,17 @@ def _ask(args: argparse.Namespace, order: dict[str, Any]) -> dict[str, Any]:
         return answer
 
 
+COUNTED = {
+    "resumed": "streams resumed on another replica",
+    "hedged": "requests asked of a second replica",
+    "broken": "streams broken off",
+    "unshadowed": "copies for a shadow left out",
+    "handed": "prompts computed by another replica",
+    "unhanded": "of which failed",
+}
+"""The gateway's counts, in words. Those that are 0 are not shown."""
+
+
 def run_status(args: argparse.Namespace) -> int:
     status = _ask(args, {"do": "status"})
     if args.json:
@@ -182,10 +193,9 @@ def run_status(args: argparse.Namespace) -> int:
         between = f"{one['min']} to {one['max']}"
         numbers = f"{one['ready']} ready, {one['starting']} starting, {wanted}"
         print(f"{one['model']} {one['version']} autoscaler: {numbers} ({between}){last}")
-    failovers = counted(status["counts"].pop("failovers"), "failover")
-    print(
-        ", ".join([failovers, *(f"{number} {name}" for name, number in status["counts"].items())])
-    )
+    counts = status["counts"]
+    told = [f"{counts[name]} {what}" for name, what in COUNTED.items() if counts[name]]
+    print(", ".join([counted(counts["failovers"], "failover"), *told]))
     return 0
 
 

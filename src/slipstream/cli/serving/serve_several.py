@@ -7,11 +7,12 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.console import print_json, size
+from slipstream.cli.console import print_json
 from slipstream.cli.models import fetch_model
 from slipstream.cli.options import engine_args
 from slipstream.cli.serving.running import forget, register
 from slipstream.errors import ConfigError
+from slipstream.hub.store import megabytes
 
 if TYPE_CHECKING:
     from slipstream.frontend.guard import Guarded
@@ -133,8 +134,8 @@ def _serve(
 def _banner(address: str, facts: list[dict[str, Any]], how: ServedModels) -> str:
     lines = [
         f"Slipstream serves {len(facts)} models at {address}, each loaded when a request names it",
-        f"{how.device.name}: {size(how.memory_bytes)} for loaded models",
-        *(f"  {model['name']}  (about {size(model['needs_bytes'])})" for model in facts),
+        f"{how.device.name}: {megabytes(how.memory_bytes)} for loaded models",
+        *(f"  {model['name']}  (about {megabytes(model['needs_bytes'])})" for model in facts),
     ]
     return "\n".join(lines)
 

@@ -155,7 +155,10 @@ def shaped_for(
         content: Any = message.get("content")
         if is_list and not takes_lists:
             if placeholder is None and any(part.get("type") == "image" for part in content):
-                raise RequestError("this model takes no pictures; leave them out", field="messages")
+                raise RequestError(
+                    "this model takes no pictures; leave them out, or take a model that sees, such as smolvlm:256m",
+                    field="messages",
+                )
             content = "".join(
                 f"{placeholder}\n" if part.get("type") == "image" else part["text"]
                 for part in content

@@ -106,8 +106,12 @@ class MediaReader:
         """Processor of `count` pictures of a prompt. RequestError if it can't have that many."""
         if self.pictures is None:
             has = self.description is not None and self.description.family.vision is not None
-            why = "pictures are off (max_images=0)" if has else "this model takes no pictures"
-            raise RequestError(f"{why}; leave them out", field="image")
+            why = (
+                "pictures are off (max_images=0); leave them out"
+                if has
+                else "this model takes no pictures; leave them out, or take a model that sees, such as smolvlm:256m"
+            )
+            raise RequestError(why, field="image")
         if count > self.pictures.most:
             raise RequestError(
                 f"{count} pictures, and a prompt may have {self.pictures.most} (max_images)",

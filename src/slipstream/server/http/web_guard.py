@@ -6,7 +6,8 @@
 2. A request other than GET from another origin's page is refused (403): the page could send it
    without reading the answer.
 3. A form or plain text as a body is refused (415). Browsers send such bodies to other origins
-   without asking first (CORS).
+   without asking first (CORS). curl's `-d` says form, too, and is accepted by its `User-Agent`,
+   which a page can't choose without asking first.
 
 With keys none of this is needed, because a page has no key. Then only names that `--allowed-hosts`
 gives are checked.
@@ -141,6 +142,8 @@ def _check_content_type(headers: Headers) -> None:
         return
     types = [kind.partition(";")[0].strip().lower() for kind in headers.getlist("content-type")]
     is_browser = "origin" in headers or any(name.startswith("sec-fetch-") for name in headers)
+    if not is_browser and headers.get("user-agent", "").startswith("curl/"):
+        return
     if any(kind in _FORMS for kind in types) or (is_browser and not any(types)):
         told = next((kind for kind in types if kind in _FORMS), "no content type")
         raise ApiError(
