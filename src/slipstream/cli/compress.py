@@ -1,4 +1,4 @@
-"""`slipstream compress MODEL --recipe R --out DIR`: writes a smaller checkpoint, with a report of
+"""`slipstream compress MODEL [--recipe R] [--out DIR]`: writes a smaller checkpoint, with a report of
 the quality that it costs.
 
 R is a preset (fp8, fp8-gptq, fp8-static, int8, int8-outliers, int4-awq-gptq, int4-awq, int4-gptq,
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         *("--dtype",),
         default="auto",
         metavar="X",
-        help="type of the products in calibration: float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 on a GPU)",
+        help="type of the products in calibration: float32, bfloat16 or float16 (default: bfloat16 where it is faster, else float32)",
     )
     parser.add_argument(
         "--download-dir", metavar="DIR", help="where models are kept, instead of the user's cache"
