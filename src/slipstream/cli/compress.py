@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         *("--dtype",),
         default="auto",
         metavar="X",
-        help="type of the products in calibration: float32, bfloat16 or float16 (default: bfloat16 where it is faster, else float32)",
+        help="type of the products in calibration: float32, bfloat16 or float16 (default: bfloat16 where faster, else float32)",
     )
     parser.add_argument(
         "--download-dir", metavar="DIR", help="where models are kept, instead of the user's cache"
