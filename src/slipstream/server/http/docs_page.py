@@ -75,6 +75,11 @@ def page(document: dict[str, Any]) -> str:
     )
 
 
+def _text(told: str) -> str:
+    """A line with its `names` as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(told))
+
+
 def _heading(name: str) -> str:
     return f'<h2 id="{_place(name)}">{escape(name)}</h2>'
 
@@ -88,13 +93,13 @@ def _operation(path: str, verb: str, operation: dict[str, Any], schemas: dict[st
     title = f'<h3><code><span class="verb">{escape(verb.upper())}</span>{escape(path)}</code></h3>'
     body = operation.get("requestBody")
     if body is None:
-        said = f"<p>{escape(operation['summary'])}</p>"
+        said = f"<p>{_text(operation['summary'])}</p>"
         return title + said + _form(path, verb, operation.get("parameters", []), None)
     ((kind, content),) = body["content"].items()
     schema = content["schema"]
     named = schemas[schema["$ref"].rsplit("/", 1)[1]]
     told = named.get("description", "").partition("\n")[0].partition(": ")[2]
-    said = f"<p>{escape(told)}</p><p>Body: {_type(schema)}</p>"
+    said = f"<p>{_text(told)}</p><p>Body: {_type(schema)}</p>"
     if kind != "application/json":  # a form with a file
         return title + said
     return title + said + _form(path, verb, operation.get("parameters", []), named)

@@ -72,7 +72,8 @@ function noteOf(info) {
   if (info.tokens) {
     notes.push(`${info.tokens} tokens`);
     const rest = info.whole - (info.first || 0);
-    if (info.tokens > 1 && rest > 0) notes.push(`${((info.tokens - 1) / rest).toFixed(0)} a second`);
+    // What came all at once was not seen being made.
+    if (info.tokens > 1 && rest > 0.1 * info.whole) notes.push(`${((info.tokens - 1) / rest).toFixed(0)} a second`);
   }
   const ends = {stop: null, tool_calls: null, length: "cut at its limit of tokens", stopped: "stopped"};
   notes.push(info.reason in ends ? ends[info.reason] : info.reason);
