@@ -3,6 +3,7 @@
     dpkg --add-architecture arm64 && apt-get update
     apt-get install g++-aarch64-linux-gnu qemu-user-static cmake
     python -m tests.aarch64 [--folder build/aarch64] [--cpu max] [PYTEST ARGUMENTS]
+    python -m tests.aarch64 --answer MODEL.gguf      # `slipstream run` instead, without torch
 
 Without arguments it runs the tests of a step's operators, in a quarter of an hour of one core. What it takes from the package
 registries (Python for ARM, NumPy, torch, …) stays in the folder; later runs only build what has changed. `--cpu neoverse-n1` is
@@ -92,6 +93,15 @@ import pytest
 sys.exit(pytest.main(["--noconftest", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
 """tests/conftest.py takes transformers, and that of the kernels Triton."""
+ANSWER = """
+import os, sys
+sys.path[:0] = sys.argv[1].split(os.pathsep)
+sys.modules["torch"] = None
+from slipstream.cli.main import main
+asked = ["Name the capital of France.", "--temperature=0", "--max-tokens=12", "--max-model-len=256", "--kv-cache-bytes=32MiB"]
+sys.exit(main(["run", sys.argv[2], *asked]))
+"""
+"""The first start measures the processor, which takes four minutes of emulation."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,6 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "aarch64")
     parser.add_argument("--cpu", default="max", help="QEMU's name of a processor (default: max)")
+    parser.add_argument("--answer", metavar="MODEL", help="let this model answer a question")
     args, given = parser.parse_known_args(arguments)
     emulator = next(filter(None, map(shutil.which, EMULATORS)), None)
     lacking = [name for name in (COMPILER, "cmake", "apt-get") if shutil.which(name) is None]
@@ -126,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     paths = os.pathsep.join(map(str, (source, ROOT, site)))
     plain = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    command = [*python, "-c", INSIDE, paths, *(given or TESTS)]
+    inside = [ANSWER, paths, args.answer] if args.answer else [INSIDE, paths, *(given or TESTS)]
+    command = [*python, "-c", *inside]
     return subprocess.run(
         command, cwd=ROOT, env={**plain, "PYTHONDONTWRITEBYTECODE": "1"}, check=False
     ).returncode
