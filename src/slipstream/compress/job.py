@@ -204,10 +204,11 @@ class Compression:
         if device.type == "cpu" and not self.options.no_report:
             from slipstream.compress.report import report_seconds
 
-            text = self.options.text_for(self.original)
-            seconds = report_seconds(self.original.spec, text.num_windows * text.context)
+            count = self.options.eval_windows
+            tokens = count * self.options.text_for(self.original).context
+            seconds = report_seconds(self.original.spec, tokens)
             say(
-                f"the report at the end scores {text.num_windows} windows with both models, about {seconds:.0f} s "
+                f"the report at the end scores {count} windows with both models, about {seconds:.0f} s "
                 "here (estimated); --no-report leaves it out, --eval-windows shortens it"
             )
         return _Run(self, out, device, dtype, progress, say).run()
