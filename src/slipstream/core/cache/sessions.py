@@ -3,8 +3,9 @@
 1. A *session* is a chain of requests, each of which extends the prompt of the one before. It is found by the keys of the
    prompt's last blocks, so no client has to name it. Between two requests it pauses.
 2. `Pauses` counts how many pauses reached each age and how many ended there, in buckets of doubling length, for each kind of
-   pause: of requests with tools and without, after the first turn or a later one. A session has a pace of its own: if its
-   pauses were half as long as others', the next is expected to be, too, as far as sessions were seen to keep their pace.
+   pause: of requests with tools and without, after the first turn or a later one. Later turns are also counted one by one:
+   so it learns after which of them sessions end. A session has a pace of its own: if its pauses were half as long as
+   others', the next is expected to be, too, as far as sessions were seen to keep their pace.
 3. The *rate* of a session is the highest value, over all horizons, of the chance that it returns by then, divided by the
    time that it is expected to be kept until then (a Gittins index). So a session that usually returns after ten seconds
    is worth more at the age of eight seconds than at the age of sixty. Before anything is learned the rate falls with
@@ -39,8 +40,11 @@ WIDTHS = tuple(EDGES[i + 1] - EDGES[i] for i in range(NUM_BUCKETS))
 FIRST_HAZARD, FIRST_WEIGHT = 0.1, 4.0
 """Chance that a pause ends in a bucket, before anything is known, and the number of pauses that this guess counts as."""
 
-RATES_AGE = 64
+RATES_AGE = 8
 """Number of buckets that pauses of a kind reach until its rates are computed again."""
+
+MAX_TURN = 32
+"""Turns of a session that are counted one by one. What follows is counted together."""
 
 MEMORY = 1024.0
 """Number of pauses of a kind after which its counts are halved."""
@@ -109,11 +113,13 @@ class OwnPace:
 
 
 class Pauses:
-    """Pauses of a kind: how many reached each bucket and how many ended in it, and how far sessions keep their pace."""
+    """Pauses of a kind: how many reached each bucket and how many ended in it, and how far sessions keep their pace. Those
+    after one turn are also among the pauses `of` their kind, which say what is expected while few of the turn are known."""
 
-    __slots__ = ("_age", "_rates", "count", "ended", "mean", "products", "reached", "squares")
+    __slots__ = ("_age", "_rates", "count", "ended", "mean", "of", "products", "reached", "squares")
 
-    def __init__(self) -> None:
+    def __init__(self, of: Pauses | None = None) -> None:
+        self.of = of
         self._age, self._rates = RATES_AGE, [0.0]
         self.reached, self.ended = [0.0] * NUM_BUCKETS, [0.0] * NUM_BUCKETS
         self.count, self.mean = 0, 0.0
@@ -126,10 +132,15 @@ class Pauses:
         if self.reached[bucket] > MEMORY:
             self.reached = [n / 2 for n in self.reached]
             self.ended = [n / 2 for n in self.ended]
+        if self.of is not None:
+            self.of.reach(bucket)
 
     def end(self, bucket: int, seconds: float, pace: OwnPace) -> None:
         """Count a pause that ended in a bucket, and learn the session's pace."""
         self.ended[bucket] += 1
+        if self.of is not None:
+            self.of.end(bucket, seconds, pace)
+            return
         length = log(max(seconds, EDGES[1] / 2))
         if pace.count:
             before = pace.deviation(self.mean)
@@ -156,18 +167,21 @@ class Pauses:
         """`rate` by bucket, up to `RATES_AGE` pauses old."""
         if self._age >= RATES_AGE:
             self._age = 0
-            hazards = [
-                (ended + FIRST_HAZARD * FIRST_WEIGHT) / (reached + FIRST_WEIGHT)
-                for ended, reached in zip(self.ended, self.reached, strict=True)
-            ]
+            hazards = self.hazards()
             self._rates = [*(rate(hazards, i) for i in range(NUM_BUCKETS)), 0.0]
         return self._rates
 
+    def hazards(self) -> list[float]:
+        """Chance of each bucket that a pause that reaches it ends there."""
+        first = [FIRST_HAZARD] * NUM_BUCKETS if self.of is None else self.of.hazards()
+        counts = zip(self.ended, self.reached, first, strict=True)
+        return [(n + h * FIRST_WEIGHT) / (total + FIRST_WEIGHT) for n, total, h in counts]
+
     def rate_at(self, age: float, pace: OwnPace) -> float:
         """Rate of a session of that pace. If its pauses are half as long as others', it is at half the age as they are."""
-        slower = 1.0
+        slower, kind = 1.0, self.of or self
         if pace.count:
-            slower = exp(pace.deviation(self.mean) * self.slope)
+            slower = exp(pace.deviation(kind.mean) * kind.slope)
         at = age / slower
         i = 0 if at < EDGES[1] else min(frexp(at)[1] + 1, NUM_BUCKETS - 1)
         rates = self.rates()
@@ -194,6 +208,7 @@ class Session:
     """One conversation, or whatever else the blocks of some runs wait for."""
 
     kind: Kind
+    pauses: Pauses = field(init=False)  # among which its own is counted
     pace: OwnPace = field(default_factory=OwnPace)
     idle_since: float = 0.0
     bucket: int = 0
@@ -220,6 +235,10 @@ class Sessions:
     def __init__(self, clock: Callable[[], float], attention_tokens: float) -> None:
         self.clock, self.attention_tokens = clock, attention_tokens
         self._kinds = {kind: Pauses() for kind in KINDS}
+        self._later = {
+            kind: [Pauses(self._kinds[kind]) for _ in range(MAX_TURN)]
+            for kind in ("later text", "later call")
+        }
         self._by_end: dict[bytes, Session] = {}
         # by salt and name; the most recently used name last
         self._named: dict[tuple[str, str], OwnPace] = {}
@@ -311,7 +330,7 @@ class Sessions:
             self.drop_keys(session)
             del self.idle[session]
             seconds = self.clock() - session.idle_since
-            self._kinds[session.kind].end(session.bucket, seconds, session.pace)
+            session.pauses.end(session.bucket, seconds, session.pace)
         self._changed(session)
 
     def used(self, session: Session) -> None:
@@ -326,7 +345,9 @@ class Sessions:
         if session.num_open:
             return
         session.kind, session.idle_since, session.bucket = kind, self.clock(), 0
-        self._kinds[kind].reach(0)
+        later, turn = self._later.get(kind), min(session.num_turns, MAX_TURN)
+        session.pauses = later[turn - 1] if later else self._kinds[kind]
+        session.pauses.reach(0)
         self.idle[session] = None
         if len(self.idle) > MAX_SESSIONS:
             self._forget(next(iter(self.idle)))
@@ -369,7 +390,7 @@ class Sessions:
             ):
                 session.bucket += 1
                 if session.bucket < NUM_BUCKETS:
-                    self._kinds[session.kind].reach(session.bucket)
+                    session.pauses.reach(session.bucket)
             if session.keys and session.idle_since + session.returns_at <= now:
                 self.returning.append(session)
                 session.returns_at = max(now - session.idle_since, EDGES[1]) * RETRY
@@ -406,6 +427,6 @@ class Sessions:
         if session.due is None:
             return FIRST_HAZARD / WIDTHS[-1] * hints.weight
         age = self.clock() - session.idle_since
-        found = self._kinds[session.kind].rate_at(age, session.pace)
+        found = session.pauses.rate_at(age, session.pace)
         lives = any(depth <= end and age < seconds for end, seconds in session.kept)
         return found * hints.weight * (HINTED if lives else 1.0)
