@@ -3,9 +3,9 @@
 1. A *session* is a chain of requests, each of which extends the prompt of the one before. It is found by the keys of the
    prompt's last blocks, so no client has to name it. Between two requests it pauses.
 2. `Pauses` counts how many pauses reached each age and how many ended there, in buckets of doubling length, for each kind of
-   pause: of requests with tools and without, after the first turn or a later one. Later turns are also counted one by one:
-   so it learns after which of them sessions end. A session has a pace of its own: if its pauses were half as long as
-   others', the next is expected to be, too, as far as sessions were seen to keep their pace.
+   pause: of requests with tools and without, after the first turn or a later one. Each later turn has counts of its own, too,
+   so it is learned when sessions end. A session has a pace of its own: if its pauses were half as long as others', the next is
+   expected to be, too, as far as sessions were seen to keep their pace.
 3. The *rate* of a session is the highest value, over all horizons, of the chance that it returns by then, divided by the
    time that it is expected to be kept until then (a Gittins index). So a session that usually returns after ten seconds
    is worth more at the age of eight seconds than at the age of sixty. Before anything is learned the rate falls with
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import exp, frexp, inf, log
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from slipstream.core.cache.prefix_cache import KEY_BYTES
 from slipstream.params.cache_hints import NO_HINTS, CacheHints
@@ -40,11 +40,8 @@ WIDTHS = tuple(EDGES[i + 1] - EDGES[i] for i in range(NUM_BUCKETS))
 FIRST_HAZARD, FIRST_WEIGHT = 0.1, 4.0
 """Chance that a pause ends in a bucket, before anything is known, and the number of pauses that this guess counts as."""
 
-RATES_AGE = 8
-"""Number of buckets that pauses of a kind reach until its rates are computed again."""
-
-MAX_TURN = 32
-"""Turns of a session that are counted one by one. What follows is counted together."""
+RATES_AGE, MAX_TURN = 8, 32
+"""Number of buckets that pauses of a kind reach until its rates are computed again, and of turns with counts of their own."""
 
 MEMORY = 1024.0
 """Number of pauses of a kind after which its counts are halved."""
@@ -52,17 +49,11 @@ MEMORY = 1024.0
 OWN_MEMORY = 8
 """Number of a session's latest pauses that make its pace."""
 
-FIRST_SLOPE = 0.5
-"""Share of a session's pace that its next pause is expected to keep, before any pause is known."""
+FIRST_SLOPE, SLOPE_WEIGHT = 0.5, 8.0
+"""Share of a session's pace that its next pause is expected to keep, before any is known, and the pauses that this counts as."""
 
-SLOPE_WEIGHT = 8.0
-"""Number of pauses that this guess counts as."""
-
-STEP = 1.19
-"""Factor of a session's age after which its cached blocks get a new value."""
-
-MIN_STEP_S = 2.0
-"""Age in seconds that younger sessions count as for that."""
+STEP, MIN_STEP_S = 1.19, 2.0
+"""Factor of a session's age after which its blocks get a new value, and the seconds that younger ones count as for that."""
 
 MAX_SESSIONS = 32768
 """Maximum number of pausing sessions that are remembered. The one that has paused longest is forgotten first."""
@@ -88,16 +79,8 @@ HINTED = 4.0
 Kind: TypeAlias = Literal[
     "text", "call", "later text", "later call", "shared", "passed", "used", "rest"
 ]
-KINDS: tuple[Kind, ...] = (
-    "text",
-    "call",
-    "later text",
-    "later call",
-    "shared",  # a beginning of several sessions
-    "passed",  # blocks that left a window, and earlier states
-    "used",  # the same, after a request began there
-    "rest",  # the end of a chain that its session did not go on from
-)
+"""What pauses. "shared": a beginning of several sessions. "passed": blocks that left a window, and earlier states. "used": the
+same, after a request began there. "rest": the end of a chain that its session did not go on from."""
 
 
 @dataclass(slots=True)
@@ -166,8 +149,7 @@ class Pauses:
     def rates(self) -> Sequence[float]:
         """`rate` by bucket, up to `RATES_AGE` pauses old."""
         if self._age >= RATES_AGE:
-            self._age = 0
-            hazards = self.hazards()
+            self._age, hazards = 0, self.hazards()
             self._rates = [*(rate(hazards, i) for i in range(NUM_BUCKETS)), 0.0]
         return self._rates
 
@@ -234,11 +216,9 @@ class Sessions:
 
     def __init__(self, clock: Callable[[], float], attention_tokens: float) -> None:
         self.clock, self.attention_tokens = clock, attention_tokens
-        self._kinds = {kind: Pauses() for kind in KINDS}
-        self._later = {
-            kind: [Pauses(self._kinds[kind]) for _ in range(MAX_TURN)]
-            for kind in ("later text", "later call")
-        }
+        self._kinds = {kind: Pauses() for kind in get_args(Kind)}
+        later: tuple[Kind, ...] = ("later text", "later call")
+        self._later = {k: [Pauses(self._kinds[k]) for _ in range(MAX_TURN)] for k in later}
         self._by_end: dict[bytes, Session] = {}
         # by salt and name; the most recently used name last
         self._named: dict[tuple[str, str], OwnPace] = {}
@@ -260,8 +240,7 @@ class Sessions:
         session = (
             next((by_end[key] for key in reversed(keys) if key in by_end), None) if by_end else None
         )
-        if session is None:
-            session = Session("text")
+        session = session or Session("text")
         if hints.session:
             session.pace = self._of_name((salt, hints.session))
         session.hints = hints
@@ -384,16 +363,14 @@ class Sessions:
             session = due[2]
             if session.due is not due:
                 continue
-            while (
-                session.bucket < NUM_BUCKETS
-                and session.idle_since + EDGES[session.bucket + 1] <= now
-            ):
+            since = session.idle_since
+            while session.bucket < NUM_BUCKETS and since + EDGES[session.bucket + 1] <= now:
                 session.bucket += 1
                 if session.bucket < NUM_BUCKETS:
                     session.pauses.reach(session.bucket)
-            if session.keys and session.idle_since + session.returns_at <= now:
+            if session.keys and since + session.returns_at <= now:
                 self.returning.append(session)
-                session.returns_at = max(now - session.idle_since, EDGES[1]) * RETRY
+                session.returns_at = max(now - since, EDGES[1]) * RETRY
                 if session.returns_at > session.returns_by:
                     session.returns_at = inf
             if session.bucket < NUM_BUCKETS:
