@@ -50,7 +50,7 @@ OWN_MEMORY = 8
 """Number of a session's latest pauses that make its pace."""
 
 FIRST_SLOPE, SLOPE_WEIGHT = 0.5, 8.0
-"""Share of a session's pace that its next pause is expected to keep, before any is known, and the pauses that this counts as."""
+"""Share of a session's pace that its next pause is expected to keep, before any is known, and the pauses that it counts as."""
 
 STEP, MIN_STEP_S = 1.19, 2.0
 """Factor of a session's age after which its blocks get a new value, and the seconds that younger ones count as for that."""
