@@ -88,7 +88,7 @@ def differ(name, number, seed):
 def test_names_of_arguments_are_read_as_written_or_refused(name):
     wrong, (taken, refused) = differ(name, 200, 0)
     assert wrong == []
-    assert taken >= 40
+    assert taken >= 20
     assert refused >= 10
 
 
