@@ -179,7 +179,6 @@ def test_what_is_measured_without_the_library_is_not_stored_as_the_librarys(monk
 
 def test_processors_whose_features_are_not_listed_are_told_apart_by_what_they_run(monkeypatch):
     """A home directory may be shared by ARM machines, of which Linux names no model."""
-    monkeypatch.setattr(cpu_choice, "cpu_features", tuple)
     found = set()
     for isas in (["portable", "neon"], ["portable", "neon", "neon-i8mm"]):
         monkeypatch.setattr(cpu_choice, "instruction_sets", lambda isas=isas: isas)

@@ -136,6 +136,7 @@ def _banner(address: str, facts: list[dict[str, Any]], how: ServedModels) -> str
         f"Slipstream serves {len(facts)} models at {address}, each loaded when a request names it",
         f"{how.device.name}: {megabytes(how.memory_bytes)} for loaded models",
         *(f"  {model['name']}  (about {megabytes(model['needs_bytes'])})" for model in facts),
+        f"pages: {address.removesuffix('/v1')}/chat, /status, /docs",
     ]
     return "\n".join(lines)
 

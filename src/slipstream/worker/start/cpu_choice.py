@@ -315,16 +315,16 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
 def _identity() -> str:
     path = library_path() if has_cpu_kernels() else None  # what `measure_cpu` would measure
-    features = cpu_features()
+    runs: tuple[str, ...] = ()
     if path is not None:
         built: object = (path.stat().st_size, path.stat().st_mtime_ns)
-        # Linux names neither model nor features of an ARM processor as it does those of others.
-        features = features or tuple(instruction_sets())
+        # Linux names neither the model nor the features of an ARM processor as it does others'.
+        runs = tuple(instruction_sets())
     else:
         from importlib.metadata import version  # imported late: it takes 20 ms
 
         built = version("torch")
-    info = (FORMAT, cpu_name(), features, available_cores(), built)
+    info = (FORMAT, cpu_name(), cpu_features(), runs, available_cores(), built)
     return hashlib.sha256(repr(info).encode()).hexdigest()[:16]
 
 
