@@ -120,8 +120,17 @@ def engine_words(args: argparse.Namespace) -> list[str]:
         if isinstance(value, bool):
             words.append(option if value else option.replace("--", "--no-", 1))
         else:
-            words += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
+            words += [option, _word(name, value)]
     return words
+
+
+def _word(name: str, value: Any) -> str:
+    """A value of an option, as one would write it."""
+    if isinstance(value, dict):
+        return json.dumps(value)
+    if name.endswith("_bytes") and value and value % 2**20 == 0:
+        return f"{value // 2**20}MiB"
+    return str(value)
 
 
 def add_sampling_options(parser: argparse._ActionsContainer, **defaults: Any) -> None:
