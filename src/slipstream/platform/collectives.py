@@ -82,8 +82,7 @@ class Rendezvous:
         """
         self.rank, self.size, self.mixed = rank, size, mixed
         self.local_rank, self.local_size = on_host or (rank, size)
-        if (interface := _interface_to(host)) is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        self._host = host
         wait = datetime.timedelta(seconds=TIMEOUT_S)
         store = dist.TCPStore  # type: ignore[attr-defined]
         self._store = store(
@@ -92,7 +91,13 @@ class Rendezvous:
         self.port = int(self._store.port)
 
     def join(self, backend: str, device: torch.device) -> RankGroup:
-        """Wait for all ranks; returns their group. `backend`: the platform's `collectives`."""
+        """Wait for all ranks; returns their group. `backend`: the platform's `collectives`.
+
+        gloo reads its network interface from this process's environment, for this group and the
+        later ones. `GLOO_SOCKET_IFNAME` is set here if the user has not set it.
+        """
+        if (interface := _interface_to(self._host)) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         wait = datetime.timedelta(seconds=TIMEOUT_S)
         backend = "gloo" if self.mixed else backend
         own = device if backend == "nccl" else None
