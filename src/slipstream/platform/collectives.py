@@ -1,7 +1,7 @@
 """Sums and collections over the ranks that compute one model together, through `torch.distributed`.
 
 GPUs use NCCL, CPUs gloo. A process belongs to one group. If GPUs can write to each other's memory,
-sums of up to some megabytes are one kernel (`PeerSums`): NCCL's start costs more than their bytes.
+sums of up to some megabytes are one kernel (`PeerCollectives`): NCCL's start costs more than their bytes.
 NVLink multicast is never used.
 """
 
@@ -180,7 +180,7 @@ class Pipe:
         return x.to(self._device)
 
 
-class PeerSums(Protocol):
+class PeerCollectives(Protocol):
     """`RankGroup`'s sums, and what it scatters, gathers and exchanges, through other ranks' memory."""
 
     def covers(
@@ -236,7 +236,7 @@ class RankGroup:
         `through_host`: only stages and numbers (`least`) are exchanged, through host memory."""
         self.rank, self.size, self.device, self._handle = rank, size, device, handle
         self._through_host = through_host
-        self.sums: PeerSums | None = None
+        self.peers: PeerCollectives | None = None
         """Set if ranks write to each other's memory."""
         self.beside: OverlappedSums | None = None
         """Set if sums of long steps overlap with products."""
@@ -268,7 +268,7 @@ class RankGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, bitwise equal on every rank. x may be overwritten."""
-        sums = self.sums
+        sums = self.peers
         return sums(x) if sums is not None and sums.covers(x) else self.library_sum(x)
 
     def library_sum(self, x: Tensor) -> Tensor:
@@ -315,7 +315,7 @@ class RankGroup:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """[T, …] → [⌈T / size⌉, …]: this rank's share of the sum of all ranks' x, with zeros after
         the last rows. x may be overwritten."""
-        sums = self.sums
+        sums = self.peers
         if sums is not None and sums.covers(x, "scatter"):
             return sums.scatter(x)
         if missing := -len(x) % self.size:
@@ -333,7 +333,7 @@ class RankGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[…] → [size, …], by rank."""
-        sums = self.sums
+        sums = self.peers
         return (
             sums.gather(x)
             if sums is not None and sums.covers(x, "gather")
@@ -350,7 +350,7 @@ class RankGroup:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """[n · size, …] → [size, n, …]: by rank, its part of x for this rank."""
-        sums = self.sums
+        sums = self.peers
         return (
             sums.exchange(x)
             if sums is not None and sums.covers(x, "exchange")
