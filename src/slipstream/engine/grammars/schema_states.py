@@ -256,7 +256,7 @@ class SchemaStates:
         return made
 
     def choose(self, rows: Iterable[R]) -> list[tuple[SchemaSpot, R]]:
-        """The spots whose masks are unknown, each with one of `rows` that is there: the one whose matcher lacks the fewest tokens."""
+        """The spots whose masks are unknown, each with the row there whose matcher lacks the fewest tokens."""
         least: dict[tuple[SchemaState, int], tuple[SchemaSpot, R]] = {}
         for row in rows:
             spot = row.spot
