@@ -56,3 +56,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return link[1] + posixpath.relpath(place(names[link[2]]), posixpath.dirname(here) or ".")
 
     return LINK.sub(translated, markdown)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """The theme's search is a dialog without a name."""
+    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
