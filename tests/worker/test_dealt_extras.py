@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import save_file
 
 from slipstream import LLM, SamplingParams
+from slipstream.errors import ConfigError
 from tests import mtp_layers, tiny_models
 from tests.engine.drafts.test_draft_heads import Setup
 from tests.engine.media.test_vision import prompt_of
@@ -87,3 +88,5 @@ def test_pictures_are_read_by_the_rank_of_their_request(tmp_path, family, drafts
             assert (llm.stats().spec_draft_tokens > 0) == (drafts and bool(more))
             assert llm.core.stats().prefix_hits > 0
     assert found[0] == found[1]
+    with pytest.raises(ConfigError, match="does not cover pictures over stages; set it to 0"):
+        LLM(str(tmp_path), expert_parallel_size=2, pipeline_parallel_size=2, **sizes)
