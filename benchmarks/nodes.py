@@ -71,7 +71,7 @@ class Run:
 
 
 Task = tuple[str, dict[str, Any], int | str | None]
-"""What an engine does, its settings, and its GPU, or several with commas; None: all."""
+"""Task of an engine: what it does, its settings, and its GPU, or several with commas; None: all."""
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ PROMPTS = [
 
 
 def test_a_draft_model_proposes_for_each_ranks_requests(tmp_path):
-    """Also where a grammar is to know the drafts of one rank, of both, or of none."""
+    """Grammars know the drafts of one rank, of both, or of none."""
     model, draft = tmp_path / "model", tmp_path / "draft"
     for path, family, layers in ((model, "qwen3_moe", 2), (draft, "llama", 1)):
         sizes = dict(num_hidden_layers=layers, max_position_embeddings=1024)
