@@ -174,7 +174,7 @@ def main() -> None:
 def engine(
     what: str,
     settings: dict[str, Any],
-    gpu: int | None = None,
+    gpu: int | str | None = None,
     requests: int = 1024,
     lengths: dict[str, int] | None = None,
 ) -> Any:

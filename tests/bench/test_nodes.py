@@ -38,7 +38,8 @@ def without_context(what, settings, gpu, requests, lengths):
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_each_machine_checks_its_forms_before_it_times_them(nodes, gpus):
     runs = nodes.runs_of(gpus)
-    assert [run.name for run in runs[:3]] == ["tests", "greedy", "sums"]
+    assert [run.name for run in runs[:4]] == ["tests", "greedy", "deaths", "sums"]
+    assert nodes.seconds_of([run for run in runs if not run.extra]) <= nodes.SECONDS
     assert len({run.name for run in runs}) == len(runs)
     forms = nodes.forms_of(gpus)
     assert {form for run in runs for form in run.forms} <= set(forms)
@@ -55,6 +56,7 @@ def test_a_form_with_other_answers_is_not_timed(nodes, tmp_path):
     timed = []
     runs = [
         nodes.GREEDY,
+        nodes.Run("other check", "", 1, lambda node: {"y": 1}, is_check=True),
         nodes.Run("a", "", 1, lambda node: timed.append("a") or {"x": 3.0}, ("tensor",)),
         nodes.Run("b", "", 1, lambda node: timed.append("b") or {}, ("context",)),
         nodes.Run("c", "", 1, broken),
@@ -68,10 +70,10 @@ def test_a_form_with_other_answers_is_not_timed(nodes, tmp_path):
     assert "context" in found["b"]["left out"]
     assert found["c"]["failed"] == "ValueError: broken"
     assert "5000 needed" in found["d"]["left out"]
-    assert len(saved) == len(runs)
+    assert len(saved) == len(runs) - 1  # once for both checks
     rows = nodes.table(runs, found).splitlines()
     assert len(rows) == 2 + len(runs)
-    assert "| x: 3 |" in rows[3]
+    assert "| x: 3 |" in rows[4]
 
 
 def test_only_checks_the_forms_of_the_runs_that_it_names(nodes, tmp_path, monkeypatch, capsys):

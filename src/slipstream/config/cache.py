@@ -233,8 +233,8 @@ def check_tiers(
         ),
         (
             "kv_host_bytes",
-            "kv_host_bytes" in given and isinstance(parallel, Pipeline),
-            "a pipeline's stages have caches of different sizes; leave it out, or use tensor_parallel_size",
+            "kv_host_bytes" in given and isinstance(parallel, Pipeline) and spec.is_recurrent,
+            "a stage of recurrent layers may have no blocks or no states; leave it out, or use tensor_parallel_size",
         ),
     ):
         if refused:

@@ -127,8 +127,8 @@ def _check_dealt_requests(args: EngineArgs, spec: ModelSpec) -> None:
         found.append((spec.kind, "expert_parallel_size", "leave it at 1"))
     if args.enable_lora:
         found.append(("adapters", "enable_lora", "leave it out"))
-    if spec.vision is not None:
-        found.append(("pictures", "max_images", "set it to 0"))
+    if spec.vision is not None and args.pipeline_parallel_size > 1:
+        found.append(("pictures over stages", "max_images", "set it to 0"))
     for what, field, remedy in found[:1]:
         other = (
             "" if field == "expert_parallel_size" else f", or set tensor_parallel_size={size}, too"

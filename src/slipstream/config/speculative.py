@@ -7,7 +7,6 @@ import difflib
 from typing import Any
 
 from slipstream.config.forms import (
-    DealtRequests,
     HeadDrafts,
     HostAndGpu,
     HostExperts,
@@ -131,7 +130,6 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
         return
     method, others = f"method {drafts.method!r} of speculation", "use 'ngram' or 'suffix'"
     untried = "drafts of a model were not tried with it; use speculative_model='ngram' or 'suffix'"
-    size = config.parallel.stage.size
     for name, refused, why in (
         (
             "weights_bytes",
@@ -150,12 +148,6 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
             "rank_address",
             args.local_ranks is not None,
             f"drafts of a model are for ranks of one host, which all propose the same; {others}",
-        ),
-        (
-            "speculative_config",
-            isinstance(config.parallel.stage, DealtRequests),
-            f"expert_parallel_size={size} without tensor_parallel_size distributes requests, which does not cover {method}; "
-            f"{others}, or set tensor_parallel_size={size}, too",
         ),
         (
             "speculative_config",

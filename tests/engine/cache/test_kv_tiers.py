@@ -9,6 +9,8 @@ import stat
 import subprocess
 import sys
 import urllib.request
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,8 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import native
 from slipstream.spec.description import read_spec
 from slipstream.worker.host_loading import HostLoaded
+from slipstream.worker.ranks.block_store import RankBlockStore
+from slipstream.worker.ranks.messages import RankTiers
 from tests import tiny_models
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -188,7 +192,6 @@ GPU = DeviceInfo(
         "kv_disk_bytes"),
     ({"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "tensor_parallel_size": 2,
         "rank_address": "127.0.0.1:1", "local_ranks": 1}, "kv_disk_bytes"),
-    ({"kv_host_bytes": 2**30, "device": "cuda", "pipeline_parallel_size": 2}, "kv_host_bytes"),
     ({"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "device": "cuda"}, "kv_disk_bytes"),
     ({"kv_host_bytes": 0, "device": "cuda"}, "kv_host_bytes"),
 ])  # fmt: skip
@@ -198,6 +201,23 @@ def test_what_goes_with_nothing_is_refused(made, settings, field):
     with pytest.raises(ConfigError) as caught:
         resolve(args, read_spec(made), info)
     assert caught.value.field == field
+
+
+def test_stages_have_a_host_tier_unless_a_layer_is_recurrent(made, tmp_path):
+    sizes = {"kv_host_bytes": 2**30, "device": "cuda", "pipeline_parallel_size": 2}
+    assert resolve(EngineArgs(str(made), **sizes), read_spec(made), GPU).cache.host_bytes == 2**30
+    tiny_models.write(tmp_path, "granitemoehybrid")
+    with pytest.raises(ConfigError, match="no blocks or no states") as caught:
+        resolve(EngineArgs(str(tmp_path), **sizes), read_spec(tmp_path), GPU)
+    assert caught.value.field == "kv_host_bytes"
+
+
+def test_ranks_use_as_many_slots_as_the_one_with_the_fewest():
+    """A stage with fewer layers has room for more blocks in as many bytes."""
+    found = [RankTiers([], 64, 8, 10, 5), RankTiers([], 32, 4, 20, 7), RankTiers([], 96, 8, 6, 9)]
+    store = RankBlockStore(lambda message: None, SimpleNamespace(tiers=deque()), found)
+    assert (store.num_slots, store.num_state_slots) == (6, 5)
+    assert (store.block_bytes, store.state_bytes) == (192, 20)
 
 
 def test_the_ledger_names_the_tiers(made):

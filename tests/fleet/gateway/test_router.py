@@ -492,6 +492,19 @@ def test_prefixes_that_branch_are_both_expected():
         assert fleet.choose([keys], 202, now=0.0).num_cached_tokens == 200
 
 
+@pytest.mark.parametrize("num_reported", [0, 1, 6, 13])
+def test_a_prompt_is_expected_whole_while_its_replica_reports_its_first_blocks(num_reported):
+    """The last request that begins alike is another one, at another replica."""
+    fleet = of_replicas(replica("r0", block_size=512), replica("r1", block_size=512), thrift=9.0)
+    for name in fleet.replicas:
+        fleet.reset(name, 0, ())
+    first = fleet.choose([chain(blocks=20)], 10_242, now=0.0)
+    fleet.choose([chain(*range(4), 7777, blocks=20)], 10_242, now=0.0, exclude=[first.replica])
+    assert fleet.apply(first.replica, 1, chain(blocks=num_reported), ())
+    again = fleet.choose([chain(blocks=30)], 15_362, now=1.0)
+    assert (again.replica, again.num_cached_tokens) == (first.replica, 10_240)
+
+
 def test_nothing_is_expected_of_a_replica_that_is_gone():
     fleet = of_replicas(replica("r0"))
     fleet.choose([chain(blocks=50)], 202, now=0.0)

@@ -271,7 +271,6 @@ def test_stages_of_ranks(mixture, one, monkeypatch, forked_ranks):
             "enable_lora",
             "does not cover adapters; leave it out, or set tensor_parallel_size=2, too",
         ),
-        ({"speculative_model": "draft"}, "speculative_config", "use 'ngram' or 'suffix'"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
             "max_num_batched_tokens",

@@ -47,6 +47,7 @@ IMPATIENCE = 30.0
 """Weight of a second of predicted TTFT beyond `patience_s`, on top of the second itself."""
 
 _EXPECTED_S = 10.0  # how long the router expects a request's blocks before a report
+_EXPECTED_TOKENS = 1024  # distance of the blocks by which it finds them
 _MAX_SESSIONS = 100_000
 _LEARN = 0.1  # weight of a new measurement
 _SESSION_SLACK_S = 0.25  # a session returns to its replica unless that costs more than this
@@ -163,9 +164,11 @@ class Router:
         self._work_at = 0.0
         self._with_states = 0  # mask of the slots of replicas with recurrent states
         self._under_way: dict[int, _UnderWay] = {}
-        # by the chain's first block and its first new block
+        # by the chain's first block, its first new block, and each `_stride`th one after that: a
+        # chain that goes on where reports end is found as well as one that parts earlier
         self._expected: dict[bytes, _Expected] = {}
-        self._expiring: deque[tuple[bytes, _Expected]] = deque()
+        self._expiring: deque[tuple[set[bytes], _Expected]] = deque()
+        self._stride = 1
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._numbers = 0
         self._turn = 0
@@ -195,6 +198,7 @@ class Router:
             raise ValueError(f"replica {state.id!r} is there already")
         replica = _Replica(state, 0)
         self._replicas[state.id] = replica
+        self._stride = max(1, _EXPECTED_TOKENS // state.block_size)
         replica.others_running, replica.others_waiting = state.running, state.waiting
         replica.others_queued = state.queued_tokens
         self._take_slot(replica, self._mean_work())
@@ -391,9 +395,10 @@ class Router:
         tokens are left to compute (`longest_hit` of the core)."""
         blocks = np.zeros(len(self._wait))
         while self._expiring and self._expiring[0][1].until <= now:
-            key, expected = self._expiring.popleft()
-            if self._expected.get(key) is expected:
-                del self._expected[key]
+            keys, expected = self._expiring.popleft()
+            for key in keys:
+                if self._expected.get(key) is expected:
+                    del self._expected[key]
         for chain in chains:
             deepest = 0
             for count, mask in self.store.match(chain):
@@ -401,7 +406,7 @@ class Router:
                 fill(blocks, mask & ~self._with_states, count)
                 for end, own in self.store.checkpoints(chain, count, mask & self._with_states):
                     fill(blocks, own, end)
-            for place in {0, deepest} if deepest < len(chain) else ():
+            for place in self._expected_at(chain, deepest):
                 found = self._expected.get(chain[place])
                 if (
                     found is not None
@@ -411,6 +416,21 @@ class Router:
                     blocks[slot] = max(blocks[slot], _common(chain, found.chain, known))
         blocks *= self._per_block
         return np.minimum(blocks, max(0, num_tokens - 2), out=blocks)
+
+    def _expected_at(self, chain: Sequence[bytes], deepest: int) -> set[int]:
+        """Places of the blocks under which a chain may be expected, of which replicas report the
+        first `deepest`: its first and the first unknown one, and the last that is expected."""
+        if deepest >= len(chain):
+            return set()
+        each = self._stride
+        low, high = deepest // each, (len(chain) - 1) // each  # below `low` the reports are enough
+        while low < high:
+            middle = (low + high + 1) // 2
+            if chain[middle * each] in self._expected:
+                low = middle
+            else:
+                high = middle - 1
+        return {0, deepest, low * each}
 
     def _pick(
         self, score: np.ndarray, computing: np.ndarray, session: str | None
@@ -467,9 +487,10 @@ class Router:
             first = cached // replica.state.block_size
             if first < len(chain):
                 expected = _Expected(replica, chain, now + _EXPECTED_S)
-                for key in {chain[first], chain[0]}:
-                    self._expected[key] = expected
-                    self._expiring.append((key, expected))
+                each = self._stride
+                keys = {chain[0], chain[first], *chain[first + each - first % each :: each]}
+                self._expected.update(dict.fromkeys(keys, expected))
+                self._expiring.append((keys, expected))
         if session is not None:
             self._sessions[session] = replica.state.id
             self._sessions.move_to_end(session)

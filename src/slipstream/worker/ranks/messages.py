@@ -258,7 +258,7 @@ class Reply(msgspec.Struct, tag=True):
     3. GetExpertLoad: `expert_load`.
     4. LoadAdapter: `version` of the adapter's files, or `refused`.
     5. GetAdapterStats: `adapters`.
-    6. GetProposed: `proposed`.
+    6. GetProposed: `proposed`, and whose they are.
     7. ChangeRankWeights: `checksums`, or `refused`.
     """
 
@@ -269,6 +269,7 @@ class Reply(msgspec.Struct, tag=True):
     refused: Failed | None = None
     adapters: AdapterStats | None = None
     proposed: tuple[int, ...] = ()
+    rank: int = 0
     checksums: dict[str, str] | None = None  # a name begins with the rank
 
 

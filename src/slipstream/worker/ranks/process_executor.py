@@ -97,7 +97,12 @@ from slipstream.worker.ranks.messages import (
     UnloadRankAdapter,
     WarmUp,
 )
-from slipstream.worker.ranks.request_owners import RequestOwners, joined_result, masks_of_parts
+from slipstream.worker.ranks.request_owners import (
+    RequestOwners,
+    joined_drafts,
+    joined_result,
+    masks_of_parts,
+)
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -121,7 +126,7 @@ class RemoteStep:
     is_done = False
 
     def proposed(self) -> Sequence[int]:
-        return self.executor.proposed()
+        return self.executor.proposed(self)
 
     def result(self) -> StepResult:
         return self.executor.result_of(self)
@@ -262,9 +267,15 @@ class ProcessExecutor(Executor):
             self._send_each([Constrain(own.positions, bytes(own.bits), own.which) for own in masks])
         step.awaits_mask = False
 
-    def proposed(self) -> Sequence[int]:
-        """Drafts of the newest step. Each rank has the whole draft model and proposes the same."""
-        return self._ask(GetProposed())[0].proposed
+    def proposed(self, step: RemoteStep) -> Sequence[int]:
+        """Drafts of `step`, the newest one. Each rank has the whole draft model and proposes the
+        same, or proposes for its own requests."""
+        if not step.parts:
+            return self._ask(GetProposed())[0].proposed
+        assert isinstance(step.plan, StepPlan)
+        answers = self._ask(GetProposed(), len(self._ranks))
+        answers.sort(key=lambda answer: answer.rank)
+        return joined_drafts(step.parts, step.plan, [answer.proposed for answer in answers])
 
     def max_in_flight(self, plan: Plan) -> int:
         return 1 + self.config.scheduling.pipeline_steps

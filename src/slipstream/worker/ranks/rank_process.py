@@ -145,7 +145,7 @@ class RankProcess:
         )
         if isinstance(own.config.parallel.stage, DealtRequests):  # each rank has results of its own
             self._sends_results = begin.rank >= begin.size - ranks_of_stage
-            self._answered_by_all += (GetExpertLoad, ReportExpertLoad)
+            self._answered_by_all += (GetExpertLoad, ReportExpertLoad, GetProposed)
         elif isinstance(own.config.parallel, ContextParallel):  # each counts other tokens
             self._answered_by_all += (GetExpertLoad,)
         self._link.send(
@@ -202,7 +202,7 @@ class RankProcess:
             answer = Reply(adapters=executor.adapter_stats())
         elif isinstance(message, GetProposed):
             assert self._newest is not None
-            answer = Reply(proposed=tuple(self._newest.proposed()))
+            answer = Reply(proposed=tuple(self._newest.proposed()), rank=self._rank)
         if answer is not None and (self._answers or isinstance(message, self._answered_by_all)):
             self._link.send(answer)
 

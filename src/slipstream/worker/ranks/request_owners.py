@@ -16,7 +16,14 @@ from itertools import chain
 import numpy as np
 
 from slipstream.messages.logprobs import SampledLogprobs
-from slipstream.messages.steps import Extra, ScheduledRequest, StepPlan, StepResult, TokenMask
+from slipstream.messages.steps import (
+    FROM_MODEL,
+    Extra,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+    TokenMask,
+)
 from slipstream.worker.inputs.step_shape import largest_shape, shape_of
 
 
@@ -88,6 +95,21 @@ def masks_of_parts(parts: Sequence[StepPlan], plan: StepPlan, mask: TokenMask) -
         TokenMask(tuple(own), own_bits, tuple(own_which))
         for own, own_bits, own_which in zip(positions, bits, own_rows, strict=True)
     ]
+
+
+def joined_drafts(
+    parts: Sequence[StepPlan], plan: StepPlan, proposed: Sequence[Sequence[int]]
+) -> list[int]:
+    """Join what the parts' ranks propose, in the plan's order.
+
+    A rank without grammars may tell none; nobody needs its drafts before the draw.
+    """
+    drafts = {
+        s.request_id: [next(own, FROM_MODEL) for token in s.drafts if token == FROM_MODEL]
+        for part, own in zip(parts, map(iter, proposed), strict=True)
+        for s in part.scheduled
+    }
+    return [token for s in plan.scheduled for token in drafts[s.request_id]]
 
 
 def joined_result(
