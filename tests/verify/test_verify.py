@@ -9,7 +9,8 @@ from slipstream.cli.main import main
 from slipstream.config import EngineArgs
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.verify.checks import Plan, Verification
+from slipstream.verify.asking import Plan
+from slipstream.verify.checks import Verification
 from slipstream.verify.reference import Reference
 from slipstream.verify.served import NotOfferedError, Served
 from tests import tiny_models
