@@ -9,7 +9,7 @@ from slipstream.verify.reference import Reference
 from slipstream.verify.report import document
 from tests.verify.planted import FAULTS, served_with, write_checkpoints
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
