@@ -47,7 +47,7 @@ class Sample:
     kl_cut: Sequence[float] = ()
     never: Tensor | None = None
     agreed: tuple[int, int] = (0, 0)
-    """Tokens of the server that are the model's likeliest, and of how many."""
+    """`agreement` with the model."""
 
     @cached_property
     def chosen(self) -> Tensor:
@@ -137,8 +137,8 @@ def clustered(parts: Sequence[tuple[int, int]]) -> Share:
 def agreement(
     sample: Sample, token_id: Callable[[bytes], int | None], *, is_greedy: bool
 ) -> tuple[int, int]:
-    """How many of the server's likeliest tokens are the model's, and of how many places: those whose likeliest it names;
-    of a greedy answer without log-probabilities all, each with its own token."""
+    """Number of the server's likeliest tokens that are the model's, and number of places: those whose likeliest it names;
+    all of a greedy answer without log-probabilities, each with its own token."""
     found = []
     for place, token in enumerate(sample.tokens):
         named = max(token.likeliest, key=lambda pair: pair[1], default=None)

@@ -147,7 +147,7 @@ class Fingerprint(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What one look saw: rows of each sequence, and the share of the tasks that were done."""
+    """Rows of each sequence that one look saw, and the share of the tasks that were done."""
 
     version: str
     rows: list[list[Row]]
@@ -343,7 +343,7 @@ SCORES: tuple[tuple[str, str, Callable[[VersionCheck], float | None]], ...] = (
 
 
 def thinned(looks: list[Look]) -> list[Look]:
-    """At most `MAX_LOOKS` of them, over the whole time: of two neighbours the one with the larger KL stays."""
+    """`MAX_LOOKS` looks at most, over the whole time: of two neighbours the one with the larger KL stays."""
     if len(looks) <= MAX_LOOKS:
         return looks
     pairs = [looks[at : at + 2] for at in range(0, MAX_LOOKS, 2)]
