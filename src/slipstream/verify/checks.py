@@ -50,7 +50,7 @@ SEEN = 5 * EXCESS
 """The same, of a fault that is seldom missed."""
 
 NAMED_BY = 12
-"""Answers of which the size of a fault of the distribution is the mean, since its cause is told by it."""
+"""Minimum number of answers over which the size of a fault is averaged: the size tells the cause."""
 
 ROUNDED, OTHER = 0.02, 0.8
 """Mean KL in nats: up to the first as 8 bits leave it, up to the second as 4 bits do."""
