@@ -4,9 +4,10 @@ The engine samples (rollouts), plain transformers trains, and each step's weight
 
     python examples/grpo.py                             # a tiny model, from nothing; less than a minute on a CPU
     python examples/grpo.py --logprobs trainer          # importance ratios by the trainer's own log-probabilities
-    python examples/grpo.py --model smollm2 --steps 60  # SmolLM2 learns to count in steps; for a GPU, slow on a CPU
+    python examples/grpo.py --model smollm2 --steps 60 --device cuda   # SmolLM2 learns to count in steps
 
-`--record FILE` leaves each step's reward, and how far the two log-probabilities are apart, as JSON.
+On a CPU a step of SmolLM2 takes minutes. `--record FILE` leaves each step's reward, and how far the two log-probabilities
+are apart, as JSON.
 """
 
 import argparse
@@ -51,7 +52,7 @@ class Counting:
 class CountingInSteps:
     """SmolLM2 counts on by threes, fours and so on, in text."""
 
-    length, group, rate, learnt = 20, 16, 1e-5, 0.0
+    length, group, rate, learnt = 20, 16, 2e-5, 0.0
 
     def __init__(self, device: torch.device, name: str) -> None:
         from slipstream.compress.dense import load_dense
@@ -105,17 +106,23 @@ def main() -> None:
     parser.add_argument("--logprobs", choices=("engine", "trainer"), default="engine")
     parser.add_argument("--steps", type=int, default=140)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--dtype", default="float32", help="of the engine; the trainer has float32 (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", metavar="FILE")
     args = parser.parse_args()
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     if args.model is None:
         torch.set_num_threads(1)  # for so small a model threads only wait for each other
     device = torch.device(args.device)
     task = Counting(device) if args.model is None else CountingInSteps(device, args.model)
     policy, group, record = task.policy, task.group, []
+    names = ("logprobs", "device", "dtype", "seed")
+    told = {"model": args.model or "tiny", **{name: getattr(args, name) for name in names}}
     optimizer = torch.optim.Adam(policy.parameters(), lr=task.rate)
-    settings = {"dtype": "float32", "device": args.device}
-    settings |= {"gpu_memory_utilization": 0.3} if args.device == "cuda" else {"num_threads": 1}
+    settings = {"dtype": args.dtype, "device": args.device}
+    settings |= {"kv_cache_bytes": 2**30} if args.device == "cuda" else {"num_threads": 1}
 
     with tempfile.TemporaryDirectory() as folder:
         llm = task.engine(folder, **settings)
@@ -123,7 +130,11 @@ def main() -> None:
         asked = [{"prompt_token_ids": prompt} for prompt in task.prompts]
         for step in range(args.steps):
             sampling = SamplingParams(
-                n=group, max_tokens=task.length, temperature=1.0, logprobs=0, seed=step
+                n=group,
+                max_tokens=task.length,
+                temperature=1.0,
+                logprobs=0,
+                seed=1000 * args.seed + step,
             )
             groups = [answer.outputs for answer in llm.generate(asked, sampling, progress=False)]
             rollouts = [(n, output) for n, own in enumerate(groups) for output in own]
@@ -156,6 +167,8 @@ def main() -> None:
             llm.update_weights({"tensors": policy.state_dict()})
             info = llm.finish_weight_update(weight_version=str(step + 1))
             record.append({"reward": rewards.mean().item(), "farthest": farthest})
+            if args.record:
+                Path(args.record).write_text(json.dumps({**told, "steps": record}))
             if step % 20 == 0 or step == args.steps - 1:
                 print(f"step {step:3}  reward {rewards.mean():.3f}  weights {info.checksum}")
         print(f"farthest log-probability: {max(r['farthest'] for r in record):.1e}")
@@ -164,9 +177,6 @@ def main() -> None:
             print(
                 answer.prompt_token_ids, "→", answer.outputs[0].text or answer.outputs[0].token_ids
             )
-    if args.record:
-        told = {"model": args.model or "tiny", "logprobs": args.logprobs, "device": args.device}
-        Path(args.record).write_text(json.dumps({**told, "steps": record}))
     if args.steps >= 100 and record[-1]["reward"] < task.learnt:
         raise SystemExit("the model has not learnt to count")
 

@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 """The bound of every wait. It ends a test that hangs, and says nothing about how long a thing may take: a loaded machine can be
 fifty times slower than a quiet one."""
 

@@ -9,7 +9,8 @@ import torch
 
 from slipstream.errors import SlipstreamError
 from slipstream.verify import checks, probes
-from slipstream.verify.checks import Finding, Plan, Verification
+from slipstream.verify.asking import NUM_FORMED, Asking, Plan
+from slipstream.verify.checks import Finding, Verification
 from slipstream.verify.measures import Sample
 from slipstream.verify.report import EXIT_CODES, document
 from slipstream.verify.served import Answer, NotOfferedError, Served
@@ -23,15 +24,15 @@ def verification(replies=(), **plan):
 
 def test_prompt_tokens_are_counted_where_the_server_says_them():
     made = verification([SimpleNamespace(num_prompt_tokens=n) for n in (5, None, 7)])
-    made._answers([[]] * 3, range(3), {})
-    assert (made.num_answers, made.num_prompt_tokens) == (3, 12)
+    made.asking._answers([[]] * 3, range(3), {})
+    assert (made.asking.num_answers, made.asking.num_prompt_tokens) == (3, 12)
 
 
 def test_seeds_begin_at_other_questions_and_turns_go_on():
     one, other = verification(seed=1), verification(seed=2)
-    asked = [*one._numbers(), *one._numbers()]
+    asked = [*one.asking._numbers(), *one.asking._numbers()]
     assert asked == list(range(asked[0], asked[0] + 2 * one.plan.turn))
-    assert set(asked).isdisjoint(other._numbers())
+    assert set(asked).isdisjoint(other.asking._numbers())
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_seeds_begin_at_other_questions_and_turns_go_on():
 )
 def test_counts_of_prompts(counts, outcome, why):
     made = verification()
-    made._counts.extend(counts)
+    made.asking.counts.extend(counts)
     found = made._prompts()
     assert (found.outcome, why in found.why) == (outcome, True)
 
@@ -73,7 +74,7 @@ def answers_of(kind, at, num=80, seed=0):
     ],
 )
 def test_a_divergence_is_judged_by_its_error(values, outcome, monkeypatch):
-    monkeypatch.setattr(Verification, "_short", lambda self: [[v] for v in values])
+    monkeypatch.setattr(Asking, "short", lambda self: [[v] for v in values])
     assert verification(max_kl=0.01)._distribution("plain", "x").outcome == outcome
 
 
@@ -88,33 +89,35 @@ def test_a_divergence_is_judged_by_its_error(values, outcome, monkeypatch):
 )
 def test_a_temperature_is_judged_by_its_likelihood(factor, ignored, outcome, why):
     made = verification()
-    made._drawn.update(answers_of("plain", factor))
-    made._drawn.update(answers_of("warm", 1.0 if ignored else factor * checks.WARM, seed=1))
+    made.asking.drawn.update(answers_of("plain", factor))
+    made.asking.drawn.update(answers_of("warm", 1.0 if ignored else factor * checks.WARM, seed=1))
     found = made._temperature()
     assert (found.outcome, why in found.why) == (outcome, True)
 
 
 def test_few_answers_leave_a_temperature_open():
     made = verification()
-    made._drawn.update(answers_of("warm", checks.WARM, num=2))
+    made.asking.drawn.update(answers_of("warm", checks.WARM, num=2))
     assert made._temperature().outcome == "undecided"
     made = verification()
-    made._drawn.update(answers_of("plain", 1.0))  # a server that ignores the field would draw these
+    made.asking.drawn.update(
+        answers_of("plain", 1.0)
+    )  # a server that ignores the field would draw these
     assert made._temperature().outcome == "undecided"
 
 
 @pytest.mark.parametrize("warm", ["refused", "as asked for", "hotter", "not asked"])
 def test_a_temperature_that_explains_a_fault_is_one_itself_or_leaves_the_fault(warm, monkeypatch):
     made = verification()
-    made._counts.append((5, 5))
-    made._drawn.update(answers_of("plain", 1.3, num=24))
-    for sample in made._drawn["plain"]:
+    made.asking.counts.append((5, 5))
+    made.asking.drawn.update(answers_of("plain", 1.3, num=24))
+    for sample in made.asking.drawn["plain"]:
         object.__setattr__(sample, "kl", [0.06])
     monkeypatch.setattr(
         checks.measures, "divergences", lambda s, ids, at=1.0, **cut: [0.06 if at == 1 else 0.001]
     )
     if warm == "refused":
-        made._refused["warm"] = "at most 1"
+        made.asking.refused["warm"] = "at most 1"
     elif warm == "as asked for":  # by these draws: too little to tell, or a plain one alone
         monkeypatch.setattr(
             Verification,
@@ -122,7 +125,7 @@ def test_a_temperature_that_explains_a_fault_is_one_itself_or_leaves_the_fault(w
             lambda self: Finding(check="temperature", outcome="pass", why=""),
         )
     elif warm == "hotter":
-        made._drawn.update(answers_of("warm", 1.3 * checks.WARM, num=24, seed=1))
+        made.asking.drawn.update(answers_of("warm", 1.3 * checks.WARM, num=24, seed=1))
     found = {f.check: f.outcome for f in made._judged()}
     if warm == "hotter":
         assert found == {"prompt": "pass", "temperature": "fault"}
@@ -145,7 +148,7 @@ def test_a_temperature_that_explains_a_fault_is_one_itself_or_leaves_the_fault(w
 )
 def test_code_words_count_where_the_model_itself_finds_them(found, outcome):
     made = verification()
-    made.needles[800] = found
+    made.asking.needles[800] = found
     assert made._needle().outcome == outcome
 
 
@@ -168,15 +171,17 @@ def test_a_cut_is_judged_by_what_the_model_leaves_outside(kind, spread, is_cut, 
     for _ in range(32):
         ids = torch.multinomial(served, 24, replacement=True, generator=chance).tolist()
         logprobs = row.log().log_softmax(-1).expand(24, -1)
-        made._drawn.setdefault(kind, []).append(Sample(token_ids=ids, tokens=[], logprobs=logprobs))
+        made.asking.drawn.setdefault(kind, []).append(
+            Sample(token_ids=ids, tokens=[], logprobs=logprobs)
+        )
     found = {f.check: f.outcome for f in made._cuts()}
     assert found["temperature 0" if kind == "greedy" else kind] == outcome
 
 
 def test_a_long_conversation_of_fewer_tokens_was_cut():
     made = verification()
-    made._counts.append((5, 5))
-    made._long_counts.extend([(90, 90), (60, 90)])
+    made.asking.counts.append((5, 5))
+    made.asking.long_counts.extend([(90, 90), (60, 90)])
     found = made._long()
     assert (found.outcome, "30 tokens" in found.why) == ("fault", True)
 
@@ -189,9 +194,9 @@ def called(name):
 
 def test_calls_keep_to_the_tool_by_their_name_too(monkeypatch):
     monkeypatch.setattr(probes, "keeps_to_tool", lambda arguments: True)
-    assert verification([called(probes.TOOL_NAME)] * 4)._tools().outcome == "pass"
-    assert verification([called("other")] * 4)._tools().outcome == "fault"
-    made = verification([called("other")] * 4)
+    assert verification([called(probes.TOOL_NAME)] * NUM_FORMED)._tools().outcome == "pass"
+    assert verification([called("other")] * NUM_FORMED)._tools().outcome == "fault"
+    made = verification([called("other")] * NUM_FORMED)
     made.reference.has_tools = False  # the model itself calls none
     assert made._tools().outcome == "not offered"
 
@@ -201,11 +206,11 @@ def test_answers_that_are_cut_prove_nothing_and_the_others_count():
         Answer(text=said, tokens=(), num_prompt_tokens=1, finish_reason=reason)
         for said, reason in (("right", "stop"), ("", "length"))
     )
-    for answers, outcome in (([whole, cut] * 2, "pass"), ([cut] * 4, "undecided")):
+    for answers, outcome in (([whole, cut] * 4, "pass"), ([cut] * 8, "undecided")):
         found = verification(answers)._rate("x", lambda a: a.text == "right", "ask")
         assert found.outcome == outcome
     late = Answer(text="right", tokens=(), num_prompt_tokens=1, finish_reason="length")
-    assert verification([late] * 4)._rate("x", lambda a: True, "ask").why == "4 of 4 valid"
+    assert verification([late] * NUM_FORMED)._rate("x", lambda a: True, "ask").why == "8 of 8 valid"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +218,7 @@ def test_answers_that_are_cut_prove_nothing_and_the_others_count():
 )
 def test_turns_go_on_for_what_is_undecided(outcomes, turns, monkeypatch):
     asked = []
-    monkeypatch.setattr(Verification, "_draw", lambda self, kind: asked.append(kind))
+    monkeypatch.setattr(Asking, "ask", lambda self, kind: asked.append(kind))
     checked = ("prompt", "temperature 0")
     found = [Finding(check=c, outcome=o, why="") for c, o in zip(checked, outcomes, strict=True)]
     monkeypatch.setattr(Verification, "_judged", lambda self: found)
@@ -225,13 +230,13 @@ def test_turns_go_on_for_what_is_undecided(outcomes, turns, monkeypatch):
 
 def test_wrong_weights_end_the_verification():
     made = verification(max_kl=0.01)
-    made._counts.append((5, 5))
+    made.asking.counts.append((5, 5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Verification, "_short", lambda self: [[0.5]] * 12)
+        patch.setattr(Asking, "short", lambda self: [[0.5]] * 12)
         assert [f.check for f in made._judged()] == ["prompt", "distribution"]
-        patch.setattr(Verification, "_short", lambda self: [[0.0001], [0.0002]] * 4)
+        patch.setattr(Asking, "short", lambda self: [[0.0001], [0.0002]] * 4)
         assert [f.check for f in made._judged()] == ["prompt", "distribution"]  # too few yet
-        patch.setattr(Verification, "_short", lambda self: [[0.0001], [0.0002]] * 6)
+        patch.setattr(Asking, "short", lambda self: [[0.0001], [0.0002]] * 6)
         assert [f.check for f in made._judged()][-1] == "temperature 0"
 
 
@@ -256,18 +261,20 @@ def test_an_empty_answer_is_a_fault_where_the_model_would_not_end(ends, counted)
     made.reference.never = torch.tensor([False, True])
     made.reference.logprobs = lambda *asked: torch.tensor([[1 - ends, ends]]).log()
     empty = Answer(text="", tokens=(), num_prompt_tokens=1, finish_reason="stop")
-    assert made._sample([1], empty, "plain") is None
-    made._drawn["plain"] = [Sample(token_ids=[0], tokens=[], logprobs=torch.zeros(1, 2), kl=[0.0])]
-    assert made._short() == [[0.0], *[[0.08]] * counted]
+    assert made.asking._sample([1], empty, "plain") is None
+    made.asking.drawn["plain"] = [
+        Sample(token_ids=[0], tokens=[], logprobs=torch.zeros(1, 2), kl=[0.0])
+    ]
+    assert made.asking.short() == [[0.0], *[[0.08]] * counted]
 
 
 def test_log_probabilities_after_temperature_and_cuts_say_nothing_of_the_distribution():
     made = verification()
     row = {"token_ids": [0], "tokens": [], "logprobs": torch.zeros(1, 2)}
-    made._drawn["plain"] = [Sample(**row, kl=[0.3], kl_cut=[0.0])]
-    made._drawn["warm"] = [Sample(**row, kl=[0.3], kl_cut=[0.0]), Sample(**row, kl=[0.0])]
-    made._drawn["greedy"] = [Sample(**row, kl=[0.5], kl_cut=[9.0]), Sample(**row, kl=[0.0])]
-    assert made._short() == [[0.3], [0.5], [0.0]]
+    made.asking.drawn["plain"] = [Sample(**row, kl=[0.3], kl_cut=[0.0])]
+    made.asking.drawn["warm"] = [Sample(**row, kl=[0.3], kl_cut=[0.0]), Sample(**row, kl=[0.0])]
+    made.asking.drawn["greedy"] = [Sample(**row, kl=[0.5], kl_cut=[9.0]), Sample(**row, kl=[0.0])]
+    assert made.asking.short() == [[0.3], [0.5], [0.0]]
 
 
 def test_a_log_probability_that_is_no_number_is_a_very_small_one():

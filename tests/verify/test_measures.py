@@ -141,3 +141,50 @@ def test_a_token_that_begins_beyond_top_p_is_outside(token, is_outside):
 def test_one_value_has_no_error():
     assert measures.mean([1.0]).stderr == math.inf
     assert measures.mean([1.0, 3.0]) == measures.Estimate(value=2.0, stderr=1.0, count=2)
+
+
+@pytest.mark.parametrize(
+    ("hits", "count", "low", "high"),  # Wilson's interval in other programs
+    [(8, 8, 0.6756, 1.0), (0, 10, 0.0, 0.2775), (45, 50, 0.7864, 0.9565)],
+)
+def test_a_share_has_wilsons_interval(hits, count, low, high):
+    found = measures.share(hits, count)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
+    assert found.value == hits / count
+
+
+def test_tokens_of_one_answer_that_are_alike_tell_no_more_than_one():
+    apart = measures.clustered([(9, 10)] * 50)
+    assert (apart.low, apart.high) == (measures.share(450, 500).low, measures.share(450, 500).high)
+    alike = measures.clustered([(10, 10)] * 45 + [(0, 10)] * 5)
+    own = measures.share(45, 50)
+    assert (alike.hits, alike.count) == (450, 500)
+    assert (alike.low, alike.high) == pytest.approx((own.low, own.high), abs=0.005)
+    assert measures.clustered([]).count == 0
+
+
+def test_the_interval_of_a_share_holds_it_in_95_of_100_runs_whatever_its_answers_have_in_common():
+    chance, held, runs = torch.Generator().manual_seed(0), 0, 400
+    for _ in range(runs):
+        own = torch.rand(
+            40, generator=chance
+        )  # each answer has a share of its own; their mean is 0.5
+        hits = (torch.rand(40, 24, generator=chance) < own[:, None]).sum(1).tolist()
+        found = measures.clustered([(hit, 24) for hit in hits])
+        held += found.low <= 0.5 <= found.high
+    assert held > 0.92 * runs
+
+
+def test_agreement_counts_the_likeliest_tokens_that_the_server_names():
+    made = drawn(seed=3)
+    assert measures.agreement(made, token_id, is_greedy=False) == (LENGTH, LENGTH)
+    other = drawn(seed=3, served=lambda logprobs: logprobs.roll(1, -1))
+    hits, count = measures.agreement(other, token_id, is_greedy=False)
+    assert (hits, count) == (0, LENGTH)
+    silent = Sample(
+        token_ids=[int(made.logprobs[0].argmax()), int(made.logprobs[1].argmin())],
+        tokens=[ServedToken(data=b"", logprob=0.0)] * 2,
+        logprobs=made.logprobs[:2],
+    )
+    assert measures.agreement(silent, token_id, is_greedy=True) == (1, 2)
+    assert measures.agreement(silent, token_id, is_greedy=False) == (0, 0)

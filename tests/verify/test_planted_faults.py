@@ -3,12 +3,13 @@
 import pytest
 
 from slipstream.config import EngineArgs
-from slipstream.verify.checks import Plan, Verification
+from slipstream.verify.asking import Plan
+from slipstream.verify.checks import Verification
 from slipstream.verify.reference import Reference
 from slipstream.verify.report import document
 from tests.verify.planted import FAULTS, served_with, write_checkpoints
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

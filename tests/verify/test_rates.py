@@ -8,7 +8,8 @@ from functools import cache, cached_property
 import pytest
 import torch
 
-from slipstream.verify.checks import Plan, Verification
+from slipstream.verify.asking import Plan
+from slipstream.verify.checks import Verification
 from slipstream.verify.report import document, summary
 from slipstream.verify.served import Answer, NotOfferedError, Served, ServedToken
 

@@ -9,7 +9,8 @@ from slipstream.cli.main import main
 from slipstream.config import EngineArgs
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.verify.checks import Plan, Verification
+from slipstream.verify.asking import Plan
+from slipstream.verify.checks import Verification
 from slipstream.verify.reference import Reference
 from slipstream.verify.served import NotOfferedError, Served
 from tests import tiny_models
@@ -31,7 +32,13 @@ def outcomes(findings):
 
 
 def test_a_server_of_the_model_is_sound(tiny_server, reference):
-    found = outcomes(Verification(Served.connect(tiny_server.url), reference, PLAN).run())
+    verification = Verification(Served.connect(tiny_server.url), reference, PLAN)
+    found = outcomes(verification.run())
+    scores = verification.counts()["scores"]
+    agreed = scores["likeliest tokens agree"]
+    assert 0.98 < agreed["value"] <= agreed["high"] <= 1
+    assert agreed["low"] > 0.95
+    assert scores["greedy answers agree"]["value"] > 0.9
     assert found["prompt"] == found["distribution"] == found["long context"] == "pass"
     assert found["temperature 0"] == found["top_k"] == found["top_p"] == "pass"
     assert "fault" not in found.values()
@@ -92,6 +99,9 @@ def test_the_command_prints_findings_and_leaves_a_page(tiny_server, tiny_path, t
     assert found["rates"] == {"alpha": 0.001, "beta": 0.01}
     assert {f["check"] for f in found["findings"]} >= {"prompt", "distribution", "schema"}
     assert "<td>distribution</td>" in page.read_text()
+    assert "<td>likeliest tokens agree</td>" in page.read_text()
+    agreed = found["scores"]["likeliest tokens agree"]
+    assert agreed["low"] <= agreed["value"] <= agreed["high"]
 
 
 def test_the_record_of_a_model_with_a_short_context_is_made(tmp_path, capsys):

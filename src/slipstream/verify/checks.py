@@ -8,34 +8,34 @@ distribution too, whatever check asked for it, and the long conversations are th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slipstream.verify import measures, probes, sequential
-from slipstream.verify.measures import Estimate, Sample
+from slipstream.verify.asking import (
+    NUM_FORMED,
+    SAMPLING,
+    TOP_K,
+    TOP_P,
+    WARM,
+    Asking,
+    Plan,
+    means,
+)
+from slipstream.verify.measures import Estimate, Sample, Share
 from slipstream.verify.reference import Reference
-from slipstream.verify.sequential import Decision, Rates
-from slipstream.verify.served import Answer, Message, NotOfferedError, Served, ServedToken
+from slipstream.verify.sequential import Decision
+from slipstream.verify.served import Answer, NotOfferedError, Served
 
 OFF = 1.1
 """Factor of a temperature that is surely found. Half as much may be called either."""
 
-LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}
-TOP_K, TOP_P = 2, 0.5
-WARM = 1.5
-"""A temperature whose draws tell much about it: a token as much as two at 1, and six at 0.5."""
-
 HOTTEST = 3.0
 """A temperature that a server may have drawn at. Beyond it the model is flat, as random weights are."""
-
-NEUTRAL: dict[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Settings that change no distribution, in place of a server's defaults, where it takes them."""
 
 MISSED, LOST = 0.05, 0.6
 """Share of the needles that the model itself finds which is no fault, and which surely is one."""
@@ -49,29 +49,11 @@ EXCESS = 0.1
 SEEN = 5 * EXCESS
 """The same, of a fault that is seldom missed."""
 
-MAY_END = 0.01
-"""Chance that the model's own answer is empty, from which on a served one that is empty is no fault."""
-
 NAMED_BY = 12
 """Minimum number of answers over which the size of a fault is averaged: the size tells the cause."""
 
 ROUNDED, OTHER = 0.02, 0.8
 """Mean KL in nats: up to the first as 8 bits leave it, up to the second as 4 bits do."""
-
-LONG_RAREST = 3.0
-"""Long conversations of which one has a fault that "sound" excludes. They cost some twenty times a short
-one; a fault that is rare whatever the length is seen in those."""
-
-ALL: dict[str, Any] = {**NEUTRAL, **LOGPROBS}
-
-SAMPLING: dict[str, dict[str, Any]] = {
-    "plain": {"temperature": 1.0},
-    "warm": {"temperature": WARM},
-    "top_k": {"temperature": 1.0, "top_k": TOP_K},
-    "top_p": {"temperature": 1.0, "top_p": TOP_P},
-    "greedy": {"temperature": 0.0},
-}
-"""Settings of the short questions, by kind. Those of a needle are greedy's."""
 
 Outcome = Literal["pass", "fault", "not offered", "undecided"]
 OUTCOMES: dict[Decision, Outcome] = {"sound": "pass", "fault": "fault", "open": "undecided"}
@@ -85,8 +67,6 @@ KINDS = {
 }
 """The questions that decide a check, where they have another name."""
 
-NEEDLE_TOKENS = 16
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -98,23 +78,6 @@ class Finding:
     estimate: Estimate | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How much is asked. `answers`: of a check, at most. `long_lines`: lines of some 20 tokens in the
-    longest conversation; 0: none. `rarest`: a sound server has no fault in one of so many answers, or
-    more. `rates` are those of each check. Another `seed` asks other questions."""
-
-    answers: int = 96
-    turn: int = 4
-    max_tokens: int = 24
-    long_lines: int = 40
-    max_kl: float = 0.01
-    rarest: float = sequential.RAREST
-    concurrency: int = 8
-    seed: int = 0
-    rates: Rates = field(default_factory=Rates)
-
-
 @dataclass(slots=True)
 class Verification:
     """Asks a server and compares its answers with the model's own."""
@@ -123,18 +86,11 @@ class Verification:
     reference: Reference
     plan: Plan = field(default_factory=Plan)
     progress: Callable[[str], None] = lambda text: None
-    needles: dict[int, list[tuple[bool, bool]]] = field(default_factory=dict)
-    """Pairs (the server finds it, the model itself does) of code words, by prompt tokens."""
-    num_prompt_tokens: int = 0
-    num_answers: int = 0
-    _asked: int = 0
-    _more: dict[str, Any] = field(default_factory=lambda: ALL)  # sent with each question
-    _drawn: dict[str, list[Sample]] = field(default_factory=dict)
+    asking: Asking = field(init=False)
     _ratios: dict[str, list[list[float]]] = field(default_factory=dict)
-    _empty: Counter[str] = field(default_factory=Counter)  # answers that the model would begin
-    _refused: dict[str, str] = field(default_factory=dict)
-    _counts: list[tuple[int, int]] = field(default_factory=list)
-    _long_counts: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.asking = Asking(self.served, self.reference, self.plan)
 
     def run(self) -> list[Finding]:
         """Ask until all is decided. Raises what `Served.ask` does, but for features that the server
@@ -146,18 +102,15 @@ class Verification:
             turns.update(kinds)
             self.progress(f"turn {max(turns.values())}: {', '.join(kinds)}")
             for kind in kinds:
-                if kind in SAMPLING:
-                    self._draw(kind)
-                else:
-                    self._find_needles()
+                self.asking.ask(kind)
             findings = self._judged()
             kinds = [KINDS.get(f.check, f.check) for f in findings if f.outcome == "undecided"]
-            if findings[0].outcome == "fault" and len(self._short()) >= NAMED_BY:
+            if findings[0].outcome == "fault" and len(self.asking.short()) >= NAMED_BY:
                 break  # the prompt's: what else it makes wrong is no finding of its own
             most = -(-self.plan.answers // self.plan.turn)
             kinds = [kind for kind in dict.fromkeys(kinds) if turns[kind] < most]
             others = [kind for kind in kinds if kind != "plain"]
-            if len(self._drawn.get("plain", ())) >= NAMED_BY and SAMPLING.keys() & others:
+            if len(self.asking.drawn.get("plain", ())) >= NAMED_BY and SAMPLING.keys() & others:
                 kinds = others  # their answers tell about the distribution as well
         self.progress("schemas and tools")
         return [*findings, self._schemas(), self._tools()]
@@ -165,18 +118,18 @@ class Verification:
     @property
     def num_tokens(self) -> int:
         """Answer tokens that were compared."""
-        return sum(len(s.token_ids) for samples in self._drawn.values() for s in samples)
+        return sum(len(s.token_ids) for samples in self.asking.drawn.values() for s in samples)
 
     def counts(self) -> dict[str, Any]:
-        """Tokens, answers and error rates of the verification, what it excludes, and its needles by length,
-        for a report."""
+        """Tokens, answers and error rates of the verification, what it excludes, its scores, and its needles by
+        length, for a report."""
         limit, beta, rarest = self.plan.max_kl, self.plan.rates.beta, self.plan.rarest
-        short, long = self._short(), self._kls("long")
+        short, long = self.asking.short(), self.asking.kls("long")
         tokens = [kl for answer in short for kl in answer]
         return {
             "num_tokens": self.num_tokens,
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "num_answers": self.num_answers,
+            "num_prompt_tokens": self.asking.num_prompt_tokens,
+            "num_answers": self.asking.num_answers,
             "rates": dataclasses.asdict(self.plan.rates),
             "max_kl": limit,
             "excluded": {
@@ -186,126 +139,39 @@ class Verification:
                 "one_in_tokens": sequential.excluded(tokens, limit, beta, rarest),
                 "tokens": len(tokens),
                 "one_in_long_answers": sequential.excluded(
-                    means(long), limit, beta, self._long_rarest
+                    means(long), limit, beta, self.asking.long_rarest
                 ),
                 "long_answers": len(long),
             },
+            "scores": {name: dataclasses.asdict(found) for name, found in self._scores().items()},
             "needles": [
                 {
                     "num_prompt_tokens": length,
                     "asked": len(found),
                     "found": sum(served for served, _ in found),
                     "found_by_model": sum(own for _, own in found),
+                    "share": dataclasses.asdict(
+                        measures.share(sum(served for served, _ in found), len(found))
+                    ),
                 }
-                for length, found in sorted(self.needles.items())
+                for length, found in sorted(self.asking.needles.items())
             ],
         }
 
-    # --- Asking -------------------------------------------------------------------------------
-
-    def _draw(self, kind: str) -> None:
-        numbers = self._numbers()
-        self._take(kind, [probes.short(i) for i in numbers], numbers, **SAMPLING[kind])
-
-    def _find_needles(self) -> None:
-        """Ask for code words at several lengths, and the model itself for those it was asked for."""
-        numbers = self._numbers()
-        lengths = [max(1, self.plan.long_lines * n // 4) for n in (4, 2, 1)]
-        asked = [probes.needle(i, lengths[i % len(lengths)]) for i in numbers]
-        answers = self._take(
-            "long",
-            [messages for messages, _ in asked],
-            numbers,
-            **SAMPLING["greedy"],
-            max_tokens=NEEDLE_TOKENS,
-        )
-        for (_, word), (prompt, answer, sample) in zip(asked, answers, strict=False):
-            found = word in answer.text
-            own = found
-            if sample is None or not sample.is_likeliest:  # else the model's own answer is the same
-                own = word in self.reference.greedy(prompt, NEEDLE_TOKENS)
-            self.needles.setdefault(round(len(prompt), -2), []).append((found, own))
-
-    def _take(
-        self,
-        kind: str,
-        asked: Sequence[Sequence[Message]],
-        numbers: Sequence[int],
-        **sampling: Any,
-    ) -> Sequence[tuple[Sequence[int], Answer, Sample | None]]:
-        """(prompt, answer, sample) of each conversation, which are kept as `kind`. None if the server
-        refuses the settings."""
-        try:
-            answers = self._answers(asked, numbers, sampling)
-        except NotOfferedError as error:
-            self._refused[kind] = str(error)
-            return []
-        counts, drawn = (
-            self._long_counts if kind == "long" else self._counts,
-            self._drawn.setdefault(kind, []),
-        )
-        found = []
-        for messages, answer in zip(asked, answers, strict=True):
-            prompt = self.reference.prompt(messages)
-            if answer.num_prompt_tokens is not None:
-                counts.append((answer.num_prompt_tokens, len(prompt)))
-            sample = self._sample(prompt, answer, kind)
-            found.append((prompt, answer, sample))
-            if sample is not None:
-                drawn.append(sample)
-        return found
-
-    def _numbers(self) -> range:
-        first = 1009 * self.plan.seed + self._asked  # seeds begin at other questions
-        self._asked += self.plan.turn
-        return range(first, first + self.plan.turn)
-
-    def _answers(
-        self, asked: Sequence[Sequence[Message]], seeds: Sequence[int], sampling: dict[str, Any]
-    ) -> list[Answer]:
-        wanted = {"max_tokens": self.plan.max_tokens, "top_p": 1.0, **sampling}
-
-        def ask(messages: Sequence[Message], seed: int) -> Answer:
-            return self.served.ask(messages, seed=seed, **{**self._more, **wanted})
-
-        first = self._first(lambda: ask(asked[0], seeds[0]))
-        with ThreadPoolExecutor(self.plan.concurrency) as pool:
-            answers = [first, *pool.map(ask, asked[1:], seeds[1:])]
-        self.num_answers += len(answers)
-        self.num_prompt_tokens += sum(answer.num_prompt_tokens or 0 for answer in answers)
-        return answers
-
-    def _first(self, ask: Callable[[], Answer]) -> Answer:
-        """Asks with all that helps, then with less, and remembers what the server takes."""
-        forms: list[dict[str, Any]] = [self._more]
-        if self._more is ALL:
-            forms = [{**NEUTRAL, **LOGPROBS}, LOGPROBS, NEUTRAL, {}]
-        for more in forms[:-1]:
-            with contextlib.suppress(NotOfferedError):
-                self._more = more
-                return ask()
-        self._more = forms[-1]
-        return ask()
-
-    def _sample(self, prompt: Sequence[int], answer: Answer, kind: str) -> Sample | None:
-        tokens: Sequence[ServedToken] = answer.tokens
-        ids = self.reference.answer_ids(tokens)
-        if not tokens:
-            ids = self.reference.tokenizer.encode(answer.text, add_special_tokens=False)
-            tokens = [ServedToken(data=b"", logprob=0.0)] * len(ids)
-        if not ids:
-            if answer.finish_reason == "stop" and not answer.tool_calls:
-                first = self.reference.logprobs(prompt, [0])[0]
-                self._empty[kind] += float(first.exp()[self.reference.never].sum()) < MAY_END
-            return None
-        logprobs = self.reference.logprobs(prompt, ids)
-        never, tokens = self.reference.never, tokens[: len(ids)]
-        made = Sample(token_ids=ids, tokens=tokens, logprobs=logprobs, never=never)
-        token_id, settings = self.reference.token_id, SAMPLING.get(kind, SAMPLING["greedy"])
-        own = cut = measures.divergences(made, token_id)
-        if own and kind != "plain":
-            cut = measures.divergences(made, token_id, **settings)
-        return dataclasses.replace(made, kl=own, kl_cut=cut)
+    def _scores(self) -> dict[str, Share]:
+        """Agreement with the model's likeliest tokens and the tasks' shares, of what was asked."""
+        drawn, needles = self.asking.drawn, self.asking.needles.values()
+        agreed = [s.agreed for samples in drawn.values() for s in samples]
+        greedy = [s.is_likeliest for s in drawn.get("greedy", [])]
+        words = [pair for found in needles for pair in found]
+        found = {
+            "likeliest tokens agree": measures.clustered(agreed),
+            "greedy answers agree": measures.share(sum(greedy), len(greedy)),
+            "needles found": measures.share(sum(served for served, _ in words), len(words)),
+            "needles found by the model": measures.share(sum(own for _, own in words), len(words)),
+            **{f"{name} kept": measures.share(*kept) for name, kept in self.asking.formed.items()},
+        }
+        return {name: share for name, share in found.items() if share.count}
 
     # --- Judging ------------------------------------------------------------------------------
 
@@ -335,50 +201,34 @@ class Verification:
         ]
 
     def _prompts(self) -> Finding:
-        if not self._counts:
+        if not self.asking.counts:
             return Finding(check="prompt", outcome="not offered", why="no usage is given")
-        other = {given - own for given, own in self._counts if given != own}
+        other = {given - own for given, own in self.asking.counts if given != own}
         if not other:
             return Finding(
                 check="prompt", outcome="pass", why="as many tokens as the template gives"
             )
         differences = ", ".join(f"{d:+d}" for d in sorted(other))
-        if other <= {-1, 1} and all(given != own for given, own in self._counts):
+        if other <= {-1, 1} and all(given != own for given, own in self.asking.counts):
             why = f"{differences} token in every prompt: a BOS more or less"
         else:
             why = f"prompts differ by {differences} tokens: another chat template"
         return Finding(check="prompt", outcome="fault", why=why)
 
-    @property
-    def _long_rarest(self) -> float:
-        return min(self.plan.rarest, LONG_RAREST)
-
-    def _kls(self, kind: str) -> list[list[float]]:
-        """KLs at each position of each answer of a kind that has log-probabilities. None where the
-        server gives those after temperature and cuts. Empty answers count as far as one value can."""
-        drawn = [s for s in self._drawn.get(kind, []) if s.kl]
-        if kind != "plain" and sum(sum(s.kl_cut) - sum(s.kl) for s in drawn) < 0:
-            return []
-        empty = [[self.plan.rarest * self.plan.max_kl]] * self._empty[kind]
-        return [*(list(s.kl) for s in drawn), *(empty if drawn else [])]
-
-    def _short(self) -> list[list[float]]:
-        return [kls for kind in SAMPLING for kls in self._kls(kind)]
-
     def _distribution(self, kind: str, check: str) -> Finding:
-        if kind in self._refused:
-            return Finding(check=check, outcome="not offered", why=self._refused[kind])
+        if kind in self.asking.refused:
+            return Finding(check=check, outcome="not offered", why=self.asking.refused[kind])
         is_long = kind == "long"
-        values = means(self._kls(kind) if is_long else self._short())
+        values = means(self.asking.kls(kind) if is_long else self.asking.short())
         if not values:
             return self._without_logprobs(kind, check)
         kl, limit, rates = measures.mean(values), self.plan.max_kl, self.plan.rates
-        rarest = self._long_rarest if is_long else self.plan.rarest
+        rarest = self.asking.long_rarest if is_long else self.plan.rarest
         decision = sequential.mean(values, limit, rates, rarest)
         why = f"KL {kl.value:.2g} ± {kl.stderr:.1g} nats"
         if decision == "fault" and kl.count < min(NAMED_BY, self.plan.answers):
             decision = "open"
-        empty = sum(self._empty[k] for k in (["long"] if is_long else SAMPLING))
+        empty = sum(self.asking.empty[k] for k in (["long"] if is_long else SAMPLING))
         if decision == "fault":
             told = f"{empty} of {kl.count} answers are empty" if empty else cause(kl.value)
             why += f": {told}"
@@ -391,7 +241,7 @@ class Verification:
     def _without_logprobs(self, kind: str, check: str) -> Finding:
         """Judges by the drawn tokens alone: how much less likely they are than the model's own
         would be, −ln p against the entropy. Sees other weights, not rounding."""
-        values = [float((-s.chosen - entropy(s)).mean()) for s in self._drawn.get(kind, [])]
+        values = [float((-s.chosen - entropy(s)).mean()) for s in self.asking.drawn.get(kind, [])]
         excess = measures.mean(values)
         if not excess.count:
             return Finding(check=check, outcome="undecided", why="no answer could be read")
@@ -413,8 +263,8 @@ class Verification:
         )
 
     def _long(self) -> Finding:
-        cut = [given - own for given, own in self._long_counts if given < own - 1]
-        if cut and all(given == own for given, own in self._counts):
+        cut = [given - own for given, own in self.asking.long_counts if given < own - 1]
+        if cut and all(given == own for given, own in self.asking.counts):
             why = f"{-min(cut):,} tokens of a long conversation are missing: the context is cut"
             return Finding(check="long context", outcome="fault", why=why)
         found = self._distribution("long", "long context")
@@ -424,15 +274,17 @@ class Verification:
         return found
 
     def _needle(self) -> Finding:
-        if "long" in self._refused:  # the needles are those of the long conversations
-            return Finding(check="needle", outcome="not offered", why=self._refused["long"])
+        if "long" in self.asking.refused:  # the needles are those of the long conversations
+            return Finding(check="needle", outcome="not offered", why=self.asking.refused["long"])
         told = "; ".join(
             f"{length:,} tokens: {sum(served for served, _ in found)} of {len(found)}"
             f" (the model itself {sum(own for _, own in found)})"
-            for length, found in sorted(self.needles.items())
+            for length, found in sorted(self.asking.needles.items())
         )
-        missed = [not served for found in self.needles.values() for served, own in found if own]
-        if not missed and sum(len(found) for found in self.needles.values()) >= FINDS:
+        missed = [
+            not served for found in self.asking.needles.values() for served, own in found if own
+        ]
+        if not missed and sum(len(found) for found in self.asking.needles.values()) >= FINDS:
             why = f"{told}: the model itself finds none, so nothing is told"
             return Finding(check="needle", outcome="not offered", why=why)
         decision = sequential.share(missed, MISSED, LOST, self.plan.rates)
@@ -442,7 +294,7 @@ class Verification:
 
     def _is_only_temperature(self, weights: Finding) -> bool:
         """True if the model at another temperature explains what a fault of the distribution saw."""
-        kl, drawn = weights.estimate, self._drawn.get("plain", [])
+        kl, drawn = weights.estimate, self.asking.drawn.get("plain", [])
         if weights.outcome != "fault" or kl is None or not any(s.kl for s in drawn):
             return False
         fitted = measures.temperature(drawn, 1.0).value
@@ -452,18 +304,18 @@ class Verification:
     def _temperature(self) -> Finding:
         """Whether answers were drawn at the temperatures that were asked for, or at others by one factor."""
         check = "temperature"
-        if "warm" in self._refused:
-            return Finding(check=check, outcome="not offered", why=self._refused["warm"])
+        if "warm" in self.asking.refused:
+            return Finding(check=check, outcome="not offered", why=self.asking.refused["warm"])
         for kind, asked in (("plain", 1.0), ("warm", WARM)):
             ratios = self._ratios.setdefault(kind, [])  # a row an answer
-            for s in self._drawn.get(kind, [])[len(ratios) :]:
+            for s in self.asking.drawn.get(kind, [])[len(ratios) :]:
                 own, *others = s.likelihoods([asked, OFF * asked, asked / OFF])
                 ratios.append([other - own for other in others])
         sums = [
             sum(column)
             for column in zip(*self._ratios["plain"], *self._ratios["warm"], strict=True)
         ]
-        drawn = self._drawn.get("warm", [])
+        drawn = self.asking.drawn.get("warm", [])
         # Both temperatures are asked for, so that a server that ignores the field is seen.
         decision = sequential.temperature(sums or [0.0], self.plan.rates) if drawn else "open"
         if decision == "open" and len(drawn) < self.plan.answers:
@@ -485,9 +337,9 @@ class Verification:
     def _cut(self, kind: str, drawn: Callable[[Sample], list[measures.Draw]]) -> Finding:
         """Whether tokens keep to a cut, where the model itself leaves it often enough to tell."""
         check = "temperature 0" if kind == "greedy" else kind
-        if kind in self._refused:
-            return Finding(check=check, outcome="not offered", why=self._refused[kind])
-        draws = [draw for s in self._drawn.get(kind, []) for draw in drawn(s)]
+        if kind in self.asking.refused:
+            return Finding(check=check, outcome="not offered", why=self.asking.refused[kind])
+        draws = [draw for s in self.asking.drawn.get(kind, []) for draw in drawn(s)]
         if not draws:
             return Finding(check=check, outcome="undecided", why="no answer could be read")
         decision = sequential.cut(draws, self.plan.rates)
@@ -527,36 +379,18 @@ class Verification:
         return self._rate("tools", keeps, question, tools=[probes.TOOL], tool_choice="required")
 
     def _rate(self, name: str, keeps: Callable[[Answer], bool], text: str, **more: Any) -> Finding:
-        wrong: list[str] = []
-        asked, num_cut = self.plan.turn, 0
-        message = [{"role": "user", "content": text}]
         try:
-            for seed in range(asked):
-                answer = self.served.ask(
-                    message, seed=seed, max_tokens=200, temperature=0.7, **more
-                )
-                try:
-                    is_right = keeps(answer)
-                except (ValueError, LookupError, TypeError):
-                    is_right = False
-                if answer.finish_reason == "length" and not is_right:
-                    num_cut += 1
-                elif not is_right:
-                    wrong.append(answer.text or str(answer.tool_calls))
+            wrong = self.asking.ask_formed(name, keeps, text, **more)
         except NotOfferedError as error:
             return Finding(check=name, outcome="not offered", why=str(error))
+        right, ended = self.asking.formed[name]
         if wrong:
-            why = f"{len(wrong)} of {asked} broken: {wrong[0][:80]!r}"
+            why = f"{len(wrong)} of {ended} broken: {wrong[0][:80]!r}"
             return Finding(check=name, outcome="fault", why=why)
-        if num_cut == asked:
-            why = f"none of {asked} answers ended within 200 tokens"
+        if not ended:
+            why = f"none of {NUM_FORMED} answers ended within 200 tokens"
             return Finding(check=name, outcome="undecided", why=why)
-        return Finding(check=name, outcome="pass", why=f"{asked - num_cut} of {asked} valid")
-
-
-def means(values: Sequence[Sequence[float]]) -> list[float]:
-    """The mean of each answer."""
-    return [sum(each) / len(each) for each in values if each]
+        return Finding(check=name, outcome="pass", why=f"{right} of {ended} valid")
 
 
 def entropy(sample: Sample) -> Any:

@@ -46,6 +46,8 @@ class Sample:
     kl: Sequence[float] = ()
     kl_cut: Sequence[float] = ()
     never: Tensor | None = None
+    agreed: tuple[int, int] = (0, 0)
+    """`agreement` with the model."""
 
     @cached_property
     def chosen(self) -> Tensor:
@@ -91,6 +93,61 @@ def mean(values: Sequence[float]) -> Estimate:
     spread = sum((v - middle) ** 2 for v in values)
     error = math.sqrt(spread / (n * (n - 1))) if n > 1 else math.inf
     return Estimate(value=middle, stderr=error, count=n)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """`hits` of `count`, with a 95 % interval of the share."""
+
+    value: float
+    low: float
+    high: float
+    hits: int
+    count: int
+
+
+Z = 1.96
+
+
+def share(hits: int, count: int, effective: float | None = None) -> Share:
+    """A share with Wilson's interval (1927), of `effective` independent ones if they aren't all that."""
+    value, n = (hits / count, effective or count) if count else (math.nan, 0.0)
+    if not count:
+        return Share(value=value, low=0.0, high=1.0, hits=0, count=0)
+    middle, spread = (
+        value + Z * Z / (2 * n),
+        Z * math.sqrt((value * (1 - value) + Z * Z / (4 * n)) / n),
+    )
+    low, high = ((middle + sign * spread) / (1 + Z * Z / n) for sign in (-1, 1))
+    return Share(value=value, low=max(0.0, low), high=min(1.0, high), hits=hits, count=count)
+
+
+def clustered(parts: Sequence[tuple[int, int]]) -> Share:
+    """A share of tokens, (hits, count) by answer. The tokens of one answer depend on each other, so that they tell as
+    much as p (1 − p) / s² independent ones do, s the standard error by answers (Korn and Graubard 1998)."""
+    parts = [(hits, count) for hits, count in parts if count]
+    hits, count, k = sum(h for h, _ in parts), sum(n for _, n in parts), len(parts)
+    if k < 2:
+        return share(hits, count, k)
+    p = hits / count
+    error2 = k / (k - 1) * sum((h - p * n) ** 2 for h, n in parts) / count**2
+    return share(hits, count, min(count, p * (1 - p) / error2) if error2 else count)
+
+
+def agreement(
+    sample: Sample, token_id: Callable[[bytes], int | None], *, is_greedy: bool
+) -> tuple[int, int]:
+    """Number of the server's likeliest tokens that are the model's, and number of places: those whose likeliest it names;
+    all of a greedy answer without log-probabilities, each with its own token."""
+    found = []
+    for place, token in enumerate(sample.tokens):
+        named = max(token.likeliest, key=lambda pair: pair[1], default=None)
+        own = sample.token_ids[place] if named is None and is_greedy else None
+        likeliest = own if named is None else token_id(named[0])
+        if likeliest is not None:
+            row = sample.logprobs[place]
+            found.append(bool(row[likeliest] >= row.max()))
+    return sum(found), len(found)
 
 
 def divergences(

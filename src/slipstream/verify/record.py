@@ -7,7 +7,14 @@ from pathlib import Path
 import msgspec
 
 from slipstream.base.files import writing
-from slipstream.server.operations.self_check import NUM_DECODED, NUM_TOP, Fingerprint, TokenSequence
+from slipstream.server.operations.self_check import (
+    NUM_DECODED,
+    NUM_TASK_TOKENS,
+    NUM_TOP,
+    Fingerprint,
+    Task,
+    TokenSequence,
+)
 from slipstream.verify import probes
 from slipstream.verify.reference import Reference
 
@@ -15,9 +22,13 @@ NUM_SEQUENCES = 4
 NUM_ANSWERED = 24
 """Tokens of the model's own greedy answer to each question."""
 
+NUM_TASKS, TASK_LINES = 8, 6
+"""Code words that are asked for, after so many lines of some 20 tokens."""
+
 
 def fingerprint(reference: Reference, *, max_kl: float, seed: int = 0) -> Fingerprint:
-    """The reference's distributions along a few questions and its own answers to them."""
+    """The reference's distributions along a few questions and its own answers to them, and the code words
+    that it finds."""
     sequences = []
     for number in range(NUM_SEQUENCES):
         prompt = reference.prompt(probes.short(1009 * seed + number))
@@ -31,7 +42,15 @@ def fingerprint(reference: Reference, *, max_kl: float, seed: int = 0) -> Finger
                 top_logprobs=[[round(x, 5) for x in row] for row in top.values.tolist()],
             )
             sequences.append(made)
-    return Fingerprint(format=1, model=reference.scorer.name, max_kl=max_kl, sequences=sequences)
+    tasks = []
+    for number in range(NUM_TASKS):
+        messages, word = probes.needle(1009 * seed + number, TASK_LINES)
+        prompt = reference.prompt(messages)
+        room = reference.scorer.context - NUM_TASK_TOKENS
+        if len(prompt) <= room and word in reference.greedy(prompt, NUM_TASK_TOKENS):
+            tasks.append(Task(token_ids=prompt, word=word))
+    name = reference.scorer.name
+    return Fingerprint(format=1, model=name, max_kl=max_kl, sequences=sequences, tasks=tasks)
 
 
 def write(found: Fingerprint, path: str) -> None:

@@ -60,6 +60,14 @@ def summary(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def scores(found: dict[str, Any]) -> list[str]:
+    """The agreement and the tasks' scores, a line each."""
+    return [
+        f"{name:<31}{100 * s['value']:.1f} % (95 %: {100 * s['low']:.1f} to {100 * s['high']:.1f}) of {s['count']:,}"
+        for name, s in found["scores"].items()
+    ]
+
+
 def _rare(limit: float, one_in: float, what: str) -> str:
     return f"{limit * one_in:.2g} in 1 of {int(one_in):,} {what}"
 

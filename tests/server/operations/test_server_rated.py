@@ -12,6 +12,7 @@ from slipstream.messages.finish_reason import FinishReason
 from slipstream.server.operations.audit import records
 from slipstream.server.operations.rated import Skipped, rows
 from slipstream.server.state import ServerSettings
+from tests import tiny_models
 from tests.server.conftest import *  # noqa: F403 - servers
 from tests.server.fake_engine import FakeEngine
 
@@ -296,3 +297,48 @@ def test_an_export_is_for_its_owner_alone(tmp_path, capsys):
     log.touch()
     exported(capsys, log, out)
     assert out.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_distillation_draft_heads_and_evaluation_take_the_rows(tmp_path, capsys):
+    model = tmp_path / "model"
+    tiny_models.write_with_tokenizer(model, max_position_embeddings=1024)
+    log = []
+    for number in range(80):
+        question = f"Question {number}: what is a lighthouse for, and who keeps it at night?"
+        answer = f"It is answer {number}: a light for ships, which a keeper lights each evening."
+        body = json.dumps({"messages": [{"role": "user", "content": question}]})
+        request = {"kind": "request", "id": f"{number:032x}", "model": "m", "key": None}
+        rating = "up" if number % 3 else "down"
+        log.append({**request, "body": body, "answers": [answer]})
+        log.append({"kind": "feedback", "request": request["id"], "rating": rating, "key": None})
+    for name, rating in (("good", "up"), ("rated", None)):
+        made = rows(log, Skipped(), rating=rating)
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+
+    def compressed(name, *steps):
+        recipe = tmp_path / f"{name}.json"
+        recipe.write_text(json.dumps(list(steps)))  # which is YAML too
+        words = ["compress", str(model), "--recipe", str(recipe), "--out", str(tmp_path / name)]
+        words.append("--allow-any-quality")  # two steps teach a tiny model little
+        assert main(words) == 0, capsys.readouterr().err
+        return tmp_path / name
+
+    good = {"text": str(tmp_path / "good.jsonl"), "context": 64}
+    trained = {"num_windows": 8, "num_steps": 2, "batch_size": 2, "micro_batch": 1}
+    distilled = compressed(
+        "distilled",
+        {"calibrate": {**good, "num_windows": 2}},
+        {"prune": {"drop_layers": [1]}},
+        {"distill": {**good, **trained}},
+    )
+    assert json.loads((distilled / "config.json").read_text())["num_hidden_layers"] == 1
+    asked = {"num_places": 2, "num_answers": 8, "max_tokens": 12, "context": 256}
+    head = compressed("head", {"draft_head": {**good, **asked, "kind": "medusa", "minutes": 0.05}})
+    assert (head / "slipstream-draft.json").exists()
+    rated = str(tmp_path / "rated.jsonl")
+    words = ["eval", str(model), "--tasks", rated, "--windows", "1", "--context", "64", "--json"]
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "auc" in capsys.readouterr().out

@@ -14,6 +14,8 @@ from slipstream.errors import ConfigError
 from slipstream.fleet.detection.server import ServerWatch
 from slipstream.server.operations import self_check
 from slipstream.server.operations.self_check import Fingerprint, divergence
+from slipstream.server.state import Look
+from slipstream.verify.reference import Reference
 from tests import tiny_models
 from tests.server.conftest import serving
 
@@ -84,6 +86,43 @@ def test_a_server_of_the_recorded_model_passes_its_check(tiny_path, recorded):
     assert "slipstream:self_check_ok 1.0" in text
     assert 'slipstream:self_check_kl{version="0"}' in text
     assert 'slipstream:self_checks_total{outcome="fault"} 0.0' in text
+    looks = found["looks"]
+    assert len(looks) == found["num_looks"] >= 2
+    assert (looks[-1]["kl"], looks[-1]["time"]) == (found["kl_last"], found["last_time"])
+    assert all(look["is_good"] and look["tasks"] is None for look in looks)  # it finds no words
+    assert 'slipstream:self_check_agreement{version="0"} 1.0' in text
+
+
+def test_the_history_is_bounded_and_keeps_the_worst_looks():
+    def look(n):
+        return Look(time=n, kl=1.0 if n == 3 else 0.001, top1_agreement=1, tasks=None, is_good=True)
+
+    looks = []
+    for n in range(1000):
+        looks = self_check.thinned([*looks, look(n)])
+    assert self_check.MAX_LOOKS / 2 <= len(looks) <= self_check.MAX_LOOKS
+    assert [found.time for found in looks] == sorted(found.time for found in looks)
+    assert looks[0].time < 100
+    assert looks[-1].time == 999
+    assert [found.time for found in looks if found.kl == 1] == [3]
+
+
+def test_tasks_are_scored_by_the_words_in_greedy_answers(tiny_path, recorded, tmp_path):
+    """The model itself finds no code word; a word is one that its own answer has, or not."""
+    reference = Reference.load(
+        EngineArgs(model=str(tiny_path), dtype="float32", device="cpu"), context=512
+    )
+    own = reference.greedy([5, 6, 7], self_check.NUM_TASK_TOKENS)
+    words = [own[:4], own[:4], own[:4], "no such word"]
+    tasks = [{"token_ids": [5, 6, 7], "word": word} for word in words]
+    path = changed(recorded, tmp_path, lambda found: found.update(tasks=tasks))
+    with server_of(tiny_path, path) as server, server.http() as http:
+        check = server.state.checks[0]
+        server.wait_for(lambda: check.num_looks["pass"] >= 1, "it does not look")
+        (status,) = http.get("/status.json").json()["replicas"]
+        text = http.get("/metrics").text
+    assert status["checks"]["self_check"][0]["looks"][0]["tasks"] == 0.75
+    assert 'slipstream:self_check_tasks{version="0"} 0.75' in text
 
 
 @pytest.mark.parametrize("change", [reversed_rows, reversed_rows_of_any_kl])
@@ -92,13 +131,14 @@ def test_other_answers_are_found_and_told(tiny_path, recorded, tmp_path, change)
     with server_of(tiny_path, changed(recorded, tmp_path, change)) as server:
         server.state.watch = watch
         task = asyncio.run_coroutine_threadsafe(watch.run(server.state), server.loop)
-        server.wait_for(lambda: watch.findings, "not found")
+        server.wait_for(
+            lambda: any(f["cause"] == "quality_drift" for f in watch.findings), "not found"
+        )
         assert server.state.checks[0].num_looks["fault"] >= 2  # the second look confirms the first
         with server.http() as http:
             assert "slipstream:self_check_ok 0.0" in http.get("/metrics").text
             assert http.get("/status.json").json()["replicas"][0]["canary_ok"] is False
         task.cancel()
-    assert watch.findings[0]["cause"] == "quality_drift"
 
 
 def test_random_weights_are_other_weights(tmp_path):
@@ -203,6 +243,8 @@ def test_a_client_that_comes_while_a_sequence_is_answered_ends_the_look(
             "no fingerprint|do not fit",
         ),
         (lambda found: empty_row(found["sequences"][0]), "a row without tokens"),
+        (lambda found: found.update(tasks=[{"token_ids": [], "word": "x"}]), "an empty task"),
+        (lambda found: found.update(tasks=[{"token_ids": [999], "word": "x"}]), "another model"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(recorded, tmp_path, change, why):

@@ -93,10 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from slipstream.hub import resolve_model
     from slipstream.spec.description import read_spec
-    from slipstream.verify.checks import Plan, Verification
+    from slipstream.verify.asking import Plan
+    from slipstream.verify.checks import Verification
     from slipstream.verify.record import fingerprint, write
     from slipstream.verify.reference import Reference
-    from slipstream.verify.report import EXIT_CODES, document, page, summary
+    from slipstream.verify.report import EXIT_CODES, document, page, scores, summary
     from slipstream.verify.served import Served
 
     for name, is_valid, wanted in (
@@ -147,5 +148,5 @@ def run(args: argparse.Namespace) -> int:
     else:
         for f in findings:
             print(f"{f.outcome:<13}{f.check:<18}{f.why}".rstrip())
-        print(*summary(found), sep="\n")
+        print(*scores(found), *summary(found), sep="\n")
     return EXIT_CODES[found["verdict"]]

@@ -10,6 +10,7 @@ when a client asks.
 2. Weights that came by an update are other weights: their first look is what their later ones are
    compared with. So a drift is seen for each version, and what an update changes is no alarm.
 3. A bad look is repeated at once. Two in a row make `ok` false, until one is good.
+4. The fingerprint's tasks, which the reference can do, are a score besides: the share that the server does.
 
 The KL is the least that the likeliest tokens of both allow; it never exceeds the KL over the whole
 vocabulary.
@@ -21,7 +22,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from slipstream.engine.process.streams import OutputStream
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.outputs import PositionLogprobs
+from slipstream.outputs import PositionLogprobs, RequestOutput
 from slipstream.params.sampling import SamplingParams
-from slipstream.server.state import VersionCheck
+from slipstream.server.state import Look, VersionCheck
 
 if TYPE_CHECKING:
     from slipstream.server.state import EngineProtocol, ServerState
@@ -66,6 +67,12 @@ TIMEOUT_S = 60.0
 MAX_VERSIONS = 50
 """Versions of weights whose looks are remembered."""
 
+MAX_LOOKS = 64
+"""Looks of a version that are remembered each by itself."""
+
+NUM_TASK_TOKENS = 16
+"""Tokens of the answer to a task."""
+
 Row = dict[int, float]
 """Log-probabilities of the likeliest tokens at a position."""
 
@@ -85,13 +92,21 @@ class TokenSequence(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         ]
 
 
+class Task(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A prompt whose greedy answer has a word in it."""
+
+    token_ids: list[int]
+    word: str
+
+
 class Fingerprint(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A reference model's answers. `model` names it for people."""
+    """A reference model's answers. `model` names it for people; the model can do the `tasks`."""
 
     format: int
     model: str
     max_kl: float
     sequences: list[TokenSequence]
+    tasks: list[Task] = []
 
     @classmethod
     def read(cls, path: str, *, vocab_size: int, max_len: int) -> Fingerprint:
@@ -122,7 +137,21 @@ class Fingerprint(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             ids = [*sequence.token_ids, *(t for row in sequence.top_ids for t in row)]
             if not all(0 <= t < vocab_size for t in ids):
                 raise bad(f"is of another model: this one has {vocab_size} tokens")
+        for task in found.tasks:
+            n = len(task.token_ids) + NUM_TASK_TOKENS
+            if not task.token_ids or not task.word or n > max_len:
+                raise bad(f"has an empty task, or one of {n} tokens; max_model_len is {max_len}")
+            if not all(0 <= t < vocab_size for t in task.token_ids):
+                raise bad(f"is of another model: this one has {vocab_size} tokens")
         return found
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """Rows of each sequence that one look saw, and the share of the tasks that were done."""
+
+    version: str
+    rows: list[list[Row]]
+    tasks: float | None
 
 
 class SelfCheck:
@@ -141,7 +170,7 @@ class SelfCheck:
         self._reference = [sequence.rows() for sequence in self._fingerprint.sequences]
         self._own: dict[str, list[list[Row]]] = {}  # first looks, by version
         self._began: str | None = None  # the version that the server began with
-        self._asking: asyncio.Task[tuple[str, list[list[Row]]] | None] | None = None
+        self._asking: asyncio.Task[Seen | None] | None = None
         self.versions: dict[str, VersionCheck] = {}
         self.ok: bool | None = None  # None: no look yet
         self.num_looks = {"pass": 0, "fault": 0, "interrupted": 0}
@@ -177,10 +206,10 @@ class SelfCheck:
             if seen is None:
                 self.num_looks["interrupted"] += 1
                 return None
-            is_good = self._note(*seen)
+            is_good = self._note(seen)
             self.num_looks["pass" if is_good else "fault"] += 1
             if is_good or attempt:
-                self._tell(is_good, seen[0])
+                self._tell(is_good, seen.version)
                 return is_good
         return None
 
@@ -193,14 +222,16 @@ class SelfCheck:
         return None if found is None else max(MIN_KL, found)
 
     def families(self) -> Iterator[Metric]:
-        kl = GaugeMetricFamily(
-            "slipstream:self_check_kl",
-            "KL of the last self-check in nats, by version of the weights",
-            labels=["version"],
-        )
-        for version, check in self.versions.items():
-            kl.add_metric([version], check.kl_last)
-        yield kl
+        for name, text, value in SCORES:
+            gauge = GaugeMetricFamily(
+                f"slipstream:self_check_{name}",
+                f"{text} of the last self-check, by version of the weights",
+                labels=["version"],
+            )
+            for version, check in self.versions.items():
+                if (score := value(check)) is not None:
+                    gauge.add_metric([version], score)
+            yield gauge
         if self.ok is not None:
             text = "0 if the last two self-checks failed"
             yield GaugeMetricFamily("slipstream:self_check_ok", text, float(self.ok))
@@ -219,28 +250,38 @@ class SelfCheck:
             await asyncio.sleep(IDLE_S / 4)
             quiet = quiet + IDLE_S / 4 if await _is_free(self._state) else 0.0
 
-    async def _answers(self) -> tuple[str, list[list[Row]]] | None:
-        """(version of the weights, rows of each sequence); None if a client came, or an update."""
-        versions, found = set[str](), []
+    async def _answers(self) -> Seen | None:
+        """None if a client came, or an update of the weights."""
+        versions, rows, done = set[str](), list[list[Row]](), list[bool]()
+        engine = self._state.engine
         for sequence in self._fingerprint.sequences:
             if not await _is_free(self._state):
                 return None
-            answer = await _rows(self._state.engine, sequence.token_ids)
+            answer = await _rows(engine, sequence.token_ids)
             if answer is None:
                 return None
-            version, rows = answer
-            versions.add(version)
-            found.append(rows)
-        return (versions.pop(), found) if len(versions) == 1 else None
+            versions.add(answer[0])
+            rows.append(answer[1])
+        for task in self._fingerprint.tasks if engine.tokenizer is not None else ():
+            if not await _is_free(self._state):
+                return None
+            told = await _told(engine, task.token_ids)
+            if told is None:
+                return None
+            versions.add(told[0])
+            done.append(task.word in told[1])
+        tasks = sum(done) / len(done) if done else None
+        return Seen(versions.pop(), rows, tasks) if len(versions) == 1 else None
 
-    def _note(self, version: str, seen: list[list[Row]]) -> bool:
+    def _note(self, seen: Seen) -> bool:
+        version = seen.version
         self._began = self._began or version
         against = self._reference
         if version != self._began:
-            against = self._own.setdefault(version, seen)
+            against = self._own.setdefault(version, seen.rows)
         pairs = [
             (row, own)
-            for rows, others in zip(against, seen, strict=True)
+            for rows, others in zip(against, seen.rows, strict=True)
             for row, own in zip(rows, others, strict=False)
         ]
         kl = sum(divergence(row, own) for row, own in pairs) / len(pairs)
@@ -250,6 +291,7 @@ class SelfCheck:
         agreement, now = same / len(pairs), time.time()
         self._new_kl = kl
         is_good = kl <= self._fingerprint.max_kl and agreement >= MIN_AGREEMENT
+        look = Look(time=now, kl=kl, top1_agreement=agreement, tasks=seen.tasks, is_good=is_good)
         before = self.versions.pop(version, None)
         self.versions[version] = VersionCheck(
             version=version,
@@ -260,8 +302,10 @@ class SelfCheck:
             kl_last=kl,
             kl_max=kl if before is None else max(kl, before.kl_max),
             top1_agreement=agreement,
+            tasks=seen.tasks,
             first_time=now if before is None else before.first_time,
             last_time=now,
+            looks=thinned([*([] if before is None else before.looks), look]),
         )
         while len(self.versions) > MAX_VERSIONS:
             gone = next(iter(self.versions))
@@ -286,6 +330,26 @@ class SelfCheck:
             _logger.info("the self-check is good again: KL %.3g nats", check.kl_last)
 
 
+SCORES: tuple[tuple[str, str, Callable[[VersionCheck], float | None]], ...] = (
+    ("kl", "KL in nats", lambda check: check.kl_last),
+    (
+        "agreement",
+        "Share of likeliest tokens that are the same",
+        lambda check: check.top1_agreement,
+    ),
+    ("tasks", "Share of the fingerprint's tasks that were done", lambda check: check.tasks),
+)
+"""Metrics of a version's last look: name, text, value."""
+
+
+def thinned(looks: list[Look]) -> list[Look]:
+    """`MAX_LOOKS` looks at most, over the whole time: of two neighbours the one with the larger KL stays."""
+    if len(looks) <= MAX_LOOKS:
+        return looks
+    pairs = [looks[at : at + 2] for at in range(0, MAX_LOOKS, 2)]
+    return [*(max(pair, key=lambda look: look.kl) for pair in pairs), *looks[MAX_LOOKS:]]
+
+
 async def _is_free(state: ServerState) -> bool:
     engine = state.engine
     if engine.num_requests or engine.is_sleeping or state.draining:
@@ -293,9 +357,42 @@ async def _is_free(state: ServerState) -> bool:
     return not (await engine.stats()).is_paused
 
 
+async def _deltas(
+    engine: EngineProtocol, prompt: list[int], sampling: SamplingParams
+) -> list[RequestOutput] | None:
+    """The parts of an answer. None, and the request is cancelled, if another comes."""
+    stream, found = OutputStream(), list[RequestOutput]()
+    cancel = await engine.submit({"prompt_token_ids": prompt}, sampling, stream)
+    try:
+        while not found or not found[-1].finished:
+            async with asyncio.timeout(TIMEOUT_S):  # a paused engine makes no step
+                found.append(await stream.get())
+            if engine.num_requests > 1:
+                return None
+    finally:
+        cancel()
+    return found
+
+
+def _version(deltas: list[RequestOutput]) -> str:
+    """The version of the weights that made the last token that says it."""
+    found = [v for delta in deltas for v, _ in delta.outputs[0].weight_versions or ()]
+    return found[-1] if found else ""
+
+
+async def _told(engine: EngineProtocol, prompt: list[int]) -> tuple[str, str] | None:
+    """The version of the weights, and the greedy answer's text. None if another request comes."""
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TASK_TOKENS, detokenize=False)
+    deltas = await _deltas(engine, prompt, sampling)
+    if deltas is None or engine.tokenizer is None:
+        return None
+    token_ids = [t for delta in deltas for t in delta.outputs[0].token_ids]
+    return _version(deltas), engine.tokenizer.decode(token_ids)
+
+
 async def _rows(engine: EngineProtocol, token_ids: Sequence[int]) -> tuple[str, list[Row]] | None:
     """The version of the weights, and the likeliest tokens after each token but the last, as far as
-    the generated ones are the given ones. None, and the request is cancelled, if another comes."""
+    the generated ones are the given ones. None if another request comes."""
     prompt = list(token_ids[:-NUM_DECODED])
     sampling = SamplingParams(
         temperature=0,
@@ -305,28 +402,21 @@ async def _rows(engine: EngineProtocol, token_ids: Sequence[int]) -> tuple[str, 
         ignore_eos=True,
         detokenize=False,
     )
-    stream, rows, answer, version = OutputStream(), list[Row](), list[int](), ""
-    cancel = await engine.submit({"prompt_token_ids": prompt}, sampling, stream)
-    try:
-        finished = False
-        while not finished:
-            async with asyncio.timeout(TIMEOUT_S):  # a paused engine makes no step
-                delta = await stream.get()
-            if engine.num_requests > 1:
-                return None
-            finished, output = delta.finished, delta.outputs[0]
-            if delta.prompt_logprobs is not None:
-                rows = [_row(p) for p in delta.prompt_logprobs if p is not None] + rows
-            rows += [_row(p) for p in output.logprobs or ()]
-            answer += output.token_ids
-            version = output.weight_versions[-1][0] if output.weight_versions else version
-    finally:
-        cancel()
+    deltas = await _deltas(engine, prompt, sampling)
+    if deltas is None:
+        return None
+    rows, answer = list[Row](), list[int]()
+    for delta in deltas:
+        output = delta.outputs[0]
+        if delta.prompt_logprobs is not None:
+            rows = [_row(p) for p in delta.prompt_logprobs if p is not None] + rows
+        rows += [_row(p) for p in output.logprobs or ()]
+        answer += output.token_ids
     wanted = token_ids[-NUM_DECODED:]
     same = next(
         (i for i, (a, b) in enumerate(zip(answer, wanted, strict=False)) if a != b), NUM_DECODED
     )
-    return version, rows[: len(prompt) - 1 + same + 1]
+    return _version(deltas), rows[: len(prompt) - 1 + same + 1]
 
 
 def _row(position: PositionLogprobs) -> Row:

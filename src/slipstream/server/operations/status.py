@@ -177,7 +177,10 @@ class StatusMemory:
         while True:
             await asyncio.sleep(self.EVERY_S)
             with suppress(ApiError):  # another front end does not answer: there is no status now
-                self._past.append(await self._read())
+                now = await self._read()
+                for replica in now.replicas:
+                    replica.checks = {}  # those have a history of their own
+                self._past.append(now)
 
     async def answer(self, *, with_past: bool) -> ServerStatus:
         """The answer of /status.json."""
