@@ -93,7 +93,8 @@ class Clamped:
 
     @classmethod
     def of(cls, linear: Linear, bounds: Tensor, rows: Sequence[int]) -> Clamped:
-        """`bounds` [n, 4] are those of n products of `rows` each (`spec.media.vision.BOUNDS`)."""
+        """A linear of n products: product i has `rows[i]` rows and the bounds `bounds[i]`
+        (`spec.media.vision.BOUNDS`)."""
         counts = torch.tensor(rows, device=bounds.device)
         low, high = (bounds[:, i].repeat_interleave(counts) for i in (2, 3))
         inputs = list[tuple[float, float, slice]]()
