@@ -492,7 +492,8 @@ class ImageTower:
 
 def tiles_of(picture: Tensor, side: int) -> Tensor:
     """[height, width, C] → [rows, columns, side, side, C]."""
-    return picture.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
+    cut: Tensor = picture.unflatten(1, (-1, side)).unflatten(0, (-1, side))
+    return cut.transpose(1, 2)
 
 
 def joined(tiles: Tensor, num_rows: int, size: tuple[int, int], row_end: Tensor) -> Tensor:

@@ -228,7 +228,7 @@ class ModelRunner(Runner):
         if rows.cross is not None and (texts := encoder_batch(rows, plan)) is not None:
             self.forwards.encode(texts[0], self.kv, texts[1])
         batch = InputBatch(self.kv, plan, rows)
-        if self._begun is not None:
+        if begun is not None and self._begun is not None:
             array, token_ids = self.platform.values.array, batch.token_ids
             self.settle()
             array(token_ids)[:] = array(begun.tokens)

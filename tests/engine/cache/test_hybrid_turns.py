@@ -80,11 +80,14 @@ class Without:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
-    """A checkpoint and an engine without a cache, by family and length of the first turn."""
+    """A checkpoint of the last family and an engine without a cache, by length of the first turn."""
     found = {}
     with contextlib.ExitStack() as stack:
 
         def of(family, length):
+            if any(other != family for other, _ in found):  # whose engines hold memory
+                stack.close()
+                found.clear()
             if (family, length) not in found:
                 path = tmp_path_factory.mktemp(family)
                 build = (mtp_layers if family in mtp_layers.FAMILIES else tiny_models).build
