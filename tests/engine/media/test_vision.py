@@ -35,6 +35,7 @@ FAMILIES = (
     "mistral3",
     "internvl",
     "llava",
+    "llava_next",
 )
 LIKE_OTHERS = ("qwen3_vl_moe", "qwen3_5_moe", "qwen2_vl")
 """Families of which a part alone differs from one above."""
