@@ -282,3 +282,14 @@ def test_wrong_rows_are_refused_by_their_line(tmp_path, row):
     with pytest.raises(ConfigError, match="line 2") as caught:
         read_rows(path, field="trace_file")
     assert caught.value.field == "trace_file"
+
+
+def test_a_trace_may_have_prompts_of_one_token_and_no_others_that_are_short(tmp_path):
+    file = tmp_path / "t.jsonl"
+    row = {"timestamp": 0, "input_length": 1, "output_length": 0}
+    file.write_text(json.dumps(row) + "\n")
+    (found,) = read_rows(file, "trace")
+    assert (found.input_tokens, found.output_tokens) == (1, 1)
+    file.write_text(json.dumps(row | {"input_length": 0}) + "\n")
+    with pytest.raises(ConfigError, match="a length below 1"):
+        read_rows(file, "trace")

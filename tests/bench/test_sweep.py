@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 
@@ -368,3 +369,11 @@ def test_dry_run_measures_nothing(tmp_path, capsys):
     found = sweep(capsys, tmp_path / "s.toml", "--dry-run")
     assert found == {"name": "s", "setups": ["openvino · m · none · tp1"], "num_rows": 2}
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "signal SIGKILL")]
+)
+def test_the_end_of_an_engines_process_is_told(code, told):
+    worker = SimpleNamespace(_process=SimpleNamespace(wait=lambda: code))
+    assert runner.Worker._ending(worker) == told

@@ -394,3 +394,25 @@ def test_the_usage_of_many_options_names_those_that_are_needed(capsys):
     with pytest.raises(SystemExit):
         main(["verify", "--help"])
     assert capsys.readouterr().out.startswith("usage: slipstream verify --against MODEL [url]")
+
+
+def _options(parser, verb=""):
+    """(verb, option) of each option whose help names its default."""
+    parser._complete()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield from _options(inner, f"{verb} {name}")
+        elif "(default: " in (action.help or ""):
+            yield verb, action
+
+
+def test_help_names_the_number_that_is_an_options_default():
+    checked = 0
+    for verb, action in _options(cli.build_parser()):
+        told = (action.help % vars(action)).partition("(default: ")[2]
+        if isinstance(action.default, (int, float)) and not isinstance(action.default, bool):
+            number = re.match(r"[\d.]+(?:e-?\d+)?", told)[0]
+            assert float(number) == action.default, (verb, action.option_strings)
+            checked += 1
+    assert checked > 30

@@ -15,7 +15,7 @@ from slipstream.cli.main import ArgumentParser, main
 from slipstream.cli.serving.serve import server_settings
 from slipstream.server.http.auth import OPEN_ROUTES
 from slipstream.server.http.web_guard import WebGuard
-from slipstream.server.operations.manifests import PORT, READY
+from slipstream.server.operations.manifests import PORT, READY, Deployment
 
 CLONE = Path(__file__).parents[2]
 SERVE = "smollm2 --max-model-len 4096 --drain-timeout 60 --tool-call-parser 'none'"
@@ -244,3 +244,14 @@ def test_json_has_the_files_and_the_command(tmp_path, capsys):
     ]
     assert told["command"][:2] == ["slipstream", "serve"]
     assert shlex.split(SERVE)[0] in told["command"]
+
+
+def test_help_names_the_deployments_defaults():
+    parser = ArgumentParser(prog="slipstream manifests", module="serving.manifests")
+    parser._complete()
+    help_of = {a.dest: a.help for a in parser._actions}
+    made = Deployment(words=(), drain_s=0)
+    for name in ("replicas", "cpus", "gpus"):
+        assert f"(default: {getattr(made, name)})" in help_of[name]
+    for name in ("memory", "volume"):
+        assert f"(default: {getattr(made, name) // 2**30}GiB)" in help_of[name]

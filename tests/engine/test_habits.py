@@ -120,6 +120,9 @@ def test_params_that_cannot_be_had(llm):
         ("skip_special_tokens", None, "must be True or False"),
         ("structured_outputs", {"json": {}}, "must be a StructuredOutputsParams, got {'json'"),
         ("stop_token_ids", 5, "must be a list, got 5"),
+        ("stop_token_ids", [5, -1], "must be made of token ids"),
+        ("dry_allowed_length", 0, "must be a whole number ≥ 1"),
+        ("dry_allowed_length", 2.0, "must be a whole number ≥ 1"),
     ],
 )
 def test_a_value_of_another_type_is_refused(name, wrong, told):

@@ -33,6 +33,12 @@ def test_one_request_by_hand():
     assert found.num_replicas == 2
 
 
+def test_a_request_that_waits_for_another_is_refused():
+    requests = TrafficRequest(0.0, 10, 4), TrafficRequest(1.0, 10, 4, after=((0, 1.0),))
+    with pytest.raises(ConfigError, match="wait for no other"):
+        apart(engine(), Traffic(name="t", requests=requests))
+
+
 def mixed(count=60, gap_s=0.2):
     """Long prompts with short answers among short prompts with long answers."""
     long, short = (900, 4), (16, 40)

@@ -14,6 +14,7 @@ import pytest
 from slipstream.errors import ConfigError
 from slipstream.fleet.config import Autoscale, ScalingObjectives, check, pools
 from slipstream.fleet.gateway.router import ReplicaState, Router
+from slipstream.fleet.replicas.ray_replicas import RayReplicas
 from slipstream.fleet.scaling import loop as scaling_module
 from slipstream.fleet.scaling.capacity import FleetCapacity
 from slipstream.fleet.scaling.loop import Scaling
@@ -157,6 +158,7 @@ def test_what_meets_the_objectives():
     tally.objectives, tally.learn = OBJECTIVES, lambda *lengths: learnt.append(lengths)
     for ttft_s, tokens, seconds, met in (
         (1.0, 11, 1.9, 1),
+        (2.0, 11, 3.0, 1),  # just in time
         (2.1, 11, 2.2, 0),
         (1.0, 11, 2.05, 0),
         (1.0, 1, 9.0, 1),  # one token has no gaps
@@ -168,7 +170,7 @@ def test_what_meets_the_objectives():
         assert tally.take() == (1, 1, met), (ttft_s, tokens, seconds)
     tally.ended(record(1.0, 11), 1.5, failed=True)
     assert tally.take() == (0, 1, 0)
-    assert learnt == [(7, 11)] * 3 + [(7, 1)] + [(7, 11)] * 2
+    assert learnt == [(7, 11)] * 4 + [(7, 1)] + [(7, 11)] * 2
 
 
 def test_a_change_that_can_not_be_made_now_is_made_later():
@@ -501,3 +503,12 @@ def asked_all(fleet):
         return fleet.head.gateway.status()["autoscale"]
 
     return fleet.call(told())
+
+
+def test_more_replicas_than_are_wanted_count_as_ready_up_to_that_number():
+    spec = SimpleNamespace(key="a")
+    one = SimpleNamespace(spec=spec, heard=True, draining=False)
+    for number, wanted, found in ((2, 1, (1, 0)), (1, 3, (1, 2)), (0, 0, (0, 0))):
+        followed = dict.fromkeys(range(number), one)
+        pool = SimpleNamespace(_counts={"a": wanted}, followed=followed)
+        assert RayReplicas.numbers_of(pool, spec) == found
