@@ -14,10 +14,16 @@ from slipstream.kernels.ops import AttentionParams, Experts, MLAParams
 from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import invariant
+from slipstream.kernels.triton.recurrent import rules
+from slipstream.kernels.weights.forms import Linear
 from slipstream.model.load.loader import load_model
 from slipstream.spec.model import DenseSpec, MoESpec
+from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.kernels import cases
+from tests.kernels.recurrent_cases import StatefulSequence, new_state, random_layer, step_of
+from tests.kernels.test_gguf import BlockRows, blocks_and_values, linear_of
+from tests.kernels.test_triton_recurrent import SPECS
 from tests.model.harness import CPU, run
 
 LENGTH = 25
@@ -122,6 +128,87 @@ def test_a_tokens_latent_attention_is_the_same_in_prompts_chunks_and_decodes_spl
         assert torch.equal(run(few, decodes[0])[0], whole[24])
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LFM2",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in SPECS
+            if name not in ("LFM2", "odd sizes, negative eigenvalues")
+        ),
+    ],
+)
+def test_a_recurrent_layers_tokens_are_the_same_in_prompts_chunks_and_decodes(monkeypatch, name):
+    """Steps of at most SHORT tokens would not be computed in chunks."""
+    monkeypatch.setattr(rules, "SHORT", 4)
+    monkeypatch.setattr("slipstream.kernels.triton.recurrent.conv.SHORT", 4)
+    call, rows = random_layer(SPECS[name])
+    x, others = rows(20), rows(9)
+    ops = TritonOps(deterministic=True)
+
+    def run(pieces: tuple[int, ...], *, crowded: bool):
+        state, outs, at = new_state(SPECS[name], 8, [4, 5]), [], 0
+        for n in pieces:
+            own = StatefulSequence(n, 2 if at else 0, ((n - 1, 2),))
+            before, after = StatefulSequence(1, 4, ((0, 4),)), StatefulSequence(8, 5, ((7, 5),))
+            given = [before, own, after] if crowded else [own]
+            parts = [
+                torch.cat((o[:1], y[at : at + n], o[1:])) if crowded else y[at : at + n]
+                for y, o in zip(x, others, strict=True)
+            ]
+            outs.append(call(ops, parts, state, step_of(given))[crowded : crowded + n])
+            at += n
+        kept = [s[2].clone() for s in (state.conv, state.recurrent) if s is not None]
+        return [torch.cat(outs), *kept]
+
+    expected = run((20,), crowded=False)
+    for pieces in ((1, 13, 6), (5, 1, 14)):
+        for crowded in (False, True):
+            for a, b in zip(run(pieces, crowded=crowded), expected, strict=True):
+                assert torch.equal(a, b)
+
+
+def experts_of_4_bits(kind: str, ops: TritonOps, rows: int, inner: int) -> tuple[Linear, Linear]:
+    """16 experts' weights in a form that steps of few tokens sum otherwise by default, and their values."""
+    if kind in SCHEMES:
+        values = torch.randn(16 * rows, inner) / 6
+        made = [
+            o.quantize_experts(values, SCHEMES[kind], num_experts=16) for o in (ops, ReferenceOps())
+        ]
+        return made[0], made[1]
+    raw, values = blocks_and_values(kind, 16 * rows, inner)
+    piece = BlockRows(type=kind, blocks=raw, start=0, copies=16)
+    return ops.pack_experts(linear_of((16 * rows, inner), piece), num_experts=16), Linear(
+        weight=values
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("mxfp4", 64),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("nvfp4", 128), ("Q4_K", 256))),
+    ],
+)
+def test_a_tokens_experts_of_4_bits_are_the_same_whatever_their_load(kind, size):
+    ops, expert = (
+        TritonOps(deterministic=True),
+        DenseSpec(intermediate_size=size, activation="silu"),
+    )
+    spec = MoESpec(num_experts=16, num_experts_per_token=2, expert=expert, normalize=True)
+    (up, theirs_up), (down, theirs_down) = (
+        experts_of_4_bits(kind, ops, *shape) for shape in ((2 * size, size), (size, size))
+    )
+    x, logits = torch.randn(34, size) * 0.1, torch.randn(34, 16)
+    whole = ops.moe(x, logits, Experts(up, down, spec))
+    theirs = ReferenceOps().moe(x, logits, Experts(theirs_up, theirs_down, spec))
+    assert (whole - theirs).norm() < 2e-3 * theirs.norm()
+    for first, end in ((0, 1), (3, 5), (20, 34)):
+        rows = slice(first, end)
+        assert torch.equal(ops.moe(x[rows], logits[rows], Experts(up, down, spec)), whole[rows])
+
+
 def test_a_tokens_experts_are_the_same_whatever_their_load():
     ops, reference = TritonOps(deterministic=True), ReferenceOps()
     expert = DenseSpec(intermediate_size=24, activation="silu")
@@ -147,9 +234,16 @@ def test_a_tokens_experts_are_the_same_whatever_their_load():
         "deepseek_v2",
         "youtu",
         "mixtral",
+        "gpt_oss",
+        "qwen3_next",
+        "falcon_h1",
+        "lfm2",
+        "mamba",
     ],
 )
 def test_a_models_tokens_are_the_same_in_one_prompt_and_in_chunks(tmp_path, monkeypatch, family):
+    monkeypatch.setattr(rules, "SHORT", 4)
+    monkeypatch.setattr("slipstream.kernels.triton.recurrent.conv.SHORT", 4)
     monkeypatch.setattr(invariant, "PART", 16)
     monkeypatch.setattr(invariant, "BLOCK_N", 8)
     tiny_models.write(tmp_path, family)

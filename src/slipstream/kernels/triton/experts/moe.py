@@ -11,7 +11,7 @@ their load:
 
 All sums have a fixed order. `one_way` (`deterministic`): every number of tokens goes the way of 2,
 where a pair's product is one sum along K in the tensor core's steps, however many pairs share its
-tile, and is rounded before the activation. The settings refuse it with 4-bit floats and GGUF types."""
+tile, and rounding comes at one place. 4-bit codes are expanded and scaled before they are multiplied."""
 
 from __future__ import annotations
 
@@ -101,15 +101,24 @@ def moe_of_choice(
     num_bins = spec.num_local_experts + (spec.held is not None)
     if isinstance(up, Float4Linear) and isinstance(down, Float4Linear):
         y, inverse = mxfp4_mlp(
-            x.contiguous(), up, down, chosen, spec, num_bins, small_batch=small_batch
+            x.contiguous(),
+            up,
+            down,
+            chosen,
+            spec,
+            num_bins,
+            small_batch=small_batch,
+            one_way=one_way,
         )
         return combine(y, weights, inverse, added, x.dtype)
     tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, num_bins)
     if isinstance(up, CodedLinear) or isinstance(down, CodedLinear):
         expert = spec.expert
-        h = _one_product(x.contiguous(), up, tiles, spec, expert.up_rows, gather=True)
+        h = _one_product(
+            x.contiguous(), up, tiles, spec, expert.up_rows, gather=True, one_way=one_way
+        )
         inner = activation(h, expert.activation, gated=expert.gated)
-        y = _one_product(inner, down, tiles, spec, x.shape[1], gather=False)
+        y = _one_product(inner, down, tiles, spec, x.shape[1], gather=False, one_way=one_way)
         return combine(y, weights, tiles.inverse, added)
     inputs: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
     if not one_way and grouped_gemm.covers(inputs, up, down, tiles):
@@ -122,12 +131,19 @@ def moe_of_choice(
 
 
 def _one_product(
-    x: Activations, w: Linear, tiles: ExpertTiles, spec: MoESpec, num_rows: int, *, gather: bool
+    x: Activations,
+    w: Linear,
+    tiles: ExpertTiles,
+    spec: MoESpec,
+    num_rows: int,
+    *,
+    gather: bool,
+    one_way: bool,
 ) -> Tensor:
     """A product of experts of which some have weights in a GGUF type."""
     assert isinstance(x, Tensor)
     if isinstance(w, CodedLinear):
-        return gguf.expert_gemm(x, w, tiles, spec, num_rows, gather=gather)
+        return gguf.expert_gemm(x, w, tiles, spec, num_rows, gather=gather, one_way=one_way)
     return expert_gemm(x, w, tiles, spec, num_rows, x.dtype, gather=gather)
 
 

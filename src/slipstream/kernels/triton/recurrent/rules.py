@@ -25,11 +25,10 @@ from slipstream.kernels.triton.recurrent.chunks import (
     prepare_channels_kernel,
     prepare_kernel,
 )
-from slipstream.kernels.triton.recurrent.conv import has_one_each
+from slipstream.kernels.triton.recurrent.conv import ANY_LENGTH, has_one_each
 from slipstream.kernels.triton.recurrent.tokens import tokens_kernel
 from slipstream.platform import platform_of
 
-ANY_LENGTH = 1 << 30
 VALUES = 32
 """Columns of a state in a program that passes states from chunk to chunk."""
 PER_WARP = 4096
@@ -48,8 +47,10 @@ def gated_delta(
     params: GatedDeltaParams,
     decay: Tensor | None = None,
     z: Tensor | None = None,
+    *,
+    by_token: bool = False,
 ) -> Tensor:
-    """`OpSet.gated_delta`."""
+    """`OpSet.gated_delta`. `by_token`: prompts, too, are computed token by token."""
     s = params.spec
     sizes = dict(
         H=s.num_heads, R=s.num_heads // s.num_key_heads, K=s.key_dim, V=s.value_dim, Q_AT=0, K_AT=s.q_size,
@@ -57,9 +58,9 @@ def gated_delta(
     )  # fmt: skip
     raw = gates[:, s.num_heads :] if decay is None else decay
     z = x[:, s.conv_channels :] if z is None else z
-    stages = _stages(meta, x, s.key_dim, s.value_dim, True)
+    stages = 0 if by_token else _stages(meta, x, s.key_dim, s.value_dim, True)
     out = _tokens(
-        x, gates, raw, z, state, meta, params, params.conv, params.norm, sizes, finish=not stages,
+        x, gates, raw, z, state, meta, params, params.conv, params.norm, sizes, finish=not stages, one_way=by_token,
         low=0.0, high=float("inf"), eps=s.eps, scale=s.key_dim**-0.5, CHANNEL=s.decay == "channel",
         TWICE=s.negative_eigenvalues, SIGMOID=s.gate == "sigmoid", SHORT=SHORT if stages else ANY_LENGTH,
     )  # fmt: skip
@@ -78,8 +79,15 @@ def gated_delta(
     return out
 
 
-def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2Params) -> Tensor:
-    """`OpSet.mamba2`."""
+def mamba2(
+    x: Tensor,
+    state: LayerState,
+    meta: AttentionMetadata,
+    params: Mamba2Params,
+    *,
+    by_token: bool = False,
+) -> Tensor:
+    """`OpSet.mamba2`. `by_token`: prompts, too, are computed token by token."""
     s = params.spec
     z, rows, raw = x, x[:, s.v_size :], x[:, s.time_at :]
     size = s.num_groups * s.key_dim
@@ -88,10 +96,10 @@ def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2
         V_AT=0, DELTA=False,
     )  # fmt: skip
     low, high = s.time_limit
-    stages = _stages(meta, x, s.key_dim, s.value_dim, False)
+    stages = 0 if by_token else _stages(meta, x, s.key_dim, s.value_dim, False)
     in_one = not stages and s.norm is None and params.gated
     out = _tokens(
-        rows, raw, raw, z, state, meta, params, params.conv, params.skip, sizes, finish=in_one,
+        rows, raw, raw, z, state, meta, params, params.conv, params.skip, sizes, finish=in_one, one_way=by_token,
         low=low, high=high, eps=s.eps, scale=1.0, CHANNEL=False, TWICE=False, SIGMOID=s.gate == "sigmoid",
         SHORT=SHORT if stages else ANY_LENGTH,
     )  # fmt: skip
@@ -104,8 +112,8 @@ def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2
     if not in_one and params.gated:
         groups = s.num_heads if s.norm is None else s.norm_groups
         _finish(
-            out, z, params.norm, s.eps, groups, SHARED=False, FIRST=s.norm == "gate_first",
-            SIGMOID=s.gate == "sigmoid",
+            out, z, params.norm, s.eps, groups, one_way=by_token, SHARED=False,
+            FIRST=s.norm == "gate_first", SIGMOID=s.gate == "sigmoid",
         )  # fmt: skip
     return out
 
@@ -123,13 +131,15 @@ def _tokens(
     sizes: dict[str, Any],
     *,
     finish: bool,
+    one_way: bool,
     low: float,
     high: float,
     eps: float,
     scale: float,
     **options: Any,
 ) -> Tensor:
-    """Computes the short sequences → [T, H · V], with room for the others."""
+    """Computes the short sequences → [T, H · V], with room for the others. `one_way`: one variant of
+    the kernel for steps of one token each and for others."""
     assert meta.states is not None
     assert state.recurrent is not None
     heads, ratio, key_dim, value_dim = (sizes[name] for name in "HRKV")
@@ -146,8 +156,8 @@ def _tokens(
         params.decay, params.time, skip, norm, out, meta.query_start_loc, meta.states.read, meta.states.write, arrived,
         x.stride(0), beta.stride(0), raw.stride(0), z.stride(0), low, high, eps, scale,
         C=channels, W=width, HAS_BIAS=conv.bias is not None, FINISH=finish, BLOCK_K=block_k, BLOCK_V=block_v,
-        ONE=has_one_each(meta, len(x)), num_warps=min(16, max(4, block_k * block_v // PER_WARP)), **sizes, **options,
-        **pdl_options(x),
+        ONE=not one_way and has_one_each(meta, len(x)), num_warps=min(16, max(4, block_k * block_v // PER_WARP)), **sizes,
+        **options, **pdl_options(x),
     )  # fmt: skip
     return out
 
@@ -230,12 +240,22 @@ def _stages(
 
 
 def _finish(
-    out: Tensor, z: Tensor, norm: Tensor | None, eps: float, groups: int, **options: bool
+    out: Tensor,
+    z: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    groups: int,
+    *,
+    one_way: bool = False,
+    **options: bool,
 ) -> None:
-    """Norms the `groups` of each row and multiplies them by their gate, in place."""
+    """Norms the `groups` of each row and multiplies them by their gate, in place. `one_way`: in one
+    tile for all numbers of tokens."""
     num_tokens, size = len(out), out.shape[1] // groups
     block = triton.next_power_of_2(size)
-    rows = max(1, min(FINISHED // block, triton.next_power_of_2(num_tokens)))
+    rows = max(1, FINISHED // block)
+    if not one_way:
+        rows = min(rows, triton.next_power_of_2(num_tokens))
     if num_tokens:
         finish_kernel[(triton.cdiv(num_tokens, rows), groups)](
             out, z, out if norm is None else norm, z.stride(0), num_tokens, eps, N=size, HAS_NORM=norm is not None,
