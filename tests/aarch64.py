@@ -76,7 +76,7 @@ PACKAGES = (
 ALONE = ("gguf", "torch==2.8.0")
 """Packages installed without their dependencies: pip would take those of the machine that it runs
 on. Later torches for ARM bring CUDA."""
-TESTS = ("tests/kernels/test_cpu_ops.py",)
+TESTS = ("tests/kernels/cpu/test_cpu_ops.py",)
 """Tests that run on the emulated processor. Those of experts and latent attention need Triton and
 transformers."""
 INSIDE = """

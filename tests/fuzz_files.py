@@ -414,7 +414,7 @@ def good_files(scratch: Path) -> dict[str, Path]:
     """A folder and a GGUF file of tiny models that run."""
     from tests import tiny_models
     from tests.engine.text.test_tokenizer import GOLDEN
-    from tests.model.test_gguf_models import LEAST, write
+    from tests.model.formats.test_gguf_models import LEAST, write
 
     tiny_models.write_with_tokenizer(scratch / GOOD["folder"])
     tokenizer = {

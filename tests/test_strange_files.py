@@ -13,7 +13,7 @@ from slipstream.cli.main import main
 from slipstream.errors import CheckpointError, ModelError
 from slipstream.model.load.checkpoint import safetensors_files
 from slipstream.spec.description import read_spec
-from tests.model.test_gguf_models import LEAST, write
+from tests.model.formats.test_gguf_models import LEAST, write
 
 
 def refused(path, capsys, *words):

@@ -24,7 +24,7 @@ from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.spec.description import read_spec
 from slipstream.spec.parameters import parameters as shapes
 from tests import tiny_models
-from tests.model.test_families import CASES, TOKENS
+from tests.model.families.test_families import CASES, TOKENS
 
 CPU = torch.device("cpu")
 BATCHES = [

@@ -24,8 +24,8 @@ from slipstream.model.load.weights import load_parameters
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
 from tests import tiny_models
+from tests.model.families.test_families import CASES, TOKENS
 from tests.model.harness import load, run
-from tests.model.test_families import CASES, TOKENS
 
 CPU = torch.device("cpu")
 OUT, INNER = 48, 256

@@ -17,10 +17,10 @@ from slipstream.errors import ContextLengthError
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.params.options import Share
 from slipstream.params.sampling import SamplingParams
+from tests.core.cache.test_tiers import Store, settle
 from tests.core.configs import FULL, config, window
 from tests.core.test_beams import Search
 from tests.core.test_scheduler import Engine, request
-from tests.core.test_tiers import Store, settle
 
 OWNERS = (None, Share("a"), Share("b", 3.0), Share("c"))
 

@@ -11,7 +11,7 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.errors import RequestError
 from tests import naive_samplers, processors
-from tests.worker.test_speculation_distribution import chi_squared_p
+from tests.worker.draft.test_speculation_distribution import chi_squared_p
 
 SETTINGS = dict(
     dtype="float32",

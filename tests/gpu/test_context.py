@@ -54,7 +54,7 @@ def test_merged_parts_are_attention_over_all_keys(
     monkeypatch, size, heads, cache, kernel, sequences
 ):
     from slipstream.kernels.triton.attention import paged
-    from tests.kernels.test_triton import scaled
+    from tests.kernels.triton.test_triton import scaled
 
     if kernel == "own":
         monkeypatch.setattr(paged, "runs_on_hopper", lambda device: False)

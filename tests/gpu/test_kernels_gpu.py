@@ -695,7 +695,7 @@ def test_a_rows_product_does_not_depend_on_other_rows(ops, name):
 def test_a_tokens_deterministic_attention_is_the_same_everywhere(monkeypatch, kind):
     """A token's attention is the same, bit for bit, in a prompt, in a chunk and as a decode, by one thread block or by many."""
     from slipstream.kernels.triton.attention import invariant
-    from tests.kernels.test_invariant import queries
+    from tests.kernels.triton.test_invariant import queries
 
     made = cases.step(
         cases.Shape(sequences=((900, 0),), num_heads=32, num_kv_heads=8, head_dim=128),

@@ -161,7 +161,7 @@ def test_copies_that_take_longer_than_computing(tmp_path):
 
 
 def test_a_checkpoint_that_is_rounded(tmp_path):
-    from tests.model.test_compressed import compress
+    from tests.model.formats.test_compressed import compress
 
     tiny_models.write(tmp_path, "llama", **SHAPE)
     compress(tmp_path, "fp8")

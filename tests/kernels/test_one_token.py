@@ -31,9 +31,9 @@ from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import SCHEMES
 from tests import one_token_steps, tiny_models
 from tests.kernels import on_cpu
-from tests.kernels.test_gguf import write_llama
+from tests.kernels.triton.test_gguf import write_llama
 from tests.model.harness import CPU, Paged, fast
-from tests.model.parallel_ranks import as_threads
+from tests.model.ranks.parallel_ranks import as_threads
 
 WIDE = {
     "hidden_size": 512,

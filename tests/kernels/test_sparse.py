@@ -1,5 +1,5 @@
 """Sparse attention: the kernels of a CPU, on every instruction set that this machine runs, and those of Triton in its
-interpreter, against the reference. Whole models: tests/model/test_families.py."""
+interpreter, against the reference. Whole models: tests/model/families/test_families.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.kernels.plain.reference import ReferenceOps, gather_sequence
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import sparse
 from tests.kernels.cases import Shape, Step, edge_shapes, rms_norm, step
-from tests.kernels.test_cpu_mla import DTYPES, ISAS, OPS, assert_near, latents
+from tests.kernels.cpu.test_cpu_mla import DTYPES, ISAS, OPS, assert_near, latents
 
 REFERENCE, TRITON = ReferenceOps(), TritonOps()
 ROTARY = 8

@@ -15,7 +15,7 @@ from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.spec.description import read_spec
 from slipstream.worker.ranks import process_executor
 from tests import tiny_models
-from tests.worker.test_ranks import SETTINGS, agree, answers
+from tests.worker.ranks.test_ranks import SETTINGS, agree, answers
 
 ON_GPU = {**SETTINGS, "device": "cuda", "max_num_seqs": 16}
 GPU = DeviceInfo(

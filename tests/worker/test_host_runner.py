@@ -30,8 +30,8 @@ from slipstream.worker.host_loading import HostLoaded
 from slipstream.worker.thread_governor import ThreadGovernor
 from slipstream.worker.torch_loading import TorchLoaded
 from tests import draft_heads, tiny_models, vision_models, without_torch
-from tests.model.test_compressed import AWQ_SIZES, compress, compress_awq, compress_gptq
-from tests.model.test_compressed import SIZES as ROUNDED_SIZES
+from tests.model.formats.test_compressed import AWQ_SIZES, compress, compress_awq, compress_gptq
+from tests.model.formats.test_compressed import SIZES as ROUNDED_SIZES
 from tests.waiting import free_port
 
 pytestmark = pytest.mark.skipif(

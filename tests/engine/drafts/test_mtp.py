@@ -26,8 +26,8 @@ from tests import mtp_layers
 from tests.engine.drafts.test_draft_heads import proposals
 from tests.engine.drafts.test_speculation import PROMPTS, SETTINGS, SIZES, answers
 from tests.engine.media.test_vision import engine, prompt_of
-from tests.model import test_block_scales, test_gguf_models
-from tests.model.test_compressed import PRODUCTS, compress, compress_gptq
+from tests.model.formats import test_block_scales, test_gguf_models
+from tests.model.formats.test_compressed import PRODUCTS, compress, compress_gptq
 from tests.vision_models import build_vision, picture
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}

@@ -395,7 +395,7 @@ def test_the_short_form(path):
         assert llm.config.speculation == NgramDrafts(num_speculative_tokens=3)
 
 
-# --- The distribution (by itself: tests/worker/test_speculation_distribution.py) ------------------------------------------
+# --- The distribution (by itself: tests/worker/draft/test_speculation_distribution.py) ---
 
 
 NUM_DRAWN = 1000

@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError, RequestError
 from slipstream.model.vision import pass_ends
 from slipstream.params.lora_request import LoRARequest
 from tests import forked_ranks
-from tests.model.test_compressed import compress_gptq
+from tests.model.formats.test_compressed import compress_gptq
 from tests.vision_models import IMAGE, PLACEHOLDER, build_vision, picture, their_inputs, token_id
 
 FAMILIES = (

@@ -24,7 +24,7 @@ from slipstream.spec.description import read_spec
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
-from tests.model.test_float4_checkpoints import by_compressed_tensors, rewrite
+from tests.model.formats.test_float4_checkpoints import by_compressed_tensors, rewrite
 
 CPU = torch.device("cpu")
 SIZES = dict(

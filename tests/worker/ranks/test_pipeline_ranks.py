@@ -1,0 +1,144 @@
+"""A pipeline over real processes that meet through gloo: the same answers as one process, with several steps in flight."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.errors import ConfigError
+from slipstream.messages.requests import EngineRequest
+from slipstream.params.answer_forms import StructuredOutputsParams
+from slipstream.worker.ranks import process_executor
+from tests import forked_ranks, tiny_models
+from tests.worker.ranks.test_ranks import PROMPTS, SETTINGS, agree, answers
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pipeline(tiny_model):
+    with forked_ranks.used(), LLM(str(tiny_model), pipeline_parallel_size=2, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny_model):
+    with LLM(str(tiny_model), **SETTINGS) as llm:
+        many = [o.outputs[0].token_ids for o in llm.generate(PROMPTS * 5, GREEDY, progress=False)]
+        return answers(llm), many
+
+
+def test_two_stages_answer_as_one_device(pipeline, wanted):
+    assert agree(answers(pipeline), wanted[0])
+    assert agree(answers(pipeline), wanted[0])  # with all prompts in the cache
+    assert pipeline.core.stats().prefix_hits > 0
+
+
+def test_both_stages_have_a_step(pipeline, wanted, monkeypatch):
+    """The other stage computes a step of other requests while one step is waited for, and the next
+    is queued."""
+    executor, counts = pipeline.core.executor, []
+    wait = executor.result_of
+
+    def result_of(step_id):
+        counts.append(len(pipeline.core._in_flight))  # without the one that is waited for
+        return wait(step_id)
+
+    monkeypatch.setattr(executor, "result_of", result_of)
+    found = pipeline.generate(PROMPTS * 5, GREEDY, progress=False)
+    assert [o.outputs[0].token_ids for o in found] == wanted[1]
+    assert sum(count == 2 for count in counts) > 0.8 * len(counts)
+
+
+def test_each_stage_holds_its_layers(pipeline, tiny_model):
+    first, second = pipeline.core.executor.ledgers
+    with LLM(str(tiny_model), **SETTINGS) as llm:
+        assert first.block_bytes + second.block_bytes == llm.core.ledger.block_bytes
+    assert first.num_blocks == second.num_blocks
+
+
+def test_a_request_that_is_cancelled_between_two_steps(pipeline, wanted):
+    core = pipeline.core
+    core.add(
+        [EngineRequest(request_id="a", prompt_token_ids=(5, 6, 7), sampling=GREEDY, max_tokens=50)]
+    )
+    core.add(
+        [EngineRequest(request_id="b", prompt_token_ids=(8, 6, 7), sampling=GREEDY, max_tokens=50)]
+    )
+    for _ in range(5):
+        core.step()
+    core.abort(["a", "b"])
+    found = pipeline.generate(PROMPTS * 5, GREEDY, progress=False)
+    assert [o.outputs[0].token_ids for o in found] == wanted[1]
+
+
+def run(core):
+    for _ in range(100):
+        core.step()
+
+
+def test_after_an_error_in_the_middle_of_a_step(pipeline, wanted, monkeypatch):
+    """Tokens that are on their way, and one that is never drawn, are not taken for those of later requests."""
+    core, failed = pipeline.core, []
+
+    def fail(*given):
+        failed.append(given)
+        raise RuntimeError("as if")
+
+    grammar = SamplingParams(
+        temperature=0.0, structured_outputs=StructuredOutputsParams(regex="[ab]*")
+    )
+    for place, sampling in (("_mask", grammar), (None, GREEDY)):
+        core.add(
+            [
+                EngineRequest(
+                    request_id="a", prompt_token_ids=(5, 6, 7), sampling=sampling, max_tokens=50
+                )
+            ]
+        )
+        core.add(
+            [
+                EngineRequest(
+                    request_id="b", prompt_token_ids=(8, 6, 7), sampling=GREEDY, max_tokens=50
+                )
+            ]
+        )
+        with monkeypatch.context() as patched:
+            if place is not None:
+                patched.setattr(core, place, fail)
+            else:
+                for _ in range(5):
+                    core.step()
+                patched.setattr(core.scheduler, "update", fail)
+            with pytest.raises(RuntimeError, match="as if"):
+                run(core)
+        found = pipeline.generate(PROMPTS * 5, GREEDY, progress=False)
+        assert [o.outputs[0].token_ids for o in found] == wanted[1]
+    assert len(failed) == 2
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_uneven_stages_with_tensor_parallelism_and_speculation(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_executor, "available_cores", lambda: 4)  # they share what there is
+    tiny_models.write_with_tokenizer(tmp_path, num_hidden_layers=3, max_position_embeddings=1024)
+    how = dict(pipeline_parallel_size=2, pipeline_layers="2,1", tensor_parallel_size=2)
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        wanted = answers(llm)
+    with LLM(str(tmp_path), speculative_model="ngram", **how, **SETTINGS) as llm:
+        assert llm.core.config.parallel.stages == (2, 1)
+        assert agree(answers(llm), wanted)
+        assert llm.core.stats().spec_draft_tokens > 0
+
+
+def test_what_has_no_stages_is_refused(tmp_path):
+    tiny_models.build_t5(tmp_path, "t5")
+    with pytest.raises(ConfigError, match="an encoder-decoder has no stages") as error:
+        LLM(str(tmp_path), pipeline_parallel_size=2, device="cpu", skip_tokenizer_init=True)
+    assert error.value.field == "pipeline_parallel_size"
+
+
+def test_layers_that_read_an_earlier_layers_keys_are_not_split_into_stages(tmp_path):
+    tiny_models.write(tmp_path, "gemma4_text")
+    with pytest.raises(ConfigError, match="the keys and values of an earlier layer") as error:
+        LLM(str(tmp_path), pipeline_parallel_size=2, device="cpu", skip_tokenizer_init=True)
+    assert error.value.field == "pipeline_parallel_size"
