@@ -22,8 +22,8 @@ from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.kernels import cases
 from tests.kernels.recurrent_cases import StatefulSequence, new_state, random_layer, step_of
-from tests.kernels.test_gguf import BlockRows, blocks_and_values, linear_of
-from tests.kernels.test_triton_recurrent import SPECS
+from tests.kernels.triton.test_gguf import BlockRows, blocks_and_values, linear_of
+from tests.kernels.triton.test_triton_recurrent import SPECS
 from tests.model.harness import CPU, run
 
 LENGTH = 25
