@@ -149,7 +149,7 @@ def test_tokens_are_the_same_alone_in_64_and_in_512_with_hits_chunks_and_drafts(
         ("phimoe", {}, GPU, "the choice of experts of phimoe on a GPU"),
         ("mixtral", {"host_experts": 2}, GPU, "experts on the host"),
         ("deepseek_v32", {}, GPU, "attention to chosen or compressed keys on a GPU"),
-        ("llama", {"tensor_parallel_size": 2}, GPU, "several GPUs"),
+        ("mixtral", {"expert_parallel_size": 2}, GPU, "experts on several ranks"),
         ("mixtral", {"expert_parallel_size": 2}, CPU, "experts on several ranks"),
         ("llama", {"context_parallel_size": 2}, CPU, "sequences on several ranks"),
         ("llama", {"enable_lora": True}, CPU, "adapters"),
