@@ -230,16 +230,16 @@ def skinny_gemm(
     its place. `whole`: K is not split, so T changes no bit of a row."""
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     (num_tokens, inner), outer, size = values.shape, w.weight.shape[0], values.element_size()
-    block_m, step = max(16, triton.next_power_of_2(num_tokens)), 256
+    block_m, step, most = max(16, triton.next_power_of_2(num_tokens)), 256, MAX_STAGES
     block_n, splits = _tile(outer, inner * size, block_m)
     if whole:
         splits = 1
         if block_m == 16:
-            block_n, step = _whole_tile(outer, inner * size, size, block_n)
+            block_n, step, most = _whole_tile(outer, inner * size, size, block_n)
     block_k = step // size
     tiles, num_steps = triton.cdiv(outer, block_n), triton.cdiv(inner, block_k)
     splits = min(splits, num_steps)
-    stages = min(MAX_STAGES, SHARED_BYTES // ((max(block_n, ROWS.value) + block_m) * step))
+    stages = min(most, SHARED_BYTES // ((max(block_n, ROWS.value) + block_m) * step))
     w_desc = TensorDescriptor(w.weight, [outer, inner], [inner, 1], [block_n, block_k], TILES[size])
     x_desc = TensorDescriptor(
         values, [num_tokens, inner], [inner, 1], [block_m, block_k], TILES[size]
@@ -263,9 +263,10 @@ def skinny_gemm(
     return y
 
 
-def _whole_tile(outer: int, row_bytes: int, size: int, block_n: int) -> tuple[int, int]:
-    """(BLOCK_N, bytes of a row that are copied at once) for an unsplit product of few tokens."""
-    return (ROWS.value if size == 2 and outer < WIDE else block_n), 256
+def _whole_tile(outer: int, row_bytes: int, size: int, block_n: int) -> tuple[int, int, int]:
+    """(BLOCK_N, bytes of a row that are copied at once, most stages) for an unsplit product of few
+    tokens."""
+    return (ROWS.value if size == 2 and outer < WIDE else block_n), 256, MAX_STAGES
 
 
 def _tile(outer: int, row_bytes: int, block_m: int) -> tuple[int, int]:
