@@ -15,8 +15,8 @@ scales are multiplied. So the fastest kernel for each number of rows can run, if
 
 A library promises no order. So before it is used for a weight's shape it is compared with our
 kernel, bit by bit, at numbers of rows between which its own choice changes (`Libraries`). A shape at
-which they differ uses `gemm`. With few outputs a library has kernels of another order for single
-numbers of rows, and few numbers to tell it by: narrow weights never use one."""
+which they differ uses `gemm`. With few outputs there are few numbers to tell it by: narrow weights
+never use a library."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ from slipstream.platform import platform_of
 _logger = logging.getLogger(__name__)
 FEW = 64
 """Most rows of our kernels for few rows."""
-NARROW = 1024
-"""Rows of a weight below which no library is used: routers, gates, small keys and values."""
+NARROW = 16
+"""Rows of a weight below which no library is used, such as the gate of a shared expert. With one row
+cuBLASLt's sums were others at numbers that are no multiple of 8 (`kernels_deterministic_products`);
+from 8 rows on they were ours at 1,000 numbers and all shapes."""
 COMPARED = (65, 96, 128, 200, 256, 384, 512, 1024, 2048)
 """Numbers of rows at which a library is compared."""
 COMPARED_NUMBERS = 2**26
