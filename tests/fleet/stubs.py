@@ -38,6 +38,7 @@ class Stub:
         self.spec, self.seen, self.num_written = spec, [], 0
         self.status, self.delay_s, self.hang_at, self.lie, self.endless = 200, 0.0, None, 0, False
         self.silent, self.token_s = False, 0.0
+        self.shows_life = False  # tell once that a stream was taken and has not begun
         self.code, self.is_ready = "internal", True
         self.engine_dies_after, self.engine_code = None, "engine_dead"
         self.go = asyncio.Event()
@@ -138,6 +139,9 @@ class Stub:
         writer.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def _answer(self, request, writer):
+        if self.shows_life:
+            told = b"content-type: text/event-stream"
+            writer.write(b"HTTP/1.1 102 Processing\r\n%b\r\n\r\n" % told)
         if self.hang_at == 0:
             await self.go.wait()
         await asyncio.sleep(self.delay_s)

@@ -94,6 +94,40 @@ def test_pauses_without_a_pace_of_their_own_teach_nothing_about_a_session():
     assert pauses.slope < 0.5
 
 
+def test_it_is_learned_after_which_turn_sessions_end():
+    """Each session has three turns of the same pace. Some seconds after the third it is worth less than after the second."""
+    now = [0.0]
+    sessions = Sessions(lambda: now[0], 32768)
+
+    def turn(begin, number):
+        session = sessions.arrived([begin] if number > 1 else [], CacheHints())
+        assert session.num_turns == number
+        sessions.ended(session, [begin], 0, 1)
+        now[0] += 3
+        sessions.tick()
+        return session
+
+    rates = []
+    for i in range(40):
+        rates = [sessions.rate_of(turn(b"%d" % i, n)) for n in (1, 2, 3)]
+        now[0] += 60
+    assert rates[2] < rates[1] / 4
+    assert sum(sessions._kinds["later text"].ended) == 40  # those of all turns
+    assert sessions._later["later text"][2].hazards()[3:5] == pytest.approx([0, 0], abs=0.05)
+
+
+def test_a_turn_that_was_never_seen_is_expected_as_its_kind():
+    kind = Pauses()
+    for _ in range(40):
+        for i in range(4):
+            kind.reach(i)
+        kind.end(3, 5.0, OwnPace())
+    unknown = Pauses(kind)
+    ages = (1.0, 3.0, 5.0, 9.0, 30.0)
+    pace = OwnPace(4, 1.0)
+    assert [unknown.rate_at(a, pace) for a in ages] == [kind.rate_at(a, pace) for a in ages]
+
+
 # --- Sessions -----------------------------------------------------------------------------------------------------------
 
 

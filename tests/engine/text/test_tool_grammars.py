@@ -253,11 +253,11 @@ def test_nested_values_keep_to_the_schema_as_elements(written, fits, tokenizer, 
     assert accepts(params, text.replace("M", MARK)) == fits
 
 
-@pytest.mark.parametrize("name", ["a>b", "/a", " a", ""])
+@pytest.mark.parametrize("name", ["a>b", "/a", " a", "", "invoke", "tool_call"])
 def test_names_that_no_tag_can_have_are_refused_as_elements(name, tokenizer):
     inner = {"type": "object", "properties": {name: {"type": "integer"}}}
     for schema in (inner, {"type": "object", "properties": {"o": inner}}):
-        with pytest.raises(RequestError, match="can't be a tag"):
+        with pytest.raises(RequestError, match="can't be the name of an argument"):
             reading("minimax_m3", offered=(Tool("f", schema),)).structured(None, tokenizer)
 
 

@@ -23,6 +23,7 @@ from slipstream.fleet.gateway import forward, guard
 from slipstream.fleet.gateway.forward import Forwarder
 from slipstream.fleet.gateway.gateway import Gateway
 from slipstream.fleet.gateway.members import Members
+from slipstream.server.answers import generation
 from slipstream.server.http.errors import ApiError
 from tests.fleet.running import fleet_of, version
 from tests.fleet.stubs import numbers, stubbed, text_of
@@ -263,6 +264,58 @@ def test_a_replica_that_says_nothing_at_all_is_left_out(start):
             "it never came back",
         )
     fleet.wait_idle()
+
+
+# --- Signs of life -------------------------------------------------------------------------------------------------------
+
+
+def streamed(fleet, number=8):
+    """Status and text of a stream."""
+    body = {"model": "tiny", "prompt": "x", "max_tokens": number, "stream": True}
+    with fleet.http() as http:
+        answer = http.post("/v1/completions", json=body)
+    return answer.status_code, answer.text
+
+
+def test_a_stream_shows_life_before_its_first_token_and_between_tokens(start, monkeypatch):
+    monkeypatch.setattr(generation, "PING_S", 0.1)
+    fleet, (stub,) = start(1)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for hang_at in (0, 3):
+            stub.hang_at, stub.shows_life = hang_at, hang_at == 0
+            asked = len(stub.asked)
+            found = pool.submit(streamed, fleet)
+            fleet.wait_for(lambda n=asked: len(stub.asked) > n, "nothing came")
+            time.sleep(0.4)
+            fleet.loop.call_soon_threadsafe(stub.go.set)
+            status, text = found.result(PATIENCE_S)
+            first, *more = re.split(r"(?:: ping\n\n)+", text)
+            assert (status, first.count("data: "), len(more)) == (200, hang_at, 1)
+            said = re.findall(r'"text": "(.*?)"', text)
+            assert "".join(said) == numbers()
+            stub.go.clear()
+    fleet.wait_idle()
+
+
+def test_a_refusal_keeps_its_status_until_a_replica_has_taken_the_request(start, monkeypatch):
+    monkeypatch.setattr(generation, "PING_S", 0.05)
+    fleet, (stub,) = start(1)
+    stub.status, stub.code, stub.delay_s = 400, "too_long", 0.3
+    status, text = streamed(fleet)
+    assert (status, json.loads(text)["error"]["message"]) == (400, "the stub fails")
+    stub.shows_life = True
+    status, text = streamed(fleet)
+    assert status == 200
+    assert text.startswith(": ping\n\ndata: ")
+    assert json.loads(text.removeprefix(": ping\n\ndata: "))["error"]["code"] == "too_long"
+
+
+def test_signs_of_life_do_not_keep_a_lost_request(start):
+    fleet, (one, _) = start(first_token_s=2)
+    one.hang_at, one.shows_life = 0, True
+    while not one.asked:
+        status, text = streamed(fleet)
+    assert (status, text.count("data: "), text.startswith(": ping\n\n")) == (200, 9, True)
 
 
 # --- Hedging -------------------------------------------------------------------------------------------------------------

@@ -109,9 +109,8 @@ KIND = (
     "{{ 'string' if v is string else 'boolean' if v is boolean else 'null' if v is none else 'number' if v is number "
     "else 'array' }}"
 )
-K3_ARGUMENT = (
-    f'<|open|>argument key="{{{{ k }}}}" type="{KIND}"<|sep|>{VALUE}<|close|>argument<|sep|>'
-)
+ESCAPED = """k | replace('&', '&amp;') | replace('"', '&quot;')"""
+K3_ARGUMENT = f'<|open|>argument key="{{{{ {ESCAPED} }}}}" type="{KIND}"<|sep|>{VALUE}<|close|>argument<|sep|>'
 ELEMENTS = (
     "{% macro value(x) %}{% if x is mapping %}{{ elements(x) }}{% elif x is string or x is number or x is none %}"
     "{{ x if x is string else x | tojson }}{% else %}{% for y in x %}M<item>{{ value(y) }}M</item>{% endfor %}{% endif %}"

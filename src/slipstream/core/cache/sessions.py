@@ -3,8 +3,9 @@
 1. A *session* is a chain of requests, each of which extends the prompt of the one before. It is found by the keys of the
    prompt's last blocks, so no client has to name it. Between two requests it pauses.
 2. `Pauses` counts how many pauses reached each age and how many ended there, in buckets of doubling length, for each kind of
-   pause: of requests with tools and without, after the first turn or a later one. A session has a pace of its own: if its
-   pauses were half as long as others', the next is expected to be, too, as far as sessions were seen to keep their pace.
+   pause: of requests with tools and without, after the first turn or a later one. Each later turn has counts of its own, too,
+   so it is learned when sessions end. A session has a pace of its own: if its pauses were half as long as others', the next is
+   expected to be, too, as far as sessions were seen to keep their pace.
 3. The *rate* of a session is the highest value, over all horizons, of the chance that it returns by then, divided by the
    time that it is expected to be kept until then (a Gittins index). So a session that usually returns after ten seconds
    is worth more at the age of eight seconds than at the age of sixty. Before anything is learned the rate falls with
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import exp, frexp, inf, log
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from slipstream.core.cache.prefix_cache import KEY_BYTES
 from slipstream.params.cache_hints import NO_HINTS, CacheHints
@@ -39,8 +40,11 @@ WIDTHS = tuple(EDGES[i + 1] - EDGES[i] for i in range(NUM_BUCKETS))
 FIRST_HAZARD, FIRST_WEIGHT = 0.1, 4.0
 """Chance that a pause ends in a bucket, before anything is known, and the number of pauses that this guess counts as."""
 
-RATES_AGE = 64
-"""Number of buckets that pauses of a kind reach until its rates are computed again."""
+RATES_AGE, TURN_AGE = 64, 8
+"""Number of buckets that pauses of a kind, or of one turn, reach until their rates are computed again."""
+
+MAX_TURN = 32
+"""Number of turns with counts of their own. Later ones count as the last."""
 
 MEMORY = 1024.0
 """Number of pauses of a kind after which its counts are halved."""
@@ -48,17 +52,11 @@ MEMORY = 1024.0
 OWN_MEMORY = 8
 """Number of a session's latest pauses that make its pace."""
 
-FIRST_SLOPE = 0.5
-"""Share of a session's pace that its next pause is expected to keep, before any pause is known."""
+FIRST_SLOPE, SLOPE_WEIGHT = 0.5, 8.0
+"""Share of a session's pace that its next pause is expected to keep, before any is known, and the pauses that it counts as."""
 
-SLOPE_WEIGHT = 8.0
-"""Number of pauses that this guess counts as."""
-
-STEP = 1.19
-"""Factor of a session's age after which its cached blocks get a new value."""
-
-MIN_STEP_S = 2.0
-"""Age in seconds that younger sessions count as for that."""
+STEP, MIN_STEP_S = 1.19, 2.0
+"""Factor of a session's age after which its blocks get a new value, and the seconds that younger ones count as for that."""
 
 MAX_SESSIONS = 32768
 """Maximum number of pausing sessions that are remembered. The one that has paused longest is forgotten first."""
@@ -84,16 +82,8 @@ HINTED = 4.0
 Kind: TypeAlias = Literal[
     "text", "call", "later text", "later call", "shared", "passed", "used", "rest"
 ]
-KINDS: tuple[Kind, ...] = (
-    "text",
-    "call",
-    "later text",
-    "later call",
-    "shared",  # a beginning of several sessions
-    "passed",  # blocks that left a window, and earlier states
-    "used",  # the same, after a request began there
-    "rest",  # the end of a chain that its session did not go on from
-)
+"""What pauses. "shared": a beginning of several sessions. "passed": blocks that left a window, and earlier states. "used": the
+same, after a request began there. "rest": the end of a chain that its session did not go on from."""
 
 
 @dataclass(slots=True)
@@ -109,11 +99,13 @@ class OwnPace:
 
 
 class Pauses:
-    """Pauses of a kind: how many reached each bucket and how many ended in it, and how far sessions keep their pace."""
+    """Pauses of a kind: how many reached each bucket and how many ended in it, and how far sessions keep their pace. Those
+    after one turn are also among the pauses `of` their kind, which say what is expected while few of the turn are known."""
 
-    __slots__ = ("_age", "_rates", "count", "ended", "mean", "products", "reached", "squares")
+    __slots__ = ("_age", "_rates", "count", "ended", "mean", "of", "products", "reached", "squares")
 
-    def __init__(self) -> None:
+    def __init__(self, of: Pauses | None = None) -> None:
+        self.of = of
         self._age, self._rates = RATES_AGE, [0.0]
         self.reached, self.ended = [0.0] * NUM_BUCKETS, [0.0] * NUM_BUCKETS
         self.count, self.mean = 0, 0.0
@@ -126,10 +118,15 @@ class Pauses:
         if self.reached[bucket] > MEMORY:
             self.reached = [n / 2 for n in self.reached]
             self.ended = [n / 2 for n in self.ended]
+        if self.of is not None:
+            self.of.reach(bucket)
 
     def end(self, bucket: int, seconds: float, pace: OwnPace) -> None:
         """Count a pause that ended in a bucket, and learn the session's pace."""
         self.ended[bucket] += 1
+        if self.of is not None:
+            self.of.end(bucket, seconds, pace)
+            return
         length = log(max(seconds, EDGES[1] / 2))
         if pace.count:
             before = pace.deviation(self.mean)
@@ -153,21 +150,23 @@ class Pauses:
         return min(1.5, max(0.0, known / (self.squares + SLOPE_WEIGHT)))
 
     def rates(self) -> Sequence[float]:
-        """`rate` by bucket, up to `RATES_AGE` pauses old."""
-        if self._age >= RATES_AGE:
-            self._age = 0
-            hazards = [
-                (ended + FIRST_HAZARD * FIRST_WEIGHT) / (reached + FIRST_WEIGHT)
-                for ended, reached in zip(self.ended, self.reached, strict=True)
-            ]
+        """`rate` by bucket, up to `RATES_AGE` or `TURN_AGE` buckets old."""
+        if self._age >= (RATES_AGE if self.of is None else TURN_AGE):
+            self._age, hazards = 0, self.hazards()
             self._rates = [*(rate(hazards, i) for i in range(NUM_BUCKETS)), 0.0]
         return self._rates
 
+    def hazards(self) -> list[float]:
+        """Chance of each bucket that a pause that reaches it ends there."""
+        first = [FIRST_HAZARD] * NUM_BUCKETS if self.of is None else self.of.hazards()
+        counts = zip(self.ended, self.reached, first, strict=True)
+        return [(n + h * FIRST_WEIGHT) / (total + FIRST_WEIGHT) for n, total, h in counts]
+
     def rate_at(self, age: float, pace: OwnPace) -> float:
         """Rate of a session of that pace. If its pauses are half as long as others', it is at half the age as they are."""
-        slower = 1.0
+        slower, kind = 1.0, self.of or self
         if pace.count:
-            slower = exp(pace.deviation(self.mean) * self.slope)
+            slower = exp(pace.deviation(kind.mean) * kind.slope)
         at = age / slower
         i = 0 if at < EDGES[1] else min(frexp(at)[1] + 1, NUM_BUCKETS - 1)
         rates = self.rates()
@@ -194,6 +193,7 @@ class Session:
     """One conversation, or whatever else the blocks of some runs wait for."""
 
     kind: Kind
+    pauses: Pauses = field(init=False)  # among which its own is counted
     pace: OwnPace = field(default_factory=OwnPace)
     idle_since: float = 0.0
     bucket: int = 0
@@ -219,7 +219,9 @@ class Sessions:
 
     def __init__(self, clock: Callable[[], float], attention_tokens: float) -> None:
         self.clock, self.attention_tokens = clock, attention_tokens
-        self._kinds = {kind: Pauses() for kind in KINDS}
+        self._kinds = {kind: Pauses() for kind in get_args(Kind)}
+        later: tuple[Kind, ...] = ("later text", "later call")
+        self._later = {k: [Pauses(self._kinds[k]) for _ in range(MAX_TURN)] for k in later}
         self._by_end: dict[bytes, Session] = {}
         # by salt and name; the most recently used name last
         self._named: dict[tuple[str, str], OwnPace] = {}
@@ -241,8 +243,7 @@ class Sessions:
         session = (
             next((by_end[key] for key in reversed(keys) if key in by_end), None) if by_end else None
         )
-        if session is None:
-            session = Session("text")
+        session = session or Session("text")
         if hints.session:
             session.pace = self._of_name((salt, hints.session))
         session.hints = hints
@@ -311,7 +312,7 @@ class Sessions:
             self.drop_keys(session)
             del self.idle[session]
             seconds = self.clock() - session.idle_since
-            self._kinds[session.kind].end(session.bucket, seconds, session.pace)
+            session.pauses.end(session.bucket, seconds, session.pace)
         self._changed(session)
 
     def used(self, session: Session) -> None:
@@ -326,7 +327,9 @@ class Sessions:
         if session.num_open:
             return
         session.kind, session.idle_since, session.bucket = kind, self.clock(), 0
-        self._kinds[kind].reach(0)
+        later, turn = self._later.get(kind), min(session.num_turns, MAX_TURN)
+        session.pauses = later[turn - 1] if later else self._kinds[kind]
+        session.pauses.reach(0)
         self.idle[session] = None
         if len(self.idle) > MAX_SESSIONS:
             self._forget(next(iter(self.idle)))
@@ -363,16 +366,14 @@ class Sessions:
             session = due[2]
             if session.due is not due:
                 continue
-            while (
-                session.bucket < NUM_BUCKETS
-                and session.idle_since + EDGES[session.bucket + 1] <= now
-            ):
+            since = session.idle_since
+            while session.bucket < NUM_BUCKETS and since + EDGES[session.bucket + 1] <= now:
                 session.bucket += 1
                 if session.bucket < NUM_BUCKETS:
-                    self._kinds[session.kind].reach(session.bucket)
-            if session.keys and session.idle_since + session.returns_at <= now:
+                    session.pauses.reach(session.bucket)
+            if session.keys and since + session.returns_at <= now:
                 self.returning.append(session)
-                session.returns_at = max(now - session.idle_since, EDGES[1]) * RETRY
+                session.returns_at = max(now - since, EDGES[1]) * RETRY
                 if session.returns_at > session.returns_by:
                     session.returns_at = inf
             if session.bucket < NUM_BUCKETS:
@@ -406,6 +407,6 @@ class Sessions:
         if session.due is None:
             return FIRST_HAZARD / WIDTHS[-1] * hints.weight
         age = self.clock() - session.idle_since
-        found = self._kinds[session.kind].rate_at(age, session.pace)
+        found = session.pauses.rate_at(age, session.pace)
         lives = any(depth <= end and age < seconds for end, seconds in session.kept)
         return found * hints.weight * (HINTED if lives else 1.0)

@@ -15,7 +15,10 @@ first one fails.
    later one longer than `next_token_s`. The first replica is blamed for the loss even though it
    lives. Progress of an answer that is not streamed arrives by `UpstreamConnection.on_interim`.
 7. A shadow request has no client: it has one try, is in no budget, and nothing waits for it.
-8. A batch line goes to a replica that has no requests of clients; if there is none, it goes later
+8. While a stream's prompt is computed and between its tokens, its client gets a sign of life each
+   `PING_S` as from a single server. It begins the answer, so it waits until a replica says that it
+   has taken the request; until then a refusal has a status of its own.
+9. A batch line goes to a replica that has no requests of clients; if there is none, it goes later
    (`fleet.gateway.batches`)."""
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from slipstream.fleet.gateway.prompts import chain
 from slipstream.fleet.gateway.router import Decision
 from slipstream.fleet.gateway.streams import ELSEWHERE, ENGINE_DEATHS, MarkedStream, error_event
 from slipstream.fleet.gateway.upstream import UpstreamConnection, UpstreamError
+from slipstream.server.answers import generation
 from slipstream.server.http.errors import ApiError, overloaded, unavailable
 from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.http.replies import send_whole
@@ -141,7 +145,9 @@ class Call:
     prefix_salt: str = ""  # salt for the keys of the prompt's blocks
     session: str | None = None
     marked: MarkedStream = field(default_factory=MarkedStream)
+    started: bool = False  # the client has a status and headers
     begun: bool = False  # a part of the answer was sent to the client
+    life: asyncio.Future[None] | None = None  # the last sign of life
     tried: set[str] = field(default_factory=set)
     only: str | None = None  # id of the one replica that may answer
     is_shadow: bool = False
@@ -161,6 +167,24 @@ class Call:
     def record(self) -> RequestRecord:
         record: RequestRecord = self.scope["record"]
         return record
+
+    async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Start a stream's answer, if no sign of life has."""
+        if not self.started:
+            self.started = True
+            await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def on_interim(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Pass a replica's sign of life on, unless the client has not taken the last one."""
+        media_type = dict(headers).get(b"content-type")
+        is_wanted = self.streams and not (self.is_shadow or self.is_line)
+        if media_type and is_wanted and (self.life is None or self.life.done()):
+            self.life = asyncio.ensure_future(self._show_life(media_type))
+
+    async def _show_life(self, media_type: bytes) -> None:
+        await self.start(generation.stream_headers(media_type))
+        sign = generation.sign_of_life(media_type)
+        await self.send({"type": "http.response.body", "body": sign, "more_body": True})
 
     def note_tokens(self, told: bytes | None) -> None:
         """Record the numbers of tokens so far, from a replica's `TOKENS_HEADER`."""
@@ -377,7 +401,11 @@ class Forwarder:
             least = min(PREFILL_S, routing.first_token_s)
             async with asyncio.timeout(max(least, 3 * decision.predicted_ttft_s)):
                 opened.answer = await replica.pool.ask(
-                    b"POST", b"/fleet/prefill", [line, *call.headers], body
+                    b"POST",
+                    b"/fleet/prefill",
+                    [line, *call.headers],
+                    body,
+                    on_interim=call.on_interim,
                 )
                 opened.whole = await opened.answer.read_all()
             if opened.answer.status == 200:
@@ -478,7 +506,10 @@ class Forwarder:
         patience = asyncio.timeout(self._first_token_s(opened, call))
 
         def on_interim(headers: list[tuple[bytes, bytes]]) -> None:
-            call.note_tokens(dict(headers).get(TOKENS_HEADER))
+            call.on_interim(headers)
+            if (told := dict(headers).get(TOKENS_HEADER)) is None:
+                return  # a sign of life is no progress
+            call.note_tokens(told)
             if patience.when() is not None and not patience.expired():
                 patience.reschedule(loop.time() + self.members.fleet.router.next_token_s)
 
@@ -500,7 +531,7 @@ class Forwarder:
                 )
                 status = opened.answer.status
                 if status in (429, 500, 502, 503) or (call.begun and status != 200):
-                    raise _refused(status, await opened.answer.read_all(), opened.answer)
+                    raise _refused(status, await opened.answer.read_all())
                 if call.streams and status == 200:
                     opened.first = await opened.answer.read()
                 else:
@@ -520,10 +551,16 @@ class Forwarder:
         """Pass the answer on to the client."""
         answer, send = opened.answer, call.send
         assert answer is not None
+        if call.life is not None:  # two at a time can't write to the client
+            await call.life
         passed = [(name, value) for name, value in answer.headers if name in _PASSED]
         if not call.begun:  # for a resumed answer the tokens handed out are counted instead
             call.note_tokens(dict(answer.headers).get(TOKENS_HEADER))
         if opened.whole is not None:
+            if call.started:
+                raise _refused(answer.status, opened.whole).error or unavailable(
+                    "the replica did not stream", "replica_failed"
+                )
             call.record.status = answer.status
             await self._whole(opened, call, passed)
             return
@@ -541,13 +578,17 @@ class Forwarder:
                 unwritten = events
             return not unwritten
 
+        def show_life() -> None:
+            if write is not None:
+                write(generation.sign_of_life(dict(passed).get(b"content-type", b"")))
+
         try:
             while data is not None:
                 if call.begun:
                     pass_on(data)
                 elif events := marked.feed(data):
                     self._begin(call)
-                    await send({"type": "http.response.start", "status": 200, "headers": passed})
+                    await call.start(passed)
                     self._remember(call, opened)
                     unwritten = events
                 record.num_output_tokens = len(marked.tokens)
@@ -559,7 +600,7 @@ class Forwarder:
                         )
                     if not call.begun or write is None:
                         break
-                    await answer.pour(pass_on, next_token_s)
+                    await answer.pour(pass_on, next_token_s, show_life, generation.PING_S)
                     if not unwritten:
                         break
                 async with asyncio.timeout(next_token_s):
@@ -584,7 +625,7 @@ class Forwarder:
                 raise self._unless_lost(opened, call, failed)
             if not call.begun:
                 call.begun = True
-                await send({"type": "http.response.start", "status": 200, "headers": passed})
+                await call.start(passed)
         await send({"type": "http.response.body", "body": marked.rest, "more_body": False})
         self._end(call)
 
@@ -736,7 +777,7 @@ def about(record: RequestRecord) -> bytes:
     return found.encode()
 
 
-def _refused(status: int, body: bytes, answer: UpstreamConnection) -> RetryElsewhere:
+def _refused(status: int, body: bytes) -> RetryElsewhere:
     """RetryElsewhere for a replica's error answer that another replica may not give."""
     try:
         told = msgspec.json.decode(body)["error"]

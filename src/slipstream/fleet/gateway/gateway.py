@@ -341,8 +341,10 @@ class Gateway:
                 async with in_flight(self.state, receive, call.record):
                     await self._answer(name, call)
         except ApiError as error:
-            if not call.begun:
+            if not call.started:
                 raise
+            if call.life is not None:
+                await call.life
             await self.forwarder.break_off(call, error)
 
     async def _answer(self, name: str, call: Call) -> None:

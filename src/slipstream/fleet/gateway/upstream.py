@@ -142,20 +142,29 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.resume_reading()
         return data
 
-    async def pour(self, sink: Sink, silence_s: float) -> None:
+    async def pour(
+        self, sink: Sink, silence_s: float, on_silence: Callable[[], None], each_s: float
+    ) -> None:
         """Pass data to `sink` until it takes no more or the answer is complete; the next `read`
-        tells which. TimeoutError if nothing arrives for `silence_s`."""
+        tells which. While nothing arrives, `on_silence` is called each `each_s`. TimeoutError if
+        nothing arrives for `silence_s`."""
         if self._chunks:
             return
         self._sink, self._heard = sink, self._loop.time()
+        called = self._heard
         try:
             while self._sink is not None and not (self._ended or self._closed):
                 try:
-                    async with asyncio.timeout_at(self._heard + silence_s):
+                    next_call = max(self._heard, called) + each_s
+                    async with asyncio.timeout_at(min(self._heard + silence_s, next_call)):
                         await self._wait()
                 except TimeoutError:  # its limit was set before the last part arrived
-                    if self._heard + silence_s <= self._loop.time():
+                    now = self._loop.time()
+                    if self._heard + silence_s <= now:
                         raise
+                    if max(self._heard, called) + each_s <= now:
+                        called = now
+                        on_silence()
         finally:
             self._sink = None
 

@@ -145,7 +145,6 @@ class Answer:
     breakpoints: Breakpoints = ()
     ends_with_context = False  # max_tokens was cut to what is left of the context
     is_plain: ClassVar[bool] = True  # events of more text differ only in the text
-    sign_of_life: ClassVar[bytes] = b": ping\n\n"  # a comment, which clients' parsers leave out
 
     def __init__(
         self,
@@ -210,7 +209,7 @@ class Answer:
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The headers of a stream."""
-        return [(b"content-type", self.media_type), (b"cache-control", b"no-cache")]
+        return stream_headers(self.media_type)
 
     def chunk(self, delta: CompletionOutput) -> bytes:
         """The events of a delta; empty if the delta has nothing to show."""
@@ -339,7 +338,7 @@ class Answer:
                 self._replays = bool(self.begun)
                 cancels.append(await submit(part.prompt, self.sampling, part, options))
                 self._replays = False
-            # A fleet's gateway takes a replica's first bytes for its first token, so it gets no pings.
+            # A fleet's gateway takes a replica's first bytes for its first token: see `_reporting`.
             patience = PING_S if self.stream and not self.marks else None
             while self._num_running:
                 try:
@@ -347,7 +346,7 @@ class Answer:
                         await self._news.wait()
                 except TimeoutError:
                     self._write = None  # what comes meanwhile waits
-                    yield self.sign_of_life
+                    yield sign_of_life(self.media_type)
                     continue
                 self._news.clear()
                 while self._num_running and (self._unwritten or self._unsent):
@@ -535,6 +534,15 @@ class Answer:
                 )
 
 
+def stream_headers(media_type: bytes) -> list[tuple[bytes, bytes]]:
+    return [(b"content-type", media_type), (b"cache-control", b"no-cache")]
+
+
+def sign_of_life(media_type: bytes) -> bytes:
+    """A part of a stream that clients' parsers leave out: a comment, or a space before a line of JSON."""
+    return b": ping\n\n" if b"event-stream" in media_type else b" "
+
+
 class _Part:
     """One prompt of an answer: the `Sink` that the engine gives its new output."""
 
@@ -652,7 +660,8 @@ class GenerationRoute:
                         answer.handover_from, cached = handover.split()
                         answer.num_cached_there = int(cached)
                     if scope.get("hands_over", False):
-                        told = await answer.prefill()
+                        async with _reporting(answer, scope):
+                            told = await answer.prefill()
                         await send_whole(send, told, JSON_HEADERS)
                         return
                     if answer.begun and not (answer.stream and len(answer.choices) == 1):
@@ -660,7 +669,7 @@ class GenerationRoute:
                             "only a stream of one choice can go on elsewhere", "answer_token_ids"
                         )
                     async with (
-                        _reporting_progress(answer, scope),
+                        _reporting(answer, scope),
                         aclosing(answer.events(scope.get("write_chunk"))) as events,
                     ):
                         async for some in events:
@@ -705,23 +714,22 @@ class GenerationRoute:
 
 
 @asynccontextmanager
-async def _reporting_progress(answer: Answer, scope: Scope) -> AsyncGenerator[None, None]:
-    """Report the progress of an answer that is not streamed to a fleet's gateway, while the code
-    inside runs.
+async def _reporting(answer: Answer, scope: Scope) -> AsyncGenerator[None, None]:
+    """Report to a fleet's gateway, while the code inside runs: the progress of an answer that is
+    not streamed, and that one that is streamed has not begun.
 
     A beam search has no progress before its end: its reports only show that it runs.
     """
-    write = (
-        scope.get("write_interim")
-        if scope.get("from_gateway", False) and not answer.stream
-        else None
-    )
-    if write is None:
+    write = scope.get("write_interim")
+    if write is None or not scope.get("from_gateway", False):
         yield
         return
 
     async def report() -> None:
         reported = 0
+        while answer.stream:
+            await asyncio.sleep(PING_S)
+            write(b"content-type", answer.media_type)
         while True:
             await asyncio.sleep(_PROGRESS_S)
             if answer.record.num_output_tokens > reported or answer.beams is not None:

@@ -395,7 +395,6 @@ class OllamaAnswer(Answer):
     kind = chunk_kind = id_prefix = ""
     media_type = b"application/x-ndjson"
     is_plain = False
-    sign_of_life = b" "  # before a line of JSON
     as_message: ClassVar[bool]
 
     def __init__(self, reading: Reading | None, *args: Any) -> None:

@@ -589,5 +589,9 @@ class ToolFormat(ABC):
         """The grammar of an answer without calls, where calls are the whole answer."""
         return f"/{self.other}/"
 
+    def carries(self, name: str, depth: int = 0) -> bool:
+        """Whether an argument's name, or at a depth an object's, is read as it was written."""
+        return True
+
     @abstractmethod
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script: ...

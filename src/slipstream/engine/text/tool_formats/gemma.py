@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -28,6 +29,11 @@ MAX_NESTING = 8
 """Objects and lists of a schema within each other. The grammar of a schema that refers to itself would have no end."""
 
 THOUGHT, THOUGHT_END = "<|channel>thought\n", "<channel|>"
+
+
+def _is_word(name: str) -> bool:
+    """Whether a text without quotes is read as that text."""
+    return Literals(name, bare=True).value() == name
 
 
 class Gemma4(ToolFormat):
@@ -65,7 +71,15 @@ class Gemma4(ToolFormat):
             return f"{writer.text(f'{name}:')} {value}"
 
         tool = Tool(where, {**schema, "properties": dict(parts)})
-        return f'"{{" {properties(tool, argument, self.name, chr(34) + "," + chr(34))} "}}"'
+        pairs = properties(tool, argument, self, chr(34) + "," + chr(34), depth)
+        return f'"{{" {pairs} "}}"'
+
+    def carries(self, name: str, depth: int = 0) -> bool:
+        if depth:  # `Literals` reads it
+            return re.fullmatch(r"[\w.$-][\w .$/-]*(?<! )", name) is not None and _is_word(name)
+        is_begun = not name or (name[0] not in ",})" and not name.startswith(self.end))
+        ends = (":", "}", self.end, '"', self.quote)
+        return is_begun and name == name.strip() and not any(end in name for end in ends)
 
     def _value(self, schema: Mapping[str, Any], writer: Writer, where: str, depth: int) -> str:
         parts = alternatives(schema)

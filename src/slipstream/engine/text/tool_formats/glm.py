@@ -57,9 +57,12 @@ class Glm(ToolFormat):
                 return f"{key} {text_rule(schema, writer, f'{tool.name}.{name}', end)} LINE?"
             return f"{key} {writer.schema(schema)} {writer.text(end)} LINE?"
 
-        arguments = properties(tool, argument, self.name)
+        arguments = properties(tool, argument, self)
         head = writer.text(tool.name + self.separator)
         return f"{head} LINE? {arguments} {writer.text(self.call_tag[1])}"
+
+    def carries(self, name: str, depth: int = 0) -> bool:
+        return name == name.strip() and self.key_tag[1] not in name
 
     def between(self, writer: Writer) -> str | None:
         return f"LINE? {writer.text(self.call_tag[0])}"

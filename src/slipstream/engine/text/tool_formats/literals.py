@@ -20,7 +20,7 @@ QUOTES = (*RAW_QUOTES, '"""', "'''", '"', "'")
 _WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.DOTALL)
 _ESCAPED = dict(zip("ntrbfav\\'\"\n", "\n\t\r\b\f\a\v\\'\"", strict=False)) | {"\n": ""}
-_NAME = re.compile(r"\w+")
+NAME = re.compile(r"\w+")
 _BARE = re.compile(r"[^,\[\](){}:]+")
 
 
@@ -35,7 +35,7 @@ class Literals:
         found = dict[str, Any]()
         self._take("(")
         while not self.opens(")"):
-            name = _NAME.match(self._text, self._skip())
+            name = NAME.match(self._text, self._skip())
             if name is None:
                 raise ValueError("an argument has no name")
             self._at = name.end()

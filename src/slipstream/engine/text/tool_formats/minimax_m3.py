@@ -26,7 +26,6 @@ from slipstream.engine.text.tool_formats.values import (
     typed,
     with_defs,
 )
-from slipstream.errors import RequestError
 
 MARK = "]<]minimax[>["
 TAG, INVOKE, INVOKE_END = f"{MARK}<", f"{MARK}<invoke name=", "/invoke"
@@ -59,19 +58,13 @@ class MiniMaxM3(ToolFormat):
             return f"{self._element(name, schema, writer, f'{tool.name}.{name}', 1)} LINE?"
 
         head = writer.text(f'{INVOKE}"{tool.name}">')
-        arguments = properties(tool, argument, self.name)
+        arguments = properties(tool, argument, self)
         return f"LINE? {head} LINE? {arguments} {writer.text(f'{TAG}{INVOKE_END}>')}"
 
     def _element(
         self, name: str, schema: Mapping[str, Any], writer: Writer, where: str, depth: int
     ) -> str:
-        """An element. What the tags can't say of a schema is JSON within it. RequestError for a name
-        that the parser would not find in its tag."""
-        if not name or name != name.strip() or name.startswith("/") or ">" in name:
-            raise RequestError(
-                f"parameters of {where}: {name!r} can't be a tag of the format {self.name!r}",
-                field="tools",
-            )
+        """An element. What the tags can't say of a schema is JSON within it."""
         end, parts = f"{TAG}/{name}>", alternatives(schema)
         defs = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
         writer.count(64)  # definitions are written again for each value
@@ -89,12 +82,16 @@ class MiniMaxM3(ToolFormat):
                 lambda key, of: (
                     f"LINE? {self._element(key, of, writer, f'{where}.{key}', depth + 1)}"
                 ),
-                self.name,
+                self,
             )
             value = f"{inner} LINE? {writer.text(end)}"
         else:
             value = f"{writer.schema(schema)} {writer.text(end)}"
         return f"{writer.text(f'{TAG}{name}>')} {value}"
+
+    def carries(self, name: str, depth: int = 0) -> bool:
+        is_end = name in ("", "invoke", "tool_call") or name.startswith("/")
+        return not is_end and name == name.strip() and ">" not in name
 
     def between(self, writer: Writer) -> str | None:
         return "LINE?"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from slipstream.engine.text.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer
 from slipstream.engine.text.tool_formats.json_calls import json_calls
-from slipstream.engine.text.tool_formats.literals import Literals
+from slipstream.engine.text.tool_formats.literals import NAME, Literals
 from slipstream.engine.text.tool_formats.values import properties
 
 
@@ -36,10 +36,13 @@ class Pythonic(ToolFormat):
         arguments = properties(
             tool,
             lambda name, schema: f"{writer.text(name + '=')} {value(schema)}",
-            self.name,
+            self,
             '", "',
         )
         return f'{writer.text(tool.name + "(")} {arguments} ")"'
+
+    def carries(self, name: str, depth: int = 0) -> bool:
+        return NAME.fullmatch(name) is not None
 
     def between(self, writer: Writer) -> str | None:
         return json.dumps(self.separator)

@@ -52,7 +52,8 @@ class Tagged(ToolFormat):
 
         def argument(name: str, schema: Mapping[str, Any]) -> str:
             is_string = is_text(schema)
-            head = writer.text(f"{begin}{name}{self.attributes(schema)}{named}{self.padding}")
+            key = self.escape(name) + self.attributes(schema)
+            head = writer.text(f"{begin}{key}{named}{self.padding}")
             value = (
                 text_rule(schema, writer, f"{tool.name}.{name}", stop)
                 if is_string
@@ -62,7 +63,7 @@ class Tagged(ToolFormat):
 
         tag = self.function[0] if self.end else ""  # without a section the trigger is the tag
         head = self.named(f"{tag}{tool.name}", f"{self.function[1]}{self.breaks[0]}", writer)
-        return f"{head} {properties(tool, argument, self.name)} {writer.text(self.function[2])}"
+        return f"{head} {properties(tool, argument, self)} {writer.text(self.function[2])}"
 
     def named(self, begin: str, end: str, writer: Writer) -> str:
         """The head of a function's tag: its beginning with the name, and what follows."""
@@ -71,6 +72,20 @@ class Tagged(ToolFormat):
     def attributes(self, schema: Mapping[str, Any]) -> str:
         """Attributes of an argument, written after its name."""
         return ""
+
+    def escape(self, name: str) -> str:
+        """An argument's name as it stands in its tag."""
+        return name
+
+    def unescape(self, name: str) -> str:
+        return name
+
+    def carries(self, name: str, depth: int = 0) -> bool:
+        begin, named, _ = self.argument
+        quote, end = begin[len(begin.rstrip('"')) :], named.lstrip('"')
+        written = f"{quote}{self.escape(name)}{self.attributes({})}{named}"
+        head, _, rest = written.partition(end)
+        return not rest and self.unescape(_head(head)[0]) == name
 
     def between(self, writer: Writer) -> str | None:
         if self.several:
@@ -128,7 +143,7 @@ class Tagged(ToolFormat):
             if not (yield from self._value(parser, value.append)):
                 return False
             key, attributes = _head("".join(head))
-            call.add(key, self.read("".join(value)), _is_string(attributes))
+            call.add(self.unescape(key), self.read("".join(value)), _is_string(attributes))
         call.end()
         if marker != self.function[2]:
             parser.put_back(marker)
@@ -163,7 +178,7 @@ def _head(text: str) -> tuple[str, str]:
     text = text.strip()
     if text[:1] in ('"', "'") and text[0] in text[1:]:
         name, _, attributes = text[1:].partition(text[0])
-        return name.replace("&quot;", '"').replace("&amp;", "&"), attributes
+        return name, attributes
     return text, ""
 
 
@@ -340,6 +355,12 @@ class KimiK3(Invocations):
         kinds = {part.get("type") for part in alternatives(schema)}
         kind = "string" if is_text(schema) else kinds.pop() if len(kinds) == 1 else "object"
         return f'" type="{"number" if kind == "integer" else kind or "object"}"'
+
+    def escape(self, name: str) -> str:
+        return name.replace("&", "&amp;").replace('"', "&quot;")
+
+    def unescape(self, name: str) -> str:
+        return name.replace("&quot;", '"').replace("&amp;", "&")
 
 
 class Muse(Invocations):

@@ -8,7 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slipstream.engine.grammars.schema_promises import translate
-from slipstream.engine.text.tool_formats.base import MAX_GRAMMAR, Parser, Tool, Writer, dumps
+from slipstream.engine.text.tool_formats.base import (
+    MAX_GRAMMAR,
+    Parser,
+    Tool,
+    ToolFormat,
+    Writer,
+    dumps,
+)
 from slipstream.errors import RequestError
 
 NOTES = {
@@ -26,7 +33,11 @@ NOTES = {
 
 
 def properties(
-    tool: Tool, write: Callable[[str, Mapping[str, Any]], str], form: str, between: str = ""
+    tool: Tool,
+    write: Callable[[str, Mapping[str, Any]], str],
+    form: ToolFormat,
+    between: str = "",
+    depth: int = 0,
 ) -> str:
     """The grammar of a tool's arguments in their order, those that are not required left out or not. `write` gives one's.
     RequestError if the schema says what can't be written so."""
@@ -36,7 +47,7 @@ def properties(
     if unknown or schema.get("type", "object") != "object":
         what = unknown[0] if unknown else "type"
         raise RequestError(
-            f"parameters of {tool.name}: {what} can't be enforced in the format {form!r}",
+            f"parameters of {tool.name}: {what} can't be enforced in the format {form.name!r}",
             field="tools",
         )
     required = set(schema.get("required", ()))
@@ -45,6 +56,13 @@ def properties(
         raise RequestError(
             f"parameters of {tool.name}: {missing[0]} is required and has no schema", field="tools"
         )
+    for name in schema.get("properties", {}):
+        if not form.carries(name, depth):
+            raise RequestError(
+                f"parameters of {tool.name}: {name!r} can't be the name of an argument in the format {form.name!r}; give it "
+                "another",
+                field="tools",
+            )
     whole, first = "", True  # from the last on: each with what separates it from the one before
     parts = [
         (name, write(name, with_defs(part, defs)))
@@ -63,7 +81,7 @@ def properties(
         if num_characters > MAX_GRAMMAR:
             raise RequestError(
                 f"parameters of {tool.name}: its grammar is longer than {MAX_GRAMMAR} characters in the format "
-                f"{form!r}; make more of them required, or have fewer",
+                f"{form.name!r}; make more of them required, or have fewer",
                 field="tools",
             )
         whole += ("" if first else " | ") + f"({text}{''.join(texts[begin + 1 :])})"
