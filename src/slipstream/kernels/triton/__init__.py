@@ -118,6 +118,10 @@ class TritonOps(OpSet):
     gather_inputs = staticmethod(rows.gather_inputs)
     write_tokens = staticmethod(rows.write_tokens)
     chain_places = staticmethod(rows.chain_places)
+    mamba2 = staticmethod(rules.mamba2)
+    short_conv = staticmethod(conv.short_conv)
+    causal_conv = staticmethod(conv.causal_conv)
+    selective_scan = staticmethod(scan.selective_scan)
 
     def __init__(
         self,
@@ -435,22 +439,8 @@ class TritonOps(OpSet):
             )
         return one_token_kernel.one_token(shape, layers, product, cos_sin, group, experts)
 
-    # Recurrent layers: `deterministic` computes prompts as it does answers, token by token.
-
     def gated_delta(self, *args: Any, **more: Any) -> Tensor:
         return rules.gated_delta(*args, **more, by_token=self.deterministic)
-
-    def mamba2(self, *args: Any, **more: Any) -> Tensor:
-        return rules.mamba2(*args, **more, by_token=self.deterministic)
-
-    def short_conv(self, *args: Any, **more: Any) -> Tensor:
-        return conv.short_conv(*args, **more, by_token=self.deterministic)
-
-    def causal_conv(self, *args: Any, **more: Any) -> Tensor:
-        return conv.causal_conv(*args, **more, by_token=self.deterministic)
-
-    def selective_scan(self, *args: Any, **more: Any) -> Tensor:
-        return scan.selective_scan(*args, **more, by_token=self.deterministic)
 
     def route(self, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
         return moe.route(*args, **more, one_way=self.deterministic)

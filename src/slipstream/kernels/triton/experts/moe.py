@@ -11,7 +11,8 @@ their load:
 
 All sums have a fixed order. `one_way` (`deterministic`): every number of tokens goes the way of 2,
 where a pair's product is one sum along K in the tensor core's steps, however many pairs share its
-tile, and rounding comes at one place. 4-bit codes are expanded and scaled before they are multiplied."""
+tile, and rounding comes at one place. 4-bit floats have one tile. The settings refuse it with GGUF
+types."""
 
 from __future__ import annotations
 
@@ -114,11 +115,9 @@ def moe_of_choice(
     tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, num_bins)
     if isinstance(up, CodedLinear) or isinstance(down, CodedLinear):
         expert = spec.expert
-        h = _one_product(
-            x.contiguous(), up, tiles, spec, expert.up_rows, gather=True, one_way=one_way
-        )
+        h = _one_product(x.contiguous(), up, tiles, spec, expert.up_rows, gather=True)
         inner = activation(h, expert.activation, gated=expert.gated)
-        y = _one_product(inner, down, tiles, spec, x.shape[1], gather=False, one_way=one_way)
+        y = _one_product(inner, down, tiles, spec, x.shape[1], gather=False)
         return combine(y, weights, tiles.inverse, added)
     inputs: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
     if not one_way and grouped_gemm.covers(inputs, up, down, tiles):
@@ -131,19 +130,12 @@ def moe_of_choice(
 
 
 def _one_product(
-    x: Activations,
-    w: Linear,
-    tiles: ExpertTiles,
-    spec: MoESpec,
-    num_rows: int,
-    *,
-    gather: bool,
-    one_way: bool,
+    x: Activations, w: Linear, tiles: ExpertTiles, spec: MoESpec, num_rows: int, *, gather: bool
 ) -> Tensor:
     """A product of experts of which some have weights in a GGUF type."""
     assert isinstance(x, Tensor)
     if isinstance(w, CodedLinear):
-        return gguf.expert_gemm(x, w, tiles, spec, num_rows, gather=gather, one_way=one_way)
+        return gguf.expert_gemm(x, w, tiles, spec, num_rows, gather=gather)
     return expert_gemm(x, w, tiles, spec, num_rows, x.dtype, gather=gather)
 
 

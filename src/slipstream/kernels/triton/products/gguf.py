@@ -562,25 +562,17 @@ def _experts_kernel(
 
 
 def expert_gemm(
-    x: Tensor,
-    w: CodedLinear,
-    tiles: ExpertTiles,
-    spec: MoESpec,
-    num_rows: int,
-    *,
-    gather: bool,
-    one_way: bool = False,
+    x: Tensor, w: CodedLinear, tiles: ExpertTiles, spec: MoESpec, num_rows: int, *, gather: bool
 ) -> Tensor:
-    """`gathered.expert_gemm` for experts' weights in a GGUF type. `one_way`: weights are scaled, not
-    sums, for any number of pairs."""
+    """`gathered.expert_gemm` for experts' weights in a GGUF type."""
     y = torch.empty(tiles.order.numel(), num_rows, dtype=x.dtype, device=x.device)
     block_n, warps, stages = (64, 4, 3) if tiles.tile_m <= 64 else (128, 8, 2)
     _experts_kernel[(triton.cdiv(num_rows, block_n), tiles.max_tiles)](
         x, w.weight, w.weight if w.high is None else w.high, w.factors, w.factors if w.d is None else w.d,
         x if w.bias is None else w.bias, y, tiles.order, tiles.starts, tiles.tile_ends, num_rows, w.inner,
         spec.num_local_experts, w.factors.shape[0], w.factors.shape[2], **_constants(w, x),
-        SCALED=tiles.tile_m <= SCALED_TOKENS and not one_way, HAS_BIAS=w.bias is not None, TOP_K=spec.num_experts_per_token,
-        GATHER=gather, UNSORTED=tiles.inverse is None, BLOCK_M=tiles.tile_m, BLOCK_N=block_n,
+        SCALED=tiles.tile_m <= SCALED_TOKENS, HAS_BIAS=w.bias is not None, TOP_K=spec.num_experts_per_token, GATHER=gather,
+        UNSORTED=tiles.inverse is None, BLOCK_M=tiles.tile_m, BLOCK_N=block_n,
         BLOCK_X=triton.next_power_of_2(spec.num_local_experts), num_warps=warps,
         num_stages=stages if x.dtype.itemsize == 2 else 1, **pdl_options(x),
     )  # fmt: skip

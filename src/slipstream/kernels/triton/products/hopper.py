@@ -51,10 +51,12 @@ LONG_ROW = 8192
 """Bytes of a row from which 64 outputs per thread block are better. The down product of Llama-3-70B
 over two GPUs (8,192 rows of 14,336 bytes) is 10 % faster in 128 thread blocks of 64 rows, which
 nearly fill 132 multiprocessors, than in 64 (`step_products_70b`)."""
+HALVED_ROWS = 4224
+"""Most rows of a weight that an unsplit product shares out to thread blocks by 32: by 64 they would
+occupy half of the multiprocessors."""
 WIDE = 65_536
-"""Rows of a 16-bit weight below which an unsplit product of few tokens has 64 outputs per thread
-block: 28,672 × 4,096 takes 8 µs less in 448 than in 224, of which the second wave would leave a
-third of the multiprocessors idle (`engine_deterministic_one`)."""
+"""Rows of a 16-bit weight below which an unsplit product copies 512 bytes of a row at once, not
+256."""
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.9
 
 
@@ -230,16 +232,16 @@ def skinny_gemm(
     its place. `whole`: K is not split, so T changes no bit of a row."""
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     (num_tokens, inner), outer, size = values.shape, w.weight.shape[0], values.element_size()
-    block_m, step, most = max(16, triton.next_power_of_2(num_tokens)), 256, MAX_STAGES
+    block_m, step = max(16, triton.next_power_of_2(num_tokens)), 256
     block_n, splits = _tile(outer, inner * size, block_m)
     if whole:
         splits = 1
         if block_m == 16:
-            block_n, step, most = _whole_tile(outer, inner * size, size, block_n)
+            block_n, step = _whole_tile(outer, inner * size, size, block_n)
     block_k = step // size
     tiles, num_steps = triton.cdiv(outer, block_n), triton.cdiv(inner, block_k)
     splits = min(splits, num_steps)
-    stages = min(most, SHARED_BYTES // ((max(block_n, ROWS.value) + block_m) * step))
+    stages = min(MAX_STAGES, SHARED_BYTES // ((max(block_n, ROWS.value) + block_m) * step))
     w_desc = TensorDescriptor(w.weight, [outer, inner], [inner, 1], [block_n, block_k], TILES[size])
     x_desc = TensorDescriptor(
         values, [num_tokens, inner], [inner, 1], [block_m, block_k], TILES[size]
@@ -263,10 +265,14 @@ def skinny_gemm(
     return y
 
 
-def _whole_tile(outer: int, row_bytes: int, size: int, block_n: int) -> tuple[int, int, int]:
-    """(BLOCK_N, bytes of a row that are copied at once, most stages) for an unsplit product of few
-    tokens."""
-    return (ROWS.value if size == 2 and outer < WIDE else block_n), 256, MAX_STAGES
+def _whole_tile(outer: int, row_bytes: int, size: int, block_n: int) -> tuple[int, int]:
+    """(BLOCK_N, bytes of a row that are copied at once) for an unsplit product of few tokens, timed
+    with Llama-3-8B's shapes (`engine_deterministic_tiles`). No tile changes a bit."""
+    if outer <= HALVED_ROWS and row_bytes >= LONG_ROW:
+        return ROWS.value // 2, 256
+    if outer < 12_288:
+        return ROWS.value, 512
+    return (128, 512) if size == 2 and outer < WIDE else (block_n, 256)
 
 
 def _tile(outer: int, row_bytes: int, block_m: int) -> tuple[int, int]:

@@ -15,8 +15,6 @@ from slipstream.kernels.states import CHUNK, SHORT, ConvParams, LayerState, Stat
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
 L2_EPS = tl.constexpr(1e-6)
-ANY_LENGTH = 1 << 30
-"""Tokens of a `short` sequence where all are computed token by token."""
 
 
 @triton.jit
@@ -249,13 +247,7 @@ def conv_chunks(
 
 
 def _conv(
-    x: Tensor,
-    state: LayerState,
-    meta: AttentionMetadata,
-    params: ConvParams,
-    *,
-    gated: bool,
-    by_token: bool,
+    x: Tensor, state: LayerState, meta: AttentionMetadata, params: ConvParams, *, gated: bool
 ) -> Tensor:
     (channels, width), states = params.weight.shape, states_of(meta)
     out = x.new_empty(len(x), channels)
@@ -263,33 +255,21 @@ def _conv(
     _conv_tokens_kernel[(triton.cdiv(channels, block), len(states.read))](
         x, state.conv, params.weight, params.weight if params.bias is None else params.bias, out, meta.query_start_loc,
         states.read, states.write, x.stride(0), C=channels, W=width, GATED=gated, SILU=params.silu,
-        HAS_BIAS=params.bias is not None, SHORT=ANY_LENGTH if by_token else SHORT, BLOCK=block,
-        ONE=not by_token and has_one_each(meta, len(x)), num_warps=4, **pdl_options(x),
+        HAS_BIAS=params.bias is not None, SHORT=SHORT, BLOCK=block, ONE=has_one_each(meta, len(x)),
+        num_warps=4, **pdl_options(x),
     )  # fmt: skip
-    if not by_token and has_long(meta):
+    if has_long(meta):
         conv_chunks(x, state, meta, params, out, gated=gated)
     return out
 
 
-def short_conv(
-    x: Tensor,
-    state: LayerState,
-    meta: AttentionMetadata,
-    params: ConvParams,
-    *,
-    by_token: bool = False,
-) -> Tensor:
-    """`OpSet.short_conv`. `by_token`: prompts, too, are computed token by token."""
-    return _conv(x, state, meta, params, gated=True, by_token=by_token)
+def short_conv(x: Tensor, state: LayerState, meta: AttentionMetadata, params: ConvParams) -> Tensor:
+    """`OpSet.short_conv`."""
+    return _conv(x, state, meta, params, gated=True)
 
 
 def causal_conv(
-    x: Tensor,
-    state: LayerState,
-    meta: AttentionMetadata,
-    params: ConvParams,
-    *,
-    by_token: bool = False,
+    x: Tensor, state: LayerState, meta: AttentionMetadata, params: ConvParams
 ) -> Tensor:
-    """`OpSet.causal_conv`. `by_token`: see `short_conv`."""
-    return _conv(x, state, meta, params, gated=False, by_token=by_token)
+    """`OpSet.causal_conv`."""
+    return _conv(x, state, meta, params, gated=False)

@@ -25,10 +25,11 @@ from slipstream.kernels.triton.recurrent.chunks import (
     prepare_channels_kernel,
     prepare_kernel,
 )
-from slipstream.kernels.triton.recurrent.conv import ANY_LENGTH, has_one_each
+from slipstream.kernels.triton.recurrent.conv import has_one_each
 from slipstream.kernels.triton.recurrent.tokens import tokens_kernel
 from slipstream.platform import platform_of
 
+ANY_LENGTH = 1 << 30
 VALUES = 32
 """Columns of a state in a program that passes states from chunk to chunk."""
 PER_WARP = 4096
@@ -50,7 +51,8 @@ def gated_delta(
     *,
     by_token: bool = False,
 ) -> Tensor:
-    """`OpSet.gated_delta`. `by_token`: prompts, too, are computed token by token."""
+    """`OpSet.gated_delta`. `by_token` (`deterministic`): prompts, too, are computed token by token, by
+    one variant of a kernel."""
     s = params.spec
     sizes = dict(
         H=s.num_heads, R=s.num_heads // s.num_key_heads, K=s.key_dim, V=s.value_dim, Q_AT=0, K_AT=s.q_size,
@@ -79,15 +81,8 @@ def gated_delta(
     return out
 
 
-def mamba2(
-    x: Tensor,
-    state: LayerState,
-    meta: AttentionMetadata,
-    params: Mamba2Params,
-    *,
-    by_token: bool = False,
-) -> Tensor:
-    """`OpSet.mamba2`. `by_token`: prompts, too, are computed token by token."""
+def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2Params) -> Tensor:
+    """`OpSet.mamba2`."""
     s = params.spec
     z, rows, raw = x, x[:, s.v_size :], x[:, s.time_at :]
     size = s.num_groups * s.key_dim
@@ -96,10 +91,10 @@ def mamba2(
         V_AT=0, DELTA=False,
     )  # fmt: skip
     low, high = s.time_limit
-    stages = 0 if by_token else _stages(meta, x, s.key_dim, s.value_dim, False)
+    stages = _stages(meta, x, s.key_dim, s.value_dim, False)
     in_one = not stages and s.norm is None and params.gated
     out = _tokens(
-        rows, raw, raw, z, state, meta, params, params.conv, params.skip, sizes, finish=in_one, one_way=by_token,
+        rows, raw, raw, z, state, meta, params, params.conv, params.skip, sizes, finish=in_one,
         low=low, high=high, eps=s.eps, scale=1.0, CHANNEL=False, TWICE=False, SIGMOID=s.gate == "sigmoid",
         SHORT=SHORT if stages else ANY_LENGTH,
     )  # fmt: skip
@@ -112,8 +107,8 @@ def mamba2(
     if not in_one and params.gated:
         groups = s.num_heads if s.norm is None else s.norm_groups
         _finish(
-            out, z, params.norm, s.eps, groups, one_way=by_token, SHARED=False,
-            FIRST=s.norm == "gate_first", SIGMOID=s.gate == "sigmoid",
+            out, z, params.norm, s.eps, groups, SHARED=False, FIRST=s.norm == "gate_first",
+            SIGMOID=s.gate == "sigmoid",
         )  # fmt: skip
     return out
 
@@ -131,15 +126,15 @@ def _tokens(
     sizes: dict[str, Any],
     *,
     finish: bool,
-    one_way: bool,
+    one_way: bool = False,
     low: float,
     high: float,
     eps: float,
     scale: float,
     **options: Any,
 ) -> Tensor:
-    """Computes the short sequences → [T, H · V], with room for the others. `one_way`: one variant of
-    the kernel for steps of one token each and for others."""
+    """Computes the short sequences → [T, H · V], with room for the others. `one_way`: steps of one
+    token each have no variant of their own."""
     assert meta.states is not None
     assert state.recurrent is not None
     heads, ratio, key_dim, value_dim = (sizes[name] for name in "HRKV")
@@ -240,22 +235,12 @@ def _stages(
 
 
 def _finish(
-    out: Tensor,
-    z: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    groups: int,
-    *,
-    one_way: bool = False,
-    **options: bool,
+    out: Tensor, z: Tensor, norm: Tensor | None, eps: float, groups: int, **options: bool
 ) -> None:
-    """Norms the `groups` of each row and multiplies them by their gate, in place. `one_way`: in one
-    tile for all numbers of tokens."""
+    """Norms the `groups` of each row and multiplies them by their gate, in place."""
     num_tokens, size = len(out), out.shape[1] // groups
     block = triton.next_power_of_2(size)
-    rows = max(1, FINISHED // block)
-    if not one_way:
-        rows = min(rows, triton.next_power_of_2(num_tokens))
+    rows = max(1, min(FINISHED // block, triton.next_power_of_2(num_tokens)))
     if num_tokens:
         finish_kernel[(triton.cdiv(num_tokens, rows), groups)](
             out, z, out if norm is None else norm, z.stride(0), num_tokens, eps, N=size, HAS_NORM=norm is not None,

@@ -72,14 +72,12 @@ def selective_scan(
     state: LayerState,
     meta: AttentionMetadata,
     params: MambaParams,
-    *,
-    by_token: bool = False,
 ) -> Tensor:
-    """`OpSet.selective_scan`. `by_token`: prompts, too, are computed token by token, not by scans."""
+    """`OpSet.selective_scan`."""
     s, states = params.spec, states_of(meta)
     assert state.recurrent is not None
     z, out = xz[:, s.width :], x.new_empty(x.shape)
-    tokens, block = (1, 64) if by_token or meta.max_query_len == 1 else (16, 16)
+    tokens, block = (1, 64) if meta.max_query_len == 1 else (16, 16)
     _scan_kernel[(triton.cdiv(s.width, block), len(states.read))](
         x, dt, b, c, z, state.recurrent, params.decay, params.time, params.skip, out, meta.query_start_loc, states.read,
         states.write, x.stride(0), dt.stride(0), b.stride(0), c.stride(0), z.stride(0),
