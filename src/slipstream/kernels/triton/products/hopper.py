@@ -267,7 +267,7 @@ def skinny_gemm(
 
 def _whole_tile(outer: int, row_bytes: int, size: int, block_n: int) -> tuple[int, int]:
     """(BLOCK_N, bytes of a row that are copied at once) for an unsplit product of few tokens, timed
-    with Llama-3-8B's shapes (`engine_deterministic_tiles`). No tile changes a bit."""
+    with Llama-3-8B's shapes (`kernels_deterministic_products`). No tile changes a bit."""
     if outer <= HALVED_ROWS and row_bytes >= LONG_ROW:
         return ROWS.value // 2, 256
     if outer < 12_288:
