@@ -633,7 +633,11 @@ def reduce_on_rank(rank: int, size: int, ports: Any, answers: Any, largest_kb: i
 
     from slipstream.kernels.layouts import NormParams
     from slipstream.kernels.triton import TritonOps
-    from slipstream.kernels.triton.rank_sums import MAX_BYTES, RankSums, try_rank_sums
+    from slipstream.kernels.triton.peer_collectives import (
+        MAX_BYTES,
+        CudaPeerCollectives,
+        try_peer_collectives,
+    )
     from slipstream.platform import platform_of
     from slipstream.platform.collectives import Rendezvous
     from slipstream.platform.peer_copies import try_peer_copies
@@ -647,7 +651,7 @@ def reduce_on_rank(rank: int, size: int, ports: Any, answers: Any, largest_kb: i
             ports.put(meeting.port)
     group = meeting.join(platform.collectives, device)
     begin = time.perf_counter()
-    try_rank_sums(group, 2 * ROW)
+    try_peer_collectives(group, 2 * ROW)
     found: dict[str, Any] = {
         "GPUs": size,
         "seconds of the start's test": time.perf_counter() - begin,
@@ -655,7 +659,7 @@ def reduce_on_rank(rank: int, size: int, ports: Any, answers: Any, largest_kb: i
     begin = time.perf_counter()
     try_peer_copies(group, platform, SIZES_KB[-1] * 1024 // (2 * ROW), ROW, torch.bfloat16)
     found["seconds of the copies' test"] = time.perf_counter() - begin
-    ops, sums = TritonOps(), group.sums
+    ops, sums = TritonOps(), group.peers
     norm = NormParams(
         kind="rms", weight=torch.ones(ROW, dtype=torch.bfloat16, device=device), eps=1e-5, bias=None
     )
@@ -687,10 +691,10 @@ def reduce_on_rank(rank: int, size: int, ports: Any, answers: Any, largest_kb: i
         "NCCL, exchange": ("exchange", always, lambda x, _: group.library_exchange(x)),
     }
 
-    def by(sums: RankSums) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+    def by(sums: CudaPeerCollectives) -> Callable[[torch.Tensor, torch.Tensor], Any]:
         return lambda x, residual: sums.normed(x, norm, residual, "fp8")[0].values
 
-    if isinstance(sums, RankSums):
+    if isinstance(sums, CudaPeerCollectives):
         found["one step up to, bytes"] = sums.one_step_rows * 2 * ROW
         ways |= {
             "one kernel": ("sum", sums.covers, lambda x, _: sums(x)),
@@ -714,7 +718,9 @@ def reduce_on_rank(rank: int, size: int, ports: Any, answers: Any, largest_kb: i
         forced = {"one step": 2**21, "two steps": 2 * ROW} if size > 2 else {}
         for name, one_step_bytes in forced.items():
             most = min(MAX_BYTES, one_step_bytes) if name == "one step" else MAX_BYTES
-            other = RankSums(group, 2 * ROW, most_bytes=most, one_step_bytes=one_step_bytes)
+            other = CudaPeerCollectives(
+                group, 2 * ROW, most_bytes=most, one_step_bytes=one_step_bytes
+            )
             other.map_memory()
             ways[name] = ("sum", other.covers, lambda x, _, other=other: other(x))
             ways[f"{name}, with its norm"] = ("sum", other.covers, by(other))

@@ -5,6 +5,7 @@ The chart is rendered by helm itself: `python -m tests.helm` fetches it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -490,3 +491,26 @@ def test_a_release_has_both_architectures_an_sdist_images_and_the_chart():
     assert manifests.BASE in text  # the wheel is tried in the image's base
     assert "secrets.REGISTRY_TOKEN" in text
     assert re.findall(r"secrets\.(\w+)", text) == ["REGISTRY_TOKEN"]
+
+
+# --- vendored JavaScript ---------------------------------------------------------------------------
+
+
+def test_vendored_files_are_those_that_the_locked_packages_gave():
+    """`python packaging/vendored/build.py` builds them again and compares."""
+    folder = PACKAGING / "vendored"
+    lines = (folder / "checksums").read_text().splitlines()
+    found = {path: digest for digest, path in (line.split("  ") for line in lines)}
+    shipped = {str(path.relative_to(ROOT)) for path in (ROOT / "src").rglob("*.min.js")}
+    assert shipped == found.keys()
+    for path, digest in found.items():
+        assert hashlib.sha256((ROOT / path).read_bytes()).hexdigest() == digest, path
+
+
+def test_each_vendored_package_is_locked_by_its_digest():
+    folder = PACKAGING / "vendored"
+    wanted = json.loads((folder / "package.json").read_text())["dependencies"]
+    locked = json.loads((folder / "package-lock.json").read_text())["packages"]
+    assert locked[""]["dependencies"] == wanted
+    for name, package in locked.items():
+        assert not name or package["integrity"].startswith("sha512-"), name

@@ -74,7 +74,9 @@ SPECIAL["internvl"] = ("<|im_start|>", "<|im_end|>", "<img>", "<IMG_CONTEXT>", "
 IMAGE["internvl"] = PLACEHOLDER["internvl"] = "<IMG_CONTEXT>"
 SPECIAL["llava"] = ("<s>", "</s>", "<image>")
 IMAGE["llava"] = PLACEHOLDER["llava"] = "<image>"
-for _name in ("internvl", "llava"):
+for _table in (SPECIAL, IMAGE, PLACEHOLDER):
+    _table["llava_next"] = _table["llava"]
+for _name in ("internvl", "llava", "llava_next"):
     TEMPLATES[_name] = TEMPLATES["smolvlm"].replace("<image>", IMAGE[_name])
 GEMMA4 = ("gemma4", "gemma4_large")
 """Gemma 4 like E2B and E4B (inputs of layers, bounds of products), and like 26B and 31B (pictures
@@ -169,7 +171,7 @@ def _config(family: str, **more: Any) -> Any:
         )
     if family in GEMMA4:
         return _gemma4_config(family, more)
-    if family in ("internvl", "llava"):
+    if family in ("internvl", "llava", "llava_next"):
         return _with_class_token(family, image, more)
     if family == "mistral3":
         text = {**_TEXT, "model_type": "mistral", "head_dim": 8, "sliding_window": None}
@@ -327,6 +329,11 @@ PROCESSING["llava"] = {
     "size": {"shortest_edge": 24},
     "crop_size": {"height": 24, "width": 24},
 }
+PROCESSING["llava_next"] = {
+    "image_processor_type": "LlavaNextImageProcessor",
+    **{key: PROCESSING["llava"][key] for key in ("size", "crop_size")},
+    "image_grid_pinpoints": [[24, 48], [48, 24], [48, 48], [72, 24], [24, 72]],
+}
 PROCESSING["mistral3"] = {
     "image_processor_type": "PixtralImageProcessor",
     "patch_size": {"height": 4, "width": 4},
@@ -359,10 +366,14 @@ def _with_class_token(family: str, image: int, more: dict[str, Any]) -> Any:
     import transformers as t
 
     sizes = dict(hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=2)
-    if family == "llava":
+    if family.startswith("llava"):
         vision = dict(model_type="clip_vision_model", **sizes, patch_size=4, image_size=24)
         own = dict(text_config={**_TEXT, "model_type": "llama"}, image_seq_length=36)
-        return t.LlavaConfig(vision_config=vision, image_token_index=image, **own, **more)
+        kind = t.LlavaConfig
+        if family == "llava_next":
+            kind, pinpoints = t.LlavaNextConfig, PROCESSING[family]["image_grid_pinpoints"]
+            own["image_grid_pinpoints"] = pinpoints
+        return kind(vision_config=vision, image_token_index=image, **own, **more)
     tower = {"use_mean_pooling": False, **more.pop("tower", {})}
     vision = dict(model_type="internvl_vision", attention_bias=True, **sizes, **tower)
     vision |= dict(patch_size=4, image_size=16)
@@ -387,6 +398,7 @@ def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
         "qwen2_vl": t.Qwen2VLForConditionalGeneration,
         "internvl": t.InternVLForConditionalGeneration,
         "llava": t.LlavaForConditionalGeneration,
+        "llava_next": t.LlavaNextForConditionalGeneration,
     }
     model = kinds[family](_config(family, **more)).eval()
     with torch.no_grad():
@@ -447,6 +459,9 @@ def their_processor(family: str) -> Any:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+    from transformers.models.llava_next.image_processing_pil_llava_next import (
+        LlavaNextImageProcessorPil,
+    )
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -461,6 +476,7 @@ def their_processor(family: str) -> Any:
         "mistral3": PixtralImageProcessorPil,
         "internvl": GotOcr2ImageProcessorPil,
         "llava": CLIPImageProcessorPil,
+        "llava_next": LlavaNextImageProcessorPil,
     }
     own = {k: v for k, v in PROCESSING[family].items() if k != "image_processor_type"}
     if family == "mistral3":  # as PixtralProcessor does

@@ -90,6 +90,13 @@ def digest(ids: list[int]) -> str:
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]
 
 
+def change(folder: Path, name: str, **values: object) -> None:
+    """Set values of a JSON file of a folder, which is made if it is not there."""
+    file = folder / name
+    old = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps(old | values))
+
+
 def write_gguf(path: Path, tokenizer: dict[str, object]) -> Path:
     """A GGUF file that holds a tokenizer alone."""
     import gguf

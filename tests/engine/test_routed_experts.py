@@ -10,8 +10,9 @@ from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
 from slipstream.compress.replay import replayed_routing
 from slipstream.config import EngineArgs, resolve
-from slipstream.errors import ConfigError, RequestError
+from slipstream.errors import ConfigError, OutOfMemoryError, RequestError
 from slipstream.spec.description import read_spec
+from slipstream.worker.start import sizing
 from tests import tiny_models
 from tests.engine.test_deterministic import CPU, GPU
 
@@ -53,6 +54,18 @@ def test_answers_have_their_tokens_experts_also_of_tokens_from_the_cache(made):
     with engine(path) as llm:
         assert check(theirs, llm.generate(PROMPTS, SAMPLING, progress=False)) == 0
         assert check(theirs, llm.generate(PROMPTS, SAMPLING, progress=False)) > 0
+
+
+def test_ledger_counts_the_experts_of_all_tokens_that_the_cache_holds(made, monkeypatch):
+    path, _ = made
+    with engine(path) as llm:
+        ledger = llm.core.ledger
+        held = ledger.num_blocks * ledger.block_size * 2 * 2 * 2  # layers, experts, bytes
+        assert ledger.returned_expert_bytes == held
+        assert any(line.startswith("tokens' experts: 0.0") for line in ledger.describe())
+    monkeypatch.setattr(sizing, "host_memory", lambda: (2**40, held - 1))
+    with pytest.raises(OutOfMemoryError, match=f"{held} bytes.*lower kv_cache_bytes"):
+        engine(path)
 
 
 @pytest.mark.parametrize(

@@ -139,15 +139,9 @@ def test_the_same_bits_in_every_kind_of_layer(tmp_path, family):
     check(tmp_path)
 
 
-def test_copies_that_take_longer_than_computing(tmp_path):
-    """150 MB a layer: a step that did not wait for a copy, or a copy that did not wait for a step, would be found."""
-    wide = {
-        **SHAPE,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 6,
-    }
+def write_wide(folder, num_layers):
+    """A config of layers of 150 MB."""
+    sizes = dict(hidden_size=2048, intermediate_size=8192, num_attention_heads=16)
     config = dict(
         architectures=["LlamaForCausalLM"],
         model_type="llama",
@@ -155,7 +149,14 @@ def test_copies_that_take_longer_than_computing(tmp_path):
         max_position_embeddings=256,
     )
     rest = dict(rms_norm_eps=1e-5, rope_theta=10000.0, hidden_act="silu", tie_word_embeddings=False)
-    (tmp_path / "config.json").write_text(json.dumps({**config, **wide, **rest}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, **SHAPE, **sizes, "num_hidden_layers": num_layers, **rest})
+    )
+
+
+def test_copies_that_take_longer_than_computing(tmp_path):
+    """150 MB a layer: a step that did not wait for a copy, or a copy that did not wait for a step, would be found."""
+    write_wide(tmp_path, 6)
     stream = check(tmp_path, share=0.7, load_format="dummy")
     assert stream.step_bytes > 400e6
 
@@ -169,21 +170,7 @@ def test_a_checkpoint_that_is_rounded(tmp_path):
 
 
 def test_the_start_holds_one_layer_beside_what_stays(tmp_path):
-    wide = {
-        **SHAPE,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 8,
-    }
-    config = dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
-        vocab_size=512,
-        max_position_embeddings=256,
-    )
-    rest = dict(rms_norm_eps=1e-5, rope_theta=10000.0, hidden_act="silu", tie_word_embeddings=False)
-    (tmp_path / "config.json").write_text(json.dumps({**config, **wide, **rest}))
+    write_wide(tmp_path, 8)
     platform = platform_of(CUDA)
     whole = load(tmp_path, load_format="dummy")
     one, total = layer_bytes(whole.decoder.layers[0]), whole.weights_bytes

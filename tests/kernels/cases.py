@@ -271,3 +271,23 @@ def sampling_cases(max_rows: int = 5) -> st.SearchStrategy[tuple[Tensor, Samplin
 def rows_of(part: Packed, which: Tensor) -> Tensor:
     """Rows [n] of a packed weight, float32 [n, inner]."""
     return torch.from_numpy(part.rows_of(which.numpy()))
+
+
+def draw_layout(data: st.DataObject, shape: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of a QKVLayout for a step of this shape: with and without positions and norms."""
+    dim = shape.head_dim
+    rotary = data.draw(st.sampled_from([0, 8, dim]))
+    torch.manual_seed(shape.seed)
+    angles = torch.rand(1024, rotary // 2) * 6
+    normed = data.draw(st.booleans())
+    return {
+        "num_heads": shape.num_heads,
+        "num_kv_heads": shape.num_kv_heads,
+        "head_dim": dim,
+        "cos_sin": torch.cat((angles.cos(), angles.sin()), dim=-1) if rotary else None,
+        "interleaved": data.draw(st.booleans()),
+        "q_norm": torch.randn(dim).to(dtype) if normed else None,
+        "k_norm": torch.randn(dim).to(dtype) if normed else None,
+        "norm_offset": data.draw(st.sampled_from([0.0, 1.0])),
+        "norm_after": data.draw(st.booleans()),
+    }

@@ -1,4 +1,4 @@
-"""Ranks in one process, over memory that all of them hold: what `rank_sums` needs of a group."""
+"""Ranks in one process, over memory that all of them hold: what `peer_collectives` needs of a group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Rank:
     """A group as a rank sees it. The ranks make their calls one after another."""
 
     def __init__(self, rank, memories, device="cpu"):
-        self.rank, self.size, self.memories, self.sums = rank, len(memories), memories, None
+        self.rank, self.size, self.memories, self.peers = rank, len(memories), memories, None
         self.device = torch.device(device)
 
     def share(self, num_bytes):
@@ -53,10 +53,11 @@ def call(sums, op):
 
 def are_empty(ranks):
     """Whether nothing that was sent lies in any rank's memory."""
-    from slipstream.kernels.triton import rank_sums  # imports Triton
+    from slipstream.kernels.triton import peer_collectives  # imports Triton
 
     return all(
-        bool((r._peers[r.group.rank].view(torch.int32) == rank_sums.EMPTY).all()) for r in ranks
+        bool((r._peers[r.group.rank].view(torch.int32) == peer_collectives.EMPTY).all())
+        for r in ranks
     )
 
 

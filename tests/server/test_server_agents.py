@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -357,6 +359,35 @@ def test_stream_shows_life_while_its_answer_takes_long(path, monkeypatch):
     assert text.startswith(": ping\n\n")
     rest = text.replace(": ping\n\n", "")
     assert all(re.fullmatch(r"(event: .+\n)?data: .+", one) for one in rest.strip().split("\n\n"))
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_fleets_gateway_is_told_of_life_until_the_stream_begins(path, monkeypatch):
+    """The gateway takes the first bytes of an answer for its first token."""
+    monkeypatch.setattr(generation, "PING_S", 0.02)
+    with serving(FakeEngine(delay_s=0.1), fleet_key="key") as server:
+        url = urlsplit(server.url)
+        body = json.dumps({"model": "fake", "stream": True, **ASKED[path]}).encode()
+        lines = [
+            f"POST {path} HTTP/1.1",
+            "host: 127.0.0.1",
+            "x-slipstream-fleet: key 0123 5",
+            "anthropic-version: 2023-06-01",
+            "content-type: application/json",
+            "connection: close",
+            f"content-length: {len(body)}",
+        ]
+        with socket.create_connection((url.hostname, url.port)) as to:
+            to.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+            *told, last = iter(lambda: to.recv(65536), b"")
+    got = b"".join((*told, last)).decode()
+    kind = "application/x-ndjson" if path == "/api/chat" else "text/event-stream; charset=utf-8"
+    life = f"HTTP/1.1 102 Processing\r\ncontent-type: {kind}\r\n\r\n"
+    begun = got.index("HTTP/1.1 200 OK\r\n")
+    assert got[:begun] == life * got[:begun].count(life) != ""
+    assert "102 Processing" not in got[begun:]
+    assert ": ping" not in got
+    assert ":t " in got
 
 
 def test_unknown_fields_and_blocks_are_refused_in_the_words_on_which_clients_leave_them_out(http):

@@ -67,7 +67,8 @@ def test_plan_takes_the_form_that_carries_more_requests_a_device(
 ):
     args = EngineArgs(model=str(FOLDER), quantization="fp8")
     engine = plan_engine(args, read_spec(FOLDER), find_device("h200"))
-    tried = SimpleNamespace(rate=by_context)
+    tried = SimpleNamespace(rate=by_context and by_context / 2)
+    searched = SimpleNamespace(rate=by_context)
     monkeypatch.setattr(recommend, "find_capacity", lambda *args, **more: tried)
 
     def choose(length):
@@ -75,20 +76,23 @@ def test_plan_takes_the_form_that_carries_more_requests_a_device(
             workload=SimpleNamespace(mean_lengths=(length, 100)), objectives=None, seed=0
         )
         before = SimpleNamespace(rate=rate)
-        return recommend.by_context(engine, before, load, 2, None, lambda: None), before
+        given = engine, before, {"max_num_mixed_tokens": 4096}
+        tune = lambda engine, capacity: (engine, searched, {"max_num_mixed_tokens": 512})
+        return recommend.by_context(given, load, 2, None, lambda: None, tune), given
 
-    (found, capacity, notes), before = choose(65536)
+    ((found, capacity, limits), notes), given = choose(65536)
     assert (found.num_gpus, found.args.context_parallel_size) == (chosen, chosen)
-    assert capacity is (tried if chosen > 1 else before)
+    assert (capacity, limits["max_num_mixed_tokens"]) == (
+        (searched, 512) if chosen > 1 else (given[1], 4096)
+    )
     assert notes == [] if said is None else said in notes[0]
-    short, before = choose(1000)  # not tried
-    assert short == (engine, before, [])
+    short, given = choose(1000)  # not tried
+    assert short == (given, [])
 
 
 def test_plan_does_not_try_what_the_engine_refuses(monkeypatch):
     folder = Path("benchmarks/configs/gpt-oss-20b").resolve()  # windows and sinks
     engine = plan_engine(EngineArgs(model=str(folder)), read_spec(folder), find_device("h200"))
     load = SimpleNamespace(workload=SimpleNamespace(mean_lengths=(65536, 100)))
-    found = recommend.by_context(engine, SimpleNamespace(rate=1.0), load, 8, None, lambda: None)
-    assert found[0] is engine
-    assert found[2] == []
+    given = engine, SimpleNamespace(rate=1.0), None
+    assert recommend.by_context(given, load, 8, None, lambda: None, None) == (given, [])

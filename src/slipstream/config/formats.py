@@ -10,6 +10,7 @@ from slipstream.config.sections import Origin
 from slipstream.config.settings import DeviceInfo, DType, EngineArgs, one_of
 from slipstream.errors import ConfigError
 from slipstream.spec.devices.gpu_archs import gpu_arch, least_with_fp8
+from slipstream.spec.model import ModelSpec
 from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
 from slipstream.spec.stored.gguf_types import FORMS as GGUF_FORMS
 from slipstream.spec.stored.native_formats import is_product
@@ -70,13 +71,7 @@ def parameters_of_4_bits(
         return sum(math.prod(model.shapes[name]) for name in own)
     if scheme is None or scheme.experts_only or scheme.name not in FOUR_BITS:
         return 0
-    spec = model.spec
-    return sum(
-        p.rows * p.inner
-        for x in spec.all_layers
-        for p in x.weight_shapes(spec.hidden_size)
-        if p.copies == 1
-    )
+    return _product_parameters(model.spec)
 
 
 def parameters_of_8_bits(
@@ -94,13 +89,7 @@ def parameters_of_8_bits(
         )
     if quantization is None or SCHEMES[quantization].name != "int8":
         return 0
-    spec = model.spec
-    return sum(
-        p.rows * p.inner
-        for x in spec.all_layers
-        for p in x.weight_shapes(spec.hidden_size)
-        if p.copies == 1
-    )
+    return _product_parameters(model.spec)
 
 
 def has_formats(model: ModelDescription) -> bool:
@@ -165,3 +154,9 @@ def check_formats(
             f"capability {needed} or more; {has}: take a checkpoint in int8, int4 or 16 bits",
             field="model",
         )
+
+
+def _product_parameters(spec: ModelSpec) -> int:
+    """The number of parameters in products, without experts."""
+    shapes = (p for x in spec.all_layers for p in x.weight_shapes(spec.hidden_size))
+    return sum(p.rows * p.inner for p in shapes if p.copies == 1)

@@ -14,7 +14,7 @@ from slipstream.errors import OutOfMemoryError
 from slipstream.spec.adapter_slots import ALONE, SlotLayout
 from slipstream.spec.cache import CacheGroup, blocks_of_sequence
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.model import ModelSpec
+from slipstream.spec.model import ModelSpec, MoESpec
 from slipstream.spec.parallel import COPIED_SUMS_FROM, Shard
 from slipstream.spec.parameters import Shape, keeps_float32, parameters
 from slipstream.spec.scheme import Scheme, WeightForm, WeightFormat
@@ -135,6 +135,17 @@ def block_bytes(spec: ModelSpec, block_size: int, dtype_bytes: float) -> int:
     · (kv_rank + rotary_dim) · bytes · block_size.
     """
     return spec.block_bytes_per_token(dtype_bytes) * block_size
+
+
+EXPERT_NUMBER_BYTES = 2  # int16
+
+
+def returned_expert_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Bytes of the host's memory for the experts of a block's tokens, which answers come with."""
+    chosen = [x.mlp.num_experts_per_token for x in spec.layers if isinstance(x.mlp, MoESpec)]
+    if not config.model.routed_experts:
+        return 0
+    return EXPERT_NUMBER_BYTES * len(chosen) * max(chosen) * config.cache.block_size
 
 
 MAX_BLOCKS = 2**22
@@ -331,6 +342,7 @@ class MemoryLedger:
     state_bytes: int = 0
     num_states: int = 0
     host_expert_bytes: int = 0  # in the host's memory, next to a GPU
+    returned_expert_bytes: int = 0  # in the host's memory, of all tokens that the cache holds
     num_caches: int = 1  # ranks with their own requests, each with a cache of `num_blocks`
 
     @property
@@ -420,6 +432,10 @@ class MemoryLedger:
             lines.append(
                 f"experts: {self.host_expert_bytes / 2**30:.2f} GiB of the host's memory, computed there"
             )
+        if self.returned_expert_bytes:
+            lines.append(
+                f"tokens' experts: {self.returned_expert_bytes / 2**30:.2f} GiB of the host's memory"
+            )
         if self.forms:
             lines.append(f"weights of products: {self.describe_forms()}")
         return lines
@@ -478,7 +494,10 @@ def size_cache(
     if spec.is_recurrent:
         num_states = agree(size_states(config, slot, budget))
         budget -= num_states * slot
-    num_blocks = plan_kv(budget_bytes=budget, block_bytes=block) if block else keyed_blocks(config)
+    experts = returned_expert_bytes(config, spec)
+    on_host = config.cache.kv_cache_bytes is None and not config.device.info.is_cuda
+    each = block + experts if on_host else block
+    num_blocks = plan_kv(budget_bytes=budget, block_bytes=each) if block else keyed_blocks(config)
     if spec.is_encoder:
         num_blocks = min(num_blocks, scratch_blocks(config))
     num_blocks = agree(num_blocks)
@@ -539,5 +558,6 @@ def size_cache(
         ),
         handover_bytes=0 if config.cache.handover is None else config.cache.handover.limit_bytes,
         disk_tier_bytes=(config.cache.disk_bytes or 0) // config.parallel.num_ranks,
+        returned_expert_bytes=num_blocks * experts,
         num_caches=config.parallel.stage.num_caches,
     )

@@ -232,8 +232,8 @@ class BeamSearches:
         return self._beam(search, rows[0])
 
     def forget(self, request_ids: Iterable[str]) -> list[str]:
-        """Forget those of these requests that are searches. Returns the engine requests to end: the
-        others, and the beams of the searches."""
+        """End the beam searches among these requests. Returns the engine requests to end: the beams
+        of those searches, and the given requests that are no search."""
         found: list[str] = []
         for request_id in request_ids:
             search = self._running.pop(request_id, None)
@@ -388,7 +388,7 @@ class BeamSearches:
                 taken.ended.extend(self._freed([row for row in search.rows if row not in used]))
 
     def _freed(self, rows: Iterable[int]) -> list[str]:
-        """The requests that have had these rows."""
+        """Take the rows from their beams. Returns the beams' engine requests."""
         names = [self._names[row] for row in rows if self._names[row]]
         for name in names:
             self._names[self._owners.pop(name)[1]] = ""

@@ -11,6 +11,7 @@ Shapes: N patches of all pictures, E the encoder's hidden size, C channels, P a 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,6 +36,7 @@ from slipstream.spec.media.vision import (
     AxisPositionSpec,
     ConcatConnector,
     Connector,
+    GridPositionSpec,
     ImageProcessing,
     MLPConnector,
     PatchGrid,
@@ -91,7 +93,8 @@ class Clamped:
 
     @classmethod
     def of(cls, linear: Linear, bounds: Tensor, rows: Sequence[int]) -> Clamped:
-        """`bounds` [n, 4] are those of n products of `rows` each (`spec.media.vision.BOUNDS`)."""
+        """A linear of n products: product i has `rows[i]` rows and the bounds `bounds[i]`
+        (`spec.media.vision.BOUNDS`)."""
         counts = torch.tensor(rows, device=bounds.device)
         low, high = (bounds[:, i].repeat_interleave(counts) for i in (2, 3))
         inputs = list[tuple[float, float, slice]]()
@@ -237,6 +240,7 @@ class ImageTower:
         self.first_norm = None if first is None else build_norm(first, "vision.first_norm", own)
         self.class_token = own.pop("vision.class_token.weight", None)
         self.positions = own.pop("vision.positions.weight", None)
+        self.row_end = own.pop("vision.row_end.weight", None)
         if isinstance(spec.position, AxisPositionSpec) and self.positions is not None:
             self.positions = self.positions.flatten(0, 1)
         self.layers = [
@@ -307,10 +311,28 @@ class ImageTower:
         )
 
     @torch.inference_mode()
-    def __call__(self, pictures: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(
+        self, pictures: Sequence[Tensor], sizes: Sequence[tuple[int, int]] = ()
+    ) -> list[Tensor]:
         """Pixels, uint8 [height, width, C], of whole groups of patches → the token embeddings of
         each picture, with those for DeepStack next to them: [num_tokens, (1 + layers) · text
-        size]."""
+        size]. `sizes`: rows and columns of tokens, of which a model with pinpoints needs those of
+        pictures in several tiles."""
+        if self.row_end is None:
+            return self._in_passes(pictures)
+        grid = self.spec.position
+        assert isinstance(grid, GridPositionSpec)
+        cut = [tiles_of(picture, grid.side * self.spec.patch_size) for picture in pictures]
+        encoded = iter(self._in_passes([tile for tiles in cut for tile in tiles.flatten(0, 1)]))
+        found = list[Tensor]()
+        for i, tiles in enumerate(cut):
+            own = [next(encoded) for _ in range(tiles.shape[0] * tiles.shape[1])]
+            if len(own) > 1:
+                own = [joined(torch.stack(own), tiles.shape[0], sizes[i], self.row_end)]
+            found.append(own[0])
+        return found
+
+    def _in_passes(self, pictures: Sequence[Tensor]) -> list[Tensor]:
         counts = [self.spec.grid(*picture.shape[:2]).num_patches for picture in pictures]
         ends = pass_ends(counts, self.most_patches)
         return [
@@ -466,6 +488,23 @@ class ImageTower:
 
     def _placed(self, index: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(index)).to(self.device)
+
+
+def tiles_of(picture: Tensor, side: int) -> Tensor:
+    """[height, width, C] → [rows, columns, side, side, C]."""
+    return picture.unflatten(1, (-1, side)).unflatten(0, (-1, side)).transpose(1, 2)
+
+
+def joined(tiles: Tensor, num_rows: int, size: tuple[int, int], row_end: Tensor) -> Tensor:
+    """Token embeddings of a picture's tiles [n, side², E], in `num_rows` rows → those in the middle of their grid, with
+    `row_end` [1, E] after each row. `size` counts rows and columns, with that one."""
+    side = math.isqrt(tiles.shape[1])
+    grid = tiles.view(num_rows, -1, side, side, tiles.shape[-1]).transpose(1, 2).flatten(2, 3)
+    grid = grid.flatten(0, 1)  # [rows, columns, E]
+    rows, columns = size[0], size[1] - 1
+    top, left = (grid.shape[0] - rows) // 2, (grid.shape[1] - columns) // 2
+    grid = grid[top : top + rows, left : left + columns]
+    return torch.cat((grid, row_end.to(grid).expand(rows, 1, -1)), dim=1).flatten(0, 1)
 
 
 def pass_ends(counts: Sequence[int], most: int) -> list[int]:

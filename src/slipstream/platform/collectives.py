@@ -1,7 +1,7 @@
 """Sums and collections over the ranks that compute one model together, through `torch.distributed`.
 
 GPUs use NCCL, CPUs gloo. A process belongs to one group. If GPUs can write to each other's memory,
-sums of up to some megabytes are one kernel (`PeerSums`): NCCL's start costs more than their bytes.
+sums of up to some megabytes are one kernel (`PeerCollectives`): NCCL's start costs more than their bytes.
 NVLink multicast is never used.
 """
 
@@ -82,8 +82,7 @@ class Rendezvous:
         """
         self.rank, self.size, self.mixed = rank, size, mixed
         self.local_rank, self.local_size = on_host or (rank, size)
-        if (interface := _interface_to(host)) is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        self._host = host
         wait = datetime.timedelta(seconds=TIMEOUT_S)
         store = dist.TCPStore  # type: ignore[attr-defined]
         self._store = store(
@@ -92,7 +91,13 @@ class Rendezvous:
         self.port = int(self._store.port)
 
     def join(self, backend: str, device: torch.device) -> RankGroup:
-        """Wait for all ranks; returns their group. `backend`: the platform's `collectives`."""
+        """Wait for all ranks; returns their group. `backend`: the platform's `collectives`.
+
+        gloo reads its network interface from this process's environment, for this group and the
+        later ones. `GLOO_SOCKET_IFNAME` is set here if the user has not set it.
+        """
+        if (interface := _interface_to(self._host)) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         wait = datetime.timedelta(seconds=TIMEOUT_S)
         backend = "gloo" if self.mixed else backend
         own = device if backend == "nccl" else None
@@ -175,7 +180,7 @@ class Pipe:
         return x.to(self._device)
 
 
-class PeerSums(Protocol):
+class PeerCollectives(Protocol):
     """`RankGroup`'s sums, and what it scatters, gathers and exchanges, through other ranks' memory."""
 
     def covers(
@@ -231,7 +236,7 @@ class RankGroup:
         `through_host`: only stages and numbers (`least`) are exchanged, through host memory."""
         self.rank, self.size, self.device, self._handle = rank, size, device, handle
         self._through_host = through_host
-        self.sums: PeerSums | None = None
+        self.peers: PeerCollectives | None = None
         """Set if ranks write to each other's memory."""
         self.beside: OverlappedSums | None = None
         """Set if sums of long steps overlap with products."""
@@ -263,7 +268,7 @@ class RankGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, bitwise equal on every rank. x may be overwritten."""
-        sums = self.sums
+        sums = self.peers
         return sums(x) if sums is not None and sums.covers(x) else self.library_sum(x)
 
     def library_sum(self, x: Tensor) -> Tensor:
@@ -271,7 +276,7 @@ class RankGroup:
         if self.in_order and (self.size > 2 or x.is_cuda):  # of gloo's two every order is the same
             wide = torch.float32 if x.is_floating_point() else x.dtype
             parts = (part.to(wide) for part in self.library_gather(x))
-            return x.copy_(functools.reduce(torch.add, parts))  # rounded once, as by `sums`
+            return x.copy_(functools.reduce(torch.add, parts))  # rounded once, as by `peers`
         dist.all_reduce(x, group=self._handle)
         return x
 
@@ -312,7 +317,7 @@ class RankGroup:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """[T, …] → [⌈T / size⌉, …]: this rank's share of the sum of all ranks' x, with zeros after
         the last rows. x may be overwritten."""
-        sums = self.sums
+        sums = self.peers
         if sums is not None and sums.covers(x, "scatter"):
             return sums.scatter(x)
         if missing := -len(x) % self.size:
@@ -330,7 +335,7 @@ class RankGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[…] → [size, …], by rank."""
-        sums = self.sums
+        sums = self.peers
         return (
             sums.gather(x)
             if sums is not None and sums.covers(x, "gather")
@@ -347,7 +352,7 @@ class RankGroup:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """[n · size, …] → [size, n, …]: by rank, its part of x for this rank."""
-        sums = self.sums
+        sums = self.peers
         return (
             sums.exchange(x)
             if sums is not None and sums.covers(x, "exchange")

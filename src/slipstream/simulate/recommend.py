@@ -16,7 +16,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from slipstream.bench.load import ClosedLoop
 from slipstream.bench.session_metrics import AgentSummary
@@ -160,6 +160,10 @@ class OfferedLoad:
         )
 
 
+Tuned: TypeAlias = "tuple[PlannedEngine, Capacity, dict[str, int] | None]"
+"""An engine, what it carries, and its limits that a search changed; None: nothing was searched."""
+
+
 def plan_device(
     args: EngineArgs,
     description: ModelDescription,
@@ -192,13 +196,19 @@ def plan_device(
             notes.append(
                 f"one GPU alone does not meet the objectives; {num_gpus} that share the model do"
             )
-    if args.context_parallel_size == 1 and hardware.is_gpu:
-        engine, capacity, said = by_context(engine, capacity, load, most, acceptance, on_run)
-        notes += said
-    limits: dict[str, int] | None = None
     of_sessions = isinstance(load.workload, SessionWorkload)
-    if search and capacity.rate is not None and not of_sessions:
-        engine, capacity, limits = best_limits(engine, capacity, load, on_run)
+
+    def tune(engine: PlannedEngine, capacity: Capacity) -> Tuned:
+        if capacity.rate is None or of_sessions or not search:
+            return engine, capacity, None
+        return best_limits(engine, capacity, load, on_run)
+
+    engine, capacity, limits = tune(engine, capacity)
+    if args.context_parallel_size == 1 and hardware.is_gpu:
+        (engine, capacity, limits), said = by_context(
+            (engine, capacity, limits), load, most, acceptance, on_run, tune
+        )
+        notes += said
     if of_sessions:  # the search ended where more sessions bring nothing
         full = capacity.run or capacity.alone
     else:
@@ -280,21 +290,23 @@ def smallest(
 
 
 def by_context(
-    engine: PlannedEngine,
-    capacity: Capacity,
+    given: Tuned,
     load: OfferedLoad,
     max_gpus: int,
     acceptance: AcceptanceRates | None,
     on_run: Callable[[], None],
-) -> tuple[PlannedEngine, Capacity, list[str]]:
+    tune: Callable[[PlannedEngine, Capacity], Tuned],
+) -> tuple[Tuned, list[str]]:
     """Returns an engine whose devices share out keys by tokens, if it carries more requests a device
-    within the objectives than `engine`; else the given ones. And what a reader is told.
+    within the objectives than the given one; else that. And what a reader is told.
 
-    Only for long contexts: each device reads all weights, so short ones gain nothing.
+    `tune` searches an engine's limits; those of `given` are searched. Only for long contexts: each
+    device reads all weights, so short ones gain nothing.
     """
+    engine, capacity, limits = given
     n_in, n_out = load.workload.mean_lengths
     if n_in + n_out < LONG_CONTEXT:
-        return engine, capacity, []
+        return given, []
     others = [n for n in (2, 4, 8) if engine.num_gpus <= n <= max_gpus]
     if capacity.rate is not None:  # the same number of devices, or two against two replicas
         others = others[:1]
@@ -305,30 +317,33 @@ def by_context(
                 args, engine.description, engine.hardware, num_gpus=n, acceptance=acceptance
             )
         except (ConfigError, OutOfMemoryError):  # a form of model or cache that has no such ranks
-            return engine, capacity, []
+            return given, []
         found = find_capacity(
             tried.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run
         )
         if found.rate is None:
             continue
+        tried, found, changed = tune(tried, found)
+        changed = changed if limits is None else limits | (changed or {})
+        tuned, rate = (tried, found, changed), found.rate or 0.0
         what = (
-            f"estimated (by an 8B's times on two H200s) before a search of limits: keys shared out by tokens over {n} devices "
-            f"carry {found.rate:.3g} requests/s"
+            f"estimated (by an 8B's times on two H200s): keys shared out by tokens over {n} devices carry "
+            f"{rate:.3g} requests/s"
         )
         if capacity.rate is None:
-            return tried, found, [f"{what}, and no other form meets the objectives: that pays"]
+            return tuned, [f"{what}, and no other form meets the objectives: that pays"]
         same = capacity.rate * n / engine.num_gpus
         form = "replicas" if engine.num_gpus == 1 else "devices that share heads"
         what += f", {n} {form} {same:.3g}"
-        if found.rate > MORE * same:
-            return tried, found, [f"{what}: context parallelism pays"]
-        return engine, capacity, [f"{what}: context parallelism does not pay"]
-    return engine, capacity, []
+        if rate > MORE * same:
+            return tuned, [f"{what}: context parallelism pays"]
+        return given, [f"{what}: context parallelism does not pay"]
+    return given, []
 
 
 def best_limits(
     engine: PlannedEngine, capacity: Capacity, load: OfferedLoad, on_run: Callable[[], None]
-) -> tuple[PlannedEngine, Capacity, dict[str, int]]:
+) -> Tuned:
     """Tries fewer tokens in steps with decodes, and keeps a limit that carries `MORE` times the
     rate.
 

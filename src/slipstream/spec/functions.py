@@ -48,7 +48,8 @@ class ClampedSilu:
 class Xielu:
     """x / 2 + positive · x² above 0, x / 2 + negative · (eˣ − 1 − x) below (xIELU, arXiv:2411.13010), for MLPs without a gate.
 
-    Each layer has learned the two numbers. A spec has those that training began with."""
+    The checkpoint has each layer's own `positive` and `negative`, which were learned. The defaults
+    are the values before training."""
 
     positive: float = 0.8
     negative: float = 0.8

@@ -53,7 +53,7 @@ MAY_END = 0.01
 """Chance that the model's own answer is empty, from which on a served one that is empty is no fault."""
 
 NAMED_BY = 12
-"""Answers of which the size of a fault of the distribution is the mean, since its cause is told by it."""
+"""Minimum number of answers over which the size of a fault is averaged: the size tells the cause."""
 
 ROUNDED, OTHER = 0.02, 0.8
 """Mean KL in nats: up to the first as 8 bits leave it, up to the second as 4 bits do."""

@@ -26,7 +26,7 @@ def build_executor(
     """Find the model and the device, resolve the settings, and load the model.
 
     `progress` is called as each phase begins. `known`: see `load_runner`. `forks`: see
-    `ProcessExecutor.build`.
+    `ProcessExecutor`.
     """
     if args.cpu_layers is not None:
         from slipstream.worker.ranks.process_executor import settled
@@ -35,7 +35,7 @@ def build_executor(
     if num_ranks(args) > 1:
         from slipstream.worker.ranks.process_executor import ProcessExecutor
 
-        return ProcessExecutor.build(args, progress=progress, forks=forks)
+        return ProcessExecutor(args, progress=progress, forks=forks)
     wake_gpu(args.device)
     from slipstream.worker.local_executor import LocalExecutor
 

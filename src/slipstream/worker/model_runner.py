@@ -199,9 +199,13 @@ class ModelRunner(Runner):
         return draw_by
 
     def prepare(self, plan: StepPlan) -> InputBatch:
-        """Drop, make and extend rows, copy shared blocks, and encode new prompts."""
-        rows = self.rows
-        self.settle()
+        """Drop, make and extend rows, copy shared blocks, and encode new prompts.
+
+        What follows a step that a CPU still computes is gathered meanwhile, but for the tokens.
+        """
+        rows, begun = self.rows, self._begun
+        if begun is None or not begun.goes_on_in(plan):
+            self.settle()
         if self._first is not None:
             self._first.before(plan)
         adapters: dict[int, int] = {}
@@ -223,7 +227,12 @@ class ModelRunner(Runner):
                 self.draft.copy_blocks(sources * scale, targets * scale)
         if rows.cross is not None and (texts := encoder_batch(rows, plan)) is not None:
             self.forwards.encode(texts[0], self.kv, texts[1])
-        return InputBatch(self.kv, plan, rows)
+        batch = InputBatch(self.kv, plan, rows)
+        if self._begun is not None:
+            array, token_ids = self.platform.values.array, batch.token_ids
+            self.settle()
+            array(token_ids)[:] = array(begun.tokens)
+        return batch
 
     def sample(
         self,
@@ -268,15 +277,9 @@ class ModelRunner(Runner):
             self.rows.write(sampled.rows, sampled.positions, tokens)
         if self._last is not None:
             self._last.drawn(tokens)
-        return InFlightStep(
-            plan,
-            sampled,
-            self.platform.to_host(tokens),
-            self.platform.record(),
-            logprobs,
-            extras,
-            pooled,
-        )
+        copied = self.platform.to_host(tokens)
+        done = self.platform.record()
+        return InFlightStep(plan, sampled, copied, done, logprobs, extras, pooled)
 
     def _passed_on(self, plan: StepPlan, output: Output | BegunStep) -> InFlightStep:
         """Make the handle of a step that the next stage continues."""

@@ -1,7 +1,7 @@
 """Conversations with a hybrid: each turn computes what is new, and at most 256 tokens more; its answer is that without a cache.
 
-Tokens computed are a prompt's less those that were cached. A first turn of 600 tokens is in the default suite, those of
-20,000 and 80,000 are slow.
+Tokens computed are a prompt's less those that were cached. A first turn of 600 tokens of two families is in the default suite.
+Those of 20,000 and 80,000, and the other families, are slow.
 """
 
 from __future__ import annotations
@@ -11,17 +11,34 @@ import contextlib
 import pytest
 
 from slipstream import LLM, SamplingParams
-from tests import mtp_layers
+from tests import mtp_layers, tiny_models
 
 CHECKPOINT = 256
 """Most tokens back to a checkpoint."""
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
+GUESSES = {"method": "ngram", "num_speculative_tokens": 2}
 FAMILIES = {
     "qwen3_next": "plain drafts disk ranks disk-ranks disk-drafts",
     "nemotron_h": "plain drafts disk",
 }
-CASES = [(family, how) for family, hows in FAMILIES.items() for how in hows.split()]
+UNBOUNDED = ("mamba", "falcon_mamba", "mamba2")
+OTHERS = {
+    "nemotron_h": "ranks disk-drafts",
+    **{
+        family: f"plain {'drafts' if family in mtp_layers.FAMILIES else 'guesses'} disk ranks"
+        for family in tiny_models.RECURRENT
+        if family not in FAMILIES
+    },
+}
+CASES = [
+    *((family, how) for family, hows in FAMILIES.items() for how in hows.split()),
+    *(
+        pytest.param(family, how, marks=pytest.mark.slow)
+        for family, hows in OTHERS.items()
+        for how in hows.split()
+    ),
+]
 NUM_TURNS = 10
 LENGTHS = [600, *(pytest.param(n, marks=pytest.mark.slow) for n in (20_000, 80_000))]
 
@@ -70,7 +87,11 @@ def engines(tmp_path_factory):
         def of(family, length):
             if (family, length) not in found:
                 path = tmp_path_factory.mktemp(family)
-                mtp_layers.build(path, family, max_position_embeddings=length + 4096)
+                build = (mtp_layers if family in mtp_layers.FAMILIES else tiny_models).build
+                is_bounded = family not in UNBOUNDED
+                build(
+                    path, family, **{"max_position_embeddings": length + 4096} if is_bounded else {}
+                )
                 without = Without(path, length)
                 stack.enter_context(without.llm)
                 found[family, length] = path, without
@@ -97,6 +118,7 @@ def test_turns_compute_what_is_new(engines, tmp_path, family, how, length):
     more = {
         "plain": {},
         "drafts": dict(speculative_config=MTP),
+        "guesses": dict(speculative_config=GUESSES),
         "disk": dict(kv_disk_bytes=2**30, kv_disk_path=str(tmp_path / "kv")),
         "ranks": dict(tensor_parallel_size=2),
         "disk-drafts": dict(

@@ -35,6 +35,7 @@ FAMILIES = (
     "mistral3",
     "internvl",
     "llava",
+    "llava_next",
 )
 LIKE_OTHERS = ("qwen3_vl_moe", "qwen3_5_moe", "qwen2_vl")
 """Families of which a part alone differs from one above."""
@@ -72,6 +73,13 @@ def their_logprobs(family: str, model: Any, tokens: list[int], pictures: list[An
         return model(**their_inputs(family, tokens, pictures)).logits[0].log_softmax(-1)
 
 
+def their_greedy(family, model, ids, pictures):
+    with torch.no_grad():
+        given = their_inputs(family, ids, pictures)
+        found = model.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    return found[0, len(ids) :].tolist()
+
+
 def largest_difference(answer: Any, theirs: torch.Tensor) -> float:
     """Largest difference of the log-probabilities of the prompt's tokens."""
     ids = answer.prompt_token_ids
@@ -99,12 +107,7 @@ def test_several_pictures_equal_transformers(models, family, kernels):
     # transformers' own error, beside float64, is 1.2e-4 in qwen3_5_moe
     most = 5e-4 if family in LIKE_OTHERS else 2e-4
     assert largest_difference(answer, their_logprobs(family, model, ids, pictures)) < most
-    with torch.no_grad():
-        given = their_inputs(family, ids, pictures)
-        greedy = model.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)[
-            0, len(ids) :
-        ].tolist()
-    assert list(answer.outputs[0].token_ids) == greedy
+    assert list(answer.outputs[0].token_ids) == their_greedy(family, model, ids, pictures)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -166,12 +169,7 @@ def test_several_ranks_see_the_same(models, family, split):
     for answer in (together[0], together[2]):
         assert largest_difference(answer, their_logprobs(family, model, ids, pictures)) < 2e-4
         assert answer.outputs[0].token_ids == again.outputs[0].token_ids
-    with torch.no_grad():
-        given = their_inputs(family, ids, pictures)
-        greedy = model.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)[
-            0, len(ids) :
-        ].tolist()
-    assert list(again.outputs[0].token_ids) == greedy
+    assert list(again.outputs[0].token_ids) == their_greedy(family, model, ids, pictures)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,26 +8,12 @@ from hypothesis import strategies as st
 
 from slipstream.engine.text.detokenizer import IncrementalDetokenizer
 from slipstream.engine.text.tokenizer import Tokenizer
-from tests.data.make_tokens import golden_tokens, write_gguf
+from tests.data.make_tokens import golden_tokens
 
 GOLDEN = golden_tokens()
 KINDS = ("bytes", "spaces", "no_prefix")
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40)
 """SentencePiece can't tell ▁ from a space."""
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory) -> dict[str, Tokenizer]:
-    folder = tmp_path_factory.mktemp("small")
-    files = {
-        "bytes": GOLDEN["byte_level"] | {"pre": "smollm"},
-        "spaces": GOLDEN["sentencepiece"],
-        "no_prefix": GOLDEN["sentencepiece"] | {"add_space_prefix": False},
-    }
-    return {
-        name: Tokenizer.from_pretrained(write_gguf(folder / f"{name}.gguf", f))
-        for name, f in files.items()
-    }
 
 
 def draw_ids(data: st.DataObject, tokenizer: Tokenizer) -> list[int]:

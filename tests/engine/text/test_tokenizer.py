@@ -16,7 +16,7 @@ from slipstream.engine.text.tokenizer import SpecialTokens, Tokenizer
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from slipstream.hub import list_cached
 from tests import tiny_models
-from tests.data.make_tokens import CHUNK, PRE, chunks, digest, golden_tokens, write_gguf
+from tests.data.make_tokens import CHUNK, PRE, change, chunks, digest, golden_tokens, write_gguf
 
 DATA = Path(__file__).parents[2] / "data"
 TEXT = (DATA / "tokenizer_corpus.txt").read_bytes().decode()
@@ -127,20 +127,6 @@ def test_smollm2_gives_llama_cpps_ids():
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory) -> dict[str, Tokenizer]:
-    folder = tmp_path_factory.mktemp("small")
-    files = {
-        "bytes": GOLDEN["byte_level"] | {"pre": "smollm"},
-        "spaces": GOLDEN["sentencepiece"],
-        "no_prefix": GOLDEN["sentencepiece"] | {"add_space_prefix": False},
-    }
-    return {
-        name: Tokenizer.from_pretrained(write_gguf(folder / f"{name}.gguf", f))
-        for name, f in files.items()
-    }
-
-
 @pytest.mark.parametrize("name", ["bytes", "spaces", "no_prefix"])
 @settings(max_examples=100)
 @given(text=TEXTS)
@@ -237,18 +223,6 @@ def test_a_bad_field_is_named(change, error, named, tmp_path):
 
 
 # --- Folders ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    tiny_models.write_tokenizer(tmp_path)
-    return tmp_path
-
-
-def change(folder: Path, name: str, **values: object) -> None:
-    file = folder / name
-    old = json.loads(file.read_text()) if file.is_file() else {}
-    file.write_text(json.dumps(old | values))
 
 
 def test_a_folder_as_transformers_reads_it(folder):
@@ -394,7 +368,6 @@ def test_where_the_template_comes_from(folder):
 
 def test_wordpieces_come_back_with_spaces(tmp_path):
     """BERT's kind: truncation and padding of the file hold for nothing; words come back with spaces between."""
-    from tests import tiny_models
 
     tiny_models.write_wordpiece(tmp_path)
     tokenizer = Tokenizer.from_pretrained(tmp_path)
@@ -405,7 +378,6 @@ def test_wordpieces_come_back_with_spaces(tmp_path):
 
 
 def test_pairs_of_texts(tmp_path):
-    from tests import tiny_models
 
     tiny_models.write_wordpiece(tmp_path)
     tokenizer = Tokenizer.from_pretrained(tmp_path)
@@ -433,7 +405,6 @@ def test_pairs_of_texts(tmp_path):
 
 
 def test_many_texts_are_encoded_as_each_alone(tmp_path):
-    from tests import tiny_models
 
     tiny_models.write_wordpiece(tmp_path)
     tokenizer = Tokenizer.from_pretrained(tmp_path)

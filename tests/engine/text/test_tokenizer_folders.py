@@ -16,7 +16,7 @@ from slipstream.engine.text.sentencepiece import _fields, build
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from tests import tiny_models
-from tests.data.make_tokens import write_gguf
+from tests.data.make_tokens import change, write_gguf
 
 LINES = (Path(__file__).parents[2] / "data/tokenizer_corpus.txt").read_bytes().decode().split("\n")
 
@@ -108,18 +108,6 @@ def test_other_sentencepiece_models_are_refused(tmp_path) -> None:
 
 
 # --- What stands beside tokenizer.json --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    tiny_models.write_tokenizer(tmp_path)
-    return tmp_path
-
-
-def change(folder: Path, name: str, **values: object) -> None:
-    file = folder / name
-    old = json.loads(file.read_text()) if file.is_file() else {}
-    file.write_text(json.dumps({**old, **values}))
 
 
 def test_bos_and_eos_by_flags_and_post_processor(folder) -> None:
@@ -247,8 +235,7 @@ def test_half_a_surrogate_pair_is_a_request_error(folder) -> None:
 # --- BERT's and T5's own files ------------------------------------------------------------------------------------------
 
 
-def test_t5s_pieces_are_cut_as_by_its_library(tmp_path) -> None:
-    """A unigram model with a character map, sentinels after its pieces, and </s> at the end: as the library cuts texts."""
+def train_t5() -> bytes:
     options = {
         "model_type": "unigram",
         "byte_fallback": False,
@@ -256,9 +243,14 @@ def test_t5s_pieces_are_cut_as_by_its_library(tmp_path) -> None:
         "vocab_size": 700,
     }
     ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
-    data = train(
+    return train(
         **options, **ids, remove_extra_whitespaces=True, allow_whitespace_only_pieces=False
     )
+
+
+def test_t5s_pieces_are_cut_as_by_its_library(tmp_path) -> None:
+    """A unigram model with a character map, sentinels after its pieces, and </s> at the end: as the library cuts texts."""
+    data = train_t5()
     (tmp_path / "spiece.model").write_bytes(data)
     named = {f"{name}_token": f"<{name}>" for name in ("unk", "pad")}
     config = {"tokenizer_class": "T5Tokenizer", "eos_token": "</s>", **named, "extra_ids": 10}
@@ -313,16 +305,7 @@ def test_a_vocab_txt_gives_the_tokens_of_its_json(tmp_path) -> None:
     ids=["said", "silent"],
 )
 def test_t5s_pieces_in_a_gguf_file(tmp_path, said) -> None:
-    options = {
-        "model_type": "unigram",
-        "byte_fallback": False,
-        "normalization_rule_name": "nmt_nfkc",
-        "vocab_size": 700,
-    }
-    ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
-    data = train(
-        **options, **ids, remove_extra_whitespaces=True, allow_whitespace_only_pieces=False
-    )
+    data = train_t5()
     theirs = spm.SentencePieceProcessor(model_proto=data)
     pieces = range(theirs.vocab_size())
     charsmap = dict(_fields(dict(_fields(data))[3]))[2]

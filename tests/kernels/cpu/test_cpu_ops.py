@@ -54,6 +54,7 @@ from slipstream.spec.stored.gguf_types import CPU_BLOCK_BYTES
 from tests.kernels.cases import (
     Shape,
     attention_options,
+    draw_layout,
     edge_shapes,
     layer_norm,
     rms_norm,
@@ -583,21 +584,7 @@ def test_rope_and_cache(data):
     shape = dataclasses.replace(shape, head_dim=data.draw(st.sampled_from([8, 16, 20, 32])))
     dtype = data.draw(st.sampled_from(DTYPES))
     case, dim = step(shape, dtype), shape.head_dim
-    rotary = data.draw(st.sampled_from([0, 8, dim]))
-    torch.manual_seed(shape.seed)
-    angles = torch.rand(1024, rotary // 2) * 6
-    normed = data.draw(st.booleans())
-    options: dict[str, Any] = {
-        "num_heads": shape.num_heads,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_dim": dim,
-        "cos_sin": torch.cat((angles.cos(), angles.sin()), dim=-1) if rotary else None,
-        "interleaved": data.draw(st.booleans()),
-        "q_norm": torch.randn(dim).to(dtype) if normed else None,
-        "k_norm": torch.randn(dim).to(dtype) if normed else None,
-        "norm_offset": data.draw(st.sampled_from([0.0, 1.0])),
-        "norm_after": data.draw(st.booleans()),
-    }
+    options = draw_layout(data, shape, dtype)
     qkv = torch.randn(len(case.q), (shape.num_heads + 2 * shape.num_kv_heads) * dim).to(dtype)
     before = cached(case, data.draw(st.sampled_from(["same", "int8"])))
     ours, theirs = copy(before), copy(before)

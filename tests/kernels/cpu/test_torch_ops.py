@@ -8,7 +8,6 @@ its weight is applied, are rounded too, which makes a few 2⁻⁹ of the largest
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from slipstream.spec.scheme import SCHEMES
 from tests.kernels.cases import (
     Shape,
     attention_options,
+    draw_layout,
     edge_shapes,
     layer_norm,
     rms_norm,
@@ -112,21 +112,7 @@ def test_rope_and_cache(data: st.DataObject) -> None:
     shape = data.draw(edge_shapes(block_sizes=(4, 16)))
     dtype = data.draw(st.sampled_from(DTYPES))
     case = step(shape, dtype)
-    dim, rotary = shape.head_dim, data.draw(st.sampled_from([0, 8, shape.head_dim]))
-    torch.manual_seed(shape.seed)
-    angles = torch.rand(1024, rotary // 2) * 6
-    normed = data.draw(st.booleans())
-    options: dict[str, Any] = {
-        "num_heads": shape.num_heads,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_dim": dim,
-        "cos_sin": torch.cat((angles.cos(), angles.sin()), dim=-1) if rotary else None,
-        "interleaved": data.draw(st.booleans()),
-        "q_norm": torch.randn(dim).to(dtype) if normed else None,
-        "k_norm": torch.randn(dim).to(dtype) if normed else None,
-        "norm_offset": data.draw(st.sampled_from([0.0, 1.0])),
-        "norm_after": data.draw(st.booleans()),
-    }
+    dim, options = shape.head_dim, draw_layout(data, shape, dtype)
     ops = CpuOps()
     for _ in range(2):  # a second layer, with what was derived for the first and another style
         options["interleaved"] = not options["interleaved"]

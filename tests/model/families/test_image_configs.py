@@ -169,6 +169,31 @@ CONFIGS = {
         },
         576,
     ),
+    "llava_next": (
+        {
+            **dict(ignore_index=-100, image_token_index=7, projector_hidden_act="gelu"),
+            **dict(vision_feature_layer=-2, vision_feature_select_strategy="default"),
+            **dict(vocab_size=32064, use_image_newline_parameter=True, tie_word_embeddings=False),
+            "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+            "architectures": ["LlavaNextForConditionalGeneration"],
+            "text_config": dict(
+                **dict(model_type="mistral", max_position_embeddings=32768, rms_norm_eps=1e-5),
+                **dict(num_key_value_heads=8, rope_theta=1e6, sliding_window=None),
+                **dict(intermediate_size=14336, vocab_size=32064),
+            ),
+            "vision_config": {
+                **dict(model_type="clip_vision_model", hidden_size=1024, image_size=336),
+                **dict(intermediate_size=4096, num_attention_heads=16, num_hidden_layers=24),
+                **dict(patch_size=14, projection_dim=768, vocab_size=32000),
+            },
+        },
+        {
+            **dict(aspect_ratio_setting="anyres", do_center_crop=True, do_pad=True, resample=3),
+            **dict(crop_size={"height": 336, "width": 336}, size={"shortest_edge": 336}),
+            "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+        },
+        576,
+    ),
     "mistral3": (
         {
             **dict(image_token_index=7, multimodal_projector_bias=False, spatial_merge_size=2),
@@ -203,7 +228,8 @@ def test_published_configs_are_read(tmp_path, family):
     processor = PictureProcessor(found.spec.vision, found.images, 1)
     pieces = processor.prepare(Image.new("RGB", (1280, 720))).pieces
     piece = pieces[0]
-    assert len(pieces) == (9 if family == "internvl" else 1)  # 2 × 4 tiles, and the whole
+    # 2 × 4 tiles, and the whole; the whole, and a larger one
+    assert len(pieces) == {"internvl": 9, "llava_next": 2}.get(family, 1)
     processor.close()
     assert piece.num_tokens == CONFIGS[family][2]
     assert read_spec(tmp_path).taking_images(0).spec.vision is None
@@ -244,6 +270,14 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path, family, part, chan
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec(tmp_path)
     assert next(iter(change)) in caught.value.field
+
+
+@pytest.mark.parametrize("pinpoints", [[], [[336, 336]], [[672, 500]], [672]])
+def test_pinpoints_that_are_not_several_squares_are_refused(tmp_path, pinpoints):
+    write(tmp_path, "llava_next", image_grid_pinpoints=pinpoints)
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tmp_path)
+    assert caught.value.field == "image_grid_pinpoints"
 
 
 def test_pictures_larger_than_the_window_are_refused_where_they_see_themselves(tmp_path):

@@ -24,6 +24,7 @@ FAMILIES = (
     "mistral3",
     "internvl",
     "llava",
+    "llava_next",
 )
 SIZES = ((50, 37), (30, 61), (97, 20), (16, 16), (8, 120))
 CPU = torch.device("cpu")
@@ -62,10 +63,11 @@ def test_encoders_equal_those_of_transformers(family, ops, tmp_path):
         torch.from_numpy(np.frombuffer(x.pixels, np.uint8).reshape(x.height, x.width, 3).copy())
         for x in pieces
     ]
-    ours = tower(raw)
+    sizes = [(x.rows, x.columns) for x in pieces]
+    ours = tower(raw, sizes)
     assert [len(x) for x in ours] == [x.num_tokens for x in pieces]
     whole = torch.cat(ours)
     assert whole.shape == theirs.shape
     assert (whole - theirs).abs().max() <= 1e-4 * theirs.abs().max()
-    alone = torch.cat([tower([x])[0] for x in raw])
+    alone = torch.cat([tower([x], [size])[0] for x, size in zip(raw, sizes, strict=True)])
     torch.testing.assert_close(alone, whole, atol=1e-4, rtol=1e-4)

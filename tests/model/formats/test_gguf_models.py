@@ -480,6 +480,10 @@ CASES = {
     "seed_oss-biased-out": ("seed_oss", "seed_oss", {"attention_bias": False, "head_dim": 8},
         {**RMS, "attention.key_length": 8, "attention.value_length": 8}),
     "arcee": ("arcee", "arcee", {"rms_norm_eps": 1e-6}, {**RMS, "rope.dimension_count": 8}),
+    "bitnet": ("bitnet", "bitnet", {"rms_norm_eps": 1e-6, "tie_word_embeddings": True}, {**RMS, "rope.scaling.type": "linear",
+        "rope.scaling.factor": 1.0, "hidden_act": "relu2"}),
+    "bitnet-silu": ("bitnet", "bitnet", {"rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        "hidden_act": "silu"}, RMS),
     "exaone4": ("exaone4", "exaone4", {"rms_norm_eps": 1e-6}, {**RMS,
         "attention.sliding_window": 6, "attention.sliding_window_pattern": [True, True, True,
         False]}),
@@ -663,6 +667,8 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
             continue
         value = value.squeeze()
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = name.replace("attn_sub_norm", "inner_attn_ln")  # BitNet's older names
+        name = name.replace("ffn_sub_norm", "ffn_layernorm")
         found = [
             table.get_name(n, (".weight", ".bias"))
             for n in (name, name.removeprefix("transformer."))

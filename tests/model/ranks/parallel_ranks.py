@@ -60,7 +60,7 @@ class Meeting:
 
 
 class ThreadGroup:
-    sums, device = None, CPU
+    peers, device = None, CPU
 
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank, self.size, self.meeting = rank, size, meeting

@@ -30,7 +30,8 @@ def watched(server, watch):
         task.cancel()
 
 
-def test_text_that_nobody_reads_is_found_and_over(monkeypatch):
+def quick_watch(monkeypatch):
+    """A watch, and the list of what it has observed."""
     monkeypatch.setattr(signals, "WARM_UP", 10)
     watch, seen = ServerWatch(interval_s=0.02), []
     observe = watch._detector.observe
@@ -39,6 +40,11 @@ def test_text_that_nobody_reads_is_found_and_over(monkeypatch):
         "observe",
         lambda observation: (seen.append(observation), observe(observation)),
     )
+    return watch, seen
+
+
+def test_text_that_nobody_reads_is_found_and_over(monkeypatch):
+    watch, seen = quick_watch(monkeypatch)
     with serving() as server, watched(server, watch), server.http() as http:
         server.wait_for(lambda: len(seen) > 20, "it does not look")
         assert http.get("/findings").json() == {"findings": []}
@@ -51,14 +57,7 @@ def test_text_that_nobody_reads_is_found_and_over(monkeypatch):
 
 
 def test_findings_of_a_server_that_fell_asleep_end(monkeypatch):
-    monkeypatch.setattr(signals, "WARM_UP", 10)
-    watch, seen = ServerWatch(interval_s=0.02), []
-    observe = watch._detector.observe
-    monkeypatch.setattr(
-        watch._detector,
-        "observe",
-        lambda observation: (seen.append(observation), observe(observation)),
-    )
+    watch, seen = quick_watch(monkeypatch)
     with serving() as server, watched(server, watch):
         server.wait_for(lambda: len(seen) > 20, "it does not look")
         with server.state.metrics.stalls.waiting():

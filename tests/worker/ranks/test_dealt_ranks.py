@@ -11,8 +11,8 @@ from slipstream import LLM, BeamSearchParams, SamplingParams
 from slipstream.core.cache.prefix_cache import KEY_BYTES
 from slipstream.errors import ConfigError
 from slipstream.messages.requests import EngineRequest
-from slipstream.params.answer_forms import StructuredOutputsParams
 from tests import tiny_models
+from tests.worker.ranks.test_ranks import SAMPLINGS
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -33,25 +33,9 @@ PROMPTS = [
     "he",
     "the other",
 ]
-SAMPLINGS = [
+OWN = [
     SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2),
-    SamplingParams(
-        temperature=0.9,
-        seed=7,
-        top_p=0.9,
-        max_tokens=12,
-        ignore_eos=True,
-        presence_penalty=0.5,
-        logprobs=3,
-    ),
-    SamplingParams(
-        temperature=0.0, max_tokens=6, prompt_logprobs=2, repetition_penalty=1.3, min_tokens=2
-    ),
-    SamplingParams(
-        temperature=0.0,
-        max_tokens=12,
-        structured_outputs=StructuredOutputsParams(regex="[ab]{3,6}"),
-    ),
+    *SAMPLINGS[1:],
     SamplingParams(temperature=0.8, seed=3, max_tokens=8, ignore_eos=True, n=3),
 ]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -76,7 +60,7 @@ def two(mixture, forked_ranks):
         yield llm
 
 
-def answers(llm, samplings=SAMPLINGS):
+def answers(llm, samplings=OWN):
     texts, logprobs = [], []
     for sampling in samplings:
         for output in llm.generate(PROMPTS, sampling, progress=False):
@@ -104,9 +88,9 @@ def test_two_ranks_answer_as_one_device(one, two):
     assert free(two) == [0, 0]
     mixed = [
         GREEDY,
-        *SAMPLINGS[1:4],
+        *OWN[1:4],
         GREEDY,
-        SAMPLINGS[3],
+        OWN[3],
     ]  # in one step: with a grammar on one rank, on both, on none
     for _ in range(2):
         found = [o.outputs[0].token_ids for o in two.generate(PROMPTS, mixed, progress=False)]
@@ -222,7 +206,7 @@ def test_beams_and_drafts(mixture, one, forked_ranks):
             ] == greedy
         assert llm.stats().spec_draft_tokens > 0
         assert (
-            answers(llm, SAMPLINGS[2:4])[0] == answers(one, SAMPLINGS[2:4])[0]
+            answers(llm, OWN[2:4])[0] == answers(one, OWN[2:4])[0]
         )  # guesses under a grammar, too
         assert free(llm) == [0, 0]
 

@@ -123,7 +123,7 @@ def test_only_two_ranks_that_share_memory_copy(caplog, monkeypatch):
     def run(group):
         group.share_tensor = shared_by(group, signals)
         try_peer_copies(group, *how)  # no sums through peers' memory
-        group.sums, before = "there", group.beside
+        group.peers, before = "there", group.beside
         try_peer_copies(group, PLATFORM, FROM_TOKENS - 1, SIZE, torch.float32)
         assert before is group.beside is None
         try_peer_copies(group, *how)  # rank 1 finds other sums
@@ -141,7 +141,7 @@ def test_only_two_ranks_that_share_memory_copy(caplog, monkeypatch):
         def share_tensor(shape, dtype):
             raise RuntimeError("another rank has no memory to share\nmore")
 
-        group.share_tensor, group.sums = share_tensor, "there"
+        group.share_tensor, group.peers = share_tensor, "there"
         try_peer_copies(group, *how)
         return group.beside
 
@@ -180,7 +180,7 @@ def test_without_memory_for_their_test_no_rank_copies(caplog, free, can_capture,
 
         group.share_tensor = shared_by(group, signals)
         group.library_sum = group.all_reduce
-        group.sums = "there"
+        group.peers = "there"
         platform = SimpleNamespace(
             device=PLATFORM.device,
             copy_queue=PLATFORM.copy_queue,
@@ -206,7 +206,7 @@ def test_an_error_of_the_test_itself_ends_the_start(monkeypatch):
     signals = [{}, {}]
 
     def run(group):
-        group.share_tensor, group.sums = shared_by(group, signals), "there"
+        group.share_tensor, group.peers = shared_by(group, signals), "there"
         with pytest.raises(RuntimeError, match="illegal memory access"):
             try_peer_copies(group, PLATFORM, FROM_TOKENS, SIZE, torch.float32)
         return group.beside is None
@@ -249,7 +249,7 @@ def test_memory_that_one_rank_cant_share_no_rank_shares(monkeypatch, step):
 @pytest.mark.parametrize("size", [3, 4])
 def test_more_than_two_ranks_do_not_copy(size):
     def run(group):
-        group.sums = "there"
+        group.peers = "there"
         try_peer_copies(group, PLATFORM, FROM_TOKENS, SIZE, torch.float32)
         return group.beside
 

@@ -40,11 +40,8 @@ WIDTHS = tuple(EDGES[i + 1] - EDGES[i] for i in range(NUM_BUCKETS))
 FIRST_HAZARD, FIRST_WEIGHT = 0.1, 4.0
 """Chance that a pause ends in a bucket, before anything is known, and the number of pauses that this guess counts as."""
 
-RATES_AGE, TURN_AGE = 64, 8
-"""Number of buckets that pauses of a kind, or of one turn, reach until their rates are computed again."""
-
-MAX_TURN = 32
-"""Number of turns with counts of their own. Later ones count as the last."""
+RATES_AGE, MAX_TURN = 8, 32
+"""Number of buckets that pauses of a kind reach until its rates are computed again, and of turns with counts of their own."""
 
 MEMORY = 1024.0
 """Number of pauses of a kind after which its counts are halved."""
@@ -150,8 +147,8 @@ class Pauses:
         return min(1.5, max(0.0, known / (self.squares + SLOPE_WEIGHT)))
 
     def rates(self) -> Sequence[float]:
-        """`rate` by bucket, up to `RATES_AGE` or `TURN_AGE` buckets old."""
-        if self._age >= (RATES_AGE if self.of is None else TURN_AGE):
+        """`rate` by bucket, up to `RATES_AGE` pauses old."""
+        if self._age >= RATES_AGE:
             self._age, hazards = 0, self.hazards()
             self._rates = [*(rate(hazards, i) for i in range(NUM_BUCKETS)), 0.0]
         return self._rates

@@ -121,7 +121,7 @@ def check(params: StructuredOutputsParams, cache_salt: str = "") -> None:
 async def check_in_thread(
     params: StructuredOutputsParams, client: str = "", cache_salt: str = ""
 ) -> None:
-    """`check`, while the event loop goes on. The grammars of one `client` are checked one after the other."""
+    """Run `check` in a thread, so that the event loop goes on. The grammars of one `client` are checked one after the other."""
     import asyncio  # a front end has it already
 
     try:

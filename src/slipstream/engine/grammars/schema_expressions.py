@@ -123,7 +123,7 @@ def _plain(text: str) -> str:
 
 
 def _between(low: int, high: int) -> Expression:
-    """Whole numbers from 0 on, from `low` to `high`, as text."""
+    """Expression of the whole numbers from `low` to `high`, in decimal digits; `low` is at least 0."""
     a, b = str(low), str(high)
     if len(a) < len(b):
         border = 10 ** len(a) - 1

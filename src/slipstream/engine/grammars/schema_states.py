@@ -256,7 +256,7 @@ class SchemaStates:
         return made
 
     def choose(self, rows: Iterable[R]) -> list[tuple[SchemaSpot, R]]:
-        """The spots of rows whose mask is not known, each with the row there whose matcher is least behind."""
+        """The spots whose masks are unknown, each with the row there whose matcher lacks the fewest tokens."""
         least: dict[tuple[SchemaState, int], tuple[SchemaSpot, R]] = {}
         for row in rows:
             spot = row.spot

@@ -105,14 +105,13 @@ class _Matcher:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.length = 0
-        self._shorter = [0] * len(
-            stop
-        )  # [i]: the longest proper beginning of stop that stop[:i + 1] ends with
+        # [i]: the longest proper beginning of stop that stop[:i + 1] ends with
+        self._shorter = [0] * len(stop)
         for i in range(1, len(stop)):
             self._shorter[i] = self._extend(self._shorter[i - 1], stop[i])
 
     def step(self, character: str) -> bool:
-        """Take in one character: is `stop` complete? (It is asked no more once it was.)"""
+        """Take in one character. Returns whether `stop` is complete; after that it must not be called."""
         self.length = self._extend(self.length, character)
         return self.length == len(self.stop)
 

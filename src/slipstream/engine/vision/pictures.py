@@ -47,18 +47,23 @@ from slipstream.spec.media.vision import (
     FixedSize,
     ImageProcessing,
     LongestSide,
+    PatchGrid,
+    PinpointTiles,
     PixelRange,
     RatioTiles,
     TileSizes,
     TokenBudget,
     VisionSpec,
     around_square,
+    pinpoint,
     scaled_for_tiles,
     tiles_by_ratio,
     whole_tiles,
     within_budget,
+    within_pinpoint,
     within_pixels,
     within_side,
+    without_padding,
 )
 
 if TYPE_CHECKING:
@@ -197,11 +202,14 @@ class PictureProcessor:
                 )
             case RatioTiles() as ratios:
                 tiles = self._ratio_tiles(image, ratios, splits=detail != "low")
+            case FixedSize() | CenterSquare() | PinpointTiles() if detail == "low":
+                message = "this model has no smaller size for pictures; leave detail out"
+                raise RequestError(message, field="detail")
             case FixedSize() | CenterSquare():
-                if detail == "low":
-                    message = "this model reads every picture in one size; leave detail out"
-                    raise RequestError(message, field="detail")
                 tiles = [self._one_size(image, p.sizes)]
+            case PinpointTiles() as sizes:
+                tiles = [image.scaled(sizes.tile, sizes.tile, self._how)]
+                grid, whole = self._in_pinpoint(image, sizes)
             case PixelRange() as sizes:
                 longer, shorter = sorted((image.width, image.height), reverse=True)
                 if longer > MAX_RATIO * shorter:
@@ -229,12 +237,25 @@ class PictureProcessor:
                 size = within_side(image.height, image.width, sizes)
                 tiles = [image.scaled(*size, self._how)]
         pieces = tuple(self._piece(tile) for tile in tiles)
+        if isinstance(p.sizes, PinpointTiles):
+            pieces = (*pieces, self._piece(whole, PatchGrid(grid.height, grid.width + 1)))
         if vision.prompt.gap:
             rows, columns = pieces[0].rows, pieces[0].columns
         count = pieces[0].num_tokens
         if vision.prompt.style != "tiles":  # in one run
             count = sum(piece.num_tokens for piece in pieces)
         return PreparedPicture(vision.prompt.text(count, rows, columns), pieces)
+
+    def _in_pinpoint(self, source: OpenPicture, sizes: PinpointTiles) -> tuple[PatchGrid, Image]:
+        """The picture with black around, and the part of its grid that is not padding."""
+        import PIL.Image
+
+        size = pinpoint(source.height, source.width, sizes)
+        height, width = within_pinpoint(source.height, source.width, size)
+        image = PIL.Image.new("RGB", (size[1], size[0]))
+        place = (size[1] - width) // 2, (size[0] - height) // 2
+        image.paste(source.scaled(height, width, self._how), place)
+        return without_padding(source.height, source.width, self.vision.grid(*size)), image
 
     def _one_size(self, source: OpenPicture, size: FixedSize | CenterSquare) -> Image:
         if isinstance(size, FixedSize):
@@ -289,14 +310,16 @@ class PictureProcessor:
 
         return Resampling[self.processing.resample.upper()]
 
-    def _piece(self, image: Image) -> Piece:
+    def _piece(self, image: Image, tokens: PatchGrid | None = None) -> Piece:
+        """`tokens`: rows and columns of tokens, if they are not the groups of the picture."""
         pixels = np.asarray(image, np.uint8)
         height, width = pixels.shape[:2]
         grid, merge = self.vision.grid(height, width), self.vision.merge
         raw = pixels.tobytes()
-        head = height.to_bytes(4, "little") + width.to_bytes(4, "little")
+        size = tokens or (grid.height // merge, grid.width // merge)
+        sides = (height, width, *(tokens or ()))
+        head = b"".join(x.to_bytes(4, "little") for x in sides)
         key = blake2b(head + raw, digest_size=KEY_BYTES).digest()
-        size = grid.height // merge, grid.width // merge
         return Piece(*size, key, height, width, raw, self.vision.prompt.gap)
 
 

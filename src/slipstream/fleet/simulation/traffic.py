@@ -49,9 +49,9 @@ class FleetTraffic:
     num_copies: int
     duration_s: float
     num_blocks: int  # different whole blocks of a copy
-    _blocks: Sequence[npt.NDArray[np.int64]]  # by row: the numbers of the prompt's whole blocks
+    blocks: Sequence[npt.NDArray[np.int64]]  # by row: the numbers of the prompt's whole blocks
     _chains: Sequence[npt.NDArray[np.uint64]]  # by row: keys of the prompt's whole blocks
-    _common: Sequence[int]  # by row: how many of them all copies share
+    common: Sequence[int]  # by row: how many of them all copies share
     _salts: npt.NDArray[np.uint64]  # by copy
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class FleetTraffic:
     def keys(self, index: int) -> list[bytes]:
         """Keys of the whole blocks of `PREFIX_TOKENS` tokens of a request's prompt."""
         row = int(self.rows[index])
-        chain, common = self._chains[row], self._common[row]
+        chain, common = self._chains[row], self.common[row]
         if common < len(chain):
             chain = chain.copy()
             chain[common:] ^= self._salts[self.copies[index]]
@@ -79,7 +79,7 @@ class EndlessCache:
         """Tokens of a request's prompt that the requests before had. The cache has all of it then."""
         traffic = self._traffic
         row = int(traffic.rows[index])
-        blocks, common = traffic._blocks[row], traffic._common[row]
+        blocks, common = traffic.blocks[row], traffic.common[row]
         own, shared = self._seen[traffic.copies[index]], self._seen[0]
         # At least two tokens are left to compute, as by the engine's `longest_hit`.
         most = max(0, traffic.input_tokens[row] - 2) // PREFIX_TOKENS
@@ -150,9 +150,9 @@ def fleet_traffic(
         num_copies=num_copies,
         duration_s=duration_s,
         num_blocks=len(names),
-        _blocks=blocks,
+        blocks=blocks,
         _chains=chains,
-        _common=common,
+        common=common,
         _salts=np.array([_mixed(seed * 2**32 + i) for i in range(num_copies)], np.uint64),
     )
 

@@ -26,9 +26,9 @@ from slipstream.kernels.packed_parts import PackedParts
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton import (
     drawing,
+    peer_collectives,
     penalties,
     pointwise,
-    rank_sums,
     rows,
     sampling,
     weight_updates,
@@ -286,14 +286,16 @@ class TritonOps(OpSet):
         residual: Tensor | None = None,
         inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
-        sums = None if self.deterministic else group.sums  # a long step's norm is another kernel
-        if isinstance(sums, rank_sums.RankSums) and sums.covers_norm(x, norm, inputs):
-            return sums.normed(x, norm, residual, inputs)
+        peers = None if self.deterministic else group.peers  # a long step's norm is another kernel
+        if isinstance(peers, peer_collectives.CudaPeerCollectives) and peers.covers_norm(
+            x, norm, inputs
+        ):
+            return peers.normed(x, norm, residual, inputs)
         return super().all_reduce_norm(x, norm, group=group, residual=residual, inputs=inputs)
 
     def best_of_ranks(self, logits: Tensor, group: RankGroup, width: int) -> Tensor:
-        sums = group.sums
-        if not isinstance(sums, rank_sums.RankSums) or width > sampling.EXACT:
+        sums = group.peers
+        if not isinstance(sums, peer_collectives.CudaPeerCollectives) or width > sampling.EXACT:
             return super().best_of_ranks(logits, group, width)
         pairs = sampling.best_of_rank(logits, group.rank, group.size, width)
         if not sums.covers(pairs):

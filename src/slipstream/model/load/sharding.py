@@ -125,7 +125,7 @@ class Sharded:
         cut: ParameterShard,
         own: tuple[Range, ...],
     ) -> Stored:
-        """Cuts a tensor in the model's type, in the order of its parameter."""
+        """Cuts this rank's part out of a tensor that is not quantized. CheckpointError if its shape is not the config's."""
         full = placed_shape(self._whole[place.target], place)
         place = turned(place, shape, full)
         expected = stored_shape(full, place.transform)

@@ -97,7 +97,7 @@ def offer_of(body: WithTools) -> OfferedTools:
         wanted = getattr(choice, choice.type)
         if wanted is None:
             raise RequestError(
-                f"a tool_choice of type {choice.type} needs {choice.type}",
+                f"tool_choice has the type {choice.type!r} and no field {choice.type!r}, which names the tool",
                 field=f"tool_choice.{choice.type}",
             )
         if isinstance(wanted, AllowedTools):  # the model is told of all, and calls these

@@ -14,8 +14,8 @@ The gateway applies limits itself.
 
 An answer's header `x-slipstream-tokens: PROMPT OUTPUT` has the number of tokens so far. While an
 answer that is not streamed is written, interim responses (102) with that header follow as the
-counts grow. A stream whose first token takes long tells its content type so, every `PING_S`. A stream
-of text has marks, which the gateway removes:
+counts grow. A stream tells its content type so, every `PING_S` until it begins. It has marks, which
+the gateway removes:
 
     events…
     :t 12 13        the events above are all the output of these tokens and those of earlier marks

@@ -53,10 +53,10 @@ NUM_DECODED = 8
 """Tokens of a sequence that are generated, as far as they are the reference's."""
 
 LEAST = math.log(1e-9)
-"""Log-probabilities below count as this one, so that a KL is finite."""
+"""Lowest log-probability of a token: lower ones are raised to it, so that a KL is finite."""
 
 MIN_KL = 1e-3
-"""Nats up to which a KL is rounding: the detector is told this one instead."""
+"""Nats up to which a KL is rounding. The detector is told this value instead of a lower one."""
 
 MIN_AGREEMENT = 0.5
 """Share of positions whose likeliest token is the reference's. 4 bits keep most; other weights few."""

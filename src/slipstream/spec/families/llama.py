@@ -257,6 +257,11 @@ def seed_oss_gguf_config(m: ConfigReader) -> dict[str, Any]:
     return {**llama_gguf_config(m), "attention_bias": "blk.0.attn_q.bias" in m}
 
 
+def bitnet_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """A file that doesn't name its activation is older than BitNet 2B 4T, whose squared ReLU is named."""
+    return {**llama_gguf_config(m), "hidden_act": m.take("hidden_act", str, "silu")}
+
+
 names = table(LLAMA)
 MIXTRAL: dict[str, Theirs] = {
     **LLAMA,
@@ -296,6 +301,11 @@ GGUFS = {  # llama.cpp writes Mistral, without its window, and Mixtral as llama
         names=gguf_table({"pre_mlp": "post_attention_norm"}),
     ),
     read_exaone: GGUFFamily(architecture="exaone", config=llama_gguf_config, names=gguf_table()),
+    read_bitnet: GGUFFamily(
+        architecture="bitnet",
+        config=bitnet_gguf_config,
+        names=gguf_table({"attention.out_norm": "attn_sub_norm", "mlp.down_norm": "ffn_sub_norm"}),
+    ),
     read_arcee: GGUFFamily(
         architecture="arcee",
         config=arcee_gguf_config,

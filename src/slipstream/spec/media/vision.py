@@ -261,6 +261,8 @@ class VisionSpec:
     - `channels_last`: a patch's numbers are ordered by pixel, then by channel.
     - `clipped`: inputs and results of the layers' products are clamped to learned bounds (Gemma 4).
     - `own_input_id`: the token whose row of the layers' own inputs a picture's tokens read.
+    - `pinpoints`: [height, width] of the pictures that are cut into squares of the position table's side. Their tokens form one
+      grid, without those of padding, with a learned row after each of its rows (LLaVA-NeXT).
     - `bidirectional`: the decoder's tokens of a picture attend to all of it, in all layers (Gemma 3)
       or in those with a window (Gemma 4). So a step holds all `whole_tokens` that a picture has at
       most, which the preprocessing tells.
@@ -288,6 +290,7 @@ class VisionSpec:
     channels_last: bool = False
     clipped: bool = False
     own_input_id: int | None = None
+    pinpoints: tuple[tuple[int, int], ...] = ()
     bidirectional: Literal["all", "windowed"] | None = None
     whole_tokens: int = 0
 
@@ -333,6 +336,8 @@ class VisionSpec:
                 found[f"vision.layers.{i}.gains.weight"] = (2, self.hidden_size)
             if self.clipped:
                 found[f"vision.layers.{i}.bounds.weight"] = (len(CLIPPED) * len(BOUNDS),)
+        if self.pinpoints:
+            found["vision.row_end.weight"] = (1, text_size)
         if self.final_norm is not None:
             found |= self.final_norm.shapes("vision.final_norm")
         if self.deepstack is not None:
@@ -408,6 +413,15 @@ class RatioTiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PinpointTiles:
+    """The whole picture in a square of `tile` pixels, whatever its proportions, and after it the picture in the middle of the
+    best of `sizes` [height, width], black around (LLaVA-NeXT)."""
+
+    tile: int
+    sizes: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PixelRange:
     """Bounds of the pixels of a picture that keeps its proportions; its sides become multiples of
     `factor` (Qwen 2 VL)."""
@@ -436,7 +450,14 @@ class LongestSide:
 
 
 Sizes: TypeAlias = (
-    TileSizes | RatioTiles | FixedSize | CenterSquare | PixelRange | TokenBudget | LongestSide
+    TileSizes
+    | RatioTiles
+    | PinpointTiles
+    | FixedSize
+    | CenterSquare
+    | PixelRange
+    | TokenBudget
+    | LongestSide
 )
 
 
@@ -457,6 +478,8 @@ class ImageProcessing:
         match self.sizes:
             case TileSizes(tile=tile) | RatioTiles(tile=tile) | CenterSquare(side=tile):
                 return (tile // side) ** 2
+            case PinpointTiles(sizes=sizes):  # with a token after each row
+                return max(height // side * (width // side + 1) for height, width in sizes)
             case FixedSize(height=height, width=width):
                 return height * width // side**2
             case PixelRange(max_pixels=pixels):
@@ -501,6 +524,35 @@ def tiles_by_ratio(height: int, width: int, sizes: RatioTiles) -> tuple[int, int
         if away < nearest or (away == nearest and large):
             found, nearest = (rows, columns), away
     return found
+
+
+def pinpoint(height: int, width: int, sizes: PinpointTiles) -> tuple[int, int]:
+    """(height, width) of the size that keeps the most of a picture's pixels; of equal ones the first of the smallest."""
+
+    def kept(size: tuple[int, int]) -> tuple[int, int]:
+        scale = min(size[1] / width, size[0] / height)
+        pixels = min(int(width * scale) * int(height * scale), height * width)
+        return pixels, pixels - size[0] * size[1]
+
+    return max(sizes.sizes, key=kept)
+
+
+def within_pinpoint(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
+    """(height, width) of a picture that is scaled to fill one direction of `size`."""
+    by_height, by_width = size[0] / height, size[1] / width
+    if by_width < by_height:
+        return min(math.ceil(height * by_width), size[0]), size[1]
+    return size[0], min(math.ceil(width * by_height), size[1])
+
+
+def without_padding(height: int, width: int, grid: PatchGrid) -> PatchGrid:
+    """The part of a grid in whose middle a picture of this height and width stands."""
+    rows, columns = grid
+    if width / height > columns / rows:
+        return PatchGrid(
+            rows - (rows - int(round(height * (columns / width), 7))) // 2 * 2, columns
+        )
+    return PatchGrid(rows, columns - (columns - int(round(width * (rows / height), 7))) // 2 * 2)
 
 
 def around_square(height: int, width: int, side: int) -> tuple[int, int]:

@@ -57,14 +57,10 @@ class InputBatch:
     @classmethod
     def of(cls, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> InputBatch:
         """Make a batch of tokens [T] without a plan: of a canary, a measurement or a capture."""
-        return cls(
-            kv,
-            None,
-            None,
-            GatheredInputs(
-                token_ids=token_ids, meta=meta, sample_index=None, sampled=NOTHING_SAMPLED
-            ),
+        given = GatheredInputs(
+            token_ids=token_ids, meta=meta, sample_index=None, sampled=NOTHING_SAMPLED
         )
+        return cls(kv, None, None, given)
 
     @property
     def step(self) -> tuple[StepPlan, RowTable]:
@@ -181,6 +177,15 @@ class BegunStep:
     cache: StateCache | None
     states: tuple[Tensor, AttentionMetadata]
     logprobs: BestLogprobs | None = None
+
+    def goes_on_in(self, plan: StepPlan) -> bool:
+        """Whether a plan computes the tokens that this step draws, one of each request, and nothing else."""
+        return (
+            not (plan.new or plan.released or plan.block_copies)
+            and self.sampled.num_tokens is None
+            and [s.request_id for s in plan.scheduled] == self.sampled.names
+            and all(s.num_tokens == 1 and not s.drafts for s in plan.scheduled)
+        )
 
     def finish(self) -> None:
         """Wait for the step, and keep its states."""

@@ -125,26 +125,17 @@ def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs
         sample_positions = last + 1 + ahead  # the positions of the tokens that follow
         if len(last) < len(positions):
             index = laid_out(rows, starts[1:] - counts, counts)[1]
-    arrays: list[Any] = [
-        token_rows,
-        positions,
-        starts,
-        seq_lens,
-        rows,
-        sample_rows,
-        sample_positions,
-    ]
+    arrays: list[Any] = [token_rows, positions, starts, seq_lens, rows]
+    arrays += [sample_rows, sample_positions]
     if index is not None:
         arrays.append(index)
     of_states: list[IntArray] = (
         [] if table.states is None else state_places(table, plan, rows, starts, num_decodes)
     )
     arrays += of_states
-    longest = (
-        max([table.rows[s.request_id].num_encoder_tokens for s in scheduled])
-        if table.cross is not None
-        else 0
-    )
+    longest = 0
+    if table.cross is not None:
+        longest = max([table.rows[s.request_id].num_encoder_tokens for s in scheduled])
     on_host = table.platform.kind == "cpu"
     look = _gather_inputs_on_host if on_host else gather_inputs_after_upload
     token_ids, meta, (sample_rows_d, sample_positions_d, *indices) = look(

@@ -134,8 +134,17 @@ class ProcessExecutor(Executor):
     """
 
     def __init__(
-        self, args: EngineArgs, progress: Callable[[str], None], forks: ForkServer | None
+        self,
+        args: EngineArgs,
+        *,
+        progress: Callable[[str], None] = lambda phase: None,
+        forks: ForkServer | None = None,
     ) -> None:
+        """Start the ranks, and load the model. Raises the errors of `LocalExecutor.build`.
+
+        `progress` is called as each phase begins. Ranks are forks of `forks`; None: of a process
+        that ends with this executor.
+        """
         progress("model")
         # once, and not by all ranks at the same time
         path = resolve_model(args.model, download_dir=args.download_dir)
@@ -178,21 +187,6 @@ class ProcessExecutor(Executor):
         except BaseException:
             self.shutdown()
             raise
-
-    @classmethod
-    def build(
-        cls,
-        args: EngineArgs,
-        *,
-        progress: Callable[[str], None] = lambda phase: None,
-        forks: ForkServer | None = None,
-    ) -> ProcessExecutor:
-        """Start the ranks, and load the model. Raises the errors of `LocalExecutor.build`.
-
-        `progress` is called as each phase begins. Ranks are forks of `forks`; None: of a process
-        that ends with this executor.
-        """
-        return cls(args, progress, forks)
 
     def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
         size, mixed = len(self._ranks), isinstance(self._parallel, HostAndGpu)

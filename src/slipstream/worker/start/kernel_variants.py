@@ -72,7 +72,7 @@ class _Repeated:
 
 
 def _pass_repeated_layers(decoder: Decoder) -> None:
-    """Make steps skip the layers whose kernels others launch as well: most of a model's."""
+    """Replace the layers that launch no kernels of their own, most of a model's, by ones that pass their inputs on."""
     kept = one_of_each_passage(decoder.layers)
     decoder.layers = [
         layer if i in kept else cast(Layer, _Repeated(layer))

@@ -209,12 +209,12 @@ def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition
     if config.cache.context_ranks > 1:
         context = group.part(group.size // config.cache.context_ranks)
     if device.type == "cuda" and group.size > 1:
-        from slipstream.kernels.triton.rank_sums import try_rank_sums
+        from slipstream.kernels.triton.peer_collectives import try_peer_collectives
 
         row_bytes = spec.hidden_size * DTYPE_BYTES[config.model.dtype]
-        try_rank_sums(group, row_bytes)
+        try_peer_collectives(group, row_bytes)
         if context is not None and context is not group:
-            try_rank_sums(context, row_bytes)
+            try_peer_collectives(context, row_bytes)
         if isinstance(how, TensorParallel) and (tokens := peer_copy_tokens(config, spec)):
             dtype = getattr(torch, config.model.dtype)
             is_mixture = any(isinstance(x.mlp, MoESpec) for x in spec.layers)

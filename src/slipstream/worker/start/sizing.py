@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream.config import DTYPE_BYTES, KV_BYTES, EngineConfig
+from slipstream.costs.hardware import host_memory
 from slipstream.costs.memory import (
     MemoryLedger,
     block_bytes,
@@ -12,6 +13,7 @@ from slipstream.costs.memory import (
     size_cache,
     staged_blocks,
 )
+from slipstream.errors import OutOfMemoryError
 from slipstream.worker.inputs.rows import rows_bytes
 from slipstream.worker.loaded_runner import LoadedRunner
 from slipstream.worker.runner import Runner
@@ -52,6 +54,12 @@ def fit_cache(
         if ranks is None
         else lambda blocks: ranks.all_ranks.least(blocks)[0],
     )
+    if (held := ledger.returned_expert_bytes) > (free := host_memory()[1]):
+        raise OutOfMemoryError(
+            f"enable_return_routed_experts: the experts of the cache's {ledger.num_kv_tokens} tokens take {held} bytes of the "
+            f"host's memory, and {free} are free; lower kv_cache_bytes",
+            field="kv_cache_bytes",
+        )
     runner = loaded.allocate(config, ledger.num_blocks)
     ledger = replace(
         ledger, graph_bytes=runner.graph_bytes, host_expert_bytes=loaded.model.host_bytes

@@ -595,3 +595,20 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script: ...
+
+
+class CallSection(ToolFormat):
+    """Formats whose calls stand in a section: `trigger` begins it, and `end` ends it."""
+
+    end: ClassVar[str]
+    gap: ClassVar[str] = '"\\n"?'
+    """The grammar of what may stand between two calls."""
+
+    def between(self, writer: Writer) -> str | None:
+        return self.gap
+
+    def whole(self, calls: str, writer: Writer) -> str:
+        return f"{calls} {writer.text(self.end)}"
+
+    def interrupts(self, tools: Sequence[Tool]) -> Sequence[str]:
+        return (self.trigger,)

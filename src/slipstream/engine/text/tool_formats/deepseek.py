@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from slipstream.engine.text.tool_formats.base import (
+    CallSection,
     Parser,
     Script,
     Tool,
-    ToolFormat,
     Writer,
     drop,
     is_name,
@@ -21,10 +21,9 @@ CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 
-class HeadedCalls(ToolFormat):
+class HeadedCalls(CallSection):
     """Common part: a section of calls, each with a head that names the function, and arguments in JSON."""
 
-    end: ClassVar[str]
     call_tag: ClassVar[tuple[str, str]]
     head: ClassVar[tuple[str, ...]]
     """Texts from the call's tag to its arguments. {name} stands for the function's name."""
@@ -39,15 +38,6 @@ class HeadedCalls(ToolFormat):
         begin, end = self.call_tag
         head = writer.texts(begin, *(part.replace("{name}", tool.name) for part in self.head))
         return f"{head} {writer.schema(tool.parameters)} {writer.texts(*self.foot, end)}"
-
-    def between(self, writer: Writer) -> str | None:
-        return '"\\n"?'
-
-    def whole(self, calls: str, writer: Writer) -> str:
-        return f"{calls} {writer.text(self.end)}"
-
-    def interrupts(self, tools: Sequence[Tool]) -> Sequence[str]:
-        return (self.trigger,)
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         call, call_end = self.call_tag

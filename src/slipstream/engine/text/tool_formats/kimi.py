@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 
 from slipstream.engine.text.tool_formats.base import (
+    CallSection,
     Parser,
     Script,
     Tool,
-    ToolFormat,
     Writer,
     drop,
     is_name,
@@ -22,13 +22,13 @@ ARGUMENTS = "<|tool_call_argument_begin|>"
 CALL_END = "<|tool_call_end|>"
 
 
-class KimiK2(ToolFormat):
+class KimiK2(CallSection):
     """<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>. The number counts the calls of a
     conversation. K2 and K2.5 write it."""
 
     name = "kimi_k2"
     markers = (SECTION, SECTION_END, CALL, ARGUMENTS, CALL_END)
-    trigger = SECTION
+    trigger, end = SECTION, SECTION_END
 
     @classmethod
     def matches(cls, template: str) -> bool:
@@ -38,12 +38,6 @@ class KimiK2(ToolFormat):
         writer.rules["NUMBER"] = "/[0-9]{1,4}/"
         head = f"{writer.texts(CALL, f'functions.{tool.name}:')} NUMBER {writer.text(ARGUMENTS)}"
         return f"{head} {writer.schema(tool.parameters)} {writer.text(CALL_END)}"
-
-    def between(self, writer: Writer) -> str | None:
-        return '"\\n"?'
-
-    def whole(self, calls: str, writer: Writer) -> str:
-        return f"{calls} {writer.text(SECTION_END)}"
 
     def interrupts(self, tools: Sequence[Tool]) -> Sequence[str]:
         return (SECTION, SINGULAR, CALL)

@@ -7,10 +7,10 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from slipstream.engine.text.tool_formats.base import (
+    CallSection,
     Parser,
     Script,
     Tool,
-    ToolFormat,
     Writer,
     drop,
     is_name,
@@ -41,10 +41,11 @@ _PLAIN = {"type", "items", "properties", "required", "additionalProperties", "$d
 Element: TypeAlias = "str | list[tuple[str, Element]]"
 
 
-class MiniMaxM3(ToolFormat):
+class MiniMaxM3(CallSection):
     name = "minimax_m3"
     trigger, end = f"{TAG}tool_call>", f"{TAG}/tool_call>"
     markers = (MARK,)
+    gap = "LINE?"
     think = "<mm:think>", "</mm:think>"
 
     @classmethod
@@ -93,14 +94,8 @@ class MiniMaxM3(ToolFormat):
         is_end = name in ("", "invoke", "tool_call") or name.startswith("/")
         return not is_end and name == name.strip() and ">" not in name
 
-    def between(self, writer: Writer) -> str | None:
-        return "LINE?"
-
     def whole(self, calls: str, writer: Writer) -> str:
-        return f"{calls} LINE? {writer.text(self.end)}"
-
-    def interrupts(self, tools: Sequence[Tool]) -> Sequence[str]:
-        return (self.trigger,)
+        return super().whole(f"{calls} LINE?", writer)
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
         while opening := (yield from parser.until((self.trigger, INVOKE), parser.content)):

@@ -190,7 +190,7 @@ def point_at(pointers: LayerPointers, state: LayerState) -> None:
 
 
 def read_and_written(inputs: StepInputs, meta: AttentionMetadata) -> object:
-    """Sets the slots of a step's states. Returns an object that must live while it runs."""
+    """Sets the slots of a step's states. The caller must hold the returned object while the step runs."""
     if meta.states is None:
         return None
     read, write = ints(meta.states.read), ints(meta.states.write)

@@ -302,7 +302,8 @@ def combine(
 ) -> None:
     """Merge the parts of T tokens in `scratch` into `out` [T, H, D], contiguous.
 
-    `sums`: rows have so many numbers more, for the logarithm of the sum (`ContextOps.attention_part`).
+    `sums`: how many more numbers a row of `out` has, for the logarithm of the sum of exponentials
+    (`ContextOps.attention_part`).
 
     `counts` int32 [T, K]: number of parts of each token's heads of a kv head, 0 for rows already in
     `out`. None: all have `splits`."""

@@ -83,7 +83,8 @@ def _distances(c: ConfigReader, terms: set[str], longest: int, norm: NormSpec) -
     reach = reach if reach >= 1 else longest
     if 0 < buckets < 4 or buckets // 2 >= reach - 1:
         raise c.unsupported(
-            "position_buckets", "they must be at least 4, and half of them fewer than distances"
+            "position_buckets",
+            f"{buckets} must be at least 4, and half of it below max_relative_positions - 1 ({reach - 1})",
         )
     return DisentangledSpec(
         num_buckets=buckets if buckets > 0 else None,

@@ -1,7 +1,8 @@
-"""InternVL 3 and 3.5 (arXiv:2504.10479), and LLaVA 1.5 (arXiv:2310.03744): encoders with a class token. No torch.
+"""InternVL 3 and 3.5 (arXiv:2504.10479), LLaVA 1.5 (arXiv:2310.03744) and 1.6: encoders with a class token. No torch.
 
 InternVL's encoder has scaled residuals and reads tiles of a picture; groups of patches go through an MLP. LLaVA's is CLIP up to
-the last layer but one, with an MLP on each patch of the one square that it sees. Any decoder follows.
+the last layer but one, with an MLP on each patch of the one square that it sees. LLaVA 1.6 (LLaVA-NeXT) sees a larger picture
+in squares, too. Any decoder follows.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from slipstream.spec.media.vision import (
     GridPositionSpec,
     ImageProcessing,
     MLPConnector,
+    PinpointTiles,
     PromptFormat,
     RatioTiles,
     VisionSpec,
@@ -66,10 +68,10 @@ def read_internvl(c: ConfigReader) -> ModelSpec:
 
 
 def read_llava(c: ConfigReader) -> ModelSpec:
-    """LLaVA 1.5's config leaves out what is as in Llama 7B."""
-    if c.value("model_type") == "llama":
-        c.assume(hidden_size=4096, intermediate_size=11008, vocab_size=32000)
-        c.assume(num_hidden_layers=32, num_attention_heads=32)
+    """LLaVA's configs leave out what is as in Llama 7B or Mistral 7B."""
+    if (kind := c.value("model_type") or "llama") in ("llama", "mistral"):
+        c.assume(hidden_size=4096, vocab_size=32000, num_hidden_layers=32, num_attention_heads=32)
+        c.assume(intermediate_size=11008 if kind == "llama" else 14336)
     return _read_text(c, "llama")
 
 
@@ -141,6 +143,24 @@ def read_processing_internvl(c: ConfigReader, vision: VisionSpec) -> ImageProces
     return processing(c, sizes, resample=3, mean=CLIP_MEAN, std=CLIP_STD)
 
 
+PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+
+
+def read_vision_next(c: ConfigReader, text: ModelSpec) -> VisionSpec:
+    """LLaVA 1.6: `image_seq_length` is what a square has; the rest follows from a picture's size."""
+    c.require("use_image_newline_parameter", True)
+    found = c.take("image_grid_pinpoints", list, PINPOINTS)
+    made = read_vision_llava(c, text)
+    assert isinstance(made.position, GridPositionSpec)
+    side = made.position.side * made.patch_size
+    sizes = [tuple(x) for x in found if isinstance(x, list) and len(x) == 2]
+    are_tiles = all(type(x) is int and x > 0 and x % side == 0 for size in sizes for x in size)
+    if not sizes or len(sizes) < len(found) or not are_tiles or (side, side) in sizes:
+        why = f"must be [height, width] each, of several squares of {side} pixels"
+        raise c.unsupported("image_grid_pinpoints", why)
+    return dataclasses.replace(made, pinpoints=tuple(sizes))
+
+
 def read_vision_llava(c: ConfigReader, text: ModelSpec) -> VisionSpec:
     v = c.part("vision_config")
     v.require("model_type", "clip_vision_model")
@@ -199,6 +219,17 @@ def read_processing_llava(c: ConfigReader, vision: VisionSpec) -> ImageProcessin
     )
 
 
+def read_processing_next(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
+    assert isinstance(vision.position, GridPositionSpec)
+    side = vision.position.side * vision.patch_size
+    c.require("size", {"shortest_edge": side}, {"height": side, "width": side})
+    c.require("crop_size", {"height": side, "width": side}, side)
+    c.require("image_grid_pinpoints", [list(x) for x in vision.pinpoints])
+    c.require("aspect_ratio_setting", "anyres")
+    sizes = PinpointTiles(tile=side, sizes=vision.pinpoints)
+    return processing(c, sizes, resample=3, mean=CLIP_MEAN, std=CLIP_STD, crops=True)
+
+
 def _row(layer: LayerSpec, part: int) -> Transform:
     return Vector()
 
@@ -241,13 +272,16 @@ _llava = table(
         **CLIP,
         "vision.class_token": {"weight": "vision_tower.embeddings.class_embedding"},
         "vision.first_norm": "vision_tower.pre_layrnorm",
+        "vision.row_end": {"weight": "image_newline"},
         "vision.connector.up": "multi_modal_projector.linear_1",
     },
     vision_layer="vision_tower.encoder.layers.{i}.",
-    changes={"vision.class_token": "vector"},
+    changes={"vision.class_token": "vector", "vision.row_end": "vector"},
 )
 TEXT = ("language_model.", "model.language_model.", "model.")
-UNREAD = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)  # with max_images=0
+UNREAD = (
+    r"(model\.)?((vision_tower|multi_modal_projector)\..*|image_newline)",
+)  # with max_images=0
 
 FAMILIES = (
     Family(
@@ -261,15 +295,29 @@ FAMILIES = (
         vision=read_vision_internvl,
         processing=read_processing_internvl,
     ),
-    Family(
-        model_type="llava",
-        architectures=("LlavaForConditionalGeneration",),
-        read=read_llava,
-        names=_llava,
-        nested_config="text_config",
-        prefixes=TEXT,
-        ignored=(*UNREAD, r"(model\.)?vision_tower\.(vision_model\.)?(post_layernorm|encoder)\..*"),
-        vision=read_vision_llava,
-        processing=read_processing_llava,
+    *(
+        Family(
+            model_type=kind,
+            architectures=(architecture,),
+            read=read_llava,
+            names=_llava,
+            nested_config="text_config",
+            prefixes=TEXT,
+            ignored=(
+                *UNREAD,
+                r"(model\.)?vision_tower\.(vision_model\.)?(post_layernorm|encoder)\..*",
+            ),
+            vision=vision,
+            processing=images,
+        )
+        for kind, architecture, vision, images in (
+            ("llava", "LlavaForConditionalGeneration", read_vision_llava, read_processing_llava),
+            (
+                "llava_next",
+                "LlavaNextForConditionalGeneration",
+                read_vision_next,
+                read_processing_next,
+            ),
+        )
     ),
 )

@@ -1,5 +1,5 @@
 // What ranks add and gather through one another's memory, and what follows a sum: the residual, a norm, rounding to 8 bits.
-// Behind instructions.cu. Names in capitals are defined by rank_sums.py.
+// After instructions.cu. Names in capitals are defined by peer_collectives.py.
 //
 // 1. A thread block takes whole rows. It writes its rank's numbers into the memory of other ranks, and waits for theirs in
 //    its own. It sends all of its rows before it waits for one, and all thread blocks run at once (PROGRAMS_OF_SM).
@@ -127,7 +127,7 @@ DEVICE void store_codes(u8* out, int at, const float* y, float by) {  // y · by
 // behind them. The last row may be short. `total`: where the result goes: of a sum as many vectors, else RANKS times as many,
 // by rank. With RESIDUAL it holds what is added. `most`: thread blocks that a launch can have.
 // NORM: 0 none, 1 RMS, 2 layer norm: out and scales, in FORMAT as in pointwise.py.
-extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_OF_SM) rank_sums(
+extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS_OF_SM) peer_collectives(
     const uint4* x, uint4* total, const u64* of_ranks, u32* counts, const uint4* weight, const uint4* bias, u8* out, float* scales,
     int num_vectors, int given, int programs, int most, int patience) {
     SHARED_MEMORY(shared);

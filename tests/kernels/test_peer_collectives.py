@@ -1,5 +1,5 @@
 """Sums over ranks in one kernel: its source compiled for the CPU with `instructions_on_cpu.h`, where the thread blocks of all
-ranks run together. On GPUs each start tests it against NCCL (`rank_sums.agrees`)."""
+ranks run together. On GPUs each start tests it against NCCL (`peer_collectives.agrees`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.kernels.layouts import NormParams
-from slipstream.kernels.triton import TritonOps, rank_sums, sampling
+from slipstream.kernels.triton import TritonOps, peer_collectives, sampling
 from slipstream.platform.collectives import RankGroup
 from slipstream.spec.model import OwnNorm
 from tests.kernels import on_cpu
@@ -34,8 +34,8 @@ extern "C" int run(int programs, int threads, unsigned seed, void** of_ranks) {
         for (int i = 0; i < n[5]; i++) {  // kernels one after another, each behind the one before on its own rank only
             const int rank = THIS_RANK, wanted = i * programs_of_rank * block_size;
             while (ended[rank] < wanted) yield();
-            rank_sums((uint4*)a[0] + i * n[0], (uint4*)a[1] + i * n[0], (u64*)a[2], (u32*)a[3], (uint4*)a[4], (uint4*)a[5],
-                      (u8*)a[6], (float*)a[7], n[0], n[1], n[2], n[3], n[4]);
+            peer_collectives((uint4*)a[0] + i * n[0], (uint4*)a[1] + i * n[0], (u64*)a[2], (u32*)a[3], (uint4*)a[4],
+                             (uint4*)a[5], (u8*)a[6], (float*)a[7], n[0], n[1], n[2], n[3], n[4]);
             ended[rank]++;
         }
     });
@@ -43,7 +43,7 @@ extern "C" int run(int programs, int threads, unsigned seed, void** of_ranks) {
 """
 
 
-class OnCpu(rank_sums.RankSums):
+class OnCpu(peer_collectives.CudaPeerCollectives):
     """A launch is kept until all ranks have made theirs; then the programs of all run."""
 
     seed, kernels = 0, 1
@@ -62,8 +62,10 @@ class OnCpu(rank_sums.RankSums):
 
     def compiled(self, definitions):
         text = f"#define CTAS programs_of_rank\nstatic int programs_of_rank;\n{on_cpu.INSTRUCTIONS}"
-        text += rank_sums.SOURCES[1].read_text() + RUN
-        run = on_cpu.load(self.folder, text, definitions | {"SHARED": rank_sums.SCRATCH_BYTES}).run
+        text += peer_collectives.SOURCES[1].read_text() + RUN
+        run = on_cpu.load(
+            self.folder, text, definitions | {"SHARED": peer_collectives.SCRATCH_BYTES}
+        ).run
 
         def launch(programs, threads, arguments):
             tensors, given = arguments[:8], arguments[8:]
@@ -86,7 +88,7 @@ def ranks_of(folder, row_bytes, size=2, **how):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("rank_sums")
+    return tmp_path_factory.mktemp("peer_collectives")
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -137,7 +139,7 @@ def test_norms_of_deterministic_are_one_kernel_for_sums_of_any_size(folder):
     (rank, _), x = ranks_of(folder, 640, 2), numbers((3, 320), torch.bfloat16, 0)
     norm, ops = norm_of("rms", 320, torch.bfloat16), TritonOps(deterministic=True)
     group, rank.normed = rank.group, None
-    group.sums, group.all_reduce = rank, lambda x: x + 1
+    group.peers, group.all_reduce = rank, lambda x: x + 1
     assert rank.covers_norm(x, norm, None)
     found = ops.all_reduce_norm(x, norm, group=group)[0]
     assert torch.equal(found, ops.norm(x + 1, norm)[0])
@@ -208,7 +210,7 @@ def test_norms_of_sums(folder, inputs, kind, adds, dtype, size):
         residual = numbers((rows, width), dtype, 7 + i) if adds else None
         found = []
         for r, x in zip(ranks, given, strict=True):
-            r.group.sums = r
+            r.group.peers = r
             own = None if residual is None else residual.clone()
             found.append(ops.all_reduce_norm(x, norm, group=r.group, residual=own, inputs=inputs))
         check_norms(found, given, norm, residual, inputs)
@@ -232,7 +234,7 @@ def test_best_of_ranks(folder, size, width, num_rows):
     ]
     for summed in [r(pair) for r, pair in zip(ranks, pairs, strict=True)]:
         assert torch.equal(sampling.best_of_all(summed, size), wanted)
-    ranks[-1].group.sums = ranks[-1]
+    ranks[-1].group.peers = ranks[-1]
     for r, pair in zip(ranks[:-1], pairs, strict=False):
         r(pair)
     assert torch.equal(
@@ -256,4 +258,4 @@ def test_what_it_does_not_take(folder):
     own = OwnNorm(name="mine", function=lambda x, weight, bias, eps: x)
     assert not sums.covers_norm(x, NormParams(kind=own, weight=weight, eps=1e-5), None)
     with pytest.raises(ValueError, match="multiple of 16"):
-        rank_sums.RankSums(sums.group, 24)
+        peer_collectives.CudaPeerCollectives(sums.group, 24)

@@ -1,4 +1,4 @@
-// What dashboard.js uses of Observable Plot and d3. `npm install && npm run build` here makes charts.min.js.
+// What dashboard.js uses of Observable Plot and d3. `python packaging/vendored/build.py` makes charts.min.js.
 import {cell, dot, legend, line, plot, pointer, ruleX, ruleY, text, tip} from "@observablehq/plot";
 import {ascending, deviation, extent, format, group, groups, max, mean, min, rollups, sort} from "d3";
 

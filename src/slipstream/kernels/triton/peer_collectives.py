@@ -1,6 +1,6 @@
 """Sums over ranks, with the norm that follows, and what ranks scatter, gather and exchange: one
 kernel for any number of ranks, through memory that all ranks read and write. The kernel is
-`rank_sums.cu`. This file decides for which tensors it runs and in how many steps, and tests it at
+`peer_collectives.cu`. This file decides for which tensors it runs and in how many steps, and tests it at
 the start."""
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.model import OwnNorm
 from slipstream.spec.scheme import FP8_TILE, InputFormat
 
-SOURCES = tuple(Path(__file__).with_name(f"{name}.cu") for name in ("instructions", "rank_sums"))
+SOURCES = tuple(
+    Path(__file__).with_name(f"{name}.cu") for name in ("instructions", "peer_collectives")
+)
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Types that are moved, not added. Integers are not: one of them is `EMPTY`."""
@@ -65,8 +67,8 @@ TEST_PATIENCE = 8192
 _logger = logging.getLogger("slipstream.engine")
 
 
-class RankSums:
-    """`platform.PeerSums`, and norms of such sums. `map_memory` must be called before the first
+class CudaPeerCollectives:
+    """`platform.PeerCollectives`, and norms of such sums. `map_memory` must be called before the first
     call. One stream only; every rank makes the same calls in the same order, of the same shapes."""
 
     def __init__(
@@ -270,7 +272,12 @@ class RankSums:
         assert isinstance(platform, CudaPlatform)
         how = "beside" if self._overlaps() else "behind"
         return CudaKernel(
-            platform, SOURCES, "rank_sums", definitions, shared_bytes=SCRATCH_BYTES, launch=how
+            platform,
+            SOURCES,
+            "peer_collectives",
+            definitions,
+            shared_bytes=SCRATCH_BYTES,
+            launch=how,
         )
 
     def _overlaps(self) -> bool:
@@ -280,12 +287,12 @@ class RankSums:
         return platform_of(self.device).multiprocessors
 
 
-def try_rank_sums(group: RankGroup, row_bytes: int) -> None:
+def try_peer_collectives(group: RankGroup, row_bytes: int) -> None:
     """Have `group` sum through peers' memory from now on, if that works on every rank and gives the
     library's results."""
     sums, why = None, ""
     try:
-        sums = RankSums(group, row_bytes)
+        sums = CudaPeerCollectives(group, row_bytes)
         sums.compile_first()
     except Exception as error:  # from the driver, torch or a compiler; the log says which and why
         why = first_line(error)
@@ -304,13 +311,13 @@ def try_rank_sums(group: RankGroup, row_bytes: int) -> None:
         return
     assert sums is not None
     if group.least(agrees(sums))[0]:
-        group.sums = sums
+        group.peers = sums
     else:
         _logger.warning("sums go through NCCL: those through peers' memory came out otherwise")
 
 
 @torch.inference_mode()
-def agrees(sums: RankSums) -> bool:
+def agrees(sums: CudaPeerCollectives) -> bool:
     """Whether sums of one row up to the largest size, and what is scattered, gathered and exchanged,
     replayed in graphs of many, equal the library's in every bit."""
     group, found = sums.group, True

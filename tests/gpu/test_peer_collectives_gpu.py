@@ -1,6 +1,6 @@
 """Sums and gathers of two to eight ranks, in one process over one GPU's memory: each rank's kernels on a stream of its own.
 
-Run on any GPU: pytest -m gpu tests/gpu/test_rank_sums_gpu.py. A rank that does not hear from another gives up after 5 s.
+Run on any GPU: pytest -m gpu tests/gpu/test_peer_collectives_gpu.py. A rank that does not hear from another gives up after 5 s.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SIZES = (16, ROW, 3 * ROW + 16, 8 * ROW, 512 * 1024, 2 * 2**20, 16 * 2**20)  # b
 
 
 class Ranks:
-    """`size` ranks' `RankSums` over one GPU's memory."""
+    """`size` ranks' `CudaPeerCollectives` over one GPU's memory."""
 
     def __init__(self, size, kernels, row_bytes=ROW, **how):
-        from slipstream.kernels.triton import cuda, rank_sums
+        from slipstream.kernels.triton import cuda, peer_collectives
         from slipstream.platform import platform_of
 
-        class OnOneGpu(rank_sums.RankSums):
+        class OnOneGpu(peer_collectives.CudaPeerCollectives):
             def _multiprocessors(self):
                 """A number so small that launches of all ranks run at once."""
                 return max(1, super()._multiprocessors() // (2 * size))
@@ -44,9 +44,9 @@ class Ranks:
         self.every = [
             OnOneGpu(Rank(rank, memories, "cuda"), row_bytes, **how) for rank in range(size)
         ]
-        text = "".join(source.read_text() for source in rank_sums.SOURCES)
+        text = "".join(source.read_text() for source in peer_collectives.SOURCES)
         sources = [
-            cuda.CudaSource(text, "rank_sums", tuple(sorted(r.definitions(*kernel).items())))
+            cuda.CudaSource(text, "peer_collectives", tuple(sorted(r.definitions(*kernel).items())))
             for r in self.every
             for kernel in kernels
         ]
@@ -54,7 +54,7 @@ class Ranks:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda source: source.cubin(capability), sources))
         for r in self.every:  # before a rank waits for another: loading may wait for the device
-            r.patience = rank_sums.TEST_PATIENCE
+            r.patience = peer_collectives.TEST_PATIENCE
             r.map_memory()
             for kernel in kernels:
                 r._kernel(*kernel)
