@@ -273,7 +273,7 @@ def test_log_probabilities_are_the_same_bit_for_bit(tmp_path, family, quantizati
 def test_512_deterministic_answers_of_real_shapes_are_the_same_bits(
     tmp_path, config, layers, settings
 ):
-    """In one batch, from the prefix cache, in 64, alone, and in chunks with drafts."""
+    """Bits in one batch, from the prefix cache, in 64, alone, and in chunks with drafts."""
     folder = Path(__file__).parents[2] / "benchmarks" / "configs" / config
     given = json.loads((folder / "config.json").read_text())
     of_text = given.get("text_config", given)

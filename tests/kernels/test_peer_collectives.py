@@ -123,7 +123,7 @@ def test_sums_one_after_another(folder, size, dtype, one_step_bytes, seed):
 
 
 def test_the_librarys_sums_in_order_are_rounded_once_as_those_in_shared_memory():
-    """What a step's size makes too large for one way goes the other way, with the same bits."""
+    """Sums that are too large for one way go the other way, with the same bits."""
     given = [numbers((7, 160), torch.bfloat16, rank) for rank in range(3)]
     group = RankGroup(1, 3, torch.device("cpu"))
     group.in_order = True
