@@ -93,7 +93,7 @@ def test_an_answers_bits_depend_on_nothing_but_its_request(tmp_path, family, set
 
 
 FAMILIES = {  # dense with grouped heads, latent attention, a mixture, a hybrid
-    "llama": {},
+    "llama": {"hidden_size": 64},  # two ranks' int8 products have rows in multiples of 16
     "deepseek_v2": {},
     "qwen3_moe": {},
     "qwen3_next": {},
@@ -143,13 +143,13 @@ def test_tokens_are_the_same_alone_in_64_and_in_512_with_hits_chunks_and_drafts(
     [
         ("llama", {"kernels": "torch"}, CPU, "kernels='torch', whose sums follow"),
         ("llama", {"kernels": "reference"}, GPU, "kernels='reference', whose sums follow"),
-        ("lfm2", {}, GPU, "recurrent layers on a GPU"),
-        ("gpt_oss", {"quantization": "mxfp4"}, GPU, "experts in 4-bit floats on a GPU"),
+        ("lfm2", {}, GPU, "recurrent layers of lfm2 on a GPU"),
+        ("kimi_linear", {}, GPU, "recurrent layers of kimi_linear on a GPU"),
         ("gpt_oss", {}, GPU, "gpt_oss on a GPU; a CPU covers it"),
         ("phimoe", {}, GPU, "the choice of experts of phimoe on a GPU"),
         ("mixtral", {"host_experts": 2}, GPU, "experts on the host"),
         ("deepseek_v32", {}, GPU, "attention to chosen or compressed keys on a GPU"),
-        ("llama", {"tensor_parallel_size": 2}, GPU, "several GPUs"),
+        ("mixtral", {"expert_parallel_size": 2}, GPU, "experts on several ranks"),
         ("mixtral", {"expert_parallel_size": 2}, CPU, "experts on several ranks"),
         ("llama", {"context_parallel_size": 2}, CPU, "sequences on several ranks"),
         ("llama", {"enable_lora": True}, CPU, "adapters"),
@@ -167,6 +167,19 @@ def test_what_deterministic_does_not_cover_is_refused_by_name(
             device,
         )
     assert caught.value.field
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("qwen3_next", {}), ("mixtral", {"quantization": "mxfp4"}), ("llama", {"tensor_parallel_size": 2})],
+    ids=str,
+)  # fmt: skip
+def test_deterministic_covers_gated_delta_rules_coded_experts_and_ranks_on_gpus(
+    tmp_path, family, settings
+):
+    tiny_models.write(tmp_path, family, **({"hidden_size": 64} if family == "mixtral" else {}))
+    args = EngineArgs(model=str(tmp_path), deterministic=True, **settings)
+    assert resolve(args, read_spec(tmp_path), GPU).device.deterministic
 
 
 def test_deterministic_leaves_matrix_tiles_of_a_cpu_out():

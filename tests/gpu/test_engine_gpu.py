@@ -6,6 +6,9 @@ Run: pytest -m gpu tests/gpu.
 from __future__ import annotations
 
 import gc
+import json
+import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -253,3 +256,52 @@ def test_log_probabilities_are_the_same_bit_for_bit(tmp_path, family, quantizati
     assert tight[: len(PROMPTS)] == alone
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     assert answers(PROMPTS, speculative_config=drafts)[: len(PROMPTS)] == alone
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "settings"),
+    [
+        ("llama-3-8b", 3, {}),
+        ("llama-3-8b", 3, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+        ("deepseek-v2-lite", 3, {}),
+        ("qwen3.5-35b-a3b", 4, {"kv_cache_bytes": 2**34}),
+        ("gpt-oss-20b", 4, {}),
+        ("gpt-oss-20b", 4, {"quantization": "mxfp4"}),
+    ],
+    ids=str,
+)
+def test_512_deterministic_answers_of_real_shapes_are_the_same_bits(
+    tmp_path, config, layers, settings
+):
+    """Bits in one batch, from the prefix cache, in 64, alone, and in chunks with drafts."""
+    folder = Path(__file__).parents[2] / "benchmarks" / "configs" / config
+    given = json.loads((folder / "config.json").read_text())
+    of_text = given.get("text_config", given)
+    of_text["num_hidden_layers"] = layers
+    if "layer_types" in of_text:
+        of_text["layer_types"] = of_text["layer_types"][:layers]
+    given.pop("quantization_config", None)
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    draw, prompts = random.Random(0), []
+    for i in range(512):
+        ids = [draw.randrange(1000, 30000) for _ in range(draw.choice((3, 30, 97, 260, 300, 530)))]
+        prompts.append({"prompt_token_ids": (ids[:40] * 14)[: len(ids)] if i % 2 else ids})
+    sampling = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=2)
+    sizes = dict(max_model_len=1024, max_num_seqs=256, kv_cache_bytes=2**33)
+    sizes |= dict(load_format="dummy", deterministic=True, max_num_batched_tokens=None)
+
+    def bits(llm, prompts):
+        made = llm.generate(prompts, sampling, progress=False)
+        return [
+            [[(t.token_id, t.logprob) for t in p.top] for p in o.outputs[0].logprobs] for o in made
+        ]
+
+    with make(tmp_path, **(sizes | settings)) as llm:
+        whole = bits(llm, prompts)
+        assert bits(llm, prompts) == whole  # hits
+        assert bits(llm, prompts[:64]) == whole[:64]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    more = dict(enable_prefix_caching=False, max_num_batched_tokens=520, speculative_config=drafts)
+    with make(tmp_path, **(sizes | settings | more)) as llm:
+        assert bits(llm, prompts) == whole
+        assert [bits(llm, [p])[0] for p in prompts[::37]] == whole[::37]

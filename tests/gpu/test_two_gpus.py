@@ -204,3 +204,29 @@ def test_requests_dealt_out_beside_experts(tmp_path, family, eager):
     one, two = of_one_and_two(tmp_path, "expert_parallel_size", answer, **settings)
     assert two == one
     assert len({str(tokens) for tokens in one[0]}) == 12
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_deterministic_answers_are_the_same_bits_alone_among_others_and_in_chunks(
+    tmp_path, split, family
+):
+    shape = {} if family == "deepseek_v2" else SHAPE
+    tiny_models.write(tmp_path, family, initializer_range=0.1, **shape)
+    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=3)
+    sizes = {**SIZES, "dtype": "bfloat16", "skip_tokenizer_init": True, "deterministic": True}
+
+    def bits(llm, prompts):
+        made = llm.generate(prompts, sampling, progress=False)
+        return [
+            [[(t.token_id, t.logprob) for t in p.top] for p in o.outputs[0].logprobs] for o in made
+        ]
+
+    with LLM(str(tmp_path), **sizes, **{split: 2}) as llm:
+        whole = bits(llm, PROMPTS)
+        assert bits(llm, PROMPTS) == whole  # hits
+        assert [bits(llm, [p])[0] for p in PROMPTS] == whole
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    more = {"max_num_batched_tokens": 19, "max_num_seqs": 3, "speculative_config": drafts}
+    with LLM(str(tmp_path), **(sizes | more), **{split: 2}) as llm:
+        assert bits(llm, PROMPTS[::-1]) == whole[::-1]

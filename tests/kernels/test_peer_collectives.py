@@ -10,6 +10,7 @@ import torch
 
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.triton import TritonOps, peer_collectives, sampling
+from slipstream.platform.collectives import RankGroup
 from slipstream.spec.model import OwnNorm
 from tests.kernels import on_cpu
 from tests.kernels.rank_memory import (
@@ -119,6 +120,29 @@ def test_sums_one_after_another(folder, size, dtype, one_step_bytes, seed):
         for own in found:
             assert torch.equal(own, wanted("sum", given, 0)), (i, shape)
     assert are_empty(ranks)
+
+
+def test_the_librarys_sums_in_order_are_rounded_once_as_those_in_shared_memory():
+    """Sums that are too large for one way go the other way, with the same bits."""
+    given = [numbers((7, 160), torch.bfloat16, rank) for rank in range(3)]
+    group = RankGroup(1, 3, torch.device("cpu"))
+    group.in_order = True
+    group.library_gather = lambda x: torch.stack([given[0], x, given[2]])
+    assert torch.equal(group.library_sum(given[1].clone()), wanted("sum", given, 1))
+    group.library_gather = lambda x: torch.stack([x + rank for rank in range(3)])
+    ids = torch.tensor([2**30 + 1, 5])
+    assert group.library_sum(ids.clone()).tolist() == [3 * 2**30 + 6, 18]
+
+
+def test_norms_of_deterministic_are_one_kernel_for_sums_of_any_size(folder):
+    """A fused norm adds squares in another order, and covers no large sums."""
+    (rank, _), x = ranks_of(folder, 640, 2), numbers((3, 320), torch.bfloat16, 0)
+    norm, ops = norm_of("rms", 320, torch.bfloat16), TritonOps(deterministic=True)
+    group, rank.normed = rank.group, None
+    group.peers, group.all_reduce = rank, lambda x: x + 1
+    assert rank.covers_norm(x, norm, None)
+    found = ops.all_reduce_norm(x, norm, group=group)[0]
+    assert torch.equal(found, ops.norm(x + 1, norm)[0])
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -5,22 +5,22 @@ from __future__ import annotations
 from slipstream.config.settings import DeviceInfo, EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.model import CompressedAttentionSpec, LatentAttentionSpec, MoESpec
-from slipstream.spec.scheme import SCHEMES
+from slipstream.spec.model import (
+    CompressedAttentionSpec,
+    GatedDeltaSpec,
+    LatentAttentionSpec,
+    MoESpec,
+    RecurrentSpec,
+)
 
 
-def check_deterministic(
-    args: EngineArgs, model: ModelDescription, device: DeviceInfo, scheme: str | None
-) -> None:
-    """Raise ConfigError if `deterministic` does not cover the model or the kernels. `scheme`: the
-    weights'."""
+def check_deterministic(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> None:
+    """Raise ConfigError if `deterministic` does not cover the model or the kernels."""
     if not args.deterministic:
         return
     own = "triton" if device.is_cuda else "cpu"
-    layers, formats = model.spec.all_layers, frozenset({"nvfp4", "mxfp4"})
+    layers = model.spec.all_layers
     has_experts = any(isinstance(x.mlp, MoESpec) for x in layers)
-    scheme = args.quantization or scheme
-    floats = scheme is not None and SCHEMES[scheme].name in formats
     table: tuple[tuple[bool, str], ...] = (
         (
             args.kernels not in ("auto", own),
@@ -31,18 +31,12 @@ def check_deterministic(
             "experts on the host (host_experts)",
         ),
         (
-            device.is_cuda and model.spec.is_recurrent,
-            "recurrent layers on a GPU; a CPU covers them",
+            device.is_cuda and any(x.recurrent and not _is_covered(x.recurrent) for x in layers),
+            f"recurrent layers of {model.spec.family} on a GPU; a CPU covers them",
         ),
         (
             device.is_cuda and has_experts and model.gguf is not None,
             "experts in GGUF's types on a GPU; a CPU covers them",
-        ),
-        (
-            device.is_cuda
-            and has_experts
-            and (floats or any(".experts." in name for name in model.native_formats(formats))),
-            "experts in 4-bit floats on a GPU; take 8 or 16 bits (not for gpt-oss), or a CPU",
         ),
         (
             device.is_cuda and model.spec.family == "gpt_oss",
@@ -66,6 +60,10 @@ def check_deterministic(
             raise ConfigError(
                 f"deterministic=True does not cover {text}; or leave it out", field="deterministic"
             )
+
+
+def _is_covered(recurrent: RecurrentSpec) -> bool:
+    return isinstance(recurrent, GatedDeltaSpec) and recurrent.decay == "head"
 
 
 def _chooses_keys(attention: object) -> bool:

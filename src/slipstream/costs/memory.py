@@ -289,12 +289,13 @@ def adapter_bytes(config: EngineConfig, description: ModelDescription, shard: Sh
 
 def peer_copy_tokens(config: EngineConfig, spec: ModelSpec) -> int:
     """Tokens, padding included, of the largest step in which two GPUs can copy partial sums to each
-    other. 0: they don't."""
+    other. 0: they don't, as with `deterministic`, for which long steps add as short ones do."""
     how = config.parallel.stage
     is_pair = isinstance(how, TensorParallel) and how.size == 2 and not how.sequence
     # A draft head reads sums, each once.
     reads_sums = isinstance(config.speculation, HeadDrafts | MTPDrafts)
-    if not config.device.info.is_cuda or not is_pair or reads_sums:
+    device = config.device
+    if not device.info.is_cuda or not is_pair or reads_sums or device.deterministic:
         return 0
     tokens = config.scheduling.max_num_batched_tokens + config.scheduling.max_num_seqs
     return tokens if tokens >= COPIED_SUMS_FROM and any(x.is_plain for x in spec.all_layers) else 0

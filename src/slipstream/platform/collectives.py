@@ -273,8 +273,10 @@ class RankGroup:
 
     def library_sum(self, x: Tensor) -> Tensor:
         """`all_reduce` by the backend, in place."""
-        if self.in_order and self.size > 2:  # of two ranks every order is the same
-            return x.copy_(functools.reduce(torch.add, self.library_gather(x)))
+        if self.in_order and (self.size > 2 or x.is_cuda):  # of gloo's two every order is the same
+            wide = torch.float32 if x.is_floating_point() else x.dtype
+            parts = (part.to(wide) for part in self.library_gather(x))
+            return x.copy_(functools.reduce(torch.add, parts))  # rounded once, as by `peers`
         dist.all_reduce(x, group=self._handle)
         return x
 
@@ -325,7 +327,7 @@ class RankGroup:
     def library_scatter(self, x: Tensor) -> Tensor:
         """`reduce_scatter` of whole shares by the backend."""
         each = len(x) // self.size
-        if x.device.type == "cpu":  # gloo has no reduce-scatter
+        if self.in_order or x.device.type == "cpu":  # gloo has no reduce-scatter
             return self.all_reduce(x)[self.rank * each : (self.rank + 1) * each]
         out = torch.empty(each, *x.shape[1:], dtype=x.dtype, device=x.device)
         dist.reduce_scatter_tensor(out, x.contiguous(), group=self._handle)

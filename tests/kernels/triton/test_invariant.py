@@ -4,6 +4,7 @@ it. At real sizes and on the chip's own tensor cores: tests/gpu."""
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -14,10 +15,15 @@ from slipstream.kernels.ops import AttentionParams, Experts, MLAParams
 from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import invariant
+from slipstream.kernels.triton.recurrent import rules
 from slipstream.model.load.loader import load_model
-from slipstream.spec.model import DenseSpec, MoESpec
+from slipstream.spec.model import DenseSpec, GatedDeltaSpec, MoESpec
+from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.kernels import cases
+from tests.kernels.recurrent_cases import StatefulSequence, new_state, random_layer, step_of
+from tests.kernels.triton.for_hopper import run_for_hopper
+from tests.kernels.triton.test_triton_recurrent import SPECS
 from tests.model.harness import CPU, run
 
 LENGTH = 25
@@ -81,6 +87,35 @@ def test_a_tokens_attention_is_the_same_in_prompts_chunks_and_decodes_split_or_n
         assert torch.equal(run(few, decodes[0])[0], whole[24])
 
 
+FOLDS = """
+from slipstream.kernels.triton.attention import invariant
+from slipstream.kernels.ops import AttentionParams
+from tests.kernels import cases
+
+invariant._attention_kernel = kernel = Compiled(invariant._attention_kernel)
+invariant.pdl_options, invariant.runs_on_hopper = lambda _: {"PDL": False}, lambda _: True
+invariant.platform_of = lambda _: types.SimpleNamespace(multiprocessors=132)
+shape = cases.Shape(sequences=((1, 300),), num_heads=64, num_kv_heads=8, head_dim=64)
+step = cases.step(shape, torch.bfloat16)
+params = AttentionParams(scale=0.125, sinks=torch.zeros(64, dtype=torch.bfloat16))
+for invariant.FEW_PROGRAMS in (0, 8):
+    invariant.attention(step.q, step.kv, step.meta, params)
+print(json.dumps([binary.asm["ptx"] for binary in kernel.binaries]))
+"""
+
+
+@pytest.mark.slow
+def test_no_variant_of_a_fold_rounds_a_product_and_its_sum_together():
+    """A sink's weight, an exponent, is never the addend of a multiplication."""
+    found = run_for_hopper(FOLDS)
+    assert len(found) == 2
+    for ptx in found:
+        exponents = set(re.findall(r"ex2\.approx\S*\s+(%\w+),", ptx))
+        addends = re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", ptx)
+        assert exponents
+        assert not exponents & set(addends)
+
+
 def test_a_tokens_latent_attention_is_the_same_in_prompts_chunks_and_decodes_split_or_not(
     monkeypatch,
 ):
@@ -122,6 +157,64 @@ def test_a_tokens_latent_attention_is_the_same_in_prompts_chunks_and_decodes_spl
         assert torch.equal(run(few, decodes[0])[0], whole[24])
 
 
+DELTA = [x for x in SPECS if isinstance(SPECS[x], GatedDeltaSpec) and SPECS[x].decay == "head"]
+
+
+@pytest.mark.parametrize(
+    "name", [DELTA[0], *(pytest.param(x, marks=pytest.mark.slow) for x in DELTA[1:])]
+)
+def test_a_recurrent_layers_tokens_are_the_same_in_prompts_chunks_and_decodes(monkeypatch, name):
+    """Steps of at most SHORT tokens would not be computed in chunks."""
+    monkeypatch.setattr(rules, "SHORT", 4)
+    call, rows = random_layer(SPECS[name])
+    x, others = rows(20), rows(9)
+    ops = TritonOps(deterministic=True)
+
+    def run(pieces: tuple[int, ...], *, crowded: bool):
+        state, outs, at = new_state(SPECS[name], 8, [4, 5]), [], 0
+        for n in pieces:
+            own = StatefulSequence(n, 2 if at else 0, ((n - 1, 2),))
+            before, after = StatefulSequence(1, 4, ((0, 4),)), StatefulSequence(8, 5, ((7, 5),))
+            given = [before, own, after] if crowded else [own]
+            parts = [
+                torch.cat((o[:1], y[at : at + n], o[1:])) if crowded else y[at : at + n]
+                for y, o in zip(x, others, strict=True)
+            ]
+            outs.append(call(ops, parts, state, step_of(given))[crowded : crowded + n])
+            at += n
+        kept = [s[2].clone() for s in (state.conv, state.recurrent) if s is not None]
+        return [torch.cat(outs), *kept]
+
+    expected = run((20,), crowded=False)
+    for pieces in ((1, 13, 6), (5, 1, 14)):
+        for crowded in (False, True):
+            for a, b in zip(run(pieces, crowded=crowded), expected, strict=True):
+                assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("mxfp4", 64), pytest.param("nvfp4", 128, marks=pytest.mark.slow)]
+)
+def test_a_tokens_experts_of_4_bits_are_the_same_whatever_their_load(kind, size):
+    ops, expert = (
+        TritonOps(deterministic=True),
+        DenseSpec(intermediate_size=size, activation="silu"),
+    )
+    spec = MoESpec(num_experts=16, num_experts_per_token=2, expert=expert, normalize=True)
+    values = torch.randn(16 * 2 * size, size) / 6, torch.randn(16 * size, size) / 6
+    (up, down), (theirs_up, theirs_down) = (
+        [o.quantize_experts(w, SCHEMES[kind], num_experts=16) for w in values]
+        for o in (ops, ReferenceOps())
+    )
+    x, logits = torch.randn(34, size) * 0.1, torch.randn(34, 16)
+    whole = ops.moe(x, logits, Experts(up, down, spec))
+    theirs = ReferenceOps().moe(x, logits, Experts(theirs_up, theirs_down, spec))
+    assert (whole - theirs).norm() < 2e-3 * theirs.norm()
+    for first, end in ((0, 1), (3, 5), (20, 34)):
+        rows = slice(first, end)
+        assert torch.equal(ops.moe(x[rows], logits[rows], Experts(up, down, spec)), whole[rows])
+
+
 def test_a_tokens_experts_are_the_same_whatever_their_load():
     ops, reference = TritonOps(deterministic=True), ReferenceOps()
     expert = DenseSpec(intermediate_size=24, activation="silu")
@@ -147,9 +240,12 @@ def test_a_tokens_experts_are_the_same_whatever_their_load():
         "deepseek_v2",
         "youtu",
         "mixtral",
+        "gpt_oss",
+        "qwen3_next",
     ],
 )
 def test_a_models_tokens_are_the_same_in_one_prompt_and_in_chunks(tmp_path, monkeypatch, family):
+    monkeypatch.setattr(rules, "SHORT", 4)
     monkeypatch.setattr(invariant, "PART", 16)
     monkeypatch.setattr(invariant, "BLOCK_N", 8)
     tiny_models.write(tmp_path, family)

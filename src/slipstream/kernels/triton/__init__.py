@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,8 +118,6 @@ class TritonOps(OpSet):
     gather_inputs = staticmethod(rows.gather_inputs)
     write_tokens = staticmethod(rows.write_tokens)
     chain_places = staticmethod(rows.chain_places)
-    route = staticmethod(moe.route)
-    gated_delta = staticmethod(rules.gated_delta)
     mamba2 = staticmethod(rules.mamba2)
     short_conv = staticmethod(conv.short_conv)
     causal_conv = staticmethod(conv.causal_conv)
@@ -287,11 +286,11 @@ class TritonOps(OpSet):
         residual: Tensor | None = None,
         inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
-        sums = group.peers
-        if isinstance(sums, peer_collectives.CudaPeerCollectives) and sums.covers_norm(
+        peers = None if self.deterministic else group.peers  # a long step's norm is another kernel
+        if isinstance(peers, peer_collectives.CudaPeerCollectives) and peers.covers_norm(
             x, norm, inputs
         ):
-            return sums.normed(x, norm, residual, inputs)
+            return peers.normed(x, norm, residual, inputs)
         return super().all_reduce_norm(x, norm, group=group, residual=residual, inputs=inputs)
 
     def best_of_ranks(self, logits: Tensor, group: RankGroup, width: int) -> Tensor:
@@ -441,6 +440,12 @@ class TritonOps(OpSet):
                 "deterministic=True: the one-token kernel sums in another order than steps of several tokens"
             )
         return one_token_kernel.one_token(shape, layers, product, cos_sin, group, experts)
+
+    def gated_delta(self, *args: Any, **more: Any) -> Tensor:
+        return rules.gated_delta(*args, **more, by_token=self.deterministic)
+
+    def route(self, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        return moe.route(*args, **more, one_way=self.deterministic)
 
     def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         return moe.moe_of_choice(x, weights, chosen, experts, one_way=self.deterministic)

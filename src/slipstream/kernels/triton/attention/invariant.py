@@ -60,12 +60,16 @@ FOLDED = 512
 
 @triton.jit
 def _fold(acc, m, l, part_acc, part_m, part_l):
-    """Fold a part into the sums before it."""
+    """Fold a part into the sums before it. Where `l` is a sink's 1, `fma(l, before, x · y)` would
+    become `before + x · y` and be rounded once: products are `fma`, too."""
     new = tl.maximum(m, part_m)
     safe = tl.where(new == float("-inf"), 0.0, new)
     before, here = tl.exp2(m - safe), tl.exp2(part_m - safe)
-    acc = tl.fma(acc, tl.broadcast_to(before[:, None], acc.shape), part_acc * here[:, None])
-    return acc, new, tl.fma(l, before, part_l * here)
+    wide = tl.broadcast_to(here[:, None], acc.shape)
+    part_acc = tl.fma(part_acc, wide, tl.zeros(acc.shape, tl.float32))
+    part_l = tl.fma(part_l, here, tl.zeros(l.shape, tl.float32))
+    acc = tl.fma(acc, tl.broadcast_to(before[:, None], acc.shape), part_acc)
+    return acc, new, tl.fma(l, before, part_l)
 
 
 @triton.jit

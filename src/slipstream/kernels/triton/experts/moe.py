@@ -11,7 +11,8 @@ their load:
 
 All sums have a fixed order. `one_way` (`deterministic`): every number of tokens goes the way of 2,
 where a pair's product is one sum along K in the tensor core's steps, however many pairs share its
-tile, and is rounded before the activation. The settings refuse it with 4-bit floats and GGUF types."""
+tile, and rounding comes at one place. 4-bit floats have one tile. The settings refuse it with GGUF
+types."""
 
 from __future__ import annotations
 
@@ -101,7 +102,14 @@ def moe_of_choice(
     num_bins = spec.num_local_experts + (spec.held is not None)
     if isinstance(up, Float4Linear) and isinstance(down, Float4Linear):
         y, inverse = mxfp4_mlp(
-            x.contiguous(), up, down, chosen, spec, num_bins, small_batch=small_batch
+            x.contiguous(),
+            up,
+            down,
+            chosen,
+            spec,
+            num_bins,
+            small_batch=small_batch,
+            one_way=one_way,
         )
         return combine(y, weights, inverse, added, x.dtype)
     tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, num_bins)

@@ -3,9 +3,9 @@ preceding kernel has ended.
 
 yᵀ = W · xᵀ for fp8 values with scales and for 16-bit values, bound by reading the weight.
 
-1. A thread block computes 64 or 128 outputs. A producer warp copies tiles of W and x by TMA, and a
-   consumer of four warps for each 64 outputs multiplies them on the tensor cores. K may be split
-   over thread blocks.
+1. A thread block computes 64 or 128 outputs, or 32 in half a tensor core's tile. A producer warp
+   copies tiles of W and x by TMA, and a consumer of four warps for each 64 outputs multiplies them
+   on the tensor cores. K may be split over thread blocks.
 2. No kernel writes weights. The producer therefore fills the ring with them before it waits for the
    preceding kernel (`pdl.py`), and copies x after the wait. The memory idles less during small
    kernels between two products.
@@ -51,10 +51,12 @@ LONG_ROW = 8192
 """Bytes of a row from which 64 outputs per thread block are better. The down product of Llama-3-70B
 over two GPUs (8,192 rows of 14,336 bytes) is 10 % faster in 128 thread blocks of 64 rows, which
 nearly fill 132 multiprocessors, than in 64 (`step_products_70b`)."""
+HALVED_ROWS = 4224
+"""Most rows of a weight that an unsplit product shares out to thread blocks by 32: by 64 they would
+occupy half of the multiprocessors."""
 WIDE = 65_536
-"""Rows of a 16-bit weight below which an unsplit product of few tokens has 64 outputs per thread
-block: 28,672 × 4,096 takes 8 µs less in 448 than in 224, of which the second wave would leave a
-third of the multiprocessors idle (`engine_deterministic_one`)."""
+"""Rows of a 16-bit weight below which an unsplit product copies 512 bytes of a row at once, not
+256."""
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.9
 
 
@@ -62,14 +64,15 @@ barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 
 def _producer(w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL: gl.constexpr):
     STAGES: gl.constexpr = w_smem.shape[0]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
+    LOADED: gl.constexpr = w_desc.block_type.shape[0]
     BYTES: gl.constexpr = (
-        (w_smem.shape[1] + x_smem.shape[1]) * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
+        (LOADED + x_smem.shape[1]) * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
     )
     for i in gl.static_range(STAGES):
         mbarrier.expect(full.index(i), BYTES, pred=i < steps)
         load_tile(
-            w_desc, [row, (first + i) * BLOCK_K], full.index(i), w_smem.index(i), pred=i < steps
-        )
+            w_desc, [row, (first + i) * BLOCK_K], full.index(i), w_smem.index(i).slice(0, LOADED, 0), pred=i < steps,
+        )  # fmt: skip
     if PDL:
         pdl_wait_first()
     for i in gl.static_range(STAGES):
@@ -80,18 +83,20 @@ def _producer(w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PD
         slot = i % STAGES
         mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1)
         mbarrier.expect(full.index(slot), BYTES)
-        load_tile(w_desc, [row, (first + i) * BLOCK_K], full.index(slot), w_smem.index(slot))
+        load_tile(
+            w_desc, [row, (first + i) * BLOCK_K], full.index(slot), w_smem.index(slot).slice(0, LOADED, 0)
+        )  # fmt: skip
         load_tile(x_desc, [0, (first + i) * BLOCK_K], full.index(slot), x_smem.index(slot))
 
 
 @gluon.jit
 def _consumer(
     y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part, steps, M, N,
-    size, C: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ADDS: gl.constexpr,
-    PDL: gl.constexpr,
+    size, C: gl.constexpr, LOADED: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    ADDS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute outputs `row` + 64 · C …. `size`: elements of one split's partial sums. ADDS: add to
-    the contents of `y`."""
+    """Compute outputs `row` + 64 · C …, of which LOADED exist. `size`: elements of one split's
+    partial sums. ADDS: add to the contents of `y`."""
     STAGES: gl.constexpr = w_smem.shape[0]
     BLOCK_M: gl.constexpr = x_smem.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -129,6 +134,8 @@ def _consumer(
         if HAS_BIAS:
             acc += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
         inside = (m < M)[None, :] & (n < N)[:, None]
+        if LOADED < ROWS:
+            inside = inside & (n < row + LOADED)[:, None]
         out = y_ptr + m[None, :] * N + n[:, None]
         if ADDS:
             acc += gl.load(out, mask=inside, other=0.0).to(gl.float32)
@@ -143,22 +150,23 @@ def _skinny_gemm_kernel(
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
-    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    HEIGHT: gl.constexpr = BLOCK_N if BLOCK_N > ROWS else ROWS
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, HEIGHT, BLOCK_K], w_desc.layout)
     x_smem = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES, x_desc.block_type.shape[0], BLOCK_K], x_desc.layout
     )
-    full, empty = barriers(STAGES, 1), barriers(STAGES, BLOCK_N // ROWS)
+    full, empty = barriers(STAGES, 1), barriers(STAGES, HEIGHT // ROWS)
     fence_async_shared()
     row, part = gl.program_id(0) * BLOCK_N, gl.program_id(1)
     each = (num_steps + SPLITS - 1) // SPLITS
     first = part * each
     steps = gl.minimum(each, num_steps - first)
-    if BLOCK_N == ROWS:
+    if HEIGHT == ROWS:
         gl.warp_specialize(
             [
                 (_consumer, (
                     y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
-                    steps, M, N, size, 0, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
+                    steps, M, N, size, 0, BLOCK_N, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
                 )),
                 (_producer, (w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL)),
             ],
@@ -170,11 +178,11 @@ def _skinny_gemm_kernel(
             [
                 (_consumer, (
                     y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
-                    steps, M, N, size, 0, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
+                    steps, M, N, size, 0, BLOCK_N, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
                 )),
                 (_consumer, (
                     y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
-                    steps, M, N, size, 1, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
+                    steps, M, N, size, 1, BLOCK_N, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
                 )),
                 (_producer, (w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL)),
             ],
@@ -224,13 +232,16 @@ def skinny_gemm(
     its place. `whole`: K is not split, so T changes no bit of a row."""
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     (num_tokens, inner), outer, size = values.shape, w.weight.shape[0], values.element_size()
-    block_m, block_k = max(16, triton.next_power_of_2(num_tokens)), 256 // size
+    block_m, step = max(16, triton.next_power_of_2(num_tokens)), 256
     block_n, splits = _tile(outer, inner * size, block_m)
-    if whole and size == 2 and block_m == 16 and outer < WIDE:
-        block_n = ROWS.value
+    if whole:
+        splits = 1
+        if block_m == 16:
+            block_n, step = _whole_tile(outer, inner * size, size, block_n)
+    block_k = step // size
     tiles, num_steps = triton.cdiv(outer, block_n), triton.cdiv(inner, block_k)
-    splits = 1 if whole else min(splits, num_steps)
-    stages = min(MAX_STAGES, SHARED_BYTES // ((block_n + block_m) * 256))
+    splits = min(splits, num_steps)
+    stages = min(MAX_STAGES, SHARED_BYTES // ((max(block_n, ROWS.value) + block_m) * step))
     w_desc = TensorDescriptor(w.weight, [outer, inner], [inner, 1], [block_n, block_k], TILES[size])
     x_desc = TensorDescriptor(
         values, [num_tokens, inner], [inner, 1], [block_m, block_k], TILES[size]
@@ -252,6 +263,16 @@ def skinny_gemm(
         num_warps=4, **pdl_options(y),
     )  # fmt: skip
     return y
+
+
+def _whole_tile(outer: int, row_bytes: int, size: int, block_n: int) -> tuple[int, int]:
+    """(BLOCK_N, bytes of a row that are copied at once) for an unsplit product of few tokens, timed
+    with Llama-3-8B's shapes (`kernels_deterministic_products`). No tile changes a bit."""
+    if outer <= HALVED_ROWS and row_bytes >= LONG_ROW:
+        return ROWS.value // 2, 256
+    if outer < 12_288:
+        return ROWS.value, 512
+    return (128, 512) if size == 2 and outer < WIDE else (block_n, 256)
 
 
 def _tile(outer: int, row_bytes: int, block_m: int) -> tuple[int, int]:

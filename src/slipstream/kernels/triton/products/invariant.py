@@ -6,8 +6,8 @@ scales are multiplied. So the fastest kernel for each number of rows can run, if
 
 | scheme | to 64 rows | more |
 | --- | --- | --- |
-| 16 bits | on Hopper `hopper.skinny_gemm` | cuBLASLt without splits |
-| fp8 | on Hopper `hopper.skinny_gemm` | torch's scaled GEMM |
+| 16 bits | on Hopper `hopper.skinny_gemm` | cuBLASLt without splits; narrow weights `gemm` |
+| fp8 | on Hopper `hopper.skinny_gemm` | torch's scaled GEMM; narrow weights `gemm` |
 | int8: sums of whole numbers, exact in any order of a product without splits | `skinny_gemm` | `gemm` |
 | fp8-block | `fp8_tile_linear` | `fp8_tile_linear` |
 | 4 bits, GGUF types | 16 bits: the dense copy, or expanded each time | the same |
@@ -15,11 +15,13 @@ scales are multiplied. So the fastest kernel for each number of rows can run, if
 
 A library promises no order. So before it is used for a weight's shape it is compared with our
 kernel, bit by bit, at numbers of rows between which its own choice changes (`Libraries`). A shape at
-which they differ uses `gemm`."""
+which they differ uses `gemm`. With few outputs there are few numbers to tell it by: narrow weights
+never use a library."""
 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 
 import torch
@@ -47,6 +49,10 @@ from slipstream.platform import platform_of
 _logger = logging.getLogger(__name__)
 FEW = 64
 """Most rows of our kernels for few rows."""
+NARROW = 16
+"""Rows of a weight below which no library is used, such as the gate of a shared expert. With one row
+cuBLASLt's sums were others at numbers that are no multiple of 8 (`kernels_deterministic_products`);
+from 8 rows on they were ours at 1,000 numbers and all shapes."""
 COMPARED = (65, 96, 128, 200, 256, 384, 512, 1024, 2048)
 """Numbers of rows at which a library is compared."""
 COMPARED_NUMBERS = 2**26
@@ -54,25 +60,27 @@ COMPARED_NUMBERS = 2**26
 
 
 class Libraries:
-    """Notes, for each shape of a weight, whether the library's product has the bits of ours."""
+    """Notes, for each shape of a weight, up to how many rows the library's product has our bits."""
 
     def __init__(self) -> None:
-        self._agrees: dict[tuple[object, ...], bool] = {}
+        self._rows: dict[tuple[object, ...], float] = {}
 
-    def agrees(self, w: Linear, scratch: ArrivalCounters) -> bool:
+    def agrees(self, w: Linear, num_rows: int, scratch: ArrivalCounters) -> bool:
         """False where it differs, and while a graph is captured in which a shape is met first."""
         if w.weight.is_meta:  # kernels are compiled ahead
             return True
+        if w.out_features < NARROW:
+            return False
         key = (type(w), *w.weight.shape, w.weight.dtype, w.bias is not None)
-        if key not in self._agrees:
+        if key not in self._rows:
             if platform_of(w.weight.device).is_capturing:
                 return False
-            self._agrees[key] = _compare(w, scratch)
-            if not self._agrees[key]:
+            self._rows[key] = _compare(w, scratch)
+            if not self._rows[key]:
                 _logger.info(
                     "deterministic: the library sums products with a weight of %s otherwise", key
                 )
-        return self._agrees[key]
+        return num_rows <= self._rows[key]
 
 
 def linear(
@@ -97,7 +105,7 @@ def linear(
         return dispatch.skinny_gemm(x, w, scratch, tile=(64, 256, 1, 4))
     if scratch is None or not runs_on_hopper(values.device):
         return _ours(x, w)
-    if len(values) <= FEW or not libraries.agrees(w, scratch):
+    if len(values) <= FEW or not libraries.agrees(w, len(values), scratch):
         return _ours(x, w, scratch)
     return _librarys(x, w)
 
@@ -127,7 +135,8 @@ def _librarys(x: Activations, w: Linear) -> Tensor:
         return F.linear(x, w.weight, w.bias)
 
 
-def _compare(w: Linear, scratch: ArrivalCounters) -> bool:
+def _compare(w: Linear, scratch: ArrivalCounters) -> float:
+    """The most rows at which the library may be used: 0 if a bit differs."""
     outer, inner = w.weight.shape
     most = max(COMPARED_NUMBERS // outer, 2 * FEW)
     sizes = [n for n in COMPARED if n <= most]
@@ -136,15 +145,14 @@ def _compare(w: Linear, scratch: ArrivalCounters) -> bool:
     x = torch.randn(sizes[-1], inner, dtype=dtype, device=w.weight.device, generator=rng)
     given = quantize(x, w.inputs) if w.inputs is not None else x
 
-    def part(first: int, end: int) -> Activations:
+    def part(end: int) -> Activations:
         if isinstance(given, Quantized):
-            return Quantized(given.values[first:end], given.scales[first:end])
-        return given[first:end]
+            return Quantized(given.values[:end], given.scales[:end])
+        return given[:end]
 
-    firsts = _ours(part(0, FEW), w, scratch)
-    for num in sizes:
-        theirs = _librarys(part(0, num), w)
-        lasts = _ours(part(num - 1, num), w, scratch)
-        if not torch.equal(theirs[:FEW], firsts) or not torch.equal(theirs[-1:], lasts):
-            return False
-    return True
+    ours = _ours(part(sizes[-1]), w, scratch)
+    if not torch.equal(_ours(part(FEW), w, scratch), ours[:FEW]):
+        return 0
+    if not all(torch.equal(_librarys(part(num), w), ours[:num]) for num in sizes):
+        return 0
+    return sizes[-1] if sizes[-1] < COMPARED[-1] else math.inf
