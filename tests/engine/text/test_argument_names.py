@@ -67,7 +67,7 @@ def is_refused(form, tool):
 
 
 def differ(name, number, seed):
-    """Of random names: those that were taken and read as something else, and how many were taken and refused."""
+    """Random names that were taken and read as something else, and how many were taken and refused."""
     form, template, rng = FORMATS[name](), template_of(name), random.Random(seed)
     wrong, counts = [], [0, 0]
     for _ in range(number):
