@@ -79,8 +79,8 @@ HINTED = 4.0
 Kind: TypeAlias = Literal[
     "text", "call", "later text", "later call", "shared", "passed", "used", "rest"
 ]
-"""Kind of a pause. "shared": a beginning of several sessions. "passed": blocks that left a window, and earlier states. "used": the
-same, after a request began there. "rest": the end of a chain that its session did not go on from."""
+"""Kind of a pause. "shared": a beginning of several sessions. "passed": blocks that left a window, and earlier states. "used":
+the same, after a request began there. "rest": the end of a chain that its session did not go on from."""
 
 
 @dataclass(slots=True)
