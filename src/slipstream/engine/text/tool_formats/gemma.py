@@ -33,7 +33,7 @@ THOUGHT, THOUGHT_END = "<|channel>thought\n", "<channel|>"
 
 def _is_word(name: str) -> bool:
     """Whether a text without quotes is read as that text."""
-    return Literals(name, bare=True).value() == name
+    return bool(Literals(name, bare=True).value() == name)
 
 
 class Gemma4(ToolFormat):
