@@ -317,12 +317,11 @@ def test_distillation_draft_heads_and_evaluation_take_the_rows(tmp_path, capsys)
         made = rows(log, Skipped(), rating=rating)
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
 
-    def compressed(name, *steps):
+    def compressed(name, *steps, more=()):
         recipe = tmp_path / f"{name}.json"
         recipe.write_text(json.dumps(list(steps)))  # which is YAML too
         words = ["compress", str(model), "--recipe", str(recipe), "--out", str(tmp_path / name)]
-        words.append("--allow-any-quality")  # two steps teach a tiny model little
-        assert main(words) == 0, capsys.readouterr().err
+        assert main([*words, *more]) == 0, capsys.readouterr().err
         return tmp_path / name
 
     good = {"text": str(tmp_path / "good.jsonl"), "context": 64}
@@ -332,6 +331,7 @@ def test_distillation_draft_heads_and_evaluation_take_the_rows(tmp_path, capsys)
         {"calibrate": {**good, "num_windows": 2}},
         {"prune": {"drop_layers": [1]}},
         {"distill": {**good, **trained}},
+        more=["--allow-any-quality"],  # two steps teach a tiny model little
     )
     assert json.loads((distilled / "config.json").read_text())["num_hidden_layers"] == 1
     asked = {"num_places": 2, "num_answers": 8, "max_tokens": 12, "context": 256}
