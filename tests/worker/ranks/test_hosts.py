@@ -9,10 +9,16 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
+needs_namespaces = pytest.mark.skipif(
+    not shutil.which("unshare")
+    or bool(subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode),
+    reason="needs user namespaces",
+)
+pytestmark = [pytest.mark.slow, needs_namespaces]
 
-HOSTS = """
-unshare -n sleep 1000 >/dev/null 2>&1 & other=$!
+SECOND_HOST = "unshare -n sleep 10000"
+CABLE = f"""
+{SECOND_HOST} >/dev/null 2>&1 & other=$!
 trap 'kill $other $rank 2>/dev/null || true' EXIT
 until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
 set -e
@@ -22,6 +28,9 @@ ip addr add 10.9.0.1/24 dev here
 ip link set here up
 ip link set lo up
 nsenter -t $other -n sh -ec 'ip addr add 10.9.0.2/24 dev there; ip link set there up; ip link set lo up'
+"""
+HOSTS = f"""
+{CABLE}
 nsenter -t $other -n "$1" -m slipstream.worker.ranks.rank_process --join 10.9.0.1:29500 --world-size 2 & rank=$!
 "$1" -c "$2" "$3" "$4"
 wait $rank || echo "the rank of the other host ended with code $?" >&2
@@ -44,11 +53,6 @@ with LLM(sys.argv[1], **how, **more) as llm:
 
 @pytest.mark.parametrize("form", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_hosts_answer_as_one(tiny_model, form):
-    if (
-        not shutil.which("unshare")
-        or subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode
-    ):
-        pytest.skip("needs user namespaces")
     command = [sys.executable, "-c", PROGRAM, str(tiny_model)]
     one = subprocess.run(command, capture_output=True, text=True, check=True)
     two = subprocess.run(
