@@ -12,7 +12,7 @@ their load:
 All sums have a fixed order. `one_way` (`deterministic`): every number of tokens goes the way of 2,
 where a pair's product is one sum along K in the tensor core's steps, however many pairs share its
 tile, and rounding comes at one place. 4-bit floats have one tile. The settings refuse it with GGUF
-types."""
+types, and with 4-bit floats until whole models have shown it."""
 
 from __future__ import annotations
 
