@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -109,6 +110,7 @@ def test_the_history_is_bounded_and_keeps_the_worst_looks():
     assert self_check.MAX_LOOKS / 2 <= len(looks) <= self_check.MAX_LOOKS
     assert [found.time for found in looks] == sorted(found.time for found in looks)
     assert looks[0].time < 100
+    assert max(b.time - a.time for a, b in pairwise(looks)) < 100  # all of the time
     assert looks[-1].time == 999
     assert [found.time for found in looks if found.kl == 1] == [3]
     assert min(found.top1_agreement for found in looks) == 0.4

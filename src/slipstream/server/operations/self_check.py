@@ -343,11 +343,12 @@ SCORES: tuple[tuple[str, str, Callable[[VersionCheck], float | None]], ...] = (
 
 
 def thinned(looks: list[Look]) -> list[Look]:
-    """`MAX_LOOKS` looks at most, over the whole time: two neighbours become one, with the worse of each value."""
-    if len(looks) <= MAX_LOOKS:
-        return looks
-    pairs = zip(looks[:MAX_LOOKS:2], looks[1:MAX_LOOKS:2], strict=True)
-    return [*(_worse(a, b) for a, b in pairs), *looks[MAX_LOOKS:]]
+    """`MAX_LOOKS` looks at most, over the whole time: the two neighbours nearest in time, but for the last look, become
+    one with the worse of each value."""
+    while len(looks) > MAX_LOOKS:
+        at = min(range(len(looks) - 2), key=lambda i: looks[i + 1].time - looks[i].time)
+        looks = [*looks[:at], _worse(looks[at], looks[at + 1]), *looks[at + 2 :]]
+    return looks
 
 
 def _worse(a: Look, b: Look) -> Look:
