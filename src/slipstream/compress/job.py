@@ -67,11 +67,6 @@ class CompressOptions:
 
     def check(self) -> None:
         """Check what needs neither recipe nor model. ConfigError names the option."""
-        if self.out is None and not self.dry_run:
-            raise ConfigError(
-                "say where to write the result: --out DIR (or --dry-run to write nothing)",
-                field="out",
-            )
         if self.max_kl is not None and self.no_report:
             raise ConfigError(
                 "--max-kl needs what --no-report leaves out; drop one", field="max_kl"
