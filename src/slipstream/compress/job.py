@@ -203,8 +203,8 @@ class Compression:
             tokens = count * self.options.text_for(self.original).context
             seconds = report_seconds(self.original.spec, tokens)
             say(
-                f"the report at the end scores {count} windows with both models, about {seconds:.0f} s "
-                "here (estimated); --no-report leaves it out, --eval-windows shortens it"
+                f"the report at the end scores {count} windows with both models, some {seconds:.0f} s "
+                "(*estimated* from one product timed here); --no-report leaves it out, --eval-windows shortens it"
             )
         return _Run(self, out, device, dtype, progress, say).run()
 
