@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py --study update-ipc [--quantization fp8]
 
-Both share one GPU. `send_s`: to say where the tensors are; `finish_s`: from then until the engine runs on, of which `write_s` is
+Both share one GPU. `send_s`: to say where the tensors are; `finish_s`: from then until the engine runs on. Of that `write_s` is
 the engine's own figure. The first update also opens the handles and compiles. All updates have one checksum, since the weights
 are the same, and every token of the second batch names the last version.
 """
