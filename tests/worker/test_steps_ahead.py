@@ -62,8 +62,16 @@ def cancelled_in_turns(core) -> dict[str, list[int]]:
     for i, (prompt, sampling) in enumerate(3 * list(zip(PROMPTS, SAMPLINGS, strict=True))):
         ids = tuple(prompt["prompt_token_ids"])
         tokens[f"{i}"] = []
-        given = dict(sampling=sampling, max_tokens=sampling.max_tokens)
-        core.add([EngineRequest(request_id=f"{i}", prompt_token_ids=ids, **given)])
+        core.add(
+            [
+                EngineRequest(
+                    request_id=f"{i}",
+                    prompt_token_ids=ids,
+                    sampling=sampling,
+                    max_tokens=sampling.max_tokens,
+                )
+            ]
+        )
     for step in itertools.count():
         if not core.has_work:
             break

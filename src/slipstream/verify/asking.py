@@ -27,7 +27,7 @@ MAY_END = 0.01
 """Chance that the model's own answer is empty, from which on a served one that is empty is no fault."""
 
 FORMS: tuple[dict[str, Any], ...] = ({**NEUTRAL, **LOGPROBS}, LOGPROBS, NEUTRAL, {})
-"""What is sent with each question: the first that the server takes."""
+"""Settings sent with each question, of which the first that the server takes are kept."""
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0},
