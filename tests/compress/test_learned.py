@@ -134,6 +134,22 @@ def test_it_is_better_than_gptq(tmp_path, given, caplog):
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "is_estimate"),
+    [
+        ({"bits": 8, "inputs": "int8", "scaling": "smoothquant"}, True),
+        ({"bits": 4, "group_size": 32, "rounding": "gptq"}, False),
+    ],
+)
+def test_an_error_that_a_sample_estimates_says_so(tmp_path, given, is_estimate):
+    tiny_models.write(tmp_path / "model", "llama", **SIZES)
+    where = {"device": CPU, "dtype": torch.float32, "windows": WINDOWS}
+    source = read_spec(tmp_path / "model")
+    run_module.compress(source, parse([{"quantize": given}]), tmp_path / "out", **where)
+    products = json.loads((tmp_path / "out" / run_module.PRODUCTS_NAME).read_text())
+    assert all(("error_from" in p) == is_estimate and "error" in p for p in products.values())
+
+
 def test_what_is_no_better_is_not_taken_and_said(tmp_path, caplog, monkeypatch):
     tiny_models.write(tmp_path / "model", "llama", **SIZES)
     monkeypatch.setattr(Offsets, "step", lambda self, rate: None)

@@ -143,3 +143,32 @@ def test_more_bits_are_the_next_recipes_of_the_same_kind():
     ]
     assert more_bits(read_recipe("fp8")) == more_bits(parse(["kv_cache"])) == []
     assert more_bits(read_recipe("int4-awq"))[0].name == "int4-awq with 5 bits"
+
+
+@pytest.mark.parametrize(
+    ("steps", "windows"),
+    [
+        ("int8", 16),
+        ([{"quantize": {"bits": 8, "inputs": "int8", "scaling": "smoothquant"}}], 16),
+        ("int8-outliers", 64),
+        ("int4-awq", 64),
+        ("int4-gptq", 64),
+        ("int4-awq-gptq", 64),
+        ("int4-learned", 64),
+        ("fp8-static", 64),
+        ("2:4-int8", 64),
+        ("w4a16-mixed:3.5bpw", 64),
+    ],
+)
+def test_few_windows_calibrate_where_they_were_compared_alone(steps, windows):
+    recipe = read_recipe(steps) if isinstance(steps, str) else parse(steps)
+    assert recipe.calibration_windows == windows
+    asked = parse([{"calibrate": {"num_windows": 7}}, *recipe.as_data()])
+    assert asked.calibration_windows == 7
+
+
+@pytest.mark.parametrize("own", [{"rounding": "gptq"}, {"static_inputs": True}])
+def test_a_product_of_its_own_asks_for_many_windows(own):
+    quantize = {"bits": 8, "inputs": "int8", "scaling": "smoothquant"}
+    recipe = parse([{"quantize": {**quantize, "overrides": {"layers.0.mlp.down": own}}}])
+    assert recipe.calibration_windows == 64

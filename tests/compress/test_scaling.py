@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.compress.calibrate import ObservingOps, Stream, load_layer
+from slipstream.compress.calibrate import InputStats, ObservingOps, Stream, load_layer
+from slipstream.compress.quantize import scaling as search
 from slipstream.compress.quantize.rounding import nearest
-from slipstream.compress.quantize.scaling import folds, scale_inputs, search_scale
+from slipstream.compress.quantize.scaling import Fold, folds, scale_inputs, search_scale
 from slipstream.compress.recipe import Quantize
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
@@ -104,3 +105,26 @@ def test_uneven_inputs_are_found(tmp_path, scaling, inputs, bits):
         return float((fake(x / s) @ made.T - exact).square().mean())
 
     assert error(s) < 0.7 * error(torch.ones_like(s))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "inputs", "bits"), [("awq", None, 4), ("awq", None, 3), ("smoothquant", "int8", 8)]
+)
+def test_the_coarse_search_is_within_two_percent_of_all_exponents(scaling, inputs, bits):
+    settings = Quantize(scaling=scaling, bits=bits, inputs=inputs)
+    fmt = WeightFormat(bits=bits, group_size=None if inputs else 32, inputs=inputs)
+    for seed in range(8):
+        rng = torch.Generator().manual_seed(seed)
+        spread = torch.randn(64, generator=rng).mul(1.5).exp()
+        x = torch.randn(256, 64, generator=rng) * spread
+        stats = InputStats.empty(64, CPU)
+        stats.add(x, 1.0)
+        weight = torch.randn(48, 64, generator=rng) / spread.sqrt()
+        error = search._output_error(weight, stats, fmt, torch.float32, scaling == "awq")
+        found, _ = search_scale(weight, stats, Fold(norm="n"), settings, fmt, torch.float32)
+        every = [torch.ones(64)]
+        for a in search.EXPONENTS:
+            awq = scaling == "awq"
+            s = search._awq(stats, Fold(), a) if awq else search._smooth(weight, stats, Fold(), a)
+            every.append(s)
+        assert error(found) <= 1.02 * min(error(s) for s in every)

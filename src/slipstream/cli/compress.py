@@ -25,6 +25,7 @@ from slipstream.cli.console import Progress, print_info, print_json, say, shown,
 from slipstream.cli.evaluate import add_task_options, task_names, task_rows
 from slipstream.cli.options import MODEL_HELP, add_output_options
 from slipstream.compress.verdict import QualityLimits, headline
+from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from slipstream.compress.job import Compression, Outcome
@@ -122,10 +123,14 @@ def run(args: argparse.Namespace) -> int:
 
 def default_out(model: str, recipe: str) -> str:
     """A folder here, with the names of the model and the recipe: smollm2-135m-bf16-int8."""
-    parts = (
-        Path(name).name.removesuffix(end) for name, end in ((model, ".gguf"), (recipe, ".yaml"))
-    )
-    return re.sub(r"[^\w.-]+", "-", "-".join(parts))
+    path = Path(model).expanduser()
+    name = path.resolve().name if path.exists() else path.name
+    file = Path(recipe).expanduser()
+    own = file.stem if file.is_file() else recipe
+    made = re.sub(r"[^\w.-]+", "-", f"{name.removesuffix('.gguf')}-{own}")
+    if not name or not made[0].isalnum():
+        raise ConfigError(f"{model!r} gives no name to a folder; name it by --out DIR", field="out")
+    return made
 
 
 def tell(line: str) -> None:
@@ -183,7 +188,7 @@ def _trained(
         if args.json:
             print_json({**about, "out": None, **planned})
         else:
-            print_info(f"would write {args.out or 'a folder'}: {what} for {args.model}", rows)
+            print_info(f"would write {args.out}: {what} for {args.model}", rows)
         return None
     out = Path(args.out).expanduser()
     with sole_writer(out), shown(Progress(f"compress {args.model}")) as progress:
@@ -297,7 +302,7 @@ def _show(args: argparse.Namespace, job: Compression, made: Outcome) -> int:
     else:
         before, (_, after, _) = job.input.num_bytes, made.estimate(is_planned=args.dry_run)
         first = headline(before, after) if made.report is None else made.report.headline
-        would = f"would write {args.out or 'a folder'}" if args.dry_run else args.out
+        would = f"would write {args.out}" if args.dry_run else args.out
         print_info(f"{would}: {first}", _rows(args, job, made))
         if not args.dry_run:
             tell(f"wrote {args.out}")

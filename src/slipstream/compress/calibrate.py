@@ -90,7 +90,7 @@ class InputStats:
         return squares / max(1, self.num_rows)
 
     def energy(self, weight: Tensor) -> float:
-        """Σ |W x|² of a weight [out, in]: tr(W H Wᵀ), or that of the sample. For a change of a weight
+        """Σ |W x|² of a weight [out, in]: tr(W H Wᵀ), or without H an estimate by the sample. For a change of a weight
         this is the squared error of the product's output."""
         if self.squares is not None:
             scale = self.num_rows / max(1, len(self.sample))

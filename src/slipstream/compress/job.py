@@ -67,11 +67,6 @@ class CompressOptions:
 
     def check(self) -> None:
         """Check what needs neither recipe nor model. ConfigError names the option."""
-        if self.out is None and not self.dry_run:
-            raise ConfigError(
-                "say where to write the result: --out DIR (or --dry-run to write nothing)",
-                field="out",
-            )
         if self.max_kl is not None and self.no_report:
             raise ConfigError(
                 "--max-kl needs what --no-report leaves out; drop one", field="max_kl"
@@ -208,8 +203,8 @@ class Compression:
             tokens = count * self.options.text_for(self.original).context
             seconds = report_seconds(self.original.spec, tokens)
             say(
-                f"the report at the end scores {count} windows with both models, about {seconds:.0f} s "
-                "here (estimated); --no-report leaves it out, --eval-windows shortens it"
+                f"the report at the end scores {count} windows with both models, some {seconds:.0f} s "
+                "(*estimated* from one product timed here); --no-report leaves it out, --eval-windows shortens it"
             )
         return _Run(self, out, device, dtype, progress, say).run()
 

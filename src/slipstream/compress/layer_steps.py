@@ -37,7 +37,7 @@ from slipstream.compress.steps import Sparsify
 from slipstream.spec.model import LayerSpec, MoESpec
 from slipstream.spec.scheme import FORMAT_MAX
 
-NOTES = ("exponents", "input_scales", "errors", "zeros", "learned", "columns")
+NOTES = ("exponents", "input_scales", "errors", "error_from", "zeros", "learned", "columns")
 
 _logger = logging.getLogger(__name__)
 
@@ -163,6 +163,8 @@ class RoundWeights:
             note["zeros"][name] = float((after == 0).float().mean())
         if own is not None:
             note["errors"][name] = relative_error(before, after, own)
+            if own.squares is not None:
+                note["error_from"][name] = f"a sample of {len(own.sample)} inputs"
         if planned.fmt is not None and planned.fmt.inputs is not None:
             if self.quantize is not None and self.quantize.outliers is not None and own is not None:
                 note["columns"][name] = outlier_columns(own.absmax, self.quantize.outliers)
@@ -269,7 +271,8 @@ class LearnRounding:
         for name, made in learned.items():
             layer.set_weight(name, made)
             layer.note["learned"][name] = error_left
-            layer.note["errors"].pop(name, None)  # the error before training
+            for key in ("errors", "error_from"):  # the error before training
+                layer.note[key].pop(name, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,5 +307,5 @@ def outlier_columns(absmax: Tensor, threshold: float) -> list[int]:
 
 
 def relative_error(before: Tensor, after: Tensor, stats: InputStats) -> float:
-    """|(W' − W) x|² / |W x|² over the calibration text."""
+    """|(W' − W) x|² / |W x|² over the calibration text, or over its sample where products of inputs were not observed."""
     return stats.energy(after - before) / max(stats.energy(before), 1e-30)

@@ -41,8 +41,8 @@ JSON_NAME = "slipstream-report.json"
 HTML_NAME = "slipstream-report.html"
 
 LOAD_S, PASS_COST = 3.0, 2.0
-"""Estimates for `report_seconds`: what loading both models takes, and how much slower than a large
-product a forward pass does its operations."""
+"""Estimates for `report_seconds`, of one 135M model on two cores: what loading both models takes, and how
+much slower than a large product a forward pass does its operations."""
 
 SPEED_BATCHES = (1, 16)
 SPEED_INPUT, SPEED_OUTPUT, SPEED_RUNS = 64, 64, 3

@@ -381,7 +381,8 @@ def _products(
     planned: CompressionPlan, notes: Sequence[dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """The format of each product and the notes about it (before QAT, if there was any)."""
-    keys = {"errors": "error", "exponents": "exponent", "zeros": "zeros", "learned": "learned"}
+    keys = {"errors": "error", "error_from": "error_from", "exponents": "exponent"}
+    keys |= {"zeros": "zeros", "learned": "learned"}
     found: dict[str, dict[str, Any]] = {}
     for weight in planned.weights:
         if weight.fmt is None and not weight.sparse:

@@ -141,10 +141,10 @@ EXPERT_NUMBER_BYTES = 2  # int16
 
 
 def returned_expert_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Bytes of the host's memory for the experts of a block's tokens, which answers come with."""
-    chosen = [x.mlp.num_experts_per_token for x in spec.layers if isinstance(x.mlp, MoESpec)]
+    """Host bytes that record the chosen experts of one block's tokens; 0 if answers come without."""
     if not config.model.routed_experts:
         return 0
+    chosen = [x.mlp.num_experts_per_token for x in spec.layers if isinstance(x.mlp, MoESpec)]
     return EXPERT_NUMBER_BYTES * len(chosen) * max(chosen) * config.cache.block_size
 
 

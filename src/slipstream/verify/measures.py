@@ -106,32 +106,38 @@ class Share:
     count: int
 
 
-Z = 1.96
+OUTSIDE = 0.025
+"""Chance beyond each end of a share's interval."""
+
+ODDS = torch.linspace(-60, 60, 2**16, dtype=torch.float64)
+"""Log-odds at which the distribution of a share is summed."""
 
 
 def share(hits: int, count: int, effective: float | None = None) -> Share:
-    """A share with Wilson's interval (1927), of `effective` independent ones if they aren't all that."""
-    value, n = (hits / count, effective or count) if count else (math.nan, 0.0)
+    """A share with the exact interval of Clopper and Pearson (1934), of `effective` independent ones if they aren't all
+    that."""
     if not count:
-        return Share(value=value, low=0.0, high=1.0, hits=0, count=0)
-    middle, spread = (
-        value + Z * Z / (2 * n),
-        Z * math.sqrt((value * (1 - value) + Z * Z / (4 * n)) / n),
-    )
-    low, high = ((middle + sign * spread) / (1 + Z * Z / n) for sign in (-1, 1))
-    return Share(value=value, low=max(0.0, low), high=min(1.0, high), hits=hits, count=count)
+        return Share(value=math.nan, low=0.0, high=1.0, hits=0, count=0)
+    value, n = hits / count, effective or count
+    x = value * n
+    low = _beta_quantile(OUTSIDE, x, n - x + 1) if x >= 1 else 0.0
+    high = 1 - _beta_quantile(OUTSIDE, n - x, x + 1) if n - x >= 1 else 1.0
+    return Share(value=value, low=low, high=high, hits=hits, count=count)
+
+
+def _beta_quantile(chance: float, a: float, b: float) -> float:
+    """The value below which a beta distribution, a and b ≥ 1, has that chance. Summed over log-odds."""
+    logs = -a * torch.nn.functional.softplus(-ODDS) - b * torch.nn.functional.softplus(ODDS)
+    below = logs.softmax(0).cumsum(0)
+    return float(ODDS[int(torch.searchsorted(below, chance))].sigmoid())
 
 
 def clustered(parts: Sequence[tuple[int, int]]) -> Share:
-    """A share of tokens, (hits, count) by answer. The tokens of one answer depend on each other, so that they tell as
-    much as p (1 − p) / s² independent ones do, s the standard error by answers (Korn and Graubard 1998)."""
+    """A share of tokens, (hits, count) by answer. The tokens of one answer depend on each other, and a fault in few answers is
+    likely in none of those asked. So only answers are independent: (Σ count)² / Σ count² of them (Kish 1965)."""
     parts = [(hits, count) for hits, count in parts if count]
-    hits, count, k = sum(h for h, _ in parts), sum(n for _, n in parts), len(parts)
-    if k < 2:
-        return share(hits, count, k)
-    p = hits / count
-    error2 = k / (k - 1) * sum((h - p * n) ** 2 for h, n in parts) / count**2
-    return share(hits, count, min(count, p * (1 - p) / error2) if error2 else count)
+    hits, count = sum(h for h, _ in parts), sum(n for _, n in parts)
+    return share(hits, count, count**2 / max(1, sum(n * n for _, n in parts)))
 
 
 def agreement(

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -13,8 +14,8 @@ from slipstream.engine.async_llm import AsyncLLM
 from slipstream.errors import ConfigError
 from slipstream.fleet.detection.server import ServerWatch
 from slipstream.server.operations import self_check
+from slipstream.server.operations.looks import Look
 from slipstream.server.operations.self_check import Fingerprint, divergence
-from slipstream.server.state import Look
 from slipstream.verify.reference import Reference
 from tests import tiny_models
 from tests.server.conftest import serving
@@ -95,7 +96,13 @@ def test_a_server_of_the_recorded_model_passes_its_check(tiny_path, recorded):
 
 def test_the_history_is_bounded_and_keeps_the_worst_looks():
     def look(n):
-        return Look(time=n, kl=1.0 if n == 3 else 0.001, top1_agreement=1, tasks=None, is_good=True)
+        return Look(
+            time=n,
+            kl=1.0 if n == 3 else 0.001,
+            top1_agreement=0.4 if n == 500 else 1.0,
+            tasks=None if n == 7 else 0.0 if n == 501 else 1.0,
+            is_good=n != 502,
+        )
 
     looks = []
     for n in range(1000):
@@ -103,8 +110,12 @@ def test_the_history_is_bounded_and_keeps_the_worst_looks():
     assert self_check.MAX_LOOKS / 2 <= len(looks) <= self_check.MAX_LOOKS
     assert [found.time for found in looks] == sorted(found.time for found in looks)
     assert looks[0].time < 100
+    assert max(b.time - a.time for a, b in pairwise(looks)) < 100  # all of the time
     assert looks[-1].time == 999
     assert [found.time for found in looks if found.kl == 1] == [3]
+    assert min(found.top1_agreement for found in looks) == 0.4
+    assert min(found.tasks for found in looks) == 0.0
+    assert not all(found.is_good for found in looks)
 
 
 def test_tasks_are_scored_by_the_words_in_greedy_answers(tiny_path, recorded, tmp_path):

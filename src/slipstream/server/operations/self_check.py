@@ -34,7 +34,7 @@ from slipstream.engine.process.streams import OutputStream
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.outputs import PositionLogprobs, RequestOutput
 from slipstream.params.sampling import SamplingParams
-from slipstream.server.state import Look, VersionCheck
+from slipstream.server.operations.looks import Look, VersionCheck
 
 if TYPE_CHECKING:
     from slipstream.server.state import EngineProtocol, ServerState
@@ -343,11 +343,23 @@ SCORES: tuple[tuple[str, str, Callable[[VersionCheck], float | None]], ...] = (
 
 
 def thinned(looks: list[Look]) -> list[Look]:
-    """`MAX_LOOKS` looks at most, over the whole time: of two neighbours the one with the larger KL stays."""
-    if len(looks) <= MAX_LOOKS:
-        return looks
-    pairs = [looks[at : at + 2] for at in range(0, MAX_LOOKS, 2)]
-    return [*(max(pair, key=lambda look: look.kl) for pair in pairs), *looks[MAX_LOOKS:]]
+    """`MAX_LOOKS` looks at most, over the whole time: the two neighbours nearest in time, but for the last look, become
+    one with the worse of each value."""
+    while len(looks) > MAX_LOOKS:
+        at = min(range(len(looks) - 2), key=lambda i: looks[i + 1].time - looks[i].time)
+        looks = [*looks[:at], _worse(looks[at], looks[at + 1]), *looks[at + 2 :]]
+    return looks
+
+
+def _worse(a: Look, b: Look) -> Look:
+    tasks = [look.tasks for look in (a, b) if look.tasks is not None]
+    return Look(
+        time=max(a, b, key=lambda look: (not look.is_good, look.kl)).time,
+        kl=max(a.kl, b.kl),
+        top1_agreement=min(a.top1_agreement, b.top1_agreement),
+        tasks=min(tasks, default=None),
+        is_good=a.is_good and b.is_good,
+    )
 
 
 async def _is_free(state: ServerState) -> bool:
