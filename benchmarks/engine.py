@@ -9,6 +9,7 @@
     python benchmarks/engine.py --study batching    # in-flight beside static batching on a CPU, and wasted KV memory
     python benchmarks/engine.py --study long        # long contexts on a GPU: steps, prompts, few tokens after cached ones
     python benchmarks/engine.py --study deterministic  # deterministic on a GPU: bits kept, and its price in turns
+    python benchmarks/engine.py --study update-ipc  # all weights sent by CUDA IPC to an engine on a GPU
 
 `--help` behind a study prints what it does and its options.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -63,9 +65,24 @@ def test_ledger_counts_the_experts_of_all_tokens_that_the_cache_holds(made, monk
         held = ledger.num_blocks * ledger.block_size * 2 * 2 * 2  # layers, experts, bytes
         assert ledger.returned_expert_bytes == held
         assert any(line.startswith("tokens' experts: 0.0") for line in ledger.describe())
-    monkeypatch.setattr(sizing, "host_memory", lambda: (2**40, held - 1))
-    with pytest.raises(OutOfMemoryError, match=f"{held} bytes.*lower kv_cache_bytes"):
+    free = held + ledger.kv_bytes - 1
+    monkeypatch.setattr(sizing, "host_memory", lambda: (2**40, free))
+    with pytest.raises(OutOfMemoryError, match=f"{held} bytes.*next to its {ledger.kv_bytes}") as e:
         engine(path)
+    most = int(str(e.value).rpartition(" ")[2])  # the value that it names is one that starts
+    assert most == ledger.kv_bytes - ledger.block_bytes
+    with engine(path, kv_cache_bytes=most) as llm:
+        assert llm.core.ledger.num_blocks == ledger.num_blocks - 1
+
+
+def test_experts_of_a_gpus_cache_alone_are_compared_with_the_hosts_memory():
+    ledger = SimpleNamespace(
+        **dict(returned_expert_bytes=800, num_blocks=8, block_bytes=10**6, num_kv_tokens=64),
+        **dict(kv_bytes=8 * 10**6, state_bytes=0),
+    )
+    sizing.check_experts(ledger, 800, cache_is_there=True)
+    with pytest.raises(OutOfMemoryError, match=r"kv_cache_bytes to at most 7000000$"):
+        sizing.check_experts(ledger, 799, cache_is_there=True)
 
 
 @pytest.mark.parametrize(

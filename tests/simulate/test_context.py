@@ -76,14 +76,15 @@ def test_plan_takes_the_form_that_carries_more_requests_a_device(
             workload=SimpleNamespace(mean_lengths=(length, 100)), objectives=None, seed=0
         )
         before = SimpleNamespace(rate=rate)
-        given = engine, before, {"max_num_mixed_tokens": 4096}
-        tune = lambda engine, capacity: (engine, searched, {"max_num_mixed_tokens": 512})
+        given = recommend.Tuned(engine, before, {"max_num_mixed_tokens": 4096})
+        limits = {"max_num_mixed_tokens": 512}
+        tune = lambda engine, capacity: recommend.Tuned(engine, searched, limits)
         return recommend.by_context(given, load, 2, None, lambda: None, tune), given
 
-    ((found, capacity, limits), notes), given = choose(65536)
-    assert (found.num_gpus, found.args.context_parallel_size) == (chosen, chosen)
-    assert (capacity, limits["max_num_mixed_tokens"]) == (
-        (searched, 512) if chosen > 1 else (given[1], 4096)
+    (found, notes), given = choose(65536)
+    assert (found.engine.num_gpus, found.engine.args.context_parallel_size) == (chosen, chosen)
+    assert (found.capacity, found.limits["max_num_mixed_tokens"]) == (
+        (searched, 512) if chosen > 1 else (given.capacity, 4096)
     )
     assert notes == [] if said is None else said in notes[0]
     short, given = choose(1000)  # not tried
@@ -94,5 +95,5 @@ def test_plan_does_not_try_what_the_engine_refuses(monkeypatch):
     folder = Path("benchmarks/configs/gpt-oss-20b").resolve()  # windows and sinks
     engine = plan_engine(EngineArgs(model=str(folder)), read_spec(folder), find_device("h200"))
     load = SimpleNamespace(workload=SimpleNamespace(mean_lengths=(65536, 100)))
-    given = engine, SimpleNamespace(rate=1.0), None
+    given = recommend.Tuned(engine, SimpleNamespace(rate=1.0), None)
     assert recommend.by_context(given, load, 8, None, lambda: None, None) == (given, [])

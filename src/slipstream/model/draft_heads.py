@@ -300,7 +300,7 @@ class LayeredHead:
 
     @property
     def is_compiled(self) -> bool:
-        """Tells whether a pass and its most likely tokens are programs."""
+        """True if the head's pass and its argmax both run as compiled C++ programs."""
         return isinstance(self.program, CompiledOps) and self._argmax is not None
 
     def go_on(

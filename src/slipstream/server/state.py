@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import msgspec
-
 from slipstream import __version__
 from slipstream.base.arguments import types_of, wrong_type
 from slipstream.base.suggesting import suggesting_init
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
     from slipstream.server.http.rates import Limiter
     from slipstream.server.http.record import Observers
     from slipstream.server.openai.response_store import ResponseStore
+    from slipstream.server.operations.looks import VersionCheck
     from slipstream.server.operations.metrics import MetricCounts, Metrics
     from slipstream.spec.description import ModelDescription
 
@@ -98,35 +97,6 @@ class Watcher(Protocol):
     @property
     def findings(self) -> list[dict[str, Any]]: ...
     async def run(self, state: ServerState) -> None: ...
-
-
-class Look(msgspec.Struct, kw_only=True):
-    """One look of a check: when (seconds since 1970), the KL in nats, the share of likeliest tokens that are the
-    same, and the share of tasks that were done, if there are any."""
-
-    time: float
-    kl: float
-    top1_agreement: float
-    tasks: float | None
-    is_good: bool
-
-
-class VersionCheck(msgspec.Struct, kw_only=True):
-    """The looks of a check at a version of the weights. KL in nats, of the first look and the last, and the
-    largest; `top1_agreement` and `tasks` are the last one's. Times are seconds since 1970."""
-
-    version: str
-    against: str  # "the fingerprint", or "its own first look"
-    num_looks: int
-    num_bad: int
-    kl_first: float
-    kl_last: float
-    kl_max: float
-    top1_agreement: float
-    tasks: float | None
-    first_time: float
-    last_time: float
-    looks: list[Look]  # over the whole time; where they were many, the worst of each few
 
 
 class IdleCheck(Protocol):

@@ -16,7 +16,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from slipstream.bench.load import ClosedLoop
 from slipstream.bench.session_metrics import AgentSummary
@@ -160,8 +160,13 @@ class OfferedLoad:
         )
 
 
-Tuned: TypeAlias = "tuple[PlannedEngine, Capacity, dict[str, int] | None]"
-"""An engine, what it carries, and its limits that a search changed; None: nothing was searched."""
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """An engine, what it carries, and its limits that a search changed; None: nothing was searched."""
+
+    engine: PlannedEngine
+    capacity: Capacity
+    limits: dict[str, int] | None
 
 
 def plan_device(
@@ -200,15 +205,14 @@ def plan_device(
 
     def tune(engine: PlannedEngine, capacity: Capacity) -> Tuned:
         if capacity.rate is None or of_sessions or not search:
-            return engine, capacity, None
+            return Tuned(engine, capacity, None)
         return best_limits(engine, capacity, load, on_run)
 
-    engine, capacity, limits = tune(engine, capacity)
+    tuned = tune(engine, capacity)
     if args.context_parallel_size == 1 and hardware.is_gpu:
-        (engine, capacity, limits), said = by_context(
-            (engine, capacity, limits), load, most, acceptance, on_run, tune
-        )
+        tuned, said = by_context(tuned, load, most, acceptance, on_run, tune)
         notes += said
+    engine, capacity, limits = tuned.engine, tuned.capacity, tuned.limits
     if of_sessions:  # the search ended where more sessions bring nothing
         full = capacity.run or capacity.alone
     else:
@@ -303,7 +307,7 @@ def by_context(
     `tune` searches an engine's limits; those of `given` are searched. Only for long contexts: each
     device reads all weights, so short ones gain nothing.
     """
-    engine, capacity, limits = given
+    engine, capacity, limits = given.engine, given.capacity, given.limits
     n_in, n_out = load.workload.mean_lengths
     if n_in + n_out < LONG_CONTEXT:
         return given, []
@@ -323,9 +327,10 @@ def by_context(
         )
         if found.rate is None:
             continue
-        tried, found, changed = tune(tried, found)
-        changed = changed if limits is None else limits | (changed or {})
-        tuned, rate = (tried, found, changed), found.rate or 0.0
+        tuned = tune(tried, found)
+        if limits is not None:
+            tuned = dataclasses.replace(tuned, limits=limits | (tuned.limits or {}))
+        rate = tuned.capacity.rate or 0.0
         what = (
             f"estimated (by an 8B's times on two H200s): keys shared out by tokens over {n} devices carry "
             f"{rate:.3g} requests/s"
@@ -365,12 +370,12 @@ def best_limits(
             found = find_capacity(
                 tried, load.workload, load.objectives, seed=load.seed, on_run=on_run
             )
-            return (
+            return Tuned(
                 engine.with_settings(**limits),
                 found if (found.rate or 0.0) > rate else capacity,
                 limits,
             )
-    return engine, capacity, {}
+    return Tuned(engine, capacity, {})
 
 
 def enough_replicas(

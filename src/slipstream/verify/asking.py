@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,7 +26,8 @@ NEUTRAL: dict[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 MAY_END = 0.01
 """Chance that the model's own answer is empty, from which on a served one that is empty is no fault."""
 
-ALL: dict[str, Any] = {**NEUTRAL, **LOGPROBS}
+FORMS: tuple[dict[str, Any], ...] = ({**NEUTRAL, **LOGPROBS}, LOGPROBS, NEUTRAL, {})
+"""Settings sent with each question, of which the first that the server takes are kept."""
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0},
@@ -86,7 +86,8 @@ class Asking:
     num_prompt_tokens: int = 0
     num_answers: int = 0
     _asked: int = 0
-    _more: dict[str, Any] = field(default_factory=lambda: ALL)  # sent with each question
+    _form: int = 0  # of `FORMS`: what is sent with each question
+    _form_is_known: bool = False
 
     def ask(self, kind: str) -> None:
         """One turn of a kind of questions: of `SAMPLING`, or "needle"."""
@@ -196,7 +197,7 @@ class Asking:
         wanted = {"max_tokens": self.plan.max_tokens, "top_p": 1.0, **sampling}
 
         def ask(messages: Sequence[Message], seed: int) -> Answer:
-            return self.served.ask(messages, seed=seed, **{**self._more, **wanted})
+            return self.served.ask(messages, seed=seed, **{**FORMS[self._form], **wanted})
 
         first = self._first(lambda: ask(asked[0], seeds[0]))
         with ThreadPoolExecutor(self.plan.concurrency) as pool:
@@ -207,14 +208,15 @@ class Asking:
 
     def _first(self, ask: Callable[[], Answer]) -> Answer:
         """Asks with all that helps, then with less, and remembers what the server takes."""
-        forms: list[dict[str, Any]] = [self._more]
-        if self._more is ALL:
-            forms = [{**NEUTRAL, **LOGPROBS}, LOGPROBS, NEUTRAL, {}]
-        for more in forms[:-1]:
-            with contextlib.suppress(NotOfferedError):
-                self._more = more
-                return ask()
-        self._more = forms[-1]
+        while not self._form_is_known and self._form < len(FORMS) - 1:
+            try:
+                answer = ask()
+            except NotOfferedError:
+                self._form += 1
+            else:
+                self._form_is_known = True
+                return answer
+        self._form_is_known = True
         return ask()
 
     def _sample(self, prompt: Sequence[int], answer: Answer, kind: str) -> Sample | None:

@@ -14,8 +14,8 @@ from slipstream.engine.async_llm import AsyncLLM
 from slipstream.errors import ConfigError
 from slipstream.fleet.detection.server import ServerWatch
 from slipstream.server.operations import self_check
+from slipstream.server.operations.looks import Look
 from slipstream.server.operations.self_check import Fingerprint, divergence
-from slipstream.server.state import Look
 from slipstream.verify.reference import Reference
 from tests import tiny_models
 from tests.server.conftest import serving

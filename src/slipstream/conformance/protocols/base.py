@@ -185,7 +185,7 @@ class Protocol(abc.ABC):
 
     def turn(self, answer: Answer) -> list[Any]:
         """The items of the next request's history that are this answer, as a client keeps them."""
-        return [answer.raw]
+        raise NotImplementedError
 
     def results(self, calls: Sequence[Call], texts: Sequence[str]) -> list[Any]:
         """The items of the next request's history that are these calls' results."""

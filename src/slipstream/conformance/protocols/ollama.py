@@ -97,6 +97,9 @@ class Ollama(Protocol):
         expect(isinstance(body["error"], str), f"the error's shape: {body!r}")
         return body["error"], ""
 
+    def turn(self, answer: Answer) -> list[Any]:
+        return [answer.raw]
+
     def results(self, calls: Sequence[Call], texts: Sequence[str]) -> list[Any]:
         pairs = zip(calls, texts, strict=True)
         return [{"role": "tool", "tool_name": call.name, "content": text} for call, text in pairs]

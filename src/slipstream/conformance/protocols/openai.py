@@ -190,6 +190,9 @@ class Chat(Completions):
             for call in calls
         ]
 
+    def turn(self, answer: Answer) -> list[Any]:
+        return [answer.raw]
+
     def results(self, calls: Sequence[Call], texts: Sequence[str]) -> list[Any]:
         pairs = zip(calls, texts, strict=True)
         return [{"role": "tool", "tool_call_id": c.id, "content": text} for c, text in pairs]

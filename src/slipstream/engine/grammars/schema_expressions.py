@@ -1,8 +1,7 @@
-"""JSON schemas as expressions over bytes. No torch.
+"""Regular expressions over bytes that accept what a JSON schema allows. No torch.
 
-`expression_of` writes a schema, in the form that llguidance is given it. The texts of the expression are those that llguidance
-allows, with its whitespace, its order of properties and its spellings of numbers. `SchemaUnknownError` says that a schema has
-something that is not written here.
+They accept exactly what llguidance's grammar of the schema accepts: the same whitespace, order of properties and spellings of
+numbers. `SchemaUnknownError`: the schema has a keyword that this file does not translate.
 """
 
 from __future__ import annotations

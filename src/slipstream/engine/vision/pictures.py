@@ -311,7 +311,8 @@ class PictureProcessor:
         return Resampling[self.processing.resample.upper()]
 
     def _piece(self, image: Image, tokens: PatchGrid | None = None) -> Piece:
-        """`tokens`: rows and columns of tokens, if they are not the groups of the picture."""
+        """A picture or tile, ready for the encoder, with the key of its pixels. `tokens`: its rows and columns of tokens, if
+        they differ from its groups of patches."""
         pixels = np.asarray(image, np.uint8)
         height, width = pixels.shape[:2]
         grid, merge = self.vision.grid(height, width), self.vision.merge

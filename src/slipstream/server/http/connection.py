@@ -308,8 +308,8 @@ class Connection(HttpToolsProtocol):
             self._look_timer = self.loop.call_later(delay, self._look, delay)
 
     def _look(self, delay: float) -> None:
-        """Check by the socket's state whether the peer is connected. Reading can't show it: it is
-        paused or over."""
+        """Check whether the peer is still connected, by the socket's state: the transport reads
+        nothing now, so it would not notice."""
         self._look_timer = None
         cycle = self._running
         if cycle is None or cycle.response_complete or not (self._half_closed or self.pipeline):

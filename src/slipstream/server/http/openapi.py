@@ -232,7 +232,11 @@ _GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "OpenAI": (
         "Chat, completions, responses, embeddings, sound, files and batches",
-        ("/v1", "/chat/completions", "/responses", "/embeddings"),
+        (
+            *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/chat/completions"),
+            *("/responses", "/embeddings", "/v1/responses", "/v1/batches", "/v1/feedback"),
+            *("/v1/models", "/v1/files", "/v1/audio"),
+        ),
     ),
     "llama.cpp": (
         "What llama.cpp's server has besides",
@@ -252,11 +256,14 @@ _SHOWN = ("OpenAI", "Anthropic", "Ollama", "Rerank, score and vectors", "Tokens"
 
 
 def _group(path: str) -> str:
-    return next(
+    found = [
         name
         for name, (_, begins) in _GROUPS.items()
         if any(f"{path}/".startswith(f"{begin}/") for begin in begins)
-    )
+    ]
+    if not found:
+        raise LookupError(f"{path} is in no group of routes: put it in _GROUPS")
+    return found[0]
 
 
 _ON_DEMAND: dict[str, type[msgspec.Struct]] = dict.fromkeys(

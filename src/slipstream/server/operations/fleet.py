@@ -168,7 +168,8 @@ def _with_tokens(record: RequestRecord, send: Send) -> Send:
 
 
 def routes(state: ServerState, router: Callable[[], Router]) -> list[Route]:
-    """Routes for the gateway. `router()` returns the router of the app's own routes."""
+    """Routes that only a fleet's gateway may call. `router()` returns the Starlette router of the
+    public routes, to which resumed requests are passed."""
 
     async def resume(request: Request) -> Response:
         body = await read_as(ResumeRequest, request, state)

@@ -34,7 +34,7 @@ from slipstream.engine.process.streams import OutputStream
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.outputs import PositionLogprobs, RequestOutput
 from slipstream.params.sampling import SamplingParams
-from slipstream.server.state import Look, VersionCheck
+from slipstream.server.operations.looks import Look, VersionCheck
 
 if TYPE_CHECKING:
     from slipstream.server.state import EngineProtocol, ServerState

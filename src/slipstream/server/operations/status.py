@@ -29,8 +29,9 @@ from slipstream.messages.stats import EngineStats
 from slipstream.server.http.errors import ApiError
 from slipstream.server.http.replies import json_response
 from slipstream.server.operations.health import all_metrics, canary_ok, engine_stats
+from slipstream.server.operations.looks import VersionCheck
 from slipstream.server.operations.metrics import Histogram, Metrics
-from slipstream.server.state import ServerState, VersionCheck
+from slipstream.server.state import ServerState
 
 _PAGES = Path(__file__).parent / "pages"
 _INCLUDE = re.compile(r"<!--include (\S+)-->")

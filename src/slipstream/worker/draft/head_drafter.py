@@ -117,7 +117,7 @@ class HeadChain(Chain, HeadDrafter):
         self, token_ids: Tensor, meta: AttentionMetadata, states: Tensor | None, num: int
     ) -> tuple[Tensor, Tensor]:
         """Run the head, and find the likeliest tokens after the last `num` pairs."""
-        hidden, following = self.passed(
+        hidden, following = self.forward(
             token_ids, self.states.read(meta) if states is None else states, meta
         )
         return self.head.greedy(hidden[-num:], token_ids=self.target_ids), following[-num:]
@@ -134,7 +134,7 @@ class HeadChain(Chain, HeadDrafter):
         given = gather_pairs(rows, shares)
         sampled, index = given.sampled, given.sample_index
         states = self.ends[sampled.rows] if follows else self.states.read(given.meta)
-        hidden, following = self.passed(given.token_ids, states, given.meta)
+        hidden, following = self.forward(given.token_ids, states, given.meta)
         if not sampled.requests:
             return
         if index is not None:
@@ -142,11 +142,9 @@ class HeadChain(Chain, HeadDrafter):
         self.ends[sampled.rows] = following
         self.write(hidden, sampled, rows)
 
-    def passed(self, token_ids: Any, states: Any, meta: AttentionMetadata) -> tuple[Any, Any]:
-        """Run the head (`LayeredHead.forward`).
-
-        The states for the next pairs have the type of `ends`.
-        """
+    def forward(self, token_ids: Any, states: Any, meta: AttentionMetadata) -> tuple[Any, Any]:
+        """Run the head over pairs of token and state. Returns its outputs and the states for the
+        next pass, cast to the type of `ends`."""
         hidden, following = self.head.forward(token_ids, states, self.kv, meta)
         return hidden, self.values.cast(following, self._dtype)
 

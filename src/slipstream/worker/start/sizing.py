@@ -47,21 +47,36 @@ def fit_cache(
         taken_bytes=activation_bytes + graphs + rows,
         adapter_bytes=0 if loaded.adapters is None else loaded.adapters.num_bytes,
         peer_copy_bytes=0
-        if ranks is None or ranks.group.beside is None
+        if ranks is None or ranks.group.overlapped is None
         else peer_copy_bytes(config, spec),
         forms=loaded.model.forms,
         agree=(lambda blocks: blocks)
         if ranks is None
         else lambda blocks: ranks.all_ranks.least(blocks)[0],
     )
-    if (held := ledger.returned_expert_bytes) > (free := host_memory()[1]):
-        raise OutOfMemoryError(
-            f"enable_return_routed_experts: the experts of the cache's {ledger.num_kv_tokens} tokens take {held} bytes of the "
-            f"host's memory, and {free} are free; lower kv_cache_bytes",
-            field="kv_cache_bytes",
-        )
+    if ledger.returned_expert_bytes:
+        check_experts(ledger, host_memory()[1], cache_is_there=config.device.info.is_cuda)
     runner = loaded.allocate(config, ledger.num_blocks)
     ledger = replace(
         ledger, graph_bytes=runner.graph_bytes, host_expert_bytes=loaded.model.host_bytes
     )
     return config, ledger, runner
+
+
+def check_experts(ledger: MemoryLedger, free_bytes: int, *, cache_is_there: bool) -> None:
+    """Check that the host's `free_bytes` hold the experts of all tokens in the cache, which answers
+    come with. On a CPU they hold the cache, too, which is not allocated yet."""
+    held, cache = ledger.returned_expert_bytes, 0
+    each = held // ledger.num_blocks
+    if not cache_is_there:
+        cache = ledger.kv_bytes + ledger.state_bytes
+        each += ledger.block_bytes
+    if held + cache <= free_bytes:
+        return
+    most = max(0, free_bytes - (ledger.state_bytes if cache else 0)) // each * ledger.block_bytes
+    beside = f" next to its {cache}" if cache else ""
+    raise OutOfMemoryError(
+        f"enable_return_routed_experts: the experts of the cache's {ledger.num_kv_tokens} tokens take {held} bytes of the "
+        f"host's memory{beside}, and {free_bytes} are free; set kv_cache_bytes to at most {most}",
+        field="kv_cache_bytes",
+    )

@@ -54,10 +54,10 @@ class Staged:
 
 
 class DeviceBlocks(HostBlockStore):
-    """Block copies of a GPU.
+    """Copies between a GPU's cache and the tiers below.
 
-    `rows` are the cache's blocks, and the slots of its recurrent states; `slots` and `staged` are
-    the numbers of both in the host's memory and in the staging buffer.
+    Each of `rows`, `slots` and `staged` is a pair, (blocks, recurrent states): the tensors on the
+    device, the number of places in host memory, and in the staging buffer.
     """
 
     def __init__(

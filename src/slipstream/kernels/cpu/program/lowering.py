@@ -541,7 +541,7 @@ class Lowering:
             column += heads * spec.head_dim
 
     def _in_place(self, op: Op) -> int:
-        """Returns the buffer of the op's input, which becomes its output's. Nothing else reads it."""
+        """Reuses the input's buffer for the op's output, and returns its number. Refused if a later op reads the input."""
         x = self.stored(op.x)
         if any(self.lives(v) for v in x.values):
             raise Refused(f"the C++ program changes in place what is read again ({op.name})")
