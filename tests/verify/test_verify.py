@@ -37,7 +37,7 @@ def test_a_server_of_the_model_is_sound(tiny_server, reference):
     scores = verification.counts()["scores"]
     agreed = scores["likeliest tokens agree"]
     assert 0.98 < agreed["value"] <= agreed["high"] <= 1
-    assert agreed["low"] > 0.95
+    assert agreed["low"] > 0.9
     assert scores["greedy answers agree"]["value"] > 0.9
     assert found["prompt"] == found["distribution"] == found["long context"] == "pass"
     assert found["temperature 0"] == found["top_k"] == found["top_p"] == "pass"
