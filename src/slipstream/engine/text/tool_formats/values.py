@@ -40,7 +40,8 @@ def properties(
     depth: int = 0,
 ) -> str:
     """The grammar of a tool's arguments in their order, those that are not required left out or not. `write` gives one's.
-    Optional ones whose names the format can't carry are never written. RequestError if the schema says what can't be written so."""
+    Optional ones whose names the format can't carry are never written. RequestError if the schema says what can't be
+    written so."""
     schema = tool.parameters
     known = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
     unknown = sorted(set(schema) - known - NOTES)
