@@ -101,7 +101,7 @@ def test_names_of_arguments_that_the_format_cannot_carry_are_counted(http, model
         schema = {"type": "object", "properties": {"-A": {"type": "integer"}}, "required": required}
         tool = {"type": "function", "function": {"name": "grep", "parameters": schema}}
         body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "tools": [tool]}
-        return http.post("/v1/chat/completions", json={"model": "tiny", **body, **more})
+        return http.post("/v1/chat/completions", json={"model": "smollm2", **body, **more})
 
     before = hint_counts(http).get(field, 0)
     for answer in (ask([]), ask(["-A"]), ask([], parallel_tool_calls=False)):
