@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,24 @@ def test_a_parameter_of_vllm_is_refused_with_what_to_do_instead(kind, names):
     for name in names.split():
         with pytest.raises(TypeError, match=r"; (leave it out|the nearest is)"):
             kind(**{name: 1})
+
+
+def test_a_hint_of_parameters_is_told_for_their_own_class_alone():
+    with pytest.raises(TypeError) as caught:
+        object.__new__(LLM).embed("x", temperature=1)
+    assert "continuations" not in str(caught.value)
+
+
+def test_a_property_s_own_error_is_not_hidden_by_hints():
+    with pytest.raises(AttributeError, match="'_core'"):
+        _ = object.__new__(LLM).config
+
+
+def test_a_page_that_a_hint_names_says_the_same():
+    docs = Path(__file__).parents[1]
+    for said in METHODS.values():
+        if page := re.search(r"^(.*) \((docs/.*\.md)\)$", said):
+            assert page[1] in (docs / page[2]).read_text().lower()
 
 
 def test_a_method_of_vllm_s_llm_is_refused_with_what_to_do_instead():

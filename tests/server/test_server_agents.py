@@ -93,6 +93,25 @@ def hint_counts(http):
     return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
 
 
+def test_names_of_arguments_that_the_format_cannot_carry_are_counted(http, model):
+    model(TEMPLATE, tool_call_parser="pythonic")
+    field = "tools.parameters.properties"
+
+    def ask(required, **more):
+        schema = {"type": "object", "properties": {"-A": {"type": "integer"}}, "required": required}
+        tool = {"type": "function", "function": {"name": "grep", "parameters": schema}}
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "tools": [tool]}
+        return http.post("/v1/chat/completions", json={"model": "smollm2", **body, **more})
+
+    before = hint_counts(http).get(field, 0)
+    for answer in (ask([]), ask(["-A"]), ask([], parallel_tool_calls=False)):
+        assert answer.status_code == 200, answer.text
+    assert hint_counts(http)[field] == before + 3
+    refused = ask(["-A"], parallel_tool_calls=False)
+    assert refused.status_code == 400
+    assert "'-A'" in refused.text
+
+
 def test_hints_of_claude_code_are_taken_and_counted(http, model):
     model(TEMPLATE, tool_call_parser="hermes")
     before = hint_counts(http)

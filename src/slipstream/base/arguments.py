@@ -19,15 +19,16 @@ def likely_value(value: str, allowed: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def unknown_message(name: str, known: list[str], what: str) -> str:
+def unknown_message(name: str, known: list[str], what: str, owner: str) -> str:
+    """Message about an argument (a `what`) that `owner`, a class or a method, does not have."""
     own = SETTINGS.get(name, name)
     if what == "setting" and own in OF_SERVE and own not in known:
         option = own.replace("_", "-")
         return f"there is no setting {name!r}; it is an option of `slipstream serve`: --{option}"
     if what == "setting" and name in NEEDLESS:
         return f"there is no setting {name!r}; {NEEDLESS[name]}"
-    if what != "setting" and name in NO_ARGUMENTS:
-        return f"there is no {what} {name!r}; {NO_ARGUMENTS[name]}"
+    if reason := NO_ARGUMENTS.get(owner, {}).get(name):
+        return f"there is no {what} {name!r}; {reason}"
     if other := (SETTINGS if what == "setting" else OTHERS).get(name):
         return f"there is no {what} {name!r}; the nearest is {other}"
     near = difflib.get_close_matches(name.lower(), known, n=1)

@@ -25,21 +25,24 @@ OTHERS = {
 
 
 NO_ARGUMENTS = {
-    "watermarking": "leave it out: answers carry no watermark",
-    "stream_interval": "leave it out: each step's tokens are sent at once",
-    "skip_clone": "leave it out: parameters are frozen, and never copied",
-    "output_text_buffer_length": "leave it out: text that may begin a stop string is held back anyway",
-    "extra_args": "leave it out: every parameter here has a name of its own (help(SamplingParams))",
-    "skip_reading_prefix_cache": "leave it out; enable_prefix_caching=False turns the cache off",
-    "routed_experts_prompt_start": "leave it out: an answer has the experts of all its tokens",
-    "temperature": "leave it out: the likeliest continuations are kept, and none is drawn",
-    "include_stop_str_in_output": "leave it out: beams end at the model's end of text, which is no part of them",
-    "structured_outputs": "leave it out; SamplingParams has it, with n and best_of for several answers",
-    "skip_special_tokens": "leave it out: special tokens are no part of the text",
-    "allowed_token_ids": "leave it out; SamplingParams has it",
+    "SamplingParams": {
+        "watermarking": "leave it out: answers carry no watermark",
+        "stream_interval": "leave it out: each step's tokens are sent at once",
+        "skip_clone": "leave it out: parameters are frozen, and never copied",
+        "output_text_buffer_length": "leave it out: text that may begin a stop string is held back anyway",
+        "extra_args": "leave it out: every parameter here has a name of its own (help(SamplingParams))",
+        "skip_reading_prefix_cache": "leave it out: enable_prefix_caching=False turns the cache off",
+        "routed_experts_prompt_start": "leave it out: an answer has the experts of all its tokens",
+    },
+    "BeamSearchParams": {
+        "temperature": "leave it out: the likeliest continuations are kept, and none is drawn",
+        "include_stop_str_in_output": "leave it out: beams end at the model's end of text, which is no part of them",
+        "structured_outputs": "leave it out: SamplingParams has it, with n and best_of for several answers",
+        "skip_special_tokens": "leave it out: special tokens are no part of the text",
+        "allowed_token_ids": "leave it out: SamplingParams has it",
+    },
 }
-"""Arguments of vLLM's parameters that are not needed here, with the reason. Those from `temperature`
-on are BeamSearchParams' alone."""
+"""Arguments of vLLM's parameters that are not needed here, with the reason, by the class that has them."""
 
 
 METHODS = {
@@ -49,11 +52,11 @@ METHODS = {
     "enqueue_chat": "use LLM.stream, or AsyncLLM, whose requests run at the same time",
     "wait_for_completion": "LLM.generate and LLM.chat return when all answers are there",
     "get_metrics": "use LLM.stats(); a server has /metrics",
-    "get_world_size": "LLM.config.parallel has the sizes",
-    "release_kv_cache_memory": "use LLM.sleep(1), and LLM.wake_up() before the next request",
+    "get_world_size": "LLM.config.parallel has the sizes of an engine with several ranks; without them it is 1",
+    "release_kv_cache_memory": "use LLM.sleep(1), on a GPU LLM.sleep(2), and LLM.wake_up() before the next request",
     "reset_mm_cache": "leave it out: image_cache_bytes bounds it, and a picture is known by its hash",
-    "start_profile": "run torch.profiler around LLM.generate: the engine is in this process",
-    "stop_profile": "run torch.profiler around LLM.generate: the engine is in this process",
+    "start_profile": "run torch.profiler around LLM.generate: with one rank the engine is in this process",
+    "stop_profile": "run torch.profiler around LLM.generate: with one rank the engine is in this process",
 }
 """Methods of vLLM's LLM that ours has not, and what to do instead."""
 
@@ -94,7 +97,6 @@ SETTINGS = {
     "dcp": "context_parallel_size",
     "master_addr": "rank_address",
     "dist_init_addr": "rank_address",
-    "nnodes": "local_ranks",
     "max_num_queued_reqs": "max_queue",
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "kv_offloading_size": "kv_host_bytes",
@@ -394,6 +396,7 @@ NEEDLESS = {
     "max_logprobs": "leave it out: a request may ask for up to 20",
     **dict.fromkeys(("data_parallel_size", "dp_size", "dp"), _REPLICAS),
     **dict.fromkeys(("disable_log_stats", "enable_metrics", "metrics"), _METRICS),
+    "nnodes": "leave it out: rank_address lets hosts meet, and local_ranks are those of this one (docs/parallelism.md)",
     "node_rank": "leave it out: ranks are numbered in the order in which they join (docs/parallelism.md)",
     "mm_processor_kwargs": "leave it out: preprocessor_config.json has it, and a request's `detail` reads a picture smaller",
     "language_model_only": "max_images=0 leaves the image encoder out",

@@ -14,9 +14,9 @@ R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
 
-def suggesting(function: Callable[P, R], what: str = "argument") -> Callable[P, R]:
+def suggesting(function: Callable[P, R], what: str = "argument", owner: str = "") -> Callable[P, R]:
     """Wrap `function`: its TypeError for an unknown keyword argument (a `what`) names the likely
-    one."""
+    one. `owner`: the class that it makes."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -26,7 +26,7 @@ def suggesting(function: Callable[P, R], what: str = "argument") -> Callable[P, 
             known = [name for name in inspect.signature(function).parameters if name != "self"]
             for name in kwargs:
                 if name not in known:
-                    raise TypeError(unknown_message(name, known, what)) from None
+                    raise TypeError(unknown_message(name, known, what, owner)) from None
             raise
 
     return called
@@ -35,5 +35,5 @@ def suggesting(function: Callable[P, R], what: str = "argument") -> Callable[P, 
 def suggesting_init(cls: C, what: str = "argument") -> C:
     """Apply `suggesting` to the constructor of a class."""
     initialise: Any = cls.__init__  # type: ignore[misc]
-    cls.__init__ = suggesting(initialise, what)  # type: ignore[misc]
+    cls.__init__ = suggesting(initialise, what, cls.__name__)  # type: ignore[misc]
     return cls

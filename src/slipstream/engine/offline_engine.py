@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from slipstream.base.other_engines import METHODS
 from slipstream.config import EngineArgs, EngineConfig
@@ -80,9 +80,11 @@ class OfflineEngine:
 
     if not TYPE_CHECKING:  # checkers would take every name
 
-        def __getattr__(self, name: str) -> NoReturn:
-            more = f"; {METHODS[name]}" if name in METHODS else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{more}")
+        def __getattr__(self, name: str) -> Any:
+            if name not in METHODS:
+                return object.__getattribute__(self, name)  # raises, also a property's own error
+            what = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{what}; {METHODS[name]}")
 
     @property
     def core(self) -> EngineCore:

@@ -116,6 +116,29 @@ def test_it_is_learned_after_which_turn_sessions_end():
     assert sessions._later["later text"][2].hazards()[3:5] == pytest.approx([0, 0], abs=0.05)
 
 
+def test_a_turn_that_was_looked_at_early_follows_what_its_kind_learns():
+    kind = Pauses()
+    early, late = Pauses(kind), Pauses(kind)
+    early.reach(0)
+    before = early.rates()[0]
+    other = Pauses(kind)
+    for _ in range(1000):
+        other.reach(0)
+        other.end(0, 0.3, OwnPace())
+    late.reach(0)
+    assert early.rates()[0] == pytest.approx(late.rates()[0], rel=0.1)
+    assert early.rates()[0] > 2 * before
+
+
+def test_requests_that_go_on_from_one_end_at_once_are_one_turn():
+    sessions = Sessions(lambda: 0.0, 32768)
+    first = sessions.arrived([], CacheHints())
+    sessions.ended(first, [b"end"], 0, 1)
+    branches = [sessions.arrived([b"end"], CacheHints()) for _ in range(8)]
+    assert {id(s) for s in branches} == {id(first)}
+    assert first.num_turns == 2
+
+
 def test_a_turn_that_was_never_seen_is_expected_as_its_kind():
     kind = Pauses()
     for _ in range(40):

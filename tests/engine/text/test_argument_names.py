@@ -17,6 +17,7 @@ from slipstream.engine.text.tool_formats.base import (
     ToolFormat,
     Writer,
 )
+from slipstream.engine.text.tools import Reading
 from tests.server.answers.test_server_round_trips import CALLS, ELEMENTS, GEMMA, QUOTE
 
 NAMED = [name for name, form in FORMATS.items() if form.carries is not ToolFormat.carries]
@@ -111,3 +112,20 @@ def test_kimi_k3_writes_names_as_its_template_escapes_them():
     tool = Tool("f", {"type": "object", "properties": {'a"&b': {"type": "integer"}}})
     written = FORMATS["kimi_k3"]().call(tool, Writer(lambda text: None))
     assert json.dumps('<|open|>argument key="a&quot;&amp;b" type="number"<|sep|>') in written
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("pythonic", "-A"), ("lfm2", "-n"), ("olmo3", "-i"), ("minimax_m3", "a>b")]
+)
+def test_an_optional_argument_that_cannot_be_carried_is_left_out(name, key):
+    form, schema = FORMATS[name](), {"type": "integer"}
+
+    def grammar(**keys):
+        tool = Tool("grep", {"type": "object", "properties": keys, "required": ["pattern"]})
+        return form.call(tool, Writer(lambda text: None, form.markers))
+
+    assert grammar(pattern=schema, **{key: schema}) == grammar(pattern=schema)
+    tool = Tool("grep", {"type": "object", "properties": {key: schema}, "required": [key]})
+    assert is_refused(form, tool)
+    for offered, carries in ((tool, False), (Tool("f", {"properties": {"a": schema}}), True)):
+        assert Reading(form=form, think=None, offered=(offered,)).carries_names == carries

@@ -481,9 +481,9 @@ CASES = {
         {**RMS, "attention.key_length": 8, "attention.value_length": 8}),
     "arcee": ("arcee", "arcee", {"rms_norm_eps": 1e-6}, {**RMS, "rope.dimension_count": 8}),
     "bitnet": ("bitnet", "bitnet", {"rms_norm_eps": 1e-6, "tie_word_embeddings": True}, {**RMS, "rope.scaling.type": "linear",
-        "rope.scaling.factor": 1.0, "hidden_act": "relu2"}),
+        "rope.scaling.factor": 1.0, "hidden_activation": "relu2"}),
     "bitnet-silu": ("bitnet", "bitnet", {"rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-        "hidden_act": "silu"}, RMS),
+        "hidden_act": "silu"}, {**RMS, "hidden_act": "silu"}),
     "exaone4": ("exaone4", "exaone4", {"rms_norm_eps": 1e-6}, {**RMS,
         "attention.sliding_window": 6, "attention.sliding_window_pattern": [True, True, True,
         False]}),
@@ -1357,6 +1357,24 @@ def test_a_decoder_of_embeddings_says_how_it_pools(tmp_path):
     ]
     with pytest.raises(UnsupportedModelError, match="pooling_type = 4"):
         described(tmp_path / "rank.gguf", pooling_type=4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "lacks bitnet.hidden_activation"),
+        ({"hidden_activation": "relu2", "hidden_act": "silu"}, "only 'relu2' is supported"),
+    ],
+    ids=("none", "two"),
+)
+def test_a_bitnet_without_one_activation_is_refused(tmp_path, keys, message):
+    shape = {"block_count": 1, "context_length": 64, "embedding_length": 32, "vocab_size": 64}
+    shape |= {"feed_forward_length": 64, "attention.head_count": 2, **RMS, **keys}
+    path = tmp_path / "x.gguf"
+    tensors = {"token_embd.weight": (np.zeros((64, 32)), "F32")}
+    write(path, tensors, "bitnet", **{f"bitnet.{k}": v for k, v in shape.items()})
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_spec(path)
 
 
 def test_an_unknown_architecture_is_named(tmp_path):

@@ -40,8 +40,11 @@ WIDTHS = tuple(EDGES[i + 1] - EDGES[i] for i in range(NUM_BUCKETS))
 FIRST_HAZARD, FIRST_WEIGHT = 0.1, 4.0
 """Chance that a pause ends in a bucket, before anything is known, and the number of pauses that this guess counts as."""
 
-RATES_AGE, MAX_TURN = 8, 32
-"""Number of buckets that pauses of a kind reach until its rates are computed again, and of turns with counts of their own."""
+RATES_AGE = 8
+"""Number of buckets that pauses reach until their rates are computed again. Of their whole kind it is 8 times as many."""
+
+MAX_TURN = 32
+"""Number of turns with counts of their own."""
 
 MEMORY = 1024.0
 """Number of pauses of a kind after which its counts are halved."""
@@ -79,8 +82,9 @@ HINTED = 4.0
 Kind: TypeAlias = Literal[
     "text", "call", "later text", "later call", "shared", "passed", "used", "rest"
 ]
-"""Kinds of pauses. "shared": a beginning of several sessions. "passed": blocks that left a window, and earlier states.
-"used": the same, after a request began there. "rest": the end of a chain that its session did not go on from."""
+"""Kinds of pauses. "text", "call": after a first turn, without and with calls of tools. "later": after others. "shared": a
+beginning of several sessions. "passed": blocks that left a window, and earlier states. "used": those, after a request began
+there. "rest": the end of a chain that its session did not go on from."""
 
 
 @dataclass(slots=True)
@@ -99,11 +103,10 @@ class Pauses:
     """Pauses of a kind: how many reached each bucket and how many ended in it, and how far sessions keep their pace. Those
     after one turn are also among the pauses `of` their kind, which say what is expected while few of the turn are known."""
 
-    __slots__ = ("_age", "_rates", "count", "ended", "mean", "of", "products", "reached", "squares")
-
     def __init__(self, of: Pauses | None = None) -> None:
         self.of = of
         self._age, self._rates = RATES_AGE, [0.0]
+        self.num_reached = self._seen = 0  # buckets; `_seen`: those of the kind at the last rates
         self.reached, self.ended = [0.0] * NUM_BUCKETS, [0.0] * NUM_BUCKETS
         self.count, self.mean = 0, 0.0
         # of deviations: the sums of (before times now) and of (before squared)
@@ -111,6 +114,7 @@ class Pauses:
 
     def reach(self, bucket: int) -> None:
         self._age += 1
+        self.num_reached += 1
         self.reached[bucket] += 1
         if self.reached[bucket] > MEMORY:
             self.reached = [n / 2 for n in self.reached]
@@ -147,9 +151,10 @@ class Pauses:
         return min(1.5, max(0.0, known / (self.squares + SLOPE_WEIGHT)))
 
     def rates(self) -> Sequence[float]:
-        """`rate` by bucket, up to `RATES_AGE` pauses old."""
-        if self._age >= RATES_AGE:
-            self._age, hazards = 0, self.hazards()
+        """`rate` by bucket, up to `RATES_AGE` old."""
+        known = 0 if self.of is None else self.of.num_reached
+        if self._age >= RATES_AGE or known - self._seen >= 8 * RATES_AGE:
+            self._age, self._seen, hazards = 0, known, self.hazards()
             self._rates = [*(rate(hazards, i) for i in range(NUM_BUCKETS)), 0.0]
         return self._rates
 
@@ -237,14 +242,13 @@ class Sessions:
         """Return the session of a request that begins with the blocks of `keys`. It is in use from now on."""
         self.tick()
         by_end = self._by_end
-        session = (
-            next((by_end[key] for key in reversed(keys) if key in by_end), None) if by_end else None
-        )
+        session = next((by_end[key] for key in reversed(keys) if key in by_end), None)
         session = session or Session("text")
         if hints.session:
             session.pace = self._of_name((salt, hints.session))
         session.hints = hints
-        session.num_turns += 1
+        if not session.num_open:  # several requests may go on from one end
+            session.num_turns += 1
         self.open(session)
         return session
 

@@ -216,6 +216,13 @@ class Reading:
             for i, tool in enumerate(tools)
         )
 
+    @property
+    def carries_names(self) -> bool:
+        """Whether the format can carry the names of all arguments of the offered tools."""
+        form, tools = self.form, self.offered
+        names = (name for tool in tools for name in tool.parameters.get("properties") or ())
+        return form is None or all(map(form.carries, names))
+
     def check(self) -> None:
         """Raise RequestError if a tool's schema can't be enforced; it names the tool."""
         for field, schema in self.enforced_schemas:

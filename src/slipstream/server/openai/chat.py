@@ -314,6 +314,8 @@ async def prepare(
     reading = reading_of(state, body, tokens, prompt.template, prompt.begun)
     if reading is not None:
         assert tokenizer is not None
+        if not reading.carries_names:
+            record.hints.append("tools.parameters.properties")
         advised = "reasoning_effort" in prompt.hints
         budget = body.thinking_budget
         if budget is None and advised:

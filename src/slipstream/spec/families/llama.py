@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from slipstream.errors import UnsupportedModelError
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import (
     activation,
@@ -258,8 +259,15 @@ def seed_oss_gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def bitnet_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """A file that doesn't name its activation is older than BitNet 2B 4T, whose squared ReLU is named."""
-    return {**llama_gguf_config(m), "hidden_act": m.take("hidden_act", str, "silu")}
+    """Config with the activation that the file names. llama.cpp's key is `hidden_activation`."""
+    m.alias({"hidden_activation": "hidden_act"})
+    if "hidden_activation" not in m:
+        raise UnsupportedModelError(
+            f"the file lacks {m.prefix}hidden_activation: BitNet 2B 4T has relu2, earlier models silu, and nothing else "
+            "says which. Write that key into it (gguf's editor does), or serve the model's safetensors",
+            field=f"{m.prefix}hidden_activation",
+        )
+    return {**llama_gguf_config(m), "hidden_act": m.take("hidden_activation", str)}
 
 
 names = table(LLAMA)

@@ -40,7 +40,8 @@ def properties(
     depth: int = 0,
 ) -> str:
     """The grammar of a tool's arguments in their order, those that are not required left out or not. `write` gives one's.
-    RequestError if the schema says what can't be written so."""
+    Optional ones whose names the format can't carry are never written. RequestError if the schema says what can't be
+    written so."""
     schema = tool.parameters
     known = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
     unknown = sorted(set(schema) - known - NOTES)
@@ -56,7 +57,7 @@ def properties(
         raise RequestError(
             f"parameters of {tool.name}: {missing[0]} is required and has no schema", field="tools"
         )
-    for name in schema.get("properties", {}):
+    for name in sorted(required):
         if not form.carries(name, depth):
             raise RequestError(
                 f"parameters of {tool.name}: {name!r} can't be the name of an argument in the format {form.name!r}; give it "
@@ -67,6 +68,7 @@ def properties(
     parts = [
         (name, write(name, with_defs(part, defs)))
         for name, part in schema.get("properties", {}).items()
+        if form.carries(name, depth)
     ]
     if not between:
         return " ".join(f"({text})" if name in required else f"({text})?" for name, text in parts)
