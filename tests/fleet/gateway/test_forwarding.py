@@ -370,9 +370,13 @@ def test_the_code_of_an_error_without_one_in_its_shape_is_the_replicas():
 
 def test_a_request_that_waits_for_another_replica_shows_life_on(start, monkeypatch):
     monkeypatch.setattr(generation, "PING_S", 0.1)
-    fleet, (stub,) = start(1, queue_s=2.5)
-    stub.shows_life, stub.status, stub.code = True, 503, "engine_down"
-    status, text = streamed(fleet)
+    fleet, (stub,) = start(1, queue_s=1.5)
+    stub.shows_life, stub.delay_s = True, 0.3
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        found = pool.submit(streamed, fleet)
+        fleet.wait_for(lambda: stub.asked, "nothing came")
+        stub.engine_down()
+        status, text = found.result(PATIENCE_S)
     assert (status, text.count(": ping\n\n") >= 2) == (200, True)
     assert json.loads(text.rpartition("data: ")[2])["error"]["code"] == "no_replica"
 
