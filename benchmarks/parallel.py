@@ -659,7 +659,7 @@ def reduce_on_rank(rank: int, size: int, ports: Any, answers: Any, largest_kb: i
     begin = time.perf_counter()
     try_peer_copies(group, platform, SIZES_KB[-1] * 1024 // (2 * ROW), ROW, torch.bfloat16)
     found["seconds of the copies' test"] = time.perf_counter() - begin
-    ops, sums = TritonOps(), group.peers
+    ops, peer = TritonOps(), group.peer_collectives
     norm = NormParams(
         kind="rms", weight=torch.ones(ROW, dtype=torch.bfloat16, device=device), eps=1e-5, bias=None
     )
@@ -691,28 +691,28 @@ def reduce_on_rank(rank: int, size: int, ports: Any, answers: Any, largest_kb: i
         "NCCL, exchange": ("exchange", always, lambda x, _: group.library_exchange(x)),
     }
 
-    def by(sums: CudaPeerCollectives) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-        return lambda x, residual: sums.normed(x, norm, residual, "fp8")[0].values
+    def by(peer: CudaPeerCollectives) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+        return lambda x, residual: peer.normed(x, norm, residual, "fp8")[0].values
 
-    if isinstance(sums, CudaPeerCollectives):
-        found["one step up to, bytes"] = sums.one_step_rows * 2 * ROW
+    if isinstance(peer, CudaPeerCollectives):
+        found["one step up to, bytes"] = peer.one_step_rows * 2 * ROW
         ways |= {
-            "one kernel": ("sum", sums.covers, lambda x, _: sums(x)),
-            "one kernel, with its norm": ("sum", sums.covers, by(sums)),
+            "one kernel": ("sum", peer.covers, lambda x, _: peer(x)),
+            "one kernel, with its norm": ("sum", peer.covers, by(peer)),
             "one kernel, gather": (
                 "gather",
-                partial(sums.covers, op="gather"),
-                lambda x, _: sums.gather(x),
+                partial(peer.covers, op="gather"),
+                lambda x, _: peer.gather(x),
             ),
             "one kernel, scatter": (
                 "scatter",
-                partial(sums.covers, op="scatter"),
-                lambda x, _: sums.scatter(x),
+                partial(peer.covers, op="scatter"),
+                lambda x, _: peer.scatter(x),
             ),
             "one kernel, exchange": (
                 "exchange",
-                partial(sums.covers, op="exchange"),
-                lambda x, _: sums.exchange(x),
+                partial(peer.covers, op="exchange"),
+                lambda x, _: peer.exchange(x),
             ),
         }
         forced = {"one step": 2**21, "two steps": 2 * ROW} if size > 2 else {}
@@ -726,8 +726,8 @@ def reduce_on_rank(rank: int, size: int, ports: Any, answers: Any, largest_kb: i
             ways[f"{name}, with its norm"] = ("sum", other.covers, by(other))
     else:
         found["one kernel"] = "not on this machine: the log says why"
-    if group.beside is not None:
-        copied = group.beside
+    if group.overlapped is not None:
+        copied = group.overlapped
         ways["copies, with its norm"] = (
             "sum",
             lambda x: bool(copied.pieces(len(x))),

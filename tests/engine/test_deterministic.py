@@ -145,11 +145,16 @@ def test_tokens_are_the_same_alone_in_64_and_in_512_with_hits_chunks_and_drafts(
         ("llama", {"kernels": "reference"}, GPU, "kernels='reference', whose sums follow"),
         ("lfm2", {}, GPU, "recurrent layers of lfm2 on a GPU"),
         ("kimi_linear", {}, GPU, "recurrent layers of kimi_linear on a GPU"),
+        ("gpt_oss", {"quantization": "mxfp4"}, GPU, "4-bit floats on a GPU, .* shown it yet"),
+        ("mixtral", {"quantization": "mxfp4"}, GPU, "4-bit floats on a GPU, .* shown it yet"),
+        ("mixtral", {"quantization": "nvfp4"}, GPU, "4-bit floats on a GPU, .* shown it yet"),
         ("gpt_oss", {}, GPU, "gpt_oss on a GPU; a CPU covers it"),
         ("phimoe", {}, GPU, "the choice of experts of phimoe on a GPU"),
         ("mixtral", {"host_experts": 2}, GPU, "experts on the host"),
         ("deepseek_v32", {}, GPU, "attention to chosen or compressed keys on a GPU"),
-        ("mixtral", {"expert_parallel_size": 2}, GPU, "experts on several ranks"),
+        ("llama", {"tensor_parallel_size": 2}, GPU, "several GPUs, .* shown it yet"),
+        ("llama", {"pipeline_parallel_size": 2}, GPU, "several GPUs, .* shown it yet"),
+        ("qwen3_next", {"tensor_parallel_size": 2}, GPU, "several GPUs, .* shown it yet"),
         ("mixtral", {"expert_parallel_size": 2}, CPU, "experts on several ranks"),
         ("llama", {"context_parallel_size": 2}, CPU, "sequences on several ranks"),
         ("llama", {"enable_lora": True}, CPU, "adapters"),
@@ -170,16 +175,21 @@ def test_what_deterministic_does_not_cover_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("family", "settings"),
-    [("qwen3_next", {}), ("mixtral", {"quantization": "mxfp4"}), ("llama", {"tensor_parallel_size": 2})],
+    ("family", "settings", "device"),
+    [
+        ("qwen3_next", {}, GPU),
+        ("llama", {"quantization": "nvfp4"}, GPU),
+        ("mixtral", {"quantization": "fp8"}, GPU),
+        ("llama", {"tensor_parallel_size": 2}, CPU),
+    ],
     ids=str,
-)  # fmt: skip
-def test_deterministic_covers_gated_delta_rules_coded_experts_and_ranks_on_gpus(
-    tmp_path, family, settings
+)
+def test_deterministic_covers_gated_delta_rules_and_dense_4_bit_floats_on_a_gpu_and_ranks_on_cpus(
+    tmp_path, family, settings, device
 ):
-    tiny_models.write(tmp_path, family, **({"hidden_size": 64} if family == "mixtral" else {}))
+    tiny_models.write(tmp_path, family, hidden_size=64)
     args = EngineArgs(model=str(tmp_path), deterministic=True, **settings)
-    assert resolve(args, read_spec(tmp_path), GPU).device.deterministic
+    assert resolve(args, read_spec(tmp_path), device).device.deterministic
 
 
 def test_deterministic_leaves_matrix_tiles_of_a_cpu_out():

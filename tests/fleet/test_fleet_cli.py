@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from slipstream.cli.main import main
+from slipstream.cli.serving.fleet import COUNTED
 from slipstream.errors import ConfigError
 from slipstream.fleet import head
 from slipstream.fleet.config import check, pools, read
@@ -194,9 +195,14 @@ def test_one_and_many(head_says, tmp_path, tiny, number, replica, request_):
     }
     out = head_says(
         ["status"],
-        {"models": {"m": [one]}, "autoscale": {}, "counts": {"failovers": number, "resumed": 1}},
+        {
+            "models": {"m": [one]},
+            "autoscale": {},
+            "counts": {**dict.fromkeys(COUNTED, 0), "failovers": number, "resumed": number},
+        },
     )
-    failovers = f"{number} failover{'s' * (number > 1)}, 1 resumed"
+    plural = "s" * (number > 1)
+    failovers = f"{number} failover{plural}, {number} stream{plural} resumed on another replica"
     assert out.splitlines() == [
         "m v: share 1, 0 waiting at the gateway",
         "  m/v/main/1 starting",

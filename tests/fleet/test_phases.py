@@ -116,7 +116,7 @@ def test_a_replica_that_hangs_with_a_prompt_is_given_up_soon(fleet, expected, mo
     which = member(fleet, "prefill")
     before = fleet.head.gateway.forwarder.num_unhanded
 
-    async def hang(*_):
+    async def hang(*_, **__):
         await asyncio.sleep(2 * PATIENCE_S)
 
     monkeypatch.setattr(which.replica.pool, "ask", hang)

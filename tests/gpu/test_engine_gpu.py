@@ -271,9 +271,11 @@ def test_log_probabilities_are_the_same_bit_for_bit(tmp_path, family, quantizati
     ids=str,
 )
 def test_512_deterministic_answers_of_real_shapes_are_the_same_bits(
-    tmp_path, config, layers, settings
+    tmp_path, monkeypatch, config, layers, settings
 ):
-    """Bits in one batch, from the prefix cache, in 64, alone, and in chunks with drafts."""
+    """Bits in one batch, from the prefix cache, in 64, alone, and in chunks with drafts. Experts of
+    gpt-oss are refused until this has passed with them, so the refusal is left out here."""
+    monkeypatch.setattr("slipstream.config.resolver.check_deterministic", lambda *args: None)
     folder = Path(__file__).parents[2] / "benchmarks" / "configs" / config
     given = json.loads((folder / "config.json").read_text())
     of_text = given.get("text_config", given)

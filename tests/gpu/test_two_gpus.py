@@ -209,8 +209,10 @@ def test_requests_dealt_out_beside_experts(tmp_path, family, eager):
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v2"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_deterministic_answers_are_the_same_bits_alone_among_others_and_in_chunks(
-    tmp_path, split, family
+    tmp_path, monkeypatch, split, family
 ):
+    """Refused until this has passed on two GPUs, so the refusal is left out here."""
+    monkeypatch.setattr("slipstream.config.parallel._check_ranks", lambda args, device: None)
     shape = {} if family == "deepseek_v2" else SHAPE
     tiny_models.write(tmp_path, family, initializer_range=0.1, **shape)
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=3)

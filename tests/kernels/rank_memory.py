@@ -12,7 +12,12 @@ class Rank:
     """A group as a rank sees it. The ranks make their calls one after another."""
 
     def __init__(self, rank, memories, device="cpu"):
-        self.rank, self.size, self.memories, self.peers = rank, len(memories), memories, None
+        self.rank, self.size, self.memories, self.peer_collectives = (
+            rank,
+            len(memories),
+            memories,
+            None,
+        )
         self.device = torch.device(device)
 
     def share(self, num_bytes):

@@ -139,7 +139,7 @@ def test_norms_of_deterministic_are_one_kernel_for_sums_of_any_size(folder):
     (rank, _), x = ranks_of(folder, 640, 2), numbers((3, 320), torch.bfloat16, 0)
     norm, ops = norm_of("rms", 320, torch.bfloat16), TritonOps(deterministic=True)
     group, rank.normed = rank.group, None
-    group.peers, group.all_reduce = rank, lambda x: x + 1
+    group.peer_collectives, group.all_reduce = rank, lambda x: x + 1
     assert rank.covers_norm(x, norm, None)
     found = ops.all_reduce_norm(x, norm, group=group)[0]
     assert torch.equal(found, ops.norm(x + 1, norm)[0])
@@ -210,7 +210,7 @@ def test_norms_of_sums(folder, inputs, kind, adds, dtype, size):
         residual = numbers((rows, width), dtype, 7 + i) if adds else None
         found = []
         for r, x in zip(ranks, given, strict=True):
-            r.group.peers = r
+            r.group.peer_collectives = r
             own = None if residual is None else residual.clone()
             found.append(ops.all_reduce_norm(x, norm, group=r.group, residual=own, inputs=inputs))
         check_norms(found, given, norm, residual, inputs)
@@ -234,7 +234,7 @@ def test_best_of_ranks(folder, size, width, num_rows):
     ]
     for summed in [r(pair) for r, pair in zip(ranks, pairs, strict=True)]:
         assert torch.equal(sampling.best_of_all(summed, size), wanted)
-    ranks[-1].group.peers = ranks[-1]
+    ranks[-1].group.peer_collectives = ranks[-1]
     for r, pair in zip(ranks[:-1], pairs, strict=False):
         r(pair)
     assert torch.equal(

@@ -12,15 +12,21 @@ from slipstream.spec.model import (
     MoESpec,
     RecurrentSpec,
 )
+from slipstream.spec.scheme import SCHEMES
 
 
-def check_deterministic(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> None:
-    """Raise ConfigError if `deterministic` does not cover the model or the kernels."""
+def check_deterministic(
+    args: EngineArgs, model: ModelDescription, device: DeviceInfo, scheme: str | None
+) -> None:
+    """Raise ConfigError if `deterministic` does not cover the model or the kernels. `scheme`: the
+    weights'."""
     if not args.deterministic:
         return
     own = "triton" if device.is_cuda else "cpu"
-    layers = model.spec.all_layers
+    layers, formats = model.spec.all_layers, frozenset({"nvfp4", "mxfp4"})
     has_experts = any(isinstance(x.mlp, MoESpec) for x in layers)
+    scheme = args.quantization or scheme
+    floats = scheme is not None and SCHEMES[scheme].name in formats
     table: tuple[tuple[bool, str], ...] = (
         (
             args.kernels not in ("auto", own),
@@ -37,6 +43,13 @@ def check_deterministic(args: EngineArgs, model: ModelDescription, device: Devic
         (
             device.is_cuda and has_experts and model.gguf is not None,
             "experts in GGUF's types on a GPU; a CPU covers them",
+        ),
+        (
+            device.is_cuda
+            and has_experts
+            and (floats or any(".experts." in name for name in model.native_formats(formats))),
+            "experts in 4-bit floats on a GPU, for which no whole model has shown it yet; "
+            "take 8 or 16 bits (not for gpt-oss), or a CPU",
         ),
         (
             device.is_cuda and model.spec.family == "gpt_oss",

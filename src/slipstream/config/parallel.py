@@ -109,6 +109,7 @@ def _check_ranks(args: EngineArgs, device: DeviceInfo) -> None:
             field="device",
         )
     for refused, what in (
+        (device.is_cuda, "several GPUs, on which no whole model has shown it yet"),
         (args.expert_parallel_size > 1, "experts on several ranks"),
         (args.context_parallel_size > 1, "sequences on several ranks"),
     ):

@@ -59,7 +59,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     num_ranks(args)
     speculation = speculation_section(args, model.spec)
     args = with_cpu_layers(args, model, device, stored.value)
-    check_deterministic(args, model, device)
+    check_deterministic(args, model, device, stored.value)
     check_routed_experts(args, model)
     _refuse_without_effect(args, device)
     check_formats(args, model, device, args.quantization or stored.value)

@@ -147,7 +147,7 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
         (
             "rank_address",
             args.local_ranks is not None,
-            f"drafts of a model are for ranks of one host, which all propose the same; {others}",
+            f"drafts of a model are not for ranks of several hosts, which may round them differently; {others}",
         ),
         (
             "speculative_config",

@@ -501,6 +501,9 @@ def size_cache(
     if spec.is_encoder:
         num_blocks = min(num_blocks, scratch_blocks(config))
     num_blocks = agree(num_blocks)
+    slots = host_slots(config, block, slot)
+    if config.cache.host_bytes is not None:
+        slots = agree(slots[0]), agree(slots[1])
     try:
         # block 0 is the null block
         config = config.with_memory_limits(num_blocks - 1, block, num_states)
@@ -553,9 +556,7 @@ def size_cache(
         image_cache_bytes=pictures,
         state_bytes=num_states * slot,
         num_states=num_states,
-        host_tier_bytes=sum(
-            n * size for n, size in zip(host_slots(config, block, slot), (block, slot), strict=True)
-        ),
+        host_tier_bytes=slots[0] * block + slots[1] * slot,
         handover_bytes=0 if config.cache.handover is None else config.cache.handover.limit_bytes,
         disk_tier_bytes=(config.cache.disk_bytes or 0) // config.parallel.num_ranks,
         returned_expert_bytes=num_blocks * experts,

@@ -25,15 +25,15 @@ class RankOps:
     def pieces(self, x: Tensor, group: RankGroup) -> Sequence[slice]:
         """Returns the pieces of the tokens of x [T, E] whose sums over `group` overlap with
         products; empty if sums are made at once."""
-        return () if group.beside is None else group.beside.pieces(len(x))
+        return () if group.overlapped is None else group.overlapped.pieces(len(x))
 
     def begin_sum(
         self, x: Tensor, group: RankGroup, *, place: int, index: int, rows: slice
     ) -> OverlappedSum:
         """Begins the sum over `group` of x, this rank's part for a piece of the step's tokens
         (`OverlappedSums.begin`)."""
-        assert group.beside is not None
-        return group.beside.begin(x, place=place, index=index, rows=rows)
+        assert group.overlapped is not None
+        return group.overlapped.begin(x, place=place, index=index, rows=rows)
 
     def sum_arriving(self, sums: Sequence[OverlappedSum]) -> Tensor:
         """Returns the sums of neighbouring pieces: [T, E]."""

@@ -236,9 +236,9 @@ class RankGroup:
         `through_host`: only stages and numbers (`least`) are exchanged, through host memory."""
         self.rank, self.size, self.device, self._handle = rank, size, device, handle
         self._through_host = through_host
-        self.peers: PeerCollectives | None = None
+        self.peer_collectives: PeerCollectives | None = None
         """Set if ranks write to each other's memory."""
-        self.beside: OverlappedSums | None = None
+        self.overlapped: OverlappedSums | None = None
         """Set if sums of long steps overlap with products."""
         self._shared: list[object] = []
         self.in_order = False
@@ -268,15 +268,15 @@ class RankGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, bitwise equal on every rank. x may be overwritten."""
-        sums = self.peers
-        return sums(x) if sums is not None and sums.covers(x) else self.library_sum(x)
+        peer = self.peer_collectives
+        return peer(x) if peer is not None and peer.covers(x) else self.library_sum(x)
 
     def library_sum(self, x: Tensor) -> Tensor:
         """`all_reduce` by the backend, in place."""
         if self.in_order and (self.size > 2 or x.is_cuda):  # of gloo's two every order is the same
             wide = torch.float32 if x.is_floating_point() else x.dtype
             parts = (part.to(wide) for part in self.library_gather(x))
-            return x.copy_(functools.reduce(torch.add, parts))  # rounded once, as by `peers`
+            return x.copy_(functools.reduce(torch.add, parts))  # rounded once, as by peers
         dist.all_reduce(x, group=self._handle)
         return x
 
@@ -284,12 +284,12 @@ class RankGroup:
         """Memory that all ranks read and write, by rank: zeros, uint8 [num_bytes] on each GPU,
         mapped until the group ends."""
         own, mapped = self.share_tensor((num_bytes,), torch.uint8)
-        peers = (
+        shared = (
             own if rank == self.rank else mapped.get_buffer(rank, (num_bytes,), torch.uint8)
             for rank in range(self.size)
         )
         self._shared.append((own, mapped))
-        return tuple(peers)
+        return tuple(shared)
 
     def share_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Any]:
         """Zeros on each rank's GPU that all ranks read and write. Returns (this rank's, torch's
@@ -317,9 +317,9 @@ class RankGroup:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """[T, …] → [⌈T / size⌉, …]: this rank's share of the sum of all ranks' x, with zeros after
         the last rows. x may be overwritten."""
-        sums = self.peers
-        if sums is not None and sums.covers(x, "scatter"):
-            return sums.scatter(x)
+        peer = self.peer_collectives
+        if peer is not None and peer.covers(x, "scatter"):
+            return peer.scatter(x)
         if missing := -len(x) % self.size:
             x = torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
         return self.library_scatter(x)
@@ -335,10 +335,10 @@ class RankGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[…] → [size, …], by rank."""
-        sums = self.peers
+        peer = self.peer_collectives
         return (
-            sums.gather(x)
-            if sums is not None and sums.covers(x, "gather")
+            peer.gather(x)
+            if peer is not None and peer.covers(x, "gather")
             else self.library_gather(x)
         )
 
@@ -352,10 +352,10 @@ class RankGroup:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """[n · size, …] → [size, n, …]: by rank, its part of x for this rank."""
-        sums = self.peers
+        peer = self.peer_collectives
         return (
-            sums.exchange(x)
-            if sums is not None and sums.covers(x, "exchange")
+            peer.exchange(x)
+            if peer is not None and peer.covers(x, "exchange")
             else self.library_exchange(x)
         )
 

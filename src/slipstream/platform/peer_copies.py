@@ -126,7 +126,7 @@ def try_peer_copies(
     It needs two ranks that write to each other's memory, enough memory, and the same results as the
     library's.
     """
-    if group.size != 2 or group.peers is None or most_tokens < COPIED_SUMS_FROM:
+    if group.size != 2 or group.peer_collectives is None or most_tokens < COPIED_SUMS_FROM:
         return
     try:
         copies = PeerCopies(group, platform.copy_queue(), most_tokens, size, dtype, is_mixture)
@@ -139,7 +139,7 @@ def try_peer_copies(
         _logger.warning("sums do not go on beside products: %s", error)
         return
     if group.least(is_right)[0]:
-        group.beside = copies
+        group.overlapped = copies
     else:
         _logger.warning("sums do not go on beside products: those by copies came out otherwise")
 

@@ -201,10 +201,12 @@ class ModelRunner(Runner):
     def prepare(self, plan: StepPlan) -> InputBatch:
         """Drop, make and extend rows, copy shared blocks, and encode new prompts.
 
-        What follows a step that a CPU still computes is gathered meanwhile, but for the tokens.
+        If a CPU still computes the step before and `plan` continues it, the inputs are gathered
+        meanwhile, and the tokens last.
         """
-        rows, begun = self.rows, self._begun
-        if begun is None or not begun.goes_on_in(plan):
+        rows, before = self.rows, self._begun
+        gathers_ahead = before is not None and before.goes_on_in(plan)
+        if not gathers_ahead:
             self.settle()
         if self._first is not None:
             self._first.before(plan)
@@ -228,10 +230,11 @@ class ModelRunner(Runner):
         if rows.cross is not None and (texts := encoder_batch(rows, plan)) is not None:
             self.forwards.encode(texts[0], self.kv, texts[1])
         batch = InputBatch(self.kv, plan, rows)
-        if begun is not None and self._begun is not None:
+        if gathers_ahead:
+            assert before is not None
             array, token_ids = self.platform.values.array, batch.token_ids
             self.settle()
-            array(token_ids)[:] = array(begun.tokens)
+            array(token_ids)[:] = array(before.tokens)
         return batch
 
     def sample(

@@ -17,12 +17,14 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.costs.estimate import estimate, this_device
+from slipstream.costs.memory import host_slots
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import native
 from slipstream.spec.description import read_spec
 from slipstream.worker.host_loading import HostLoaded
 from slipstream.worker.ranks.block_store import RankBlockStore
 from slipstream.worker.ranks.messages import RankTiers
+from slipstream.worker.tiers.opening import open_tiers
 from tests import tiny_models
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -212,12 +214,25 @@ def test_stages_have_a_host_tier_unless_a_layer_is_recurrent(made, tmp_path):
     assert caught.value.field == "kv_host_bytes"
 
 
-def test_ranks_use_as_many_slots_as_the_one_with_the_fewest():
+def test_ranks_allocate_as_many_slots_as_the_one_with_the_fewest(made):
     """A stage with fewer layers has room for more blocks in as many bytes."""
-    found = [RankTiers([], 64, 8, 10, 5), RankTiers([], 32, 4, 20, 7), RankTiers([], 96, 8, 6, 9)]
+    description = read_spec(made)
+    args = EngineArgs(str(made), kv_host_bytes=2**20, device="cuda", pipeline_parallel_size=2)
+    config = resolve(args, description, GPU)
+
+    def least(*numbers):  # of this rank and of one whose blocks are five times as large
+        return [min(number, other) for number, other in zip(numbers, (102, 0), strict=True)]
+
+    ranks = SimpleNamespace(all_ranks=SimpleNamespace(least=least))
+    runner = SimpleNamespace(
+        loaded=SimpleNamespace(partition=ranks), open_store=lambda disk, slots, *more: slots
+    )
+    assert host_slots(config, 1024, 0) == (512, 0)
+    assert open_tiers(config, description, runner, 1024, 0) == (102, 0)
+    found = [RankTiers([], size, 0, 102, 0) for size in (1024, 5120)]
     store = RankBlockStore(lambda message: None, SimpleNamespace(tiers=deque()), found)
-    assert (store.num_slots, store.num_state_slots) == (6, 5)
-    assert (store.block_bytes, store.state_bytes) == (192, 20)
+    assert (store.num_slots, store.num_state_slots) == (102, 0)
+    assert (store.block_bytes, store.state_bytes) == (6144, 0)
 
 
 def test_the_ledger_names_the_tiers(made):

@@ -376,7 +376,7 @@ def test_a_chat_with_pictures(models):
                     len(llm.chat(low, GREEDY)[0].prompt_token_ids) < len(one.prompt_token_ids) - 50
                 )
             elif family == "gemma3":
-                with pytest.raises(RequestError, match="in one size"):
+                with pytest.raises(RequestError, match="no smaller size"):
                     llm.chat(low, GREEDY)
             for wrong, why in (
                 ({"detail": "lowest"}, "auto, low or high"),

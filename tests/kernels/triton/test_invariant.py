@@ -15,7 +15,9 @@ from slipstream.kernels.ops import AttentionParams, Experts, MLAParams
 from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import invariant
+from slipstream.kernels.triton.products import invariant as products
 from slipstream.kernels.triton.recurrent import rules
+from slipstream.kernels.weights.forms import Linear
 from slipstream.model.load.loader import load_model
 from slipstream.spec.model import DenseSpec, GatedDeltaSpec, MoESpec
 from slipstream.spec.scheme import SCHEMES
@@ -89,6 +91,7 @@ def test_a_tokens_attention_is_the_same_in_prompts_chunks_and_decodes_split_or_n
 
 FOLDS = """
 from slipstream.kernels.triton.attention import invariant
+from slipstream.kernels.triton.products import invariant as products
 from slipstream.kernels.ops import AttentionParams
 from tests.kernels import cases
 
@@ -230,6 +233,24 @@ def test_a_tokens_experts_are_the_same_whatever_their_load():
     for first, end in ((0, 1), (3, 6), (20, 60)):
         rows = slice(first, end)
         assert torch.equal(ops.moe_and_shared(x[rows], logits[rows], experts, shared), whole[rows])
+
+
+def test_a_library_multiplies_as_many_rows_as_it_was_compared_at_and_none_where_it_differs(
+    monkeypatch,
+):
+    monkeypatch.setattr(products, "_ours", lambda x, w, scratch=None: x @ w.weight.T)
+    monkeypatch.setattr(products, "_librarys", lambda x, w: x @ w.weight.T)
+    monkeypatch.setattr(products, "COMPARED_NUMBERS", 24 * 130)
+    libraries, scratch = products.Libraries(), None
+    found = {
+        size: libraries.most_rows(Linear(weight=torch.ones(size, 8)), scratch)
+        for size in (15, 16, 24)
+    }
+    assert found == {15: 0, 16: 128, 24: 128}
+    monkeypatch.setattr(products, "COMPARED_NUMBERS", 2**26)
+    assert libraries.most_rows(Linear(weight=torch.ones(32, 8)), scratch) == products.ALL_ROWS
+    monkeypatch.setattr(products, "_librarys", lambda x, w: x @ w.weight.T + 1)
+    assert libraries.most_rows(Linear(weight=torch.ones(40, 8)), scratch) == 0
 
 
 @pytest.mark.slow

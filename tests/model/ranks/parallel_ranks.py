@@ -60,11 +60,11 @@ class Meeting:
 
 
 class ThreadGroup:
-    peers, device = None, CPU
+    peer_collectives, device = None, CPU
 
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank, self.size, self.meeting = rank, size, meeting
-        self.beside: SumsOfThreads | None = None
+        self.overlapped: SumsOfThreads | None = None
 
     def all_gather(self, x: Tensor) -> Tensor:
         self.meeting.given[self.rank] = x.clone()
@@ -167,7 +167,7 @@ def on_ranks(
     to products, so many tokens at a time."""
 
     def run(group: ThreadGroup) -> T:
-        group.beside = SumsOfThreads(group, piece) if piece else None
+        group.overlapped = SumsOfThreads(group, piece) if piece else None
         shard = Shard(group.rank, size, tensor=tensor, experts=experts, units=units)
         if context and not tensor:
             shard = Shard(0, 1, tensor=False)

@@ -158,7 +158,7 @@ def test_sums_beside_products(tmp_path, family, kernels):
 
     def work(model):
         logits = run(model, TOKENS, [7, 1, 4])
-        return logits, model.decoder.partition.group.beside.log
+        return logits, model.decoder.partition.group.overlapped.log
 
     plain = family not in ("gemma2", "gptj")
     assert {layer.is_plain for layer in read_spec(tmp_path).spec.layers} == {plain}

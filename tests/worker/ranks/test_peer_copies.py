@@ -123,16 +123,16 @@ def test_only_two_ranks_that_share_memory_copy(caplog, monkeypatch):
     def run(group):
         group.share_tensor = shared_by(group, signals)
         try_peer_copies(group, *how)  # no sums through peers' memory
-        group.peers, before = "there", group.beside
+        group.peer_collectives, before = "there", group.overlapped
         try_peer_copies(group, PLATFORM, FROM_TOKENS - 1, SIZE, torch.float32)
-        assert before is group.beside is None
+        assert before is group.overlapped is None
         try_peer_copies(group, *how)  # rank 1 finds other sums
-        assert group.beside is None
+        assert group.overlapped is None
         group.least(0)
         logging.getLogger("slipstream.engine").warning("right")
         group.least(0)
         try_peer_copies(group, *how)
-        return group.beside
+        return group.overlapped
 
     assert all(isinstance(x, PeerCopies) for x in as_threads(2, run))
     assert caplog.text.count("came out otherwise") == 2
@@ -141,9 +141,9 @@ def test_only_two_ranks_that_share_memory_copy(caplog, monkeypatch):
         def share_tensor(shape, dtype):
             raise RuntimeError("another rank has no memory to share\nmore")
 
-        group.share_tensor, group.peers = share_tensor, "there"
+        group.share_tensor, group.peer_collectives = share_tensor, "there"
         try_peer_copies(group, *how)
-        return group.beside
+        return group.overlapped
 
     assert as_threads(2, fails) == [None, None]
     assert "beside products: another rank has no memory to share" in caplog.text
@@ -180,7 +180,7 @@ def test_without_memory_for_their_test_no_rank_copies(caplog, free, can_capture,
 
         group.share_tensor = shared_by(group, signals)
         group.library_sum = group.all_reduce
-        group.peers = "there"
+        group.peer_collectives = "there"
         platform = SimpleNamespace(
             device=PLATFORM.device,
             copy_queue=PLATFORM.copy_queue,
@@ -189,7 +189,7 @@ def test_without_memory_for_their_test_no_rank_copies(caplog, free, can_capture,
             graphs=lambda: SimpleNamespace(capture=capture),
         )
         try_peer_copies(group, platform, FROM_TOKENS, SIZE, dtype)
-        return group.beside is not None
+        return group.overlapped is not None
 
     assert as_threads(2, run) == [not says] * 2
     assert says in caplog.text
@@ -206,10 +206,10 @@ def test_an_error_of_the_test_itself_ends_the_start(monkeypatch):
     signals = [{}, {}]
 
     def run(group):
-        group.share_tensor, group.peers = shared_by(group, signals), "there"
+        group.share_tensor, group.peer_collectives = shared_by(group, signals), "there"
         with pytest.raises(RuntimeError, match="illegal memory access"):
             try_peer_copies(group, PLATFORM, FROM_TOKENS, SIZE, torch.float32)
-        return group.beside is None
+        return group.overlapped is None
 
     assert as_threads(2, run) == [True, True]
 
@@ -249,8 +249,8 @@ def test_memory_that_one_rank_cant_share_no_rank_shares(monkeypatch, step):
 @pytest.mark.parametrize("size", [3, 4])
 def test_more_than_two_ranks_do_not_copy(size):
     def run(group):
-        group.peers = "there"
+        group.peer_collectives = "there"
         try_peer_copies(group, PLATFORM, FROM_TOKENS, SIZE, torch.float32)
-        return group.beside
+        return group.overlapped
 
     assert as_threads(size, run) == [None] * size

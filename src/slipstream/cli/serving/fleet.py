@@ -160,12 +160,12 @@ def _ask(args: argparse.Namespace, order: dict[str, Any]) -> dict[str, Any]:
 
 
 COUNTED = {
-    "resumed": "streams resumed on another replica",
-    "hedged": "requests asked of a second replica",
-    "broken": "streams broken off",
-    "unshadowed": "copies for a shadow left out",
-    "handed": "prompts computed by another replica",
-    "unhanded": "of which failed",
+    "resumed": ("stream", "resumed on another replica"),
+    "hedged": ("request", "asked of a second replica"),
+    "broken": ("stream", "broken off"),
+    "unshadowed": ("shadow request", "left out"),
+    "handed": ("prompt", "computed by another replica"),
+    "unhanded": ("hand-over", "that failed"),
 }
 """The gateway's counts, in words. Those that are 0 are not shown."""
 
@@ -194,7 +194,11 @@ def run_status(args: argparse.Namespace) -> int:
         numbers = f"{one['ready']} ready, {one['starting']} starting, {wanted}"
         print(f"{one['model']} {one['version']} autoscaler: {numbers} ({between}){last}")
     counts = status["counts"]
-    told = [f"{counts[name]} {what}" for name, what in COUNTED.items() if counts[name]]
+    told = [
+        f"{counted(number, noun)} {fate}"
+        for name, (noun, fate) in COUNTED.items()
+        if (number := counts[name])
+    ]
     print(", ".join([counted(counts["failovers"], "failover"), *told]))
     return 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from slipstream.kernels.ops import (
     TokenShape,
 )
 from slipstream.kernels.packed_parts import PackedParts
+from slipstream.kernels.states import GatedDeltaParams, LayerState
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton import (
     drawing,
@@ -78,7 +78,7 @@ from slipstream.kernels.weights.quantize import round_linear
 from slipstream.platform import platform_of
 from slipstream.platform.collectives import OverlappedSum, RankGroup
 from slipstream.spec.devices.autotune_table import NO_TILES, TileTable
-from slipstream.spec.model import OwnNorm
+from slipstream.spec.model import MoESpec, OwnNorm
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
@@ -286,21 +286,23 @@ class TritonOps(OpSet):
         residual: Tensor | None = None,
         inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
-        peers = None if self.deterministic else group.peers  # a long step's norm is another kernel
-        if isinstance(peers, peer_collectives.CudaPeerCollectives) and peers.covers_norm(
+        peer = (
+            None if self.deterministic else group.peer_collectives
+        )  # a long step's norm is another kernel
+        if isinstance(peer, peer_collectives.CudaPeerCollectives) and peer.covers_norm(
             x, norm, inputs
         ):
-            return peers.normed(x, norm, residual, inputs)
+            return peer.normed(x, norm, residual, inputs)
         return super().all_reduce_norm(x, norm, group=group, residual=residual, inputs=inputs)
 
     def best_of_ranks(self, logits: Tensor, group: RankGroup, width: int) -> Tensor:
-        sums = group.peers
-        if not isinstance(sums, peer_collectives.CudaPeerCollectives) or width > sampling.EXACT:
+        peer = group.peer_collectives
+        if not isinstance(peer, peer_collectives.CudaPeerCollectives) or width > sampling.EXACT:
             return super().best_of_ranks(logits, group, width)
         pairs = sampling.best_of_rank(logits, group.rank, group.size, width)
-        if not sums.covers(pairs):
+        if not peer.covers(pairs):
             return super().best_of_ranks(logits, group, width)
-        return sampling.best_of_all(sums(pairs), group.size)
+        return sampling.best_of_all(peer(pairs), group.size)
 
     def norm_arriving(
         self,
@@ -327,7 +329,7 @@ class TritonOps(OpSet):
     ) -> Tensor:
         if kv.fold is not None:
             return int4_writing.rope_and_cache(qkv, kv, meta, heads)
-        return pointwise.rope_and_cache(qkv, kv, meta, heads, one_tile=self.deterministic)
+        return pointwise.rope_and_cache(qkv, kv, meta, heads, invariant=self.deterministic)
 
     def attention(
         self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
@@ -441,19 +443,37 @@ class TritonOps(OpSet):
             )
         return one_token_kernel.one_token(shape, layers, product, cos_sin, group, experts)
 
-    def gated_delta(self, *args: Any, **more: Any) -> Tensor:
-        return rules.gated_delta(*args, **more, by_token=self.deterministic)
+    def gated_delta(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        state: LayerState,
+        meta: AttentionMetadata,
+        params: GatedDeltaParams,
+        decay: Tensor | None = None,
+        z: Tensor | None = None,
+    ) -> Tensor:
+        inputs = x, gates, state, meta, params, decay, z
+        return rules.gated_delta(*inputs, invariant=self.deterministic)
 
-    def route(self, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        return moe.route(*args, **more, one_way=self.deterministic)
+    def route(
+        self,
+        router_logits: Tensor,
+        spec: MoESpec,
+        correction: Tensor | None = None,
+        load: ExpertCounters | None = None,
+        scales: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        inputs = router_logits, spec, correction, load, scales
+        return moe.route(*inputs, invariant=self.deterministic)
 
     def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-        return moe.moe_of_choice(x, weights, chosen, experts, one_way=self.deterministic)
+        return moe.moe_of_choice(x, weights, chosen, experts, invariant=self.deterministic)
 
     def moe(
         self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None = None
     ) -> Tensor:
-        return moe.moe(x, router_logits, experts, load, one_way=self.deterministic)
+        return moe.moe(x, router_logits, experts, load, invariant=self.deterministic)
 
     def moe_and_shared(
         self,
@@ -466,7 +486,7 @@ class TritonOps(OpSet):
         if not self.deterministic and moe.fuses_shared(x.shape[0], experts, shared):
             return moe.moe(x, router_logits, experts, load, shared)
         always = self._always(x, experts, shared)
-        return moe.moe(x, router_logits, experts, load, added=always, one_way=self.deterministic)
+        return moe.moe(x, router_logits, experts, load, added=always, invariant=self.deterministic)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         if params.changes_logits:

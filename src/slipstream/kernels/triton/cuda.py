@@ -24,12 +24,12 @@ from slipstream.platform.meta import MetaPlatform
 
 MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
-LAUNCHES = {"cooperative": 2, "beside": 6, "behind": None}
+LAUNCHES = {"cooperative": 2, "overlapped": 6, "after": None}
 """CUlaunchAttributeID by kind of launch:
 
 - `cooperative`: all thread blocks are resident at once.
-- `beside`: starts next to the preceding kernel, and waits for it itself (`pdl.py`).
-- `behind`: starts after the preceding kernel, as usual."""
+- `overlapped`: starts next to the preceding kernel, and waits for it itself (`pdl.py`).
+- `after`: starts after the preceding kernel, as usual."""
 OPTIONS = ("--std=c++17", "--use_fast_math", "--device-as-default-execution-space")
 
 

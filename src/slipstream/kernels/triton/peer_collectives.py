@@ -270,7 +270,7 @@ class CudaPeerCollectives:
     ) -> Callable[[int, int, Sequence[Tensor | int]], None]:
         platform = platform_of(self.device)
         assert isinstance(platform, CudaPlatform)
-        how = "beside" if self._overlaps() else "behind"
+        how = "overlapped" if self._overlaps() else "after"
         return CudaKernel(
             platform,
             SOURCES,
@@ -288,56 +288,59 @@ class CudaPeerCollectives:
 
 
 def try_peer_collectives(group: RankGroup, row_bytes: int) -> None:
-    """Have `group` sum through peers' memory from now on, if that works on every rank and gives the
-    library's results."""
-    sums, why = None, ""
+    """Have `group` sum, gather, scatter and exchange through peers' memory from now on, if that works
+    on every rank and gives the library's results."""
+    peer, why = None, ""
     try:
-        sums = CudaPeerCollectives(group, row_bytes)
-        sums.compile_first()
+        peer = CudaPeerCollectives(group, row_bytes)
+        peer.compile_first()
     except Exception as error:  # from the driver, torch or a compiler; the log says which and why
         why = first_line(error)
-    if group.least(sums is not None and not why)[0]:
+    if group.least(peer is not None and not why)[0]:
         try:
-            assert sums is not None
-            sums.map_memory()
+            assert peer is not None
+            peer.map_memory()
         except Exception as error:
             why = first_line(error)
     else:
         why = why or "on another rank"
     if not group.least(not why)[0]:
         _logger.warning(
-            "sums go through NCCL: peers' memory can't be written (%s)", why or "on another rank"
+            "collectives go through NCCL: peers' memory can't be written (%s)",
+            why or "on another rank",
         )
         return
-    assert sums is not None
-    if group.least(agrees(sums))[0]:
-        group.peers = sums
+    assert peer is not None
+    if group.least(agrees(peer))[0]:
+        group.peer_collectives = peer
     else:
-        _logger.warning("sums go through NCCL: those through peers' memory came out otherwise")
+        _logger.warning(
+            "collectives go through NCCL: those through peers' memory came out otherwise"
+        )
 
 
 @torch.inference_mode()
-def agrees(sums: CudaPeerCollectives) -> bool:
+def agrees(peer: CudaPeerCollectives) -> bool:
     """Whether sums of one row up to the largest size, and what is scattered, gathered and exchanged,
     replayed in graphs of many, equal the library's in every bit."""
-    group, found = sums.group, True
-    row = sums.vectors * VECTOR // 2
-    recorder = platform_of(sums.device).graphs()
-    sums.patience = TEST_PATIENCE
-    steps = {sums.one_step_rows * row, min(sums.one_step_rows + 1, sums.rows) * row}
-    sizes = {row, 3 * row + 8, min(sums.rows, 67) * row, sums.rows * row, *steps}
+    group, found = peer.group, True
+    row = peer.vectors * VECTOR // 2
+    recorder = platform_of(peer.device).graphs()
+    peer.patience = TEST_PATIENCE
+    steps = {peer.one_step_rows * row, min(peer.one_step_rows + 1, peer.rows) * row}
+    sizes = {row, 3 * row + 8, min(peer.rows, 67) * row, peer.rows * row, *steps}
     ways: list[tuple[int, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
-        (size, sums, lambda x: group.library_sum(x.clone())) for size in sorted(sizes)
+        (size, peer, lambda x: group.library_sum(x.clone())) for size in sorted(sizes)
     ]
-    part = min(sums.place_rows, 5) * row
+    part = min(peer.place_rows, 5) * row
     ways += [
-        (part, sums.gather, group.library_gather),
-        (part * group.size, sums.exchange, group.library_exchange),
-        (part * group.size, sums.scatter, lambda x: group.library_scatter(x.clone())),
+        (part, peer.gather, group.library_gather),
+        (part * group.size, peer.exchange, group.library_exchange),
+        (part * group.size, peer.scatter, lambda x: group.library_scatter(x.clone())),
     ]
     for size, way, library in ways:
-        calls = TEST_CALLS if size < sums.rows * row else 3
-        at = torch.arange(size, device=sums.device)
+        calls = TEST_CALLS if size < peer.rows * row else 3
+        at = torch.arange(size, device=peer.device)
         # Small, so that sums of up to 17 ranks are exact in any order.
         seeds = range(1 + group.rank, 1 + group.rank + calls)
         given = [(at * i % 31 - 15).to(torch.bfloat16) for i in seeds]
@@ -349,5 +352,5 @@ def agrees(sums: CudaPeerCollectives) -> bool:
             output.zero_()
             graph.replay()
             found = found and torch.equal(output, wanted)
-    sums.patience = 0
+    peer.patience = 0
     return found

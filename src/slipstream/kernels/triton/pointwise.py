@@ -392,10 +392,10 @@ def rope_and_cache(
     heads: QKVLayout,
     *,
     staged: bool = False,
-    one_tile: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
     """`OpSet.rope_and_cache`. `staged`: `kv` has a block of one token for each of the step, in their
-    order. `one_tile`: with norms of heads, all numbers of tokens have one tile, and so one order of
+    order. `invariant`: with norms of heads, all numbers of tokens have one tile, and so one order of
     a norm's sum."""
     h, num_tokens = heads, len(qkv)
     num_heads, num_kv_heads, head_dim = h.num_heads, h.num_kv_heads, h.head_dim
@@ -404,7 +404,7 @@ def rope_and_cache(
         width, num_values = triton.next_power_of_2(head_dim), 0 if kv.latent else num_kv_heads
         most = triton.next_power_of_2(max(num_heads, num_kv_heads))
         tokens, at_once, steps, warps = 1, min(16, 8192 // width, most), 1, 4
-        many = num_tokens >= MANY_TOKENS and not (one_tile and h.q_norm is not None)
+        many = num_tokens >= MANY_TOKENS and not (invariant and h.q_norm is not None)
         if many and (h.interleaved or h.rotary_dim in (0, head_dim)):
             tokens, at_once, steps, warps = (
                 16,

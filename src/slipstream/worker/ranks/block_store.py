@@ -37,9 +37,10 @@ class RankBlockStore:
         first = found[0]
         self.block_bytes = sum(own.block_bytes for own in found)
         self.state_bytes = sum(own.state_bytes for own in found)
-        # a stage with fewer layers has more slots in as many bytes
-        self.num_slots = min(own.num_slots for own in found)
-        self.num_state_slots = min(own.num_state_slots for own in found)
+        self.num_slots, self.num_state_slots = (
+            first.num_slots,
+            first.num_state_slots,
+        )  # of all ranks
         self._keys = set(first.keys).intersection(*(own.keys for own in found[1:]))
         self._copies: dict[int, BlockCopy] = {}  # under way
         self._came = Counter[int]()  # ranks that have made a copy

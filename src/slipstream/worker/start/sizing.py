@@ -47,7 +47,7 @@ def fit_cache(
         taken_bytes=activation_bytes + graphs + rows,
         adapter_bytes=0 if loaded.adapters is None else loaded.adapters.num_bytes,
         peer_copy_bytes=0
-        if ranks is None or ranks.group.beside is None
+        if ranks is None or ranks.group.overlapped is None
         else peer_copy_bytes(config, spec),
         forms=loaded.model.forms,
         agree=(lambda blocks: blocks)

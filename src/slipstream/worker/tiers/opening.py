@@ -88,6 +88,10 @@ def open_tiers(
         sizes = block_bytes, state_bytes
         exchange = BlockExchange(cache.handover.limit_bytes, sizes, layout, cache.handover.address)
     slots = host_slots(config, block_bytes, state_bytes)
+    if cache.host_bytes is not None and runner.loaded.partition is not None:
+        # a stage with fewer layers has room for more slots, which no other rank has
+        blocks, states = runner.loaded.partition.all_ranks.least(*slots)
+        slots = blocks, states
     return runner.open_store(disk, slots, staged, exchange, layout)
 
 

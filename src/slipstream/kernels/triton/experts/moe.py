@@ -9,10 +9,10 @@ their load:
 3. so few pairs that experts are hardly shared: nothing is sorted; dense weights go to
    `moe_small_batch`.
 
-All sums have a fixed order. `one_way` (`deterministic`): every number of tokens goes the way of 2,
+All sums have a fixed order. `invariant` (`deterministic`): every number of tokens goes the way of 2,
 where a pair's product is one sum along K in the tensor core's steps, however many pairs share its
 tile, and rounding comes at one place. 4-bit floats have one tile. The settings refuse it with GGUF
-types."""
+types, and with 4-bit floats until whole models have shown it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def moe(
     shared: tuple[Linear, Linear] | None = None,
     added: Tensor | None = None,
     *,
-    one_way: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
     """`OpSet.moe`; with `shared` (see `fuses_shared`), or with a shared expert's output `added` [T,
     E], `OpSet.moe_and_shared`."""
@@ -65,12 +65,12 @@ def moe(
             experts.correction,
             load,
             experts.scales,
-            one_way=one_way,
+            invariant=invariant,
         ),
         experts,
         shared,
         added,
-        one_way=one_way,
+        invariant=invariant,
     )
 
 
@@ -82,7 +82,7 @@ def moe_of_choice(
     shared: tuple[Linear, Linear] | None = None,
     added: Tensor | None = None,
     *,
-    one_way: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
     """`OpSet.moe_of_choice`: `moe` after the choice of experts."""
     up, down, spec = experts.up, experts.down, experts.spec
@@ -91,11 +91,11 @@ def moe_of_choice(
         each = replace(spec, num_experts_per_token=1, scales_input=False)
         one = torch.ones(len(rows), 1, dtype=torch.float32, device=x.device)
         flat = chosen.reshape(-1, 1)
-        y = moe_of_choice(rows, one, flat, replace(experts, spec=each), one_way=one_way)
+        y = moe_of_choice(rows, one, flat, replace(experts, spec=each), invariant=invariant)
         y = y.view(*chosen.shape, -1).sum(dim=1, dtype=torch.float32).to(x.dtype)
         return y if added is None else y + added
     small_batch = is_small_batch(x.shape[0], spec)
-    if small_batch and _are_dense(up, down) and spec.held is None and not one_way:
+    if small_batch and _are_dense(up, down) and spec.held is None and not invariant:
         y = moe_small_batch(x.contiguous(), weights, chosen, up, down, spec, shared)
         return y if added is None else y + added
     # Pairs of experts on other ranks come after all others and belong to no expert here.
@@ -109,7 +109,7 @@ def moe_of_choice(
             spec,
             num_bins,
             small_batch=small_batch,
-            one_way=one_way,
+            invariant=invariant,
         )
         return combine(y, weights, inverse, added, x.dtype)
     tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, num_bins)
@@ -120,7 +120,7 @@ def moe_of_choice(
         y = _one_product(inner, down, tiles, spec, x.shape[1], gather=False)
         return combine(y, weights, tiles.inverse, added)
     inputs: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
-    if not one_way and grouped_gemm.covers(inputs, up, down, tiles):
+    if not invariant and grouped_gemm.covers(inputs, up, down, tiles):
         y = grouped_gemm.grouped_mlp(inputs, up, down, tiles, spec, x.dtype)
     else:
         h = expert_gemm(inputs, up, tiles, spec, spec.expert.up_rows, x.dtype, gather=True)
@@ -256,7 +256,7 @@ def route(
     load: ExpertCounters | None = None,
     scales: Tensor | None = None,
     *,
-    one_way: bool = False,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(weights float32, experts int32), [T, k] each. With `spec.held`, held experts are counted
     from the first one; others are the number after the last one, with weight 0."""
@@ -273,7 +273,7 @@ def route(
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
     chosen = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)
     limit, num_groups = spec.groups, 1 if spec.groups is None else spec.groups.num_groups
-    serial = num_tokens > SERIAL_TOKENS and not one_way
+    serial = num_tokens > SERIAL_TOKENS and not invariant
     parallel_warps = 1 if spec.num_experts <= 16 else 4 if spec.num_experts <= 128 else 8
     _route_kernel[(num_tokens,)](
         router_logits.contiguous(), weights if correction is None else correction, weights if scales is None else scales,

@@ -270,16 +270,16 @@ def mxfp4_mlp(
     num_bins: int,
     *,
     small_batch: bool,
-    one_way: bool = False,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Both products: x [T, E] → the input of `moe.combine` [T · k · parts, E], and the pairs'
-    positions. `small_batch`: nothing is sorted. `one_way`: one tile for all numbers of pairs."""
+    positions. `small_batch`: nothing is sorted. `invariant`: one tile for all numbers of pairs."""
     first, second = step_tiles(chosen.numel(), spec.num_experts, small_batch=small_batch)
-    if one_way:
+    if invariant:
         first = second = ONE_TILE
     tiles = (
         unsorted_pairs(chosen)
-        if small_batch and not one_way
+        if small_batch and not invariant
         else sort_pairs(chosen, num_bins, tile_m=first.most_pairs)
     )
     how: dict[str, Any] = dict(

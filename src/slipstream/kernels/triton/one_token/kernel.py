@@ -315,7 +315,7 @@ def _refusal_here(
         return Reason(
             "the one-token kernel's ring of weights does not fit into shared memory beside rows of this width"
         )
-    if group is not None and group.peers is None:
+    if group is not None and group.peer_collectives is None:
         return Reason(
             "the one-token kernel of several ranks writes to peers' memory, which can't be mapped here"
         )

@@ -226,15 +226,15 @@ def skinny_gemm(
     scratch: ArrivalCounters,
     added: Tensor | None = None,
     *,
-    whole: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
     """x [T, K] · Wᵀ + b → [T, N], if `covers` allows it. With `added` [T, N] the sum is written in
-    its place. `whole`: K is not split, so T changes no bit of a row."""
+    its place. `invariant`: K is not split, so T changes no bit of a row."""
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     (num_tokens, inner), outer, size = values.shape, w.weight.shape[0], values.element_size()
     block_m, step = max(16, triton.next_power_of_2(num_tokens)), 256
     block_n, splits = _tile(outer, inner * size, block_m)
-    if whole:
+    if invariant:
         splits = 1
         if block_m == 16:
             block_n, step = _whole_tile(outer, inner * size, size, block_n)

@@ -14,14 +14,14 @@ scales are multiplied. So the fastest kernel for each number of rows can run, if
 | any other | `gemm` | `gemm` |
 
 A library promises no order. So before it is used for a weight's shape it is compared with our
-kernel, bit by bit, at numbers of rows between which its own choice changes (`Libraries`). A shape at
-which they differ uses `gemm`. With few outputs there are few numbers to tell it by: narrow weights
-never use a library."""
+kernel, bit by bit, at numbers of rows of inputs between which its own choice changes (`Libraries`).
+A shape at which they differ uses `gemm`. With few outputs there are few numbers to tell it by: narrow
+weights never use a library."""
 
 from __future__ import annotations
 
 import logging
-import math
+import sys
 from dataclasses import replace
 
 import torch
@@ -50,37 +50,42 @@ _logger = logging.getLogger(__name__)
 FEW = 64
 """Most rows of our kernels for few rows."""
 NARROW = 16
-"""Rows of a weight below which no library is used, such as the gate of a shared expert. With one row
-cuBLASLt's sums were others at numbers that are no multiple of 8 (`kernels_deterministic_products`);
-from 8 rows on they were ours at 1,000 numbers and all shapes."""
+"""Outputs of a weight below which no library is used, such as the gate of a shared expert. With one
+output cuBLASLt's sums were others at most numbers of rows of inputs; with 8 and more they were ours
+at all numbers above `FEW`, below which no library runs (`kernels_deterministic_products`)."""
 COMPARED = (65, 96, 128, 200, 256, 384, 512, 1024, 2048)
 """Numbers of rows at which a library is compared."""
 COMPARED_NUMBERS = 2**26
 """Most outputs of such a comparison: 128 MB."""
 
 
+ALL_ROWS = sys.maxsize
+"""`Libraries.most_rows` without a bound."""
+
+
 class Libraries:
-    """Notes, for each shape of a weight, up to how many rows the library's product has our bits."""
+    """Largest number of rows of inputs at which the library's product equals ours, by shape of the weight."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[object, ...], float] = {}
+        self._most: dict[tuple[object, ...], int] = {}
 
-    def agrees(self, w: Linear, num_rows: int, scratch: ArrivalCounters) -> bool:
-        """False where it differs, and while a graph is captured in which a shape is met first."""
+    def most_rows(self, w: Linear, scratch: ArrivalCounters) -> int:
+        """0 where it differs, and while a graph is captured in which a shape is met first."""
         if w.weight.is_meta:  # kernels are compiled ahead
-            return True
+            return ALL_ROWS
         if w.out_features < NARROW:
-            return False
+            return 0
         key = (type(w), *w.weight.shape, w.weight.dtype, w.bias is not None)
-        if key not in self._rows:
+        if key not in self._most:
             if platform_of(w.weight.device).is_capturing:
-                return False
-            self._rows[key] = _compare(w, scratch)
-            if not self._rows[key]:
+                return 0
+            self._most[key] = _compare(w, scratch)
+            if not self._most[key]:
                 _logger.info(
-                    "deterministic: the library sums products with a weight of %s otherwise", key
+                    "deterministic: the library's sums differ for a weight of %s; our kernel runs instead",
+                    key,
                 )
-        return num_rows <= self._rows[key]
+        return self._most[key]
 
 
 def linear(
@@ -105,7 +110,7 @@ def linear(
         return dispatch.skinny_gemm(x, w, scratch, tile=(64, 256, 1, 4))
     if scratch is None or not runs_on_hopper(values.device):
         return _ours(x, w)
-    if len(values) <= FEW or not libraries.agrees(w, len(values), scratch):
+    if not FEW < len(values) <= libraries.most_rows(w, scratch):
         return _ours(x, w, scratch)
     return _librarys(x, w)
 
@@ -119,7 +124,7 @@ def _ours(x: Activations, w: Linear, scratch: ArrivalCounters | None = None) -> 
         values = values.contiguous()
         x = replace(x, values=values) if isinstance(x, Quantized) else values
         if hopper.supports(values, w):
-            return hopper.skinny_gemm(x, w, scratch, whole=True)
+            return hopper.skinny_gemm(x, w, scratch, invariant=True)
     if isinstance(w, ScaledLinear):
         tile = (64, 64, 256, 4, 3) if few else (128, 128, 128, 8, 3)
         return dispatch.gemm(x, w, tile=tile)
@@ -135,7 +140,7 @@ def _librarys(x: Activations, w: Linear) -> Tensor:
         return F.linear(x, w.weight, w.bias)
 
 
-def _compare(w: Linear, scratch: ArrivalCounters) -> float:
+def _compare(w: Linear, scratch: ArrivalCounters) -> int:
     """The most rows at which the library may be used: 0 if a bit differs."""
     outer, inner = w.weight.shape
     most = max(COMPARED_NUMBERS // outer, 2 * FEW)
@@ -155,4 +160,4 @@ def _compare(w: Linear, scratch: ArrivalCounters) -> float:
         return 0
     if not all(torch.equal(_librarys(part(num), w), ours[:num]) for num in sizes):
         return 0
-    return sizes[-1] if sizes[-1] < COMPARED[-1] else math.inf
+    return sizes[-1] if sizes[-1] < COMPARED[-1] else ALL_ROWS

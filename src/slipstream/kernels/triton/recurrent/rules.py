@@ -49,9 +49,9 @@ def gated_delta(
     decay: Tensor | None = None,
     z: Tensor | None = None,
     *,
-    by_token: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
-    """`OpSet.gated_delta`. `by_token` (`deterministic`): prompts, too, are computed token by token, by
+    """`OpSet.gated_delta`. `invariant` (`deterministic`): prompts, too, are computed token by token, by
     one variant of a kernel."""
     s = params.spec
     sizes = dict(
@@ -60,9 +60,9 @@ def gated_delta(
     )  # fmt: skip
     raw = gates[:, s.num_heads :] if decay is None else decay
     z = x[:, s.conv_channels :] if z is None else z
-    stages = 0 if by_token else _stages(meta, x, s.key_dim, s.value_dim, True)
+    stages = 0 if invariant else _stages(meta, x, s.key_dim, s.value_dim, True)
     out = _tokens(
-        x, gates, raw, z, state, meta, params, params.conv, params.norm, sizes, finish=not stages, one_way=by_token,
+        x, gates, raw, z, state, meta, params, params.conv, params.norm, sizes, finish=not stages, invariant=invariant,
         low=0.0, high=float("inf"), eps=s.eps, scale=s.key_dim**-0.5, CHANNEL=s.decay == "channel",
         TWICE=s.negative_eigenvalues, SIGMOID=s.gate == "sigmoid", SHORT=SHORT if stages else ANY_LENGTH,
     )  # fmt: skip
@@ -126,14 +126,14 @@ def _tokens(
     sizes: dict[str, Any],
     *,
     finish: bool,
-    one_way: bool = False,
+    invariant: bool = False,
     low: float,
     high: float,
     eps: float,
     scale: float,
     **options: Any,
 ) -> Tensor:
-    """Computes the short sequences → [T, H · V], with room for the others. `one_way`: steps of one
+    """Computes the short sequences → [T, H · V], with room for the others. `invariant`: steps of one
     token each have no variant of their own."""
     assert meta.states is not None
     assert state.recurrent is not None
@@ -151,7 +151,7 @@ def _tokens(
         params.decay, params.time, skip, norm, out, meta.query_start_loc, meta.states.read, meta.states.write, arrived,
         x.stride(0), beta.stride(0), raw.stride(0), z.stride(0), low, high, eps, scale,
         C=channels, W=width, HAS_BIAS=conv.bias is not None, FINISH=finish, BLOCK_K=block_k, BLOCK_V=block_v,
-        ONE=not one_way and has_one_each(meta, len(x)), num_warps=min(16, max(4, block_k * block_v // PER_WARP)), **sizes,
+        ONE=not invariant and has_one_each(meta, len(x)), num_warps=min(16, max(4, block_k * block_v // PER_WARP)), **sizes,
         **options, **pdl_options(x),
     )  # fmt: skip
     return out
