@@ -204,9 +204,9 @@ class ModelRunner(Runner):
         If a CPU still computes the step before and `plan` continues it, the inputs are gathered
         meanwhile, and the tokens last.
         """
-        rows, before = self.rows, self._begun
-        gathers_ahead = before is not None and before.goes_on_in(plan)
-        if not gathers_ahead:
+        rows = self.rows
+        ahead_of = self._begun if self._begun and self._begun.goes_on_in(plan) else None
+        if ahead_of is None:
             self.settle()
         if self._first is not None:
             self._first.before(plan)
@@ -230,11 +230,10 @@ class ModelRunner(Runner):
         if rows.cross is not None and (texts := encoder_batch(rows, plan)) is not None:
             self.forwards.encode(texts[0], self.kv, texts[1])
         batch = InputBatch(self.kv, plan, rows)
-        if gathers_ahead:
-            assert before is not None
-            array, token_ids = self.platform.values.array, batch.token_ids
+        if ahead_of is not None:
             self.settle()
-            array(token_ids)[:] = array(before.tokens)
+            array = self.platform.values.array
+            array(batch.token_ids)[:] = array(ahead_of.tokens)
         return batch
 
     def sample(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import queue
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 from slipstream.errors import ConfigError
 from slipstream.server.operations.audit import records
 from tests.fleet.running import fleet_of, running, version
-from tests.fleet.stubs import stubbed
+from tests.fleet.stubs import Stub, stubbed
 from tests.server.protocols.test_server_kserve import collect, inputs_of, texts
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -187,6 +188,35 @@ def test_calls_are_in_the_audit_log(fleet, rpc, audit_log):
         "tiny",
     )
     assert (last["output_tokens"], last["prompt_tokens"] > 0) == (8, True)
+
+
+def test_a_sign_of_life_is_no_part_of_a_stream(tiny, tmp_path, monkeypatch):
+    """Nor does it hide the reason of an error."""
+    event = {"model_name": "tiny", "text_output": "hi", "finish_reason": "stop"}
+
+    async def answer(self, request, writer):
+        writer.write(b"HTTP/1.1 102 Processing\r\ncontent-type: text/event-stream\r\n\r\n")
+        await asyncio.sleep(0.1)
+        if self.status != 200:
+            self._whole(writer, self.status, {"error": "too long"})
+            return
+        head = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(b"HTTP/1.1 200 OK\r\n" + head)
+        self._chunk(writer, b"data: %b\n\n:t 1\n:e 3 1\n" % json.dumps(event).encode())
+        writer.write(b"0\r\n\r\n")
+
+    monkeypatch.setattr(Stub, "_answer", answer)
+    fleet = fleet_of(version(tiny, replicas=1), grpc_port=0, router={"probe_s": 0})
+    with stubbed(fleet, tmp_path / "state") as (made, (stub,)):
+        made.wait_serving(1)
+        port, wanted = made.head._server.grpc.port, over_grpc.InferRequestedOutput("text_output")
+        with over_grpc.InferenceServerClient(f"127.0.0.1:{port}") as client:
+            ((result, error),) = collect(client, [{**asked(stream=True), "outputs": [wanted]}])
+            assert error is None
+            assert texts(result) == ["hi"]
+            stub.status = 400
+            ((_, error),) = collect(client, [asked(stream=True)])
+            assert "too long" in error.message()
 
 
 def test_no_replica_is_unavailable(tiny, tmp_path):

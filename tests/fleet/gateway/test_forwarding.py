@@ -310,6 +310,77 @@ def test_a_refusal_keeps_its_status_until_a_replica_has_taken_the_request(start,
     assert json.loads(text.removeprefix(": ping\n\ndata: "))["error"]["code"] == "too_long"
 
 
+OPENAI = {"message": "bad", "type": "server_error", "param": "prompt", "code": "disk_full"}
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "refusal", "told"),
+    [
+        ("/v1/completions", 507, {"error": OPENAI}, OPENAI),
+        ("/api/generate", 400, {"error": "num_ctx: too long"}, "num_ctx: too long"),
+        (
+            "/v1/messages",
+            400,
+            {"type": "error", "error": {"type": "x", "message": "prompt is too long"}},
+            {"type": "invalid_request_error", "message": "prompt is too long"},
+        ),
+        (
+            "/v1/completions",
+            200,
+            {"choices": []},
+            {
+                "message": "the replica did not stream",
+                "type": "service_unavailable",
+                "param": None,
+                "code": "replica_failed",
+            },
+        ),
+    ],
+)
+def test_an_error_after_a_sign_of_life_keeps_its_reason_and_breaks_no_stream(
+    start, monkeypatch, path, status, refusal, told
+):
+    fleet, (stub,) = start(1, queue_s=0.2)
+
+    async def answer(request, writer):
+        kind = b"application/x-ndjson" if path.startswith("/api") else b"text/event-stream"
+        writer.write(b"HTTP/1.1 102 Processing\r\ncontent-type: %b\r\n\r\n" % kind)
+        stub._whole(writer, status, refusal, b"x-slipstream-error-code: disk_full\r\n")
+
+    monkeypatch.setattr(stub, "_answer", answer)
+    more = (
+        {"prompt": "x"}
+        if path != "/v1/messages"
+        else {"messages": [{"role": "user", "content": "x"}]}
+    )
+    with fleet.http() as http:
+        found = http.post(path, json={"model": "tiny", "max_tokens": 4, "stream": True, **more})
+    assert found.status_code == 200
+    assert "choices" not in found.text
+    assert json.loads(found.text[found.text.index("{") :])["error"] == told
+    assert fleet.head.gateway.forwarder.num_broken == 0
+
+
+def test_the_code_of_an_error_without_one_in_its_shape_is_the_replicas():
+    for code, blame in (("shutting_down", False), ("engine_down", False), ("internal", True)):
+        answer = SimpleNamespace(status=503, headers=[(b"x-slipstream-error-code", code.encode())])
+        failed = forward._refused(answer, b'{"error":"it is off"}')
+        assert (failed.error.message, failed.error.code, failed.blame) == ("it is off", code, blame)
+
+
+def test_a_request_that_waits_for_another_replica_shows_life_on(start, monkeypatch):
+    monkeypatch.setattr(generation, "PING_S", 0.1)
+    fleet, (stub,) = start(1, queue_s=1.5)
+    stub.shows_life, stub.delay_s = True, 0.3
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        found = pool.submit(streamed, fleet)
+        fleet.wait_for(lambda: stub.asked, "nothing came")
+        stub.engine_down()
+        status, text = found.result(PATIENCE_S)
+    assert (status, text.count(": ping\n\n") >= 2) == (200, True)
+    assert json.loads(text.rpartition("data: ")[2])["error"]["code"] == "no_replica"
+
+
 def test_signs_of_life_do_not_keep_a_lost_request(start):
     fleet, (one, _) = start(first_token_s=2)
     one.hang_at, one.shows_life = 0, True

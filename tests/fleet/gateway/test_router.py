@@ -505,6 +505,29 @@ def test_a_prompt_is_expected_whole_while_its_replica_reports_its_first_blocks(n
     assert (again.replica, again.num_cached_tokens) == (first.replica, 10_240)
 
 
+def test_chains_of_two_block_sizes_are_expected_at_their_own_replicas():
+    """A replica that is added with another size moves nothing that is expected already."""
+    fleet = of_replicas(replica("r0", block_size=512), replica("r1", block_size=512), thrift=9.0)
+    for name in fleet.replicas:
+        fleet.reset(name, 0, ())
+    large = lambda *tokens, blocks=20: chain(*tokens, blocks=blocks)
+    small = lambda *tokens, blocks=40: chain(-1, *tokens, blocks=blocks)
+    first = fleet.choose([large()], 10_242, now=0.0)
+    fleet.choose([large(*range(4), 7777)], 10_242, now=0.0, exclude=[first.replica])
+    assert fleet.apply(first.replica, 1, large()[:6], ())
+    fleet.add(replica("r2", block_size=256))
+    again = fleet.choose([large(blocks=30), small(blocks=60)], 15_362, now=1.0, exclude=["r2"])
+    assert (again.replica, again.num_cached_tokens) == (first.replica, 10_240)
+    assert (
+        fleet.costs([large(blocks=30), small(blocks=60)], 15_362, now=1.0)["r2"].num_new == 15_362
+    )
+    fleet.choose([large(5), small(5)], 10_242, now=2.0, exclude=["r0", "r1"])
+    half = fleet.costs([large(5, blocks=30), small(5, blocks=60)], 15_362, now=2.0)
+    assert half["r2"].num_new == 15_362 - 10_240
+    parted = fleet.costs([large(5, blocks=30), small(5, 6, blocks=60)], 15_362, now=2.0)
+    assert parted["r2"].num_new == 15_362
+
+
 def test_nothing_is_expected_of_a_replica_that_is_gone():
     fleet = of_replicas(replica("r0"))
     fleet.choose([chain(blocks=50)], 202, now=0.0)

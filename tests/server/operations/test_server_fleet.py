@@ -89,6 +89,15 @@ def units(raw: bytes) -> list[tuple[bytes, list[int] | None]]:
     return found
 
 
+def test_an_errors_code_is_told_to_a_gateway_in_a_header(replica):
+    """Ollama's shape has no place for it."""
+    body = {"model": "other", "messages": CHAT["messages"]}
+    with replica.http(headers=ABOUT) as http:
+        answer = http.post("/api/chat", json=body)
+    assert answer.json().keys() == {"error"}
+    assert answer.headers["x-slipstream-error-code"] == "model_not_found"
+
+
 @pytest.mark.parametrize("case", ASKS)
 def test_an_answer_goes_on_from_any_of_its_tokens(replica, case):
     """The text of the first tokens and the rest from elsewhere equal the text of one answer."""

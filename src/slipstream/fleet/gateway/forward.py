@@ -16,8 +16,9 @@ first one fails.
    lives. Progress of an answer that is not streamed arrives by `UpstreamConnection.on_interim`.
 7. A shadow request has no client: it has one try, is in no budget, and nothing waits for it.
 8. While a stream's prompt is computed and between its tokens, its client gets a sign of life each
-   `PING_S` as from a single server. It begins the answer, so it waits until a replica says that it
-   has taken the request; until then a refusal has a status of its own.
+   `PING_S` as from a single server. The first sign sends the status 200, so the gateway gives none
+   before a replica says that it has taken the request. From then on an error is an event, and the
+   signs go on while the request waits for another replica.
 9. A batch line goes to a replica that has no requests of clients; if there is none, it goes later
    (`fleet.gateway.batches`)."""
 
@@ -43,7 +44,12 @@ from slipstream.fleet.gateway.router import Decision
 from slipstream.fleet.gateway.streams import ELSEWHERE, ENGINE_DEATHS, MarkedStream, error_event
 from slipstream.fleet.gateway.upstream import UpstreamConnection, UpstreamError
 from slipstream.server.answers import generation
-from slipstream.server.http.errors import ApiError, overloaded, unavailable
+from slipstream.server.http.errors import (
+    ERROR_CODE_HEADER,
+    ApiError,
+    overloaded,
+    unavailable,
+)
 from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.http.replies import send_whole
 from slipstream.server.operations.fleet import BATCH, HANDOVER_HEADER
@@ -145,9 +151,11 @@ class Call:
     prefix_salt: str = ""  # salt for the keys of the prompt's blocks
     session: str | None = None
     marked: MarkedStream = field(default_factory=MarkedStream)
-    started: bool = False  # the client has a status and headers
-    begun: bool = False  # a part of the answer was sent to the client
+    media_type: bytes = b""  # the content type that the client was sent
+    headers_sent: bool = False
+    first_token_sent: bool = False
     life: asyncio.Future[None] | None = None  # the last sign of life
+    life_shown: float = 0.0  # time.monotonic() of it
     tried: set[str] = field(default_factory=set)
     only: str | None = None  # id of the one replica that may answer
     is_shadow: bool = False
@@ -170,16 +178,28 @@ class Call:
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
         """Start a stream's answer, if no sign of life has."""
-        if not self.started:
-            self.started = True
+        if not self.headers_sent:
+            self.headers_sent, self.media_type = True, dict(headers).get(b"content-type", b"")
             await self.send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def on_interim(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Pass a replica's sign of life on, unless the client has not taken the last one."""
+        """Pass a replica's sign of life on."""
         media_type = dict(headers).get(b"content-type")
-        is_wanted = self.streams and not (self.is_shadow or self.is_line)
-        if media_type and is_wanted and (self.life is None or self.life.done()):
+        shows_life = self.scope.get("shows_life", True) and not (self.is_shadow or self.is_line)
+        if media_type and self.streams and shows_life:
+            self.show_life(media_type)
+
+    def show_life(self, media_type: bytes) -> None:
+        """Send a sign of life, unless the client has not taken the last one."""
+        if self.life is None or self.life.done():
+            self.life_shown = time.monotonic()
             self.life = asyncio.ensure_future(self._show_life(media_type))
+            self.life.add_done_callback(lambda life: life.cancelled() or life.exception())
+
+    def show_life_if_due(self) -> None:
+        """Send a sign of life while no replica has the request, if one has been sent before."""
+        if self.life is not None and time.monotonic() - self.life_shown >= generation.PING_S:
+            self.show_life(self.media_type)
 
     async def _show_life(self, media_type: bytes) -> None:
         await self.start(generation.stream_headers(media_type))
@@ -224,7 +244,7 @@ class Forwarder:
         most, number, told = self.members.fleet.router.retries.most, 0, 0
         last: RetryElsewhere | None = None
         while True:
-            if not call.begun:
+            if not call.first_token_sent:
                 call.marked = MarkedStream()
             if self._may_divide(version, call):
                 await self._prefill(version, call)
@@ -240,7 +260,9 @@ class Forwarder:
             if further:  # more tokens came, so the request is not at fault
                 number, told = 0, len(call.marked.tokens)
             number += last.died or not last.engine_down  # what waits for a start is no try
-            if number > most or not (call.begun or last.gone or self.members.budget.take()):
+            if number > most or not (
+                call.first_token_sent or last.gone or self.members.budget.take()
+            ):
                 raise last.error or unavailable(f"no replica answered: {last}", "replica_failed")
 
     async def count_death(self, call: Call, failed: RetryElsewhere, *, further: bool) -> None:
@@ -271,7 +293,7 @@ class Forwarder:
 
     async def break_off(self, call: Call, error: ApiError) -> None:
         """End a stream that can't be continued, with an error event."""
-        self.num_broken += 1
+        self.num_broken += call.first_token_sent
         call.record.status, call.record.error = error.status, error.code
         await call.send(
             {
@@ -319,6 +341,7 @@ class Forwarder:
                     )
                 change = version.guard.next_change(now)
                 await version.wait(min(until, change or until, now + 1.0) - now + 0.001)
+                call.show_life_if_due()
                 now = time.monotonic()
         finally:
             version.num_waiting -= 1
@@ -340,7 +363,7 @@ class Forwarder:
                 for r in version.replicas.values()
                 if r.room_for_lines(self.members.fleet.batch_beside) <= 0
             }
-        if call.num_deaths and now < call.alone_until and not call.begun:
+        if call.num_deaths and now < call.alone_until and not call.first_token_sent:
             exclude |= {r.id for r in version.replicas.values() if r.num_suspects}
         if call.only is not None and call.only in version.replicas:
             exclude, also = version.replicas.keys() - {call.only}, {call.only}
@@ -372,7 +395,7 @@ class Forwarder:
             and bool(call.tokens)
             and call.generates
             and call.only is None
-            and not (call.begun or call.is_line or call.is_shadow)
+            and not (call.first_token_sent or call.is_line or call.is_shadow)
         )
 
     async def _prefill(self, version: Version, call: Call) -> None:
@@ -433,7 +456,7 @@ class Forwarder:
     async def _attempt(self, opened: Opened, call: Call) -> None:
         """One try: on one replica, or on two if the request is hedged."""
         hedging = self.members.fleet.router.hedging
-        if hedging is None or call.begun or call.is_shadow or call.is_line:
+        if hedging is None or call.first_token_sent or call.is_shadow or call.is_line:
             try:
                 await self._open(opened, call)
                 await self._relay(opened, call)
@@ -494,7 +517,7 @@ class Forwarder:
             return None
         seconds = max(self.members.fleet.router.first_token_s, 3 * opened.decision.predicted_ttft_s)
         if (
-            call.begun
+            call.first_token_sent
         ):  # The answer so far is computed first. That took no longer than everything up to now.
             seconds += 2 * (time.monotonic() - call.record.start)
         return seconds
@@ -522,7 +545,7 @@ class Forwarder:
                     f"{HANDOVER_HEADER}: {told.address} {told.num_cached_tokens}\r\n".encode()
                 )
             path, body = call.path, call.raw
-            if call.begun:
+            if call.first_token_sent:
                 path = b"/fleet/resume"
                 body = _resume_body(call)
             async with patience:
@@ -530,8 +553,8 @@ class Forwarder:
                     call.method, path, headers, body, on_interim=on_interim
                 )
                 status = opened.answer.status
-                if status in (429, 500, 502, 503) or (call.begun and status != 200):
-                    raise _refused(status, await opened.answer.read_all())
+                if status in (429, 500, 502, 503) or (call.first_token_sent and status != 200):
+                    raise _refused(opened.answer, await opened.answer.read_all())
                 if call.streams and status == 200:
                     opened.first = await opened.answer.read()
                 else:
@@ -554,13 +577,19 @@ class Forwarder:
         if call.life is not None:  # two at a time can't write to the client
             await call.life
         passed = [(name, value) for name, value in answer.headers if name in _PASSED]
-        if not call.begun:  # for a resumed answer the tokens handed out are counted instead
+        if (
+            not call.first_token_sent
+        ):  # for a resumed answer the tokens handed out are counted instead
             call.note_tokens(dict(answer.headers).get(TOKENS_HEADER))
+        media_type = dict(passed).get(b"content-type", b"")
+        same_type = media_type.partition(b";")[0] == call.media_type.partition(b";")[0]
+        if call.headers_sent and answer.status == 200 and not same_type:
+            raise unavailable("the replica did not stream", "replica_failed")
         if opened.whole is not None:
-            if call.started:
-                raise _refused(answer.status, opened.whole).error or unavailable(
-                    "the replica did not stream", "replica_failed"
-                )
+            if call.headers_sent:
+                refused = _refused(answer, opened.whole).error
+                assert refused is not None
+                raise refused
             call.record.status = answer.status
             await self._whole(opened, call, passed)
             return
@@ -580,11 +609,11 @@ class Forwarder:
 
         def show_life() -> None:
             if write is not None:
-                write(generation.sign_of_life(dict(passed).get(b"content-type", b"")))
+                write(generation.sign_of_life(media_type))
 
         try:
             while data is not None:
-                if call.begun:
+                if call.first_token_sent:
                     pass_on(data)
                 elif events := marked.feed(data):
                     self._begin(call)
@@ -598,7 +627,7 @@ class Forwarder:
                         await send(
                             {"type": "http.response.body", "body": events, "more_body": True}
                         )
-                    if not call.begun or write is None:
+                    if not call.first_token_sent or write is None:
                         break
                     await answer.pour(pass_on, next_token_s, show_life, generation.PING_S)
                     if not unwritten:
@@ -623,14 +652,14 @@ class Forwarder:
                     error=unavailable("the replica failed", code),
                 )
                 raise self._unless_lost(opened, call, failed)
-            if not call.begun:
-                call.begun = True
+            if not call.first_token_sent:
+                call.first_token_sent = True
                 await call.start(passed)
         await send({"type": "http.response.body", "body": marked.rest, "more_body": False})
         self._end(call)
 
     def _begin(self, call: Call) -> None:
-        call.begun = True
+        call.first_token_sent = True
         if not call.is_shadow:
             call.record.ttft_s = time.monotonic() - call.record.start
             self.metrics.ttft.observe(call.record.ttft_s)
@@ -645,7 +674,7 @@ class Forwarder:
         opened.failed(failed)
         if not call.is_shadow:
             self.num_resumed += bool(call.marked.tokens)
-        if call.begun and not call.marked.tokens:
+        if call.first_token_sent and not call.marked.tokens:
             return failed.error or unavailable(
                 "the replica failed, and the answer can't go on elsewhere", "replica_failed"
             )
@@ -777,13 +806,21 @@ def about(record: RequestRecord) -> bytes:
     return found.encode()
 
 
-def _refused(status: int, body: bytes) -> RetryElsewhere:
-    """RetryElsewhere for a replica's error answer that another replica may not give."""
+def _refused(answer: UpstreamConnection, body: bytes) -> RetryElsewhere:
+    """RetryElsewhere for a replica's error answer, in any protocol's shape. Its `error` is the
+    reason for the client."""
+    status, kind, param = answer.status, "invalid_request_error", None
+    code = dict(answer.headers).get(ERROR_CODE_HEADER, b"").decode("latin-1") or None
     try:
         told = msgspec.json.decode(body)["error"]
-        message, code = str(told["message"]), told.get("code")
+        if isinstance(told, str):
+            message = told
+        else:
+            message, code = str(told["message"]), code or told.get("code")
+            if "param" in told:  # OpenAI's shape
+                kind, param = told.get("type") or kind, told["param"]
     except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
-        message, code = "the replica failed", None
+        message = "the replica failed"
     if status == 429:
         return RetryElsewhere(message, error=overloaded(message), blame=False)
     if status in (500, 502, 503):
@@ -793,7 +830,8 @@ def _refused(status: int, body: bytes) -> RetryElsewhere:
             error=unavailable(message, code or "replica_failed"),
             blame=code != "shutting_down",
         )
-    return RetryElsewhere(message, error=ApiError(status, message, code=code), blame=False)
+    error = ApiError(status, message, kind=kind, param=param, code=code)
+    return RetryElsewhere(message, error=error, blame=False)
 
 
 def _resume_body(call: Call) -> bytes:

@@ -341,11 +341,14 @@ class Gateway:
                 async with in_flight(self.state, receive, call.record):
                     await self._answer(name, call)
         except ApiError as error:
-            if not call.started:
+            if not call.headers_sent:
                 raise
             if call.life is not None:
                 await call.life
             await self.forwarder.break_off(call, error)
+        finally:
+            if call.life is not None:
+                call.life.cancel()
 
     async def _answer(self, name: str, call: Call) -> None:
         path, record = call.scope["path"], call.record

@@ -112,5 +112,6 @@ def _request(body: GrpcInference, record: RequestRecord) -> tuple[Scope, bytes]:
         "query_string": b"",
         "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(raw))],
         "record": record,
+        "shows_life": False,  # each event becomes a message, and a refusal a status
     }
     return scope, raw

@@ -47,7 +47,7 @@ IMPATIENCE = 30.0
 """Weight of a second of predicted TTFT beyond `patience_s`, on top of the second itself."""
 
 _EXPECTED_S = 10.0  # how long the router expects a request's blocks before a report
-_EXPECTED_TOKENS = 1024  # distance of the blocks by which it finds them
+_EXPECTED_TOKENS = 1024  # distance of a chain's keys under which an expectation is found
 _MAX_SESSIONS = 100_000
 _LEARN = 0.1  # weight of a new measurement
 _SESSION_SLACK_S = 0.25  # a session returns to its replica unless that costs more than this
@@ -168,7 +168,7 @@ class Router:
         # chain that goes on where reports end is found as well as one that parts earlier
         self._expected: dict[bytes, _Expected] = {}
         self._expiring: deque[tuple[set[bytes], _Expected]] = deque()
-        self._stride = 1
+        self._block_sizes: set[int] = set()
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._numbers = 0
         self._turn = 0
@@ -198,7 +198,7 @@ class Router:
             raise ValueError(f"replica {state.id!r} is there already")
         replica = _Replica(state, 0)
         self._replicas[state.id] = replica
-        self._stride = max(1, _EXPECTED_TOKENS // state.block_size)
+        self._block_sizes.add(state.block_size)
         replica.others_running, replica.others_waiting = state.running, state.waiting
         replica.others_queued = state.queued_tokens
         self._take_slot(replica, self._mean_work())
@@ -406,7 +406,8 @@ class Router:
                 fill(blocks, mask & ~self._with_states, count)
                 for end, own in self.store.checkpoints(chain, count, mask & self._with_states):
                     fill(blocks, own, end)
-            for place in self._expected_at(chain, deepest):
+            each = _stride(self._block_size(chain, num_tokens))
+            for place in self._expected_at(chain, deepest, each):
                 found = self._expected.get(chain[place])
                 if (
                     found is not None
@@ -417,12 +418,16 @@ class Router:
         blocks *= self._per_block
         return np.minimum(blocks, max(0, num_tokens - 2), out=blocks)
 
-    def _expected_at(self, chain: Sequence[bytes], deepest: int) -> set[int]:
+    def _block_size(self, chain: Sequence[bytes], num_tokens: int) -> int:
+        """Block size of a prompt's chain, which has all its whole blocks."""
+        sizes = sorted(self._block_sizes)
+        return next((size for size in sizes if num_tokens // size == len(chain)), sizes[0])
+
+    def _expected_at(self, chain: Sequence[bytes], deepest: int, each: int) -> set[int]:
         """Places of the blocks under which a chain may be expected, of which replicas report the
         first `deepest`: its first and the first unknown one, and the last that is expected."""
         if deepest >= len(chain):
             return set()
-        each = self._stride
         low, high = deepest // each, (len(chain) - 1) // each  # below `low` the reports are enough
         while low < high:
             middle = (low + high + 1) // 2
@@ -483,11 +488,11 @@ class Router:
             num_new / replica.state.prefill_tokens_per_s + replica.state.step_s
         ) / replica.state.weight
         self._refresh(replica)
+        size = replica.state.block_size
+        first, each = cached // size, _stride(size)
         for chain in chains:
-            first = cached // replica.state.block_size
-            if first < len(chain):
+            if first < len(chain) and self._block_size(chain, num_tokens) == size:
                 expected = _Expected(replica, chain, now + _EXPECTED_S)
-                each = self._stride
                 keys = {chain[0], chain[first], *chain[first + each - first % each :: each]}
                 self._expected.update(dict.fromkeys(keys, expected))
                 self._expiring.append((keys, expected))
@@ -519,6 +524,10 @@ class Router:
         self._wait[slot] = (
             state.step_s / 2 + for_place + replica.queued / state.prefill_tokens_per_s
         )
+
+
+def _stride(block_size: int) -> int:
+    return max(1, _EXPECTED_TOKENS // block_size)
 
 
 def _common(one: Sequence[bytes], other: Sequence[bytes], known: int) -> int:

@@ -715,28 +715,31 @@ class GenerationRoute:
 
 @asynccontextmanager
 async def _reporting(answer: Answer, scope: Scope) -> AsyncGenerator[None, None]:
-    """Report to a fleet's gateway, while the code inside runs: the progress of an answer that is
-    not streamed, and that one that is streamed has not begun.
+    """Send reports to a fleet's gateway while the code inside runs.
 
-    A beam search has no progress before its end: its reports only show that it runs.
+    An answer that is not streamed reports its progress. A streamed one shows that it is alive; its
+    first byte ends that. A beam search has no progress before its end, so its reports only show
+    that it runs.
     """
     write = scope.get("write_interim")
     if write is None or not scope.get("from_gateway", False):
         yield
         return
 
-    async def report() -> None:
-        reported = 0
-        while answer.stream:
+    async def show_life() -> None:
+        while True:
             await asyncio.sleep(PING_S)
             write(b"content-type", answer.media_type)
+
+    async def report() -> None:
+        reported = 0
         while True:
             await asyncio.sleep(_PROGRESS_S)
             if answer.record.num_output_tokens > reported or answer.beams is not None:
                 reported = answer.record.num_output_tokens
                 write(TOKENS_HEADER, answer.record.token_counts)
 
-    reporting = asyncio.create_task(report())
+    reporting = asyncio.create_task(show_life() if answer.stream else report())
     try:
         yield
     finally:

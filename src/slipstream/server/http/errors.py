@@ -45,6 +45,9 @@ logger = logging.getLogger("slipstream.server")
 RETRY_AFTER_S = 1
 """Retry-After of a full server: places are free after a few steps of the engine."""
 
+ERROR_CODE_HEADER = b"x-slipstream-error-code"
+"""Header with an error's code, for a fleet's gateway: not every protocol's shape has one."""
+
 CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client disconnected. Only the log and the metrics show it."""
 
@@ -109,9 +112,10 @@ def error_body(scope: Scope, error: ApiError) -> bytes:
 
 def response_to(scope: Scope, error: ApiError) -> Response:
     """The error response to a request, in the format of its route's protocol."""
-    return Response(
-        error_body(scope, error), error.status, error.headers, media_type="application/json"
-    )
+    headers = error.headers
+    if error.code is not None and scope.get("from_gateway", False):
+        headers = {**headers, ERROR_CODE_HEADER.decode(): error.code}
+    return Response(error_body(scope, error), error.status, headers, media_type="application/json")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

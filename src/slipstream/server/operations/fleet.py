@@ -14,7 +14,8 @@ The gateway applies limits itself.
 
 An answer's header `x-slipstream-tokens: PROMPT OUTPUT` has the number of tokens so far. While an
 answer that is not streamed is written, interim responses (102) with that header follow as the
-counts grow. A stream tells its content type so, every `PING_S` until it begins. It has marks, which
+counts grow. A stream tells its content type so, every `PING_S` until it begins. An error's header
+`x-slipstream-error-code` has its code, which not every protocol's shape has. A stream has marks, which
 the gateway removes:
 
     events…
