@@ -15,8 +15,7 @@ C = TypeVar("C", bound=type)
 
 
 def suggesting(function: Callable[P, R], what: str = "argument", owner: str = "") -> Callable[P, R]:
-    """Wrap `function`: its TypeError for an unknown keyword argument (a `what`) names the likely
-    one. `owner`: the class that it makes."""
+    """Wrap `function`: its TypeError for an unknown `what` names the likely one. `owner`: the class that it makes."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -201,8 +201,7 @@ class ModelRunner(Runner):
     def prepare(self, plan: StepPlan) -> InputBatch:
         """Drop, make and extend rows, copy shared blocks, and encode new prompts.
 
-        If a CPU still computes the step before and `plan` continues it, the inputs are gathered
-        meanwhile, and the tokens last.
+        If a CPU still computes the step before and `plan` continues it, inputs are gathered meanwhile, and tokens last.
         """
         rows = self.rows
         ahead_of = self._begun if self._begun and self._begun.goes_on_in(plan) else None
