@@ -85,7 +85,7 @@ def test_a_request_that_waits_for_engines_to_start_uses_none_of_its_tries(code, 
     failed = forward.RetryElsewhere("it failed", code=code)
     forwarder._choose = AsyncMock(return_value=(Mock(num_in_flight=0, num_suspects=0), Mock()))
     forwarder._attempt = AsyncMock(side_effect=[failed] * 8 + [None])
-    call = Mock(is_line=False, is_shadow=True, num_deaths=0, begun=False)
+    call = Mock(is_line=False, is_shadow=True, num_deaths=0, first_token_sent=False)
     call.scope = {"path": "/v1/models"}
     with contextlib.ExitStack() as ended:
         if code != "engine_down":
