@@ -255,7 +255,7 @@ def test_nested_values_keep_to_the_schema_as_elements(written, fits, tokenizer, 
 
 @pytest.mark.parametrize("name", ["a>b", "/a", " a", "", "invoke", "tool_call"])
 def test_names_that_no_tag_can_have_are_refused_as_elements(name, tokenizer):
-    inner = {"type": "object", "properties": {name: {"type": "integer"}}}
+    inner = {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
     for schema in (inner, {"type": "object", "properties": {"o": inner}}):
         with pytest.raises(RequestError, match="can't be the name of an argument"):
             reading("minimax_m3", offered=(Tool("f", schema),)).structured(None, tokenizer)
