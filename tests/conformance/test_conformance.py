@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 
 import httpx
@@ -340,6 +341,18 @@ def test_wrong_words_are_named(shared_url):
     }
     with pytest.raises(SlipstreamError, match="no server at"):
         results("http://127.0.0.1:9")
+
+
+def test_without_jsonschema_nothing_is_asked(monkeypatch):
+    """Otherwise each answer would be judged as no JSON."""
+
+    async def main():
+        async with Endpoint("http://there", transport=httpx.MockTransport(pytest.fail)) as endpoint:
+            await run(endpoint, only=["schemas.hold"])
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="judged by jsonschema; "):
+        asyncio.run(main())
 
 
 @pytest.mark.parametrize(

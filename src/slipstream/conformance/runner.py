@@ -23,11 +23,14 @@ from slipstream.conformance.registry import (
     Result,
     UnsupportedError,
 )
+from slipstream.conformance.schemas import require_judge
 from slipstream.conformance.session import Endpoint, Session
 from slipstream.errors import ConfigError, SlipstreamError
 
 CONTEXT_FIELDS = ("max_model_len", "context_length", "context_window", "max_input_tokens")
 ABSENT = (404, 405, 501)
+JUDGED = ("schemas", "tools")
+"""Areas whose answers jsonschema judges."""
 
 
 def selected(only: Sequence[str]) -> list[Check]:
@@ -81,8 +84,10 @@ async def run(
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
     """Run the checks one after the other, since some judge by time. A protocol whose route is
-    missing is unsupported as a whole. ConfigError if no protocol of these is there."""
+    missing is unsupported as a whole. ConfigError if no protocol of these is there, or no jsonschema."""
     checks = selected(only)
+    if any(check.area in JUDGED for check in checks):
+        require_judge()
     model, context = await find_model(endpoint, model)
     results: list[Result] = []
     lacking: dict[str, str] = {}

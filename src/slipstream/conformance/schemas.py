@@ -4,6 +4,7 @@ Texts, lists and numbers are short, so that an answer of any model ends."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from typing import Any
@@ -60,15 +61,19 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
-def faults(value: Any, schema: dict[str, Any]) -> str:
-    """Faults that jsonschema finds in a value; "" if it finds none."""
-    try:
-        import jsonschema
-    except ImportError:
+def require_judge() -> None:
+    """ConfigError, with the remedy, if jsonschema is not installed."""
+    if importlib.util.find_spec("jsonschema") is None:
         raise ConfigError(
             f"conformance: schemas are judged by jsonschema; {install_command('conformance')}",
             field="only",
-        ) from None
+        )
+
+
+def faults(value: Any, schema: dict[str, Any]) -> str:
+    """Faults that jsonschema finds in a value; "" if it finds none."""
+    import jsonschema
+
     judge = jsonschema.Draft202012Validator(
         schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
     )

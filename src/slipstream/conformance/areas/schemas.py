@@ -44,7 +44,7 @@ async def schemas_hold(session: Session) -> str:
         else:
             try:
                 wrong = faults(json.loads(answer.text), schema)
-            except ValueError:
+            except json.JSONDecodeError:
                 wrong = "no JSON"
             held += not wrong
             broken += [f"{name}: {answer.text[:80]!r}: {wrong}"] if wrong else []
@@ -69,7 +69,7 @@ async def schemas_hold_in_streams(session: Session) -> None:
         if answer.finish != "length" or not begins_json(answer.text):
             try:
                 wrong = faults(json.loads(answer.text), SCHEMAS[name])
-            except ValueError:
+            except json.JSONDecodeError:
                 wrong = "no JSON"
             expect(not wrong, f"{name}: {answer.text[:80]!r}: {wrong}")
 
