@@ -253,6 +253,12 @@ def test_keys_of_hubs_that_change_nothing(tmp_path, family):
     [
         ("kimi_k2", "DeepseekV3ForCausalLM", "deepseek_v3", {"num_nextn_predict_layers": 0}),
         (
+            "bailing_moe",
+            "BailingMoeV2ForCausalLM",
+            "sarvam_moe",
+            {"n_group": 4, "topk_group": 2, "partial_rotary_factor": 0.5},
+        ),
+        (
             "mimo",
             "MiMoForCausalLM",
             "qwen2",
@@ -261,7 +267,7 @@ def test_keys_of_hubs_that_change_nothing(tmp_path, family):
     ],
 )
 def test_a_family_under_its_authors_name(tmp_path, model_type, architecture, family, more):
-    theirs = tiny_models.build(tmp_path, family)
+    theirs = tiny_models.build(tmp_path, family, **(more if model_type == "bailing_moe" else {}))
     file, path = tmp_path / "model.safetensors", tmp_path / "config.json"
     if model_type == "mimo":
         tensors = load_file(file)

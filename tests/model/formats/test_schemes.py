@@ -62,6 +62,7 @@ ALL_EXPERTS = {
     **{name: {"num_experts_per_tok": 6} for name in ("qwen3_next", "qwen3_5_moe_text", "lfm2_moe")},
     "granitemoehybrid": {"num_experts_per_tok": 6},
     **{name: {"num_experts_per_tok": 4} for name in ("jamba", "minimax")},
+    "bailing_hybrid": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "kimi_linear": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "nemotron_h": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "deepseek_v2": {"num_experts_per_tok": 8, "num_hidden_layers": 2},

@@ -58,6 +58,7 @@ from slipstream.spec.families.hybrids import (
     jamba,
     kimi_linear,
     lfm,
+    ling,
     mamba,
     nemotron_h,
     olmo_hybrid,
@@ -68,7 +69,7 @@ from slipstream.spec.families.pictures import idefics3, internvl, qwen3_vl, qwen
 MODULES = (
     apertus, bamba, bert, deberta, bloom, cohere, dbrx, deepseek, deepseek_v4, ernie, exaone,
     falcon, falcon_h1, gemma, gemma3n, gemma4, glm, gpt, gpt_oss, granite, hunyuan, idefics3,
-    internvl, jamba, kimi_linear, lfm, llama, llama4, mamba, minimax, mistral3, mixtures,
+    internvl, jamba, kimi_linear, lfm, ling, llama, llama4, mamba, minimax, mistral3, mixtures,
     modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, phi, qwen,
     qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, whisper,
 )  # fmt: skip

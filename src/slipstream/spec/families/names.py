@@ -279,6 +279,7 @@ WRITTEN_AS = (
     # Kimi Linear's adapters, by 5
     *((".forget_gate.", "."), (".mlp.shared_experts.", ".block_sparse_moe.shared_experts.")),
     ("embed_tokens.", "word_embeddings."),  # Sarvam MoE, by 5
+    (".attention.dense.", ".attention.o_proj."),  # Ling 3, by 5
     (".shared_experts.", ".shared_mlp."),  # Hunyuan 3, by 5
     (".shared_experts.", ".shared_expert."),  # Laguna's modules in 5
     *(
