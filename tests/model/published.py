@@ -119,6 +119,8 @@ def shrunk(config: Config) -> Config:
     tiny.pop("quantization_config", None)  # the weights here are dense
     for key in tiny.keys() & SIZES.keys():
         tiny[key] = SIZES[key] if tiny[key] else tiny[key]
+    if kind == "bailing_hybrid":
+        tiny |= {"n_group": 4, "topk_group": 2}
     count = PATTERNS.get(kind, 3)
     tiny |= {key: count for key in LAYERS if tiny.get(key) is not None}
     heads = next((config[k] for k in ("num_attention_heads", "n_head") if config.get(k)), None)

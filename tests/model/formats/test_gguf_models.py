@@ -613,6 +613,8 @@ def apart(architecture, name, value, a):
         return {f"blk.{layer}.{of}.scale": value}
     if architecture == "gemma4" and last in GEMMA4_NAMES and ".mlp." not in name:
         return {f"blk.{layer}.{GEMMA4_NAMES[last]}.weight": value}
+    if architecture == "bailingmoe2" and last == "expert_bias":
+        return {f"blk.{layer}.exp_probs_b.bias": value}
     if architecture == "gpt-oss" and last == "sinks":
         return {f"blk.{layer}.attn_sinks.weight": value}
     return None
