@@ -376,7 +376,7 @@ def encode(body: Body, raw: str | None) -> bytes:
 
 def write_model(folder: Path) -> None:
     sys.path.insert(0, str(ROOT))
-    from tests import vision_models
+    from tests.support import vision_models
 
     vision_models.build_vision(folder, "qwen2_5_vl")
     config = folder / "tokenizer_config.json"

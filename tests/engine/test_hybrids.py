@@ -10,7 +10,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.core.cache.prefix_cache import announced_state
 from slipstream.errors import ConfigError
 from slipstream.worker.ranks import process_executor
-from tests import mtp_layers, tiny_models
+from tests.support import mtp_layers, tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 COMMON = [(7 * i) % 250 + 5 for i in range(60)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream import LLM
-from tests import mtp_layers, tiny_models
+from tests.support import mtp_layers, tiny_models
 
 SETTINGS = dict(
     device="cpu",

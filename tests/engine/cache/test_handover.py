@@ -21,8 +21,8 @@ from slipstream.params.lora_request import LoRARequest
 from slipstream.params.options import RequestOptions
 from slipstream.worker.tiers import exchange as exchanges
 from slipstream.worker.tiers import opening, peers
-from tests import adapters, tiny_models
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support import adapters, tiny_models
+from tests.support.waiting import PATIENCE_S, wait_for
 
 SIZES = dict(
     device="cpu",

@@ -25,8 +25,8 @@ from slipstream.worker.host_loading import HostLoaded
 from slipstream.worker.ranks.block_store import RankBlockStore
 from slipstream.worker.ranks.messages import RankTiers
 from slipstream.worker.tiers.opening import open_tiers
-from tests import tiny_models
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support import tiny_models
+from tests.support.waiting import PATIENCE_S, wait_for
 
 SIZES = dict(
     device="cpu",

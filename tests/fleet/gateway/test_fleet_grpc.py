@@ -17,7 +17,7 @@ from slipstream.server.operations.audit import records
 from tests.fleet.running import fleet_of, running, version
 from tests.fleet.stubs import Stub, stubbed
 from tests.server.protocols.test_server_kserve import collect, inputs_of, texts
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 PROMPT = "Once upon a time"
 SAMPLING = json.dumps({"temperature": 0, "max_tokens": 8, "ignore_eos": True})
