@@ -446,7 +446,7 @@ def fleet_of(node: Node, models: dict[str, Any]) -> Iterator[str]:
 
 def with_tokenizer(node: Node, model: Path) -> str:
     """A copy of a model's config beside a tokenizer with as many words."""
-    from cases.features_grammar import made_tokenizer
+    from cases.features.grammar import made_tokenizer
 
     folder = node.folder / "with-tokenizer"
     folder.mkdir(exist_ok=True)

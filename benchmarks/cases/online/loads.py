@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from cases.features_grammar import made_tokenizer
+from cases.features.grammar import made_tokenizer
 
 from slipstream.bench.report import print_table
 from slipstream.spec.description import read_spec

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from cases.kernels_cuda_attention import BLOCK_SIZE, step
+from cases.kernels.cuda_attention import BLOCK_SIZE, step
 
 from slipstream.kernels.cache import int4 as int4_cache
 from slipstream.kernels.metadata import LayerKV

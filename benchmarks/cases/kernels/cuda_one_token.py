@@ -21,7 +21,7 @@ from unittest import mock
 
 import common
 import torch
-from cases.engine_table import write_gguf
+from cases.engine.table import write_gguf
 
 from slipstream import LLM, SamplingParams
 from slipstream.spec.reason import Reason

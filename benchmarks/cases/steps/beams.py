@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
-from cases.steps_scheduler import make_scheduler
+from cases.steps.scheduler import make_scheduler
 
 from slipstream.core.participants.beams import Beams
 from slipstream.engine.beams import BeamSearches

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import common
-from cases.features_grammar import made_tokenizer
-from cases.features_masks import GRAMMARS, Runs, check
+from cases.features.grammar import made_tokenizer
+from cases.features.masks import GRAMMARS, Runs, check
 
 from slipstream import LLM, SamplingParams
 from slipstream.costs.hardware import available_cores

@@ -40,7 +40,7 @@ import common
 import httpx
 import psutil
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECORD = "hostile_server"
 MODEL = "tiny"
 LAYOUTS = ("one", "three", "fleet")

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import numpy as np
 import psutil
 import uvloop
-from cases.fleet_serving import JSON, RunningFleet
+from cases.fleet.serving import JSON, RunningFleet
 
 from slipstream.bench.report import print_table
 

@@ -26,7 +26,7 @@ from unittest import mock
 
 import common
 import numpy as np
-from cases.features_grammar import made_tokenizer, schema
+from cases.features.grammar import made_tokenizer, schema
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.costs.hardware import available_cores

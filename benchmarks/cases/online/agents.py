@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import common
-from cases.features_grammar import made_tokenizer
-from cases.online_loads import served
+from cases.features.grammar import made_tokenizer
+from cases.online.loads import served
 
 from slipstream.bench.load import ClosedLoop
 from slipstream.bench.report import print_table
