@@ -145,7 +145,7 @@ def test_ranks_with_heads_of_their_own_preempt_as_one_device(model):
 def test_checkpoints_of_states_are_told_to_a_router(model):
     path, _, _ = model
     with LLM(str(path), **SETTINGS) as llm:
-        core, pool = llm.core, llm.core.scheduler.kv.states.pool
+        core, pool = llm.core, llm.core.scheduler.kv.kinds[0].pool
         core.cache_news.listen(on=True)
         run(llm, PROMPTS)
         came, _ = core.cache_news.changes()

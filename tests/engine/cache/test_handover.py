@@ -74,7 +74,7 @@ def answers(llm, prompts=PROMPTS, **options):
 def nothing_is_held(*engines):
     for llm in engines:
         wait_for(lambda llm=llm: not llm.core.tend(), "copies do not end")
-        pools = [llm.core.scheduler.kv.pool, *llm.core.scheduler.state_pools]
+        pools = [llm.core.scheduler.kv.pool, *llm.core.scheduler.slot_pools]
         for pool in pools:
             check_pool(pool)
             assert pool.num_free == pool.num_usable
