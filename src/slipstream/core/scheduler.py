@@ -517,7 +517,7 @@ class Scheduler:
             return None
 
     def _pass_by(self, request: Request, passed: list[Request]) -> bool:
-        """Let others overtake the first request of the queue. False if enough have already.
+        """Let others overtake the first request of the queue. False if enough have done so.
 
         Choices whose first was admitted may still do so.
         """

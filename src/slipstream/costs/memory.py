@@ -260,7 +260,7 @@ STAGED_BYTES = 128 * 2**20
 
 def staged_blocks(config: EngineConfig, block: int) -> int:
     """Number of blocks of `block` bytes in the buffer where a GPU gathers what it copies to host
-    memory. Of recurrent states, `block` is the bytes of a slot; 0: there are none."""
+    memory. For recurrent states `block` is the bytes of a slot; 0: the model has none."""
     if config.cache.host_bytes is None or not block:
         return 0
     return max(1, min(64, STAGED_BYTES // block))
@@ -289,7 +289,8 @@ def adapter_bytes(config: EngineConfig, description: ModelDescription, shard: Sh
 
 def peer_copy_tokens(config: EngineConfig, spec: ModelSpec) -> int:
     """Tokens, padding included, of the largest step in which two GPUs can copy partial sums to each
-    other. 0: they don't, as with `deterministic`, for which long steps add as short ones do."""
+    other. 0 if they never do. With `deterministic` they don't, because sums must be added in one
+    order in steps of all lengths."""
     how = config.parallel.stage
     is_pair = isinstance(how, TensorParallel) and how.size == 2 and not how.sequence
     # A draft head reads sums, each once.

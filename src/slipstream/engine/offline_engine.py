@@ -197,7 +197,7 @@ class OfflineEngine:
         self._asleep.free()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take back what `sleep` gave away. `tags` are vLLM's: None, or both of "weights" and "kv_cache"."""
+        """Undo `sleep`: weights and cache are back. `tags` are vLLM's: None, or both of "weights" and "kv_cache"."""
         if tags is not None and set(tags) != {"weights", "kv_cache"}:
             raise RequestError(
                 f"all is taken back at once; leave tags out, got {list(tags)!r}", field="tags"

@@ -191,7 +191,7 @@ def test_calls_are_in_the_audit_log(fleet, rpc, audit_log):
 
 
 def test_a_sign_of_life_is_no_part_of_a_stream(tiny, tmp_path, monkeypatch):
-    """It reaches no gRPC client, and an error after it keeps its reason."""
+    """A sign of life reaches no gRPC client, and an error after it keeps its reason."""
     event = {"model_name": "tiny", "text_output": "hi", "finish_reason": "stop"}
 
     async def answer(self, request, writer):

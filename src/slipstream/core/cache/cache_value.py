@@ -233,7 +233,7 @@ class ValueOrder:
         return run
 
     def part(self, session: Session) -> None:
-        """Split a session's runs where what it is to keep ends."""
+        """Split a session's runs at the ends of the prefixes that it keeps."""
         for end, _ in session.kept:
             for run in [*session.runs]:
                 index = (end - run.start) / self._size

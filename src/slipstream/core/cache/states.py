@@ -49,7 +49,7 @@ class RequestState:
     answer_key: bytes = b""
 
     def take_update(self) -> tuple[TableUpdate, ...]:
-        """Returns what the worker's row lacks."""
+        """Returns the slots that the worker's row of this request lacks, and notes them as sent."""
         if not self.update:
             return ()
         self.sent, self.update = self.update, ()
@@ -134,7 +134,7 @@ class StateSlots:
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def place(self, request: Request, computed: int, end: int, num_guesses: int) -> bool:
-        """Decides what a step reads and writes that computes the tokens [computed, end), `num_guesses` of them guesses.
+        """Chooses the slots of a step that computes the tokens [computed, end), `num_guesses` of them guesses.
 
         True if the next step may read and write the same slot.
         """
@@ -216,8 +216,8 @@ class StateSlots:
             session.mark = self.order.apart(session, [slot], position)
 
     def _give_up(self, state: RequestState) -> int:
-        """Stops writing to the slot that is read, which others may continue from now. Returns that slot; a
-        new one takes its place among the request's own."""
+        """Gives the slot that the request reads to the cache, so that other requests may continue from it, and returns
+        it. The request gets a new slot to write to."""
         state.own.remove(state.read)
         state.own += self.pool.allocate(1)
         return state.read
@@ -241,7 +241,7 @@ class StateSlots:
                 self.kept.append(StateMark(request.request_id, position - computed, slot))
 
     def planned(self) -> tuple[StateMark, ...]:
-        """Returns the states that the step keeps which was just planned; caches them, and lets go of what it reads."""
+        """Returns the states that the step just planned keeps. Caches them, and releases the slots that it reads."""
         kept = tuple(self.kept)
         for request, position, key, slot in self._made:
             self._cache(request, position, key, slot)
@@ -286,7 +286,7 @@ class StateSlots:
             self.pool.hold([slot])
 
     def _let_go(self, state: RequestState) -> None:
-        """Releases what the request reads and does not own."""
+        """Releases the slot that the request reads, if it does not own it."""
         if state.read != NULL_BLOCK and state.read not in state.own:
             self.pool.release([state.read])
         state.read = NULL_BLOCK

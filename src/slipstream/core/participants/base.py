@@ -104,7 +104,7 @@ class Participant:
         return False
 
     def arrived(self, plan: StepPlan, extras: Extras | None) -> None:
-        """Take note of what came with a finished step, before its tokens are processed."""
+        """Take a finished step's extras, before its tokens are processed."""
 
     def verified(self, request: Request, num_guesses: int, num_right: int) -> None:
         """Take note of how many guessed tokens were right."""
@@ -116,10 +116,10 @@ class Participant:
         return []
 
     def reset(self) -> None:
-        """Forget what was kept of ended requests."""
+        """Forget all data of ended requests."""
 
     def use_weights(self) -> None:
-        """Forget what was computed with other weights. They change now."""
+        """Forget all data that the old weights computed; they are being replaced."""
 
     def stats(self) -> dict[str, Any]:
         """Fields of `SchedulerStats`."""

@@ -180,7 +180,7 @@ class Tiers:
         return held.count(block)
 
     def _device(self, key: bytes) -> BlockPool:
-        """The pool of the device that has what is stored under `key`: blocks, or slots of states."""
+        """The device's pool for a key: that of blocks, or that of slots for recurrent states."""
         if not is_state(key):
             return self._pool
         assert self._states is not None
@@ -194,7 +194,7 @@ class Tiers:
         return self._store.state_bytes if is_state(key) else self._store.block_bytes
 
     def _chain_key(self, key: bytes) -> bytes:
-        """The key under which the device's pool has what the tiers have under `key`."""
+        """The key of the device's pool for a key of the tiers."""
         return key[:-1] if is_state(key) else key
 
     # --- Storing ------------------------------------------------------------------------------------------------------
@@ -314,7 +314,8 @@ class Tiers:
         self._counts["handed_bytes"] += ok * self._bytes(key)
 
     def _promises(self, request: Request) -> frozenset[bytes]:
-        """Keys of what the request's peer may have: `hand_over` with its prompt."""
+        """Keys of the blocks and the state that another engine may hand over for the request's
+        prompt; none if it named no such engine."""
         if not request.spec.handover_from or self._store.exchange is None:
             return frozenset()
         keys = request.block_keys[: (request.num_prompt_tokens - 2) // self._size]
@@ -509,9 +510,9 @@ class Tiers:
         held: Sequence[tuple[BlockPool, int]],
         num_tokens: int,
     ) -> TierLoad:
-        """Start to load what is stored under these keys, which saves the request `num_tokens` tokens.
-
-        What is `held` stays on the device meanwhile. The device must have enough free blocks.
+        """Start to load the blocks and states of these keys, which saves the request `num_tokens`
+        tokens. Those in `held` stay on the device meanwhile. The device must have enough free
+        blocks.
         """
         now, computing = self._clock(), self.rates.computing_s(num_tokens)
         least = PEER_PATIENCE_S if self._promised else MIN_PATIENCE_S
@@ -667,7 +668,7 @@ class Tiers:
         return ready
 
     def let_go(self, request: Request) -> None:
-        """Release what is held for a request that is admitted or gone.
+        """Release the blocks that are held for a request that is admitted or gone.
 
         The blocks stay in the cache.
         """

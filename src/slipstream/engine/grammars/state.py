@@ -107,7 +107,8 @@ class SharedMasks:
         return found[1]
 
     def made(self, mask: Bits, *, accepts: bool) -> Bits | None:
-        """Do what `complete` does, and keep nothing. A mask that is complete is itself the result."""
+        """`complete` without caching the result. A mask that is complete already is returned as it
+        is."""
         complete = mask.copy()
         self.write_ends(complete, accepts=accepts)
         if is_empty(complete):
@@ -322,8 +323,8 @@ class GrammarState:
             _ = self.matcher  # takes them in
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Do what `accept` does, without the matcher. Whether that must take the tokens in now: they may be wrong, or may
-        complete the answer."""
+        """Advance as `accept` does, but leave the matcher behind. Returns whether the matcher must take the tokens
+        now, because they may be wrong or complete the answer."""
         given = tokens
         if self.budget is not None:
             given = []
@@ -456,7 +457,8 @@ class GrammarState:
         return self._matcher is None and (self.budget is None or self.budget.is_free(num_tokens))
 
     def settle(self) -> None:
-        """Take note that no token before this is taken back. A budget that is over is dropped."""
+        """Forget the data for taking tokens back: none so far will be. A spent budget is dropped,
+        too."""
         self._spots.clear()
         if self.budget is not None:
             self.budget.settle()

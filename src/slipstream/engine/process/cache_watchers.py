@@ -28,7 +28,7 @@ class CacheWatchers(Operation):
         return bool(self._numbers)
 
     def begin(self, core: EngineCore) -> None:
-        """Tell all of them what a new core holds."""
+        """Send all watchers the blocks that a new core holds."""
         if self._numbers:
             core.cache_news.listen(on=True)
             self.tell(core, whole_to=self._numbers)

@@ -65,7 +65,8 @@ class ServedModel:
 
 
 class Slot:
-    """`users`: requests that run, or that were given the model and are about to."""
+    """A served model and its engine, if one is started. `users`: requests that run on it, or that
+    got it and are about to."""
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model

@@ -179,7 +179,8 @@ class ModelSlots:
     # --- The queue --------------------------------------------------------------------
 
     def _serve_queue(self) -> None:
-        """Begin what the models at the head of the queue need, as far as memory allows."""
+        """Load the models at the head of the queue, or unload others for them, as far as memory
+        allows."""
         for slot in self.slots.values():
             slot.note_death()
         while self._queue and not self._closed:

@@ -108,7 +108,8 @@ class BlockExchange:
     # --- Putting in ---------------------------------------------------------------------------------------------------
 
     def reserve(self, key: bytes, is_state: bool) -> bool | None:
-        """Take a slot for what the caller then fills. False if it is there already, None if there is no room."""
+        """Reserve a slot under this key, which the caller then fills. False if the key has one already, None if no
+        slot is free."""
         with self._changed:
             self._expire()
             if (entry := self._entries.get(key)) is not None:

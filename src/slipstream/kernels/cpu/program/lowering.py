@@ -232,7 +232,7 @@ def sums_of_norms(ops: Sequence[Op]) -> list[Op]:
 
 
 def _made(x: Value, total: int, waiting: Sequence[Op]) -> bool:
-    """Tells whether `x` is known only after the sum `total`: it is the sum itself, or a `waiting` op computes it."""
+    """Tells whether `x` exists only after the sum `total`: it is the sum itself, or a `waiting` op computes it."""
     return x.index == total or any(x == out for op in waiting for out in op.outputs)
 
 

@@ -116,7 +116,7 @@ MTP = MTPFormat(
         "final_norm": "model.norm",
     },
 )
-"""The last norm is the model's own."""
+"""Format of the MTP layers in a checkpoint. Their last norm is the model's own."""
 
 FAMILIES = (
     Family(

@@ -228,7 +228,8 @@ def names(spec: ModelSpec) -> Names:
 
 
 def numbered(spec: ModelSpec, found: Names) -> Names:
-    """The table with the numbers of their layers in the place of ours."""
+    """The table with the checkpoint's layer numbers in its tensor names: there an MLP counts as a
+    layer of its own, and here it belongs to the layer before it."""
     firsts, at = [], 0
     for layer in spec.layers:
         firsts.append(at)
