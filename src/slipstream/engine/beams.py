@@ -345,8 +345,8 @@ class BeamSearches:
                 group.settle([*firsts], stops[r, :width].tolist(), zip(*chosen, strict=True))
 
     def _place(self, searches: Sequence[PromptSearch], taken: BeamUpdates) -> None:
-        """Say where the chosen beams are computed, of searches with as many rows and beams. `BeamGroup.rows` are those they
-        come from. The first of a row stays there, and the others go to rows from which nobody goes on."""
+        """Assign rows to the chosen beams of searches with equal numbers of rows and beams. `BeamGroup.rows` are those
+        they come from. The first of a row stays there, and the others go to rows from which nobody goes on."""
         sources = np.array(
             [_joined([group.rows for group in s.groups]) for s in searches]
         )  # [R, B]

@@ -116,8 +116,7 @@ class EngineCore:
         """Free the adapter's memory, if no request needs it; else once others need that memory."""
 
     def _join(self, kind: type[Listener]) -> None:
-        """Let the listener of this class take part from now on, with its first request before that
-        is queued."""
+        """Activate the listener of this class, just before its first request is queued."""
         if not any(type(listener) is kind for listener in self._listeners):
             joined = {type(listener) for listener in self._listeners} | {kind}
             self._listeners = tuple(x for x in self._all_listeners if type(x) in joined)
@@ -198,7 +197,7 @@ class EngineCore:
         return outputs
 
     def pass_on(self, outputs: list[StepOutput]) -> list[EngineOutput]:
-        """Let each listener in turn take its outputs, and return those that none took."""
+        """Pass the outputs through all listeners, and return those that none took."""
         if outputs:
             for listener in self._listeners:
                 outputs = listener.take(outputs)

@@ -79,7 +79,7 @@ class MaskingGrammars(Listener):
         return self._grammars.is_compiling or self._grammars.is_late
 
     def prepare(self) -> list[EngineOutput]:
-        """Let requests run whose grammars are compiled, or whose late masks are there, now."""
+        """Release requests whose grammars are now compiled, or whose late masks have come."""
         outputs: list[EngineOutput] = []
         for request_id in self._grammars.arrived() if self._grammars.is_late else ():
             self._scheduler.requests.release(request_id)

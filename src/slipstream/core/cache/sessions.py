@@ -285,7 +285,7 @@ class Sessions:
             self._num_keys += len(keys)
 
     def drop_keys(self, session: Session) -> None:
-        """Bring a session's blocks back no more."""
+        """Stop bringing a session's blocks back from the tiers."""
         self._num_keys -= len(session.keys) // KEY_BYTES
         session.keys = b""
 

@@ -484,7 +484,8 @@ class Grammars:
         )
 
     def _consume(self, states: Sequence[GrammarState]) -> None:
-        """Let matchers take in their one token, in parallel. One that can't is in error then."""
+        """Advance matchers by one token each, in parallel. A matcher that can't is in error
+        afterwards."""
         if states:
             self._threads_of_masks().consume_token_par([state.take_one() for state in states])
 

@@ -344,7 +344,8 @@ class GrammarState:
         return must
 
     def _follow(self, tokens: Sequence[int]) -> bool:
-        """Go on by shared states. Whether the tokens are allowed for certain, and don't complete the answer."""
+        """Advance through the shared states, without the matcher. Returns whether the tokens are certainly allowed and
+        don't complete the answer."""
         certain = self.is_plain
         for token in tokens:
             if isinstance(spot := self.spot, SchemaSpot):

@@ -34,7 +34,7 @@ class CacheWatchers(Operation):
             self.tell(core, whole_to=self._numbers)
 
     def handle(self, process: CoreProcess, message: WatchCache, number: int) -> None:
-        """Let a client get the news from now on, the whole content first, or no more."""
+        """Start or stop a client's cache events. The first event has the whole content."""
         (self._numbers.add if message.on else self._numbers.discard)(number)
         if process.core is not None:
             process.core.cache_news.listen(on=bool(self._numbers))

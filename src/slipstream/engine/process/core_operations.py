@@ -167,7 +167,7 @@ class CoreOperations:
         return waiter
 
     def serves(self, ready: Ready) -> None:
-        """Take note of a core that has started or woken up."""
+        """Store the data of a core that has started or woken up."""
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps, self.is_sleeping, self._processes = 0, False, ready.processes
         self.adapters = {request.name: request for request in ready.adapters}

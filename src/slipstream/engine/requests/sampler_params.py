@@ -84,7 +84,8 @@ def with_words(
 
 
 def with_functions(sampling: SamplingParams, *, in_process: bool) -> SamplingParams:
-    """The same with `logits_processors` that can be called: by name, unless the model runs in this process."""
+    """The parameters with `logits_processors` in a form that the worker can call: as names, or as functions if the
+    model runs in this process."""
     names = tuple(
         given if in_process and not isinstance(given, str) else importable(given)
         for given in sampling.logits_processors

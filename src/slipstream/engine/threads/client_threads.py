@@ -57,7 +57,7 @@ class ClientThreads:
     def _queue(
         self, run: Callable[[], Any], client: str | None, most_waiting: int, weight: int = 0
     ) -> Future[Any]:
-        """Let a call wait for its turn. The lock is held; `_begin` follows without it."""
+        """Queue a call. The lock is held; `_begin` follows without it."""
         call = ThreadCall(Future(), run, client, weight, time.monotonic())
         own = self._clients.setdefault(client, _Client())
         if client is not None and len(own.waiting) >= most_waiting:

@@ -163,8 +163,9 @@ def address(value: Any) -> int:
 
 
 def _checked(weights: Weights) -> Weights:
-    """The same weights. One that has numbers that are not finite raises CheckpointError as it is
-    made: a trainer that diverged sends NaN, and every answer would be nonsense."""
+    """The weights, checked as each is made: one with numbers that are not finite raises
+    CheckpointError, because a trainer that diverged sends NaN, and every answer would be
+    nonsense."""
 
     def checked(values: Pulled[Any]) -> Pulled[Any]:
         return Pulled({name: partial(make, values, name) for name in values})

@@ -38,7 +38,8 @@ GPU_PROCESS_BYTES = 768 * 2**20
 kernels' code. They stay while it sleeps."""
 
 CPU_PROCESS_BYTES = 64 * 2**20
-"""The same of the host's memory for an engine on a CPU: the interpreter and its modules."""
+"""Host memory of an engine's process on a CPU besides the model: the interpreter and its
+modules."""
 
 SLEEP_S = 30.0
 """Seconds for an engine without requests to release its memory. One that takes longer is ended."""
@@ -100,7 +101,7 @@ class Slot:
         return self.state == "loaded" and self.engine is not None and self.engine.is_alive
 
     def note_death(self) -> None:
-        """Take note of a process that ended by itself: its memory is free."""
+        """If the process has ended by itself, count its memory as free."""
         if (
             self.state in ("loaded", "asleep")
             and self.engine is not None

@@ -252,7 +252,8 @@ class SelfCheck:
             quiet = quiet + IDLE_S / 4 if await _is_free(self._state) else 0.0
 
     async def _answers(self) -> Seen | None:
-        """None if a client came, or an update of the weights."""
+        """The engine's answers to the sequences; None if a client's request or an update of the
+        weights came in between."""
         versions, rows, done = set[str](), list[list[Row]](), list[bool]()
         engine = self._state.engine
         for sequence in self._fingerprint.sequences:

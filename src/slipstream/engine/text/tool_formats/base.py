@@ -166,7 +166,8 @@ class Parser:
     def until(
         self, markers: Sequence[str], out: Callable[[str], None]
     ) -> Generator[None, None, str]:
-        """Give `out` the text up to the first of the markers, which is taken and returned; "" if the text ends before."""
+        """Pass the text up to the first of the markers to `out`. The marker is consumed and returned; "" if the text
+        ends before one."""
         wraps = self._wraps if out == self.content else ()
         search = _search((*markers, *wraps))
         while True:
