@@ -32,7 +32,8 @@ reasoning, and the marker may come once more; reasoning; the end marker is force
 follow."""
 
 HEAD, ANALYSIS_HEAD, OTHER = range(5, 8)
-"""Phases of harmony besides these: a message's header, that of reasoning, and another body."""
+"""Further phases of harmony: within a message's header, within the header of reasoning, and within
+the body of another message."""
 
 Bits: TypeAlias = npt.NDArray[np.int32]
 

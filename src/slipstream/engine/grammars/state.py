@@ -47,7 +47,7 @@ class Lanes:
     masks of many requests are found in parallel only by several."""
 
     def __init__(self, first: Lane, make: Callable[[], Lane], seconds: float) -> None:
-        """`make` makes one more, in some `seconds` of a processor."""
+        """`make` makes another matcher, which takes about `seconds` of processor time."""
         self._made, self._make, self._seconds = [first], make, seconds
         self._counts = [0]
         self._is_growing = seconds > MAX_LANE_S

@@ -101,7 +101,7 @@ class Slot:
         return self.state == "loaded" and self.engine is not None and self.engine.is_alive
 
     def note_death(self) -> None:
-        """If the process has ended by itself, count its memory as free."""
+        """Count a process's memory as free if it has ended by itself."""
         if (
             self.state in ("loaded", "asleep")
             and self.engine is not None

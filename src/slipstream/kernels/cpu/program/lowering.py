@@ -681,7 +681,8 @@ class Lowering:
         self.emit.linear(inner, out, down, False)
 
     def _summed(self, value: Value, shared: int, weight: int) -> tuple[int, int, int, int, bool]:
-        """Returns the remaining arguments of `combine`."""
+        """Returns the arguments of `combine` for the sum of a mixture and its shared expert: (out,
+        width, shared, weight, accumulate)."""
         out, accumulate = self.target(value)
         return out, value.width, shared, weight, accumulate
 
