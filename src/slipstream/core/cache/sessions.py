@@ -56,7 +56,7 @@ FIRST_SLOPE, SLOPE_WEIGHT = 0.5, 8.0
 """Share of a session's pace that its next pause is expected to keep, before any is known, and the pauses that it counts as."""
 
 STEP, MIN_STEP_S = 1.19, 2.0
-"""Factor of a session's age after which its blocks get a new value, and the seconds that younger ones count as for that."""
+"""Growth of a pausing session's age after which its blocks are valued anew; ages below `MIN_STEP_S` count as that."""
 
 MAX_SESSIONS = 32768
 """Maximum number of pausing sessions that are remembered. The one that has paused longest is forgotten first."""

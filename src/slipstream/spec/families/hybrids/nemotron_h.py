@@ -242,7 +242,8 @@ def numbered(spec: ModelSpec, found: Names) -> Names:
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """A layer with kv heads is attention, one with an MLP's size an MLP or a mixture, the others are Mamba-2."""
+    """Reads a GGUF file's config. A layer with kv heads is attention, one with an MLP's size an MLP or a mixture, the
+    others are Mamba-2."""
     num_experts, num_heads = m.take("expert_count", int, 0), m.size("ssm.time_step_rank")
     sizes, fed = numbers_by_layer(m, "feed_forward_length"), "moe" if num_experts else "mlp"
     kinds = [
