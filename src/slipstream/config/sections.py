@@ -1,6 +1,6 @@
 """The settings of a running engine (`EngineConfig`), section by section, as frozen dataclasses.
 
-`resolve` makes them of what the user wrote (`settings.py`)."""
+`resolve` makes them from the user's settings (`settings.py`)."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class StepBudget:
         self._extra += count
 
     def bound(self, most: int) -> None:
-        """Let the step take at most `most` more tokens."""
+        """Limit the step to at most `most` more tokens."""
         self._limit -= max(0, self.left - most)
 
     def widen(self) -> None:

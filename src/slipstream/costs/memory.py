@@ -292,7 +292,8 @@ def adapter_bytes(config: EngineConfig, description: ModelDescription, shard: Sh
 
 def peer_copy_tokens(config: EngineConfig, spec: ModelSpec) -> int:
     """Tokens, padding included, of the largest step in which two GPUs can copy partial sums to each
-    other. 0: they don't, as with `deterministic`, for which long steps add as short ones do."""
+    other. 0 if they never do. With `deterministic` they don't, because sums must be added in one
+    order in steps of all lengths."""
     how = config.parallel.stage
     is_pair = isinstance(how, TensorParallel) and how.size == 2 and not how.sequence
     # A draft head reads sums, each once.

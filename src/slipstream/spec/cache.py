@@ -85,7 +85,8 @@ def slot_sizes(spec: ModelSpec, element_bytes: int) -> list[int]:
 def blocks_of_sequence(
     groups: Sequence[CacheGroup], num_tokens: int, block_size: int, max_step_tokens: int
 ) -> int:
-    """The same in all groups together. An encoder has read as many tokens."""
+    """Blocks of a sequence in all groups together. An encoder is taken to have read as many
+    tokens."""
     return sum(group.max_blocks(num_tokens, block_size, max_step_tokens) for group in groups)
 
 

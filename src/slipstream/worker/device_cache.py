@@ -50,7 +50,7 @@ class DeviceCache:
     def _mixed(
         self, layout: MixedLayout, num_blocks: int, scales: Sequence[tuple[Tensor, ...]] | None
     ) -> list[LayerKV]:
-        """The same for layers whose keys differ in size."""
+        """Keys and values of the layers of a model whose layers have keys of different sizes."""
         values, size = self.platform.values, self.config.rank_block_size
         dtype, shape = values.dtype(self.config.dtype), (num_blocks, layout.width * size)
         wholes = {i: self.platform.zeros(shape, dtype) for i in layout.tensors}

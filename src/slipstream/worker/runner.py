@@ -119,7 +119,7 @@ class Runner(ABC):
         return load, places.expert_bytes
 
     def swap_experts(self, swaps: Sequence[LayerSwap]) -> None:
-        """Let experts change places before the next step. All ranks must make this call."""
+        """Swap experts between places before the next step. All ranks must make this call."""
         self.settle()
         self._places.swap(swaps)
 

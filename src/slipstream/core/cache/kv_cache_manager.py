@@ -343,7 +343,7 @@ class KVCacheManager:
         request.run, request.shared, request.passed = None, [], None
 
     def ended(self, request: Request) -> None:
-        """Let the request's session pause. Its blocks were released."""
+        """Tell the session of a request whose blocks were released that it has ended."""
         if self.sessions is not None and request.session is not None:
             session, request.session = request.session, None
             size, hints = self.block_size, request.spec.cache_hints
@@ -366,12 +366,12 @@ class KVCacheManager:
         return salted(root, cache_salt)
 
     def use_weights(self, identity: str) -> None:
-        """Let keys that are computed from now on be those of other weights."""
+        """Use new weights: block keys computed from now on differ from those of the old weights."""
         self._salt = f"{self._model}:{identity}"
         self._root_key = root_key(self._salt, "")
 
     def begin_anew(self, request: Request) -> None:
-        """Let a request without blocks look for those of the weights that run."""
+        """Make a request without blocks look for cached blocks of the current weights."""
         request.root_key = self.root_key(request.spec.cache_salt, "")
         request.block_keys, request.looked_up, request.is_mixed = [], False, False
 

@@ -13,7 +13,7 @@ MIN_SHARED = 128
 
 
 def share_prompt(kv: KVCacheManager, parent: Request, children: Sequence[Request]) -> None:
-    """Let `children` hold the blocks of their parent's prompt.
+    """Share the blocks of a parent's prompt with its `children`.
 
     Each child computes the last prompt token again, in a copy of the last block, to sample its
     own first token.

@@ -192,8 +192,8 @@ class StateSlots(Slots):
             session.mark = self.order.apart(session, [slot], position)
 
     def _give_up(self, state: RequestState) -> int:
-        """Stops writing to the slot that is read, which others may continue from now. Returns that slot; a
-        new one takes its place among the request's own."""
+        """Gives the slot that the request reads to the cache, so that other requests may continue from it, and returns
+        it. The request gets a new slot to write to."""
         state.own.remove(state.read)
         state.own += self.pool.allocate(1)
         return state.read
@@ -257,7 +257,7 @@ class StateSlots(Slots):
             self.pool.hold([slot])
 
     def _let_go(self, state: RequestState) -> None:
-        """Releases what the request reads and does not own."""
+        """Releases the slot that the request reads, if it does not own it."""
         if state.read != NULL_BLOCK and state.read not in state.own:
             self.pool.release([state.read])
         state.read = NULL_BLOCK

@@ -40,7 +40,7 @@ class BlockStore(Protocol):
 
     @property
     def exchange(self) -> ExchangeInfo | None:
-        """The place of blocks for other engines; None if this engine has none."""
+        """The memory from which other engines copy blocks; None if this engine hands none over."""
 
     def on_disk(self, key: bytes) -> bool:
         """True if the disk probably has the block. The block may be gone when it is read."""

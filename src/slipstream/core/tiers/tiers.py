@@ -310,7 +310,8 @@ class Tiers:
         self._counts["handed_bytes"] += ok * self._bytes(key)
 
     def _promises(self, request: Request) -> frozenset[bytes]:
-        """Keys of what the request's peer may have: `hand_over` with its prompt."""
+        """Keys of the blocks and the state that another engine may hand over for the request's
+        prompt; none if it named no such engine."""
         if not request.spec.handover_from or self._store.exchange is None:
             return frozenset()
         keys = request.block_keys[: (request.num_prompt_tokens - 2) // self._size]
@@ -505,9 +506,9 @@ class Tiers:
         held: Sequence[tuple[BlockPool, int]],
         num_tokens: int,
     ) -> TierLoad:
-        """Start to load what is stored under these keys, which saves the request `num_tokens` tokens.
-
-        What is `held` stays on the device meanwhile. The device must have enough free blocks.
+        """Start to load the blocks and states of these keys, which saves the request `num_tokens`
+        tokens. Those in `held` stay on the device meanwhile. The device must have enough free
+        blocks.
         """
         now, computing = self._clock(), self.rates.computing_s(num_tokens)
         least = PEER_PATIENCE_S if self._promised else MIN_PATIENCE_S
@@ -663,7 +664,7 @@ class Tiers:
         return ready
 
     def let_go(self, request: Request) -> None:
-        """Release what is held for a request that is admitted or gone.
+        """Release the blocks that are held for a request that is admitted or gone.
 
         The blocks stay in the cache.
         """

@@ -307,7 +307,7 @@ class BlockExchange:
             connection.close()
 
     def _welcome(self, connection: socket.socket) -> bool:
-        """Let an engine in whose blocks are laid out as here."""
+        """Accept a connection from an engine if its blocks have the same layout."""
         until = time.monotonic() + _HELLO_S
         peers.limit_wait(connection, until)
         if self._file != -1 and not peers.is_own(connection):
