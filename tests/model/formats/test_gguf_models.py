@@ -404,7 +404,7 @@ CASES = {
     "glm4moe": ("glm4moe", "glm4_moe", {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6},
         GLM4_MOE),
     "bailingmoe2": ("bailingmoe2", "sarvam_moe", {"partial_rotary_factor": 0.5, "n_group": 4,
-        "topk_group": 2}, {**GLM4_MOE, "rope.freq_base": 8e6, "expert_group_count": 4,
+        "topk_group": 2}, {**GLM4_MOE, "expert_weights_scale": 2.5, "expert_group_count": 4,
         "expert_group_used_count": 2, "vocab_size": 288, "rope.scaling.type": "none",
         "expert_shared_feed_forward_length": 32}),
     "glm4moe-air": ("glm4moe", "glm4_moe", {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6,

@@ -77,6 +77,7 @@ def read(c: ConfigReader) -> ModelSpec:
         moe_intermediate_size=768,
     )
     c.require("moe_shared_expert_intermediate_size", c.size("moe_intermediate_size"))
+    c.require("tie_word_embeddings", False)  # transformers doesn't tie them
     longest, eps = c.size("max_position_embeddings", 262144), c.take("rms_norm_eps", float, 1e-6)
     mixers: dict[str, dict[str, Any]] = {
         FULL: {"attention": _attention(c, longest)},
