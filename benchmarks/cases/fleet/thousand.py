@@ -1,8 +1,9 @@
-"""A simulated fleet of a thousand replicas (docs/fleet.md), and one of 26 faster replicas under a lighter load.
+"""A simulated fleet of a thousand replicas (docs/fleet.md), the same with caches of 8 bits, and one of 26 faster replicas
+under a lighter load.
 
     python benchmarks/fleet.py --study thousand --trace mooncake_conversation.jsonl
 
-It takes some 300 s of one core and 2.8 GB.
+It takes some 600 s of one core and 2.8 GB.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from pathlib import Path
 
 import common
 
+THOUSAND = "--gpu h200 --rate 10000 --requests 1000000"
 LOADS = {
-    "thousand": ("--gpu", "h200", "--rate", "10000", "--requests", "1000000"),
-    "lighter": ("--replicas", "26", "--gpu", "b200", "--rate", "200", "--requests", "20000"),
+    "thousand": f"fleet-1000.yaml {THOUSAND}",
+    "thousand_fp8_cache": f"fleet-1000-fp8.yaml {THOUSAND}",
+    "lighter": "fleet-1000.yaml --replicas 26 --gpu b200 --rate 200 --requests 20000",
 }
 
 
@@ -24,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
-    given = ("fleet", "simulate", common.DATA / "fleet-1000.yaml")
     workload = ("--workload", f"trace:{args.trace}")
-    results = {name: common.slipstream(*given, *load, *workload) for name, load in LOADS.items()}
+    results = {}
+    for name, load in LOADS.items():
+        file, *options = load.split()
+        results[name] = common.slipstream(
+            "fleet", "simulate", common.DATA / file, *options, *workload
+        )
     save(loads=LOADS, results=results)
