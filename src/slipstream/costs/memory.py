@@ -230,11 +230,8 @@ def size_slots(
     """
     if not wanted:
         return 0
-    seqs, drafts, fits_memory = (
-        config.scheduling.seqs_of_rank,
-        config.speculation,
-        wanted == SLOTS_TO_FIT,
-    )
+    seqs, drafts = config.scheduling.seqs_of_rank, config.speculation
+    fits_memory = wanted == SLOTS_TO_FIT
     each = 2
     if isinstance(drafts, DraftSettings):
         each += drafts.num_speculative_tokens or 1
