@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from slipstream.core.cache import kv_cache_manager
+from slipstream.core.cache import kinds
 from slipstream.core.cache.invariants import check_pool
 from slipstream.core.cache.prefix_cache import kind_of
 from slipstream.core.cache.states import StateSlots
@@ -36,7 +36,7 @@ def start(monkeypatch):
             store.cells, store.states = engine.worker.slots, engine.worker.states
         return engine
 
-    monkeypatch.setattr(kv_cache_manager, "KINDS", (StateSlots, Second))
+    monkeypatch.setattr(kinds, "KINDS", (StateSlots, Second))
     return start
 
 
