@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -55,6 +55,14 @@ def is_taken(name: str, value: Any) -> bool:
 def say_without_effect(shown: str, name: str) -> None:
     """Log, once in a process, that a taken setting has no effect. `shown`: as the user wrote it."""
     _logger.warning("%s has no effect: %s", shown, NEEDLESS[name].removeprefix("leave it out: "))
+
+
+def without_taken(given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """The given settings without those of other engines that are taken, which the log names."""
+    taken = [name for name in given if name not in known and is_taken(name, given[name])]
+    for name in taken:
+        say_without_effect(name, name)
+    return {name: value for name, value in given.items() if name not in taken}
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from slipstream.base.arguments import is_taken, say_without_effect, unknown_message
+from slipstream.base.arguments import unknown_message, without_taken
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,16 +24,13 @@ def suggesting(function: Callable[P, R], what: str = "argument", owner: str = ""
             return function(*args, **kwargs)
         except TypeError:
             known = [name for name in inspect.signature(function).parameters if name != "self"]
-            unknown = [name for name in kwargs if name not in known]
-            taken = [x for x in unknown if what == "setting" and is_taken(x, kwargs[x])]
-            if wrong := [name for name in unknown if name not in taken]:
-                raise TypeError(unknown_message(wrong[0], known, what, owner)) from None
-            if not taken:
+            kept: Any = without_taken(kwargs, known) if what == "setting" else kwargs
+            for name in kept:
+                if name not in known:
+                    raise TypeError(unknown_message(name, known, what, owner)) from None
+            if len(kept) == len(kwargs):
                 raise
-            for name in taken:
-                say_without_effect(name, name)
-            kept = {name: value for name, value in kwargs.items() if name not in taken}
-            return function(*args, **kept)  # type: ignore[arg-type]
+            return function(*args, **kept)
 
     return called
 

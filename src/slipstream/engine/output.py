@@ -294,8 +294,8 @@ class OutputProcessor:
             outputs=[],
             finished=False,
             num_cached_tokens=state.num_cached_tokens,
-            lora_request=request.engine_requests[0].lora,
         )
+        delta.lora_request = request.engine_requests[0].lora
         # The prompt's log-probabilities go out once, with the first tokens, when the prompt is complete.
         if (
             request.sampling.prompt_logprobs is not None
