@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.browser import Browser
+from tests.support.browser import Browser
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("mkdocs.yml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "benchmarks", "examples")  # fmt: skip
