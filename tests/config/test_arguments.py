@@ -130,7 +130,7 @@ def test_each_option_that_is_taken_is_refused_with_another_value_and_documented(
             with pytest.raises(UsageError) as caught:
                 parser.parse_args(["serve", "m", flag, "xyz"])
             assert NEEDLESS[name] in caught.value.message
-    page = (Path(__file__).parents[1] / "docs" / "cli.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     assert f"`{flag}`" in page
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -57,12 +58,22 @@ def say_without_effect(shown: str, name: str) -> None:
     _logger.warning("%s has no effect: %s", shown, NEEDLESS[name].removeprefix("leave it out: "))
 
 
-def without_taken(given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """The given settings without those of other engines that are taken, which the log names."""
-    taken = [name for name in given if name not in known and is_taken(name, given[name])]
-    for name in taken:
-        say_without_effect(name, name)
-    return {name: value for name, value in given.items() if name not in taken}
+def known_arguments(
+    function: Callable[..., Any], given: Mapping[str, Any], what: str, owner: str
+) -> dict[str, Any]:
+    """The given arguments that `function` has. Settings of other engines that are taken are left out, and the log names
+    them. TypeError with a hint for an unknown one."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    kept = dict(given)
+    for name in given:
+        if name not in known:
+            if what != "setting" or not is_taken(name, given[name]):
+                raise TypeError(unknown_message(name, known, what, owner)) from None
+            del kept[name]
+    for name in given:
+        if name not in kept:
+            say_without_effect(name, name)
+    return kept
 
 
 @functools.cache

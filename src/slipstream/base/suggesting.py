@@ -4,11 +4,10 @@ what is done anyway are taken without effect."""
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from slipstream.base.arguments import unknown_message, without_taken
+from slipstream.base.arguments import known_arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,11 +22,7 @@ def suggesting(function: Callable[P, R], what: str = "argument", owner: str = ""
         try:
             return function(*args, **kwargs)
         except TypeError:
-            known = [name for name in inspect.signature(function).parameters if name != "self"]
-            kept: Any = without_taken(kwargs, known) if what == "setting" else kwargs
-            for name in kept:
-                if name not in known:
-                    raise TypeError(unknown_message(name, known, what, owner)) from None
+            kept: Any = known_arguments(function, kwargs, what, owner)
             if len(kept) == len(kwargs):
                 raise
             return function(*args, **kept)

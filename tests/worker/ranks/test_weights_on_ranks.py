@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from slipstream import LLM, AsyncLLM, EngineArgs, SamplingParams
 from slipstream.errors import CheckpointError
 from slipstream.worker.ranks.messages import SwapExperts
-from tests.support import tiny_models
 from tests.engine.test_weights import BOUND, GREEDY
+from tests.support import tiny_models
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
