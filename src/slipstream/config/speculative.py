@@ -151,11 +151,6 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
         ),
         (
             "speculative_config",
-            args.context_parallel_size > 1,
-            f"context_parallel_size={args.context_parallel_size} does not cover {method}; {others}",
-        ),
-        (
-            "speculative_config",
             config.images is not None and drafts.method != "mtp",
             f"{drafts.method!r} drafts without seeing pictures; {others} (max_images=0 serves the model without pictures)",
         ),

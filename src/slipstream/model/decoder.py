@@ -287,13 +287,15 @@ class Decoder:
             own: Any = run_layers(
                 self.ops, self.layers, self.ops.own_tokens(h, ranks), kv, meta, look
             )
+            if taken is not None:
+                taken = self.ops.gather_tokens(taken, ranks, num_tokens)
             if self.partition is not None and not self.partition.shard.tensor:
                 hidden = self.ops.gather_tokens(self.finished(*own), ranks, num_tokens)
-                return hidden, hidden
-            together: Any = (
-                None if x is None else self.ops.gather_tokens(x, ranks, num_tokens) for x in own
-            )
-            hidden = self.finished(*together)
+            else:
+                together: Any = (
+                    None if x is None else self.ops.gather_tokens(x, ranks, num_tokens) for x in own
+                )
+                hidden = self.finished(*together)
         else:
             hidden = self.finished(*run_layers(self.ops, self.layers, h, kv, meta, look))
         return hidden, hidden if taken is None else taken
@@ -301,11 +303,12 @@ class Decoder:
     def sharing(self, h: Tensor) -> RankGroup | None:
         """Returns the ranks that split a step's residual by tokens. None if each has all of it."""
         part = self.partition
-        return (
-            part.group
-            if part is not None and part.sequence and part.shares_tokens(len(h))
-            else None
-        )
+        return None if part is None or not part.sequence else self.sharers(len(h))
+
+    def sharers(self, num_tokens: int) -> RankGroup | None:
+        """Returns `sharing` for a step's number of tokens."""
+        part = self.partition
+        return part.group if part is not None and part.shares_tokens(num_tokens) else None
 
     def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """Encodes the whole prompts of an encoder-decoder: token ids [T], or frames of audio (`AudioInput`).
