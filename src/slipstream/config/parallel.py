@@ -94,7 +94,7 @@ def parallel_section(
         context = args.context_parallel_size
         form = TensorParallel(tensor, experts > 1, args.sequence_parallel, units, context)
     elif experts > 1:
-        _check_dealt_requests(args, spec)
+        _check_dealt_requests(args, spec, device)
         form = DealtRequests(experts)
     stages = _stages(args, spec)
     return Pipeline(form, stages) if stages else form
@@ -119,14 +119,14 @@ def _check_ranks(args: EngineArgs, device: DeviceInfo) -> None:
             )
 
 
-def _check_dealt_requests(args: EngineArgs, spec: ModelSpec) -> None:
+def _check_dealt_requests(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
     """Raise ConfigError for what does not work with separate requests on each rank: all ranks must
     run steps of the same size in the same way."""
     size, found = args.expert_parallel_size, list[tuple[str, str, str]]()
     if spec.encoder is not None or spec.is_encoder:
         found.append((spec.kind, "expert_parallel_size", "leave it at 1"))
-    if args.enable_lora:
-        found.append(("adapters", "enable_lora", "leave it out"))
+    if args.enable_lora and device.is_cuda:  # one rank's graphs would have them, another's not
+        found.append(("adapters on GPUs", "enable_lora", "leave it out"))
     if spec.vision is not None and args.pipeline_parallel_size > 1:
         found.append(("pictures over stages", "max_images", "set it to 0"))
     for what, field, remedy in found[:1]:

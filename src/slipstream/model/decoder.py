@@ -396,6 +396,13 @@ class Decoder:
         counted = zip(self.spec.local_layers, self.layers, strict=True)
         return {i: x.expert_counts for i, x in counted if x.expert_counts is not None}
 
+    def route_own_tokens(self) -> None:
+        """Routes each rank's tokens on that rank from now on, where requests are dealt out."""
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer.mlp, MoE):
+                mlp = dataclasses.replace(layer.mlp, routes_own=True)
+                self.layers[i] = dataclasses.replace(layer, mlp=mlp)
+
     def keep_routed_experts(self, num_tokens: int) -> Tensor:
         """Writes each token's experts in every step from now on. Returns where: int16 [layers with
         experts, num_tokens, k]."""
