@@ -194,8 +194,8 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
         )
         if not isinstance(a, CompressedAttention):
             kept.append(a.query_scale)
-        if not latent and a.spread is not None:
-            kept.append(a.spread.weight)  # zeros and ones
+        if (spread := getattr(a, "spread", None)) is not None:
+            kept.append(spread.weight)  # zeros and ones
         if not latent and (terms := a.disentangled) is not None:
             kept += [terms.buckets, terms.keys, terms.queries]
         if not latent and a.spec.qk_norm is not None and not a.spec.qk_norm.learned:
