@@ -127,6 +127,7 @@ def _delta(c: ConfigReader, eps: float) -> GatedDeltaSpec:
     `head_dim` another value."""
     num_heads = c.size("linear_num_heads", c.size("num_attention_heads"))
     dim = c.size("linear_head_dim", c.size("head_dim", 128))
+    c.require("hidden_act", "silu")  # the convolution's, too
     bound = c.take("kda_lower_bound", float, -5.0)
     if bound >= 0:
         raise c.unsupported("kda_lower_bound", "must be below 0")
