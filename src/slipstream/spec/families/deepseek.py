@@ -331,11 +331,11 @@ def read_latent(
 
 def scale_of(head_dim: int, position: RopeSpec) -> float:
     """The scale of scores, which YaRN changes."""
+    scale: float = head_dim**-0.5
     scaling = position.scaling
-    if not isinstance(scaling, YarnScaling) or scaling.factor <= 1.0:
-        return head_dim**-0.5
-    more: float = (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
-    return head_dim**-0.5 * more
+    if isinstance(scaling, YarnScaling) and scaling.factor > 1.0:
+        scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
+    return scale
 
 
 SHARED: dict[str, Theirs] = {
