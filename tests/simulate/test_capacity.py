@@ -19,7 +19,7 @@ from slipstream.simulate.capacity import (
     settled,
     turns_per_s,
 )
-from slipstream.simulate.recommend import balancer_weights
+from slipstream.simulate.recommend import balancer_weights, enough_replicas
 from slipstream.simulate.traffic import of_lengths
 from tests.simulate.test_simulator import Linear, engine
 
@@ -30,6 +30,16 @@ def test_a_balancer_weighs_replicas_by_their_capacity():
 
     assert weights(1.0, 3.0, None) == [0.25, 0.75, 0.0]
     assert weights(None, 0.0) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("is_gpu", "most"), [(True, 2), (False, 9)])
+def test_as_many_replicas_are_tried_as_the_devices_allow(is_gpu, most):
+    tried = []
+    never = SimpleNamespace(met_by=lambda run: False)
+    load = SimpleNamespace(rate=2.0, objectives=never, run=lambda engine, n: tried.append(n))
+    four = SimpleNamespace(num_gpus=4, hardware=SimpleNamespace(is_gpu=is_gpu))
+    found = enough_replicas(four, SimpleNamespace(rate=1.0), load, 9, lambda: None)
+    assert (found, tried) == ((None, None), [*range(2, most + 1)])
 
 
 def request(sent, ttft_s=1.0):
