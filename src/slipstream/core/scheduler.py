@@ -225,9 +225,9 @@ class Scheduler:
         return [kv.pool for kv in self.kvs]
 
     @property
-    def state_pools(self) -> list[BlockPool]:
-        """Slots of recurrent states by rank; empty without recurrent layers."""
-        return [kv.states.pool for kv in self.kvs if kv.states is not None]
+    def slot_pools(self) -> list[BlockPool]:
+        """Pools of all kinds of cache besides blocks, of all ranks."""
+        return [kind.pool for kv in self.kvs for kind in kv.kinds]
 
     @property
     def has_requests(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ class DeviceCache:
             spec.cache_places,
             lambda i: self._layer(i, num_blocks, dtype),
             scales,
-            lambda i: self._state(i, self.config.state_slots),
+            lambda i: self._state(i, self.config.slots[0]),
             lambda i: self._index(i, num_blocks, dtype),
         )
 
@@ -117,3 +117,10 @@ class DeviceCache:
             values_by_dim=self.ops.values_by_dim(dtype),
             int4=int4,
         )
+
+
+def slot_parts(layers: Iterable[LayerKV]) -> list[list[Tensor]]:
+    """Returns the layers' tensors [slots, …] of each `SlotKind`, each of which holds a part of every slot."""
+    states = [layer.state for layer in layers if layer.state is not None]
+    parts = [x for own in states for x in (own.conv, own.recurrent)]
+    return [[x for x in parts if x is not None and 0 not in x.shape]]

@@ -25,7 +25,7 @@ from slipstream.server.kserve.messages import MESSAGES
 from slipstream.server.operations.audit import records
 from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngine
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 PROMPT = "Once upon a time"
 GREEDY = {"temperature": 0, "max_tokens": 8}

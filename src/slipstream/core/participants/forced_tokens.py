@@ -30,7 +30,7 @@ class ForcedTokens(Participant):
             return
         sampling = replace(request.spec.sampling, thinking_token_budget=None)
         request.spec = replace(request.spec, sampling=sampling)
-        if request.kv.states is None:
+        if not request.kv.kinds:
             request.guide = None
         if request.in_worker:
             self.requests.unmasked.append(request_id)

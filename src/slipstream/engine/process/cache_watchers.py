@@ -46,7 +46,7 @@ class CacheWatchers(Operation):
 
     def tell(self, core: EngineCore, whole_to: frozenset[int] | set[int] = frozenset()) -> None:
         """Send the changes. Those in `whole_to` get the whole content instead."""
-        news, states = core.cache_news, bool(core.config.cache.state_slots)
+        news, states = core.cache_news, any(core.config.cache.slots)
         changes = news.changes()
         if changes is not None:
             self._last += 1
