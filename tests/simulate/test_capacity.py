@@ -19,7 +19,7 @@ from slipstream.simulate.capacity import (
     settled,
     turns_per_s,
 )
-from slipstream.simulate.recommend import balancer_weights, enough_replicas
+from slipstream.simulate.recommend import balancer_weights, enough_replicas, peak_sequences
 from slipstream.simulate.traffic import of_lengths
 from tests.simulate.test_simulator import Linear, engine
 
@@ -51,6 +51,13 @@ def request(sent, ttft_s=1.0):
 
 def run_of(records, **summary):
     return SimpleNamespace(records=tuple(records), summary=SimpleNamespace(**summary))
+
+
+def test_the_most_requests_open_at_once_are_shared_by_the_replicas():
+    records = [request(sent) for sent in (0.0, 0.1, 0.2, 5.0)]  # the first three at once
+    for num_replicas, most in ((1, 3), (2, 2), (3, 1)):
+        run = SimpleNamespace(records=records, num_replicas=num_replicas)
+        assert peak_sequences(run) == most
 
 
 def test_first_quarter_and_last_tenth_do_not_count_in_order_of_sending():
