@@ -1,10 +1,13 @@
 """Forms of parallelism, and drafts next to forms of offloading."""
 
+import itertools
+
 import pytest
 
 from slipstream.config import EngineArgs, resolve
 from slipstream.config.forms import (
     DealtRequests,
+    HeadDrafts,
     HostAndGpu,
     NgramDrafts,
     OneDevice,
@@ -37,6 +40,15 @@ GPU = find_device("h200").device_info()
 def test_each_form_has_its_ranks_and_shards(form, num_ranks, num_caches, last):
     assert (form.num_ranks, form.stage.num_caches) == (num_ranks, num_caches)
     assert form.shard(num_ranks - 1) == last
+    layers = [form.shard(i * form.stage.size).layers for i in range(form.num_stages)]
+    ends = [0, *itertools.accumulate(form.stages)]
+    assert not form.stages or layers == list(itertools.pairwise(ends))
+
+
+@pytest.mark.parametrize(("given", "most", "limit"), [(None, 5, 5), (3, 5, 3), (None, 16, 16)])
+def test_drafts_of_a_request_are_as_many_as_were_given_or_as_its_head_has(given, most, limit):
+    drafts = HeadDrafts(method="eagle", model="m", num_speculative_tokens=given, most_drafts=most)
+    assert drafts.limit == limit
 
 
 def test_more_tensor_ranks_keep_the_rest_of_a_form():
