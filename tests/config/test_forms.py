@@ -16,6 +16,7 @@ from slipstream.config.forms import (
     TensorParallel,
     with_tensor_size,
 )
+from slipstream.config.parallel import _with_stacked
 from slipstream.costs.devices import find_device
 from slipstream.errors import ConfigError
 from slipstream.spec.description import read_spec
@@ -57,6 +58,19 @@ def test_more_tensor_ranks_keep_the_rest_of_a_form():
     assert with_tensor_size(DealtRequests(2), 4) == TensorParallel(4, whole_experts=True)
     piped = Pipeline(TensorParallel(4), (3, 1))
     assert with_tensor_size(Pipeline(OneDevice(), (3, 1)), 4) == piped
+
+
+def test_a_run_of_drafts_may_have_one_length_alone(tmp_path):
+    tiny_models.write(tmp_path, "llama")
+    one = {"prompt_lookup_min": 4, "prompt_lookup_max": 4}
+    args = EngineArgs(model=str(tmp_path), speculative_config={"method": "ngram", **one})
+    assert resolve(args, read_spec(tmp_path), GPU).speculation == NgramDrafts(**one)
+
+
+def test_a_first_stage_has_as_many_layers_as_take_an_encoders_states():
+    assert _with_stacked((3, 1), 3) == (3, 1)
+    with pytest.raises(ConfigError, match="first 4 layers"):
+        _with_stacked((3, 1), 4)
 
 
 @pytest.mark.parametrize("setting", ["weights_bytes", "cpu_layers"])
