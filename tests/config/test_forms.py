@@ -1,11 +1,13 @@
 """Forms of parallelism, and drafts next to forms of offloading."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from slipstream.config import EngineArgs, resolve
 from slipstream.config.forms import (
+    NO_DRAFTS,
     DealtRequests,
     HeadDrafts,
     HostAndGpu,
@@ -17,6 +19,7 @@ from slipstream.config.forms import (
     with_tensor_size,
 )
 from slipstream.config.parallel import _with_stacked
+from slipstream.config.scheduling import _sequences_with_states
 from slipstream.costs.devices import find_device
 from slipstream.errors import ConfigError
 from slipstream.spec.description import read_spec
@@ -71,6 +74,27 @@ def test_a_first_stage_has_as_many_layers_as_take_an_encoders_states():
     assert _with_stacked((3, 1), 3) == (3, 1)
     with pytest.raises(ConfigError, match="first 4 layers"):
         _with_stacked((3, 1), 4)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "most"), [(NO_DRAFTS, 512), (NgramDrafts(num_speculative_tokens=6), 128)]
+)
+def test_fewer_sequences_have_states_where_each_guess_needs_one(drafts, most):
+    spec = SimpleNamespace(state_bytes=lambda element: 2**20)
+    gpu = SimpleNamespace(is_cuda=True, memory_bytes=2**32)
+    assert _sequences_with_states(spec, gpu, drafts) == most
+
+
+def test_a_step_has_room_for_a_whole_prompt_of_each_rank(tmp_path):
+    tiny_models.write(tmp_path, "mixtral")
+    cpu = find_device("cpu-2-avx512").device_info()
+    args = EngineArgs(
+        model=str(tmp_path),
+        max_model_len=256,
+        expert_parallel_size=4,
+        enable_chunked_prefill=False,
+    )
+    assert resolve(args, read_spec(tmp_path), cpu).scheduling.max_num_batched_tokens == 4 * 256
 
 
 @pytest.mark.parametrize("setting", ["weights_bytes", "cpu_layers"])
