@@ -309,10 +309,11 @@ def _read_folder(path: Path) -> ModelDescription:
                 f"{family.nested_config} must be an object", field=family.nested_config
             )
         own = {"tie_word_embeddings": config.get("tie_word_embeddings"), **own}
-    compressed = config.get("quantization_config") or config.get("compression_config")
+    keys = ("quantization_config", "compression_config")
+    compressed = next((x[k] for x in (config, own) for k in keys if x.get(k)), None)
     if not compressed and (path / MODELOPT_CONFIG).is_file():
         compressed = {"quant_method": "modelopt", **read_json(path / MODELOPT_CONFIG)}
-    beside = CONFIG_KEYS | {"quantization_config", "compression_config"}
+    beside = CONFIG_KEYS | {*keys}
     own = {k: v for k, v in own.items() if k not in beside}
     spec, images = _with_images(
         path, family, {k: v for k, v in config.items() if k not in beside}, own

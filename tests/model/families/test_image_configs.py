@@ -194,6 +194,106 @@ CONFIGS = {
         },
         576,
     ),
+    "glm4v": (
+        {
+            **{k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"},
+            **dict(attention_bias=True, image_token_id=7, video_token_id=8, num_key_value_heads=1),
+            **dict(image_start_token_id=5, image_end_token_id=6, video_start_token_id=3),
+            **dict(video_end_token_id=4, tie_word_embeddings=False, rope_theta=1e4),
+            **dict(partial_rotary_factor=0.5),
+            "architectures": ["Glm4vForConditionalGeneration"],
+            "rope_scaling": {"type": "default", "mrope_section": [2, 3, 3]},
+            "vision_config": {
+                **dict(hidden_size=1536, depth=24, num_heads=12, attention_bias=False),
+                **dict(intermediate_size=13696, hidden_act="silu", hidden_dropout_prob=0.0),
+                **dict(initializer_range=0.02, image_size=336, patch_size=14, out_hidden_size=64),
+                **dict(rms_norm_eps=1e-5, spatial_merge_size=2, temporal_patch_size=2),
+            },
+        },
+        {
+            **dict(patch_size=14, temporal_patch_size=2, merge_size=2, do_rescale=True),
+            **dict(
+                image_mean=[0.48145466, 0.4578275, 0.40821073], processor_class="Glm4vProcessor"
+            ),
+            "size": {"shortest_edge": 12544, "longest_edge": 47040000},
+            "image_processor_type": "Glm4vImageProcessor",
+        },
+        46 * 26,
+    ),
+    "glm4v_moe": (
+        {
+            **dict(
+                image_token_id=7, video_token_id=8, image_start_token_id=5, image_end_token_id=6
+            ),
+            **dict(video_start_token_id=3, video_end_token_id=4, tie_word_embeddings=False),
+            "architectures": ["Glm4vMoeForConditionalGeneration"],
+            "text_config": {
+                **_LLAMA,
+                **dict(model_type="glm4v_moe_text", attention_bias=True, first_k_dense_replace=1),
+                **dict(head_dim=32, moe_intermediate_size=48, n_group=1, n_routed_experts=8),
+                **dict(n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=2),
+                **dict(partial_rotary_factor=0.5, rope_theta=1e4, routed_scaling_factor=1.0),
+                **dict(topk_group=1, use_qk_norm=False, pad_token_id=9),
+                "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+            },
+            "vision_config": {
+                **dict(model_type="glm4v_moe", hidden_size=1536, depth=24, num_heads=12),
+                **dict(
+                    attention_bias=False, attention_dropout=0.0, in_channels=3, out_hidden_size=64
+                ),
+                **dict(intermediate_size=10944, hidden_act="silu", image_size=336, patch_size=14),
+                **dict(rms_norm_eps=1e-5, spatial_merge_size=2, temporal_patch_size=2),
+            },
+        },
+        {
+            **dict(patch_size=14, temporal_patch_size=2, merge_size=2, do_rescale=True),
+            "size": {"shortest_edge": 12544, "longest_edge": 9633792},
+        },
+        46 * 26,
+    ),
+    "kimi_k25": (
+        {
+            **dict(media_placeholder_token_id=7, ignore_index=-100, pad_token_id=9),
+            **dict(tie_word_embeddings=False, use_unified_vision_chunk=True),
+            "architectures": ["KimiK25ForConditionalGeneration"],
+            "video_placeholder": "<|kimi_k25_video_placeholder|>",
+            "text_config": {
+                **{k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"},
+                **dict(model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"], ep_size=1),
+                **dict(first_k_dense_replace=1, kv_lora_rank=32, moe_intermediate_size=48),
+                **dict(n_group=1, n_routed_experts=8, n_shared_experts=1, norm_topk_prob=True),
+                **dict(num_experts_per_tok=2, num_key_value_heads=2, num_nextn_predict_layers=0),
+                **dict(q_lora_rank=48, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32),
+                **dict(rope_theta=50000.0, routed_scaling_factor=2.827, scoring_func="sigmoid"),
+                **dict(seq_aux=True, topk_group=1, topk_method="noaux_tc", aux_loss_alpha=0.001),
+                **dict(moe_layer_freq=1, attention_bias=False, tie_word_embeddings=False),
+                "rope_scaling": {
+                    **dict(type="yarn", factor=64.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0),
+                    **dict(mscale_all_dim=1.0, original_max_position_embeddings=4096),
+                },
+            },
+            "vision_config": {
+                **dict(model_type="kimi_k25", init_pos_emb_height=64, init_pos_emb_width=64),
+                **dict(init_pos_emb_time=4, merge_kernel_size=[2, 2], merge_type="sd2_tpool"),
+                **dict(mm_hidden_size=1152, mm_projector_type="patchmerger", patch_size=14),
+                **dict(pos_emb_type="divided_fixed", projector_hidden_act="gelu"),
+                **dict(projector_ln_eps=1e-5, text_hidden_size=64, vt_hidden_size=1152),
+                **dict(video_attn_type="spatial_temporal", vt_intermediate_size=4304),
+                **dict(vt_num_attention_heads=16, vt_num_hidden_layers=27),
+            },
+        },
+        {
+            "media_proc_cfg": {
+                **dict(in_patch_limit=16384, patch_size=14, image_mean=[0.5] * 3),
+                **dict(image_std=[0.5] * 3, merge_kernel_size=2, fixed_output_tokens=None),
+                **dict(patch_limit_on_one_side=512, in_patch_limit_each_frame=4096),
+                **dict(in_patch_limit_video=None, sample_fps=2.0, temporal_merge_kernel_size=4),
+                **dict(max_num_frames_each_video=None, timestamp_mode="hh:mm:ss.fff"),
+                "config_type": "media_proc.processors.moonvit.MoonViTMediaProcessorConfig",
+            },
+        },
+        46 * 26,
+    ),
     "mistral3": (
         {
             **dict(image_token_index=7, multimodal_projector_bias=False, spatial_merge_size=2),
@@ -245,7 +345,7 @@ def test_an_unknown_key_of_the_encoder_is_refused(tmp_path, family):
     assert caught.value.field == "vision_config.a_new_switch"
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma4", "mistral3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma4", "mistral3", "glm4v_moe"])
 def test_a_model_without_an_encoder_is_its_decoder(tmp_path, family):
     write(tmp_path, family, vision_config=None)
     found = read_spec(tmp_path)
@@ -263,6 +363,11 @@ def test_a_model_without_an_encoder_is_its_decoder(tmp_path, family):
         ("gemma4", "vision_config", {"num_key_value_heads": 4}),
         ("mistral3", "vision_config", {"model_type": "clip_vision_model"}),
         ("mistral3", "vision_config", {"rope_parameters": {"rope_type": "yarn"}}),
+        ("glm4v", "vision_config", {"out_hidden_size": 65}),
+        ("kimi_k25", "vision_config", {"merge_type": "other"}),
+        ("kimi_k25", "vision_config", {"merge_kernel_size": [2, 1]}),
+        ("glm4v_moe", "text_config", {"use_qk_norm": True}),
+        ("glm4v_moe", "text_config", {"model_type": "glm4v_text"}),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(tmp_path, family, part, change):

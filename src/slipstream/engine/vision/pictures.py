@@ -48,18 +48,21 @@ from slipstream.spec.media.vision import (
     ImageProcessing,
     LongestSide,
     PatchGrid,
+    PatchLimits,
     PinpointTiles,
     PixelRange,
     RatioTiles,
     TileSizes,
     TokenBudget,
     VisionSpec,
+    WholeOrTiles,
     around_square,
     pinpoint,
     scaled_for_tiles,
     tiles_by_ratio,
     whole_tiles,
     within_budget,
+    within_patches,
     within_pinpoint,
     within_pixels,
     within_side,
@@ -236,12 +239,22 @@ class PictureProcessor:
                     sizes = LongestSide(factor=sizes.factor, longest=longest)
                 size = within_side(image.height, image.width, sizes)
                 tiles = [image.scaled(*size, self._how)]
+            case WholeOrTiles() as sizes:
+                tiles, rows, columns = self._whole_or_tiles(image, sizes, is_low=detail == "low")
+            case PatchLimits() as limits:
+                if detail == "low":
+                    side = max(1, min(limits.side, LOW_DETAIL_SIDE // limits.patch))
+                    limits = dataclasses.replace(limits, side=side)
+                tiles = [self._padded(image, limits)]
         pieces = tuple(self._piece(tile) for tile in tiles)
         if isinstance(p.sizes, PinpointTiles):
             pieces = (*pieces, self._piece(whole, PatchGrid(grid.height, grid.width + 1)))
         if vision.prompt.gap:
             rows, columns = pieces[0].rows, pieces[0].columns
         count = pieces[0].num_tokens
+        if vision.prompt.style == "framed_tiles":
+            whole_count = pieces[-1].num_tokens * (len(pieces) > rows * columns > 0)
+            return PreparedPicture(vision.prompt.text(count, rows, columns, whole_count), pieces)
         if vision.prompt.style != "tiles":  # in one run
             count = sum(piece.num_tokens for piece in pieces)
         return PreparedPicture(vision.prompt.text(count, rows, columns), pieces)
@@ -257,6 +270,17 @@ class PictureProcessor:
         image.paste(source.scaled(height, width, self._how), place)
         return without_padding(source.height, source.width, self.vision.grid(*size)), image
 
+    def _padded(self, source: OpenPicture, limits: PatchLimits) -> Image:
+        """The picture with black to its right and below."""
+        import PIL.Image
+
+        height, width = within_patches(source.height, source.width, limits)
+        factor = limits.factor
+        size = -(-width // factor) * factor, -(-height // factor) * factor
+        image = PIL.Image.new("RGB", size)
+        image.paste(source.scaled(height, width, self._how))
+        return image
+
     def _one_size(self, source: OpenPicture, size: FixedSize | CenterSquare) -> Image:
         if isinstance(size, FixedSize):
             return source.scaled(size.height, size.width, self._how)
@@ -264,6 +288,20 @@ class PictureProcessor:
         top, left = (height - size.side) // 2, (width - size.side) // 2
         image = source.scaled(height, width, self._how)
         return image.crop((left, top, left + size.side, top + size.side))
+
+    def _whole_or_tiles(
+        self, source: OpenPicture, sizes: WholeOrTiles, *, is_low: bool
+    ) -> tuple[list[Image], int, int]:
+        """The tiles row by row, perhaps with the whole after them, and the numbers of rows and columns: 0 if it is one."""
+        whole = source.scaled(*within_pixels(source.height, source.width, sizes.whole), self._how)
+        tiles = sizes.tiles
+        if is_low or tiles is None or not sizes.are_tiles(source.height, source.width):
+            return [whole], 0, 0
+        rows, columns = tiles_by_ratio(source.height, source.width, tiles)
+        if rows * columns == 1:
+            return [source.scaled(tiles.tile, tiles.tile, self._how)], 0, 0
+        *found, _ = self._ratio_tiles(source, tiles, splits=True)
+        return [*found, whole] if sizes.thumbnail else found, rows, columns
 
     def _ratio_tiles(self, source: OpenPicture, sizes: RatioTiles, *, splits: bool) -> list[Image]:
         """The tiles row by row, with the whole picture after them if they are several."""

@@ -281,6 +281,8 @@ WRITTEN_AS = (
     ("embed_tokens.", "word_embeddings."),  # Sarvam MoE, by 5
     (".shared_experts.", ".shared_mlp."),  # Hunyuan 3, by 5
     (".shared_experts.", ".shared_expert."),  # Laguna's modules in 5
+    # Kimi K2.5, by 5
+    *(("model.blocks.", "model.layers."), (".encoder.patch_embed.", ".patch_embed.")),
     *(
         ("embed_tokens.", "embed."),
         ("hc_head.hc_", "hc_head_"),

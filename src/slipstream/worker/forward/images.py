@@ -76,8 +76,7 @@ class ImageEncoder:
         """
         s = self.spec
         grid = s.position if isinstance(s.position, GridPositionSpec) else None
-        fixed = grid is not None and grid.read != "bilinear"
-        side = s.patch_size * (grid.side if grid and fixed else PROBE_GROUPS * s.merge)
+        side = s.patch_size * (grid.side if grid and grid.fixed else PROBE_GROUPS * s.merge)
         self.tower(
             [torch.zeros(side, side, s.num_channels, dtype=torch.uint8, device=self.tower.device)]
         )
