@@ -533,7 +533,7 @@ def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
         _shake(model)
     model.save_pretrained(path)
     (path / "generation_config.json").unlink(missing_ok=True)
-    write_tokenizer(path, family)
+    write_tokenizer(path, SPECIAL[family], TEMPLATES[family])
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSING[family]))
     return model
 
@@ -556,17 +556,17 @@ def _shake(model: Any) -> None:
             buffer.normal_(0.0, 0.3)
 
 
-def write_tokenizer(path: Path, family: str) -> None:
+def write_tokenizer(path: Path, special: tuple[str, ...], template: str) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIAL[family]))
+    backend.add_special_tokens(list(special))
     path.mkdir(parents=True, exist_ok=True)
     backend.save(str(path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATES[family]}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
 
 

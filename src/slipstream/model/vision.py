@@ -57,6 +57,16 @@ several passes of similar size.
 On a GPU the host takes 12 to 16 ms to launch a pass, whatever its size.
 """
 
+PRODUCTS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+"""Names of a layer's products, in the order of `VisionLayer`'s fields."""
+
+PROBE_GROUPS = 17
+"""Side, in patch groups, of the image whose memory is measured.
+
+It is no multiple of a window's side, so windows of several lengths, which take another attention
+kernel, also run at the start.
+"""
+
 ROW = 8
 """Multiple to which the hidden units of an MLP are padded, since a GPU's fast products read rows of
 whole 16 bytes.
@@ -125,14 +135,18 @@ class VisionLayer:
     k_norm: Tensor | None = None
     gains: Tensor | None = None  # [2, E]: of what attention and MLP add
 
-    def __call__(self, ops: OpSet, h: Tensor, parts: PackedParts, layout: Layout) -> Tensor:
-        """[N, E] → [N, E]."""
+    def __call__(
+        self, ops: OpSet, h: Tensor, parts: PackedParts, layout: Layout | None = None
+    ) -> Tensor:
+        """[N, E] → [N, E]. Without a layout patches are not rotated."""
         a, mlp = self.spec.attention, self.spec.mlp
         assert isinstance(a, AttentionSpec)
         assert isinstance(mlp, DenseSpec)
         rows = _product(ops, normed(ops, self.norms["pre_attention"], h), self.qkv)
         q, k, v = rows.unflatten(1, (3, a.num_heads, a.head_dim)).unbind(1)
-        if layout.cos_sin is not None:  # written to a cache with one token per block
+        if (
+            layout is not None and layout.cos_sin is not None
+        ):  # written to a cache with one token per block
             k_cache, v_cache = (
                 rows.new_empty(len(rows), a.num_heads, 1, a.head_dim) for _ in range(2)
             )
@@ -317,9 +331,7 @@ class ImageTower:
     def _layer(self, s: LayerSpec, name: str, own: dict[str, Tensor], linear: Any) -> VisionLayer:
         assert isinstance(s.attention, AttentionSpec)
         assert isinstance(s.mlp, DenseSpec)
-        products: list[Linear | Clamped] = [
-            linear(f"{name}{x}") for x in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
-        ]
+        products: list[Linear | Clamped] = [linear(f"{name}{x}") for x in PRODUCTS]
         if (bounds := own.pop(f"vision.{name}bounds.weight", None)) is not None:
             bounds, size = bounds.view(len(CLIPPED), -1), padded(s.mlp.intermediate_size)
             rows = (
@@ -365,6 +377,14 @@ class ImageTower:
                 own = [joined(torch.stack(own), tiles.shape[0], sizes[i], self.row_end)]
             found.append(own[0])
         return found
+
+    def probe(self) -> int:
+        """Encode a picture so that its memory can be measured. Returns how many times that memory a pass may take."""
+        s = self.spec
+        grid = s.position if isinstance(s.position, GridPositionSpec) else None
+        side = s.patch_size * (grid.side if grid and grid.fixed else PROBE_GROUPS * s.merge)
+        self([torch.zeros(side, side, s.num_channels, dtype=torch.uint8, device=self.device)])
+        return -(-self.most_patches // s.grid(side, side).num_patches)
 
     def _in_passes(self, pictures: Sequence[Tensor]) -> list[Tensor]:
         counts = [self.spec.grid(*picture.shape[:2]).num_patches for picture in pictures]

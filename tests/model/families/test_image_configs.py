@@ -294,6 +294,38 @@ CONFIGS = {
         },
         46 * 26,
     ),
+    "lfm2_vl": (
+        {
+            **dict(do_image_splitting=True, downsample_factor=2, encoder_patch_size=16),
+            **dict(image_token_index=7, max_image_tokens=256, max_num_patches=1024, max_tiles=10),
+            **dict(max_pixels_tolerance=2.0, min_image_tokens=64, min_tiles=2, tile_size=512),
+            **dict(projector_bias=True, projector_hidden_act="gelu", projector_hidden_size=2560),
+            **dict(use_image_special_tokens=True, use_thumbnail=True, vision_feature_layer=-1),
+            "architectures": ["Lfm2VlForConditionalGeneration"],
+            "text_config": {
+                **dict(model_type="lfm2", hidden_size=64, intermediate_size=96, norm_eps=1e-5),
+                **dict(num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1),
+                **dict(vocab_size=65536, block_auto_adjust_ff_dim=True, block_dim=64),
+                **dict(block_ff_dim=96, block_ffn_dim_multiplier=1.0, block_multiple_of=16),
+                **dict(conv_L_cache=3, conv_bias=False, conv_dim=64, conv_dim_out=64),
+                **dict(layer_types=["conv", "full_attention"] * 2, rope_theta=1e6, num_heads=2),
+            },
+            "vision_config": {
+                **dict(model_type="siglip2_vision_model", hidden_size=1152, num_patches=256),
+                **dict(attention_dropout=0.0, hidden_act="gelu_pytorch_tanh", patch_size=16),
+                **dict(intermediate_size=4304, layer_norm_eps=1e-6, num_attention_heads=16),
+                **dict(num_channels=3, num_hidden_layers=26, vision_use_head=False),
+            },
+        },
+        {
+            **dict(do_image_splitting=True, downsample_factor=2, encoder_patch_size=16),
+            **dict(max_image_tokens=256, max_num_patches=1024, max_pixels_tolerance=2.0),
+            **dict(max_tiles=10, min_image_tokens=64, min_tiles=2, tile_size=512, resample=2),
+            **dict(return_row_col_info=True, size={"height": 512, "width": 512}, do_pad=True),
+            **dict(use_thumbnail=True, image_processor_type="Lfm2VlImageProcessorFast"),
+        },
+        256,
+    ),
     "mistral3": (
         {
             **dict(image_token_index=7, multimodal_projector_bias=False, spatial_merge_size=2),
@@ -329,7 +361,7 @@ def test_published_configs_are_read(tmp_path, family):
     pieces = processor.prepare(Image.new("RGB", (1280, 720))).pieces
     piece = pieces[0]
     # 2 × 4 tiles, and the whole; the whole, and a larger one
-    assert len(pieces) == {"internvl": 9, "llava_next": 2}.get(family, 1)
+    assert len(pieces) == {"internvl": 9, "llava_next": 2, "lfm2_vl": 3}.get(family, 1)
     processor.close()
     assert piece.num_tokens == CONFIGS[family][2]
     assert read_spec(tmp_path).taking_images(0).spec.vision is None
@@ -367,6 +399,7 @@ def test_a_model_without_an_encoder_is_its_decoder(tmp_path, family):
         ("kimi_k25", "vision_config", {"merge_type": "other"}),
         ("kimi_k25", "vision_config", {"merge_kernel_size": [2, 1]}),
         ("glm4v_moe", "text_config", {"use_qk_norm": True}),
+        ("lfm2_vl", "vision_config", {"num_patches": 250}),
         ("glm4v_moe", "text_config", {"model_type": "glm4v_text"}),
     ],
 )
@@ -392,3 +425,48 @@ def test_pictures_larger_than_the_window_are_refused_where_they_see_themselves(t
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec(tmp_path)
     assert caught.value.field == "max_soft_tokens"
+
+
+def test_a_published_config_that_hears_is_read(tmp_path):
+    audio = {
+        **dict(model_type="qwen2_audio_encoder", num_mel_bins=128, encoder_layers=32),
+        **dict(encoder_attention_heads=20, encoder_ffn_dim=5120, encoder_layerdrop=0.0),
+        **dict(d_model=1280, dropout=0.0, attention_dropout=0.0, activation_function="gelu"),
+        **dict(activation_dropout=0.0, scale_embedding=False, init_std=0.02),
+        "max_source_positions": 1500,
+    }
+    text = {
+        **dict(model_type="qwen2", bos_token_id=151643, eos_token_id=151645, use_mrope=False),
+        **dict(intermediate_size=11008, max_position_embeddings=8192, rms_norm_eps=1e-5),
+        **dict(rope_theta=10000, torch_dtype="bfloat16", vocab_size=156032),
+    }
+    config = {
+        **dict(model_type="qwen2_audio", audio_token_index=151646, ignore_index=-100),
+        **dict(architectures=["Qwen2AudioForConditionalGeneration"], vocab_size=156032),
+        **dict(audio_config=audio, text_config=text, torch_dtype="bfloat16"),
+    }
+    processing = {
+        **dict(chunk_length=30, feature_extractor_type="WhisperFeatureExtractor", n_fft=400),
+        **dict(feature_size=128, hop_length=160, n_samples=480000, nb_max_frames=3000),
+        **dict(padding_side="right", padding_value=0.0, return_attention_mask=True),
+        **dict(processor_class="Qwen2AudioProcessor", sampling_rate=16000),
+    }
+
+    def write_both(**changes):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(processing))
+
+    write_both()
+    found = read_spec(tmp_path).spec
+    assert found.hears
+    assert not found.sees
+    assert found.vision.num_states(30 * 16000) == 1500
+    assert read_spec(tmp_path).taking_images(0).spec.vision is None
+    write_both(audio_config={**audio, "a_new_switch": 1})
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tmp_path)
+    assert caught.value.field == "audio_config.a_new_switch"
+    write_both(text_config={**text, "use_mrope": True})
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tmp_path)
+    assert caught.value.field == "use_mrope"

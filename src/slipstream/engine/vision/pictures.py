@@ -41,6 +41,7 @@ from slipstream.engine.vision.picture_files import (
 )
 from slipstream.errors import RequestError
 from slipstream.messages.media import ImageSpan
+from slipstream.spec.media.sound import MediaSpec
 from slipstream.spec.media.vision import (
     MAX_RATIO,
     CenterSquare,
@@ -83,6 +84,7 @@ there is room for another client. A pixel takes some 6 bytes."""
 
 _STRIP_PIXELS = 2**20
 KEY_BYTES = 16
+PLURAL = {"image": "pictures", "audio": "sounds"}
 LOW_DETAIL_PIXELS, LOW_DETAIL_TOKENS, LOW_DETAIL_SIDE = 512 * 512, 70, 512
 Detail: TypeAlias = Literal["auto", "low", "high"]
 
@@ -132,9 +134,37 @@ class DetailedPicture:
     detail: str
 
 
-class PictureProcessor:
+class MediaProcessor:
+    """Reader of pictures or of sounds for one model. `most`: how many a prompt may have."""
+
+    vision: MediaSpec
+    most: int
+    _pool: FairThreads
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def submit(self, source: Any, detail: str = "auto") -> Future[PreparedPicture]:
+        """Prepare one in the pool."""
+        raise NotImplementedError
+
+    def prepare_all(self, sources: Sequence[Any]) -> list[PreparedPicture]:
+        """Prepare them in the pool, and pass those through that are prepared already. RequestError for the first that can't
+        be prepared."""
+        begun = [x if isinstance(x, PreparedPicture) else self.submit(x) for x in sources]
+        try:
+            return [x if isinstance(x, PreparedPicture) else x.result() for x in begun]
+        finally:
+            for x in begun:
+                if isinstance(x, Future):
+                    x.cancel()
+
+
+class PictureProcessor(MediaProcessor):
     """Reader of pictures for one model. Without Pillow a warning is logged, text is served, and
     pictures are refused."""
+
+    vision: VisionSpec
 
     def __init__(
         self,
@@ -158,9 +188,6 @@ class PictureProcessor:
             trim_weight=4 * 2**20,
         )
 
-    def close(self) -> None:
-        self._pool.close()
-
     def measure(self, data: bytes) -> Future[PictureFile]:
         """Measure a file without decoding it, so that its pixels are known beforehand. `submit`
         takes the result in place of the file's bytes."""
@@ -174,17 +201,6 @@ class PictureProcessor:
             refused.set_exception(error)
             return refused
         return self._pool.submit(partial(self.prepare, source, detail), weight=_num_pixels(source))
-
-    def prepare_all(self, sources: Sequence[Any]) -> list[PreparedPicture]:
-        """Prepare pictures in the pool, and pass those through that are prepared already.
-        RequestError (field "image") for the first that can't be prepared."""
-        begun = [x if isinstance(x, PreparedPicture) else self.submit(x) for x in sources]
-        try:
-            return [x if isinstance(x, PreparedPicture) else x.result() for x in begun]
-        finally:
-            for x in begun:
-                if isinstance(x, Future):
-                    x.cancel()
 
     def prepare(self, source: Any, detail: str = "auto") -> PreparedPicture:
         """A picture's pieces. RequestError says what is wrong with it."""
@@ -537,9 +553,26 @@ def from_data_uri(url: str) -> bytes:
         raise bad("the data URI's base64 is broken") from None
 
 
+AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
+
+
+def from_base64(data: str, form: str, where: str) -> bytes:
+    """The file of OpenAI's `input_audio`. RequestError (field `where`) if it is broken or not as `form` says."""
+    if form not in AUDIO_FORMATS:
+        what = f"format must be one of {', '.join(AUDIO_FORMATS)}, got {form[:_SHOWN]!r}"
+        raise RequestError(what, field=f"{where}.format")
+    try:
+        found = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise RequestError("the base64 is broken", field=f"{where}.data") from None
+    if (found[:4] in (b"RIFF", b"RF64")) != (form == "wav"):
+        raise RequestError(f"the file is not what format says, {form!r}", field=f"{where}.format")
+    return found
+
+
 def without_pictures(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages for a chat template, with {"type": "image"} in the place of their pictures, and these. RequestError (field
-    "messages") for a part of another type."""
+    """Messages for a chat template, with {"type": "image"} in the place of their pictures, {"type": "audio"} in that of sounds,
+    and these. RequestError (field "messages") for a part of another type."""
     plain, pictures = list[dict[str, Any]](), list[Any]()
     for i, message in enumerate(messages):
         content = message.get("content")
@@ -548,7 +581,7 @@ def without_pictures(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str,
             continue
         parts = []
         for k, part in enumerate(content):
-            where = f"messages[{i}].content[{k}]"
+            where, medium = f"messages[{i}].content[{k}]", "image"
             match part:
                 case {"type": "text", "text": str()}:
                     parts.append(part)
@@ -557,15 +590,25 @@ def without_pictures(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str,
                     pictures.append(_named(given, where))
                 case {"type": "image_pil", "image_pil": given} | {"type": "image", "image": given}:
                     pictures.append(given)
+                case {
+                    "type": "input_audio",
+                    "input_audio": {"data": str() as data, "format": str() as form},
+                }:
+                    pictures.append(from_base64(data, form, f"{where}.input_audio"))
+                    medium = "audio"
+                case {"type": "audio", "audio": given}:
+                    pictures.append(given)
+                    medium = "audio"
                 case _:
                     kind = part.get("type") if isinstance(part, dict) else part
-                    known = "text, image_url and image_pil"
+                    known = "text, image_url, image_pil, input_audio and audio"
                     raise RequestError(
                         f"{where}: a part of type {kind!r}; the types are {known}", field="messages"
                     )
             if message.get("role") != "user":
-                raise RequestError(f"{where}: only a user's message has pictures", field="messages")
-            parts.append({"type": "image"})
+                what = "pictures" if medium == "image" else "sounds"
+                raise RequestError(f"{where}: only a user's message has {what}", field="messages")
+            parts.append({"type": medium})
         plain.append({**message, "content": parts})
     return plain, pictures
 
@@ -594,13 +637,13 @@ def _named(given: str | dict[str, Any], where: str) -> Any:
 # --- Prompts ------------------------------------------------------------------------------------------------------------
 
 
-def with_pictures(text: str, pictures: Sequence[PreparedPicture], vision: VisionSpec) -> str:
+def with_pictures(text: str, pictures: Sequence[PreparedPicture], vision: MediaSpec) -> str:
     """The prompt with each placeholder replaced by what stands for its picture. RequestError if they don't go together."""
     parts = text.split(vision.prompt.placeholder)
     if len(parts) - 1 != len(pictures):
         raise RequestError(
-            f"the prompt has {len(parts) - 1} places for pictures ({vision.prompt.placeholder}), and there are {len(pictures)}",
-            field="image",
+            f"the prompt has {len(parts) - 1} places ({vision.prompt.placeholder}), and there are {len(pictures)} to put there",
+            field=vision.medium,
         )
     return parts[0] + "".join(
         picture.text + part for picture, part in zip(pictures, parts[1:], strict=True)
@@ -610,7 +653,7 @@ def with_pictures(text: str, pictures: Sequence[PreparedPicture], vision: Vision
 def expanded(
     tokens: Sequence[int],
     pictures: Sequence[PreparedPicture],
-    vision: VisionSpec,
+    vision: MediaSpec,
     tokenizer: Tokenizer | None,
 ) -> tuple[int, ...]:
     """A prompt's tokens with all placeholders of its pictures: as they are, or with one for each picture (of a model that
@@ -626,7 +669,7 @@ def expanded(
     mark = tokenizer.encode(vision.prompt.placeholder, add_special_tokens=False)
     if len(mark) != 1 or tokens.count(mark[0]) != len(pictures):
         raise RequestError(
-            f"the prompt must have {vision.prompt.placeholder} once for each of {len(pictures)} pictures, or all of their "
+            f"the prompt must have {vision.prompt.placeholder} once for each of {len(pictures)}, or all of their "
             "placeholders",
             field="prompt_token_ids",
         )
@@ -659,7 +702,7 @@ def _is_whole(own: Sequence[int], piece: Piece, num_tokens: int) -> bool:
 def placed(
     tokens: Sequence[int],
     pictures: Sequence[PreparedPicture],
-    vision: VisionSpec,
+    vision: MediaSpec,
     cache_salt: str = "",
 ) -> tuple[ImageSpan, ...]:
     """Places of the pictures' pieces in a prompt that has all its placeholders. RequestError if
@@ -671,7 +714,8 @@ def placed(
         own = places[start : start + piece.num_tokens]
         if len(own) < piece.num_tokens or not _is_whole(own, piece, len(tokens)):
             raise RequestError(
-                "the prompt's placeholders are not those of its pictures", field="image"
+                f"the prompt's placeholders are not those of its {PLURAL[vision.medium]}",
+                field=vision.medium,
             )
         span = piece.at(own[0])
         if cache_salt:
@@ -680,6 +724,6 @@ def placed(
         start += piece.num_tokens
     if start != len(places):
         raise RequestError(
-            f"the prompt has {len(places) - start} placeholders of no picture", field="image"
+            f"the prompt has {len(places) - start} placeholders too many", field=vision.medium
         )
     return tuple(spans)

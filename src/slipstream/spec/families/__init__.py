@@ -72,12 +72,13 @@ from slipstream.spec.families.pictures import (
     qwen3_vl,
     qwen_vl,
 )
+from slipstream.spec.families.sounds import qwen2_audio
 
 MODULES = (
     apertus, bamba, bert, deberta, bloom, cohere, dbrx, deepseek, deepseek_v4, ernie, exaone,
     falcon, falcon_h1, gemma, gemma3n, gemma4, glm, glm4v, gpt, gpt_oss, granite, hunyuan, idefics3,
     internvl, jamba, kimi_linear, kimi_vl, lfm, lfm2_vl, llama, llama4, mamba, minimax, mistral3, mixtures,
-    modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, phi, qwen,
+    modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, phi, qwen, qwen2_audio,
     qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, whisper,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {

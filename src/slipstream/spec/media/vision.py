@@ -341,6 +341,11 @@ class VisionSpec:
     whole_tokens: int = 0
 
     @property
+    def medium(self) -> Literal["image", "audio"]:
+        """The key of what it reads in a prompt's `multi_modal_data`."""
+        return "image"
+
+    @property
     def kernel(self) -> tuple[int, ...]:
         """The shape of a patch's numbers: [channels, frames if there are any, patch height, patch
         width], or with the channels last."""
@@ -353,6 +358,10 @@ class VisionSpec:
     def patch_numbers(self) -> int:
         """The count of a patch's numbers."""
         return math.prod(self.kernel)
+
+    def numbers(self, height: int, width: int) -> tuple[str, tuple[int, ...]]:
+        """The type and shape of a span's numbers: pixels."""
+        return "uint8", (height, width, self.num_channels)
 
     def grid(self, height: int, width: int) -> PatchGrid:
         """The patches of a picture. Its sides in pixels are multiples of a group's."""

@@ -146,7 +146,7 @@ def names(spec: ModelSpec) -> Names:
     """The product that merges patches is a convolution, and gate and up of the MLP after it are two tensors."""
     has_experts = any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
     found = (_moe if has_experts else _dense)(spec)
-    if (vision := spec.vision) is not None:
+    if isinstance(vision := spec.vision, VisionSpec):
         assert isinstance(vision.connector, GatedMergeConnector)
         kernel, size = (
             (vision.hidden_size, vision.merge, vision.merge),

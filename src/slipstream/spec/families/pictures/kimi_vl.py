@@ -152,7 +152,7 @@ _vision = table(VISION, vision_layer=TOWER + "blocks.{i}.", only="vision.")
 def names(spec: ModelSpec) -> Names:
     """The table of positions is stored by rows and columns."""
     found = deepseek.names(dataclasses.replace(spec, vision=None))
-    if (vision := spec.vision) is not None:
+    if isinstance(vision := spec.vision, VisionSpec):
         found |= _vision(spec)
         assert isinstance(vision.position, GridPositionSpec)
         side, name = vision.position.side, VISION["vision.positions"]
