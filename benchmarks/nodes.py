@@ -34,6 +34,7 @@ from typing import Any
 
 import common
 import parallel
+from collectives import SIZES_KB, collectives
 
 SECONDS = 570
 FP8 = {"quantization": "fp8"}
@@ -200,7 +201,7 @@ def tests(node: Node) -> dict[str, Any]:
     """The GPU tests for several ranks."""
     if node.tiny:
         return {"left out": "they need GPUs"}
-    files = ("tests/gpu/test_two_gpus.py", "tests/gpu/test_peer_collectives_gpu.py")
+    files = ("tests/gpu/worker/test_two_gpus.py", "tests/gpu/kernels/test_peer_collectives_gpu.py")
     code, words = command([*PYTEST, "gpu", *files, "-n", "8"], min(95.0, node.left()))
     return {"failed" if code else "passed": words[-1]}
 
@@ -249,11 +250,11 @@ def sums(node: Node) -> dict[str, Any]:
     """Sums, gathers, scatters and exchanges, and how many are slower than published."""
     if node.tiny:
         return {"left out": "they need GPUs"}
-    found = parallel.collectives(argparse.Namespace(largest_kb=parallel.SIZES_KB[-1]))
+    found = collectives(argparse.Namespace(largest_kb=SIZES_KB[-1]))
     slower = [
         f"{name} of {size} KB"
         for name in ("sum", "gather", "scatter", "exchange")
-        for size in parallel.SIZES_KB
+        for size in SIZES_KB
         if isinstance(
             own := found.get(f"one kernel{'' if name == 'sum' else f', {name}'}, {size} KB"), float
         )
@@ -446,7 +447,7 @@ def fleet_of(node: Node, models: dict[str, Any]) -> Iterator[str]:
 
 def with_tokenizer(node: Node, model: Path) -> str:
     """A copy of a model's config beside a tokenizer with as many words."""
-    from cases.features_grammar import made_tokenizer
+    from cases.features.grammar import made_tokenizer
 
     folder = node.folder / "with-tokenizer"
     folder.mkdir(exist_ok=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, cast, get_args, get_origin
 
-from slipstream.base.arguments import types_of
+from slipstream.base.arguments import say_without_effect, types_of
 from slipstream.base.files import parse_json
 from slipstream.base.other_engines import ONLY_PYTHON
 from slipstream.cli.parser import Rare
@@ -133,6 +133,12 @@ def _word(name: str, value: Any) -> str:
     return str(value)
 
 
+def say_taken(args: argparse.Namespace) -> None:
+    """Log which options of other engines were given, and have no effect."""
+    for option, name in getattr(args, "taken", {}).items():
+        say_without_effect(option, name)
+
+
 def add_sampling_options(parser: argparse._ActionsContainer, **defaults: Any) -> None:
     """Add options for sampling. `defaults` are the verb's own, and must also be passed to
     `sampling_params`."""
@@ -157,7 +163,7 @@ def sampling_params(
 
 
 def add_key_options(parser: argparse._ActionsContainer) -> None:
-    """Add what a client of a server gives as its key; `given_key` reads it."""
+    """Add the options by which a client of a server gives its API key; `given_key` reads them."""
     parser.add_argument(
         "--api-key-file", metavar="FILE", help="whose first line is the server's key"
     )

@@ -66,7 +66,8 @@ class CompressOptions:
         )
 
     def check(self) -> None:
-        """Check what needs neither recipe nor model. ConfigError names the option."""
+        """Check the options that need neither the recipe nor the model. ConfigError names the
+        option at fault."""
         if self.max_kl is not None and self.no_report:
             raise ConfigError(
                 "--max-kl needs what --no-report leaves out; drop one", field="max_kl"
@@ -252,13 +253,13 @@ class _Run:
     def read_windows(self, source: ModelDescription) -> list[tuple[int, ...]]:
         """The calibration text; empty if the plan needs none."""
         from slipstream.engine.text.tokenizer import Tokenizer
-        from slipstream.evals.text import calibration_windows
+        from slipstream.evals.text import calibration_text
 
         if not self.job.planned.plan.needs_text:
             return []
         recipe = self.job.planned.recipe
         self.progress("reading text", 0, 0)
-        return calibration_windows(
+        return calibration_text(
             recipe.calibration.text,
             tokenizer=Tokenizer.for_model(source),
             num_windows=recipe.num_windows,

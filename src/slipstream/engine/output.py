@@ -295,6 +295,7 @@ class OutputProcessor:
             finished=False,
             num_cached_tokens=state.num_cached_tokens,
         )
+        delta.lora_request = request.engine_requests[0].lora
         # The prompt's log-probabilities go out once, with the first tokens, when the prompt is complete.
         if (
             request.sampling.prompt_logprobs is not None
@@ -373,7 +374,7 @@ def extend_runs(whole: list[tuple[str, int]], new: Sequence[tuple[str, int]]) ->
 
 
 def extend(whole: CompletionOutput, new: CompletionOutput) -> None:
-    """Append what is new of a choice to what was there before."""
+    """Append a choice's delta to the whole choice."""
     whole.text += new.text
     whole.token_ids += new.token_ids
     extend_runs(whole.weight_versions, new.weight_versions)

@@ -48,9 +48,7 @@ class LocalExecutor(Executor):
         self.description, self.phases = description, loaded.phases
         self.tiles = tiles.describe() if config.device.info.is_cuda else ""
         self.config, self.ledger, self.runner = fit_cache(config, loaded, loaded.profile())
-        ledger = self.ledger
-        slot = ledger.state_bytes // max(1, ledger.num_states)
-        self.store = open_tiers(self.config, description, self.runner, ledger.block_bytes, slot)
+        self.store = open_tiers(self.config, description, self.runner, self.ledger.sizes)
         self.canary, self.weight_state = None, loaded.weight_state
 
     @classmethod

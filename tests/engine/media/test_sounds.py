@@ -14,8 +14,16 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import RequestError
-from tests import forked_ranks
-from tests.sound_models import PLACEHOLDER, TOKEN, build_hearing, part, sound, their_inputs, wav
+from tests.support import forked_ranks
+from tests.support.sound_models import (
+    PLACEHOLDER,
+    TOKEN,
+    build_hearing,
+    part,
+    sound,
+    their_inputs,
+    wav,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

@@ -9,8 +9,8 @@ import pytest
 
 from slipstream.config import EngineArgs
 from tests.server.conftest import serving
-from tests.sound_models import build_hearing, part, sound
-from tests.vision_models import picture
+from tests.support.sound_models import build_hearing, part, sound
+from tests.support.vision_models import picture
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "model": "ears"}
 

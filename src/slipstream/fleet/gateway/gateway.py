@@ -21,7 +21,8 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from slipstream import __version__
-from slipstream.fleet.gateway.forward import Call, Forwarder
+from slipstream.fleet.gateway.calls import Call
+from slipstream.fleet.gateway.forward import Forwarder
 from slipstream.fleet.gateway.members import Members
 from slipstream.fleet.gateway.status import fleet_status
 from slipstream.fleet.scaling.figures import FleetMetrics, of_engines
@@ -239,7 +240,7 @@ class Gateway:
             raise unavailable(f"no replica serves {', '.join(down)}", "no_replica")
 
     async def _keep(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer routes of files and batches, which the gateway stores itself."""
+        """Answer requests for files and batches, which the gateway stores itself."""
         off = next((off for begin, off in _OFF.items() if scope["path"].startswith(begin)), None)
         if off is not None and getattr(self.state.settings, off[0]) is None:
             raise ApiError(
@@ -341,14 +342,12 @@ class Gateway:
                 async with in_flight(self.state, receive, call.record):
                     await self._answer(name, call)
         except ApiError as error:
-            if not call.headers_sent:
+            if not call.client.headers_sent:
                 raise
-            if call.life is not None:
-                await call.life
+            await call.client.settled()
             await self.forwarder.break_off(call, error)
         finally:
-            if call.life is not None:
-                call.life.cancel()
+            call.client.cancel()
 
     async def _answer(self, name: str, call: Call) -> None:
         path, record = call.scope["path"], call.record

@@ -20,7 +20,8 @@ from slipstream.engine.requests.processor import INLINE_CHARS, InputProcessor, i
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.hub import resolve_model
-from slipstream.server.answers.generation import Answer, GenerationRoute
+from slipstream.server.answers.generation import Answer
+from slipstream.server.answers.route import GenerationRoute
 from slipstream.server.app import make_state, prompt_routes
 from slipstream.server.http.errors import ApiError
 from slipstream.server.http.record import RequestRecord
@@ -113,9 +114,9 @@ class Prompts:
         return isinstance(self._routes.get(_short(path)), GenerationRoute)
 
     async def read(self, path: str, raw: bytes, scope: Any, *, counts: bool = False) -> Read:
-        """Read a body. With `counts` also compute what to reserve. A body that only a replica can
-        read reserves the most that a replica can hold. An invalid body reserves nothing, because
-        the replica refuses it."""
+        """Read a body. With `counts` also compute the tokens to reserve for the key's limits. A
+        body that only a replica can read reserves the most that a replica can hold. An invalid body
+        reserves nothing, because the replica refuses it."""
         route = self._routes.get(_short(path))
         if not isinstance(route, GenerationRoute | PooledRoute):
             return _NOTHING

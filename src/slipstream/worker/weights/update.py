@@ -132,8 +132,6 @@ class WeightUpdates:
         loaded = self._loaded
         if loaded.model.tower is not None:
             why: str | None = "an image encoder can't be updated; start with max_images=0"
-        elif loaded.places is not None:
-            why = "experts that change ranks can't be written in place; use tensor_parallel_size"
         else:
             why = refusal(loaded.model.decoder)
         if why is not None:
@@ -215,8 +213,8 @@ class WeightUpdates:
             self._last = None
 
     def _check_types(self, kinds: Sequence[tuple[str, str]]) -> None:
-        """Make sure that weights are numbers of `DTYPES`. Buffers that the model has no place for
-        may have any type."""
+        """Check that weights are numbers of `DTYPES`. Buffers that the model has no place for may
+        have any type."""
         if all(kind in DTYPES for _, kind in kinds):
             return
         dense = self._dense
