@@ -133,6 +133,19 @@ IMAGE["lfm2_vl"] = PLACEHOLDER["lfm2_vl"] = "<image>"
 TEMPLATES["lfm2_vl"] = TEMPLATES["qwen2_5_vl"].replace(
     "<|vision_start|><|image_pad|><|vision_end|>", "<image>"
 )
+COHERE = ("aya_vision", "cohere2_vision")
+for _like in COHERE:
+    SPECIAL[_like] = ("<|START|>", "<|END|>", "<image>", "<|IMG_PATCH|>", "<|START_OF_IMG|>")
+    SPECIAL[_like] += ("<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>", "TILE_GLOBAL")
+    SPECIAL[_like] += tuple(f"TILE_{i}" for i in range(1, 7))
+    IMAGE[_like] = "<|IMG_PATCH|>"
+    PLACEHOLDER[_like] = "<image>" if _like == "aya_vision" else "<|IMG_PATCH|>"
+    TEMPLATES[_like] = (
+        "{% for message in messages %}<|START|>{{ message['role'] }}:{% if message['content'] is string %}"
+        "{{ message['content'] }}{% else %}{% for item in message['content'] %}{% if item['type'] == 'image' %}"
+        + PLACEHOLDER[_like]
+        + "{% else %}{{ item['text'] }}{% endif %}{% endfor %}{% endif %}<|END|>{% endfor %}"
+    )
 _TEXT = dict(
     vocab_size=VOCAB,
     hidden_size=32,
@@ -200,6 +213,8 @@ def _config(family: str, **more: Any) -> Any:
         return _gemma4_config(family, more)
     if family in ("internvl", "llava", "llava_next"):
         return _with_class_token(family, image, more)
+    if family in COHERE:
+        return _cohere_config(family, image, more)
     if family == "lfm2_vl":
         return _lfm_config(image, more)
     if family == "kimi_k25":
@@ -319,6 +334,17 @@ def _glm_config(family: str, image: int, more: Any) -> Any:
         ids |= {f"{kind}_end_token_id": token_id(family, "<|end_of_image|>")}
     kind = getattr(t, f"{GLM[family]}Config")
     return kind(text_config=text, vision_config=vision, **ids, **more)
+
+
+def _cohere_config(family: str, image: int, more: Any) -> Any:
+    import transformers as t
+
+    text = {**_TEXT, "model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 90}
+    vision = {**_SIGLIP, "vision_use_head": False, "model_type": "siglip_vision_model"}
+    own = dict(text_config=text, vision_config={**vision, "image_size": 24}, image_token_id=image)
+    if family == "aya_vision":
+        return t.AyaVisionConfig(**own, alignment_intermediate_size=40, **more)
+    return t.Cohere2VisionConfig(**own, alignment_intermediate_size=40, **more)
 
 
 def _lfm_config(image: int, more: Any) -> Any:
@@ -448,6 +474,18 @@ for _like in GLM:
         "temporal_patch_size": 2,
         "size": {"shortest_edge": 2 * 16 * 16, "longest_edge": 2 * 48 * 48},
     }
+PROCESSING["aya_vision"] = {
+    "image_processor_type": "GotOcr2ImageProcessorFast",
+    "size": {"height": 24, "width": 24},
+    "crop_to_patches": True,
+    "max_patches": 6,
+}
+PROCESSING["cohere2_vision"] = {
+    "image_processor_type": "Cohere2VisionImageProcessorFast",
+    "size": {"height": 24, "width": 24},
+    "max_patches": 6,
+    "patch_size": 3,
+}
 PROCESSING["lfm2_vl"] = {
     "image_processor_type": "Lfm2VlImageProcessor",
     "encoder_patch_size": 4,
@@ -520,6 +558,8 @@ def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
         **dict.fromkeys(GEMMA4, t.Gemma4ForConditionalGeneration),
         "kimi_k25": t.Kimi_K25ForConditionalGeneration,
         "lfm2_vl": t.Lfm2VlForConditionalGeneration,
+        "aya_vision": t.AyaVisionForConditionalGeneration,
+        "cohere2_vision": t.Cohere2VisionForConditionalGeneration,
         "mistral3": t.Mistral3ForConditionalGeneration,
         "qwen2_vl": t.Qwen2VLForConditionalGeneration,
         "internvl": t.InternVLForConditionalGeneration,
@@ -591,7 +631,7 @@ def from_source(module: str, *names: str) -> Any:
     assert found.origin is not None
     tree = ast.parse(Path(found.origin).read_text())
     parts = [x for x in tree.body if getattr(x, "name", "") in names]
-    made: dict[str, Any] = {"math": math, "lru_cache": lru_cache}
+    made: dict[str, Any] = {"math": math, "lru_cache": lru_cache, "np": np}
     for part in parts:  # methods alone count
         if isinstance(part, ast.ClassDef):
             part.bases, part.decorator_list = [], []
@@ -678,7 +718,39 @@ class LFMImages:
         return made if return_tensors == "np" else {k: torch.tensor(v) for k, v in made.items()}
 
 
-BY_SOURCE = {"kimi_k25": KimiImages, "lfm2_vl": LFMImages}
+class CohereImages:
+    """transformers' processor of Command A Vision, but by Pillow."""
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        self.own = own
+        module = "transformers.models.cohere2_vision.image_processing_cohere2_vision"
+        names = ("get_all_supported_aspect_ratios", "get_optimal_tiled_canvas")
+        self.canvas = from_source(module, *names)["get_optimal_tiled_canvas"]
+
+    def pieces(self, image: Any) -> list[Any]:
+        from PIL.Image import Resampling
+
+        side = self.own["size"]["height"]
+        limits = ((image.height, image.width), (side, side), 1, self.own["max_patches"])
+        columns, rows = self.canvas(*limits)
+        scaled = image.resize((columns * side, rows * side), Resampling.BICUBIC)
+        places = [(x * side, y * side) for y in range(rows) for x in range(columns)]
+        found = [scaled.crop((x, y, x + side, y + side)) for x, y in places]
+        whole = image.resize((side, side), Resampling.BICUBIC)
+        return found if len(found) == 1 else [*found, whole]
+
+    def __call__(self, images: list[Any], return_tensors: str) -> dict[str, Any]:
+        import torch
+        from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+        pieces = [piece for image in images for piece in self.pieces(image)]
+        values = np.stack([np.asarray(x, np.float32) / 255 for x in pieces])
+        values = (values - np.float32(OPENAI_CLIP_MEAN)) / np.float32(OPENAI_CLIP_STD)
+        values = values.transpose(0, 3, 1, 2)
+        return {"pixel_values": values if return_tensors == "np" else torch.tensor(values)}
+
+
+BY_SOURCE = {"kimi_k25": KimiImages, "lfm2_vl": LFMImages, "cohere2_vision": CohereImages}
 """Processors of which transformers has only those by torchvision."""
 
 
@@ -705,7 +777,7 @@ def their_processor(family: str) -> Any:
         **dict.fromkeys(GEMMA4, Gemma4ImageProcessorPil),
         **dict.fromkeys(GLM, Glm4vImageProcessorPil),
         "mistral3": PixtralImageProcessorPil,
-        "internvl": GotOcr2ImageProcessorPil,
+        **dict.fromkeys(("internvl", "aya_vision"), GotOcr2ImageProcessorPil),
         "llava": CLIPImageProcessorPil,
         "llava_next": LlavaNextImageProcessorPil,
     }

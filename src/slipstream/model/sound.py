@@ -98,4 +98,4 @@ class SoundTower:
 
 
 Tower: TypeAlias = ImageTower | SoundTower
-"""What a model reads pictures or sounds with."""
+"""The encoder of a model that sees or hears."""

@@ -222,7 +222,8 @@ class Projector:
         elif not isinstance(self.spec, PoolConnector | ScaledPoolConnector):
             rows = rows.reshape(-1, merge**2 * h.shape[1])
         if self.up is not None and isinstance(self.spec, MLPConnector | PatchMergeConnector):
-            rows = ops.activation(ops.linear(rows, self.up), self.spec.activation)
+            gated = isinstance(self.spec, MLPConnector) and self.spec.gated
+            rows = ops.activation(ops.linear(rows, self.up), self.spec.activation, gated=gated)
         return ops.linear(rows, self.out)
 
 

@@ -36,6 +36,8 @@ FAMILIES = (
     "glm4v",
     "kimi_k25",
     "lfm2_vl",
+    "aya_vision",
+    "cohere2_vision",
 )
 
 
@@ -141,6 +143,17 @@ def test_the_text_of_a_picture_is_that_of_transformers(processors, family):
             assert ours.text == "<|image>" + "<|image|>" * count + "<image|>"
         elif family.startswith(("qwen", "glm", "kimi")):
             assert ours.text == IMAGE[family] * count
+        elif family == "aya_vision":
+            run = "<|IMG_PATCH|>" * 9
+            num = their_processor(family).get_number_of_image_patches(
+                height, width, {"crop_to_patches": True}
+            )
+            tiles = "".join(f"TILE_{i}{run}" for i in range(1, num))
+            assert ours.text == f"<|START_OF_IMG|>{tiles}TILE_GLOBAL{run}<|END_OF_IMG|>"
+        elif family == "cohere2_vision":
+            num = len(their_processor(family).pieces(picture(1, width, height)))
+            tile = "<|IMG_PATCH|>" * 9 + "<|IMG_LINE_BREAK|>"
+            assert ours.text == f"<|START_OF_IMG|>{tile * num}<|END_OF_IMG|>"
         elif family == "lfm2_vl":
             from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 

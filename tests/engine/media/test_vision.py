@@ -46,6 +46,8 @@ FAMILIES = (
     "glm4v",
     "kimi_k25",
     "lfm2_vl",
+    "aya_vision",
+    "cohere2_vision",
 )
 LIKE_OTHERS = ("qwen3_vl_moe", "qwen3_5_moe", "qwen2_vl", "glm4v_moe", "glm46v")
 """Families of which a part alone differs from one above."""

@@ -38,6 +38,18 @@ _QWEN = {
 }
 _GEMMA_TEXT = {k: v for k, v in _LLAMA.items() if k != "hidden_act"}
 _GEMMA_TEXT |= dict(model_type="gemma4_text", head_dim=32, global_head_dim=64, sliding_window=512)
+_COHERE = {
+    **dict(model_type="cohere2", attention_bias=False, cache_implementation="hybrid", head_dim=32),
+    **dict(hidden_act="silu", hidden_size=64, intermediate_size=96, layer_norm_eps=1e-5),
+    **dict(logit_scale=0.25, max_position_embeddings=8192, num_attention_heads=2),
+    **dict(
+        num_hidden_layers=4, num_key_value_heads=1, order_of_interleaved_layers="local_attn_first"
+    ),
+    **dict(position_embedding_type="rope_gptj", rope_theta=50000, rotary_pct=1.0),
+    **dict(sliding_window=4096, sliding_window_pattern=4, use_embedding_sharing=True),
+    **dict(use_gated_activation=True, use_parallel_block=True, use_parallel_embedding=True),
+    **dict(vocab_size=256000, layer_switch=4, use_qk_norm=False),
+}
 CONFIGS = {
     "qwen2_vl": (
         {
@@ -294,6 +306,46 @@ CONFIGS = {
         },
         46 * 26,
     ),
+    "aya_vision": (
+        {
+            **dict(adapter_layer_norm_eps=1e-6, alignment_intermediate_size=28672),
+            **dict(downsample_factor=2, image_token_index=7, vision_feature_layer=-1),
+            **dict(vision_feature_select_strategy="full"),
+            "architectures": ["AyaVisionForConditionalGeneration"],
+            "text_config": _COHERE,
+            "vision_config": {
+                **dict(model_type="siglip_vision_model", hidden_size=1152, image_size=364),
+                **dict(intermediate_size=4304, num_attention_heads=16, num_hidden_layers=27),
+                **dict(patch_size=14, vision_use_head=False, layer_norm_eps=1e-6, num_channels=3),
+                **dict(attention_dropout=0.0, hidden_act="gelu_pytorch_tanh"),
+            },
+        },
+        {
+            **dict(crop_to_patches=True, do_convert_rgb=True, max_patches=12, min_patches=1),
+            **dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, resample=3),
+            **dict(size={"height": 364, "width": 364}, processor_class="AyaVisionProcessor"),
+        },
+        169,
+    ),
+    "cohere2_vision": (
+        {
+            **dict(alignment_intermediate_size=36864, downsample_factor=2, image_token_id=7),
+            "architectures": ["Cohere2VisionForConditionalGeneration"],
+            "text_config": _COHERE,
+            "vision_config": {
+                **dict(model_type="siglip_vision_model", hidden_size=1152, image_size=512),
+                **dict(intermediate_size=4304, num_attention_heads=16, num_hidden_layers=27),
+                **dict(patch_size=16, vision_use_head=False, layer_norm_eps=1e-6, num_channels=3),
+                **dict(attention_dropout=0.0, hidden_act="gelu_pytorch_tanh"),
+            },
+        },
+        {
+            **dict(crop_to_patches=True, do_convert_rgb=True, max_patches=12, min_patches=1),
+            **dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, resample=3, patch_size=16),
+            **dict(size={"height": 512, "width": 512}, do_pad=None),
+        },
+        256,
+    ),
     "lfm2_vl": (
         {
             **dict(do_image_splitting=True, downsample_factor=2, encoder_patch_size=16),
@@ -345,6 +397,10 @@ CONFIGS = {
 }
 
 
+_TILES = {"aya_vision": 9, "cohere2_vision": 7}
+"""Pieces of a picture of 1,280 by 720 pixels."""
+
+
 def write(folder, family, **changes):
     config, processing, _ = CONFIGS[family]
     (folder / "config.json").write_text(json.dumps({"model_type": family, **config, **changes}))
@@ -361,7 +417,7 @@ def test_published_configs_are_read(tmp_path, family):
     pieces = processor.prepare(Image.new("RGB", (1280, 720))).pieces
     piece = pieces[0]
     # 2 × 4 tiles, and the whole; the whole, and a larger one
-    assert len(pieces) == {"internvl": 9, "llava_next": 2, "lfm2_vl": 3}.get(family, 1)
+    assert len(pieces) == {"internvl": 9, "llava_next": 2, "lfm2_vl": 3, **_TILES}.get(family, 1)
     processor.close()
     assert piece.num_tokens == CONFIGS[family][2]
     assert read_spec(tmp_path).taking_images(0).spec.vision is None
@@ -400,6 +456,7 @@ def test_a_model_without_an_encoder_is_its_decoder(tmp_path, family):
         ("kimi_k25", "vision_config", {"merge_kernel_size": [2, 1]}),
         ("glm4v_moe", "text_config", {"use_qk_norm": True}),
         ("lfm2_vl", "vision_config", {"num_patches": 250}),
+        ("aya_vision", "vision_config", {"image_size": 384}),
         ("glm4v_moe", "text_config", {"model_type": "glm4v_text"}),
     ],
 )

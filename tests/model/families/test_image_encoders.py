@@ -28,6 +28,8 @@ FAMILIES = (
     "glm4v",
     "kimi_k25",
     "lfm2_vl",
+    "aya_vision",
+    "cohere2_vision",
     "glm4v_moe",
     "glm46v",
 )

@@ -268,6 +268,8 @@ class PictureProcessor(MediaProcessor):
         if vision.prompt.gap:
             rows, columns = pieces[0].rows, pieces[0].columns
         count = pieces[0].num_tokens
+        if vision.prompt.style in ("numbered", "lined"):
+            return PreparedPicture(vision.prompt.text(count, len(pieces)), pieces)
         if vision.prompt.style == "framed_tiles":
             whole_count = pieces[-1].num_tokens * (len(pieces) > rows * columns > 0)
             return PreparedPicture(vision.prompt.text(count, rows, columns, whole_count), pieces)

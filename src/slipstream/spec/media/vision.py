@@ -111,7 +111,7 @@ class PoolConnector:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConnector:
     """An MLP with biases on a group's concatenated normed states, as wide as these (Qwen 2 to 3 VL), as the decoder (InternVL,
-    LLaVA), or a `width` of its own (LFM2-VL).
+    LLaVA), or a `width` of its own (LFM2-VL). `gated`: it has gates beside (Aya Vision).
 
     The norm is over each state, or over the whole group if that is its size. LLaVA has none.
     """
@@ -119,6 +119,7 @@ class MLPConnector:
     norm: NormSpec | None
     activation: Activation
     width: Literal["group", "text"] | int = "group"
+    gated: bool = False
 
     def shapes(
         self, hidden: int, merge: int, text: int, name: str = "vision.connector"
@@ -127,8 +128,8 @@ class MLPConnector:
         width = {"group": group, "text": text}.get(str(self.width)) or int(self.width)
         return {
             **({} if self.norm is None else self.norm.shapes(f"{name}.norm")),
-            f"{name}.up.weight": (width, group),
-            f"{name}.up.bias": (width,),
+            f"{name}.up.weight": (width * (1 + self.gated), group),
+            f"{name}.up.bias": (width * (1 + self.gated),),
             f"{name}.out.weight": (text, width),
             f"{name}.out.bias": (text,),
         }
@@ -231,11 +232,15 @@ class PromptFormat:
     4. `tiles`: a run for each tile, in rows with names, and one for the whole picture (Idefics 3,
        SmolVLM).
     5. `framed_tiles`: the same in one frame without ends of rows, with another name for the whole (LFM2-VL).
+    6. `numbered`: tiles by number and the whole, in one frame (Aya Vision). `lined`: the same without numbers, with `row_end`
+       after each (Command A Vision). Here `rows` is their number, with the whole.
     """
 
     placeholder: str
     token: str
-    style: Literal["plain", "framed", "surrounded", "rows", "tiles", "framed_tiles"]
+    style: Literal[
+        "plain", "framed", "surrounded", "rows", "tiles", "framed_tiles", "numbered", "lined"
+    ]
     begin: str = ""
     end: str = ""
     row_end: str = ""
@@ -259,6 +264,11 @@ class PromptFormat:
             return f"{self.begin}{run}{self.end}"
         if self.style == "surrounded":
             return f"\n\n{self.begin}{run}{self.end}\n\n"
+        if self.style == "numbered":
+            numbered = "".join(f"TILE_{i}{run}" for i in range(1, rows))
+            return f"{self.begin}{numbered}TILE_GLOBAL{run}{self.end}"
+        if self.style == "lined":
+            return f"{self.begin}{(run + self.row_end) * rows}{self.end}"
         if self.style == "framed_tiles":
             tiles = [
                 f"<|img_row_{row}_col_{column}|>{run}"
@@ -456,13 +466,15 @@ class CenterSquare:
 class RatioTiles:
     """Square tiles of `tile` pixels, `least` to `most` of them (InternVL).
 
-    The ratio of their columns to their rows is next to the picture's, which is scaled to them whatever its proportions. If
-    there are several, the whole picture, scaled to one tile, follows.
+    The ratio of their columns to their rows is next to the picture's, which is scaled to them whatever its proportions; or
+    `by` "scale" it is enlarged least within them, else reduced least (Command A Vision, where `least` has no effect). If there
+    are several, the whole picture, scaled to one tile, follows.
     """
 
     tile: int
     least: int
     most: int
+    by: Literal["ratio", "scale"] = "ratio"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -615,6 +627,15 @@ def tiles_by_ratio(height: int, width: int, sizes: RatioTiles) -> tuple[int, int
     """(rows, columns) of tiles. Of equally near ratios, later ones count if the picture has more than half of their pixels."""
     found, nearest = (1, 1), math.inf
     counts = range(1, sizes.most + 1)
+    if sizes.by == "scale":
+        shapes = sorted(
+            ((r, c) for c in counts for r in counts if r * c <= sizes.most), key=math.prod
+        )
+        scales = {x: min(x[1] * sizes.tile / width, x[0] * sizes.tile / height) for x in shapes}
+        larger = {x: scale for x, scale in scales.items() if scale >= 1}
+        return (
+            min(larger, key=larger.__getitem__) if larger else max(scales, key=scales.__getitem__)
+        )
     grids = [(r, c) for c in counts for r in counts if sizes.least <= r * c <= sizes.most]
     for rows, columns in sorted(grids, key=math.prod):
         away = abs(width / height - columns / rows)
