@@ -268,14 +268,15 @@ class ProcessExecutor(Executor):
         step.awaits_mask = False
 
     def proposed(self, step: RemoteStep) -> Sequence[int]:
-        """Drafts of `step`, the newest one. Each rank has the whole draft model and proposes the
-        same, or proposes for its own requests."""
+        """Drafts of `step`, the newest one. Each rank of the last stage has the whole draft model and
+        proposes the same, or proposes for its own requests."""
         if not step.parts:
-            return self._ask(GetProposed())[0].proposed
+            return max(self._ask(GetProposed()), key=lambda answer: answer.rank).proposed
         assert isinstance(step.plan, StepPlan)
         answers = self._ask(GetProposed(), len(self._ranks))
         answers.sort(key=lambda answer: answer.rank)
-        return joined_drafts(step.parts, step.plan, [answer.proposed for answer in answers])
+        last = answers[-len(step.parts) :]  # of a pipeline the last stage's
+        return joined_drafts(step.parts, step.plan, [answer.proposed for answer in last])
 
     def max_in_flight(self, plan: Plan) -> int:
         return 1 + self.config.scheduling.pipeline_steps
