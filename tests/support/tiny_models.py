@@ -168,6 +168,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {**_LFM, "model_type": "lfm2", "block_multiple_of": 8},
     "lfm2_moe": {**_LFM, **_EXPERTS, "model_type": "lfm2_moe", "num_dense_layers": 1},
+    "lfm3": {
+        **_LFM,
+        **dict(model_type="lfm3", head_dim=16, sliding_window=6),
+        **dict(num_attention_heads=16, num_key_value_heads=4),  # schemes need 16 gates
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+    },
     "nemotron_h": {
         **_LLAMA,
         "model_type": "nemotron_h",
@@ -235,6 +241,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "q_lora_rank": None,
         **dict(num_experts=8, n_group=4, topk_group=2, linear_num_heads=4, linear_head_dim=12),
+    },
+    "bailing_hybrid": {
+        **{k: v for k, v in _LATENT.items() if k not in ("n_routed_experts", "n_shared_experts")},
+        **dict(model_type="bailing_hybrid", pad_token_id=None, q_lora_rank=None, head_dim=12),
+        **dict(num_experts=8, n_shared_experts=1, n_group=4, topk_group=2, layer_group_size=3),
     },
     "granitemoehybrid": {
         **_MAMBA2,
@@ -587,6 +598,7 @@ GEMMA4_MOE = {
 
 RECURRENT = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h", "bamba"),
+    *("lfm3", "bailing_hybrid"),
     *("granitemoehybrid", "falcon_h1", "jamba", "kimi_linear", "olmo_hybrid"),
     *("mamba", "falcon_mamba", "mamba2", "minimax"),
 )

@@ -55,7 +55,12 @@ def test_what_is_read_is_written_again(name, tmp_path):
     before, after = (
         load_file(tmp_path / which / "model.safetensors") for which in ("model", "again")
     )
-    if family in ("olmo_hybrid", "kimi_linear", "deepseek_v4"):  # whose writers have other names
+    if family in (
+        "olmo_hybrid",
+        "kimi_linear",
+        "bailing_hybrid",
+        "deepseek_v4",
+    ):  # whose writers have other names
         description = read_spec(tmp_path / "model")
         names = description.family.names(description.spec)
         before = {
