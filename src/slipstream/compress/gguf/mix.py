@@ -23,7 +23,7 @@ Which = int | Literal["all", "more", "grouped"]
 eighth, and every third between), or all if four or more query heads share a key head."""
 
 FIRST_TWO = 0
-"""In place of a share: the first two layers."""
+"""Stands for the first two layers in place of a share."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def put(values: dict[str, Tensor], at: Placement, tensor: Tensor) -> None:
 
 @torch.no_grad()
 def unpacked(blocks: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """What a tensor's bytes stand for, float32, as our reader computes it."""
+    """A tensor's values, float32, as our reader computes them from its bytes."""
     from slipstream.model.stored.gguf_quants import dequantize
     from slipstream.spec.stored.gguf_types import BY_NAME
 

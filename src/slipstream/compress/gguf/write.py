@@ -42,7 +42,7 @@ PRODUCTS_NAME = "slipstream-products.json"
 
 @dataclass(frozen=True, slots=True)
 class GGUFRun:
-    """What the stages share."""
+    """Data that the stages share."""
 
     source: ModelDescription
     step: GGUF
