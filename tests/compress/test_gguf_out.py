@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.stored.gguf_quants import dequantize_tensor
 from slipstream.spec.description import read_spec
 from slipstream.spec.stored.gguf import GGUFFile
-from tests import tiny_models
+from tests.support import tiny_models
 from tests.model.harness import load, run
 
 CPU = torch.device("cpu")

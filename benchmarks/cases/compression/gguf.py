@@ -24,7 +24,7 @@ from typing import Any
 
 import gguf
 import torch
-from cases.compression_recipes import Remembering, measure, size
+from cases.compression.recipes import Remembering, measure, size
 from peers_cpu import rewritten
 
 from slipstream.bench.report import print_table
