@@ -21,8 +21,8 @@ from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.stored.gguf_quants import dequantize_tensor
 from slipstream.spec.description import read_spec
 from slipstream.spec.stored.gguf import GGUFFile
-from tests.support import tiny_models
 from tests.model.harness import load, run
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 
@@ -191,9 +191,10 @@ def test_other_families_are_written(family, more, tmp_path):
 @pytest.mark.parametrize(
     ("family", "field"), [("mistral", "model_type"), ("granitemoe", "model_type")]
 )
-def test_a_config_that_can_not_be_said_is_refused_by_name(family, field, tmp_path):
-    """Never a file that describes another model."""
+def test_a_config_that_can_not_be_said_is_refused_by_name(family, field, tmp_path, monkeypatch):
+    """Never a file that describes another model, and no work before the error."""
     tiny_models.write_with_tokenizer(tmp_path / "model", family)
+    monkeypatch.setattr("slipstream.compress.gguf.write._write_layer", lambda *given: 1 / 0)
     with pytest.raises(UnsupportedModelError) as caught:
         written(tmp_path / "model", tmp_path / "out", type="Q8_0")
     assert caught.value.field == field

@@ -75,7 +75,7 @@ class Trellis:
 
     def error(self, weight: Tensor, stats: InputStats) -> tuple[float, float]:
         """(bits a weight, squared error of the output)."""
-        rows, inner = weight.shape
+        inner = weight.shape[1]
         generator = torch.Generator().manual_seed(0)
         mixed, _ = torch.linalg.qr(torch.randn(inner, inner, generator=generator))
         hessian = mixed.T @ (stats.hessian / stats.num_rows) @ mixed

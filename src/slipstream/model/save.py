@@ -161,7 +161,8 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
         case MinusOne():
             return part + 1
         case Unpermute(num_heads=n):
-            return part.unflatten(0, (n, 2, -1)).transpose(1, 2).flatten(0, 2)
+            turned: Tensor = part.unflatten(0, (n, 2, -1)).transpose(1, 2)
+            return turned.flatten(0, 2)
         case Deinterleave(transposed=True):
             return torch.stack([half.mT for half in part.chunk(2, dim=-2)], dim=-1).flatten(-2)
         case Deinterleave():

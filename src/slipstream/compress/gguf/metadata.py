@@ -127,7 +127,8 @@ def frequencies(source: ModelDescription) -> np.ndarray[Any, np.dtype[np.float32
     base = rope.theta ** -(np.arange(half) / half)
     turns = s.original_max_position * base / (2 * np.pi)
     smooth = (turns - s.low_freq_factor) / max(s.high_freq_factor - s.low_freq_factor, 1e-30)
-    return np.float32(1 / ((1 - smooth.clip(0, 1)) / s.factor + smooth.clip(0, 1)))
+    kept: np.ndarray[Any, Any] = smooth.clip(0, 1)
+    return (1 / ((1 - kept) / s.factor + kept)).astype(np.float32)
 
 
 def tokenizer_keys(source: ModelDescription) -> dict[str, Any]:

@@ -22,22 +22,25 @@ Which = int | Literal["all", "more", "grouped"]
 """Layers of a rule: the first 1/n of them, all, those where more bits pay off (first and last
 eighth, and every third between), or all if four or more query heads share a key head."""
 
+Rule = tuple[str, Which, str]
+"""Part of a tensor's name, layers, type."""
+
 FIRST_TWO = 0
 """Stands for the first two layers in place of a share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The type of most matrices, and (part of a tensor's name, layers, type) of others; the first
+    """The type of most matrices, and rules for others; the first
     rule that applies holds. `head` is the output head's, or the embeddings' if they are the head."""
 
     base: str
-    rules: tuple[tuple[str, Which, str], ...] = ()
+    rules: tuple[Rule, ...] = ()
     head: str = "Q6_K"
 
 
-_MORE = (("attn_v", "more", "Q6_K"), ("ffn_down", "more", "Q6_K"))
-_V = ("attn_v", "grouped", "Q4_K")
+_MORE: tuple[Rule, ...] = (("attn_v", "more", "Q6_K"), ("ffn_down", "more", "Q6_K"))
+_V: Rule = ("attn_v", "grouped", "Q4_K")
 
 MIXES: dict[str, Mix] = {
     "Q2_K": Mix("Q2_K", (_V, *((n, "all", "Q3_K") for n in ("attn_v", "ffn_down", "attn_output")))),

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,11 @@ def write_gguf(
 ) -> None:
     """Write the folder with the file. `finish` gets it before it becomes the result, as in `compress`."""
     require_gguf()
+    if (
+        run.source.gguf is None
+    ):  # a config or tokenizer that can't be said is refused before the work
+        with TemporaryDirectory(dir=run.work.path) as trial:
+            _write_file(run, Path(trial) / "trial.gguf", None)
     text = None
     if windows and run.step.needs_text:
         text = Stream(run.source, windows, device=run.device, dtype=run.dtype)
@@ -235,8 +241,9 @@ def _write_ends(run: GGUFRun, text: Stream | None) -> None:
 # --- The file ---------------------------------------------------------------------------------------------------------
 
 
-def _write_file(run: GGUFRun, path: Path, parts: Sequence[str]) -> None:
-    """Write the file from the finished parts, one tensor in memory at a time, and read its header back."""
+def _write_file(run: GGUFRun, path: Path, parts: Sequence[str] | None) -> None:
+    """Write the file from the finished parts, one tensor in memory at a time, and read its header back. Without parts the
+    tensors are holes."""
     import gguf
 
     source, planned = run.source.gguf, {tensor.name: tensor for tensor in run.planned}
@@ -266,9 +273,14 @@ def _write_file(run: GGUFRun, path: Path, parts: Sequence[str]) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for data in _data(run, parts, others):
+    if parts is None:
+        file = writer.fout[0]
+        sizes = [file.tell(), *(tensor.num_bytes for tensor in run.planned)]
+        file.seek(sum(-(-size // writer.data_alignment) * writer.data_alignment for size in sizes))
+        file.write(b"\0" if divisors is None else divisors.tobytes())
+    for data in () if parts is None else _data(run, parts, others):
         writer.write_tensor_data(data)
-    if divisors is not None:
+    if divisors is not None and parts is not None:
         writer.write_tensor_data(divisors)
     writer.close()
     try:
