@@ -35,7 +35,7 @@ from slipstream.compress.run import compress
 from slipstream.compress.training.common import in_bfloat16
 from slipstream.config import EngineArgs
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.evals.text import TextSettings, calibration_windows
+from slipstream.evals.text import TextSettings, calibration_text
 from slipstream.hub import resolve_model
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.stored.gguf import GGUFFile
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace, write: Callable[..., None]) -> None:
     source = read_spec(resolve_model(args.model))
     count, context = args.evaluate
     text = TextSettings(context=context, stride=context, num_windows=count)
-    windows = calibration_windows(
+    windows = calibration_text(
         tokenizer=Tokenizer.for_model(source),
         num_windows=args.calibrate[0],
         context=args.calibrate[1],

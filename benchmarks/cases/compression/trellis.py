@@ -30,7 +30,7 @@ from slipstream.compress.gguf.blocks import round_blocks
 from slipstream.compress.quantize.rounding import gptq, inverse_factor, round_columns
 from slipstream.compress.recipe import Quantize
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.evals.text import calibration_windows
+from slipstream.evals.text import calibration_text
 from slipstream.hub import resolve_model
 from slipstream.spec.description import read_spec
 from slipstream.spec.stored.gguf_types import BY_NAME
@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, write: Callable[..., None]) -> None:
     source = read_spec(resolve_model(args.model))
-    windows = calibration_windows(
+    windows = calibration_text(
         tokenizer=Tokenizer.for_model(source), num_windows=args.windows, context=512
     )
     stream = Stream(source, windows, device=CPU, dtype=torch.float32)

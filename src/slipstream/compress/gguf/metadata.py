@@ -128,7 +128,7 @@ def frequencies(source: ModelDescription) -> np.ndarray[Any, np.dtype[np.float32
     turns = s.original_max_position * base / (2 * np.pi)
     smooth = (turns - s.low_freq_factor) / max(s.high_freq_factor - s.low_freq_factor, 1e-30)
     kept: np.ndarray[Any, Any] = smooth.clip(0, 1)
-    return (1 / ((1 - kept) / s.factor + kept)).astype(np.float32)
+    return np.asarray(1 / ((1 - kept) / s.factor + kept), np.float32)
 
 
 def tokenizer_keys(source: ModelDescription) -> dict[str, Any]:

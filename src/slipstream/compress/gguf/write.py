@@ -274,6 +274,7 @@ def _write_file(run: GGUFRun, path: Path, parts: Sequence[str] | None) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     if parts is None:
+        assert writer.fout is not None
         file = writer.fout[0]
         sizes = [file.tell(), *(tensor.num_bytes for tensor in run.planned)]
         file.seek(sum(-(-size // writer.data_alignment) * writer.data_alignment for size in sizes))
