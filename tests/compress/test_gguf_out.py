@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
 from slipstream.compress.calibrate import InputStats
 from slipstream.compress.gguf.blocks import WRITABLE, round_blocks
@@ -256,3 +257,24 @@ def test_backing_off_takes_types_of_more_bits():
     kinds = [made.one(GGUF).type for made in more_bits(parse(preset("gguf:Q4_K_S")))]
     assert kinds == ["Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"]
     assert list(MIXES).index("Q3_K_M") < list(MIXES).index("Q4_K_M")
+
+
+def test_the_command_measures_the_file_and_the_engine_runs_it(model, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"hello {i} the other letter in\n\n" for i in range(800)))
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"- calibrate: {{text: {text}, num_windows: 2, context: 32}}\n- gguf: {{type: Q6_K}}\n"
+    )
+    out = tmp_path / "out"
+    words = ["compress", str(model), "--recipe", str(recipe), "--out", str(out), "--json"]
+    assert main([*words, "--text", str(text), "--eval-windows", "2", "--device", "cpu"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["report"]["kl"]["mean"] < 0.05
+    assert told["report"]["compressed"]["file_bytes"] == (out / "out.gguf").stat().st_size
+    assert {path.name for path in out.iterdir()} >= {
+        *("out.gguf", "slipstream-report.json", "slipstream-recipe.json"),
+    }
+    with LLM(str(out), device="cpu", max_model_len=64) as llm:
+        answers = llm.generate(["hello the"], SamplingParams(temperature=0, max_tokens=4))
+        assert answers[0].outputs[0].token_ids
