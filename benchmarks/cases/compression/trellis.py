@@ -181,7 +181,7 @@ def run(args: argparse.Namespace, write: Callable[..., None]) -> None:
                 name,
                 f"{r['bits_per_weight']:.3f}",
                 f"{r['relative_error']:.5f}",
-                f"{10 * math.log10(r['relative_error']):.2f}",
+                f"{10 * math.log10(max(r['relative_error'], 1e-12)):.2f}",
             )
             for name, r in results.items()
         ],
