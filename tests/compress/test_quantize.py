@@ -565,7 +565,7 @@ def test_4_bit_floats_are_what_compressed_tensors_makes_of_them(tmp_path, model,
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-gptq", "mxfp4"])
 def test_4_bit_floats_are_what_modelopt_reads(tmp_path, model, name):
-    """Where nvidia-modelopt is installed, which needs more than the tests do."""
+    """Runs where nvidia-modelopt is installed, which needs more than the tests do."""
     tools = pytest.importorskip("modelopt.torch.quantization.qtensor")
     written(model, tmp_path / "out", RECIPES[name])
     formats = read_spec(tmp_path / "out").quantization.formats
