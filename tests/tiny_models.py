@@ -1025,6 +1025,7 @@ def build_whisper(
         **ends, max_length=64, no_timestamps_token_id=whisper_id("notimestamps"), is_multilingual=not english,
         suppress_tokens=[5, 9], begin_suppress_tokens=[220, end], max_initial_timestamp_index=20,
         prev_sot_token_id=whisper_id("startofprev"), return_timestamps=False,
+        alignment_heads=[[0, 1], [2, 3], [2, 0]],
     ).items():  # fmt: skip
         setattr(told, name, value)
     if not english:

@@ -371,8 +371,9 @@ def _speech(path: Path, generation: Mapping[str, Any], spec: ModelSpec) -> Speec
     encoder = spec.encoder
     if encoder is None or encoder.audio is None:
         return None
-    start, size = encoder.start_token_id, spec.vocab_size
-    return read_speech(path, generation, start=start, vocab_size=size, audio=encoder.audio)
+    heads = [attention.num_heads for attention in spec.attentions]
+    how: Any = dict(start=encoder.start_token_id, vocab_size=spec.vocab_size, heads=heads)
+    return read_speech(path, generation, audio=encoder.audio, **how)
 
 
 def _ends(family: Family, spec: ModelSpec) -> Mapping[str, Placement]:

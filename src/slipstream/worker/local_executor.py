@@ -29,6 +29,7 @@ from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.opening import open_tiers
 
 if TYPE_CHECKING:
+    from slipstream.messages.media import AlignmentQuestion, Matrix
     from slipstream.messages.weight_ops import WeightsOp
     from slipstream.messages.weights import GivenPiece
 
@@ -123,11 +124,15 @@ class LocalExecutor(Executor):
         except Exception as error:
             if isinstance(error, SlipstreamError) or isinstance(op, WriteWeights):
                 raise
-            # nothing is written, so the engine goes on
             raise EngineError(
                 f"{type(op).__name__} failed, and the weights have not changed: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+    def attention_of(self, asked: AlignmentQuestion) -> Matrix:
+        from slipstream.worker.alignment import attention_of
+
+        return attention_of(self.runner, asked)
 
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:
         if self.runner.adapters is None:
