@@ -149,17 +149,16 @@ def kernels_of(llm: Any, num_seqs: int, prompt: int, num_decodes: int = 8) -> di
 def run_case(doc: str | None, script: str, *options: str) -> None:
     """Run the file of `cases/` that the options choose, with that file's own options.
 
-    `options` are those that choose: of kernels.py, `--device cpu --op linear` is cases/kernels_cpu_linear.py. A case has
-    `add_arguments(parser)` and `run(args, save)`, where `save(**parts)` writes the record, by the file's name unless the case
-    has a `RECORD`.
+    `options` are those that choose: of kernels.py, `--device cpu --op linear` is cases/kernels/cpu_linear.py. A case has
+    `add_arguments(parser)` and `run(args, save)`. `save(**parts)` writes its `RECORD`, or kernels_cpu_linear.
     """
     import importlib
     import sys
     from functools import partial
 
     cases = {}
-    for path in sorted((HERE / "cases").glob(f"{script}_*.py")):
-        words = path.stem.split("_", len(options))[1:]
+    for path in sorted((HERE / "cases" / script).glob("*.py")):
+        words = path.stem.split("_", len(options) - 1)
         cases[tuple(word.replace("_", "-") for word in words)] = path.stem
     asked = argparse.ArgumentParser(
         description=doc,
@@ -176,8 +175,8 @@ def run_case(doc: str | None, script: str, *options: str) -> None:
     chosen = tuple(getattr(known, option) for option in options)
     if chosen not in cases:
         asked.error(f"there is no such benchmark: {' '.join(chosen)}")
-    case = importlib.import_module(f"cases.{cases[chosen]}")
-    name = getattr(case, "RECORD", cases[chosen])
+    case = importlib.import_module(f"cases.{script}.{cases[chosen]}")
+    name = getattr(case, "RECORD", f"{script}_{cases[chosen]}")
     own = parser(case.__doc__, name)
     case.add_arguments(own)
     args = own.parse_args(rest)

@@ -2,7 +2,6 @@
 
     python benchmarks/engine.py --study table       # one GPU, model shape and scheme: start, latency, loads
     python benchmarks/engine.py --study families    # every family on a GPU, as shares of its bounds
-    python benchmarks/engine.py --study starts      # starts of versions on a GPU, in turns, by phase
     python benchmarks/engine.py --study ready       # starts with no kernels, with built ones, warm; the first load
     python benchmarks/engine.py --study wheel       # from a wheel to an answer in a bare environment
     python benchmarks/engine.py --study versions    # two versions of Slipstream on a CPU, in turns

@@ -179,7 +179,7 @@ class Server:
 def tiny_server(number: int, args: Any) -> Iterator[Server]:
     """A server of a tiny random model. It is not waited for; at the end it must end by SIGTERM."""
     sys.path.insert(0, str(ROOT))
-    from tests import tiny_models
+    from tests.support import tiny_models
 
     with tempfile.TemporaryDirectory() as made, tempfile.TemporaryFile("w+") as log:
         folder, scratch = Path(made) / "model", Path(made) / "tmp"

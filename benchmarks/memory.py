@@ -1,6 +1,5 @@
 """Gains of memory: cached prefixes, and models that are larger than it.
 
-    python benchmarks/memory.py --study prefix     # first tokens with and without reuse of a shared prefix
     python benchmarks/memory.py --study tiers      # a prompt found in the host's memory or on a disk over computing it
     python benchmarks/memory.py --study eviction   # cached blocks evicted by value, and the least recently used first
 

@@ -200,7 +200,7 @@ def tests(node: Node) -> dict[str, Any]:
     """The GPU tests for several ranks."""
     if node.tiny:
         return {"left out": "they need GPUs"}
-    files = ("tests/gpu/test_two_gpus.py", "tests/gpu/test_peer_collectives_gpu.py")
+    files = ("tests/gpu/worker/test_two_gpus.py", "tests/gpu/kernels/test_peer_collectives_gpu.py")
     code, words = command([*PYTEST, "gpu", *files, "-n", "8"], min(95.0, node.left()))
     return {"failed" if code else "passed": words[-1]}
 
@@ -446,7 +446,7 @@ def fleet_of(node: Node, models: dict[str, Any]) -> Iterator[str]:
 
 def with_tokenizer(node: Node, model: Path) -> str:
     """A copy of a model's config beside a tokenizer with as many words."""
-    from cases.features_grammar import made_tokenizer
+    from cases.features.grammar import made_tokenizer
 
     folder = node.folder / "with-tokenizer"
     folder.mkdir(exist_ok=True)

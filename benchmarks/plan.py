@@ -3,7 +3,6 @@
     python benchmarks/plan.py --study steps             # what steps take here: the table that `slipstream plan` reads
     python benchmarks/plan.py --study prediction        # the simulator against loads drawn at random, or recorded ones
     python benchmarks/plan.py --study optimizer         # the front that `slipstream optimize` finds, over the whole
-    python benchmarks/plan.py --study simulator         # how fast a million requests are simulated
 
 `--help` behind a study prints what it does and its options.
 """

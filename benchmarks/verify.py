@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 from common import parser, save
-from tests import tiny_models
 from tests.server.conftest import serving
+from tests.support import tiny_models
 from tests.verify.planted import FAULTS, served_with, write_checkpoints
 
 from slipstream.config import EngineArgs

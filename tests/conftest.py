@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from slipstream.costs.hardware import bound_spinning, host_memory, import_numpy
-from tests.scheduler_checks import check_schedulers
+from tests.support.scheduler_checks import check_schedulers
 
 # What is imported stays: a tenth of the time of reading all tests went into looking for garbage among it.
 gc.disable()  # `pytest_runtestloop` enables it
@@ -139,7 +139,7 @@ def _settings(logger):
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """The folder of a tiny model with random weights, a tokenizer and a chat template; its context is 1,024 tokens."""
-    from tests import tiny_models  # here, since it takes torch and transformers
+    from tests.support import tiny_models  # here, since it takes torch and transformers
 
     folder = tmp_path_factory.mktemp("tiny-model")
     tiny_models.write_with_tokenizer(folder, max_position_embeddings=1024)
@@ -148,8 +148,8 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def preloaded(tmp_path_factory):
-    """Tools whose commands are forks of one process, the same of all processes of the session: tests/preloaded.py."""
-    from tests.preloaded import Preloaded
+    """Tools whose commands are forks of one process, the same of all processes of the session: tests/support/preloaded.py."""
+    from tests.support.preloaded import Preloaded
 
     session = tmp_path_factory.getbasetemp()
     process = Preloaded(
@@ -168,7 +168,7 @@ def by_torch(monkeypatch):
 @pytest.fixture
 def forked_ranks():
     """Ranks that this process's engines start are forks of one process."""
-    from tests import forked_ranks
+    from tests.support import forked_ranks
 
     with forked_ranks.used():
         yield
@@ -183,7 +183,7 @@ def model_copy(tiny_model, tmp_path):
 @pytest.fixture(scope="session")
 def tiny_encoder(tmp_path_factory):
     """The folder of a tiny encoder with random weights, a tokenizer, and the files that say how it pools."""
-    from tests import tiny_models
+    from tests.support import tiny_models
 
     folder = tmp_path_factory.mktemp("tiny-encoder")
     tiny_models.build_encoder(folder)
@@ -197,7 +197,7 @@ def config_only(tmp_path):
     """The folder of a model that is a config.json and nothing else, for load_format="dummy"."""
     import json
 
-    from tests import tiny_models
+    from tests.support import tiny_models
 
     folder = tmp_path / "config-only"
     folder.mkdir()

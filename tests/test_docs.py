@@ -1,7 +1,7 @@
 """Every example of README.md and docs/, run as it stands, with tiny models in the place of `smollm2` and `minilm`.
 
 Shell examples run in a shell whose `slipstream` is this checkout's. Each command and each Python example is a fork of one
-process that has imported torch (tests/preloaded.py). The README's run once more with the real model in fresh processes
+process that has imported torch (tests/support/preloaded.py). The README's run once more with the real model in fresh processes
 (marker `model`). docs/server.md and docs/server/ are tested in tests/server, against a running server.
 """
 
@@ -21,8 +21,8 @@ import pytest
 
 from slipstream.cli.main import build_parser
 from slipstream.hub import DEFAULT_MODEL, MODELS, machine_folder
+from tests.support.waiting import PATIENCE_S
 from tests.test_imports import FILES, parsed
-from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -1,6 +1,6 @@
 """The how-tos from top to bottom, with a tiny model in the place of each that they name.
 
-Commands and servers are forks of a process that has imported torch (tests/preloaded.py).
+Commands and servers are forks of a process that has imported torch (tests/support/preloaded.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import PATIENCE_S
 from tests.test_docs import place  # noqa: F401
 from tests.test_tutorials import SERVES, carried_out, free_port, served
-from tests.waiting import PATIENCE_S
 
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "howto").glob("*.md"))
 SLOW = ("shrink-a-model", "debug-a-slow-server", "pin-memory", "feedback-to-data")

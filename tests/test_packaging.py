@@ -1,6 +1,6 @@
 """Tests of what Slipstream is installed and deployed by: quickstart, the images, the chart, the workflow of a release.
 
-The chart is rendered by helm itself: `python -m tests.helm` fetches it.
+The chart is rendered by helm itself: `python -m tests.support.helm` fetches it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slipstream.server.http.web_guard import WebGuard
 from slipstream.server.operations import manifests
 from slipstream.server.operations.manifests import Deployment, dockerfile, kubernetes
 from slipstream.server.operations.metrics import Metrics
-from tests.helm import found as found_helm
+from tests.support.helm import found as found_helm
 
 ROOT = Path(__file__).parents[1]
 PACKAGING = ROOT / "packaging"
@@ -37,7 +37,7 @@ IMAGES = PACKAGING / "images"
 CHART = PACKAGING / "chart"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 needs_helm = pytest.mark.skipif(
-    found_helm() is None, reason="helm is not there: python -m tests.helm"
+    found_helm() is None, reason="helm is not there: python -m tests.support.helm"
 )
 
 

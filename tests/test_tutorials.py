@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 FOLDER = Path(__file__).parents[1] / "docs" / "tutorials"
 SLOW = ("a-fleet", "replace-vllm")  # half a minute each
@@ -35,7 +35,7 @@ def free_port():
 
 @pytest.fixture
 def reader(tmp_path, preloaded):
-    """A folder, and the environment of a terminal in it. Commands are forks of one process (tests/preloaded.py), and
+    """A folder, and the environment of a terminal in it. Commands are forks of one process (tests/support/preloaded.py), and
     servers, which end by signals, processes of their own."""
     tools = tmp_path / "bin"
     tools.mkdir()

@@ -24,7 +24,7 @@ def build(folder: Path) -> dict[str, str]:
     if not made["infill"].exists():
         folder.mkdir(parents=True, exist_ok=True)
         heads(embedding, folder)
-        from tests.vision_models import build_vision
+        from tests.support.vision_models import build_vision
 
         build_vision(made["vision"], "gemma3")
         content = text.read_bytes()

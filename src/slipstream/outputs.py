@@ -29,7 +29,8 @@ class Logprob:
 
 
 class _Late:
-    """Memory for what an object's fields are made of when they are first read."""
+    """Base of objects whose fields are made when they are first read: holds the function and its
+    argument until then."""
 
     __slots__ = ("_late",)
     _late: tuple[Callable[[Any], tuple[Any, ...]], Any]

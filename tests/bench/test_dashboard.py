@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.bench.sweep.dashboard import SweepRun, render
 from slipstream.costs.metrics import DEFINITIONS
-from tests.browser import Browser
+from tests.support.browser import Browser
 
 VIEWS = ("tradeoff", "heat", "roofline", "pareto", "power", "compare", "rows", "errors")
 META = {

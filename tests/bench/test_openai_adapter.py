@@ -15,7 +15,7 @@ from slipstream.bench.adapters.openai import Endpoint, Events, OpenAIEndpoint, S
 from slipstream.bench.load import Burst, MeasuredAnswer, run_load
 from slipstream.bench.workload import BenchRequest
 from slipstream.errors import ConfigError, EngineError
-from tests.waiting import free_port
+from tests.support.waiting import free_port
 
 STREAM = (
     ": a comment\r\n"

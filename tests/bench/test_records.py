@@ -17,7 +17,7 @@ BENCHMARKS = ROOT / "benchmarks"
 RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))
 HELPERS = ("common.py", "hammer.py", "processes.py")
 SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if path.name not in HELPERS)
-CASES = sorted((BENCHMARKS / "cases").glob("*.py"))
+CASES = sorted((BENCHMARKS / "cases").glob("*/*.py"))
 DOCUMENTS = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -60,8 +60,9 @@ def test_each_script_and_case_is_named_with_its_command():
     text = (ROOT / "docs" / "benchmarking.md").read_text("utf-8")
     assert [path.name for path in SCRIPTS if f"`python benchmarks/{path.name}" not in text] == []
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
+    assert CASES
     for case in CASES:
-        script, _, choice = case.stem.partition("_")
+        script, choice = case.parent.name, case.stem
         wanted, option = f"python benchmarks/{script}.py", f"--study {choice.replace('_', '-')}"
         if script == "kernels":
             device, _, choice = choice.partition("_")
@@ -70,11 +71,13 @@ def test_each_script_and_case_is_named_with_its_command():
         for row in rows:
             script_of_row = row if "`python " in row else script_of_row
             found += [row] if wanted in script_of_row else []
-        assert any(re.search(rf"{option}[`, ]", row) for row in found), case.name
+        assert any(re.search(rf"{option}[`, ]", row) for row in found), case
 
 
 @pytest.mark.parametrize(
-    "path", [*SCRIPTS, *CASES, BENCHMARKS / "common.py"], ids=lambda path: path.stem
+    "path",
+    [*SCRIPTS, *CASES, BENCHMARKS / "common.py"],
+    ids=lambda path: f"{path.parent.name}_{path.stem}",
 )
 def test_what_a_script_imports_of_slipstream_is_there(path):
     if "cuda" in path.stem:

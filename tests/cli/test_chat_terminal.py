@@ -20,7 +20,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.cli.answers import chat
 from slipstream.cli.answers.terminal import AnswerWriter
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 def take_terminal():

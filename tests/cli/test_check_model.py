@@ -23,9 +23,9 @@ from slipstream.model.check import compare
 from slipstream.model.stored.packing import tensor_numbers
 from slipstream.model.stored.parts import expanded
 from slipstream.spec.description import read_spec
-from tests import tiny_models
 from tests.model.formats.test_gguf_models import converted, write
 from tests.model.harness import load
+from tests.support import tiny_models
 
 TOKENS = list(range(7, 40))
 

@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.cli import console
 from slipstream.cli.console import Progress
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 QUICKSTART = Path(__file__).parents[2] / "quickstart"
 

@@ -24,7 +24,7 @@ from slipstream.spec.devices.autotune_table import (
     write_tiles,
 )
 from slipstream.worker.start import diagnosis
-from tests import tiny_models
+from tests.support import tiny_models
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 

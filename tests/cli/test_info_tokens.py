@@ -8,8 +8,8 @@ import re
 import pytest
 
 from slipstream.cli.main import main
-from tests import tiny_models
 from tests.engine.requests.test_token_vectors import write_heads, write_pylate, write_stanford
+from tests.support import tiny_models
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import pytest
 from slipstream.cli import main as cli
 from slipstream.cli.serving import launch
 from slipstream.errors import ConfigError
-from tests import tiny_models
 from tests.server.conftest import serving
+from tests.support import tiny_models
 
 AGENT = """
 import os, pathlib, signal, time, urllib.request

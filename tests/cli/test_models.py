@@ -17,8 +17,8 @@ import pytest
 from slipstream.cli.main import main
 from slipstream.cli.models import ago
 from slipstream.cli.serving.running import began, register, running_servers
-from tests.hub_stand_in import StandIn
-from tests.waiting import PATIENCE_S
+from tests.hub.hub_stand_in import StandIn
+from tests.support.waiting import PATIENCE_S
 
 HEAVY = ("torch", "numpy", "slipstream.spec.description", "slipstream.config", "httpx", "rich")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli.main import build_parser, main
-from tests import tiny_models
-from tests.tiny_models import build
+from tests.support import tiny_models
+from tests.support.tiny_models import build
 
 CONFIG = str(Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3-8b")
 QUICK = ("--workload", "fixed:60/8", "--no-search")

@@ -8,8 +8,8 @@ import pytest
 
 from slipstream import LLM
 from slipstream.cli.main import main
-from tests import tiny_models
 from tests.engine.media.test_transcriptions import sound, wav
+from tests.support import tiny_models
 
 CPU = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1"]
 

@@ -25,7 +25,7 @@ from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.stored.parts import unpack_words
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
-from tests import tiny_models
+from tests.support import tiny_models
 
 INT4 = WeightFormat(bits=4, group_size=32)
 INT4_ZEROS = WeightFormat(bits=4, group_size=32, symmetric=False)

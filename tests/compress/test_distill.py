@@ -43,7 +43,7 @@ from slipstream.compress.training.teacher import (
 )
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.model.sequences import SequenceBatch, WholeModel
-from tests import tiny_models
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 torch.manual_seed(0)

@@ -33,9 +33,9 @@ from slipstream.model.draft_heads import build_head
 from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
 from slipstream.spec.drafts.head_readers import read_head
-from tests import tiny_models
 from tests.engine.drafts.test_speculation import SIZES
 from tests.model.harness import load
+from tests.support import tiny_models
 
 DRAFT_VOCAB = 60
 

@@ -16,9 +16,9 @@ from slipstream.compress.quantize.rounding import gptq, gptq_trace, nearest
 from slipstream.compress.recipe import parse
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
-from tests import tiny_models
 from tests.compress.test_quantize import SIZES, WINDOWS
 from tests.compress.test_rounding import inputs, weights
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 

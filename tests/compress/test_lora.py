@@ -23,9 +23,9 @@ from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
 from slipstream.model.sequences import SequenceBatch
 from slipstream.spec.description import read_spec
-from tests import tiny_models
 from tests.model.harness import load, run
 from tests.model.test_adapters import adapted, layout_of
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 TOKENS = [5, 9, 200, 31, 7, 250, 11, 90, 3, 4, 77]

@@ -13,8 +13,8 @@ from slipstream.compress.recipe import parse
 from slipstream.compress.run import compress
 from slipstream.errors import ConfigError
 from slipstream.spec.description import read_spec
-from tests import tiny_models
 from tests.compress.test_quantize import SIZES, WINDOWS
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ from slipstream.compress.pipeline import layer_recipe, reshape, reshaped_spec
 from slipstream.compress.recipe import parse, read_recipe
 from slipstream.errors import ConfigError
 from slipstream.spec.description import read_spec
-from tests import tiny_models
 from tests.model.harness import load, run
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 

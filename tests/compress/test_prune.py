@@ -23,8 +23,8 @@ from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.spec.description import read_spec
 from slipstream.spec.parameters import parameters as shapes
-from tests import tiny_models
 from tests.model.families.test_families import CASES, TOKENS
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 BATCHES = [

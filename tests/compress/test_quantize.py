@@ -21,8 +21,8 @@ from slipstream.errors import BudgetError, CheckpointError, ConfigError, Unsuppo
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import FORMATS
 from slipstream.spec.stored.quantization_config import COLUMNS_NAME
-from tests import mtp_layers, tiny_models, vision_models
 from tests.model.harness import load, run
+from tests.support import mtp_layers, tiny_models, vision_models
 
 CPU = torch.device("cpu")
 SIZES = dict(hidden_size=64, intermediate_size=192, head_dim=16)

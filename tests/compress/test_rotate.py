@@ -25,9 +25,9 @@ from slipstream.kernels.plain.autograd import AutogradOps
 from slipstream.model.decoder import Decoder
 from slipstream.model.load.weights import load_parameters
 from slipstream.spec.description import read_spec
-from tests import tiny_models
 from tests.compress.test_quantize import WINDOWS
 from tests.model.harness import load, run
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 

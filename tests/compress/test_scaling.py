@@ -12,7 +12,7 @@ from slipstream.compress.quantize.scaling import Fold, folds, scale_inputs, sear
 from slipstream.compress.recipe import Quantize
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
-from tests import tiny_models
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 WINDOWS = [list(range(3, 35)), list(range(40, 72))]

@@ -23,9 +23,9 @@ from slipstream.errors import ConfigError
 from slipstream.model.load.weights import load_parameters
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
-from tests import tiny_models
 from tests.model.families.test_families import CASES, TOKENS
 from tests.model.harness import load, run
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 OUT, INNER = 48, 256

@@ -19,9 +19,9 @@ from slipstream.compress.verdict import (
 from slipstream.errors import ConfigError
 from slipstream.evals.divergence import Divergence, KLDistribution
 from slipstream.spec.description import read_spec
-from tests import tiny_models
 from tests.engine.text.test_tokenizer import GOLDEN
 from tests.model.formats.test_gguf_models import LEAST, write
+from tests.support import tiny_models
 
 FOUND = Divergence(
     kl=KLDistribution(mean=0.1, p99=0.5, max=1.0, stderr=0.01, histogram=()),

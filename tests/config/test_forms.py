@@ -17,7 +17,7 @@ from slipstream.costs.devices import find_device
 from slipstream.errors import ConfigError
 from slipstream.spec.description import read_spec
 from slipstream.spec.parallel import Shard
-from tests import tiny_models
+from tests.support import tiny_models
 
 GPU = find_device("h200").device_info()
 

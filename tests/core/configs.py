@@ -48,7 +48,7 @@ def config(
         enable_prefix_caching=enable_prefix_caching,
         groups=groups,
         eviction=eviction,
-        state_slots=state_slots,
+        slots=(state_slots,),
         state_interval=state_interval if state_slots else 0,
     )
     return {

@@ -14,7 +14,7 @@ from slipstream.core.request import Status
 from slipstream.core.step import StepBudget
 from tests.core.configs import BLOCK, config
 from tests.core.test_scheduler import Engine, request
-from tests.scheduler_checks import MAX_IDLE_STEPS
+from tests.support.scheduler_checks import MAX_IDLE_STEPS
 
 
 def running_on(rank, num_running):

@@ -32,7 +32,7 @@ from slipstream.messages.beams import LikeliestTokens
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.messages.logprobs import PromptLogprobs, SampledLogprobs, TokenLogprobs
 from slipstream.messages.requests import EngineRequest, ids_of
-from slipstream.messages.steps import STATES, SharedPrefix, StepPlan, StepResult
+from slipstream.messages.steps import SharedPrefix, StepPlan, StepResult
 from slipstream.messages.texts import PooledVector, VectorOutput
 from slipstream.params.lora_request import LoRARequest
 from slipstream.params.options import Share
@@ -127,7 +127,7 @@ class Worker:
                 self.slots[target, offset] = self.slots.get((source, offset), -1)
         for s in plan.scheduled:
             for update in s.table_updates:
-                if update.group == STATES:
+                if update.group < 0:
                     row = self.state_slots.setdefault(s.request_id, [])
                     row[: len(update.block_ids)] = update.block_ids
                     continue
@@ -237,8 +237,8 @@ class Engine:
         self.scheduler = make_scheduler(**config, clock=lambda: self.now)
         self.scheduler.join(Beams())
         self.worker, self.depth = Worker(config["cache"].groups), depth
-        if (states := self.scheduler.kv.states) is not None:
-            states.most_guesses = max(states.most_guesses, MAX_GUESSES)
+        for kind in self.scheduler.kv.kinds:
+            kind.most_guesses = max(kind.most_guesses, MAX_GUESSES)
         self.in_flight: list[tuple[StepPlan, StepResult]] = []
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason] = {}
@@ -852,8 +852,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if reason is FinishReason.STOP and self.added[name]:
                 assert tokens[-1] == STOP_TOKEN
             assert STOP_TOKEN not in tokens[:-1] or reason is not FinishReason.STOP
-        states = engine.scheduler.kv.states
-        for pool in (engine.scheduler.pool, *([] if states is None else [states.pool])):
+        for pool in (engine.scheduler.pool, *engine.scheduler.slot_pools):
             check_pool(pool)
             assert pool.num_free == pool.num_usable, "a block or a state leaked"
 

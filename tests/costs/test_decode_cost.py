@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.costs.decode_cost import decode_step
 from slipstream.spec.description import read_spec
-from tests import tiny_models
+from tests.support import tiny_models
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

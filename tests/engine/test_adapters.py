@@ -14,7 +14,7 @@ from slipstream.messages.beams import BeamsRequest
 from slipstream.messages.requests import EngineRequest
 from slipstream.params.answer_forms import StructuredOutputsParams
 from slipstream.params.search import BeamSearchParams
-from tests import adapters, tiny_models
+from tests.support import adapters, tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 PROMPTS = [[5, 9, 200, 31, 7], list(range(3, 43)), [17], [(7 * i) % 250 + 3 for i in range(45)]]

@@ -14,7 +14,7 @@ from slipstream import LLM, BeamSearchParams
 from slipstream.engine.beams import BeamSearches
 from slipstream.errors import RequestError
 from slipstream.messages.beams import BeamsRequest, BeamStep, LikeliestTokens
-from tests import adapters, tiny_models
+from tests.support import adapters, tiny_models
 
 PROMPTS = [[5, 9, 200, 31, 7], list(range(3, 43)), [17, 4]]
 SETTINGS = dict(

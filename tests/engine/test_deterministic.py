@@ -14,7 +14,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.native import without_tiles
 from slipstream.kernels.select import select_ops
 from slipstream.spec.description import read_spec
-from tests import tiny_models
+from tests.support import tiny_models
 
 LENGTHS = (1, 5, 16, 45, 100, 17, 33, 64, 2, 70, 7, 3)
 PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * n) % 50 + 4 for i in range(n)]} for n in LENGTHS]

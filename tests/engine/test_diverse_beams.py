@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slipstream import LLM, BeamSearchParams
-from tests import adapters, tiny_models
+from tests.support import adapters, tiny_models
 
 PROMPTS = [[5, 9, 200, 31, 7], [17, 4]]
 WAYS = list(

@@ -7,7 +7,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError
-from tests import tiny_models
+from tests.support import tiny_models
 
 SETTINGS = dict(device="cpu", dtype="float32", num_threads=1, block_size=4)
 PROMPTS = [[(7 * i + 3 * n) % 250 + 5 for i in range(n)] for n in (5, 1, 40, 16, 17, 3, 28, 90)]

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from slipstream import LLM, SamplingParams
-from tests import tiny_models
 from tests.engine.drafts.test_speculation import Told
+from tests.support import tiny_models
 
 SIZES = dict(
     device="cpu",

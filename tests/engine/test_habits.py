@@ -11,7 +11,7 @@ from slipstream import LLM, BeamSearchParams, SamplingParams, StructuredOutputsP
 from slipstream.base.other_engines import NEEDLESS, OF_SERVE, SETTINGS
 from slipstream.config import EngineArgs
 from slipstream.errors import RequestError
-from tests import tiny_models
+from tests.support import tiny_models
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.core.cache.prefix_cache import announced_state
 from slipstream.errors import ConfigError
 from slipstream.worker.ranks import process_executor
-from tests import mtp_layers, tiny_models
+from tests.support import mtp_layers, tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 COMMON = [(7 * i) % 250 + 5 for i in range(60)]
@@ -145,7 +145,7 @@ def test_ranks_with_heads_of_their_own_preempt_as_one_device(model):
 def test_checkpoints_of_states_are_told_to_a_router(model):
     path, _, _ = model
     with LLM(str(path), **SETTINGS) as llm:
-        core, pool = llm.core, llm.core.scheduler.kv.states.pool
+        core, pool = llm.core, llm.core.scheduler.kv.kinds[0].pool
         core.cache_news.listen(on=True)
         run(llm, PROMPTS)
         came, _ = core.cache_news.changes()

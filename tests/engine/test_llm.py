@@ -28,7 +28,7 @@ from slipstream.model.compile_step import compile_step
 from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
 from slipstream.worker.forward import program
-from tests import tiny_models
+from tests.support import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [

@@ -15,8 +15,8 @@ from slipstream.config import EngineArgs, resolve
 from slipstream.errors import ConfigError, OutOfMemoryError, RequestError
 from slipstream.spec.description import read_spec
 from slipstream.worker.start import sizing
-from tests import tiny_models
 from tests.engine.test_deterministic import CPU, GPU
+from tests.support import tiny_models
 
 PROMPTS = [
     {"prompt_token_ids": [(7 * i + 3 * n) % 50 + 4 for i in range(n)]} for n in (1, 5, 16, 45, 17)

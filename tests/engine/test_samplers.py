@@ -10,7 +10,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import RequestError
-from tests import naive_samplers, processors
+from tests.support import naive_samplers, processors
 from tests.worker.draft.test_speculation_distribution import chi_squared_p
 
 SETTINGS = dict(
@@ -177,7 +177,9 @@ def test_mirostat_as_plain_python(folder):
 
 def test_functions_of_logits_change_the_answers(folder):
     with LLM(folder, **SETTINGS) as llm:
-        seven = answers(llm, logits_processors=["tests.processors:only_seven"], temperature=0.0)
+        seven = answers(
+            llm, logits_processors=["tests.support.processors:only_seven"], temperature=0.0
+        )
         assert seven == [[[7] * 12]] * 3
         lengths = []
 
@@ -199,7 +201,9 @@ def test_functions_of_logits_change_the_answers(folder):
         assert answers(llm, temperature=0.0) == plain  # the engine goes on
         with pytest.raises(RequestError, match="can't be imported"):
             llm.generate(
-                "a", SamplingParams(logits_processors=["tests.processors:nothing"]), progress=False
+                "a",
+                SamplingParams(logits_processors=["tests.support.processors:nothing"]),
+                progress=False,
             )
         with pytest.raises(RequestError, match="returned"):
             llm.generate(

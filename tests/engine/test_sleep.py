@@ -9,7 +9,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.errors import RequestError
-from tests import tiny_models
+from tests.support import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SIZES = dict(device="cpu", dtype="float32", max_model_len=64, kv_cache_bytes=2**20, num_threads=1)

@@ -16,9 +16,9 @@ from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.cache.tensors import cache_parts
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import IndexSpec, LatentAttentionSpec
-from tests import tiny_models
 from tests.engine.cache.test_window_groups import COMMON, PROMPTS, SETTINGS, answers, greedy
 from tests.engine.drafts.test_draft_heads import proposals
+from tests.support import tiny_models
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4")
 SAVED = "model.safetensors"

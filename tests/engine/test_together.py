@@ -9,7 +9,7 @@ from slipstream.core.participants.beams import Beams
 from slipstream.core.participants.forced_tokens import ForcedTokens
 from slipstream.engine.listeners import MaskingGrammars, Searching
 from slipstream.worker.start import probe_steps
-from tests import tiny_models
+from tests.support import tiny_models
 
 SIZES = dict(
     device="cpu",

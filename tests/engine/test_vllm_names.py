@@ -10,7 +10,7 @@ import slipstream
 from slipstream import LLM, EngineArgs, PoolingParams, SamplingParams, TextPrompt, TokensPrompt
 from slipstream.config import resolver
 from slipstream.errors import RequestError
-from tests import tiny_models
+from tests.support import tiny_models
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.errors import AdapterError, CheckpointError, EngineError, RequestError
 from slipstream.messages.weight_ops import FolderPiece, undoing
 from slipstream.model.load import refill
-from tests import adapters, tiny_models
+from tests.support import adapters, tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = "hello, this is a prompt of more than sixteen tokens"

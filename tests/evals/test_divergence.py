@@ -19,7 +19,7 @@ from slipstream.evals.divergence import KL_EDGES, compare, token_kl
 from slipstream.evals.perplexity import perplexity
 from slipstream.evals.scorer import Scorer
 from slipstream.evals.text import Document, Window, cut
-from tests import tiny_models
+from tests.support import tiny_models
 
 TEXT = "hello the world, in the other hour the hello is here and the wind is there. " * 3
 CONTEXT = 64

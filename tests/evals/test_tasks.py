@@ -26,7 +26,7 @@ from slipstream.evals.tasks import (
 )
 from slipstream.evals.text import Document, read_documents
 from slipstream.params.lora_request import LoRARequest
-from tests import tiny_models
+from tests.support import tiny_models
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import uvloop
 from slipstream.fleet.config import check, gateway_settings
 from slipstream.fleet.head import Head
 from slipstream.server.run import bind, url
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 ENGINE = {
     "dtype": "float32",

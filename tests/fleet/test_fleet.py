@@ -13,7 +13,7 @@ import pytest
 from slipstream.errors import ConfigError
 from slipstream.fleet.config import pools
 from tests.fleet.running import ENGINE, fleet_of, running, version
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 ASKS = [
     {"temperature": 0},

@@ -23,7 +23,7 @@ from slipstream.fleet import head
 from slipstream.fleet.config import check, pools, read
 from slipstream.fleet.replicas.processes import START_NICE, ReplicaProcesses
 from tests.fleet.running import ENGINE, alive, fleet_of, version
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 from slipstream.fleet.config import check
 from tests.fleet.running import ENGINE, alive, fleet_of, running, version
 from tests.fleet.test_fleet import ask
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.mark.slow

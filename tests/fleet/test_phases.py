@@ -14,7 +14,7 @@ from slipstream.fleet import head
 from slipstream.fleet.gateway import forward, phases
 from slipstream.fleet.gateway.router import ReplicaState, Router
 from tests.fleet.running import ENGINE, fleet_of, running, version
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 POOLS = [
     {"name": "prompts", "role": "prefill", "replicas": 1},

@@ -16,10 +16,10 @@ from slipstream.server.batches import runner as batch_runner
 from tests.fleet import stubs as stubs_module
 from tests.fleet.running import fleet_of, running, version
 from tests.fleet.stubs import Stub, numbers, stubbed, text_of
-from tests.poison import WORD, python_path
 from tests.server.batches.test_batch_deaths import check_ended, lines
 from tests.server.batches.test_server_batches import begin, ended
-from tests.waiting import PATIENCE_S
+from tests.support.poison import WORD, python_path
+from tests.support.waiting import PATIENCE_S
 
 CRASH, KILL = "was killed by signal 11 (SIGSEGV)", "was killed by signal 9 (SIGKILL)"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.fleet.running import ENGINE, fleet_of, running, version
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 STREAMS, TIMES = 64, 10
 RANKS = {

@@ -29,11 +29,11 @@ from slipstream.spec.model import GroupLimit
 from slipstream.spec.parallel import Shard
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import SCHEMES
-from tests import one_token_steps, tiny_models
 from tests.kernels import on_cpu
 from tests.kernels.triton.test_gguf import write_llama
 from tests.model.harness import CPU, Paged, fast
 from tests.model.ranks.parallel_ranks import as_threads
+from tests.support import one_token_steps, tiny_models
 
 WIDE = {
     "hidden_size": 512,

@@ -20,8 +20,8 @@ from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.model.load import loader
 from slipstream.spec.model import OwnActivation, OwnNorm, SequentialBlock
-from tests import tiny_models
 from tests.model.harness import CPU, run
+from tests.support import tiny_models
 
 ROOT = Path(__file__).parents[2]
 ALL = [ReferenceOps(), CpuOps(), NativeOps(), TritonOps()]

@@ -22,7 +22,7 @@ from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
 from tests.model.checkpoints import CONFIGS
 from tests.model.harness import CPU, run, states, written
-from tests.tiny_models import correction_buffers
+from tests.support.tiny_models import correction_buffers
 
 TOKENS = [(7 * i) % 89 + 5 for i in range(40)]
 TOLERANCE = 1e-4

@@ -14,8 +14,8 @@ from slipstream.errors import AdapterError
 from slipstream.kernels.weights.adapters import AdapterOps, tokens_of
 from slipstream.model.adapters import AdapterLayout
 from slipstream.spec.adapters import CONFIG_NAME, WEIGHTS_NAME
-from tests import adapters, tiny_models
 from tests.model.harness import load, run
+from tests.support import adapters, tiny_models
 
 CPU = torch.device("cpu")
 TOKENS = [5, 9, 200, 31, 7, 250, 11, 90, 3, 4, 77]

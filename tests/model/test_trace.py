@@ -44,8 +44,8 @@ from slipstream.spec.model import (
     Xielu,
 )
 from slipstream.spec.reason import Reason
-from tests import tiny_models
 from tests.model.harness import load
+from tests.support import tiny_models
 
 BUILD = {
     **dict.fromkeys(tiny_models.FAMILIES, tiny_models.build),

@@ -23,7 +23,7 @@ from slipstream.errors import ConfigError
 from slipstream.evals.scorer import Scorer
 from slipstream.kernels.cpu.host_ops import HostOps
 from slipstream.optimize.folder import build_folder
-from tests import forked_ranks, tiny_models
+from tests.support import forked_ranks, tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 SETTINGS = {

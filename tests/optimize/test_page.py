@@ -7,7 +7,7 @@ import pytest
 from slipstream.optimize.candidates import Candidate, TrialResult
 from slipstream.optimize.page import render
 from slipstream.optimize.run import as_row
-from tests.browser import Browser
+from tests.support.browser import Browser
 
 
 def result(compression, throughput, **more):

@@ -32,7 +32,7 @@ from slipstream.optimize.traffic import RecordedTraffic, parse_traffic
 from slipstream.optimize.worker import task_loss
 from slipstream.spec.description import read_spec
 from slipstream.worker.device import detect
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46,374,44

@@ -17,7 +17,7 @@ from slipstream.server.app import create_app
 from slipstream.server.run import bind, make_server, url
 from slipstream.server.state import ServerSettings
 from tests.server.fake_engine import FakeEngine
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
@@ -126,7 +126,7 @@ def shared():
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory):
     """A tiny model with random weights, a tokenizer and a chat template."""
-    from tests import tiny_models  # here, since it takes torch and transformers
+    from tests.support import tiny_models  # here, since it takes torch and transformers
 
     folder = tmp_path_factory.mktemp("tiny-model")
     tiny_models.write_with_tokenizer(folder, max_position_embeddings=1024)

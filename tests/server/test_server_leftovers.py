@@ -14,7 +14,7 @@ from slipstream.errors import ConfigError
 from slipstream.server.http import connection
 from slipstream.server.openai.response_store import ResponseStore, StoredResponse
 from tests.server.fake_engine import FakeEngine
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 def stored(name, size=10):

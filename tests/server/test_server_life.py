@@ -26,7 +26,7 @@ from slipstream.server.run import bind, make_server
 from slipstream.server.state import ServerSettings
 from tests.server.conftest import lines_of
 from tests.server.fake_engine import FakeEngine
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 400}
 SLOW = 0.1  # s a token: 400 tokens are 40 s, longer than any of these tests lasts

@@ -21,9 +21,9 @@ import pytest
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.server.operations.clients import AGENTS, Endpoint
 from slipstream.spec.description import read_spec
-from tests import tiny_models
 from tests.server.answers.test_server_round_trips import ScriptedEngine
 from tests.server.conftest import TEMPLATE, serving
+from tests.support import tiny_models
 
 LOOPS = Path(__file__).parent / "clients" / "loops"
 ROUND_TRIPS = TEMPLATE.replace("arguments.city", "arguments | tojson") + "{# <tool_call> #}"

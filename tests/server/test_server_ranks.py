@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from slipstream.config import EngineArgs
-from tests import forked_ranks
 from tests.server.conftest import serving
-from tests.waiting import PATIENCE_S
+from tests.support import forked_ranks
+from tests.support.waiting import PATIENCE_S
 
 ASK = dict(
     model="tiny",
@@ -35,7 +35,7 @@ def ranks_of(server):
 
 @pytest.fixture(scope="module")
 def split(tiny_path, tiny_server):
-    """All its ranks, also those that it starts again, are forks of one process (tests/forked_ranks.py). `tiny_server` is there
+    """All its ranks, also those that it starts again, are forks of one process (`forked_ranks`). `tiny_server` is there
     before, so its engine has nothing to do with them."""
     from slipstream.engine.async_llm import AsyncLLM
 

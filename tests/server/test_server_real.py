@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from slipstream.engine.process.child_link import ChildLink
 from tests.server.http.test_server_errors import bodies, check_any
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 PROMPT = {
     "model": "smollm2",

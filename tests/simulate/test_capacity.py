@@ -17,6 +17,7 @@ from slipstream.simulate.capacity import (
     keeps_up,
     quantile,
     settled,
+    turns_per_s,
 )
 from slipstream.simulate.recommend import balancer_weights
 from slipstream.simulate.traffic import of_lengths
@@ -72,6 +73,12 @@ def test_queue_is_bounded_if_answers_end_with_the_arrivals_but_for_one_answers_t
 
     assert carried(100 / KEEPS_UP + 19)
     assert not carried(100 / KEEPS_UP + 21)
+
+
+def test_turns_a_second_are_the_sum_of_each_sessions_while_it_runs():
+    records = [request(0.0), request(8.0), request(0.0), request(2.0)]  # each takes 2 s
+    traffic = SimpleNamespace(turns=[SimpleNamespace(session=i) for i in (0, 0, 1, 1)])
+    assert turns_per_s(traffic, run_of(records)) == 2 / 10 + 2 / 4
 
 
 PATIENT = LatencyObjectives(limits={"e2e_s": 1e9}, attainment=1.0)

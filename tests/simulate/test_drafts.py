@@ -35,7 +35,7 @@ from slipstream.simulate.traffic import of_lengths
 from slipstream.spec.description import read_spec
 from slipstream.worker.local_executor import LocalExecutor
 from tests.simulate.test_simulator import Linear, engine, traffic
-from tests.tiny_models import build
+from tests.support.tiny_models import build
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3-8b"
 

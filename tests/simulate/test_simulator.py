@@ -17,7 +17,7 @@ from slipstream.costs.step_cost import HostCost
 from slipstream.simulate.simulator import SimulatedEngine, SimulatedReplica, simulate
 from slipstream.simulate.traffic import Traffic, TrafficRequest, of_lengths
 from tests.core.configs import config
-from tests.tiny_models import build
+from tests.support.tiny_models import build
 
 
 @dataclasses.dataclass

@@ -13,9 +13,9 @@ from slipstream.verify.asking import Plan
 from slipstream.verify.checks import Verification
 from slipstream.verify.reference import Reference
 from slipstream.verify.served import NotOfferedError, Served
-from tests import tiny_models
 from tests.server.conftest import *  # noqa: F403 - the tiny server
 from tests.server.conftest import serving
+from tests.support import tiny_models
 
 PLAN = Plan(answers=64, turn=8, max_tokens=8, long_lines=4)
 

@@ -1,5 +1,5 @@
 """Layers on the host's CPU beside a GPU (`cpu_layers`). Here the GPU's stage runs on the CPU, too, but through the same
-messages, with the GPU's settings. `tests/gpu/test_cpu_layers_gpu.py` has a GPU."""
+messages, with the GPU's settings. `tests/gpu/worker/test_cpu_layers_gpu.py` has a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.config.settings import DeviceInfo
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.spec.description import read_spec
 from slipstream.worker.ranks import process_executor
-from tests import tiny_models
+from tests.support import tiny_models
 from tests.worker.ranks.test_ranks import SETTINGS, agree, answers
 
 ON_GPU = {**SETTINGS, "device": "cuda", "max_num_seqs": 16}

@@ -233,9 +233,11 @@ def test_a_cpus_blocks_go_to_files_and_come_back(tmp_path):
     k, v = (rng.normal(size=(5, 2, 4, 8)).astype(np.float32) for _ in range(2))
     turned = np.ascontiguousarray(v.swapaxes(2, 3)).swapaxes(2, 3)  # another order in memory
     store = HostBlockStore(
-        block_arrays([k, turned]), DiskTier(tmp_path, 2**20, OURS, 512), lambda: settled.append(1)
+        [block_arrays([k, turned]), []],
+        DiskTier(tmp_path, 2**20, OURS, 512),
+        lambda: settled.append(1),
     )
-    assert store.block_bytes == 512
+    assert store.sizes == [512, 0]
     before = k[1].copy(), turned[1].copy()
     assert carried(store, BlockCopy(1, "device", "disk", key(1), 1)) == {1: True}
     assert not settled
@@ -308,7 +310,7 @@ def check_device_blocks(tmp_path, platform, ops, odd):
         DiskTier(tmp_path, 2**20, OURS, 1024),
         platform,
     )
-    assert (store.block_bytes, store.num_slots) == (block_bytes, 6)
+    assert (store.sizes[0], store.slots) == (block_bytes, [6, 2])
     before = [cache.clone() for cache in caches]
     out = [BlockCopy(i, "device", "host", key(i), block=i, slot=i) for i in (1, 2, 3, 4, 5)]
     assert carried(store, *out) == dict.fromkeys(range(1, 6), True)
@@ -332,21 +334,19 @@ def check_device_blocks(tmp_path, platform, ops, odd):
             assert torch.equal(cache[9 - i], old[i])
         assert torch.equal(cache[5], old[4])
         assert not cache[1].any()
-    assert store.state_bytes == 4 * (24 + 128)
+    assert store.sizes[1] == 4 * (24 + 128)
     kept = [state.clone() for state in states]
-    out = [BlockCopy(30 + i, "device", "host", key(i), i, i, is_state=True) for i in (1, 2)]
+    out = [BlockCopy(30 + i, "device", "host", key(i), i, i, kind=1) for i in (1, 2)]
     assert all(carried(store, *out, BlockCopy(40, "device", "host", key(6), 3, 3)).values())
     for state in states:
         state.zero_()
-    to_disk = BlockCopy(33, "host", "disk", key(8), slot=2, is_state=True)
+    to_disk = BlockCopy(33, "host", "disk", key(8), slot=2, kind=1)
     assert carried(store, to_disk) == {33: True}
-    from_disk = BlockCopy(34, "disk", "host", key(8), slot=1, is_state=True)
+    from_disk = BlockCopy(34, "disk", "host", key(8), slot=1, kind=1)
     assert carried(store, from_disk) == {34: True}
     assert carried(store, from_disk._replace(key=key(4), number=35)) == {35: False}  # a block
     assert carried(store, from_disk._replace(number=36)) == {36: True}
-    assert carried(store, BlockCopy(37, "host", "device", key(8), 4, 1, is_state=True)) == {
-        37: True
-    }
+    assert carried(store, BlockCopy(37, "host", "device", key(8), 4, 1, kind=1)) == {37: True}
     for old, state in zip(kept, states, strict=True):
         assert torch.equal(state[4], old[2])
         assert not state[:4].any()

@@ -27,10 +27,10 @@ from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import FORMATS, WeightFormat
 from slipstream.spec.stored.quantization_config import StoredFormats
 from slipstream.worker.host_loading import HostLoaded
-from tests import tiny_models
 from tests.model.formats import test_block_scales, test_cache_scales
 from tests.model.formats.test_compressed import GROUP, SIZES, compress
 from tests.model.formats.test_sparse_checkpoints import leave_zeros_out, prune
+from tests.support import tiny_models
 from tests.worker.test_host_runner import GREEDY, PROMPTS, SCORED, compared, told_without_torch
 from tests.worker.test_host_runner import SIZES as SETTINGS
 

@@ -29,10 +29,11 @@ from slipstream.worker.forward.forward_paths import torch_reason
 from slipstream.worker.host_loading import HostLoaded
 from slipstream.worker.thread_governor import ThreadGovernor
 from slipstream.worker.torch_loading import TorchLoaded
-from tests import draft_heads, tiny_models, vision_models, without_torch
 from tests.model.formats.test_compressed import AWQ_SIZES, compress, compress_awq, compress_gptq
 from tests.model.formats.test_compressed import SIZES as ROUNDED_SIZES
-from tests.waiting import free_port
+from tests.support import draft_heads, tiny_models, vision_models
+from tests.support.waiting import free_port
+from tests.worker import without_torch
 
 pytestmark = pytest.mark.skipif(
     not native.has_cpu_kernels(), reason="the C++ kernels are not built"

@@ -18,7 +18,7 @@ from slipstream.worker.inputs.input_batch import gather
 from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.biases import FORBIDDEN
 from slipstream.worker.sampling.sampler import sampling_tensors
-from tests import tiny_models
+from tests.support import tiny_models
 
 TOKENS = [(7 * i) % 250 + 5 for i in range(13)]
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)

@@ -10,7 +10,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.kernels.cpu import native
 from slipstream.messages.requests import EngineRequest
 from slipstream.worker.forward.base import BegunStep
-from tests import tiny_models
+from tests.support import tiny_models
 
 pytestmark = pytest.mark.skipif(
     not native.has_cpu_kernels(), reason="the C++ kernels are not built"

@@ -17,7 +17,7 @@ from slipstream.messages.weight_ops import IpcPiece, TensorInfo, WeightsOp
 from slipstream.platform import platform_of
 from slipstream.worker.weights.group import WeightGroup
 from slipstream.worker.weights.ipc import Handle, opened, own_handle
-from tests import tiny_models
+from tests.support import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SIZES = dict(device="cpu", max_model_len=64, max_num_seqs=4, num_threads=1, kv_cache_bytes=2**20)

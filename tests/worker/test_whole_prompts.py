@@ -9,7 +9,7 @@ from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.worker import torch_loading
 from slipstream.worker.forward import base as forward
 from slipstream.worker.start.probe_steps import compiled_steps
-from tests import tiny_models
+from tests.support import tiny_models
 
 pytestmark = pytest.mark.usefixtures("by_torch")
 

@@ -16,8 +16,8 @@ FIRST_WORD = (
 
 
 def refuse_wrong_name(words: Sequence[str]) -> None:
-    """Raise DownloadError if the command line's model can't be one. A command line with options is
-    left to its verb, since a wrong option is told first."""
+    """Raise DownloadError if the command line's model has a name that no model can have. Command
+    lines with options are left to the verb, so that a wrong option is reported first."""
     verb, *given = [word for word in words if word != "--json"]
     if verb == "bench" and given[:1] in (["latency"], ["throughput"], ["roofline"]):
         given = given[1:]

@@ -157,7 +157,7 @@ def sampling_params(
 
 
 def add_key_options(parser: argparse._ActionsContainer) -> None:
-    """Add what a client of a server gives as its key; `given_key` reads it."""
+    """Add the options by which a client of a server gives its API key; `given_key` reads them."""
     parser.add_argument(
         "--api-key-file", metavar="FILE", help="whose first line is the server's key"
     )

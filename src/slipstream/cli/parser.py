@@ -39,7 +39,7 @@ OTHER_VERBS = {
     "complete": "slipstream run --raw [MODEL] TEXT",
     "embeddings": "slipstream embed MODEL TEXT",
 }
-"""Verbs of Ollama, vLLM and llama.cpp that are not ours: what to do instead."""
+"""Verbs of Ollama, vLLM and llama.cpp that are not ours, with the command to use instead."""
 
 
 class Rare(str):

@@ -112,7 +112,7 @@ class Names:
     def read(
         self, file: Path, formats: StoredFormats, *, device: torch.device
     ) -> dict[str, Tensor]:
-        """Parameters, in float32, from a file with what `tensors` gave."""
+        """Parameters, in float32, from a file of the tensors that `tensors` returned."""
         from safetensors import safe_open
 
         with safe_open(file, framework="pt", device="cpu") as opened:
@@ -142,7 +142,8 @@ class Names:
     def read_grids(
         self, file: Path, formats: Mapping[str, WeightFormat], *, device: torch.device
     ) -> dict[str, QuantGrid]:
-        """Grids of the rounded weights in a file with what `tensors` gave; `formats` are by parameter name."""
+        """Grids of the rounded weights in a file of the tensors that `tensors` returned; `formats` are by parameter
+        name."""
         from safetensors import safe_open
 
         found: dict[str, QuantGrid] = {}
@@ -223,7 +224,7 @@ def apart(a: str, b: str) -> tuple[str, str]:
 
 
 def stored_names(source: ModelDescription) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The names of a folder's tensors, and what reads each."""
+    """The names of a folder's tensors, each with the function that reads it."""
     from safetensors import safe_open
 
     for file in weight_files(source.path):

@@ -66,7 +66,8 @@ class CompressOptions:
         )
 
     def check(self) -> None:
-        """Check what needs neither recipe nor model. ConfigError names the option."""
+        """Check the options that need neither the recipe nor the model. ConfigError names the
+        option at fault."""
         if self.max_kl is not None and self.no_report:
             raise ConfigError(
                 "--max-kl needs what --no-report leaves out; drop one", field="max_kl"

@@ -354,7 +354,8 @@ def _keep_scale(
 
 def _fold_embed_scale(wanted: ModelSpec, read: ModelSpec, values: dict[str, Tensor]) -> None:
     """Compensate for families that scale embeddings by the root of the width. The embedding table
-    is scaled to undo the difference, and the final norm to undo what that does to a tied head."""
+    is scaled to undo the difference. If the head is tied to the table, the final norm is scaled
+    back."""
     ratio = wanted.embed_scale / read.embed_scale
     if ratio == 1.0:
         return

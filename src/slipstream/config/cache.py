@@ -8,7 +8,7 @@ from slipstream.config.chosen import Chosen, Origins, positive
 from slipstream.config.formats import on_cpu
 from slipstream.config.forms import DealtRequests, HostAndGpu, ParallelConfig, Pipeline
 from slipstream.config.handover import handover_section
-from slipstream.config.sections import STATES_TO_FIT, CacheConfig, CacheEventSettings
+from slipstream.config.sections import SLOTS_TO_FIT, CacheConfig, CacheEventSettings
 from slipstream.config.settings import (
     DTYPE_BYTES,
     GPU_MEMORY_SHARE,
@@ -19,7 +19,7 @@ from slipstream.config.settings import (
     one_of,
 )
 from slipstream.errors import ConfigError
-from slipstream.spec.cache import attention_depth, state_interval
+from slipstream.spec.cache import SLOT_KINDS, SlotKind, attention_depth, state_interval
 from slipstream.spec.model import CompressedAttentionSpec, LatentAttentionSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def cache_section(
         disk_path=args.kv_disk_path,
         handover=handover_section(args),
         eviction=args.cache_eviction,
-        state_slots=_state_slots(args, spec),
+        slots=tuple(_slots(args, spec, kind) for kind in SLOT_KINDS),
         state_interval=state_interval(spec, DTYPE_BYTES[dtype], KV_BYTES[kv_dtype]),
         attention_tokens=attention_depth(spec),
         events=_cache_events(args.kv_events_config, prefixes),
@@ -162,18 +162,20 @@ def _check_int4_cache(args: EngineArgs, device: DeviceInfo, spec: ModelSpec) -> 
             )
 
 
-def _state_slots(args: EngineArgs, spec: ModelSpec) -> int:
-    """Return the number of slots that was asked for, 0 for a model without recurrent layers."""
-    if args.state_slots is None:
-        return STATES_TO_FIT if spec.is_recurrent else 0
-    if not spec.is_recurrent:
+def _slots(args: EngineArgs, spec: ModelSpec, kind: SlotKind) -> int:
+    """Return the number of slots that was asked for, 0 for a model without such layers."""
+    name, is_used = kind.setting, kind.is_used(spec)
+    asked: int | None = getattr(args, name)
+    if asked is None:
+        return SLOTS_TO_FIT if is_used else 0
+    if not is_used:
         raise ConfigError(
-            "state_slots is for models with recurrent layers, and this one has none; leave it out",
-            field="state_slots",
+            f"{name} is for models with {kind.layers}, and this one has none; leave it out",
+            field=name,
         )
-    if args.state_slots < 4:
-        raise ConfigError(f"state_slots={args.state_slots} must be at least 4", field="state_slots")
-    return args.state_slots
+    if asked < 4:
+        raise ConfigError(f"{name}={asked} must be at least 4", field=name)
+    return asked
 
 
 def check_tiers(

@@ -1,6 +1,6 @@
 """The scheduler's section of `EngineConfig`: the number of sequences and tokens of a step.
 
-ConfigError if steps could not hold what they must.
+ConfigError if a step is too small for the sequences and prompts that it must hold.
 """
 
 from __future__ import annotations

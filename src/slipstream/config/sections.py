@@ -1,11 +1,12 @@
 """The settings of a running engine (`EngineConfig`), section by section, as frozen dataclasses.
 
-`resolve` makes them of what the user wrote (`settings.py`)."""
+`resolve` makes them from the user's settings (`settings.py`)."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +34,7 @@ from slipstream.config.settings import (
 )
 from slipstream.errors import OutOfMemoryError
 from slipstream.params.lora_request import LoRARequest
-from slipstream.spec.cache import CacheGroup, blocks_of_sequence, longest_sequence
+from slipstream.spec.cache import SLOT_KINDS, CacheGroup, blocks_of_sequence, longest_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ class ModelConfig:
     routed_experts: bool = False  # answers come with the experts of their tokens
 
 
-STATES_TO_FIT = 1
-"""Number of state slots that stands for as many as memory allows, until the cache is sized."""
+SLOTS_TO_FIT = 1
+"""Number of slots that stands for as many as memory allows, until the cache is sized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +93,7 @@ class CacheConfig:
     host_bytes: int | None = None  # of the tiers below the device's cache
     disk_bytes: int | None = None
     disk_path: str | None = None
-    state_slots: int = (
-        0  # for states of recurrent layers, the null slot included; 0 without such layers
-    )
+    slots: tuple[int, ...] = (0,) * len(SLOT_KINDS)  # of each kind, the null slot included; 0: none
     state_interval: int = 0  # tokens of a prompt between kept states
     eviction: str = "value"  # or "lru"
     attention_tokens: float = math.inf  # `spec.cache.attention_depth`
@@ -140,10 +139,10 @@ class SchedulingConfig:
             object.__setattr__(self, name, -(-whole // self.num_ranks))
 
 
-def drafts_with_states(num_states: int, num_seqs: int) -> int:
-    """Most drafts of a sequence in a step of a model with recurrent layers: a sequence has two states and one for each draft.
-    A quarter of the states stays for prompts to continue from, unless that leaves no draft."""
-    return max(1, num_states * 3 // 4 // num_seqs - 2)
+def drafts_with_slots(num_slots: int, num_seqs: int) -> int:
+    """Most drafts of a sequence in a step of a model with slots: a sequence has two, and one for each draft.
+    A quarter of the slots stays for prompts to continue from, unless that leaves no draft."""
+    return max(1, num_slots * 3 // 4 // num_seqs - 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,9 +198,9 @@ class EngineConfig:
     origins: dict[str, Origin] = field(default_factory=dict)
 
     @property
-    def state_columns(self) -> int:
-        """Slots that a row names: the one to read, and one to write for each token that a step samples; 0 without states."""
-        return 2 + self.speculation.limit if self.cache.state_slots else 0
+    def slot_columns(self) -> list[int]:
+        """Slots of each kind that a row names: the one to read, and one to write for each token that a step samples."""
+        return [2 + self.speculation.limit if slots else 0 for slots in self.cache.slots]
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -260,21 +259,22 @@ class EngineConfig:
         )
 
     def with_memory_limits(
-        self, num_blocks: int, block_bytes: int, num_states: int = 0
+        self, num_blocks: int, block_bytes: int, slots: Sequence[int] = ()
     ) -> EngineConfig:
         """Fit `max_model_len` to a cache of `num_blocks` usable blocks: lower it if it was left
-        open, otherwise raise OutOfMemoryError. Recurrent layers have `num_states` slots, which
-        bound the drafts of a step if their number is chosen."""
-        if num_states != self.cache.state_slots:
-            cache = dataclasses.replace(self.cache, state_slots=num_states)
+        open, otherwise raise OutOfMemoryError. There are `slots` of each kind, which bound the
+        drafts of a step if their number is chosen."""
+        if slots and tuple(slots) != self.cache.slots:
+            cache = dataclasses.replace(self.cache, slots=tuple(slots))
             return dataclasses.replace(self, cache=cache).with_memory_limits(
-                num_blocks, block_bytes, num_states
+                num_blocks, block_bytes, slots
             )
-        if num_states and isinstance(drafts := self.speculation, DraftSettings):
-            most = drafts_with_states(num_states, self.scheduling.seqs_of_rank)
+        if any(slots) and isinstance(drafts := self.speculation, DraftSettings):
+            fewest = min(filter(None, slots))
+            most = drafts_with_slots(fewest, self.scheduling.seqs_of_rank)
             if drafts.num_speculative_tokens is None and most < drafts.most_drafts:
                 return self.with_most_drafts(most).with_memory_limits(
-                    num_blocks, block_bytes, num_states
+                    num_blocks, block_bytes, slots
                 )
         wanted, groups = self.model.max_model_len, self.cache.groups
         step = self.scheduling.tokens_of_rank

@@ -73,7 +73,7 @@ class StepsInFlight:
         return min(self.by_id, default=self.last_id + 1) - 1
 
     def sampling(self, newest: int) -> set[Request]:
-        """Requests that sample in those of the `newest` last steps that are still in flight."""
+        """Requests that sample in the last `newest` steps, as far as these are still in flight."""
         known = (self.by_id.get(self.last_id - i, NOTHING) for i in range(newest))
         return set[Request]().union(*[step.requests for step in known])
 

@@ -36,13 +36,13 @@ PATIENCE_S = 10.0
 """Seconds within which a pausing session is worth waiting for; shorter waits of requests hardly count."""
 
 MAX_TURNS = 4
-"""Turns of a session from which on it is not behind or ahead of others."""
+"""Number of turns from which on a session's turns no longer change its rank."""
 
 MAX_COMPARED, MAX_OWNERS = 256, 32
 """Maximum number of requests that are compared for a step, and of owners that share it equally."""
 
 RECHECK_S = 0.05
-"""Seconds until a costly request asks for room again, if no request comes or ends meanwhile."""
+"""Seconds after which a costly request is tried again, if no request comes or ends meanwhile."""
 
 
 class InFlightPolicy:

@@ -147,7 +147,7 @@ class WaitingQueue:
         return [account.waiting[0][1] for account in found]
 
     def beside(self, request: Request, most: int) -> list[Request]:
-        """Return waiting requests with the owner and the priority of `request`, out of the first `most` or so."""
+        """Return waiting requests of the owner and priority of `request`, among the owner's first `most`."""
         assert request.account is not None
         return [
             other

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from slipstream.core.cache.cache_value import Run
     from slipstream.core.cache.kv_cache_manager import KVCacheManager
     from slipstream.core.cache.sessions import Session
-    from slipstream.core.cache.states import RequestState
     from slipstream.core.participants.base import Participant
     from slipstream.core.queue import Account
+    from slipstream.messages.steps import TableUpdate
 
 
 class Status(Enum):
@@ -81,9 +81,9 @@ class Request:
     forks: list[Request] = field(default_factory=list)  # requests that wait for its prompt
     num_cached_tokens: int = 0
     num_peer_tokens: int = 0  # tokens that another engine computed for it
-    # tokens with cached keys and values, if more than the states allowed to take
+    # tokens with cached keys and values, if more than other kinds of cache allowed to take
     num_hit_tokens: int = 0
-    state: RequestState | None = None  # its slots, if layers are recurrent
+    slot_updates: tuple[TableUpdate, ...] = ()  # slots of other kinds that the worker's row lacks
     session: Session | None = None  # its place in the order of eviction; None under LRU
     run: Run | None = None  # of its last cached block
     # of the runs before, which it has in common with others

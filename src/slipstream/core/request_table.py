@@ -102,7 +102,7 @@ class RequestTable:
             self.waiting.push(request)
 
     def release(self, request_id: str) -> None:
-        """Let a held request be scheduled. Does nothing if the request has ended."""
+        """Allow a held request to be scheduled. Does nothing if the request has ended."""
         request = self.by_id.get(request_id)  # its deadline may have passed
         if request is not None and request.held:
             request.held = False

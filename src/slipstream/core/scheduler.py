@@ -169,7 +169,7 @@ class Scheduler:
         return next(part for part in self.participants if isinstance(part, kind))
 
     def join(self, part: Participant) -> None:
-        """Let a participant take part in the requests that are added from now on."""
+        """Add a participant, for the requests that are added from now on."""
         part.requests = self.requests
         self.participants.append(part)
 
@@ -225,9 +225,9 @@ class Scheduler:
         return [kv.pool for kv in self.kvs]
 
     @property
-    def state_pools(self) -> list[BlockPool]:
-        """Slots of recurrent states by rank; empty without recurrent layers."""
-        return [kv.states.pool for kv in self.kvs if kv.states is not None]
+    def slot_pools(self) -> list[BlockPool]:
+        """Pools of all kinds of cache besides blocks, of all ranks."""
+        return [kind.pool for kv in self.kvs for kind in kv.kinds]
 
     @property
     def has_requests(self) -> bool:
@@ -261,7 +261,7 @@ class Scheduler:
         return min(times, default=None)
 
     def close(self) -> None:
-        """Let go of the participants, which refer to the requests and to the executor. No other call comes after it."""
+        """Drop the participants, which refer to the requests and to the executor. No other call may follow."""
         self.participants.clear()
 
     def reset_prefix_cache(self) -> None:
@@ -517,7 +517,7 @@ class Scheduler:
             return None
 
     def _pass_by(self, request: Request, passed: list[Request]) -> bool:
-        """Let others overtake the first request of the queue. False if enough have already.
+        """Let others overtake the first request of the queue. False if enough have done so.
 
         Choices whose first was admitted may still do so.
         """

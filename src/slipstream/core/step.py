@@ -96,7 +96,7 @@ class StepBudget:
         self._extra += count
 
     def bound(self, most: int) -> None:
-        """Let the step take at most `most` more tokens."""
+        """Limit the step to at most `most` more tokens."""
         self._limit -= max(0, self.left - most)
 
     def widen(self) -> None:
@@ -143,13 +143,13 @@ class StepBuilder:
         """
         request_id = request.request_id
         updates: tuple[TableUpdate, ...] = ()
-        state = request.state
         if not request.in_worker:
             updates = self._introduce(request)
         elif self.updates:
             updates = tuple(self.updates.pop(request_id, ()))
-        if state is not None:
-            updates += state.take_update()
+        if request.slot_updates:
+            updates += request.slot_updates
+            request.slot_updates = ()
         entry = new_tuple(
             ScheduledRequest, (request_id, computed, count, num_sampled, updates, given)
         )

@@ -174,7 +174,7 @@ def estimate(
         adapter_bytes=adapters,
         peer_copy_bytes=copies,
     )
-    config = config.with_memory_limits(ledger.num_blocks - 1, block, ledger.num_states)
+    config = config.with_memory_limits(ledger.num_blocks - 1, block, ledger.num_slots)
     return config, dataclasses.replace(
         ledger, host_expert_bytes=host_expert_bytes(config, description)
     )

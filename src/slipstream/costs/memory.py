@@ -4,15 +4,16 @@ reports. No torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from slipstream.config import DTYPE_BYTES, EngineConfig
 from slipstream.config.forms import DraftSettings, HeadDrafts, MTPDrafts, TensorParallel
-from slipstream.config.sections import STATES_TO_FIT
+from slipstream.config.sections import SLOTS_TO_FIT
 from slipstream.errors import OutOfMemoryError
 from slipstream.spec.adapter_slots import ALONE, SlotLayout
-from slipstream.spec.cache import CacheGroup, blocks_of_sequence
+from slipstream.spec.cache import SLOT_KINDS, CacheGroup, SlotKind, blocks_of_sequence, slot_sizes
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import ModelSpec, MoESpec
 from slipstream.spec.parallel import COPIED_SUMS_FROM, Shard
@@ -186,9 +187,9 @@ def kv_budget(
     total_bytes: int,
     free_bytes: int,
     taken_bytes: int,
-    states: int = 0,
+    slots: int = 0,
 ) -> tuple[int, int]:
-    """Returns (bytes that the engine may use, bytes for the KV cache and `states` bytes of recurrent layers' states).
+    """Returns (bytes that the engine may use, bytes for the KV cache and `slots` bytes of slots).
 
     The device has `free_bytes` of `total_bytes` left, of which the engine takes `taken_bytes` for
     other things. A block has `block` bytes. OutOfMemoryError if `kv_cache_bytes` is more than what
@@ -203,7 +204,7 @@ def kv_budget(
         # Blocks released by windows count too, since they stay in the prefix cache. One is the null
         # block.
         per_seq = len(config.cache.groups) * config.max_blocks_per_seq
-        full = (config.scheduling.max_num_seqs * per_seq + 1) * block + states
+        full = (config.scheduling.max_num_seqs * per_seq + 1) * block + slots
         budget = host_cache_budget(free_bytes=left, wanted_bytes=full)
     given = config.cache.kv_cache_bytes
     if given is not None and given > left:
@@ -214,37 +215,44 @@ def kv_budget(
     return allowed, budget if given is None else given
 
 
-STATES_PER_SEQUENCE = 16
-"""Maximum number of states for each running sequence, by default."""
+SLOTS_PER_SEQUENCE = 16
+"""Maximum number of slots of a kind for each running sequence, by default."""
 
 
-def size_states(config: EngineConfig, slot_bytes: int, budget_bytes: int) -> int:
-    """Number of slots for states of recurrent layers, including the null slot.
+def size_slots(
+    config: EngineConfig, kind: SlotKind, wanted: int, slot_bytes: int, budget_bytes: int
+) -> int:
+    """Number of slots of a kind, including the null slot; 0 if none are `wanted`.
 
     Running sequences have two each, and one for each draft, of which there is at least one if their number is chosen
-    (`drafts_with_states`). Half of `budget_bytes` is for these and for states that later prompts continue from. A pipeline's
-    stage without recurrent layers has states of 0 bytes. OutOfMemoryError if not even the running sequences' fit.
+    (`drafts_with_slots`). Half of `budget_bytes` is for these and for checkpoints that later prompts continue from. A
+    pipeline's stage without such layers has slots of 0 bytes. OutOfMemoryError if not even the running sequences' fit.
     """
-    cache, seqs, drafts = config.cache, config.scheduling.seqs_of_rank, config.speculation
+    if not wanted:
+        return 0
+    seqs, drafts, fits_memory = (
+        config.scheduling.seqs_of_rank,
+        config.speculation,
+        wanted == SLOTS_TO_FIT,
+    )
     each = 2
     if isinstance(drafts, DraftSettings):
         each += drafts.num_speculative_tokens or 1
     least = seqs * each + 2
-    wanted = cache.state_slots
-    if wanted == STATES_TO_FIT:
+    if fits_memory:
         fits = budget_bytes // 2 // max(1, slot_bytes)
-        wanted = max(least, min(fits, STATES_PER_SEQUENCE * seqs))
+        wanted = max(least, min(fits, SLOTS_PER_SEQUENCE * seqs))
     if wanted < least:
         raise OutOfMemoryError(
-            f"state_slots={wanted}: {seqs} sequences need {least}; raise it or lower max_num_seqs",
-            field="state_slots",
+            f"{kind.setting}={wanted}: {seqs} sequences need {least}; raise it or lower max_num_seqs",
+            field=kind.setting,
         )
     if wanted * slot_bytes > budget_bytes * 0.9:
+        field = "max_num_seqs" if fits_memory else kind.setting
         raise OutOfMemoryError(
-            f"{wanted} states of recurrent layers take {wanted * slot_bytes / 2**30:.2f} of the "
-            f"{budget_bytes / 2**30:.2f} GiB that are left; lower "
-            + ("max_num_seqs" if cache.state_slots == STATES_TO_FIT else "state_slots"),
-            field="max_num_seqs" if cache.state_slots == STATES_TO_FIT else "state_slots",
+            f"{wanted} {kind.contents} take {wanted * slot_bytes / 2**30:.2f} of the "
+            f"{budget_bytes / 2**30:.2f} GiB that are left; lower {field}",
+            field=field,
         )
     return wanted
 
@@ -260,23 +268,18 @@ STAGED_BYTES = 128 * 2**20
 
 def staged_blocks(config: EngineConfig, block: int) -> int:
     """Number of blocks of `block` bytes in the buffer where a GPU gathers what it copies to host
-    memory. Of recurrent states, `block` is the bytes of a slot; 0: there are none."""
+    memory. Of another kind, `block` is the bytes of a slot; 0: there are none."""
     if config.cache.host_bytes is None or not block:
         return 0
     return max(1, min(64, STAGED_BYTES // block))
 
 
-def host_share(size: int, other: int) -> int:
-    """Bytes of a host tier in which one thing of `size` bytes has room: half of it is for blocks and
-    half for recurrent states, if there are both."""
-    return size * (2 if size and other else 1)
-
-
-def host_slots(config: EngineConfig, block: int, state: int) -> tuple[int, int]:
-    """Numbers of blocks, and of recurrent states, in a rank's share of the host tier."""
+def host_slots(config: EngineConfig, sizes: Sequence[int]) -> list[int]:
+    """Numbers of places in a rank's share of the host tier, of which blocks and each `SlotKind` that
+    has `sizes` take the same part."""
     total = (config.cache.host_bytes or 0) // config.parallel.num_ranks
-    sizes = host_share(block, state), host_share(state, block)
-    return sizes[0] and total // sizes[0], sizes[1] and total // sizes[1]
+    share = total // max(1, sum(map(bool, sizes)))
+    return [size and share // size for size in sizes]
 
 
 def adapter_bytes(config: EngineConfig, description: ModelDescription, shard: Shard = ALONE) -> int:
@@ -289,7 +292,8 @@ def adapter_bytes(config: EngineConfig, description: ModelDescription, shard: Sh
 
 def peer_copy_tokens(config: EngineConfig, spec: ModelSpec) -> int:
     """Tokens, padding included, of the largest step in which two GPUs can copy partial sums to each
-    other. 0: they don't, as with `deterministic`, for which long steps add as short ones do."""
+    other. 0 if they never do. With `deterministic` they don't, because sums must be added in one
+    order in steps of all lengths."""
     how = config.parallel.stage
     is_pair = isinstance(how, TensorParallel) and how.size == 2 and not how.sequence
     # A draft head reads sums, each once.
@@ -340,7 +344,7 @@ class MemoryLedger:
     disk_tier_bytes: int = 0
     handover_bytes: int = 0  # of the host's memory, for blocks that other engines get
     state_bytes: int = 0
-    num_states: int = 0
+    num_slots: tuple[int, ...] = ()  # of each kind; `state_bytes` has them all
     host_expert_bytes: int = 0  # in the host's memory, next to a GPU
     returned_expert_bytes: int = 0  # in the host's memory, of all tokens that the cache holds
     num_caches: int = 1  # ranks with their own requests, each with a cache of `num_blocks`
@@ -356,6 +360,11 @@ class MemoryLedger:
         )
         parts += self.adapter_bytes + self.peer_copy_bytes + self.image_cache_bytes
         return parts + self.state_bytes
+
+    @property
+    def num_states(self) -> int:
+        """Slots of recurrent states."""
+        return self.num_slots[0] if self.num_slots else 0
 
     @property
     def left_bytes(self) -> int:
@@ -481,19 +490,21 @@ def size_cache(
         name = f"{name}, shared by {ranks} ranks"
     pictures = 0 if config.images is None else config.images.cache_bytes
     taken_bytes += pictures
-    slot = spec.state_bytes(DTYPE_BYTES[config.model.dtype])
+    sizes = slot_sizes(spec, DTYPE_BYTES[config.model.dtype])
     allowed, budget = kv_budget(
         config,
         block,
         total_bytes=total_bytes,
         free_bytes=free_bytes,
         taken_bytes=taken_bytes,
-        states=2 * STATES_PER_SEQUENCE * config.scheduling.max_num_seqs * slot,
+        slots=2 * SLOTS_PER_SEQUENCE * config.scheduling.max_num_seqs * sum(sizes),
     )
-    num_states = 0
-    if spec.is_recurrent:
-        num_states = agree(size_states(config, slot, budget))
-        budget -= num_states * slot
+    num_slots, slot_bytes = list[int](), 0
+    for kind, wanted, size in zip(SLOT_KINDS, config.cache.slots, sizes, strict=True):
+        num = size_slots(config, kind, wanted, size, budget - slot_bytes)
+        num_slots.append(agree(num) if wanted else 0)
+        slot_bytes += num_slots[-1] * size
+    budget -= slot_bytes
     experts = returned_expert_bytes(config, spec)
     on_host = config.cache.kv_cache_bytes is None and not config.device.info.is_cuda
     each = block + experts if on_host else block
@@ -501,12 +512,12 @@ def size_cache(
     if spec.is_encoder:
         num_blocks = min(num_blocks, scratch_blocks(config))
     num_blocks = agree(num_blocks)
-    slots = host_slots(config, block, slot)
+    slots = host_slots(config, (block, *sizes))
     if config.cache.host_bytes is not None:
-        slots = agree(slots[0]), agree(slots[1])
+        slots = [agree(count) for count in slots]
     try:
         # block 0 is the null block
-        config = config.with_memory_limits(num_blocks - 1, block, num_states)
+        config = config.with_memory_limits(num_blocks - 1, block, num_slots)
     except OutOfMemoryError:
         if num_blocks > 1 or config.origins["kv_cache_bytes"].source == "user":
             raise
@@ -554,9 +565,9 @@ def size_cache(
         adapter_bytes=adapter_bytes,
         peer_copy_bytes=peer_copy_bytes,
         image_cache_bytes=pictures,
-        state_bytes=num_states * slot,
-        num_states=num_states,
-        host_tier_bytes=slots[0] * block + slots[1] * slot,
+        state_bytes=slot_bytes,
+        num_slots=tuple(num_slots),
+        host_tier_bytes=sum(map(mul, slots, (block, *sizes))),
         handover_bytes=0 if config.cache.handover is None else config.cache.handover.limit_bytes,
         disk_tier_bytes=(config.cache.disk_bytes or 0) // config.parallel.num_ranks,
         returned_expert_bytes=num_blocks * experts,

@@ -196,7 +196,7 @@ def steady_rate(deliveries: Sequence[tuple[float, float]]) -> float | None:
 
 
 def distribution(values: Iterable[float | None]) -> Distribution | None:
-    """None if there is no value."""
+    """Mean and percentiles of the values; None if there is none."""
     known = sorted(v for v in values if v is not None)
     if not known:
         return None

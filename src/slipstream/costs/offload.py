@@ -19,8 +19,8 @@ PROBE_BYTES = 256 * 2**20
 
 
 def estimate_offload(config: EngineConfig, description: ModelDescription) -> OffloadPlan | None:
-    """Plans what an engine with `weights_bytes` would read in each step, as far as it is known
-    before the layers are packed. None without that setting."""
+    """Estimates which layers an engine with `weights_bytes` would read in each step. Exact sizes
+    are known only once layers are packed. None without that setting."""
     how, spec = config.model.offload, description.spec
     if not isinstance(how, StreamedLayers):
         return None

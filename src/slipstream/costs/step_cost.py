@@ -83,7 +83,8 @@ def attention_pairs(computed: int, count: int) -> int:
 
 
 class StepCost(Protocol):
-    """The time of a step. `host` is what the engine and its front end add."""
+    """Predicts the time of a step. `host` is the time that the engine's and the front end's CPU
+    work adds."""
 
     @property
     def host(self) -> HostCost: ...

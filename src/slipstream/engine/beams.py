@@ -281,7 +281,7 @@ class BeamSearches:
         return taken
 
     def _noted(self, output: LikeliestTokens) -> list[PromptSearch]:
-        """Write what came of beams to the table. Returns the searches of which nothing is missing any more."""
+        """Write the candidates of a step's beams to the table. Returns the searches whose beams have all come."""
         rows, ready = list[int](), list[PromptSearch]()
         for name, num_cached in zip(output.request_ids, output.num_cached_tokens, strict=True):
             owner = self._owners.get(name)
@@ -302,8 +302,8 @@ class BeamSearches:
         return ready
 
     def _choose(self, searches: Sequence[PromptSearch], g: int) -> None:
-        """A step of the searches' groups g, of one kind and with as many beams. A sum is that of the beam's and the token's
-        log-probability, less the token's cost. Of equal sums the first stays first."""
+        """A step of the searches' groups g, of one kind and with as many beams. A sum is that of the beam's and the
+        token's log-probability, less the token's cost. Among equal sums the order is kept."""
         groups = [search.groups[g] for search in searches]
         width, num_groups, eos = searches[0].kind
         width //= num_groups
@@ -345,8 +345,8 @@ class BeamSearches:
                 group.settle([*firsts], stops[r, :width].tolist(), zip(*chosen, strict=True))
 
     def _place(self, searches: Sequence[PromptSearch], taken: BeamUpdates) -> None:
-        """Say where the chosen beams are computed, of searches with as many rows and beams. `BeamGroup.rows` are those they
-        come from. The first of a row stays there, and the others go to rows from which nobody goes on."""
+        """Assign rows to the chosen beams of searches with equal numbers of rows and beams. `BeamGroup.rows` are those
+        they come from. The first of a row stays there, and the others go to rows from which nobody goes on."""
         sources = np.array(
             [_joined([group.rows for group in s.groups]) for s in searches]
         )  # [R, B]
@@ -388,7 +388,7 @@ class BeamSearches:
                 taken.ended.extend(self._freed([row for row in search.rows if row not in used]))
 
     def _freed(self, rows: Iterable[int]) -> list[str]:
-        """Take the rows from their beams. Returns the beams' engine requests."""
+        """Free table rows. Returns the ids of the engine requests of the beams that had them."""
         names = [self._names[row] for row in rows if self._names[row]]
         for name in names:
             self._names[self._owners.pop(name)[1]] = ""

@@ -21,12 +21,12 @@ class CacheNews:
         self._block_size = block_size
         self._adapters = adapters
         self._pools = [] if scheduler is None else scheduler.pools
-        self._state_pools = [] if scheduler is None else scheduler.state_pools
+        self._slot_pools = [] if scheduler is None else scheduler.slot_pools
         self._scheduler = scheduler
 
     def listen(self, *, on: bool) -> None:
         """Begin (`on`) or stop to note changes. While that is off it costs nothing."""
-        for pool in (*self._pools, *self._state_pools):
+        for pool in (*self._pools, *self._slot_pools):
             if not on or pool.changes is None:
                 pool.listen(on)
 
@@ -40,14 +40,14 @@ class CacheNews:
         """Keys of all blocks in the cache, joined. Layers after the first group are left out."""
         # several ranks may have one
         keys = dict.fromkeys(key for pool in self._pools for key in pool.cached_keys())
-        states = (pool.cached_keys() for pool in self._state_pools)
+        states = (pool.cached_keys() for pool in self._slot_pools)
         of_states = {announced_state(key): None for keys in states for key in keys}
         return b"".join([key for key in (*keys, *of_states) if len(key) == KEY_BYTES])
 
     def changes(self) -> tuple[bytes, bytes] | None:
         """Keys added and keys removed since the last call; None if nothing changed."""
         changes: dict[bytes, bool] = {}
-        for pools, named in ((self._pools, bytes), (self._state_pools, announced_state)):
+        for pools, named in ((self._pools, bytes), (self._slot_pools, announced_state)):
             changes |= {
                 named(key): any(pool.lookup(key) is not None for pool in pools)
                 for pool in pools

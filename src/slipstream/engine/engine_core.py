@@ -54,7 +54,7 @@ FLUSH_S = 10.0
 
 
 class EngineCore:
-    """The loop of a core, and what all cores answer. `asleep.core_of` makes the one that fits a model."""
+    """Base of the cores: the loop of steps, and the operations that all have. `asleep.core_of` makes a model's."""
 
     weights: LiveWeights | None = None
     """Updates of the weights, if the model has any."""
@@ -85,11 +85,11 @@ class EngineCore:
         raise NotImplementedError
 
     def add_texts(self, request: TextsRequest) -> None:
-        """Queue texts whose vectors or scores are wanted. Errors as of `add`; the caller aborts the request then."""
+        """Queue texts for vectors or scores. Raises the errors of `add`; the caller then aborts the request."""
         raise NotImplementedError
 
     def add_beams(self, request: BeamsRequest) -> None:
-        """Queue a beam search. Errors as of `add`; the caller aborts the request then."""
+        """Queue a beam search. Raises the errors of `add`; the caller then aborts the request."""
         raise NotImplementedError
 
     def abort(
@@ -104,20 +104,19 @@ class EngineCore:
         """Take the tokenizer from `load`, where one is needed."""
 
     def load_adapter(self, lora: LoRARequest) -> None:
-        """Have the adapter in the host's memory. AdapterError says what is wrong with it, EngineOverloadedError that requests
-        need as many others as there is room for."""
+        """Load the adapter into the host's memory. AdapterError if it is invalid; EngineOverloadedError if the memory
+        is full of adapters that requests need."""
         self.executor.load_adapter(lora, tuple)
 
     def replace_adapter(self, lora: LoRARequest) -> None:
-        """Let an adapter be that of other files from the next step on. AdapterError: nothing has changed."""
+        """Replace an adapter by other files' from the next step on. AdapterError: nothing has changed."""
         self.executor.replace_adapter(lora)
 
     def unload_adapter(self, adapter_id: int) -> None:
-        """Give its memory back, if no request needs it; else it stays until others need the room."""
+        """Free the adapter's memory, if no request needs it; else once others need that memory."""
 
     def _join(self, kind: type[Listener]) -> None:
-        """Let the listener of this class take part from now on, with its first request before that
-        is queued."""
+        """Activate the listener of this class, just before its first request is queued."""
         if not any(type(listener) is kind for listener in self._listeners):
             joined = {type(listener) for listener in self._listeners} | {kind}
             self._listeners = tuple(x for x in self._all_listeners if type(x) in joined)
@@ -198,14 +197,14 @@ class EngineCore:
         return outputs
 
     def pass_on(self, outputs: list[StepOutput]) -> list[EngineOutput]:
-        """Let each listener in turn take its outputs, and return those that none took."""
+        """Pass the outputs through all listeners, and return those that none took."""
         if outputs:
             for listener in self._listeners:
                 outputs = listener.take(outputs)
         return outputs  # type: ignore[return-value]  # each kind of a step's own has a listener
 
     def pause(self) -> list[EngineOutput]:
-        """Finish the steps in flight, and plan none until `resume`. Requests keep what they have."""
+        """Finish the steps in flight, and plan none until `resume`. Requests keep their blocks."""
         self.is_paused = True
         outputs: list[EngineOutput] = []
         while self.can_step:
@@ -266,13 +265,13 @@ class EngineCore:
         return False
 
     def flush(self) -> None:
-        """Store what waits to be stored, for FLUSH_S at most."""
+        """Write waiting blocks to the tiers below, for FLUSH_S at most."""
         end = time.monotonic() + FLUSH_S
         while self.tend() and time.monotonic() < end:
             time.sleep(COMPILING_S)
 
     def shutdown(self) -> None:
-        """End what the executor started. No other call comes after it."""
+        """End the executor's processes and threads. No other call may follow."""
         self.flush()
         self.executor.shutdown()
         for listener in self._listeners:

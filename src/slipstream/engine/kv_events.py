@@ -25,7 +25,7 @@ MEDIUM = "GPU"
 
 
 class PublishingCacheEvents(Listener):
-    """Publishes what the device's cache stores and forgets, after each step."""
+    """Publishes the blocks that the device's cache stores and evicts, after each step."""
 
     def __init__(self, settings: CacheEventSettings, scheduler: Scheduler) -> None:
         import msgspec  # here, since most engines publish nothing

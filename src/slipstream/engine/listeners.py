@@ -26,8 +26,8 @@ from slipstream.worker.executor import Executor, Launched
 
 
 class Listener:
-    """Base of what follows requests in the engine core. Its methods do nothing; a feature overrides
-    those it needs."""
+    """Base of the features that follow requests in the engine core. Its methods do nothing; a
+    feature overrides those it needs."""
 
     is_waiting = False
     """True if `prepare` may soon have something to do without a step."""
@@ -39,15 +39,15 @@ class Listener:
         """Register the feature's part with the scheduler, before its first request."""
 
     def prepare(self) -> list[EngineOutput]:
-        """Do what is due before a step is scheduled. Returns the ends of requests."""
+        """Work before a step is scheduled. Returns the last outputs of requests that end."""
         return []
 
     def mask(self, step: Launched) -> list[EngineOutput]:
-        """Say what a launched step may sample. Returns the ends of requests."""
+        """Mask the logits of a launched step. Returns the last outputs of requests that end."""
         return []
 
     def take(self, outputs: list[StepOutput]) -> list[StepOutput]:
-        """Act on a step's outputs, and return them as they are to be passed on."""
+        """Act on a step's outputs, and return the outputs to pass on."""
         return outputs
 
     def forget(self, request_ids: Iterable[str]) -> Iterable[str]:
@@ -58,7 +58,7 @@ class Listener:
         """Forget all requests."""
 
     def close(self) -> None:
-        """End what it began. No other call comes after it."""
+        """End its threads. No other call may follow."""
 
 
 class MaskingGrammars(Listener):
@@ -79,7 +79,7 @@ class MaskingGrammars(Listener):
         return self._grammars.is_compiling or self._grammars.is_late
 
     def prepare(self) -> list[EngineOutput]:
-        """Let requests run whose grammars are compiled, or whose late masks are there, now."""
+        """Release requests whose grammars are now compiled, or whose late masks have come."""
         outputs: list[EngineOutput] = []
         for request_id in self._grammars.arrived() if self._grammars.is_late else ():
             self._scheduler.requests.release(request_id)

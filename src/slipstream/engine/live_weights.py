@@ -67,8 +67,8 @@ class LiveWeights:
             self.is_updating = False
 
     def _prepare(self, version: str | None) -> str:
-        """Make sure that the update can be written. Returns its version: the given one, or the next
-        number. RequestError or CheckpointError: it can't be, and is still under way."""
+        """Check that the update can be written. Returns its version: the given one, or the next
+        number. RequestError or CheckpointError if it can't; the update stays under way."""
         used = self.state.used
         if version is None:
             version = next(
@@ -134,7 +134,7 @@ class LiveWeights:
         return core.pass_on([*self._scheduler.abort([*self._scheduler.requests.by_id])])
 
     def retract_all(self) -> None:
-        """Let all requests of a paused core compute their tokens again."""
+        """Preempt all requests of a paused core, so that they compute their tokens again."""
         retract_all(self._scheduler)
 
     def info(self, *, checksums: bool = False, is_paused: bool = False) -> WeightsInfo:

@@ -390,8 +390,8 @@ class LLM(OfflineEngine):
         use_tqdm: bool | None = None,
         pooling_params: PoolingParams | None = None,
     ) -> list[ScoreOutput]:
-        """How well each of `data_1` goes with the text at its place in `data_2`; one text of `data_1` goes with all. By the
-        model's scores of pairs, or by the cosine of their vectors, as `rerank`."""
+        """Scores of the pairs data_1[i], data_2[i]; a single text in `data_1` is paired with all of `data_2`. A
+        cross-encoder scores pairs; other models give the cosine of their vectors, as in `rerank`."""
         first, second = (
             [data] if isinstance(data, str) else list(data) for data in (data_1, data_2)
         )

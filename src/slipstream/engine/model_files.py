@@ -81,6 +81,6 @@ def default_sampling(model: ModelDescription) -> SamplingParams:
 
 
 def log_canary(result: CanaryResult | None) -> None:
-    """Say what the checkpoint's canary found, a warning if it is not well."""
+    """Log the result of the checkpoint's canary, as a warning if it failed."""
     if result is not None:
         _logger.log(logging.INFO if result.ok else logging.WARNING, "%s", result.describe())

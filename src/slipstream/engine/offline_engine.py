@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Put off Python's search for cycles of garbage. With torch's million objects it stops a step for 50 ms, many times a
-    second, and a step leaves no cycles."""
+    """Disable Python's cyclic garbage collection inside the block. With torch's million objects it stops a step for 50
+    ms, many times a second, and a step leaves no cycles."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -134,7 +134,7 @@ class OfflineEngine:
             self.core.load_adapter(lora_request)
 
     def unload_adapter(self, lora_request: LoRARequest) -> None:
-        """Give an adapter's memory back."""
+        """Free an adapter's memory."""
         self.core.unload_adapter(lora_request.id)
 
     def reset_prefix_cache(self) -> None:
@@ -197,7 +197,7 @@ class OfflineEngine:
         self._asleep.free()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take back what `sleep` gave away. `tags` are vLLM's: None, or both of "weights" and "kv_cache"."""
+        """Undo `sleep`: weights and cache are back. `tags` are vLLM's: None, or both of "weights" and "kv_cache"."""
         if tags is not None and set(tags) != {"weights", "kv_cache"}:
             raise RequestError(
                 f"all is taken back at once; leave tags out, got {list(tags)!r}", field="tags"
@@ -215,7 +215,7 @@ class OfflineEngine:
         return self._asleep is not None
 
     def shutdown(self) -> None:
-        """Give the model's memory back."""
+        """Free the model's memory."""
         core, self._core, self._asleep = self._core, None, None
         if core is None:
             return

@@ -373,7 +373,7 @@ def extend_runs(whole: list[tuple[str, int]], new: Sequence[tuple[str, int]]) ->
 
 
 def extend(whole: CompletionOutput, new: CompletionOutput) -> None:
-    """Append what is new of a choice to what was there before."""
+    """Append a choice's delta to the whole choice."""
     whole.text += new.text
     whole.token_ids += new.token_ids
     extend_runs(whole.weight_versions, new.weight_versions)

@@ -53,7 +53,7 @@ class OwnedFolder:
                 os.close(lock)
 
     def remove(self) -> None:
-        """Nothing, if it was not made or is gone."""
+        """Remove the folder. Does nothing if it was not made or is gone."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)

@@ -206,8 +206,8 @@ def check_vocabularies(a: Scorer, b: Scorer, windows: Sequence[Window]) -> None:
 def layer_divergence(
     a: Scorer, b: Scorer, windows: Sequence[Window]
 ) -> tuple[tuple[LayerDivergence, ...], str]:
-    """(the divergence of each layer, "") or ((), the reason why there is none). Layers run one by one, so without what an op
-    set compiles for several layers."""
+    """(the divergence of each layer, "") or ((), the reason why there is none). Layers run one by one, so code that an
+    op set compiles for several layers is not used."""
     if (len(a.decoder.layers), a.spec.hidden_size) != (len(b.decoder.layers), b.spec.hidden_size):
         return (), (
             f"{a.name} has {len(a.decoder.layers)} layers of width {a.spec.hidden_size}, {b.name} "

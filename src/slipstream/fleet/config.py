@@ -241,7 +241,8 @@ class PoolSpec:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what a replica is started with. When it changes, the replicas are replaced."""
+        """Hash of the settings that a replica is started with. When it changes, the replicas are
+        replaced."""
         return hashlib.blake2b(
             repr((self.args, self.server, self.resources)).encode(), digest_size=8
         ).hexdigest()

@@ -101,7 +101,7 @@ class Channel(Generic[T]):
             self._writer.write(len(data).to_bytes(4) + data)
 
     async def receive(self) -> T | None:
-        """None when the other end is closed."""
+        """The next message; None when the other end is closed."""
         try:
             length = int.from_bytes(await self._reader.readexactly(4))
             return self._decoder.decode(await self._reader.readexactly(length))

@@ -321,8 +321,8 @@ class Supervisor:
                 task.add_done_callback(self._tasks.discard)
 
     def _mark_dead(self, front_end: FrontEndHandle) -> None:
-        """Take note that a front end's process ended: its requests are cancelled, its share of the limits is freed,
-        and its counts are kept."""
+        """Handle the end of a front end's process: its requests are cancelled, its share of the limits is freed, and
+        its counts are kept."""
         front_end.process.kill()  # nothing, if it has ended
         front_end.process.wait()
         stdin_of(front_end.process).close()

@@ -37,8 +37,8 @@ class AttentionOps(ABC):
     ) -> Tensor:
         """Attention to near keys and to compressed ones (`CompressedAttentionSpec`): q [T, H · D], key [T, D] → [T, H · D].
 
-        `rows` has what a token gives to compressed keys, `index` the queries [T, heads · I] and weights [T, heads] of the
-        index.
+        `rows` are each token's inputs to compressed keys, `index` the queries [T, heads · I] and weights [T, heads] of
+        the index.
         """
         return compressed.attend(q, key, rows, index, kv, meta, params)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 class ChainPlaces:
     """Inputs of a chain of K drafts for S sequences, which computes tokens [T].
 
-    1. The first pass has [again, S] tokens, padded to a multiple of 4.
+    1. The first pass has `num_again` tokens of each sequence, [num_again, S], padded to a multiple
+       of 4.
     2. The other passes have [K − 1, room], one token per sequence in each pass. `room` is S padded
        to a multiple of 4.
 

@@ -175,7 +175,8 @@ class SamplingTensors:
     """Sampling parameters of S rows of logits. Flags let an op skip what no row asks for.
 
     With `rows` (`OpSet.takes_rows`) row i has the parameters, the seed and the history rows[i] of
-    tables of any length. Only `history_lens` and what names rows itself are of the S rows.
+    tables of any length. Only `history_lens`, and tensors of row numbers, have one entry for each
+    of the S rows.
 
     `history` holds for each row the tokens so far, prompt first: row r has history_lens[r] of them,
     of which the first prompt_lens[r] are prompt. The draw of a row depends only on (seeds[r],

@@ -1,4 +1,4 @@
-"""The part of an op set that ranks use for what they send each other: sums, tokens and columns."""
+"""The part of an op set for exchanges between ranks: sums, tokens and columns."""
 
 from __future__ import annotations
 

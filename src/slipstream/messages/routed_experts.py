@@ -13,8 +13,8 @@ import numpy.typing as npt
 class RoutedExperts:
     """The experts of some tokens: int16 [tokens, layers with experts, k]. −1: not known.
 
-    Of a step they are those of its tokens, in the plan's order. Of an answer they are those of all
-    tokens but the last, which nothing computed.
+    For a step: one row for each of its tokens, in the plan's order. For an answer: one for each
+    token but the last, which was never computed.
     """
 
     num_layers: int

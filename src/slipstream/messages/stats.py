@@ -25,8 +25,8 @@ class ExpertBalance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterStats:
-    """Number of adapters in each place, and totals from the start: reads from files, and copies to
-    the device."""
+    """Number of adapters on the device and on the host, and totals from the start: reads from
+    files, and copies to the device."""
 
     num_on_device: int = 0
     num_on_host: int = 0

@@ -40,10 +40,6 @@ class NewRequest:
     rank: int = 0  # its rank, if requests are distributed
 
 
-STATES = -1
-"""The group of a `TableUpdate` of a request's state slots: the one to read, then those to write (`RowTable.states`)."""
-
-
 class StateMark(NamedTuple):
     """A step keeps a recurrent state: after the first `num_tokens` tokens of a request's part, in `slot`."""
 
@@ -58,7 +54,8 @@ class TableUpdate:
     `index` on.
 
     Used for blocks that are appended, that replace shared ones (copy on write), or that are
-    released (the null block).
+    released (the null block). With a negative `group` it names the request's slots of the `SlotKind`
+    with the number −`group`: the one to read, then those to write.
     """
 
     group: int

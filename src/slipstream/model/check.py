@@ -76,7 +76,8 @@ class CheckReport:
 
     @property
     def first_divergence(self) -> str | None:
-        """The first place where the error exceeds the tolerance or is NaN."""
+        """The first compared state (see `Difference`) whose error exceeds the tolerance or is
+        NaN."""
         return next((d.where for d in self.differences if not d.error <= self.tolerance), None)
 
     @property

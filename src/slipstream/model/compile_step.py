@@ -31,7 +31,8 @@ from slipstream.spec.reason import Reason
 
 
 def compile_program(decoder: Decoder) -> StepProgram | Reason:
-    """Compiles the program of a decoder with torch's values, or returns the reason why there is none.
+    """Compiles a decoder's step into one C++ program that takes and returns torch tensors, or
+    returns the reason why that can't be done.
 
     Without one, the decoder's loop runs the same kernels one by one.
     """
@@ -54,7 +55,8 @@ def compile_program(decoder: Decoder) -> StepProgram | Reason:
 def compile_step(
     decoder: Decoder, pool: ThreadPool, platform: Platform, rest: Decoder | None = None
 ) -> StepProgram | Reason:
-    """Compiles the program of a decoder with packed weights, or returns what the kernels lack.
+    """Compiles the step of a decoder with packed weights into a program. If the kernels lack an
+    operator, returns the reason.
 
     The program takes and returns the platform's values. `rest` computes what it leaves out, an
     encoder's embeddings, instead of `decoder`.
@@ -88,8 +90,8 @@ def compiled(
     result: Value | None,
     more: Sequence[Value] = (),
 ) -> CompiledOps | Reason:
-    """Compiles `part` of a recording, or returns what the program lacks. `more` are further
-    results."""
+    """Compiles `part` of a recording. If the program lacks an operator, returns the reason. `more`
+    are further results."""
     program = Program(pool)
     lowered = lower(part, given, result, ProgramEmitter(program), more)
     return lowered if isinstance(lowered, Reason) else CompiledOps(program, lowered, num_groups)

@@ -248,7 +248,7 @@ class Decoder:
         return self.run(h, kv, self.with_inputs(token_ids, h, meta))
 
     def with_inputs(self, token_ids: Tensor, h: Tensor, meta: Any) -> Any:
-        """Returns the step's metadata with what layers read next to the residual, made from the
+        """Returns the step's metadata with the layers' own inputs (`OwnInputSpec`), made from the
         first layer's input `h`."""
         if self.reads_tokens:
             meta = dataclasses.replace(meta, token_ids=token_ids)

@@ -151,14 +151,16 @@ class DeviceStream:
         return without_data(layer)
 
     def open(self) -> None:
-        """Makes the places and begins to fill them. Call it after `keep` of all layers."""
+        """Allocates the places on the device, and begins to copy layers to them. Call it after
+        `keep` of all layers."""
         size = max(self._sizes.values())
         for _ in range(min(NUM_SLOTS, len(self._order))):
             self._places.append(torch.empty(size, dtype=torch.uint8, device=self._platform.device))
         self._fill()
 
     def placed(self, index: int, layer: Layer) -> Layer:
-        """Returns the layer that `keep` returned, with its weights as views of its place."""
+        """Returns the layer that `keep` returned, with its weights as views of its place on the
+        device."""
         place, at = self._places[self._place_of(index)], 0
 
         def view(tensor: Tensor) -> Tensor:

@@ -395,7 +395,8 @@ class MedusaHead:
         ]()  # by weight, as the model's head may serve every place
 
     def logits(self, hidden: Any, place: int) -> Any:
-        """[N, E] → float32 [N, V], the logits of token `place` + 2 after the state's own."""
+        """[N, E] → float32 [N, V], the logits of the token `place` + 2 positions after the state's
+        own."""
         return as_model(self._products(hidden, place), self._model)
 
     def _products(self, hidden: Any, place: int) -> Any:

@@ -176,7 +176,8 @@ def _product(ops: OpSet, x: Tensor, by: Linear | Clamped) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Projector:
-    """A connector's norm and products. What it has not is None. `standard`: (shift, gain)."""
+    """A connector's norm and products; None for those that it has not. `standard`: (shift,
+    gain)."""
 
     spec: Connector
     norm: NormParams | None

@@ -224,7 +224,7 @@ def refusals(
     space: Space, base: EngineArgs, description: ModelDescription, info: DeviceInfo
 ) -> dict[Candidate, str]:
     """Reasons, in the engine's words, why candidates can't run on several ranks, for example with a
-    draft model. What fails on one device is found by measuring."""
+    draft model. Failures on one device are found by measuring."""
     found = {}
     for candidate in space.candidates():
         args = EngineArgs(**settings_of(base, candidate))

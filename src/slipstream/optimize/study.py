@@ -98,7 +98,7 @@ class StudyOptions:
         )
 
     def check(self) -> None:
-        """Check what needs no model. ConfigError names the option."""
+        """Check the options that need no model. ConfigError names the option at fault."""
         if not self.has_weights and self.max_quality_loss is not None:
             raise ConfigError(
                 "max_quality_loss can't be kept with --load-format dummy: random weights have no quality; leave one of "

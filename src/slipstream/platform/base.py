@@ -149,7 +149,7 @@ class Platform(ABC):
 
     @abstractmethod
     def release_unused(self) -> None:
-        """Give unused memory back to the system."""
+        """Return unused memory to the system."""
 
     @abstractmethod
     def start_peak(self) -> int:

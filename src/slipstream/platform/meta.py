@@ -81,7 +81,7 @@ class MetaPlatform(Platform):
         """Kernels in CUDA C++ that were wanted (`kernels/triton/cuda.py`)."""
 
     def describe(self, gpu: DescribedGpu) -> None:
-        """Fix the GPU. ConfigError if another one was described."""
+        """Set the GPU that this process compiles for. ConfigError if another one was set before."""
         if self._gpu not in (None, gpu):
             raise ConfigError(
                 f"this process describes {self.name} already; start another for {gpu.name}",

@@ -121,7 +121,7 @@ def try_peer_copies(
     dtype: torch.dtype,
     is_mixture: bool = False,
 ) -> None:
-    """Let `group` overlap the sums of long steps with products from now on, if that works.
+    """Make `group` overlap the sums of long steps with products from now on, if that works.
 
     It needs two ranks that write to each other's memory, enough memory, and the same results as the
     library's.

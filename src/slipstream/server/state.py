@@ -124,7 +124,7 @@ class IdleCheck(Protocol):
         """Results so far, for a replica's status."""
 
     def take_kl(self) -> float | None:
-        """The divergence in nats that it measured since the last call. The next call has it no more."""
+        """The divergence in nats measured since the last call; None if none was."""
 
 
 class EngineProtocol(Protocol):
@@ -450,7 +450,7 @@ class ServerState:
         self.background.append(check.run)
 
     async def interrupt_checks(self) -> None:
-        """End the requests of checks, for what waits for requests or keeps them."""
+        """End the requests of checks, so that a drain or a pause does not wait for them."""
         for check in self.checks:
             await check.interrupt()
 

@@ -126,7 +126,7 @@ class PlannedEngine:
 
 
 def this_hardware(device: str, num_threads: int | None = None) -> Hardware:
-    """Returns this machine's rates, from what is known of such machines.
+    """Returns this machine's rates: measured ones, or else those of a similar known machine.
 
     An unknown GPU counts as an H200 with its own memory until its ceilings are measured. Its title
     says so.

@@ -51,7 +51,7 @@ class PlanOptions:
     agents: AgentLoad | None = None  # the sessions of `workload` "agents"
 
     def check(self, settings: EngineArgs) -> None:
-        """Raise ConfigError for an option that can't be so."""
+        """Raise ConfigError for an option with an impossible value, or for two that conflict."""
         if self.rate is not None and self.concurrency is not None:
             raise ConfigError(
                 "--rate and --concurrency are two ways to say the load; give one",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -48,10 +48,45 @@ class CacheGroup:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SlotKind:
+    """A kind of cache besides blocks: slots of one size, of which the first is the null slot.
+
+    A running sequence has two, and one for each draft that a step verifies. The others are checkpoints, from which
+    prompts go on. The kind's number in steps, in keys and in the tiers is its place in `SLOT_KINDS`, from 1 on. What
+    becomes of its slots is a class in `core/cache`, and its tensors are made in `worker/device_cache.py`.
+    """
+
+    setting: str  # of `EngineArgs`: the number of slots; None: as many as fit
+    contents: str
+    layers: str
+    is_used: Callable[[ModelSpec], bool]
+    slot_bytes: Callable[
+        [ModelSpec, int], int
+    ]  # of the layers that are here, by the bytes of a number
+
+
+SLOT_KINDS = (
+    SlotKind(
+        "state_slots",
+        "states of recurrent layers",
+        "recurrent layers",
+        lambda spec: spec.is_recurrent,
+        lambda spec, element_bytes: spec.state_bytes(element_bytes),
+    ),
+)
+
+
+def slot_sizes(spec: ModelSpec, element_bytes: int) -> list[int]:
+    """Bytes of a slot of each kind."""
+    return [kind.slot_bytes(spec, element_bytes) for kind in SLOT_KINDS]
+
+
 def blocks_of_sequence(
     groups: Sequence[CacheGroup], num_tokens: int, block_size: int, max_step_tokens: int
 ) -> int:
-    """The same in all groups together. An encoder has read as many tokens."""
+    """Blocks of a sequence in all groups together. An encoder is taken to have read as many
+    tokens."""
     return sum(group.max_blocks(num_tokens, block_size, max_step_tokens) for group in groups)
 
 

@@ -45,8 +45,8 @@ one; a fault that is rare whatever the length is seen in those."""
 NEEDLE_TOKENS = 16
 
 NUM_FORMED = 8
-"""Answers to a schema, and calls of a tool. If half of a server's break the form, one of these does but for a
-chance of 0.004."""
+"""Number of answers to a schema, and of tool calls. If half of a server's answers break the form, the chance that none
+of these does is 0.004."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

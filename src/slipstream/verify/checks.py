@@ -47,7 +47,7 @@ EXCESS = 0.1
 """Nats a token that answers may be less likely than the model's own, without log-probabilities."""
 
 SEEN = 5 * EXCESS
-"""The same, of a fault that is seldom missed."""
+"""Excess of a fault that is seldom missed."""
 
 NAMED_BY = 12
 """Minimum number of answers over which the size of a fault is averaged: the size tells the cause."""

@@ -59,8 +59,7 @@ class AdapterPlaces:
         return found
 
     def replace(self, request: LoRARequest, version: str) -> None:
-        """Put another version of an adapter, that of `request`, into the place of the one with the
-        same id."""
+        """Replace the adapter with the id of `request` by its new version."""
         known, _ = self._held[request.id]
         self._earlier.setdefault(request.id, set()).add(known.path)
         self._held[request.id] = request, version

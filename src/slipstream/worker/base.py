@@ -134,8 +134,8 @@ class Executor(ABC):
         """
 
     def replace_adapter(self, request: LoRARequest) -> str:
-        """Let an adapter that is loaded be that of other files, for all its requests. Returns their version. AdapterError, with
-        nothing changed: they can't be read."""
+        """Replace a loaded adapter's weights by those of other files, also for running requests. Returns the files'
+        version. AdapterError if they can't be read; nothing has changed then."""
         raise AdapterError(
             "adapters on several ranks can't be replaced in place; unload it, and load it again",
             field="load_inplace",

@@ -97,7 +97,8 @@ def detect(
 
 
 def _described(capability: int) -> DeviceInfo:
-    """The GPU of compute capability 90 (9.0), and so on, which need not exist (`platform/meta.py`)."""
+    """A described GPU of a compute capability, such as 90 for 9.0. The machine need not have it
+    (`platform/meta.py`)."""
     import torch
 
     from slipstream.platform import platform_of

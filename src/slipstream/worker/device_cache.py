@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,14 +43,14 @@ class DeviceCache:
             spec.cache_places,
             lambda i: self._layer(i, num_blocks, dtype),
             scales,
-            lambda i: self._state(i, self.config.state_slots),
+            lambda i: self._state(i, self.config.slots[0]),
             lambda i: self._index(i, num_blocks, dtype),
         )
 
     def _mixed(
         self, layout: MixedLayout, num_blocks: int, scales: Sequence[tuple[Tensor, ...]] | None
     ) -> list[LayerKV]:
-        """The same for layers whose keys differ in size."""
+        """Keys and values of the layers of a model whose layers have keys of different sizes."""
         values, size = self.platform.values, self.config.rank_block_size
         dtype, shape = values.dtype(self.config.dtype), (num_blocks, layout.width * size)
         wholes = {i: self.platform.zeros(shape, dtype) for i in layout.tensors}
@@ -117,3 +117,10 @@ class DeviceCache:
             values_by_dim=self.ops.values_by_dim(dtype),
             int4=int4,
         )
+
+
+def slot_parts(layers: Iterable[LayerKV]) -> list[list[Tensor]]:
+    """Returns the layers' tensors [slots, …] of each `SlotKind`, each of which holds a part of every slot."""
+    states = [layer.state for layer in layers if layer.state is not None]
+    parts = [x for own in states for x in (own.conv, own.recurrent)]
+    return [[x for x in parts if x is not None and 0 not in x.shape]]

@@ -230,7 +230,8 @@ class LoadedRunner(ABC):
         """A tensor or array as this loader takes it, over the same memory."""
 
     def weights_written(self) -> None:
-        """Build anew what a CPU's paths have made of the weights, which were written in place."""
+        """Rebuild a CPU's forward paths, which keep copies of small weights, after the weights were
+        written in place."""
         if not self.platform.is_asynchronous:
             self.forwards.rebuild()
         self.platform.synchronize()

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slipstream.kernels.cache.tensors import cache_parts, state_parts
+from slipstream.kernels.cache.tensors import cache_parts
 from slipstream.kernels.metadata import LayerKV
 from slipstream.messages.stats import ExpertTokens
+from slipstream.worker.device_cache import slot_parts
 from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.sampling.constrained import AwaitingMask
 from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays
@@ -42,7 +43,7 @@ class Runner(ABC):
         self.draft = loaded.draft
         self.phases = loaded.phases
         self._block_rows = loaded.ops.block_rows(cache_parts(kv))
-        self._state_rows = loaded.ops.block_rows(state_parts(kv))
+        self._slot_rows = [loaded.ops.block_rows(parts) for parts in slot_parts(kv)]
 
     @abstractmethod
     def launch(self, plan: Any) -> InFlightStep | AwaitingMask:
@@ -84,21 +85,21 @@ class Runner(ABC):
     def open_store(
         self,
         disk: DiskTier | None,
-        slots: tuple[int, int],
-        staged: tuple[int, int],
+        slots: Sequence[int],
+        staged: Sequence[int],
         exchange: BlockExchange | None = None,
         layout: Mapping[str, str] | None = None,
     ) -> HostBlockStore:
-        """Open the tiers below the cache: `slots` blocks and states of host memory (GPU only), and
-        disk. As many as `staged` says are copied at once. A block has its draft's numbers, too.
+        """Open the tiers below the cache: `slots` places of each kind in host memory (GPU only),
+        and disk. As many as `staged` says are copied at once. A block has its draft's numbers, too.
         `exchange` and `layout` (CPU only) are for hand-overs between engines."""
         blocks = self._block_rows
         if self.draft is not None:
             blocks = self.ops.block_rows([*cache_parts(self.kv), *self.draft.block_parts()])
-        rows = blocks, self._state_rows
+        rows = blocks, *self._slot_rows
         if not any(slots):
-            arrays, states = (block_arrays(part.arrays) for part in rows)
-            return HostBlockStore(arrays, disk, self.settle, states, exchange, layout)
+            arrays = [block_arrays(part.arrays) for part in rows]
+            return HostBlockStore(arrays, disk, self.settle, exchange, layout)
         from slipstream.worker.tiers.device_blocks import DeviceBlocks
 
         return DeviceBlocks(rows, self.ops, slots, staged, disk, self.platform)
@@ -118,7 +119,7 @@ class Runner(ABC):
         return load, places.expert_bytes
 
     def swap_experts(self, swaps: Sequence[LayerSwap]) -> None:
-        """Let experts change places before the next step. All ranks must make this call."""
+        """Swap experts between places before the next step. All ranks must make this call."""
         self.settle()
         self._places.swap(swaps)
 

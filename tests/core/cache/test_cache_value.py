@@ -369,7 +369,7 @@ def test_the_last_state_of_a_session_outlives_states_that_nobody_continues():
             pass_time(e, 5)
             run(e, f"other{turn}.{i}", prompt(1 + turn * 3 + i, 30))
         text = [*text, *range(5)]
-    check_pool(e.scheduler.kv.states.pool)
+    check_pool(e.scheduler.kv.kinds[0].pool)
     assert all(found[5:])
 
 

@@ -54,7 +54,7 @@ def test_a_second_turn_computes_what_is_new_and_less_than_an_interval():
 def test_an_answer_keeps_its_last_state_alone():
     e = engine()
     computed(e, "a", range(30), max_tokens=250)
-    states = e.scheduler.kv.states.pool
+    states = e.scheduler.kv.kinds[0].pool
     assert (
         len(states.cached_keys()) == 4
     )  # after 8, 16 and 28 tokens of the prompt, and of the answer
@@ -137,7 +137,7 @@ def test_a_prompt_in_chunks_and_preempted_requests_read_their_own_states():
 def test_all_slots_are_free_at_the_end_and_forgotten_with_the_prefixes():
     e = engine()
     computed(e, "a", range(50))
-    pool = e.scheduler.kv.states.pool
+    pool = e.scheduler.kv.kinds[0].pool
     check_pool(pool)
     assert pool.num_free == pool.num_usable
     assert pool.cached_keys()
@@ -152,15 +152,15 @@ def test_without_a_slot_to_write_a_request_has_no_room():
     e.scheduler.add(request("a", range(9), max_tokens=9))
     e.step()
     kv, a = e.scheduler.kv, e.scheduler.requests.by_id["a"]
-    pool = kv.states.pool
+    pool, own = kv.kinds[0].pool, kv.kinds[0]._of[a].own
     taken = pool.allocate(pool.num_free)
     assert kv.holds(a, a.num_computed_tokens)  # it may write where it reads
-    pool.hold(a.state.own)
+    pool.hold(own)
     assert not kv.holds(a, a.num_computed_tokens)
     assert not kv.allocate(None, a, a.num_computed_tokens)
     pool.release(taken[:1])
     assert kv.holds(a, a.num_computed_tokens)
-    pool.release(a.state.own)
+    pool.release(own)
     pool.release(taken[1:])
     e.run()
     assert len(e.tokens["a"]) == 9

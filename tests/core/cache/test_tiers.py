@@ -38,8 +38,6 @@ class Given:
 class Store:
     """Copies that are done when `advance` is called. `given` is what engines hand over to each other."""
 
-    block_bytes = 10
-
     def __init__(
         self,
         num_slots: int,
@@ -49,12 +47,11 @@ class Store:
     ) -> None:
         self.given = {} if given is None else given
         self.exchange = None if given is None else Given()
-        self.num_slots = num_slots
-        self.state_bytes = state_bytes
-        self.num_state_slots = -(-num_slots // 2) if state_bytes else 0
+        self.sizes = [10, state_bytes]
+        self.slots = [num_slots, -(-num_slots // 2) if state_bytes else 0]
         self.disk = None if on_disk is None else Disk()
         self.files = {} if on_disk is None else on_disk
-        self.host: dict[tuple[bool, int], tuple] = {}
+        self.host: dict[tuple[int, int], tuple] = {}
         self.cells: dict[tuple[int, int], int] = {}  # the worker's
         self.states: dict[int, int] = {}  # the worker's
         self.waiting: list[tuple] = []
@@ -66,18 +63,18 @@ class Store:
 
     def block(self, copy):
         """Contents of the device's block at the end of a copy."""
-        if copy.is_state:
+        if copy.kind:
             return (self.states.get(copy.block, -1),)
         return tuple(self.cells.get((copy.block, i), -1) for i in range(BLOCK))
 
     def fill(self, copy, values):
-        if copy.is_state:
+        if copy.kind:
             (self.states[copy.block],) = values
         else:
             self.cells.update({(copy.block, i): value for i, value in enumerate(values)})
 
     def rubbish(self, copy):
-        return (RUBBISH,) * (1 if copy.is_state else BLOCK)
+        return (RUBBISH,) * (1 if copy.kind else BLOCK)
 
     def submit(self, copies):
         for copy in copies:
@@ -86,15 +83,14 @@ class Store:
                 taken = self.block(copy)
             if copy.target == "device":
                 assert not any(
-                    (other.block, other.is_state) == (copy.block, copy.is_state)
-                    and "device" in other[1:3]
+                    (other.block, other.kind) == (copy.block, copy.kind) and "device" in other[1:3]
                     for other, _ in self.waiting
                 )
                 self.fill(copy, self.rubbish(copy))
             if copy.source == "host":
-                taken = self.host[copy.is_state, copy.slot]
+                taken = self.host[copy.kind, copy.slot]
             if copy.target == "host":
-                self.host[copy.is_state, copy.slot] = self.rubbish(copy)
+                self.host[copy.kind, copy.slot] = self.rubbish(copy)
             assert copy.source != copy.target
             self.waiting.append((copy, taken))
 
@@ -105,7 +101,7 @@ class Store:
             assert self.block(copy) == taken, "written while it was copied"
             assert RUBBISH not in taken
         if copy.source == "host":
-            at = copy.is_state, copy.slot
+            at = copy.kind, copy.slot
             assert self.host[at] == taken, "a slot was used again while it was copied"
             assert RUBBISH not in taken
         if copy.source == "disk":
@@ -124,7 +120,7 @@ class Store:
             if ok:
                 self.fill(copy, taken)
         elif copy.target == "host" and ok:
-            self.host[copy.is_state, copy.slot] = taken
+            self.host[copy.kind, copy.slot] = taken
         elif copy.target == "disk" and ok:
             self.files[copy.key] = taken
             self.lost.discard(copy.key)
@@ -140,7 +136,7 @@ class Store:
 
 def engine(store, depth=1, **settings):
     made = Engine({**config(**settings), "store": store}, depth)
-    made.worker.is_empty = not store.block_bytes
+    made.worker.is_empty = not store.sizes[0]
     store.cells, store.states = made.worker.slots, made.worker.states
     return made
 
@@ -207,7 +203,7 @@ class TierMachine(RuleBasedStateMachine):
     def make(self):
         self.store = Store(self.num_slots, self.files, self.state_bytes, self.given)
         if self.empty:
-            self.store.block_bytes = self.store.num_slots = 0
+            self.store.sizes[0] = self.store.slots[0] = 0
         self.engine = engine(self.store, self.depth, **self.settings)
         self.added: dict[str, int] = {}
 
@@ -294,12 +290,12 @@ class TierMachine(RuleBasedStateMachine):
             check_pool(scheduler.pool)
             check_holders(scheduler)
             tiers = scheduler.tiers
-            hosts = [pool for pool in (tiers._host, tiers._host_states) if pool is not None]
+            hosts = [pool for pool in tiers._hosts if pool is not None]
             for host in hosts:
                 check_pool(host)
             assert sum(sum(host.ref_counts) - 1 for host in hosts) <= len(tiers._after)
-            if (states := scheduler.kv.states) is not None:
-                check_pool(states.pool)
+            for kind in scheduler.kv.kinds:
+                check_pool(kind.pool)
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -308,8 +304,7 @@ class TierMachine(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         assert set(self.engine.ends) == set(self.added)
         assert scheduler.pool.num_free == scheduler.pool.num_usable, "a block leaked"
-        states = scheduler.kv.states
-        pools = [scheduler.tiers._host, scheduler.tiers._host_states, states and states.pool]
+        pools = [*scheduler.tiers._hosts, *scheduler.slot_pools]
         assert all(p is None or p.num_free == p.num_usable for p in pools), "a slot leaked"
         assert not scheduler.tiers._loading
         assert not scheduler.tiers._arrived
@@ -626,10 +621,10 @@ def test_a_load_is_not_charged_for_a_step_that_nobody_looked_during(busy, second
         tiers.rates.ended(999, before + 5.0)
     made.now = before + 5.0
     made.scheduler.tend()
-    expected = None if seconds is None else seconds / (4 * store.block_bytes)
+    expected = None if seconds is None else seconds / (4 * store.sizes[0])
     assert tiers.rates.disk.seconds == expected
     tiers.rates.prefill.learn(1, 1e-6, made.now)
-    assert tiers.rates.pays(0, 1000 * store.block_bytes, 1, made.now) is (
+    assert tiers.rates.pays(0, 1000 * store.sizes[0], 1, made.now) is (
         None if seconds is None else False
     )
 

@@ -21,8 +21,8 @@ from slipstream.params.lora_request import LoRARequest
 from slipstream.params.options import RequestOptions
 from slipstream.worker.tiers import exchange as exchanges
 from slipstream.worker.tiers import opening, peers
-from tests import adapters, tiny_models
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support import adapters, tiny_models
+from tests.support.waiting import PATIENCE_S, wait_for
 
 SIZES = dict(
     device="cpu",
@@ -74,7 +74,7 @@ def answers(llm, prompts=PROMPTS, **options):
 def nothing_is_held(*engines):
     for llm in engines:
         wait_for(lambda llm=llm: not llm.core.tend(), "copies do not end")
-        pools = [llm.core.scheduler.kv.pool, *llm.core.scheduler.state_pools]
+        pools = [llm.core.scheduler.kv.pool, *llm.core.scheduler.slot_pools]
         for pool in pools:
             check_pool(pool)
             assert pool.num_free == pool.num_usable

@@ -11,7 +11,7 @@ import contextlib
 import pytest
 
 from slipstream import LLM, SamplingParams
-from tests import mtp_layers, tiny_models
+from tests.support import mtp_layers, tiny_models
 
 CHECKPOINT = 256
 """Most tokens back to a checkpoint."""

@@ -6,8 +6,8 @@ import pytest
 
 from slipstream import LLM, BeamSearchParams, SamplingParams
 from slipstream.errors import ConfigError
-from tests import tiny_models
 from tests.engine.cache.test_window_groups import COMMON, PROMPTS, SETTINGS, answers
+from tests.support import tiny_models
 
 HEADS = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 INT4 = SETTINGS | dict(kernels="reference", kv_cache_dtype="int4")

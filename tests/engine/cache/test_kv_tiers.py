@@ -25,8 +25,8 @@ from slipstream.worker.host_loading import HostLoaded
 from slipstream.worker.ranks.block_store import RankBlockStore
 from slipstream.worker.ranks.messages import RankTiers
 from slipstream.worker.tiers.opening import open_tiers
-from tests import tiny_models
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support import tiny_models
+from tests.support.waiting import PATIENCE_S, wait_for
 
 SIZES = dict(
     device="cpu",
@@ -227,12 +227,12 @@ def test_ranks_allocate_as_many_slots_as_the_one_with_the_fewest(made):
     runner = SimpleNamespace(
         loaded=SimpleNamespace(partition=ranks), open_store=lambda disk, slots, *more: slots
     )
-    assert host_slots(config, 1024, 0) == (512, 0)
-    assert open_tiers(config, description, runner, 1024, 0) == (102, 0)
-    found = [RankTiers([], size, 0, 102, 0) for size in (1024, 5120)]
+    assert host_slots(config, (1024, 0)) == [512, 0]
+    assert open_tiers(config, description, runner, (1024, 0)) == [102, 0]
+    found = [RankTiers([], [size, 0], [102, 0]) for size in (1024, 5120)]
     store = RankBlockStore(lambda message: None, SimpleNamespace(tiers=deque()), found)
-    assert (store.num_slots, store.num_state_slots) == (102, 0)
-    assert (store.block_bytes, store.state_bytes) == (6144, 0)
+    assert store.slots == [102, 0]
+    assert store.sizes == [6144, 0]
 
 
 def test_the_ledger_names_the_tiers(made):

@@ -16,7 +16,7 @@ from slipstream.kernels.cpu.arrays import address
 from slipstream.spec.cache import group_layers, mixed_layout
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import AttentionSpec
-from tests import tiny_models
+from tests.support import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 COMMON = [(7 * i) % 250 + 5 for i in range(60)]

@@ -23,10 +23,10 @@ from slipstream.spec.description import read_spec
 from slipstream.spec.drafts.head_readers import read_head
 from slipstream.spec.scheme import SCHEMES
 from slipstream.worker.draft.host_chain import head_scheme
-from tests import draft_heads, forked_ranks, mtp_layers, tiny_models
 from tests.engine.drafts.test_speculation import PROMPTS, SETTINGS, SIZES, answers
-from tests.naive_heads import fused, medusa_states, naive_drafts
-from tests.waiting import wait_for
+from tests.support import draft_heads, forked_ranks, mtp_layers, tiny_models
+from tests.support.naive_heads import fused, medusa_states, naive_drafts
+from tests.support.waiting import wait_for
 
 K = 3
 SOME = PROMPTS[:5]

@@ -14,7 +14,7 @@ from slipstream.config.forms import NgramDrafts
 from slipstream.core.drafts.proposer import LookUp, Proposal
 from slipstream.core.participants.speculation import Speculation
 from slipstream.errors import ConfigError
-from tests import tiny_models
+from tests.support import tiny_models
 
 SIZES = dict(
     dtype="float32", device="cpu", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=48, num_threads=1,

@@ -12,8 +12,8 @@ import pytest
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.core.participants.forced_tokens import ForcedTokens
 from slipstream.worker.model_runner import InFlightStep, ModelRunner
-from tests import tiny_models
 from tests.engine.grammars.test_structured import make
+from tests.support import tiny_models
 
 SCHEMA = {
     "type": "object",

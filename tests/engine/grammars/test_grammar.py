@@ -29,7 +29,7 @@ from slipstream.outputs import CompletionOutput, RequestOutput
 from slipstream.params.answer_forms import StructuredOutputsParams
 from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import read_spec
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 END = 1
 

@@ -20,7 +20,7 @@ from slipstream.messages.requests import EngineRequest
 from slipstream.params.answer_forms import StructuredOutputsParams
 from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import read_spec
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 def chain(count, link, end=None, where="$defs"):

@@ -14,7 +14,7 @@ from slipstream.core.participants import late_masks
 from slipstream.engine.grammars import grammar
 from slipstream.engine.grammars.grammar import Grammars
 from slipstream.engine.grammars.state import GrammarState
-from tests import tiny_models
+from tests.support import tiny_models
 
 LARK = StructuredOutputsParams(
     grammar='start: item+\nitem: "he" | "ll" | /[a-f]{3,9}/ | "[" item "]"'

@@ -18,7 +18,7 @@ from slipstream.messages.requests import EngineRequest
 from slipstream.messages.steps import ScheduledRequest, StepPlan
 from slipstream.spec.description import read_spec
 from tests.engine.grammars.test_structured import PARAMS, make
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 EXPRESSIONS = (
     "[a-z ]{5,}",

@@ -18,7 +18,7 @@ from slipstream.errors import RequestError
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.params.options import RequestOptions
 from slipstream.worker.model_runner import InFlightStep, ModelRunner
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -14,8 +14,8 @@ from slipstream.engine.text.tool_formats import REASONING
 from slipstream.errors import RequestError
 from slipstream.params.answer_forms import ReasoningMarkers
 from slipstream.worker.model_runner import ModelRunner
-from tests import draft_heads, tiny_models
-from tests.thinking_models import (
+from tests.support import draft_heads, tiny_models
+from tests.support.thinking_models import (
     BRACKETS,
     END,
     HARMONY,

@@ -21,7 +21,7 @@ from slipstream.engine.vision.picture_files import measured
 from slipstream.engine.vision.pictures import PictureProcessor, opened
 from slipstream.errors import RequestError
 from slipstream.spec.description import read_spec
-from tests.vision_models import build_vision, picture, their_processor
+from tests.support.vision_models import build_vision, picture, their_processor
 
 FAMILIES = (
     "smolvlm",

@@ -26,9 +26,9 @@ from slipstream.spec.description import read_spec
 from slipstream.spec.families import find_family
 from slipstream.spec.families.base import ConfigReader
 from slipstream.spec.media.speech_rules import SpeechRules
-from tests import tiny_models
 from tests.model.harness import load
-from tests.tiny_models import whisper_id
+from tests.support import tiny_models
+from tests.support.tiny_models import whisper_id
 
 SETTINGS = dict(device="cpu", dtype="float32", num_threads=1, block_size=4, max_num_seqs=4)
 

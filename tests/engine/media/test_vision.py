@@ -20,9 +20,16 @@ from slipstream.engine.vision.pictures import PreparedPicture
 from slipstream.errors import ConfigError, RequestError
 from slipstream.model.vision import pass_ends
 from slipstream.params.lora_request import LoRARequest
-from tests import forked_ranks
 from tests.model.formats.test_compressed import compress_gptq
-from tests.vision_models import IMAGE, PLACEHOLDER, build_vision, picture, their_inputs, token_id
+from tests.support import forked_ranks
+from tests.support.vision_models import (
+    IMAGE,
+    PLACEHOLDER,
+    build_vision,
+    picture,
+    their_inputs,
+    token_id,
+)
 
 FAMILIES = (
     "smolvlm",

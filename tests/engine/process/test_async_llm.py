@@ -22,8 +22,8 @@ from slipstream.errors import (
     RequestError,
 )
 from slipstream.params.options import DEFAULT_OPTIONS
-from tests import tiny_models
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support import tiny_models
+from tests.support.waiting import PATIENCE_S, wait_for
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPT = {"prompt_token_ids": [5, 9, 200, 31, 7]}

@@ -39,8 +39,8 @@ from slipstream.messages.start import Failed
 from slipstream.messages.stats import EngineStats
 from slipstream.messages.texts import VectorOutput
 from slipstream.worker.device import detect
-from tests import tiny_models
-from tests.waiting import PATIENCE_S
+from tests.support import tiny_models
+from tests.support.waiting import PATIENCE_S
 
 PROMPT = {"prompt_token_ids": [5, 9, 31]}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

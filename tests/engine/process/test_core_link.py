@@ -12,7 +12,7 @@ from slipstream.engine.process.core_client import CoreLink
 from slipstream.engine.process.core_messages import Abort, Outputs
 from slipstream.engine.process.core_start import socket_folder
 from slipstream.errors import EngineDeadError
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 class OneEnd(CoreLink):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny_models
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support import tiny_models
+from tests.support.waiting import PATIENCE_S, wait_for
 
 
 @pytest.fixture(scope="module")

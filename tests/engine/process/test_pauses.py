@@ -14,7 +14,7 @@ from slipstream import LLM, AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.engine.process.streams import collect
 from slipstream.errors import CheckpointError, EngineError, RequestError
-from tests import tiny_models
+from tests.support import tiny_models
 
 SETTINGS = dict(dtype="float32", device="cpu", max_num_seqs=4, max_model_len=2048, num_threads=1)
 LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)

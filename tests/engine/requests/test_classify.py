@@ -14,8 +14,8 @@ from slipstream.config import EngineArgs
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.errors import RequestError, UnsupportedModelError
 from slipstream.spec.description import read_spec
-from tests import tiny_models
 from tests.server.conftest import serving
+from tests.support import tiny_models
 
 SETTINGS = dict(device="cpu", dtype="float32", num_threads=1)
 TEXTS = ["the cat", "sing the song of the road .", "a"]

@@ -24,7 +24,7 @@ TEXT = "the the the zebra said the quick thing. the the the! Number 1234 is the 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    from tests import tiny_models
+    from tests.support import tiny_models
 
     folder = tmp_path_factory.mktemp("tokenizer")
     tiny_models.write_tokenizer(folder)

@@ -11,7 +11,7 @@ import torch
 from slipstream import LLM
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.description import read_spec
-from tests import tiny_models
+from tests.support import tiny_models
 
 SETTINGS = dict(device="cpu", dtype="float32", num_threads=1)
 TEXTS = ["the cat", "sing the song of the road .", "a", "what is ? " * 14]

@@ -26,8 +26,8 @@ from slipstream.errors import (
     UnsupportedModelError,
 )
 from slipstream.spec.description import read_spec
-from tests import tiny_models
-from tests.waiting import PATIENCE_S
+from tests.support import tiny_models
+from tests.support.waiting import PATIENCE_S
 
 SETTINGS = dict(device="cpu", dtype="float32", num_threads=1)
 TEXTS = [

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from slipstream import LLM
 from slipstream.errors import ContextLengthError, UnsupportedModelError
 from slipstream.spec.description import read_spec
-from tests import tiny_models
 from tests.engine.requests.test_embed import SETTINGS
+from tests.support import tiny_models
 
 NEW = "sentence_transformers.base.modules.transformer.Transformer"
 POOLING = "sentence_transformers.sentence_transformer.modules.pooling.Pooling"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.engine.text.tokenizer import Tokenizer
-from tests import tiny_models
 from tests.data.make_tokens import golden_tokens, write_gguf
+from tests.support import tiny_models
 
 GOLDEN = golden_tokens()
 

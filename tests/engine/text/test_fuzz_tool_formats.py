@@ -1,10 +1,10 @@
-"""Random answers through each parser of a tool format; `python -m tests.fuzz_tool_formats` reads more."""
+"""Random answers through each parser of a tool format; `python -m tests.engine.text.fuzz_tool_formats` reads more."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.fuzz_tool_formats import PARSERS, fuzz
+from tests.engine.text.fuzz_tool_formats import PARSERS, fuzz
 
 
 @pytest.mark.parametrize("name", PARSERS)

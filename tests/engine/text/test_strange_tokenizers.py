@@ -17,7 +17,7 @@ from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.threads.fair_threads import client
 from slipstream.errors import CheckpointError, EngineOverloadedError, ModelError, RequestError
 from slipstream.spec.description import read_spec
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 ONE = SamplingParams(max_tokens=1, temperature=0)
 

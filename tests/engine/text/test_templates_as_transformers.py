@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from slipstream.engine.text.chat_template import render
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError
-from tests import tiny_models
+from tests.support import tiny_models
 
 CALL = {"name": "f", "arguments": {"a": 1, "é": "ü<"}}
 MESSAGES = [

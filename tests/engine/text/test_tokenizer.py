@@ -15,8 +15,8 @@ from slipstream.engine.text.gguf_tokenizer import SPLITS
 from slipstream.engine.text.tokenizer import SpecialTokens, Tokenizer
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from slipstream.hub import list_cached
-from tests import tiny_models
 from tests.data.make_tokens import CHUNK, PRE, change, chunks, digest, golden_tokens, write_gguf
+from tests.support import tiny_models
 
 DATA = Path(__file__).parents[2] / "data"
 TEXT = (DATA / "tokenizer_corpus.txt").read_bytes().decode()

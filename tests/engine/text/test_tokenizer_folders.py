@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from slipstream.engine.text.sentencepiece import _fields, build
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
-from tests import tiny_models
 from tests.data.make_tokens import change, write_gguf
+from tests.support import tiny_models
 
 LINES = (Path(__file__).parents[2] / "data/tokenizer_corpus.txt").read_bytes().decode().split("\n")
 

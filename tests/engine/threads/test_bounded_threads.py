@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from slipstream.engine.threads import bounded_threads
 from slipstream.engine.threads.bounded_threads import BoundedThreads
 from slipstream.errors import EngineOverloadedError
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 
 def pool(*, most=1, most_stuck=4, seconds=PATIENCE_S):

@@ -13,7 +13,7 @@ import pytest
 from slipstream.errors import ConfigError
 from slipstream.fleet.detection import alerts
 from slipstream.fleet.detection.detector import Finding
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 FINDING = Finding(
     number=1, replica="r", cause="overload", title="t", remedy="m", severity="warning", signals=("queue",), evidence=("e",),

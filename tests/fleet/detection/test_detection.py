@@ -12,7 +12,7 @@ from slipstream.fleet.detection.counters import Counters, of_metrics, of_server
 from slipstream.fleet.detection.detector import Detector
 from slipstream.fleet.detection.doctor import slow_among, wrong
 from slipstream.fleet.detection.observation import INTERVAL_S, ExpectedSteps, Observation
-from slipstream.fleet.detection.signals import SIGNALS, Baseline, SeriesWatch
+from slipstream.fleet.detection.signals import SIGNALS, WARM_UP, Baseline, SeriesWatch
 from slipstream.messages.stats import EngineStats
 from slipstream.server.operations.metrics import Metrics
 
@@ -313,6 +313,10 @@ def test_a_baseline_is_robust():
     for i in range(2000):
         baseline.learn((50.0 if i % 20 == 0 else rng.gauss(1.0, 0.2), 1.0))
     assert baseline.level == pytest.approx(1.0, abs=0.1)
+    watch = SeriesWatch(signal)
+    for stall_s in [1.0] * WARM_UP + [50.0]:
+        watch.update(Observation(replica="r", at=0.0, interval_s=1.0, write_stall_s=stall_s))
+    assert watch.baseline.level == 1.0, "it learns from no value that may be a change"
 
 
 def test_counters_from_inside_and_from_a_scrape_are_the_same():

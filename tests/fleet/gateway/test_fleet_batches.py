@@ -14,7 +14,7 @@ from slipstream.server.operations.audit import records
 from tests.fleet.running import fleet_of, running, version
 from tests.fleet.stubs import numbers, stubbed, text_of
 from tests.server.batches.test_server_batches import answers, ended, upload
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 COMPLETIONS = "/v1/completions"
 

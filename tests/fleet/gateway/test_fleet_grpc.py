@@ -17,7 +17,7 @@ from slipstream.server.operations.audit import records
 from tests.fleet.running import fleet_of, running, version
 from tests.fleet.stubs import Stub, stubbed
 from tests.server.protocols.test_server_kserve import collect, inputs_of, texts
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 PROMPT = "Once upon a time"
 SAMPLING = json.dumps({"temperature": 0, "max_tokens": 8, "ignore_eos": True})
@@ -191,7 +191,7 @@ def test_calls_are_in_the_audit_log(fleet, rpc, audit_log):
 
 
 def test_a_sign_of_life_is_no_part_of_a_stream(tiny, tmp_path, monkeypatch):
-    """It reaches no gRPC client, and an error after it keeps its reason."""
+    """The sign reaches no gRPC client, and an error after it keeps its reason."""
     event = {"model_name": "tiny", "text_output": "hi", "finish_reason": "stop"}
 
     async def answer(self, request, writer):

@@ -17,7 +17,7 @@ from slipstream.server.http.rates import _SPENT, _TOKENS, DAY_S, WINDOW
 from slipstream.server.operations.fleet import _key as replica_key
 from tests.fleet.running import ENGINE, fleet_of, running, version
 from tests.fleet.stubs import PROMPT_TOKENS, numbers, stubbed, text_of
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 def add_key(file, name, **limits):

@@ -9,7 +9,7 @@ from slipstream.errors import ConfigError
 from slipstream.fleet.config import check
 from tests.fleet.running import fleet_of, version
 from tests.fleet.stubs import stubbed
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 FOREIGN = {"origin": "https://evil.example", "sec-fetch-site": "cross-site"}
 ASK = {"model": "tiny", "prompt": "Hello", "max_tokens": 2}

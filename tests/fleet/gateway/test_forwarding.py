@@ -27,7 +27,7 @@ from slipstream.server.answers import generation
 from slipstream.server.http.errors import ApiError
 from tests.fleet.running import fleet_of, version
 from tests.fleet.stubs import numbers, stubbed, text_of
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from slipstream.server.state import ServerSettings
 from tests.fleet.running import version
 from tests.fleet.stubs import stubbed
 from tests.server.fake_engine import FakeEngine
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 OWN = """
     / /api/ps /api/tags /chat /docs /findings /fleet/status /health /live /metrics /models /openapi.json /ping

@@ -102,6 +102,8 @@ def test_half_of_the_replicas_stay_however_slow_they_are():
         answer(made, replica, 5.0)
     assert made.out(0.0) == {"r0", "r1"}
     assert made.next_change(0.0) == FIRST_PAUSE_S
+    made.failed("r0", "gone", 0.0, gone=True)  # slow ones are asked where there is no other
+    assert made.slow() == {"r1"}
 
 
 def test_half_of_the_replicas_stay_however_they_answer_probes():

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import uvloop
 
-from slipstream.fleet.gateway.upstream import ConnectionPool, UpstreamError
+from slipstream.fleet.gateway.upstream import (
+    _MAX_WAITING,
+    ConnectionPool,
+    UpstreamConnection,
+    UpstreamError,
+)
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n"
@@ -76,3 +82,28 @@ def test_what_nobody_asked_for_is_no_answer():
 def test_an_answer_that_breaks_off():
     with pytest.raises(UpstreamError, match="during the answer"):
         uvloop.run(asked(BROKEN))
+
+
+def test_reading_pauses_only_while_much_of_an_answer_waits():
+    async def said() -> list[str]:
+        found: list[str] = []
+        answer = UpstreamConnection(ConnectionPool("http://127.0.0.1:1", None))
+        answer.connection_made(
+            SimpleNamespace(
+                write=lambda data: None,
+                pause_reading=lambda: found.append("pause"),
+                resume_reading=lambda: found.append("resume"),
+            )
+        )
+        answer.begin([b""])
+        answer.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
+        for size in (_MAX_WAITING, 1, _MAX_WAITING):
+            answer.data_received(bytes(size))
+            found.append(str(len(await answer.read() or b"")))
+        answer.data_received(bytes(_MAX_WAITING))
+        answer.data_received(bytes(1))
+        await answer.read()
+        return found
+
+    sizes = [str(size) for size in (_MAX_WAITING, 1, _MAX_WAITING)]
+    assert uvloop.run(said()) == [*sizes, "pause", "resume"]

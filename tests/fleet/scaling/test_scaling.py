@@ -20,10 +20,10 @@ from slipstream.fleet.scaling.capacity import FleetCapacity
 from slipstream.fleet.scaling.loop import Scaling
 from slipstream.fleet.scaling.scaler import ColdStarts, PoolState, Scaler, Tally, _expected, make
 from slipstream.server.http.record import RequestRecord
-from tests.browser import Browser
 from tests.fleet.running import ENGINE, fleet_of, running, version
 from tests.fleet.stubs import stubbed
-from tests.waiting import PATIENCE_S
+from tests.support.browser import Browser
+from tests.support.waiting import PATIENCE_S
 
 OBJECTIVES = ScalingObjectives(ttft_s=2.0, itl_s=0.1)
 AUTOSCALE = {"objectives": {"ttft_s": 2.0, "itl_s": 0.1}}

@@ -24,10 +24,10 @@ from slipstream.kernels.ops import AttentionParams, MLAParams
 from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.model.load.loader import load_model
 from slipstream.spec.scheme import SCHEMES
-from tests import tiny_models
 from tests.kernels.cases import Shape, Step, attention_options, edge_shapes, rms_norm, step
 from tests.kernels.cpu.test_cpu_ops import OF_TILES
 from tests.model.harness import CPU, fast, is_program, load, run
+from tests.support import tiny_models
 
 torch.set_num_threads(1)
 reference = ReferenceOps()

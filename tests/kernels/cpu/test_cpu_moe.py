@@ -24,11 +24,11 @@ from slipstream.model.load.loader import load_model
 from slipstream.model.stored.gguf_quants import dequantize
 from slipstream.spec.model import ClampedSilu, ClampedSwiglu, DenseSpec, MoESpec, OwnActivation
 from slipstream.spec.scheme import SCHEMES
-from tests import tiny_models
 from tests.kernels.cases import rows_of
 from tests.kernels.cpu.test_cpu_ops import ISAS, OPS, any_blocks, assert_near, eight_bits
 from tests.kernels.test_moe import ROUTERS, SPECS, adopted, case, mixture, prepared
 from tests.model.harness import CPU, Paged, is_program, load, run
+from tests.support import tiny_models
 
 torch.set_num_threads(1)
 reference = ReferenceOps()

@@ -26,9 +26,9 @@ from slipstream.platform import platform_of
 from slipstream.spec.host_experts import host_weights, mixtures
 from slipstream.spec.model import DenseSpec, MoESpec
 from slipstream.spec.scheme import SCHEMES
-from tests import tiny_models
 from tests.model.formats.test_compressed import SIZES, compress
 from tests.model.harness import CPU, Paged, load, run
+from tests.support import tiny_models
 
 TOKENS = list(range(5, 25))
 MIXTURES = [

@@ -1,4 +1,4 @@
-"""The samplers of `kernels/cpu/sampling/samplers.py` against plain Python (`tests/naive_samplers.py`) and transformers."""
+"""The samplers of `kernels/cpu/sampling/samplers.py` against plain Python (`naive_samplers`) and transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream import SamplingParams
 from slipstream.errors import RequestError
 from slipstream.kernels.cpu.sampling import samplers
 from slipstream.worker.sampling.sampler_chain import apply_samplers
-from tests import naive_samplers
+from tests.support import naive_samplers
 
 VOCAB = 13
 logits_of = st.lists(

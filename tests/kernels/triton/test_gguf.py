@@ -26,11 +26,11 @@ from slipstream.spec.families import find_gguf_family
 from slipstream.spec.model import DenseSpec, MoESpec
 from slipstream.spec.parameters import parameters
 from slipstream.spec.stored.gguf_types import FORMS, TYPES
-from tests import tiny_models
 from tests.kernels.triton.for_hopper import run_for_hopper
 from tests.model.formats.test_gguf import random_blocks
 from tests.model.formats.test_gguf_models import write
 from tests.model.harness import CPU, run
+from tests.support import tiny_models
 
 BY_NAME = {quant.name: quant for quant in TYPES.values()}
 TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]

@@ -21,12 +21,12 @@ from slipstream.kernels.weights.forms import Linear
 from slipstream.model.load.loader import load_model
 from slipstream.spec.model import DenseSpec, GatedDeltaSpec, MoESpec
 from slipstream.spec.scheme import SCHEMES
-from tests import tiny_models
 from tests.kernels import cases
 from tests.kernels.recurrent_cases import StatefulSequence, new_state, random_layer, step_of
 from tests.kernels.triton.for_hopper import run_for_hopper
 from tests.kernels.triton.test_triton_recurrent import SPECS
 from tests.model.harness import CPU, run
+from tests.support import tiny_models
 
 LENGTH = 25
 

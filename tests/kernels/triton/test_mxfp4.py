@@ -28,9 +28,9 @@ from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import ClampedSwiglu, DenseSpec, MoESpec
 from slipstream.spec.scheme import E2M1, SCHEMES
-from tests import tiny_models
 from tests.model.families.test_family_configs import CONFIGS
 from tests.model.harness import CPU, load, run
+from tests.support import tiny_models
 
 TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]
 QUANTIZED = {

@@ -20,11 +20,11 @@ from slipstream.kernels.triton.attention.bidirectional import text_ends
 from slipstream.messages.texts import TextsPlan
 from slipstream.model.load.loader import load_model
 from slipstream.worker.forward.texts import lay_out, text_inputs
-from tests import tiny_models
 from tests.kernels import cases
 from tests.model.families.test_encoders import error
 from tests.model.harness import CPU, caches, load, states, whole
-from tests.vision_models import build_vision
+from tests.support import tiny_models
+from tests.support.vision_models import build_vision
 
 TEXTS = [[(7 * i + n) % 250 + 5 for i in range(n)] for n in (5, 1, 21)]
 

@@ -9,7 +9,7 @@ from slipstream import SamplingParams
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import mla_prefill
 from slipstream.worker import torch_loading
-from tests import tiny_models
+from tests.support import tiny_models
 from tests.worker.graphs.test_graph_steps import answers, captured_at_once, kinds  # noqa: F401 - a fixture
 
 

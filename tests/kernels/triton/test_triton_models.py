@@ -10,9 +10,9 @@ from slipstream.kernels.triton import TritonOps
 from slipstream.model.layers.taps import JoinedTap
 from slipstream.model.load.loader import load_model
 from slipstream.spec.scheme import SCHEMES
-from tests import tiny_models
 from tests.model.harness import CPU, run
-from tests.naive_heads import rms
+from tests.support import tiny_models
+from tests.support.naive_heads import rms
 
 TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]
 

@@ -13,7 +13,7 @@ from slipstream.cli.main import main
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec import families
 from slipstream.spec.families.base import Family
-from tests import tiny_models
+from tests.support import tiny_models
 
 ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs" / "adding-a-model.md").read_text("utf-8")

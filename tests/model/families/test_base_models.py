@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from slipstream import LLM, SamplingParams
 from slipstream.errors import SlipstreamError, UnsupportedModelError
 from slipstream.spec.description import read_spec
-from tests import tiny_models
 from tests.model.harness import load, run
+from tests.support import tiny_models
 
 TOKENS = list(range(5, 28))
 

@@ -14,8 +14,8 @@ from slipstream.kernels.select import select_ops
 from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
-from tests import tiny_models
 from tests.model.harness import CPU, greedy, load, run
+from tests.support import tiny_models
 
 TOKENS = [7, 31, 250, 12, 99, 4, 180, 66, 5, 201, 77, 140]
 KINDS = {

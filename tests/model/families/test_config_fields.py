@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig
 
 from slipstream.errors import CheckpointError, UnsupportedModelError
-from tests import tiny_models
 from tests.model.harness import load, run
+from tests.support import tiny_models
 
 TOKENS = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50, 9, 100, 101, 102, 7, 8, 9]
 LEFT = {

@@ -16,8 +16,8 @@ from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.model.encoder import normalized, pool
 from slipstream.spec.description import read_spec
 from slipstream.spec.parameters import parameters
-from tests import tiny_models
 from tests.model.harness import is_program, load, states, written
+from tests.support import tiny_models
 
 OPS = ReferenceOps()
 KERNELS = ["reference", "cpu", "torch"]

@@ -16,8 +16,8 @@ from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import CompressedAttentionSpec, IndexSpec, LatentAttentionSpec
 from slipstream.spec.parameters import parameters
-from tests import tiny_models
 from tests.model.harness import Paged, greedy, load, run
+from tests.support import tiny_models
 
 LLAMA3 = {
     "rope_type": "llama3",

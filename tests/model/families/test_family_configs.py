@@ -29,8 +29,8 @@ from slipstream.spec.model import (
     RopeSpec,
     SequentialBlock,
 )
-from tests import tiny_models
 from tests.model.harness import CPU, load, run
+from tests.support import tiny_models
 
 CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
 TOKENS = list(range(5, 58))

@@ -13,10 +13,10 @@ from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.spec.description import read_spec
 from slipstream.spec.stored import safetensors
 from slipstream.spec.stored.safetensors import find_tensor, safetensors_files, same_numbers
-from tests import tiny_models
 from tests.model.harness import load, run, written
 from tests.model.load.test_save import save
 from tests.model.ranks.parallel_ranks import on_ranks
+from tests.support import tiny_models
 
 TOKENS = list(range(5, 28))
 HEADS = {"gpt_neox": ("embed_out.weight", "gpt_neox.embed_in.weight")}

@@ -11,7 +11,7 @@ from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
-from tests.vision_models import build_vision, picture, their_inputs, token_id
+from tests.support.vision_models import build_vision, picture, their_inputs, token_id
 
 FAMILIES = (
     "qwen2_vl",

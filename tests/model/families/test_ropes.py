@@ -17,7 +17,7 @@ from slipstream.kernels.positions import _frequencies
 from slipstream.spec.description import read_spec
 from slipstream.spec.families import families
 from slipstream.spec.model import LongRopeScaling
-from tests import tiny_models
+from tests.support import tiny_models
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -14,8 +14,8 @@ from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.spec.description import read_spec
 from slipstream.spec.parameters import Scale
 from slipstream.spec.scheme import SCHEMES
-from tests import tiny_models
 from tests.model.families.test_families import CASES, TOKENS
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 SEQUENCES = [TOKENS[:19], TOKENS[20:21], TOKENS[21:50]]

@@ -13,9 +13,9 @@ from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
-from tests import tiny_models
 from tests.model.harness import CPU, load, run
 from tests.model.ranks.parallel_ranks import on_ranks
+from tests.support import tiny_models
 
 TOKENS = list(range(5, 40))
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}

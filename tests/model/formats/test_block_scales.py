@@ -20,8 +20,8 @@ from slipstream.kernels.weights.quantize import dequantize, round_linear
 from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
-from tests import tiny_models
 from tests.model.harness import run
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 TOKENS = list(range(3, 40))

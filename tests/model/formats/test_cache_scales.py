@@ -12,8 +12,8 @@ from slipstream import LLM
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.model.load.loader import load_model
-from tests import tiny_models
 from tests.model.formats.test_compressed import SIZES, TOKENS, compress, log_probabilities
+from tests.support import tiny_models
 
 SCHEME = {
     "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False, "group_size": None,

@@ -20,9 +20,9 @@ from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.weights.quantize import dequantize, round_linear, unpack4
 from slipstream.model.load.loader import load_model
 from slipstream.spec.scheme import SCHEMES
-from tests import tiny_models
 from tests.kernels.cases import rows_of
 from tests.model.harness import run
+from tests.support import tiny_models
 
 SIZES = dict(hidden_size=64, intermediate_size=192, head_dim=16)
 GROUP = {"targets": ["Linear"], "output_activations": None}

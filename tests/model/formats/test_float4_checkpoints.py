@@ -24,9 +24,9 @@ from slipstream.model.load.weights import load_parameters
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
 from slipstream.spec.stored.native_formats import is_product
-from tests import tiny_models
 from tests.model.formats.test_compressed import check_cpu_holds, log_probabilities
 from tests.model.harness import run
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 SIZES = dict(hidden_size=64, intermediate_size=192, head_dim=16)

@@ -33,11 +33,11 @@ from slipstream.spec.model import (
 )
 from slipstream.spec.parameters import parameters
 from slipstream.spec.stored.gguf import GGUFFile
-from tests import tiny_models
 from tests.data.make_tokens import golden_tokens
 from tests.kernels.cpu.test_cpu_ops import any_blocks
 from tests.model.formats.test_gguf import resident_kib
 from tests.model.harness import CPU, Paged, is_program, load, run
+from tests.support import tiny_models
 
 
 def write(path, tensors, architecture="llama", **metadata):

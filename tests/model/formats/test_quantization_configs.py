@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.description import read_spec
 from slipstream.spec.stored.quantization_config import read_quantization
-from tests import tiny_models
 from tests.model.formats.test_compressed import (
     AWQ_SIZES,
     SIZES,
@@ -19,6 +18,7 @@ from tests.model.formats.test_compressed import (
     compress_gptq,
     log_probabilities,
 )
+from tests.support import tiny_models
 
 META = {
     "quantizer": ["gptqmodel:7.7.0"], "uri": "x", "fallback": None, "mse": 0.0, "act_group_aware": True,

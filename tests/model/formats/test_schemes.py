@@ -22,8 +22,8 @@ from slipstream.spec.model import GatedDeltaSpec, LightningSpec, MoESpec, Sinuso
 from slipstream.spec.parameters import keeps_float32, parameters
 from slipstream.spec.scheme import SCHEMES
 from slipstream.spec.stored.native_formats import is_product
-from tests import tiny_models
 from tests.model.harness import CPU, run, states, written
+from tests.support import tiny_models
 
 TOKENS = list(range(5, 25))
 STD = 0.06  # small enough that scores stay apart from one-hot, where rounding would tip them

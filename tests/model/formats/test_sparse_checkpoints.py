@@ -18,9 +18,9 @@ from slipstream.model.load.loader import load_model
 from slipstream.model.stored.bitmasks import made_dense
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
-from tests import tiny_models
 from tests.model.formats.test_compressed import SIZES, compress, log_probabilities
 from tests.model.harness import run
+from tests.support import tiny_models
 
 
 def prune(folder, pattern="2:4"):

@@ -15,9 +15,9 @@ from slipstream.model.load import device_loader
 from slipstream.model.load.loader import load_model
 from slipstream.platform.cpu import CpuPlatform
 from slipstream.spec.scheme import SCHEMES
-from tests import tiny_models
 from tests.model.formats import test_cache_scales, test_compressed
 from tests.model.harness import CPU, run
+from tests.support import tiny_models
 
 TOKENS = list(range(5, 25))
 LAYERS = {"gpt2": "n_layer", "gptj": "n_layer"}

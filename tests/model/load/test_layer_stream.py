@@ -16,9 +16,9 @@ from slipstream.kernels.select import select_ops
 from slipstream.model.load.loader import load_model
 from slipstream.spec.offload import NUM_SLOTS, plan_offload
 from slipstream.spec.scheme import SCHEMES
-from tests import tiny_models
 from tests.model.harness import CPU, load, run
-from tests.waiting import PATIENCE_S
+from tests.support import tiny_models
+from tests.support.waiting import PATIENCE_S
 
 TOKENS = list(range(5, 25))
 MIB = 2**20

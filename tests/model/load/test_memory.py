@@ -23,8 +23,8 @@ from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import SCHEMES
-from tests import tiny_models
 from tests.model.formats.test_float4_checkpoints import by_compressed_tensors, rewrite
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 SIZES = dict(

@@ -21,9 +21,9 @@ from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.model.load import packed_cache
 from slipstream.model.load.loader import load_model
 from slipstream.spec.scheme import SCHEMES
-from tests import tiny_models
 from tests.model.formats.test_compressed import compress
 from tests.model.harness import run
+from tests.support import tiny_models
 
 SIZES = dict(hidden_size=64, intermediate_size=192, head_dim=16)
 CPU = torch.device("cpu")

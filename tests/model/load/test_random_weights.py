@@ -5,7 +5,7 @@ import pytest
 from slipstream.model.load.random_weights import ArrayDraws, random_weights
 from slipstream.spec.description import read_spec
 from slipstream.spec.parameters import keeps_float32
-from tests import tiny_models
+from tests.support import tiny_models
 
 
 @pytest.mark.parametrize("family", ["mamba", "nemotron_h", "qwen3_next", "deepseek_v3"])

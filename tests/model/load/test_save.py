@@ -30,8 +30,8 @@ from slipstream.model.save import (
 from slipstream.spec.description import huggingface_config, read_spec
 from slipstream.spec.families.names import canonical
 from slipstream.spec.parameters import Deinterleave, Placement, Transpose, Ungroup, Unpermute
-from tests import tiny_models
 from tests.model.families.test_families import CASES, TOKENS
+from tests.support import tiny_models
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from slipstream.model.layers.layer import Partition
 from slipstream.model.load.loader import LoadedModel, load_model
 from slipstream.spec.parallel import ONE_UNIT, Shard, SplitUnits
 from tests.model.harness import CPU
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 T = TypeVar("T")
 

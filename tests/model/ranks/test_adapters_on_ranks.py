@@ -14,11 +14,11 @@ from slipstream.model.adapters import AdapterLayout
 from slipstream.model.layers import layer
 from slipstream.spec.adapters import WEIGHTS_NAME
 from slipstream.spec.parallel import Shard
-from tests import adapters, tiny_models
 from tests.model.harness import load, run
 from tests.model.ranks.parallel_ranks import on_ranks, on_stages
 from tests.model.ranks.test_parallel import UNEVEN, close
 from tests.model.test_adapters import TOKENS, adapted, difference, layout_of
+from tests.support import adapters, tiny_models
 
 RANK = 8
 

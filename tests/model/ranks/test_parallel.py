@@ -22,9 +22,9 @@ from slipstream.spec.parallel import (
     split_shapes,
     uneven_parts,
 )
-from tests import tiny_models
 from tests.model.harness import load, run, states, written
 from tests.model.ranks.parallel_ranks import on_ranks
+from tests.support import tiny_models
 
 TOKENS = list(range(5, 25))
 SPECIAL = {

@@ -14,13 +14,13 @@ from slipstream.spec.description import read_spec
 from slipstream.spec.families import find_gguf_family
 from slipstream.spec.parallel import ONE_UNIT, Shard, SplitUnits, cuts, split_shapes
 from slipstream.spec.parameters import parameters
-from tests import tiny_models
 from tests.kernels.triton.test_mxfp4 import write_rounded
 from tests.model.formats import test_block_scales as block_scales
 from tests.model.formats.test_compressed import compress, compress_gptq
 from tests.model.formats.test_gguf_models import LEAST, write
 from tests.model.harness import load, run
 from tests.model.ranks.parallel_ranks import on_ranks
+from tests.support import tiny_models
 
 TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]
 SIZES = dict(

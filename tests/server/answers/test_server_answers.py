@@ -21,7 +21,7 @@ from slipstream.messages.stats import EngineStats
 from slipstream.server.operations.metrics import Metrics
 from tests.data.make_tokens import golden_tokens, write_gguf
 from tests.server.fake_engine import FakeEngine
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 GOLDEN = golden_tokens()
 MESSAGES = [{"role": "user", "content": "hello"}]

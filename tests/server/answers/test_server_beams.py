@@ -12,7 +12,7 @@ from slipstream.engine.beams import check
 from slipstream.errors import RequestError
 from slipstream.server.answers.beams import named_as_in_body
 from tests.costs.specs import make_spec
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 TEXT = {"prompt": "The capital of France is", "max_tokens": 8, "use_beam_search": True, "n": 4}
 CHAT = {

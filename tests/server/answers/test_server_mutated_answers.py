@@ -7,7 +7,7 @@ import random
 import pytest
 
 from slipstream.engine.text.tool_formats import FORMATS
-from tests.fuzz_tool_formats import outputs
+from tests.engine.text.fuzz_tool_formats import outputs
 from tests.server.answers.test_server_round_trips import CLIENTS, PROTOCOLS, scripted, template_of
 
 __all__ = ["scripted"]  # a fixture

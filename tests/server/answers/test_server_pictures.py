@@ -26,7 +26,7 @@ from slipstream.server.http.errors import ApiError
 from slipstream.server.http.record import RequestLog
 from slipstream.server.state import ServerSettings
 from tests.server.conftest import serving
-from tests.vision_models import build_vision, picture
+from tests.support.vision_models import build_vision, picture
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "model": "eyes", "extra_body": {"ignore_eos": True}}
 

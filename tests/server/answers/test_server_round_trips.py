@@ -21,10 +21,10 @@ from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tool_formats import FORMATS, REASONING, tool_format
 from slipstream.outputs import CompletionOutput, RequestOutput, RequestTimes
 from slipstream.spec.description import read_spec
-from tests import tiny_models
 from tests.conftest import UNTIMED
 from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngine
+from tests.support import tiny_models
 
 VERSION = {"anthropic-version": "2023-06-01"}
 PROTOCOLS = ("chat", "responses", "anthropic", "ollama")

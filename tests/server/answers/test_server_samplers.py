@@ -58,7 +58,10 @@ def test_functions_by_name(tiny_server, ask, path):
     assert error["param"] == "logits_processors"
     assert "--logits-processors" in error["message"]
     served = tiny_server.state.settings.logits_processors
-    served |= {"seven": "tests.processors:only_seven", "broken": "tests.processors:broken"}
+    served |= {
+        "seven": "tests.support.processors:only_seven",
+        "broken": "tests.support.processors:broken",
+    }
     try:
         found = ask(path, logits_processors=["seven"], return_token_ids=True)
         assert found["choices"][0]["token_ids"] == [7] * 8
@@ -74,10 +77,12 @@ def test_functions_of_installed_packages(tmp_path, monkeypatch):
     info = tmp_path / "own-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
-    points = "seven = tests.processors:only_seven\nwrong = tests.processors:nothing\n"
+    points = (
+        "seven = tests.support.processors:only_seven\nwrong = tests.support.processors:nothing\n"
+    )
     (info / "entry_points.txt").write_text("[slipstream.logits_processors]\n" + points)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert serve.logits_processors(["seven"]) == {"seven": "tests.processors:only_seven"}
+    assert serve.logits_processors(["seven"]) == {"seven": "tests.support.processors:only_seven"}
     for name, said in (("eight", "there is seven, wrong"), ("wrong", "can't be imported")):
         with pytest.raises(ConfigError, match=said):
             serve.logits_processors([name])

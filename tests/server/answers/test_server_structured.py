@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from slipstream.engine.grammars import check
 from slipstream.errors import EngineOverloadedError
 from tests.server.conftest import TEMPLATE
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 TOOLS = TEMPLATE + "{# <tool_call> #}"
 

@@ -11,7 +11,7 @@ import pytest
 from slipstream.config import EngineArgs
 from slipstream.server.answers.tools import EFFORT_BUDGETS
 from tests.server.conftest import serving
-from tests.thinking_models import END, LEFT, THINK, write
+from tests.support.thinking_models import END, LEFT, THINK, write
 
 BUDGET = 64
 SCHEMA = {

@@ -15,10 +15,10 @@ import pytest
 from slipstream.errors import EngineDeadError
 from slipstream.server.batches import runner as batch_runner
 from slipstream.server.batches.runner import Journal
-from tests.poison import WORD, python_path
 from tests.server.batches.test_server_batches import CHAT, answers, begin, ended
 from tests.server.fake_engine import FakeEngine
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support.poison import WORD, python_path
+from tests.support.waiting import PATIENCE_S, wait_for
 
 COMPLETIONS = "/v1/completions"
 

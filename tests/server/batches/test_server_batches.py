@@ -25,7 +25,7 @@ from slipstream.server.batches.files import FileStore
 from slipstream.server.batches.runner import check, repaired
 from slipstream.server.http.errors import ApiError
 from tests.server.fake_engine import FakeEngine
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}

@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.base.deaths import MAX_DEATHS, Deaths, describe_exit
 from tests.server.front_ends.test_front_ends import BROKEN, KEY, SHORT, Served
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 DEATHS = "front_end_deaths_total"
 

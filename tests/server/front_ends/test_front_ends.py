@@ -29,7 +29,7 @@ from slipstream.frontend.supervisor import Supervisor
 from slipstream.server.http.load import Acceptor, ServerLoad
 from slipstream.server.operations.metrics import Metrics
 from slipstream.server.state import ServerSettings
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 KEY = "the-key"
 LIMIT = 8

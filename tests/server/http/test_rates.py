@@ -11,7 +11,7 @@ from slipstream.server.http import rates
 from slipstream.server.http.errors import ApiError
 from slipstream.server.http.keys import Key
 from slipstream.server.http.rates import DAY_S, SharedLimiter, forget_front_end
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 STILL = {"clock": lambda: 1000.5, "wall": lambda: 10.5 * DAY_S}
 """Times of a `SharedLimiter` at which no minute and no day passes, however long a test takes and whenever it runs."""

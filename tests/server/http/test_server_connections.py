@@ -14,7 +14,7 @@ import pytest
 
 from slipstream.server.http import connection
 from tests.server.fake_engine import FakeEngine
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 400}
 LIVE = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"

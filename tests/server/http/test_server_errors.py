@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from slipstream.server.http.record import LogFormatter
 from tests.server.conftest import lines_of
 from tests.server.fake_engine import FakeEngine
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 2}

@@ -20,7 +20,7 @@ from slipstream.server.http.keys import Key, KeyFile
 from slipstream.server.http.rates import DAY_S
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.test_rates import STILL
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture

@@ -222,7 +222,7 @@ def test_a_single_api_key_needs_no_salt_and_two_are_apart(serve):
 
 
 def test_a_batch_has_the_salt_of_its_owner(tmp_path, serve):
-    from tests.waiting import wait_for
+    from tests.support.waiting import wait_for
 
     file = tmp_path / "keys.json"
     sent = write_keys(file, ann=None, bob=None)

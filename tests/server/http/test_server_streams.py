@@ -29,7 +29,7 @@ from slipstream.server.openai.completions import CompletionAnswer
 from slipstream.server.openai.protocol import ChatRequest, CompletionRequest
 from slipstream.server.state import ServerSettings
 from tests.server.stepped_engine import SteppedEngine
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 BODY = {"model": "tiny", "stream": True, "max_tokens": 100_000}
 USER, LONG = {"role": "user", "content": "x"}, "x" * 20_000

@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from slipstream.server.http import certificates
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")

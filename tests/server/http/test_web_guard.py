@@ -207,7 +207,7 @@ def test_allowed_hosts_that_are_no_names_are_refused_at_the_start(name):
 FOREIGN = {
     "a foreign page": {"origin": "https://evil.example", "sec_fetch_site": "cross-site"},
     "without Sec-Fetch": {"origin": "https://evil.example"},
-    "without Origin": {"sec_fetch_site": "cross-site"},
+    "without Origin": {"sec_fetch_site": "same-site"},
     "another port of this machine": {"origin": "http://127.0.0.1:1", "sec_fetch_site": "same-site"},
     "a sandboxed frame": {"origin": "null", "sec_fetch_site": "cross-site"},
     "an application": {"origin": "app://notes"},

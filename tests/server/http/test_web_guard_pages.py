@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from tests.browser import Browser
 from tests.server.conftest import serving
+from tests.support.browser import Browser
 
 SIZE = {"width": 800, "height": 600}
 

@@ -17,7 +17,7 @@ from slipstream.server.many import about
 from slipstream.server.many.app import create_many_app
 from tests.server.conftest import RunningServer
 from tests.server.many.many_models import DEAD, engines_of, model
-from tests.waiting import wait_for
+from tests.support.waiting import wait_for
 
 
 @contextlib.contextmanager

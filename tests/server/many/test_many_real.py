@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from slipstream.cli.main import main
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 CACHE = 2**21
 SHORT = {"prompt": "one two", "max_tokens": 3, "temperature": 0, "ignore_eos": True}

@@ -12,10 +12,10 @@ import pytest
 from slipstream import LLM
 from slipstream.config import EngineArgs
 from slipstream.engine.async_llm import AsyncLLM
-from tests import tiny_models
 from tests.engine.media.test_transcriptions import sound, wav
 from tests.server.conftest import serving
-from tests.waiting import wait_for
+from tests.support import tiny_models
+from tests.support.waiting import wait_for
 
 SETTINGS = dict(device="cpu", dtype="float32", num_threads=1, block_size=4)
 

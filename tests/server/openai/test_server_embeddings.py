@@ -12,8 +12,8 @@ import pytest
 
 from slipstream.config import EngineArgs
 from slipstream.engine.async_llm import AsyncLLM
-from tests import tiny_models
 from tests.server.conftest import serving
+from tests.support import tiny_models
 
 TEXTS = ["the cat", "sing the song of the road .", ""]
 

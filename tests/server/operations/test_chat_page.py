@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.outputs import CompletionOutput, RequestOutput
-from tests.browser import Browser
 from tests.server.conftest import TEMPLATE, serving
 from tests.server.fake_engine import FakeEngine
+from tests.support.browser import Browser
 
 CODE = 'Here:\n\n```python\nprint("<b>hi</b>")\n```\n\n| a | b |\n| - | - |\n| 1 | **2** |\n'
 

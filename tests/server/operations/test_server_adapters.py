@@ -15,9 +15,9 @@ from slipstream.cli.main import main
 from slipstream.engine.process import served_adapters
 from slipstream.engine.process.operation_messages import Answered
 from slipstream.engine.process.served_adapters import ServedAdapters
-from tests import adapters, tiny_models
 from tests.server.front_ends.test_front_ends import KEY, Served
-from tests.waiting import PATIENCE_S
+from tests.support import adapters, tiny_models
+from tests.support.waiting import PATIENCE_S
 
 PROMPT = [5, 9, 200, 31, 7]
 

@@ -15,7 +15,7 @@ from slipstream.cli.main import main
 from slipstream.errors import ConfigError
 from slipstream.server.operations import audit as audit_module
 from slipstream.server.operations.audit import AuditLog, ChainError, records, rotated
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 ASK = {"model": "fake", "prompt": "a secret prompt", "max_tokens": 4}
 

@@ -17,7 +17,7 @@ import yaml
 
 from slipstream.cli.main import main
 from slipstream.server.operations.monitoring import BURNS, PANELS, ServiceObjectives, board, rules
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 NAMES = re.compile(r"slipstream:([a-z0-9_]+)")
 INSTALL = "not installed: apt-get install -y --no-install-recommends prometheus"

@@ -9,10 +9,10 @@ import json
 import pytest
 
 from slipstream.server.operations.status import StatusMemory
-from tests.browser import Browser
 from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngine
-from tests.waiting import wait_for
+from tests.support.browser import Browser
+from tests.support.waiting import wait_for
 
 FINDING = {
     "number": 1,

@@ -12,9 +12,9 @@ from slipstream.messages.finish_reason import FinishReason
 from slipstream.server.operations.audit import records
 from slipstream.server.operations.rated import Skipped, rows
 from slipstream.server.state import ServerSettings
-from tests import tiny_models
 from tests.server.conftest import *  # noqa: F403 - servers
 from tests.server.fake_engine import FakeEngine
+from tests.support import tiny_models
 
 TEXTS = {"audit_prompts": True, "audit_answers": True}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "why?"}], "max_tokens": 4}

@@ -17,8 +17,8 @@ from slipstream.server.operations import self_check
 from slipstream.server.operations.looks import Look
 from slipstream.server.operations.self_check import Fingerprint, divergence
 from slipstream.verify.reference import Reference
-from tests import tiny_models
 from tests.server.conftest import serving
+from tests.support import tiny_models
 
 MAX_KL = 1e-4
 

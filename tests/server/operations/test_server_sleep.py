@@ -16,7 +16,7 @@ from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.process.streams import collect
 from slipstream.errors import EngineAsleepError, RequestError
 from tests.server.front_ends.test_front_ends import KEY, SHORT, Served, Streams
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

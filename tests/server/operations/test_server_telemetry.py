@@ -18,7 +18,7 @@ from slipstream.errors import ConfigError
 from slipstream.server.run import configure_logging, make_server
 from slipstream.server.state import ServerSettings
 from tests.server.fake_engine import FakeEngine
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 metrics_service = pytest.importorskip(

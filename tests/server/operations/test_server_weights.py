@@ -12,8 +12,8 @@ from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.server.http.keys import Key, changing, new_secret
 from slipstream.server.state import ServerSettings
-from tests import tiny_models
 from tests.server.conftest import serving
+from tests.support import tiny_models
 from tests.worker.test_weight_transport import Trainer, free_port, told
 
 BODY = {

@@ -14,7 +14,7 @@ from slipstream.engine.text.tool_formats import REASONING
 from tests.server.answers.test_server_tools import SCHEMAS
 from tests.server.conftest import TEMPLATE
 from tests.server.fake_engine import FakeEngine
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 TOOLS = [{"name": n, "description": "x", "input_schema": s} for n, s in SCHEMAS.items()]
 SAID = [{"role": "user", "content": "Say hello."}]

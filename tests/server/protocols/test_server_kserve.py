@@ -25,7 +25,7 @@ from slipstream.server.kserve.messages import MESSAGES
 from slipstream.server.operations.audit import records
 from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngine
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 PROMPT = "Once upon a time"
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -277,6 +277,21 @@ def test_bad_bytes_behind_the_header(shared):
             assert answer.status_code == 400
         assert list(http.get("/v2/models/other").json()) == ["error"]
         assert http.get("/v2/models/other").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("whole", "own", "is_binary"),
+    [({}, {}, False), (True, {}, True), (True, False, False), (False, True, True)],
+)
+def test_an_output_is_binary_by_its_own_parameter_or_else_by_the_requests(
+    shared, whole, own, is_binary
+):
+    output = {"name": "text_output", "parameters": own if own == {} else {"binary_data": own}}
+    parameters = whole if whole == {} else {"binary_data_output": whole}
+    body = one(data=["a"]) | {"outputs": [output], "parameters": parameters}
+    with shared.http() as http:
+        answer = http.post("/v2/models/fake/infer", json=body)
+    assert ("inference-header-content-length" in answer.headers) is is_binary
 
 
 def test_a_wrong_key_opens_nothing_over_grpc(serve):

@@ -19,8 +19,8 @@ from slipstream.worker.draft.head_drafter import HeadChain
 from slipstream.worker.draft.model import DraftModel
 from slipstream.worker.graphs.chain_graphs import ChainGraphs
 from slipstream.worker.inputs.rows import Row
-from tests import draft_heads, tiny_models
 from tests.engine.drafts.test_speculation import PROMPTS, SIZES
+from tests.support import draft_heads, tiny_models
 
 
 @pytest.mark.parametrize(

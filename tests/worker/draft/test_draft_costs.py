@@ -10,8 +10,8 @@ from slipstream import LLM, SamplingParams
 from slipstream.messages.steps import FROM_MODEL
 from slipstream.worker.draft.costs import NUM_TIMED, measure_draft_costs
 from slipstream.worker.in_flight import InFlightStep
-from tests import draft_heads, tiny_models
 from tests.engine.drafts.test_speculation import PROMPTS, SIZES
+from tests.support import draft_heads, tiny_models
 
 
 @pytest.fixture(scope="module")

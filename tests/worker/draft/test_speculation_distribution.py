@@ -36,7 +36,7 @@ from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.sampling.constrained import apply_mask
 from slipstream.worker.sampling.draws import Sampler, draw
 from slipstream.worker.sampling.sampler import sampling_tensors
-from tests import naive_samplers
+from tests.support import naive_samplers
 
 VOCAB, START, LENGTH, NUM_DRAFTS = 5, (0, 3), 3, 2
 CPU, OPS = torch.device("cpu"), ReferenceOps()

@@ -19,7 +19,7 @@ from slipstream.worker.experts.balance import (
     loads_of_ranks,
     rank_of_places,
 )
-from tests import tiny_models
+from tests.support import tiny_models
 
 
 @st.composite

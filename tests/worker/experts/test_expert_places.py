@@ -35,7 +35,7 @@ from slipstream.worker.ranks import process_executor
 from tests.model.harness import CPU, load, run
 from tests.model.ranks.parallel_ranks import on_ranks
 from tests.model.ranks.test_parallel import build, close
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 TOKENS = list(range(5, 25))
 GROUPS = dict(hidden_size=64, intermediate_size=64)

@@ -18,7 +18,7 @@ from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.simulate.engines import plan_engine
 from slipstream.spec.description import read_spec
 from slipstream.worker.start import loading
-from tests import tiny_models
+from tests.support import tiny_models
 
 GIB = 2**30
 CONFIGS = Path(__file__).parents[3] / "benchmarks/configs"

@@ -10,7 +10,7 @@ from slipstream.kernels.cpu.native import has_cpu_kernels
 from slipstream.spec.description import read_spec
 from slipstream.worker.forward.forward_paths import fast_paths
 from slipstream.worker.start.loading import load_runner
-from tests import tiny_models
+from tests.support import tiny_models
 
 SIZES = dict(
     device="cpu",

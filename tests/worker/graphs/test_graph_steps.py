@@ -45,8 +45,8 @@ from slipstream.worker.inputs.uploads import upload_together
 from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.ranks.request_owners import RequestOwners, joined_result
 from slipstream.worker.torch_loading import TorchLoaded
-from tests import tiny_models
 from tests.model.ranks.parallel_ranks import Meeting, ThreadGroup, ThreadPipe
+from tests.support import tiny_models
 
 pytestmark = pytest.mark.usefixtures("by_torch")
 

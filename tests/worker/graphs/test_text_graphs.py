@@ -23,7 +23,7 @@ from slipstream.worker.forward.texts import (
     text_ladder,
 )
 from slipstream.worker.inputs.text_inputs import text_batch
-from tests import tiny_models
+from tests.support import tiny_models
 
 SETTINGS = dict(kernels="reference", dtype="float32", device="cpu", num_threads=1)
 SETTINGS |= dict(max_model_len=128, max_num_seqs=6, max_num_batched_tokens=250)

@@ -8,8 +8,8 @@ from slipstream import LLM, LoRARequest
 from slipstream.errors import AdapterError, ConfigError
 from slipstream.messages.start import Failed
 from slipstream.worker.ranks.messages import Reply, UnloadRankAdapter
-from tests import forked_ranks
 from tests.engine.test_adapters import ALL, GREEDY, SETTINGS, adapter, build, check
+from tests.support import forked_ranks
 
 
 @pytest.fixture(scope="module")

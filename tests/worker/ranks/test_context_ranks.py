@@ -10,7 +10,7 @@ import pytest
 from slipstream import LLM, BeamSearchParams, SamplingParams
 from slipstream.errors import ConfigError
 from slipstream.params.answer_forms import StructuredOutputsParams
-from tests import tiny_models
+from tests.support import tiny_models
 from tests.worker.ranks.test_dealt_ranks import PROMPTS
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")

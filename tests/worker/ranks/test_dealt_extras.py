@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError
-from tests import mtp_layers, tiny_models
 from tests.engine.drafts.test_draft_heads import Setup
 from tests.engine.media.test_vision import prompt_of
-from tests.vision_models import build_vision, picture
+from tests.support import mtp_layers, tiny_models
+from tests.support.vision_models import build_vision, picture
 from tests.worker.ranks.test_dealt_ranks import GREEDY, SAMPLINGS, SETTINGS, SIZES, answers, free
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")

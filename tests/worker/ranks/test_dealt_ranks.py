@@ -11,7 +11,7 @@ from slipstream import LLM, BeamSearchParams, SamplingParams
 from slipstream.core.cache.prefix_cache import KEY_BYTES
 from slipstream.errors import ConfigError
 from slipstream.messages.requests import EngineRequest
-from tests import tiny_models
+from tests.support import tiny_models
 from tests.worker.ranks.test_ranks import SAMPLINGS
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")

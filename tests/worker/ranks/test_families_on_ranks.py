@@ -6,8 +6,8 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError
-from tests import tiny_models
 from tests.model.ranks.test_parallel import DECODERS, MIXTURES, build, context_refusal
+from tests.support import tiny_models
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

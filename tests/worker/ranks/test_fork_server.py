@@ -21,7 +21,7 @@ from slipstream.engine.process.core_client import CoreClient
 from slipstream.errors import EngineError
 from slipstream.worker.ranks import fork_server
 from slipstream.worker.ranks.fork_server import ForkServer
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 PROGRAM = """
 import os, socket, sys, time

@@ -24,7 +24,7 @@ from slipstream.platform.peer_copies import (
 )
 from slipstream.spec.parallel import COPIED_SUMS_FROM as FROM_TOKENS
 from tests.model.ranks.parallel_ranks import as_threads
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 PLATFORM = platform_of(torch.device("cpu"))
 SIZE = 8

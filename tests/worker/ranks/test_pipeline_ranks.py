@@ -9,7 +9,7 @@ from slipstream.errors import ConfigError
 from slipstream.messages.requests import EngineRequest
 from slipstream.params.answer_forms import StructuredOutputsParams
 from slipstream.worker.ranks import process_executor
-from tests import forked_ranks, tiny_models
+from tests.support import forked_ranks, tiny_models
 from tests.worker.ranks.test_ranks import PROMPTS, SETTINGS, agree, answers
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

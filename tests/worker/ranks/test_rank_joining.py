@@ -20,8 +20,8 @@ from slipstream.worker.ranks import mailbox as rank_mailbox
 from slipstream.worker.ranks import process_executor, rank_process
 from slipstream.worker.ranks.joining import accept_ranks, join, parse_address
 from slipstream.worker.ranks.messages import Join, RankFailed, RankRefused
-from tests import forked_ranks
-from tests.waiting import PATIENCE_S, free_port, wait_for
+from tests.support import forked_ranks
+from tests.support.waiting import PATIENCE_S, free_port, wait_for
 from tests.worker.ranks.test_ranks import PROMPTS, SETTINGS
 
 pytestmark = pytest.mark.usefixtures(

@@ -18,8 +18,8 @@ from slipstream.core.step_times import StepCosts
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.params.answer_forms import StructuredOutputsParams
 from slipstream.worker.ranks import process_executor
-from tests import forked_ranks, tiny_models
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support import forked_ranks, tiny_models
+from tests.support.waiting import PATIENCE_S, wait_for
 
 SETTINGS = dict(
     device="cpu",
@@ -215,7 +215,7 @@ def test_a_rank_that_is_killed_ends_all_with_its_reason(tiny_model, victim):
 def test_no_rank_outlives_a_process_that_is_killed(tiny_model):
     forks = forked_ranks.server().fileno()  # ranks of the program are forks, too
     program = (
-        "import socket, sys; from slipstream import LLM; from tests import forked_ranks\n"
+        "import socket, sys; from slipstream import LLM; from tests.support import forked_ranks\n"
         "forked_ranks.take_from(socket.socket(fileno=int(sys.argv[2])))\n"
         "llm = LLM(sys.argv[1], device='cpu', tensor_parallel_size=2, max_model_len=64, kv_cache_bytes=2**20)\n"
         "print(*(r.process.pid for r in llm.core.executor._ranks), flush=True)\n"

@@ -20,8 +20,8 @@ from slipstream.errors import CheckpointError, ConfigError, ModelError
 from slipstream.evals.scorer import Scorer
 from slipstream.params.sampling import SamplingParams
 from slipstream.worker.start.canary import CANARY_NAME, read_canary, run_canary, write_canary
-from tests import tiny_models
-from tests.waiting import PATIENCE_S
+from tests.support import tiny_models
+from tests.support.waiting import PATIENCE_S
 
 SETTINGS = {
     "dtype": "float32",

@@ -16,7 +16,7 @@ from slipstream.kernels.cpu.native import instruction_sets
 from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.worker.start import cpu_choice
 from slipstream.worker.start.cpu_choice import CpuChoice, Timing, choose_cpu, measure_cpu
-from tests.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 
 def timing(kernels="a", weights="bfloat16", num_threads=2, decode_ms=1.0, prompt_ms=1.0):

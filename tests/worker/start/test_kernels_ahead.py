@@ -22,7 +22,7 @@ from slipstream.spec.devices.gpu_archs import DESCRIBED_GPUS
 from slipstream.worker.device import detect
 from slipstream.worker.start import kernel_variants
 from slipstream.worker.start.kernel_order import KernelOrder, kernel_key, read_manifest
-from tests import tiny_models
+from tests.support import tiny_models
 
 GPU = DESCRIBED_GPUS[9, 0]
 

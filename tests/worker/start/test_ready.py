@@ -12,7 +12,8 @@ import sys
 
 import pytest
 
-from tests import ready_load, tiny_models
+from tests.support import tiny_models
+from tests.worker.start import ready_load
 
 LIMITS = {"max_num_seqs": 80, "max_num_batched_tokens": 512}
 
@@ -41,7 +42,14 @@ def test_gpus_of_other_generations_have_their_kernels_found_as_well(device, tmp_
 
 def run(model, settings, device):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.ready_load", str(model), json.dumps(settings), device]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.worker.start.ready_load",
+        str(model),
+        json.dumps(settings),
+        device,
+    ]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return json.loads(ran.stdout.splitlines()[-1])

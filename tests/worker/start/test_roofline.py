@@ -13,7 +13,7 @@ from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.spec.scheme import SCHEMES
 from slipstream.worker.start import roofline
 from slipstream.worker.start.roofline import Ceilings, measure_ceilings, measure_roofline
-from tests import tiny_models
+from tests.support import tiny_models
 
 pytestmark = pytest.mark.usefixtures("by_torch")
 

@@ -7,7 +7,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.worker.start import warm_up as module
 from slipstream.worker.start.warm_up import warm_up
-from tests import draft_heads, tiny_models
+from tests.support import draft_heads, tiny_models
 
 pytestmark = pytest.mark.usefixtures("by_torch")
 

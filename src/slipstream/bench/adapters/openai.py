@@ -305,8 +305,8 @@ class Events:
         self._split = Splitter()
 
     def feed(self, chunk: bytes, now: float) -> None:
-        """Read what arrived at `now`. EngineError for an error event, or one that is not in the
-        API."""
+        """Read the data that arrived at `now`. EngineError for an error event, or for an event that
+        is not in the API."""
         answer = self.answer
         for data in self._split.feed(chunk):
             if data == b"[DONE]":

@@ -19,7 +19,7 @@ from slipstream.params.sampling import SamplingParams
 
 
 def greedy(output_tokens: int) -> SamplingParams:
-    """Exactly this many tokens, the likeliest each time."""
+    """Sampling parameters for an answer of exactly this many tokens, each the likeliest."""
     return SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
 
 
@@ -124,8 +124,8 @@ class AsyncSlipstream:
 
 
 def engine_args(setup: EngineSetup) -> EngineArgs:
-    """Engine settings for a measurement: no tokenizer, no prefix cache, and room for what is asked,
-    unless `setup` says otherwise."""
+    """Engine settings for a measurement: no tokenizer, no prefix cache, and limits that fit the
+    batch and the lengths, unless `setup` sets others."""
     given: dict[str, Any] = {
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,

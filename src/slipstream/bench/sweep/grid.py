@@ -65,7 +65,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetupSpec:
-    """An engine with a model, scheme and parallel form: what one process loads."""
+    """An engine with a model, scheme and parallel form, which one process loads."""
 
     engine: EngineSpec
     model: str

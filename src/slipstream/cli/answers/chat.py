@@ -149,7 +149,7 @@ class Engines:
 
 @dataclass
 class Conversation:
-    """The history, and what each typed line does to it."""
+    """The history of a chat. `take` carries out a typed line."""
 
     llm: LLM
     sampling: SamplingParams

@@ -218,7 +218,7 @@ class _AgentBench:
         return found
 
     async def _server(self, endpoint: Endpoint, stack: AsyncExitStack) -> _Target:
-        """A server, asked for its context and for what it can be sent."""
+        """Connects to a server, and asks it for its context and whether it takes token ids."""
         import msgspec
 
         from slipstream.bench.adapters.openai import OpenAIEndpoint

@@ -164,7 +164,7 @@ def finish(parser: argparse.ArgumentParser, handler: Callable[[argparse.Namespac
 
 
 def warn_if_busy() -> None:
-    """Say that other programs use the cores, which makes what is measured worse than it is."""
+    """Warn that other programs use the cores, which makes the measurements too slow."""
     from slipstream.costs.hardware import available_cores, busy_cores
 
     busy, cores = busy_cores(), available_cores()

@@ -119,7 +119,11 @@ def _document(model: str, found: Inspection, recipe: Recipe | None) -> dict[str,
         "offload": read,
         "needs_torch": found.needs_torch,
         "spec": spec,
-        "memory_estimate": {**dataclasses.asdict(ledger), "num_full_sequences": sequences},
+        "memory_estimate": {
+            **dataclasses.asdict(ledger),
+            "num_states": ledger.num_states,
+            "num_full_sequences": sequences,
+        },
     }
 
 

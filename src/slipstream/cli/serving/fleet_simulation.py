@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(study: FleetStudy) -> dict[str, Any]:
-    """One flat object. What there is none of is left out."""
+    """A flat JSON object. Figures without a value are left out."""
     of_study = dataclasses.asdict(study)
     figures = of_study.pop("figures")
     absent = {name for name in ("goodput", "scaler") if figures[name] is None}

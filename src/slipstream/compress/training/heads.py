@@ -135,8 +135,8 @@ def along(
     group: int,
     scale: float,
 ) -> Tensor:
-    """Attention of queries [B, H, L, D] over the keys of step 0 up to their places, and over those
-    of the later steps at their own places."""
+    """Attention of queries [B, H, L, D] over the keys of step 0 up to each query's position, and
+    over each later step's key at the query's own position."""
     k, v = (t.repeat_interleave(group, 1) for t in first)
     length = q.shape[2]
     ahead = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
@@ -163,7 +163,8 @@ class MedusaNet(nn.Module):
         self.register_buffer("rows", rows, persistent=False)
 
     def forward(self, token_ids: Tensor, states: Tensor, num_steps: int) -> list[Tensor]:
-        """The model's final states [B, L, E] → for each head i the states that predict, at place p, token p + i + 2."""
+        """The model's final states [B, L, E] → for each head i the states that predict, at position p, token p + i +
+        2."""
         found = []
         for i in range(num_steps):
             x = states

@@ -1,4 +1,4 @@
-"""Parameters of sampling: what they promise of the answer."""
+"""Checks that answers keep the promises of sampling parameters."""
 
 from __future__ import annotations
 

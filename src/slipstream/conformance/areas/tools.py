@@ -1,4 +1,4 @@
-"""Tools: calls keep to their schemas, and what the server wrote is taken back."""
+"""Checks of tools: calls keep to their schemas, and the server accepts its own turns as history."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ async def cached_tokens_are_counted(session: Session) -> str:
 
 @check("usage.count_tokens", *COUNTS)
 async def counting_is_what_is_counted(session: Session) -> str:
-    """The counting route's number is the prompt's in an answer."""
+    """The counting route gives the number of prompt tokens that an answer's usage then has."""
     ask = Ask(prompt=LONG)
     counted_fields = ("model", "messages", "input")
     body = {name: value for name, value in session.body(ask).items() if name in counted_fields}

@@ -77,7 +77,7 @@ class ValueOrder:
                 self.revalue(run)
 
     def remove(self, blocks: Sequence[int]) -> None:
-        """Give out free blocks to a holder."""
+        """Remove blocks from the order, because a request or a copy holds them now."""
         for run, same in self._by_run(blocks):
             if run is None:
                 for block in same:
@@ -145,7 +145,7 @@ class ValueOrder:
             self._leave(run, block)
 
     def forget_all(self) -> None:
-        """Let go of all runs. Their free blocks are the next to be taken."""
+        """Forget all runs. Their free blocks are the next to be evicted."""
         for run in {run for run in self._owners if run is not None}:
             if run.session is not None:
                 run.session.runs.pop(run, None)
@@ -233,7 +233,7 @@ class ValueOrder:
         return run
 
     def part(self, session: Session) -> None:
-        """Split a session's runs where what it is to keep ends."""
+        """Split a session's runs at the ends of the prefixes that it keeps."""
         for end, _ in session.kept:
             for run in [*session.runs]:
                 index = (end - run.start) / self._size
@@ -241,7 +241,7 @@ class ValueOrder:
                     self._split(run, int(index))
 
     def demote(self, run: Run) -> None:
-        """Let a run pause that its session has no more use for."""
+        """Move a run that its session no longer uses to the pausing ones."""
         if run.session is not None:
             self._move(run, self.sessions.pausing("passed"))
 
@@ -366,7 +366,7 @@ class ValueOrder:
         self._left(old)
 
     def _move(self, run: Run, session: Session) -> None:
-        """Let a run wait for another session."""
+        """Assign a run to another session."""
         if run.session is not None:
             run.session.runs.pop(run, None)
         run.session = session
@@ -390,7 +390,8 @@ class ValueOrder:
                 self.revalue(above)
 
     def _loosen(self) -> None:
-        """Let go of all free blocks: copies to the tiers hold the blocks at the ends of their runs."""
+        """Remove all free blocks from their runs: copies to the tiers hold the blocks at the ends
+        of these."""
         counts = self._ref_counts
         found = {run for run in self._owners if run is not None and run.num_free}
         for run in sorted(found, key=lambda run: run.start):  # the last is taken first

@@ -24,7 +24,6 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 from slipstream.config import CacheConfig
 from slipstream.core.cache.block_pool import NULL_BLOCK, BlockPool
@@ -35,15 +34,19 @@ from slipstream.core.cache.prefix_cache import (
     longest_hit,
     root_key,
     salted,
-    state_key,
+    slot_key,
 )
 from slipstream.core.cache.sessions import Session, Sessions
+from slipstream.core.cache.slots import Slots
 from slipstream.core.cache.states import StateSlots
 from slipstream.core.request import Request, Status
 from slipstream.core.step import StepBuilder
 from slipstream.core.tiers.block_store import BlockStore
 from slipstream.core.tiers.tiers import Tiers
 from slipstream.messages.steps import StateMark, TableUpdate
+
+KINDS: tuple[type[Slots], ...] = (StateSlots,)
+"""The class of each `SlotKind`, in the order of `SLOT_KINDS`."""
 
 
 class KVCacheManager:
@@ -83,24 +86,20 @@ class KVCacheManager:
         self.order: ValueOrder | None = None
         if sessions is not None:
             self.pool.order = self.order = ValueOrder(sessions, self.pool, cache.block_size)
-        self.states: StateSlots | None = None
-        if cache.state_slots:
-            self.states = StateSlots(
-                cache.state_slots,
-                cache.block_size,
-                cache.state_interval,
-                most_guesses,
-                self.sessions,
-            )
+        self.kinds = [
+            made(number, num_slots, cache, most_guesses, sessions)
+            for number, (made, num_slots) in enumerate(zip(KINDS, cache.slots, strict=True), 1)
+            if num_slots
+        ]
         self.copies: dict[int, int] = {}  # pending copies: target block to source block
         self._copied = Counter[int]()  # number of pending copies of each source block
         self.tiers = None
         if store is not None:
-            states = None if self.states is None else self.states.pool
+            slots = {kind.number: kind.pool for kind in self.kinds}
             self.tiers = Tiers(
-                store, self.pool, self.own, dict(self.windows), cache.block_size, clock, states
+                store, self.pool, self.own, dict(self.windows), cache.block_size, clock, slots
             )
-            if sessions is not None and self.states is None:  # states are in no tier
+            if sessions is not None and not self.kinds:  # slots of sessions come back from no tier
                 sessions.keeps_keys = True
         self.stored: Callable[[Request, Sequence[int]], None] | None = None
         """Told of a request's blocks that the prefix cache took, by their numbers in the request."""
@@ -121,7 +120,7 @@ class KVCacheManager:
         """True if `allocate` would change nothing."""
         if request.needs_copy or self.windows:
             return False
-        if self.states is not None and not self.states.may_write(request):
+        if self.kinds and not self._may_write(request):
             return False
         return num_tokens <= len(request.blocks[self.own[0]]) * self.block_size
 
@@ -132,12 +131,12 @@ class KVCacheManager:
         2. Copy the block that is written next, if it is shared.
         3. Append blocks up to `num_tokens` tokens.
 
-        Returns False and changes nothing if too few blocks are free, or no slot for its state.
+        Returns False and changes nothing if too few blocks are free, or no slot.
         """
         pool, size, tables = self.pool, self.block_size, request.blocks
         if self.holds(request, num_tokens):
             return True
-        if self.states is not None and not self.states.may_write(request):
+        if not self._may_write(request):
             return False
         computed, length = request.num_computed_tokens, len(tables[self.own[0]])
         need = max(0, self.blocks_for(num_tokens) - length)
@@ -188,13 +187,16 @@ class KVCacheManager:
     def lease(self, request: Request) -> None:
         """Give a request that decodes a lease as far as its blocks reach."""
         num_tokens = len(request.blocks[self.own[0]]) * self.block_size
-        if self.states is not None:
-            num_tokens = min(num_tokens, self.states.next_mark(request))
+        for kind in self.kinds:
+            num_tokens = min(num_tokens, kind.next_mark(request))
         request.lease = min(num_tokens, request.end - 1)
 
     def drop_lease(self, request: Request) -> None:
         """End the request's lease. Its next step asks `allocate` again."""
         request.lease = 0
+
+    def _may_write(self, request: Request) -> bool:
+        return all(kind.may_write(request) for kind in self.kinds)
 
     def _is_writable(self, block: int) -> bool:
         """True if only one request holds the uncached block, not counting pending copies."""
@@ -236,17 +238,17 @@ class KVCacheManager:
         request.num_computed_tokens = request.num_registered = 0
         request.guesses = ()
         request.needs_copy = False
-        if self.states is not None:
-            self.states.release(request)
-            self._offer_states(self.states)
+        for kind in self.kinds:
+            kind.release(request)
+            self._offer_slots(kind)
         self.drop_lease(request)
         if request.is_mixed:
             self.begin_anew(request)
 
     # --- A request's steps ----------------------------------------------------------------------------------------------
     #
-    # What the scheduler asks and tells, whatever kinds of cache the layers have. A kind besides blocks, such as recurrent
-    # states, is a class with these answers (`states.py`), and asked here.
+    # What the scheduler asks and tells, whatever kinds of cache the layers have: each kind besides blocks
+    # (`slots.py`) is asked.
 
     def has_room(
         self,
@@ -261,12 +263,15 @@ class KVCacheManager:
         It needs blocks for `num_tokens` tokens, and for `encoded` tokens of an encoder's text.
         `cached` are the blocks of its prefix, by group.
         """
-        if self.states is not None and not self.states.has_room(request):
+        if not self._have_room(request):
             return False
         num_held = len(request.blocks[0] or (cached[0] if cached else ()))
         own = (self.blocks_for(num_tokens) - num_held + request.needs_copy) * len(self.own)
         revived = sum(map(self.pool.num_revived, cached))
         return own + self.blocks_for(encoded) + revived + spare <= self.pool.num_free
+
+    def _have_room(self, request: Request) -> bool:
+        return all(kind.has_room(request) for kind in self.kinds)
 
     def begin(self, request: Request, cached: Sequence[Sequence[int]], computed: int) -> None:
         """Begin at `computed` tokens, which are in blocks that the request holds, or in the `cached` ones."""
@@ -276,23 +281,24 @@ class KVCacheManager:
         if self.tiers is not None:
             self.tiers.let_go(request)
         request.num_computed_tokens = computed
-        if self.states is not None:
-            self.states.start(request, computed)
+        for kind in self.kinds:
+            kind.start(request, computed)
 
     def place(self, request: Request, computed: int, end: int, num_guesses: int) -> bool:
         """Note that a step computes tokens [computed, end). True if the request may decode under a lease after it."""
-        return self.states is None or self.states.place(request, computed, end, num_guesses)
+        steady = [kind.place(request, computed, end, num_guesses) for kind in self.kinds]
+        return all(steady)
 
     def verified(self, request: Request, num_guesses: int, num_right: int) -> None:
         """Take back the tokens that were computed after the last right guess."""
         request.num_computed_tokens -= num_guesses - num_right
-        if self.states is not None:
-            self.states.verified(request, num_right)
+        for kind in self.kinds:
+            kind.verified(request, num_right)
 
     @property
     def may_rewind(self) -> bool:
         """Whether a request may compute its last token again: a step changes nothing but blocks."""
-        return self.states is None
+        return not self.kinds
 
     # --- The order of eviction ------------------------------------------------------------------------------------------
 
@@ -337,7 +343,7 @@ class KVCacheManager:
         request.run, request.shared, request.passed = None, [], None
 
     def ended(self, request: Request) -> None:
-        """Let the request's session pause. Its blocks were released."""
+        """Tell the session of a request whose blocks were released that it has ended."""
         if self.sessions is not None and request.session is not None:
             session, request.session = request.session, None
             size, hints = self.block_size, request.spec.cache_hints
@@ -360,12 +366,12 @@ class KVCacheManager:
         return salted(root, cache_salt)
 
     def use_weights(self, identity: str) -> None:
-        """Let keys that are computed from now on be those of other weights."""
+        """Use new weights: block keys computed from now on differ from those of the old weights."""
         self._salt = f"{self._model}:{identity}"
         self._root_key = root_key(self._salt, "")
 
     def begin_anew(self, request: Request) -> None:
-        """Let a request without blocks look for those of the weights that run."""
+        """Make a request without blocks look for cached blocks of the current weights."""
         request.root_key = self.root_key(request.spec.cache_salt, "")
         request.block_keys, request.looked_up, request.is_mixed = [], False, False
 
@@ -376,12 +382,15 @@ class KVCacheManager:
     def cached_prefix(self, request: Request) -> tuple[list[array[int]], int]:
         if not self.may_begin_cached(request):
             return [], 0
-        windows, size, states = dict(self.windows), self.block_size, self.states
+        windows, size = dict(self.windows), self.block_size
         hit = longest_hit(self.pool, request, self.own, windows, size)
-        if states is None:
+        if not self.kinds:
             return hit
         request.num_hit_tokens = hit[1]
-        ends = partial(states.has, request.block_keys)
+
+        def ends(num_blocks: int) -> bool:
+            return all(kind.has(request.block_keys[num_blocks - 1]) for kind in self.kinds)
+
         if not hit[1] or ends(hit[1] // size):
             return hit
         return longest_hit(self.pool, request, self.own, windows, size, ends)
@@ -392,7 +401,7 @@ class KVCacheManager:
         """True if the request must wait for blocks from a tier (`Tiers.wants`)."""
         if self.tiers is None or not request.block_keys or not self.may_begin_cached(request):
             return False
-        if self.states is not None and not self.states.has_room(request):
+        if not self._have_room(request):
             return False  # it can't begin now
         return self.tiers.wants(request, cached, computed, spare)
 
@@ -449,26 +458,25 @@ class KVCacheManager:
         request.num_registered = full
 
     def planned(self, step_id: int) -> tuple[StateMark, ...]:
-        """The recurrent states that the step keeps which was just planned (`StateSlots.planned`)."""
+        """Checkpoints that the step keeps which was just planned (`Slots.planned`)."""
         self._last_step = step_id
-        if self.states is None:
-            return ()
-        marks = self.states.planned()
-        self._offer_states(self.states)
+        marks = tuple(mark for kind in self.kinds for mark in kind.planned())
+        for kind in self.kinds:
+            self._offer_slots(kind)
         return marks
 
-    def _offer_states(self, states: StateSlots) -> None:
+    def _offer_slots(self, kind: Slots) -> None:
         """Offer checkpoints to the tiers. The last planned step may still write them."""
         if self.tiers is not None:
-            for slot, key in states.offered:
-                self.tiers.offer(slot, state_key(key), self._last_step)
-        states.offered.clear()
+            for slot, key in kind.offered:
+                self.tiers.offer(slot, slot_key(key, kind.number), self._last_step)
+        kind.offered.clear()
 
     def forget_all(self) -> None:
-        """Forget all cached blocks and states."""
+        """Forget all cached blocks and checkpoints."""
         self.pool.forget_all()
-        if self.states is not None:
-            self.states.pool.forget_all()
+        for kind in self.kinds:
+            kind.pool.forget_all()
 
     # --- Figures ------------------------------------------------------------------------------------------------------
 

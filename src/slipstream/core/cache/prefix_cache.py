@@ -122,17 +122,18 @@ def group_key(key: bytes, group: int) -> bytes:
     return key + bytes((group,)) if group else key
 
 
-STATE_GROUP = 255
-"""The group of the keys of recurrent states in the tiers. No blocks belong to it."""
+SLOT_GROUPS = 240
+"""The first group of keys that no block belongs to: the last ones are for slots, by kind."""
 
 
-def state_key(key: bytes) -> bytes:
-    """Key of the recurrent state after a block; `key` is the chain's key."""
-    return group_key(key, STATE_GROUP)
+def slot_key(key: bytes, kind: int) -> bytes:
+    """Key in the tiers of what a slot of a `SlotKind` holds after a block; `key` is the chain's key."""
+    return group_key(key, 256 - kind)
 
 
-def is_state(key: bytes) -> bool:
-    return len(key) > KEY_BYTES and key[KEY_BYTES] == STATE_GROUP
+def kind_of(key: bytes) -> int:
+    """The kind that a key of the tiers belongs to: 0 for blocks, else the number of the `SlotKind`."""
+    return 256 - key[KEY_BYTES] if len(key) > KEY_BYTES and key[KEY_BYTES] >= SLOT_GROUPS else 0
 
 
 def announced_state(key: bytes) -> bytes:

@@ -56,7 +56,7 @@ FIRST_SLOPE, SLOPE_WEIGHT = 0.5, 8.0
 """Share of a session's pace that its next pause is expected to keep, before any is known, and the pauses that it counts as."""
 
 STEP, MIN_STEP_S = 1.19, 2.0
-"""Factor of a session's age after which its blocks get a new value, and the seconds that younger ones count as for that."""
+"""Growth of a pausing session's age after which its blocks are valued anew; ages below `MIN_STEP_S` count as that."""
 
 MAX_SESSIONS = 32768
 """Maximum number of pausing sessions that are remembered. The one that has paused longest is forgotten first."""
@@ -192,7 +192,7 @@ def rate(hazards: Sequence[float], bucket: int) -> float:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Session:
-    """One conversation, or whatever else the blocks of some runs wait for."""
+    """A conversation, or another cause for which cached runs of blocks may be used again."""
 
     kind: Kind
     pauses: Pauses = field(init=False)  # among which its own is counted
@@ -260,8 +260,8 @@ class Sessions:
         num_prompt_blocks: int,
         calls: bool = False,
     ) -> None:
-        """Begin a pause of a session, one of whose requests has ended. Others begin with its first `num_shared` blocks.
-        `calls`: a tool's result is due."""
+        """End a session's request; after its last one the session pauses. Other sessions share its first `num_shared`
+        blocks. `calls`: the answer called a tool, whose result is to come."""
         self.tick()
         first = max(num_shared, num_prompt_blocks - 2)
         ends = (*keys[first:num_prompt_blocks], *keys[num_prompt_blocks:][-1:])
@@ -285,7 +285,7 @@ class Sessions:
             self._num_keys += len(keys)
 
     def drop_keys(self, session: Session) -> None:
-        """Bring a session's blocks back no more."""
+        """Stop bringing a session's blocks back from the tiers."""
         self._num_keys -= len(session.keys) // KEY_BYTES
         session.keys = b""
 
@@ -317,7 +317,7 @@ class Sessions:
         self._changed(session)
 
     def used(self, session: Session) -> None:
-        """End the session's pause: others go on from its end."""
+        """End the session's pause, because a request continues its prefix."""
         if not session.num_open:
             self.open(session)
             session.num_open = 0

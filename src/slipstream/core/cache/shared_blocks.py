@@ -13,13 +13,15 @@ MIN_SHARED = 128
 
 
 def share_prompt(kv: KVCacheManager, parent: Request, children: Sequence[Request]) -> None:
-    """Let `children` hold the blocks of their parent's prompt.
+    """Share the blocks of a parent's prompt with its `children`.
 
     Each child computes the last prompt token again, in a copy of the last block, to sample its
     own first token.
     """
-    if kv.states is not None and not kv.states.share(parent, children):
+    if not all(kind.may_share(parent) for kind in kv.kinds):
         return  # they compute the prompt themselves
+    for kind in kv.kinds:
+        kind.share(parent, children)
     num_blocks = kv.blocks_for(parent.num_prompt_tokens)
     tables = [
         table if g == kv.cross else table[:num_blocks] for g, table in enumerate(parent.blocks)
@@ -74,8 +76,8 @@ def take_over(kv: KVCacheManager, beam: Request, source: Request) -> list[TableU
         beam.num_passed[g] = source.num_passed[g]
         if changed:
             updates.append(TableUpdate(g, same, tuple(changed)))
-    if kv.states is not None:
-        kv.states.take_over(beam, source)
+    for kind in kv.kinds:
+        kind.take_over(beam, source)
     beam.num_computed_tokens, beam.root_key = source.num_computed_tokens, source.root_key
     beam.is_mixed = source.is_mixed
     if len(beam.block_keys) != min(whole, len(source.block_keys)):

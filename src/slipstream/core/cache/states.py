@@ -19,14 +19,15 @@ is the null slot.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from slipstream.core.cache.block_pool import NULL_BLOCK, BlockPool
-from slipstream.core.cache.cache_value import ValueOrder
+from slipstream.config import CacheConfig
+from slipstream.core.cache.block_pool import NULL_BLOCK
 from slipstream.core.cache.sessions import Sessions
+from slipstream.core.cache.slots import Slots
 from slipstream.core.request import Request
-from slipstream.messages.steps import STATES, StateMark, TableUpdate
+from slipstream.messages.steps import StateMark
 
 ANSWER_INTERVAL = 64
 """Tokens between the checkpoints of an answer. A larger one saves updates, a smaller one tokens of the next turn."""
@@ -41,70 +42,50 @@ class RequestState:
     """The state after its computed tokens; the null slot before the first. If it is not its own, the request holds it."""
     marks: list[int] = field(default_factory=list)  # positions in its prompt, ascending
     guessed: list[int] = field(default_factory=list)  # the slots that a step with guesses writes
-    sent: tuple[int, ...] = ()  # what the worker's row has
-    update: tuple[int, ...] = ()  # what the row has to get with the next step
+    sent: tuple[
+        int, ...
+    ] = ()  # what the worker's row has, once the step is sent that is being planned
     fork: int = NULL_BLOCK
     """The state before the last prompt token, for requests that share the prompt."""
     answer_mark: int = NULL_BLOCK  # the last checkpoint of the answer
     answer_key: bytes = b""
 
-    def take_update(self) -> tuple[TableUpdate, ...]:
-        """Returns what the worker's row lacks."""
-        if not self.update:
-            return ()
-        self.sent, self.update = self.update, ()
-        return (TableUpdate(STATES, 0, self.sent),)
 
+class StateSlots(Slots):
+    """The slots of one rank's recurrent states, with a checkpoint every `CacheConfig.state_interval` tokens of a prompt.
 
-class StateSlots:
-    """The slots of one rank's recurrent states.
-
-    `num_slots` includes the null slot. `interval` is the number of tokens between checkpoints in a prompt, `most_guesses` the
-    number of guesses that a step may verify for a request. With `sessions`, checkpoints are evicted by value
-    (`core/cache/cache_value.py`): that of a session is its last one.
+    Of those offered to the tiers are a prompt's, and the last one of an answer. A session's value is that of its last one.
     """
 
     def __init__(
         self,
+        number: int,
         num_slots: int,
-        block_size: int,
-        interval: int,
+        cache: CacheConfig,
         most_guesses: int,
         sessions: Sessions | None = None,
     ) -> None:
-        self.pool = BlockPool(num_slots)
-        self.order: ValueOrder | None = None
-        if sessions is not None:
-            self.order = ValueOrder(sessions, self.pool, block_size, is_whole=True)
-            self.pool.order = self.order
-        self.block_size = block_size
-        self.interval = -(-interval // block_size) * block_size
-        self.most_guesses = most_guesses
-        self._answer_interval = -(-ANSWER_INTERVAL // block_size) * block_size
+        super().__init__(number, num_slots, cache, most_guesses, sessions)
+        size = self.block_size
+        self.interval = -(-cache.state_interval // size) * size
+        self._answer_interval = -(-ANSWER_INTERVAL // size) * size
+        self._of: dict[Request, RequestState] = {}
         self._borrowed: list[int] = []  # held until the step that reads them is planned
         self._made: list[tuple[Request, int, bytes, int]] = []
         """Checkpoints of the step: requests, positions, keys and slots."""
-        self.offered: list[tuple[int, bytes]] = []
-        """Checkpoints, with their keys, that the tiers below the device may have: of prompts, and the last one of an answer."""
         self.kept: list[StateMark] = []
         """The states inside its parts that the step keeps which is being planned."""
 
     # --- Before a request runs ----------------------------------------------------------------------------------------
 
-    def has(self, keys: Sequence[bytes], num_blocks: int) -> bool:
-        """True if a checkpoint ends the first `num_blocks` blocks."""
-        return self.pool.lookup(keys[num_blocks - 1]) is not None
-
     def has_room(self, request: Request) -> bool:
-        """True if there are slots for the request, and one more for the checkpoint that it begins with."""
-        held = 0 if request.state is None else len(request.state.own)
-        return self._num_own(request) - held < self.pool.num_free
+        held = self._of.get(request)
+        return self._num_own(request) - (0 if held is None else len(held.own)) < self.pool.num_free
 
     def start(self, request: Request, computed: int) -> None:
-        """Gives a request its slots, and the checkpoint after its first `computed` tokens."""
-        state = request.state
+        state = self._of.get(request)
         if state is None:
-            state = request.state = RequestState()
+            state = self._of[request] = RequestState()
             if computed:
                 slot = self.pool.lookup(request.block_keys[computed // self.block_size - 1])
                 assert slot is not None, "the hit was looked up before"
@@ -134,12 +115,7 @@ class StateSlots:
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def place(self, request: Request, computed: int, end: int, num_guesses: int) -> bool:
-        """Decides what a step reads and writes that computes the tokens [computed, end), `num_guesses` of them guesses.
-
-        True if the next step may read and write the same slot.
-        """
-        state = request.state
-        assert state is not None
+        state = self._of[request]
         if computed:
             self._keep_current(request, state, computed)
         self._keep_inner(request, state, computed, end)
@@ -148,20 +124,20 @@ class StateSlots:
             self._borrowed.append(read)
         if num_guesses:
             state.guessed = state.own[: 1 + num_guesses]
-            self._send(state, (read, *state.guessed))
+            self._send(request, state, (read, *state.guessed))
             return False
         write = self._writable(state)
-        self._send(state, (read, write))
+        self._send(request, state, (read, write))
         state.read = write
         return write == read
 
     def next_mark(self, request: Request) -> int:
-        """The position after the next one at which an answer's state may be kept."""
         return (request.num_computed_tokens // self._answer_interval + 1) * self._answer_interval
 
-    def _send(self, state: RequestState, wanted: tuple[int, ...]) -> None:
+    def _send(self, request: Request, state: RequestState, wanted: tuple[int, ...]) -> None:
         if wanted != state.sent[: len(wanted)]:
-            state.update = wanted
+            state.sent = wanted
+            self.send(request, wanted)
 
     @property
     def _may_keep(self) -> bool:
@@ -169,10 +145,10 @@ class StateSlots:
         return self.pool.num_free > 1
 
     def may_write(self, request: Request) -> bool:
-        """True if there is a slot for the request's next state: one of its own that nobody else holds, or a free one."""
-        if self.pool.num_free or request.state is None:
+        state = self._of.get(request)
+        if self.pool.num_free or state is None:
             return True
-        return any(self.pool.ref_counts[slot] == 1 for slot in request.state.own)
+        return any(self.pool.ref_counts[slot] == 1 for slot in state.own)
 
     def _writable(self, state: RequestState) -> int:
         """One of the request's own slots that nobody else holds; the one that it reads if possible."""
@@ -216,8 +192,8 @@ class StateSlots:
             session.mark = self.order.apart(session, [slot], position)
 
     def _give_up(self, state: RequestState) -> int:
-        """Stops writing to the slot that is read, which others may continue from now. Returns that slot; a
-        new one takes its place among the request's own."""
+        """Gives the slot that the request reads to the cache, so that other requests may continue from it, and returns
+        it. The request gets a new slot to write to."""
         state.own.remove(state.read)
         state.own += self.pool.allocate(1)
         return state.read
@@ -241,7 +217,6 @@ class StateSlots:
                 self.kept.append(StateMark(request.request_id, position - computed, slot))
 
     def planned(self) -> tuple[StateMark, ...]:
-        """Returns the states that the step keeps which was just planned; caches them, and lets go of what it reads."""
         kept = tuple(self.kept)
         for request, position, key, slot in self._made:
             self._cache(request, position, key, slot)
@@ -253,31 +228,27 @@ class StateSlots:
         return kept
 
     def verified(self, request: Request, num_right: int) -> None:
-        """Goes on from the state after the guesses that were right."""
-        if (state := request.state) is not None and state.guessed:
+        if (state := self._of.get(request)) is not None and state.guessed:
             state.read, state.guessed = state.guessed[num_right], []
 
     # --- Others' states -----------------------------------------------------------------------------------------------
 
-    def share(self, parent: Request, children: Iterable[Request]) -> bool:
-        """Lets `children` begin with the state before the last token of their parent's prompt. False if it was not kept."""
-        state = parent.state
-        if state is None or state.fork == NULL_BLOCK:
-            return False
+    def may_share(self, parent: Request) -> bool:
+        state = self._of.get(parent)
+        return state is not None and state.fork != NULL_BLOCK
+
+    def share(self, parent: Request, children: Iterable[Request]) -> None:
+        state = self._of[parent]
         for child in children:
-            child.state = RequestState()
-            self._go_on_from(child.state, state.fork)
+            own = self._of[child] = RequestState()
+            self._go_on_from(own, state.fork)
         # not released at once: the step that is being planned writes it, whether or not there is a child left
         self._borrowed.append(state.fork)
         state.fork = NULL_BLOCK
-        return True
 
     def take_over(self, request: Request, source: Request) -> None:
-        """Lets a request go on from the state of another."""
-        assert source.state is not None
-        if request.state is None:
-            request.state = RequestState()
-        self._go_on_from(request.state, source.state.read)
+        state = self._of.setdefault(request, RequestState())
+        self._go_on_from(state, self._of[source].read)
 
     def _go_on_from(self, state: RequestState, slot: int) -> None:
         self._let_go(state)
@@ -286,14 +257,13 @@ class StateSlots:
             self.pool.hold([slot])
 
     def _let_go(self, state: RequestState) -> None:
-        """Releases what the request reads and does not own."""
+        """Releases the slot that the request reads, if it does not own it."""
         if state.read != NULL_BLOCK and state.read not in state.own:
             self.pool.release([state.read])
         state.read = NULL_BLOCK
 
     def release(self, request: Request) -> None:
-        """Takes back the request's slots. The checkpoints that it made stay cached."""
-        state, request.state = request.state, None
+        state, request.slot_updates = self._of.pop(request, None), ()
         if state is not None:
             self._let_go(state)
             if state.answer_mark != NULL_BLOCK:

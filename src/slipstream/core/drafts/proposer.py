@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_PLACES = 32
-"""Earlier places of a pair that are compared."""
+"""Maximum number of earlier positions of a pair that are compared."""
 
 MAX_MATCH = 32
 """Tokens of a run that are compared. Longer runs predict no better."""

@@ -70,7 +70,8 @@ class AdapterAdmission(Participant):
         return True
 
     def _loaded(self, request: Request, identity: str) -> None:
-        """Let the request's prefixes be those of its adapter."""
+        """Take the adapter's files into the keys of the request's prefix blocks, now that their
+        `identity` is known."""
         lora, key = request.spec.lora, request.kv.root_key(request.spec.cache_salt, identity)
         assert lora is not None
         self.roots[lora.name] = request.kv.root_key("", identity)

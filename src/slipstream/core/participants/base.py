@@ -56,10 +56,10 @@ class Participant:
         return False
 
     def started(self, request: Request) -> None:
-        """Take note that the request runs."""
+        """Called when the request begins to run."""
 
     def stopped(self, request: Request) -> None:
-        """Take note that the request does not run any more: it was preempted or has ended."""
+        """Called when the request stops running: it was preempted or has ended."""
 
     def ended(self, request: Request) -> None:
         """Forget a request that has ended."""
@@ -80,7 +80,8 @@ class Participant:
     def placed(
         self, request: Request, computed: int, end: int, num_sampled: int
     ) -> tuple[int, ...]:
-        """Take note that a step computes positions [computed, end) of a request that it guides.
+        """Called when a step will compute positions [computed, end) of a request that this
+        participant guides.
 
         Returns the last of these tokens that the worker does not have.
         """
@@ -104,10 +105,10 @@ class Participant:
         return False
 
     def arrived(self, plan: StepPlan, extras: Extras | None) -> None:
-        """Take note of what came with a finished step, before its tokens are processed."""
+        """Take a finished step's extras, before its tokens are processed."""
 
     def verified(self, request: Request, num_guesses: int, num_right: int) -> None:
-        """Take note of how many guessed tokens were right."""
+        """Called with the number of guessed tokens that were right."""
 
     def step_done(
         self, plan: StepPlan, result: StepResult, extras: Extras | None, now: float
@@ -116,10 +117,10 @@ class Participant:
         return []
 
     def reset(self) -> None:
-        """Forget what was kept of ended requests."""
+        """Forget all data of ended requests."""
 
     def use_weights(self) -> None:
-        """Forget what was computed with other weights. They change now."""
+        """Forget all data that the old weights computed; they are being replaced."""
 
     def stats(self) -> dict[str, Any]:
         """Fields of `SchedulerStats`."""

@@ -88,9 +88,9 @@ class Beams(Participant):
             beam.kv.release(beam)
 
     def make_way(self) -> bool:
-        """Let held beams leave the worker where they occupy all rows or blocks and wait for others.
-
-        They keep their blocks until others need them. True if a request is waiting.
+        """Move held beams out of the worker if they occupy all of its rows or blocks while they
+        wait for other beams. They keep their blocks until others need them. True if a request is
+        waiting.
         """
         requests = self.requests
         if requests.waiting.first() is None:

@@ -22,14 +22,15 @@ class ForcedTokens(Participant):
         return request.spec.sampling.is_masked
 
     def unmask(self, request_id: str) -> None:
-        """Sample without masks from the next step on, for a request whose budget of reasoning is
-        over. Nothing guides it any more, unless the states of its layers are laid out for that."""
+        """Sample without masks from the next step on, for a request whose reasoning budget is
+        spent. It is no longer guided, unless it has recurrent states, whose slots were chosen for a
+        guided request."""
         request = self.requests.by_id.get(request_id)
         if request is None:
             return
         sampling = replace(request.spec.sampling, thinking_token_budget=None)
         request.spec = replace(request.spec, sampling=sampling)
-        if request.kv.states is None:
+        if not request.kv.kinds:
             request.guide = None
         if request.in_worker:
             self.requests.unmasked.append(request_id)

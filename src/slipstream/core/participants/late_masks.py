@@ -1,4 +1,4 @@
-"""Requests whose masks are late: what the newest step samples for them is thrown away."""
+"""Requests whose masks are late: the tokens that the newest step samples for them are dropped."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def may_take_back(scheduler: Scheduler, share: ScheduledRequest) -> bool:
 
 
 def take_back(scheduler: Scheduler, plan: StepPlan, shares: Iterable[ScheduledRequest]) -> None:
-    """Throw away what the newest step samples for some requests, which `may_take_back`.
-
-    They are held until they are released, and compute their last token again then.
+    """Drop the tokens that the newest step samples for these requests; `may_take_back` must hold
+    for each. They wait until they are released, and then compute their last token again.
     """
     for share in shares:
         request = scheduler.requests.by_id[share.request_id]

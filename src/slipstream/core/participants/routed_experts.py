@@ -65,6 +65,6 @@ class KeptRoutedExperts(Participant):
         return output._replace(routed_experts=RoutedExperts.of(own))
 
     def _places(self, request_id: str, begin: int, end: int) -> tuple[npt.NDArray[np.intp], ...]:
-        """The blocks of tokens `begin` … `end`, and the places in them."""
+        """(blocks, offsets within them) of the tokens `begin` … `end`."""
         blocks, places = np.divmod(np.arange(begin, end), self._block_size)
         return np.asarray(self._tables[request_id])[blocks], places

@@ -31,10 +31,8 @@ class ExchangeInfo(Protocol):
 class BlockStore(Protocol):
     """The worker's side of the tiers: it carries out copies."""
 
-    block_bytes: int  # 0: blocks hold nothing
-    num_slots: int  # slots in host memory; 0 if there is no host tier
-    state_bytes: int  # of the recurrent states in a slot of the device
-    num_state_slots: int  # the same for states
+    sizes: Sequence[int]  # bytes of a block, and of a slot of each `SlotKind`; 0: it holds nothing
+    slots: Sequence[int]  # places in host memory, by kind; 0 if there is no host tier
 
     @property
     def disk(self) -> DiskInfo | None:
@@ -42,7 +40,7 @@ class BlockStore(Protocol):
 
     @property
     def exchange(self) -> ExchangeInfo | None:
-        """The place of blocks for other engines; None if this engine has none."""
+        """The memory from which other engines copy blocks; None if this engine hands none over."""
 
     def on_disk(self, key: bytes) -> bool:
         """True if the disk probably has the block. The block may be gone when it is read."""

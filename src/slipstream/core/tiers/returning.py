@@ -45,7 +45,7 @@ def _brought_back(
     begin: int,
     end: int,
 ) -> None:
-    """Let a session's blocks that came from a tier wait with it."""
+    """Add a session's blocks that came from a tier to those that wait for its next request."""
     session.prefetched = begin, end
     if kv.order is None or session.due is None:
         return  # its request has come, and takes them

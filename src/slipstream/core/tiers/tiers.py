@@ -15,10 +15,10 @@
    A rate that rules out loading expires, and a few blocks are then loaded to measure it again. A
    load that takes much longer than expected is abandoned.
 4. A block that can't be read is a miss: the request computes it.
-5. Checkpoints of recurrent states (`core/cache/states.py`) are stored and loaded as blocks are. Their keys
-   are those of the blocks that end there, in a group of their own (`state_key`). A load brings the
-   blocks up to the last checkpoint, and that. Without attention blocks hold nothing: they are not
-   stored, and any that a checkpoint needs is there.
+5. Checkpoints of other kinds of cache, such as recurrent states (`core/cache/states.py`), are stored
+   and loaded as blocks are. Their keys are those of the blocks that end there, in a group of their
+   own (`slot_key`). A load brings the blocks up to the last checkpoint, and that. Without attention
+   blocks hold nothing: they are not stored, and any that a checkpoint needs is there.
 6. An engine that computed a prompt for another one puts its blocks into its exchange (`hand_over`).
    The other one's request says where they are (`EngineRequest.handover_from`), and they are loaded
    as from a tier. So what got lost on the way is computed.
@@ -35,7 +35,7 @@ from functools import partial
 from math import inf
 
 from slipstream.core.cache.block_pool import NULL_BLOCK, BlockPool
-from slipstream.core.cache.prefix_cache import group_key, is_state, state_key, usable_prefix
+from slipstream.core.cache.prefix_cache import group_key, kind_of, slot_key, usable_prefix
 from slipstream.core.request import Request
 from slipstream.core.tiers.block_store import BlockStore
 from slipstream.core.tiers.rates import Rates
@@ -59,17 +59,17 @@ BLIND_PATIENCE_S = 10.0
 """Longest wait for a load, in seconds, while no prompt has been measured."""
 
 STORE_SHARE = 8
-"""Copies to the tiers may hold 1/`STORE_SHARE` of the device's blocks, and of its states."""
+"""Copies to the tiers may hold 1/`STORE_SHARE` of the device's blocks, and of its slots."""
 
-SPARE_STATES = 2
-"""Free slots of states that copies to the tiers leave to requests."""
+SPARE_SLOTS = 2
+"""Free slots of a kind that copies to the tiers leave to requests."""
 
 ELSEWHERE = -1
 """Stands for a block that is in a tier, instead of a block number of the device."""
 
 
 class TierLoad:
-    """Blocks that are being loaded to the device for a request, and the states that go with them."""
+    """Blocks that are being loaded to the device for a request, and the slots that go with them."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Tiers:
     """All tiers of one device.
 
     `pool` is the device's pool, `own` are the groups of layers that requests write to, and `clock`
-    is the scheduler's clock. `states` are the slots of recurrent states, if the model has any.
+    is the scheduler's clock. `slots` are the pools of the model's other kinds of cache, by kind.
     """
 
     def __init__(
@@ -113,20 +113,18 @@ class Tiers:
         windows: Mapping[int, CacheGroup],
         block_size: int,
         clock: Callable[[], float],
-        states: BlockPool | None = None,
+        slots: Mapping[int, BlockPool],
     ) -> None:
         self._store, self._pool, self._size, self._clock = store, pool, block_size, clock
-        self._own, self._windows, self._states = own, windows, states
-        self._keeps = bool(store.num_slots or store.num_state_slots or store.disk is not None)
+        self._own, self._windows, self._kinds = own, windows, slots
+        self._pools = {0: pool, **slots}
+        self._keeps = any(store.slots) or store.disk is not None
         # blocks of the request that is being looked up, and the address of the peer that has them
         self._promised: frozenset[bytes] = frozenset()
         self._peer = ""
         self._handing: list[tuple[BlockPool, int]] = []  # held until they are in the exchange
         # a host tier has room for each kind that the device has, if it is not empty
-        self._host, self._host_states = (
-            BlockPool(count + 1) if count else None
-            for count in (store.num_slots, store.num_state_slots)
-        )
+        self._hosts = [BlockPool(count + 1) if count else None for count in store.slots]
         self.rates = Rates()
         self._looked = -inf  # when finished copies were looked for last
         self._number = self._era = 0  # a new era begins when everything is forgotten
@@ -168,39 +166,36 @@ class Tiers:
     def is_copying(self) -> bool:
         return bool(self._after)
 
-    def holds(self, block: int, *, state: bool = False) -> int:
-        """Number of times that copies and loads hold a block of the device, or a state, for tests."""
+    def holds(self, block: int, kind: int = 0) -> int:
+        """Number of times that copies and loads hold a block of the device, or a slot, for tests."""
         loads = [*self._loads, *self._arrived.values()]
-        pool = self._states if state else self._pool
-        held = [found for key, found in self._storing.items() if is_state(key) == state]
+        pool = self._pools[kind]
+        held = [found for key, found in self._storing.items() if kind_of(key) == kind]
         held += [found for of, found in self._handing if of is pool]
         for load in loads:
             held += [found for of, found in load.held if of is pool]
-            held += [found for found, key in load.pending.values() if is_state(key) == state]
+            held += [found for found, key in load.pending.values() if kind_of(key) == kind]
         return held.count(block)
 
     def _device(self, key: bytes) -> BlockPool:
-        """The pool of the device that has what is stored under `key`: blocks, or slots of states."""
-        if not is_state(key):
-            return self._pool
-        assert self._states is not None
-        return self._states
+        """The pool of the device that has what is stored under `key`: blocks, or slots."""
+        return self._pools[kind_of(key)]
 
     def _slots(self, key: bytes) -> BlockPool | None:
         """The host tier's pool for `key`; None without a host tier."""
-        return self._host_states if is_state(key) else self._host
+        return self._hosts[kind_of(key)]
 
     def _bytes(self, key: bytes) -> int:
-        return self._store.state_bytes if is_state(key) else self._store.block_bytes
+        return self._store.sizes[kind_of(key)]
 
     def _chain_key(self, key: bytes) -> bytes:
         """The key under which the device's pool has what the tiers have under `key`."""
-        return key[:-1] if is_state(key) else key
+        return key[:-1] if kind_of(key) else key
 
     # --- Storing ------------------------------------------------------------------------------------------------------
 
     def offer(self, block: int, key: bytes, step_id: int) -> None:
-        """Offer a block cached under `key`, or states. The steps up to `step_id` may still write it."""
+        """Offer a block cached under `key`, or a slot. The steps up to `step_id` may still write it."""
         if not self._keeps:
             return
         if key not in self._storing and self._bytes(key) and not self.has(key):
@@ -213,12 +208,12 @@ class Tiers:
         `spare` blocks of the device stay free.
         """
         copies: list[BlockCopy] = []
-        states = sum(map(is_state, self._storing))
-        storing = {False: len(self._storing) - states, True: states}
+        storing = Counter(map(kind_of, self._storing))
         while self._offers and self._offers[0][0] <= last_ended and len(copies) != at_once:
             step_id, block, key = self._offers[0]
-            pool, spared = self._device(key), SPARE_STATES if is_state(key) else spare
-            if storing[is_state(key)] >= max(1, pool.num_usable // STORE_SHARE):
+            kind = kind_of(key)
+            pool, spared = self._pools[kind], SPARE_SLOTS if kind else spare
+            if storing[kind] >= max(1, pool.num_usable // STORE_SHARE):
                 break
             is_cached = pool.hashes[block] == self._chain_key(key)
             if is_cached and not pool.ref_counts[block] and pool.num_free <= spared:
@@ -234,7 +229,7 @@ class Tiers:
                 break  # all host slots are being copied
             pool.hold((block,))
             self._storing[key] = block
-            storing[is_state(key)] += 1
+            storing[kind] += 1
             target: Place = "disk" if self._slots(key) is None else "host"
             copies.append(
                 self._order("device", target, key, block, slot, self._stored(block, key, slot))
@@ -290,13 +285,14 @@ class Tiers:
         size = self._size
         keys = request.block_keys[: (request.num_prompt_tokens - 2) // size]
         found: list[tuple[BlockPool, int | None, bytes]] = []
-        for g in self._own if self._store.block_bytes else ():
+        for g in self._own if self._store.sizes[0] else ():
             window = self._windows.get(g)
             begin = 0 if window is None else window.first_block(len(keys) * size, size)
             own = [group_key(key, g) for key in keys[begin:]]
             found += [(self._pool, self._pool.lookup(key), key) for key in own]
-        if self._states is not None and keys:
-            found.append((self._states, self._states.lookup(keys[-1]), state_key(keys[-1])))
+        if keys:
+            ends = self._kinds.items()
+            found += [(pool, pool.lookup(keys[-1]), slot_key(keys[-1], k)) for k, pool in ends]
         copies = []
         for pool, block, key in found:
             if block is not None:
@@ -314,12 +310,13 @@ class Tiers:
         self._counts["handed_bytes"] += ok * self._bytes(key)
 
     def _promises(self, request: Request) -> frozenset[bytes]:
-        """Keys of what the request's peer may have: `hand_over` with its prompt."""
+        """Keys of the blocks and the state that another engine may hand over for the request's
+        prompt; none if it named no such engine."""
         if not request.spec.handover_from or self._store.exchange is None:
             return frozenset()
         keys = request.block_keys[: (request.num_prompt_tokens - 2) // self._size]
         own = [group_key(key, g) for g in self._own for key in keys]
-        return frozenset(own if self._states is None else (*own, *map(state_key, keys[-1:])))
+        return frozenset([*own, *(slot_key(key, k) for k in self._kinds for key in keys[-1:])])
 
     # --- Loading ------------------------------------------------------------------------------------------------------
 
@@ -373,23 +370,23 @@ class Tiers:
         pays = self._pays(wanted, gained)
         # A few blocks may end at no checkpoint. If they came within a step, more are needed to see their rate.
         before = self._arrived.get(request)
-        probes = pays is None and self._states is None and (before is None or before.is_measured)
+        probes = pays is None and not self._kinds and (before is None or before.is_measured)
         if probes:
             most = num_cached // size + PROBE_BLOCKS
             wanted, gained = self._missing(keys, request.num_tokens, found, most, num_cached)
         held = [(self._pool, block) for table in tables for block in table if block != NULL_BLOCK]
         revived = sum(not pool.ref_counts[block] for pool, block in held)
-        num_states = sum(map(is_state, wanted))
-        num_blocks = len(wanted) - num_states
-        if pays is False or not wanted or num_blocks + revived + spare > self._pool.num_free:
+        num = Counter(map(kind_of, wanted))
+        if pays is False or not wanted or num[0] + revived + spare > self._pool.num_free:
             return False
-        if self._states is not None and num_states >= self._states.num_free:
-            return False
-        if self._states is not None and not num_states:
-            # the checkpoint at the end is on the device
-            end = self._states.lookup(request.block_keys[(num_cached + gained) // size - 1])
-            assert end is not None
-            held.append((self._states, end))
+        for kind, pool in self._kinds.items():
+            if num[kind] >= pool.num_free:
+                return False
+            if not num[kind]:
+                # the checkpoint at the end is on the device
+                end = pool.lookup(request.block_keys[(num_cached + gained) // size - 1])
+                assert end is not None
+                held.append((pool, end))
         load = self._begin(request, wanted, held, gained)
         load.probes = probes
         return True
@@ -436,7 +433,7 @@ class Tiers:
         """
         # a group that needs all blocks of a prefix
         whole = next((g for g in self._own if g not in self._windows), None)
-        if whole is not None and self._store.block_bytes:
+        if whole is not None and self._store.sizes[0]:
             for i, key in enumerate(keys):
                 own = group_key(key, whole)
                 if self._pool.lookup(own) is None and not self.has(own):
@@ -451,13 +448,13 @@ class Tiers:
         most: int,
         num_cached: int,
     ) -> tuple[list[bytes], int]:
-        """Choose the blocks of a chain to load for the longest prefix of at most `most` blocks, and the states.
+        """Choose the blocks of a chain to load for the longest prefix of at most `most` blocks, and the slots.
 
         Returns (keys of the blocks, number of tokens gained over `num_cached`). `found` has the
         device's blocks by group.
         """
         keys = {g: [group_key(key, g) for key in chain[:most]] for g in found}
-        empty = not self._store.block_bytes
+        empty = not self._store.sizes[0]
         there = {
             g: [
                 f or (ELSEWHERE if empty or self.has(k) else None)
@@ -465,17 +462,17 @@ class Tiers:
             ]
             for g in found
         }
-        states = self._states
+        kinds = self._kinds.items()
 
         def ends(n: int) -> bool:
-            """True if there is a checkpoint after n blocks, anywhere."""
+            """True if there is a checkpoint of each kind after n blocks, anywhere."""
             key = chain[n - 1]
-            return (states is not None and states.lookup(key) is not None) or self.has(
-                state_key(key)
+            return all(
+                pool.lookup(key) is not None or self.has(slot_key(key, k)) for k, pool in kinds
             )
 
         begins, n = usable_prefix(
-            there, self._windows, num_tokens, self._size, None if states is None else ends
+            there, self._windows, num_tokens, self._size, ends if kinds else None
         )
         gained = n * self._size - num_cached
         if gained <= 0:
@@ -486,8 +483,8 @@ class Tiers:
             for i in range(begin, n)
             if there[g][i] == ELSEWHERE
         ]
-        if states is not None and states.lookup(chain[n - 1]) is None:
-            wanted.append(state_key(chain[n - 1]))
+        last = chain[n - 1]
+        wanted += [slot_key(last, k) for k, pool in kinds if pool.lookup(last) is None]
         return wanted, gained
 
     def _pays(self, keys: Sequence[bytes], num_tokens: int) -> bool | None:
@@ -509,9 +506,9 @@ class Tiers:
         held: Sequence[tuple[BlockPool, int]],
         num_tokens: int,
     ) -> TierLoad:
-        """Start to load what is stored under these keys, which saves the request `num_tokens` tokens.
-
-        What is `held` stays on the device meanwhile. The device must have enough free blocks.
+        """Start to load the blocks and states of these keys, which saves the request `num_tokens`
+        tokens. Those in `held` stay on the device meanwhile. The device must have enough free
+        blocks.
         """
         now, computing = self._clock(), self.rates.computing_s(num_tokens)
         least = PEER_PATIENCE_S if self._promised else MIN_PATIENCE_S
@@ -667,7 +664,7 @@ class Tiers:
         return ready
 
     def let_go(self, request: Request) -> None:
-        """Release what is held for a request that is admitted or gone.
+        """Release the blocks that are held for a request that is admitted or gone.
 
         The blocks stay in the cache.
         """
@@ -698,17 +695,16 @@ class Tiers:
         """Forget everything in the tiers and everything on its way."""
         self._era += 1
         self._offers.clear()
-        for host in (self._host, self._host_states):
+        for host in self._hosts:
             if host is not None:
                 host.forget_all()
         self._store.clear()
 
     def stats(self) -> TierStats:
         store, counts, rates = self._store, self._counts, self.rates
-        kinds = ((self._host, store.block_bytes), (self._host_states, store.state_bytes))
         host_bytes = sum(
             each * sum(key is not None for key in host.hashes)
-            for host, each in kinds
+            for host, each in zip(self._hosts, store.sizes, strict=True)
             if host is not None
         )
         disk, exchange = store.disk, store.exchange
@@ -737,4 +733,4 @@ class Tiers:
     ) -> BlockCopy:
         self._number += 1
         self._after[self._number] = done
-        return BlockCopy(self._number, source, target, key, block, slot, is_state(key), address)
+        return BlockCopy(self._number, source, target, key, block, slot, kind_of(key), address)

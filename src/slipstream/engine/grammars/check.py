@@ -36,7 +36,7 @@ from slipstream.params.answer_forms import StructuredOutputsParams
 T = TypeVar("T")
 
 MAX_SECONDS = 10.0
-"""Seconds that a compilation may take. What the limits below allow takes under one."""
+"""Seconds that a compilation may take. A grammar within the limits below takes under one."""
 
 MAX_STUCK = 4
 """Compilations beyond their time that still run. With this many of them no other grammar is
@@ -77,7 +77,7 @@ _Salted: TypeAlias = tuple[str, StructuredOutputsParams]
 """A grammar with its request's `cache_salt`: how long a check takes tells nobody that others have sent the same."""
 
 _found: OrderedDict[_Salted, tuple[str, str] | None] = OrderedDict()
-"""The grammars that were checked last: what is wrong with each, and which field is. None: nothing is."""
+"""The grammars that were checked last, each with (its fault, the field at fault), or None if it is valid."""
 
 _pending_checks: dict[tuple[str, _Salted], _PendingCheck] = {}
 _found_lock = threading.RLock()  # a check that is refused ends while another is submitted

@@ -264,7 +264,7 @@ class Grammars:
     def accept_all(
         self, answers: Sequence[tuple[str, Sequence[int]]]
     ) -> list[int | GrammarError | None]:
-        """Do what `accept` does for several requests. Their matchers take in the tokens in parallel."""
+        """`accept` for several requests at once. Their matchers advance in parallel."""
         results: list[int | GrammarError | None] = [None] * len(answers)
         late: list[int] = []  # those whose one token the matcher must take in
         for i, (request_id, tokens) in enumerate(answers):
@@ -435,7 +435,8 @@ class Grammars:
         bits: Bits,
         drafts: Mapping[str, Sequence[int]],
     ) -> dict[str, str | None]:
-        """Write the masks of requests that share none, each from its row on. Returns what `masks` does."""
+        """Write the masks of requests that share none, each from its row on. Returns errors by request, as `masks`
+        does."""
         ended: dict[str, str | None] = {}
         matchers, asked = list[tuple["LLMatcher", int]](), list[GrammarState]()
         for s, state, row, _ in own:
@@ -483,7 +484,8 @@ class Grammars:
         )
 
     def _consume(self, states: Sequence[GrammarState]) -> None:
-        """Let matchers take in their one token, in parallel. One that can't is in error then."""
+        """Advance matchers by one token each, in parallel. A matcher that can't is in error
+        afterwards."""
         if states:
             self._threads_of_masks().consume_token_par([state.take_one() for state in states])
 

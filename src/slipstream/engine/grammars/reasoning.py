@@ -32,7 +32,8 @@ reasoning, and the marker may come once more; reasoning; the end marker is force
 follow."""
 
 HEAD, ANALYSIS_HEAD, OTHER = range(5, 8)
-"""Phases of harmony besides these: a message's header, that of reasoning, and another body."""
+"""Further phases of harmony: within a message's header, within the header of reasoning, and within
+the body of another message."""
 
 Bits: TypeAlias = npt.NDArray[np.int32]
 
@@ -99,8 +100,8 @@ class ReasoningCounter:
         return self.closing[spot.num_forced : spot.num_forced + 1] if spot.phase == ENDING else ()
 
     def is_free(self, spot: Spot, num_tokens: int) -> bool:
-        """Whether this number of further tokens, whatever they are, and the one after them are
-        free."""
+        """Whether the budget rules out none of the next `num_tokens` tokens, whatever they are, nor
+        the one after them."""
         budget = self.budget
         return budget is None or spot.phase == DONE or spot.num_tokens + num_tokens < budget
 
@@ -326,8 +327,8 @@ class _Markers:
         self._kept = max(map(len, self.texts)) - 1
 
     def find(self, pieces: tuple[bytes, ...]) -> tuple[bytes, tuple[bytes, ...], int]:
-        """(the first marker in the pieces, what is to be kept of them, pieces from the marker's
-        beginning on). If there is none: (b"", the last pieces, in which one may have begun, 0)."""
+        """(first marker in the pieces, pieces to keep, number of pieces from the marker's beginning
+        on). Without a marker: (b"", the last pieces, in which one may have begun, 0)."""
         text = b"".join(pieces)
         if (found := self._search(text)) is not None:
             begins = accumulate(map(len, pieces), initial=0)

@@ -21,7 +21,8 @@ MAX_NAMES = 32_768
 """Limit of the characters of an object's names, up to which it may have other names too."""
 
 MAX_TOGETHER = 32
-"""Parts in order. More are parts of the last one, so that few places stand after a place."""
+"""Maximum number of parts in a row. Further ones are nested in the last one, which keeps the stack
+of places short."""
 
 MAX_BOUND = 10**15
 """The largest bound of a whole number that is written here."""

@@ -33,15 +33,15 @@ FAR_BELOW, FAR = -1, -2
 """Counts that are far below the least, and between least and most but far below the most."""
 
 MAX_DEEP = 1000
-"""Places after each other. A text nested deeper is not followed, since its places would cost more than a mask."""
+"""Maximum depth of a place. Deeper texts are not followed, since their places would cost more than a mask."""
 
 MAX_AHEAD = 8
-"""How much more than its slot's a place's count may be."""
+"""Maximum difference between a place's count and its slot's."""
 
 
 class SchemaPlace:
-    """A part at which a text is, and the place after it. `count`: how often a repeated part was there. `depth`: the number of
-    places after it."""
+    """A position that a text can have reached in the expression, as a stack: the part to match next, and the place
+    after that part. `count`: repetitions of a repeated part so far. `depth`: number of places after it."""
 
     __slots__ = "after", "count", "depth", "number", "part"
 
@@ -53,13 +53,14 @@ class SchemaPlace:
 
 
 Source: TypeAlias = "tuple[SchemaPlace | None, int]"
-"""Source of a count: that of a slot before and what is added to it, or a count of its own."""
+"""Source of a count: (the slot whose count was before, the number to add), or (None, a new
+count)."""
 
 _Begun: TypeAlias = "tuple[tuple[SchemaPlace, int], ...]"
-"""Slots whose count begins, with the count."""
+"""Slots that begin to count here, each with its first count."""
 
 END = SchemaPlace(Expression("end"), 0, None, 0)
-"""The place after the whole text."""
+"""The place of a complete text."""
 
 
 def _far(kind: int, ahead: int) -> int:
@@ -75,7 +76,8 @@ def _ahead(count: int) -> int:
 
 
 class Places(NamedTuple):
-    """Places, and the `slots` whose counts the text keeps. `sources` of the counts, in the order of `slots`."""
+    """The places that a text can have reached, and the `slots` that count for it. `sources` of their counts are in the
+    order of `slots`."""
 
     places: frozenset[SchemaPlace]
     slots: tuple[SchemaPlace, ...]
@@ -83,7 +85,8 @@ class Places(NamedTuple):
 
 
 class Language:
-    """The texts of a part. `longest`: bytes of the longest token."""
+    """The texts that an expression matches, followed byte by byte. `longest`: bytes of the longest
+    token."""
 
     def __init__(self, whole: Expression, longest: int) -> None:
         self.horizon = longest + MAX_AHEAD + 1
@@ -95,14 +98,15 @@ class Language:
         return self._closed([self._place(self._whole, 0, END)])
 
     def after(self, left: tuple[SchemaPlace, ...]) -> Places | None:
-        """The places after a byte, by what stands after the places that had it (`having`). None if there are none."""
+        """The places after a byte. `left`: the places after those that matched the byte (`having`). None if there are
+        none."""
         return self._closed(left) if left else None
 
     def settled(
         self, places: frozenset[SchemaPlace], counts: Mapping[SchemaPlace, int]
     ) -> Places | None:
-        """The same places, where counts that are no longer far are exact. `sources` are the counts. None if one slot would have
-        two counts."""
+        """The same places with exact counts for slots that have come near their limit; `sources` then has these
+        counts. None if one slot would have two counts."""
         exact = {slot: (None, count) for slot, count in counts.items()}
         return self._renamed(places, dict.fromkeys(counts, 0), exact, settle=True)
 
@@ -134,7 +138,8 @@ class Language:
         return self._place(place.part, _kind(place.count), place.after)
 
     def _slots(self, place: SchemaPlace) -> list[tuple[SchemaPlace, int]]:
-        """The slots of a place and of those after it, and by how much each count is more."""
+        """The slots of a place and of those after it, each with the difference between the place's
+        count and the slot's."""
         found: list[tuple[SchemaPlace, int]] = []
         at: SchemaPlace | None = place
         while at is not None:
@@ -144,8 +149,8 @@ class Language:
         return found
 
     def _closed(self, places: Iterable[SchemaPlace]) -> Places | None:
-        """The places with a set of bytes, and the end, that are reached without a byte. None if they are too many or too deep,
-        or if one slot would have two counts."""
+        """The places reached from these without a byte at which a byte, or the end, comes next (an epsilon closure).
+        None if they are too many or too deep, or if one slot would have two counts."""
         seen: dict[SchemaPlace, _Begun] = {}
         todo: list[tuple[SchemaPlace, _Begun]] = [(place, ()) for place in places]
         found: list[SchemaPlace] = []
@@ -205,7 +210,8 @@ class Language:
         *,
         settle: bool = False,
     ) -> Places | None:
-        """The places where each slot's count is `least` more. If they `settle`, counts are exact that are no longer far."""
+        """The places after each slot's count is raised by `least`. With `settle`, counts that came near their limit
+        become exact."""
         made: dict[SchemaPlace, SchemaPlace] = {END: END}
         new: dict[SchemaPlace, Source] = {}
         is_twice = False

@@ -45,12 +45,13 @@ Run: TypeAlias = tuple[tuple[int, ...], int]
 """Forced tokens without one that completes the answer, and their number with it."""
 
 Sources: TypeAlias = tuple[tuple[int, int], ...] | None
-"""Sources of counts: the index of one before, and what is added; -1 for a count of its own. None: they stay."""
+"""Sources of a state's counts, a pair for each: (index of the count before that it comes from, the number to add), or
+-1 as index for a new count. None: all counts stay as they are."""
 
 
 class SchemaState:
-    """A state of a schema's expression. `slots` are the places whose counts an answer keeps.
-    `limits` are the counts from which on they matter for what is allowed."""
+    """A state of a schema's automaton. `slots` are the positions in the schema at which an answer
+    counts items or characters. `limits`: a count changes the mask only from its limit on."""
 
     __slots__ = (
         *("accepts", "is_end", "is_forced", "is_inside", "limits", "masks", "moves", "next"),
@@ -273,7 +274,8 @@ class SchemaStates:
         return list(least.values())
 
     def _may_share(self, state: SchemaState) -> bool:
-        """Whether answers at a state have one mask for a token before: what is forced there ends before a far count matters."""
+        """Whether all answers at a state can share a mask: the tokens forced there end before a count reaches its
+        limit."""
         at: SchemaState = state
         for _ in range(self._language.horizon if state.slots else 0):
             if not at.is_forced:

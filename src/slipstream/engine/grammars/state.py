@@ -47,7 +47,7 @@ class Lanes:
     masks of many requests are found in parallel only by several."""
 
     def __init__(self, first: Lane, make: Callable[[], Lane], seconds: float) -> None:
-        """`make` makes one more, in some `seconds` of a processor."""
+        """`make` makes another matcher, which takes about `seconds` of processor time."""
         self._made, self._make, self._seconds = [first], make, seconds
         self._counts = [0]
         self._is_growing = seconds > MAX_LANE_S
@@ -107,7 +107,8 @@ class SharedMasks:
         return found[1]
 
     def made(self, mask: Bits, *, accepts: bool) -> Bits | None:
-        """Do what `complete` does, and keep nothing. A mask that is complete is itself the result."""
+        """`complete` without caching the result. A mask that is complete already is returned as it
+        is."""
         complete = mask.copy()
         self.write_ends(complete, accepts=accepts)
         if is_empty(complete):
@@ -322,8 +323,8 @@ class GrammarState:
             _ = self.matcher  # takes them in
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Do what `accept` does, without the matcher. Whether that must take the tokens in now: they may be wrong, or may
-        complete the answer."""
+        """Advance as `accept` does, but leave the matcher behind. Returns whether the matcher must take the tokens
+        now, because they may be wrong or complete the answer."""
         given = tokens
         if self.budget is not None:
             given = []
@@ -343,7 +344,8 @@ class GrammarState:
         return must
 
     def _follow(self, tokens: Sequence[int]) -> bool:
-        """Go on by shared states. Whether the tokens are allowed for certain, and don't complete the answer."""
+        """Advance through the shared states, without the matcher. Returns whether the tokens are certainly allowed and
+        don't complete the answer."""
         certain = self.is_plain
         for token in tokens:
             if isinstance(spot := self.spot, SchemaSpot):
@@ -456,7 +458,8 @@ class GrammarState:
         return self._matcher is None and (self.budget is None or self.budget.is_free(num_tokens))
 
     def settle(self) -> None:
-        """Take note that no token before this is taken back. A budget that is over is dropped."""
+        """Forget the data for taking tokens back: none so far will be. A spent budget is dropped,
+        too."""
         self._spots.clear()
         if self.budget is not None:
             self.budget.settle()

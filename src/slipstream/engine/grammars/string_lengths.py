@@ -36,7 +36,8 @@ PLAIN = re.compile(
 """The plain characters, whole ones of UTF-8, that a token begins with."""
 
 SLICED = 10
-"""Characters: inside strings that may be as much longer llguidance finds what fits at once, by its slices."""
+"""Characters by which a string must be able to grow for llguidance to find its mask at once, from precomputed slices
+of the vocabulary."""
 
 MAX_MASKS = 1024
 """Masks of the model's vocabulary that are kept."""

@@ -28,13 +28,13 @@ class CacheWatchers(Operation):
         return bool(self._numbers)
 
     def begin(self, core: EngineCore) -> None:
-        """Tell all of them what a new core holds."""
+        """Send all watchers the blocks that a new core holds."""
         if self._numbers:
             core.cache_news.listen(on=True)
             self.tell(core, whole_to=self._numbers)
 
     def handle(self, process: CoreProcess, message: WatchCache, number: int) -> None:
-        """Let a client get the news from now on, the whole content first, or no more."""
+        """Start or stop a client's cache events. The first event has the whole content."""
         (self._numbers.add if message.on else self._numbers.discard)(number)
         if process.core is not None:
             process.core.cache_news.listen(on=bool(self._numbers))
@@ -46,7 +46,7 @@ class CacheWatchers(Operation):
 
     def tell(self, core: EngineCore, whole_to: frozenset[int] | set[int] = frozenset()) -> None:
         """Send the changes. Those in `whole_to` get the whole content instead."""
-        news, states = core.cache_news, bool(core.config.cache.state_slots)
+        news, states = core.cache_news, any(core.config.cache.slots)
         changes = news.changes()
         if changes is not None:
             self._last += 1

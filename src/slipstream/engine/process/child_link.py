@@ -38,8 +38,8 @@ class ChildLink(CoreLink):
 
     @classmethod
     async def start(cls, args: EngineArgs, forks: ForkServer | None = None) -> ChildLink:
-        """Start the process and send the first message as soon as it has connected. If the process ended before, `receive`
-        raises. `forks`: what forks its ranks."""
+        """Start the process and send the first message as soon as it has connected. If the process ended before,
+        `receive` raises. `forks`: the fork server for its ranks."""
         child = cls(forks)
         try:
             while not child.send(Start(args)) and child.process.poll() is None:

@@ -116,7 +116,7 @@ class CoreLink(ABC):
         self._wake()
 
     async def end(self, *, at_once: bool = False) -> None:
-        """Close the link. Where the core is our child it ends, with `at_once` without finishing what it does."""
+        """Close the link. A core that is our child process ends; with `at_once` it does not finish its work."""
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.FD)
         if self._look is not None:
@@ -221,7 +221,7 @@ class CoreClient:
                 await asyncio.sleep(pause)
 
     async def _mark_dead(self, error: Exception, *, final: bool) -> None:
-        """The core died, could not start, or sent what can't be handled. Fail all that waits, and end the link."""
+        """Fail all waiting requests and calls, and end the link, after the core's death or an invalid message."""
         then = "it stays down" if final else "it will start again"
         foreseen = isinstance(error, SlipstreamError)
         reason = str(error) if foreseen else f"unexpected {type(error).__name__}: {error}"

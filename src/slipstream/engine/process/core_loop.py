@@ -62,7 +62,7 @@ HEARTBEAT_S = 1.0
 """Seconds between two reports of the child, with and without work. A child that is silent hangs."""
 
 TEND_MS = 2
-"""Milliseconds between two looks at what has been stored, while there are no requests."""
+"""Milliseconds between two calls of `tend`, which stores blocks, while there are no requests."""
 
 PARENT = 0
 """Number of the process that started the child, as a client."""
@@ -146,7 +146,7 @@ class CoreProcess:
 
     def _prepare(self, *, soon: bool = False) -> None:
         """Prepare a new core for requests, then tell all clients that they may send some. `soon`: see `WakeUp`; this
-        process has compiled what the core needs."""
+        process has compiled the core's kernels already."""
         core = self._running
         if not soon:
             core.warm(WARM_S)
@@ -166,7 +166,7 @@ class CoreProcess:
         self.ready.weight_version, self.ready.used_versions = state.version, [*state.used]
 
     def _serve(self) -> bool:
-        """Make steps until it is to sleep, or (False) to stop."""
+        """Make steps until a message asks to sleep (True) or to stop (False)."""
         core = self._running
         # A step leaves no cycles of garbage. Python's search for them would stop a step for 50 ms, so it is made when idle.
         gc.freeze()
@@ -243,7 +243,7 @@ class CoreProcess:
         return Stats(stats, asked)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """Send each process what belongs to its requests."""
+        """Send each client process the outputs of its requests."""
         by_owner = {PARENT: outputs}
         if self._owners:
             by_owner = defaultdict(list)
@@ -271,7 +271,7 @@ class CoreProcess:
         return max(0, min(1000, int((wakeup - time.monotonic()) * 1000) + 1))
 
     def handle(self, message: ToChild, number: int) -> None:
-        """Do what a message of the client `number` asks."""
+        """Carry out a message of the client `number`."""
         core = self.core
         if isinstance(message, Add | AddTexts | AddBeams):
             added = requests_of(message)
@@ -341,8 +341,8 @@ class CoreProcess:
         return message
 
     def send(self, message: ToParent, number: int = PARENT) -> None:
-        """Send a message to a front end. Its queue has no bound. What is sent to one that has died
-        is lost: its Detach is on the way."""
+        """Send a message to a front end. Its queue has no bound. A message to one that has died is
+        lost; its Detach is on the way."""
         if number not in self._sockets:
             return  # detached meanwhile
         with contextlib.suppress(self._zmq.Again):

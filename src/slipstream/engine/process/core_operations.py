@@ -1,4 +1,4 @@
-"""Questions of a front end to an engine core, besides requests: state, sleep, adapters, news of its cache."""
+"""Operations of a front end on an engine core other than requests: its state, sleep, adapters, cache events."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ class CoreOperations:
         await self._ask_for(lambda ticket: Sleep(level, ticket))
 
     async def wake_up(self, *, soon: bool = False) -> None:
-        """Take back what `sleep` gave away. A core that can't is dead, and starts again. `soon`: see `WakeUp`."""
+        """Undo `sleep`: weights and cache are back. A core that can't is dead, and starts again. `soon`: see
+        `WakeUp`."""
         await self._ask_for(lambda ticket: WakeUp(ticket, soon))
 
     async def start_again(self) -> None:
@@ -130,8 +131,8 @@ class CoreOperations:
         await self._ask_for(lambda ticket: UnloadAdapter(name, ticket))
 
     def watch_cache(self, watcher: Callable[[CacheEvents], None]) -> Callable[[], None]:
-        """Tell `watcher` which blocks the prefix cache holds: all of them soon, also after the core's death, and changes from
-        then on. Returns what ends it."""
+        """Tell `watcher` which blocks the prefix cache holds: all of them soon, also after the core's death, and
+        changes from then on. Returns a function that ends it."""
         self._cache_watchers.append(watcher)
         self._watch_cache()
 
@@ -166,7 +167,7 @@ class CoreOperations:
         return waiter
 
     def serves(self, ready: Ready) -> None:
-        """Take note of a core that has started or woken up."""
+        """Store the data of a core that has started or woken up."""
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps, self.is_sleeping, self._processes = 0, False, ready.processes
         self.adapters = {request.name: request for request in ready.adapters}
@@ -204,7 +205,7 @@ class CoreOperations:
             self._send(KnowAdapters(message.version))
 
     def fail_questions(self, error: Exception) -> None:
-        """End what waits for an answer of the core, which has died."""
+        """Fail all calls that wait for an answer of the core, which has died."""
         asked: list[asyncio.Future[Any]] = [*self._stats_waiters, *self._waiters.values()]
         self._stats_waiters, self._waiters = [], {}
         for waiter in asked:

@@ -21,7 +21,8 @@ from slipstream.engine.process.core_loop import CoreProcess
 
 
 def end_with_parent(folder: str) -> None:
-    """Exit when the parent's end of our standard input closes. A parent that was killed left the folder of its sockets."""
+    """Exit when the parent's end of our standard input closes. Removes the folder of its sockets, which a killed
+    parent leaves."""
     while os.read(
         0, 1
     ):  # the bare descriptor: a buffered reader would hold its lock while the interpreter ends

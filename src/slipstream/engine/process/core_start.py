@@ -48,7 +48,7 @@ class CoreSource:
 def resolved_config(args: EngineArgs, description: ModelDescription, ready: Ready) -> EngineConfig:
     """Configuration that a core runs with. Its memory limits are those of the core's own ledger."""
     config, ledger = resolve(args, description, ready.device), ready.ledger
-    return config.with_memory_limits(ledger.num_blocks - 1, ledger.block_bytes, ledger.num_states)
+    return config.with_memory_limits(ledger.num_blocks - 1, ledger.block_bytes, ledger.num_slots)
 
 
 def socket_folder() -> OwnedFolder:

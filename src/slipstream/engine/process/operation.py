@@ -14,7 +14,7 @@ class Operation:
     takes: ClassVar[tuple[type, ...]]
 
     def handle(self, process: CoreProcess, message: Any, number: int) -> None:
-        """Do what a message of the front end `number` asks, and answer it. A SlipstreamError is answered by the process."""
+        """Carry out and answer a message of the front end `number`. The process answers a raised SlipstreamError."""
         raise NotImplementedError
 
     def forget(self, number: int) -> None:

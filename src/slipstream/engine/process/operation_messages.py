@@ -72,7 +72,7 @@ class GetWeights(msgspec.Struct, tag=True):
 
 
 class PauseGeneration(msgspec.Struct, tag=True):
-    """Make no step until ResumeGeneration. `mode` says what becomes of requests: see `engine.process.pausing`."""
+    """Make no step until ResumeGeneration. `mode`: whether requests wait, end or finish (`pausing.py`)."""
 
     mode: PauseMode
     ticket: int

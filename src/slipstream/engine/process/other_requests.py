@@ -57,7 +57,7 @@ class OtherRequests(WeightOperations):
         self._input.prompts.media.check_pictures(count)
 
     async def measure_picture(self, data: bytes) -> PictureFile:
-        """A picture's file, which is known to be one and how many pixels it has; for `prepare_picture`."""
+        """Read a file's header: returns a checked picture file with its number of pixels, for `prepare_picture`."""
         pictures = self._input.prompts.media.processor_for(1)
         return await asyncio.wrap_future(pictures.measure(data))
 

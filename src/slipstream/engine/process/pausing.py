@@ -118,7 +118,7 @@ class GenerationPauses(Operation):
             process.cache_watchers.begin(core)  # prefixes begin with another key
 
     def _handle(self, core: EngineCore, message: OfWeights, number: int) -> list[tuple[Adds, int]]:
-        """Do what a message asks, and answer it. Returns queued requests that may run now.
+        """Carry out a message, and answer it. Returns queued requests that may run now.
 
         RequestError: the model has no weights that change, and nothing was done.
         """

@@ -72,7 +72,7 @@ class ServedAdapters(Operation):
         self.answer_later(message.ticket, number)
 
     def change(self, core: EngineCore, message: LoadAdapter | UnloadAdapter) -> AdaptersChanged:
-        """Load or unload an adapter. Returns what all front ends are to know. AdapterError names what is wrong."""
+        """Load or unload an adapter. Returns the message for all front ends. AdapterError if it can't be done."""
         known = self._by_name.get(message.name)
         if isinstance(message, UnloadAdapter):
             if known is None:

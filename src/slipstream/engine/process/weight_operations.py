@@ -51,8 +51,8 @@ class WeightOperations(CoreOperations):
         return await self._change_weights(LeaveWeightGroup(name))
 
     async def start_weight_update(self, request: Any = None) -> WeightsInfo:
-        """Begin an update. With `names`, `dtype_names` and `shapes` of all its tensors, what does not fit the model is an
-        error now."""
+        """Begin an update. With `names`, `dtype_names` and `shapes` of all tensors, one that does not fit the model is
+        an error now."""
         return await self._change_weights(BeginWeights(declared(request)))
 
     async def update_weights(self, request: Any) -> WeightsInfo:
@@ -104,8 +104,9 @@ class WeightOperations(CoreOperations):
 
 
 async def _listens(group: JoinWeightGroup) -> None:
-    """Wait until the group's rank 0 listens. The engine makes no step while it joins, and a trainer
-    that is not there yet is what joining waits for longest. EngineError after `JOIN_S`."""
+    """Wait until the group's rank 0 listens. Called before joining, because the engine makes no
+    step while it joins, and most of that wait is for a trainer that is not there yet. EngineError
+    after `JOIN_S`."""
     try:
         async with asyncio.timeout(JOIN_S):
             while True:

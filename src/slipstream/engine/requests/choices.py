@@ -27,7 +27,7 @@ def fork(first: EngineRequest, index: int) -> EngineRequest:
 def check_answer(
     prompts: PromptReader, begun: Sequence[int], sampling: SamplingParams, max_tokens: int
 ) -> None:
-    """Raise RequestError if an answer can't go on after the tokens that are there."""
+    """Raise RequestError if an answer that has begun with these tokens can't go on."""
     prompts.check_ids("answer_token_ids", begun)
     if len(begun) >= max_tokens:
         raise RequestError(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from slipstream.errors import ContextLengthError
 
 MAX_CHARS_PER_TOKEN = 128
-"""No token stands for more. A text of more characters than a context of such tokens is refused before it is tokenised."""
+"""Maximum characters of a token. A text of more characters than a context of such tokens is refused before it is
+tokenised."""
 
 
 def hopeless(max_model_len: int, num_chars: int, field: str) -> ContextLengthError:
-    """`over_context` for a text that is not tokenised. Its tokens are told by their least number."""
+    """`over_context` for a text that is too long to tokenise. The error gives the least number of
+    tokens that it can have."""
     error = ContextLengthError(
         f"This model's maximum context length is {max_model_len} tokens. However, the prompt has {num_chars} characters, far "
         "more than fit; shorten it",

@@ -103,7 +103,7 @@ def rows(vectors: Vectors, dimensions: int | None = None) -> npt.NDArray[np.floa
 
 
 def as_embeddings(vectors: Vectors, dimensions: int | None = None) -> list[EmbeddingOutput]:
-    """An object for each text."""
+    """The vector of each text, in vLLM's form."""
     if not vectors.prompts:
         return []
     found = rows(vectors, dimensions)
@@ -145,7 +145,7 @@ def label_probabilities(
 
 
 def classified(model: ModelDescription, vectors: Vectors) -> list[ClassificationOutput]:
-    """An object for each text."""
+    """The likeliest label of each text, and the probabilities of all."""
     names = label_names(model)
     if not vectors.prompts:
         return []
@@ -180,7 +180,7 @@ class ClassificationOutput:
 def encoded(
     model: ModelDescription, vectors: Vectors, task: TextTask = "embed"
 ) -> list[EncodingOutput]:
-    """An object for each text."""
+    """The output of each text for a pooling task."""
     found = rows_of_task(model, vectors, task)
     parts = zip(vectors.prompts, vectors.prompt_token_ids, found, strict=True)
     return [

@@ -15,7 +15,7 @@ from slipstream.params.checks import SEQUENCE_BREAKERS
 from slipstream.params.sampling import SamplingParams
 
 MAX_BREAKERS = 64
-"""Texts whose tokens are kept. To find them takes a look at the whole vocabulary."""
+"""Number of texts whose tokens are cached. Finding them takes a pass over the whole vocabulary."""
 
 
 class Breakers:
@@ -26,7 +26,8 @@ class Breakers:
         self._found: dict[str, frozenset[int]] = {}  # by text
 
     def put(self, sampling: SamplingParams) -> SamplingParams:
-        """The same with `dry_breaker_token_ids` in the place of texts: tokens that hold a text, and the last of its own."""
+        """The parameters with `dry_breaker_token_ids` instead of texts: all tokens that contain a text, and the last
+        token of each text."""
         texts = sampling.dry_sequence_breakers
         if not sampling.takes("dry") or not texts:
             return sampling
@@ -83,7 +84,8 @@ def with_words(
 
 
 def with_functions(sampling: SamplingParams, *, in_process: bool) -> SamplingParams:
-    """The same with `logits_processors` that can be called: by name, unless the model runs in this process."""
+    """The parameters with `logits_processors` in a form that the worker can call: as names, or as functions if the
+    model runs in this process."""
     names = tuple(
         given if in_process and not isinstance(given, str) else importable(given)
         for given in sampling.logits_processors

@@ -242,7 +242,7 @@ def _number(value: object) -> bool:
 
 
 def _before_call(name: str, value: Any, args: Iterable[Any]) -> None:
-    """Pay for what a filter or method of a string makes beyond its arguments."""
+    """Spend budget for text that a filter or string method makes beyond its arguments."""
     given = tuple(args)
     if name in _WIDTHS and any(_number(a) and abs(a) > _MAX_NUMBER for a in given):
         raise _TooMuch(f"a number above {_MAX_NUMBER} is given to {name}")
@@ -490,7 +490,8 @@ def _environment() -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> Template | str:
-    """The compiled template, or what is wrong with it: that, too, is found out once, not at each request."""
+    """The compiled template, or its fault as text, so that a fault is cached, too, and not found again at each
+    request."""
     from jinja2 import TemplateError
 
     if len(template) > MAX_TEMPLATE:

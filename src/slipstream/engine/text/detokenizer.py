@@ -48,7 +48,8 @@ class IncrementalDetokenizer:
         self.stop_reason: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens let out. Nothing after a stop string."""
+        """Add tokens, and return the text that is final with them. After a stop string it is
+        empty."""
         alone = token_ids[0] if self._between and len(token_ids) == 1 else None
         if alone is not None and (known := self._texts.get(alone)) is not None:
             self.num_tokens += 1
@@ -85,7 +86,7 @@ class IncrementalDetokenizer:
         return data
 
     def _add(self, text: str) -> str:
-        """Take in new text; give out what no stop string can still claim."""
+        """Add new text, and return the text that can't belong to a stop string any more."""
         if not self._stops or self.num_tokens <= self._min_tokens:
             return text  # nothing is held before the first min_tokens are over, so a stop string begins after them
         seen = self._held + text

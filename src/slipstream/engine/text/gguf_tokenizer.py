@@ -208,8 +208,9 @@ def _read(file: GGUFFile) -> TokenizerParts:
 
 
 def _wordpiece(fields: _Fields, tokens: list[str]) -> TokenizerParts:
-    """BERT's. The file has ▁ before tokens that begin a word, in place of ## before those that go on with one. If it does not
-    say whether letters become small, they do where no token has a capital; accents go with that, unless the file says."""
+    """A BERT WordPiece model. The file has ▁ before tokens that begin a word, in place of ## before those that go on
+    with one. If it does not say whether letters become small, they do where no token has a capital; accents go with
+    that, unless the file says."""
     named = [t.startswith("[") and t.endswith("]") for t in tokens]
     words = [
         t if whole else t.removeprefix("▁") if t.startswith("▁") else f"##{t}"

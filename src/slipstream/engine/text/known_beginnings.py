@@ -61,8 +61,8 @@ class KnownBeginnings:
         self._changes = Lock()
 
     def encode(self, text: str, salt: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """The tokens of a text, of which `encode` gives those of a part. Texts of other salts don't help: the time would
-        tell what they are."""
+        """The tokens of a text. `encode` is called for the part after the longest known beginning. Beginnings of other
+        salts are not used: the shorter time would reveal them."""
         if len(text) < MIN_CHARS or not self._seams:
             return encode(text)
         begun, at = self._beginning(text, salt)

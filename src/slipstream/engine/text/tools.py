@@ -181,7 +181,8 @@ class Reading:
         )
 
     def call_tokens(self, tokenizer: GrammarTokenizer) -> tuple[int, ...]:
-        """Tokens of which every answer with a call has one. Empty: no token tells, or there are no tools."""
+        """Tokens such that each answer with a call contains at least one of them. Empty if there are no such tokens,
+        or no tools."""
         form, found = self.form, set[int]()
         if form is None or not self.offered:
             return ()

@@ -57,7 +57,7 @@ class ClientThreads:
     def _queue(
         self, run: Callable[[], Any], client: str | None, most_waiting: int, weight: int = 0
     ) -> Future[Any]:
-        """Let a call wait for its turn. The lock is held; `_begin` follows without it."""
+        """Queue a call. The lock is held; `_begin` follows without it."""
         call = ThreadCall(Future(), run, client, weight, time.monotonic())
         own = self._clients.setdefault(client, _Client())
         if client is not None and len(own.waiting) >= most_waiting:
@@ -126,7 +126,8 @@ class ClientThreads:
         return None
 
     def _leave(self, call: ThreadCall) -> bool:
-        """Give the call's place to another. False if that was done before. The lock is held."""
+        """Stop counting the call as running, so that another may start. False if that was done
+        before. The lock is held."""
         if call.future not in self._running:
             return False
         self._running.discard(call.future)
@@ -138,7 +139,8 @@ class ClientThreads:
         return True
 
     def _end(self, call: ThreadCall, found: Any, failure: BaseException | None) -> None:
-        """Give the call's result to its future, unless its place was given away. `_begin` follows."""
+        """Set the future's result, unless the call ran out of time and no longer counts. `_begin`
+        follows."""
         with self._lock:
             in_time = self._leave(call)
         if in_time and failure is None:

@@ -66,7 +66,7 @@ class FairThreads(ClientThreads):
         return await asyncio.wrap_future(self.submit(call, weight=weight))
 
     def close(self) -> None:
-        """Cancel what waits. What runs goes on to its end."""
+        """Cancel waiting calls. Running ones go on to their end."""
         with self._lock:
             self._closed = True
             waiting = [call.future for own in self._clients.values() for call in own.waiting]

@@ -557,7 +557,8 @@ def _named(given: str | dict[str, Any], where: str) -> Any:
 
 
 def with_pictures(text: str, pictures: Sequence[PreparedPicture], vision: VisionSpec) -> str:
-    """The prompt with each placeholder replaced by what stands for its picture. RequestError if they don't go together."""
+    """The prompt with each placeholder replaced by the text of its picture. RequestError if the numbers of
+    placeholders and pictures differ."""
     parts = text.split(vision.prompt.placeholder)
     if len(parts) - 1 != len(pictures):
         raise RequestError(

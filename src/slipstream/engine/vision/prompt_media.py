@@ -19,7 +19,8 @@ from slipstream.spec.media.vision import VisionSpec
 
 
 class MediaReader:
-    """`pictures` is the pictures' processor, for a model that takes some."""
+    """Reads the pictures and audio of prompts for one model. `pictures` prepares pictures; None if
+    the model takes none."""
 
     def __init__(
         self, description: ModelDescription | None, pictures: PictureProcessor | None

@@ -399,7 +399,7 @@ class Forwarder:
         )
 
     async def _prefill(self, version: Version, call: Call) -> None:
-        """Let another replica compute the prompt, if that pays: `call.handover` then says where it is.
+        """Have another replica compute the prompt, if that pays: `call.handover` then names it.
 
         ApiError if too many replicas died of the request.
         """

@@ -239,7 +239,7 @@ class Gateway:
             raise unavailable(f"no replica serves {', '.join(down)}", "no_replica")
 
     async def _keep(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer routes of files and batches, which the gateway stores itself."""
+        """Answer requests for files and batches, which the gateway stores itself."""
         off = next((off for begin, off in _OFF.items() if scope["path"].startswith(begin)), None)
         if off is not None and getattr(self.state.settings, off[0]) is None:
             raise ApiError(

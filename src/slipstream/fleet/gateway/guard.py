@@ -114,7 +114,7 @@ class ReplicaGuard:
             watched.trial = False
 
     def did_well(self, replica: str, now: float) -> None:
-        """Take note of an answer that says nothing about times to first tokens."""
+        """Record a successful answer without a time to first token."""
         if (watched := self.replicas.get(replica)) is not None:
             watched.failures, watched.trial = 0, False
             if watched.out_until <= now and not watched.was_slow:

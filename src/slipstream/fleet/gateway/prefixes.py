@@ -268,9 +268,9 @@ class PrefixStore:
     def checkpoints(
         self, chain: Sequence[bytes], count: int, mask: int
     ) -> Iterator[tuple[int, int]]:
-        """Yield where the replicas in `mask` can go on, which hold `count` blocks of the chain: at the
-        last checkpoint of a recurrent state that each has there, as (blocks, mask of slots). Those
-        without one, or with none in the last `MAX_BACK` blocks, are left out."""
+        """Yield (blocks, mask of slots): for the replicas in `mask`, which hold `count` blocks of
+        the chain, the position of the last checkpoint of a recurrent state from which each can
+        continue. Those without one, or with none in the last `MAX_BACK` blocks, are left out."""
         for end in range(count, max(0, count - MAX_BACK), -1):
             if not mask:
                 return

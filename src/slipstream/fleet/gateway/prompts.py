@@ -113,9 +113,9 @@ class Prompts:
         return isinstance(self._routes.get(_short(path)), GenerationRoute)
 
     async def read(self, path: str, raw: bytes, scope: Any, *, counts: bool = False) -> Read:
-        """Read a body. With `counts` also compute what to reserve. A body that only a replica can
-        read reserves the most that a replica can hold. An invalid body reserves nothing, because
-        the replica refuses it."""
+        """Read a body. With `counts` also compute the tokens to reserve for the key's limits. A
+        body that only a replica can read reserves the most that a replica can hold. An invalid body
+        reserves nothing, because the replica refuses it."""
         route = self._routes.get(_short(path))
         if not isinstance(route, GenerationRoute | PooledRoute):
             return _NOTHING

@@ -28,7 +28,8 @@ ELSEWHERE = ENGINE_DEATHS | frozenset(
 
 
 class MarkedStream:
-    """A stream with marks, read part by part."""
+    """A replica's stream, read part by part. Marks, which report tokens to the gateway, are taken
+    out."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []  # tokens whose text was handed out

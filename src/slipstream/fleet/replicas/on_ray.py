@@ -225,7 +225,7 @@ class RayCluster:
             await asyncio.sleep(_LOOK_S)
 
     async def scale(self, spec: PoolSpec, replicas: int) -> None:
-        """Have Serve start or end replicas. Waits only if none shall be left."""
+        """Start or end replicas through Serve. Waits only if none is to stay."""
         await asyncio.to_thread(self._run, [(spec, replicas)])
 
     async def remove(self, keys: Iterable[str]) -> None:

@@ -90,7 +90,7 @@ class RayReplicas:
             self._started(replica.spec.key, seconds)
 
     async def _let_end(self, replica: Replica) -> None:
-        """Let the replica's requests finish. A replica that died has none."""
+        """Wait for the replica's requests to finish. A replica that died has none."""
         replica.version.drain(replica.id)
         until = time.monotonic() + self.fleet.drain_timeout_s
         while replica.num_in_flight and time.monotonic() < until:

@@ -207,7 +207,8 @@ class CoarseReplica:
         return max(self._cost.seconds(shape), host)
 
     def _take(self, prompt: Prompt, room: int) -> int:
-        """Give a prompt its part of the step. Returns the room that is left."""
+        """Add tokens of a prompt to the step. Returns the number of tokens that the step can still
+        take."""
         left = prompt.input_tokens - prompt.num_computed
         count = min(left, room)
         if count > 0:

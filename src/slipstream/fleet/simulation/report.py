@@ -56,7 +56,7 @@ class Stopwatch:
 
     @property
     def times(self) -> CallTimes:
-        """Quantiles and means of the calls, once there was one."""
+        """Quantiles and means of the calls so far. At least one call is needed."""
         taken, count = sorted(self.taken), len(self.taken)
         whole_us = sum(taken) / 1e3
         p50, p99 = (percentile(taken, q) / 1e3 for q in (50, 99))

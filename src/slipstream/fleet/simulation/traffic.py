@@ -20,7 +20,8 @@ from slipstream.errors import ConfigError
 from slipstream.simulate.traffic import PREFIX_TOKENS, SessionWorkload, Workload
 
 COMMON = 0.05
-"""Share of a trace's requests from which on a prefix is of all copies."""
+"""Share of a trace's requests that must have a prefix for it to be the same in all copies of the
+trace."""
 
 KEY_BYTES = 8
 """Bytes of a block's key that the router's table compares."""

@@ -84,14 +84,6 @@ def cache_parts(layers: Iterable[LayerKV]) -> list[Tensor]:
     return [x for own in parts for x in own if x is not None and len(x) > 1]
 
 
-def state_parts(layers: Iterable[LayerKV]) -> list[Tensor]:
-    """Returns the layers' states [slots, …], each of which holds a part of every slot."""
-    states = [layer.state for layer in layers if layer.state is not None]
-    return [
-        x for own in states for x in (own.conv, own.recurrent) if x is not None and 0 not in x.shape
-    ]
-
-
 def by_dim(v: Tensor) -> Tensor:
     """Returns the same values [B, K, block_size, D] with the memory layout
     [B, K, D, block_size]."""

@@ -189,7 +189,8 @@ def form_of(kind: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """The same rows of all experts' weights, [rows, inner] each, one weight after another."""
+    """A part of the packed weights of all experts: the same rows of each, [rows, inner], one expert
+    after another."""
 
     kind: int
     rows: int

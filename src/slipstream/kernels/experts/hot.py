@@ -81,14 +81,14 @@ class HotExperts:
         return len(moves)
 
     def split(self, weights: Tensor, chosen: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Splits a choice [T, k] into the host's experts (−1 for others) and the device's (weights,
-        places)."""
+        """Splits a choice of experts [T, k]: the host's (−1 for others), and the device's as
+        (weights, places in `experts`)."""
         places = self.place_of[chosen.long()]
         here = places < self.count
         return chosen.masked_fill(here, -1), (weights.masked_fill(~here, 0.0), places)
 
     def _move(self, moves: dict[int, int]) -> None:
-        """Puts experts in places: {place: expert}."""
+        """Copies experts to places on the device. `moves` is {place: expert}."""
         if not moves:
             return
         for place, expert in moves.items():

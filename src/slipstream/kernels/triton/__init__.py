@@ -144,7 +144,7 @@ class TritonOps(OpSet):
         return dtype.itemsize == 1
 
     def with_tiles(self, tiles: TileTable) -> TritonOps:
-        """The same ops and weights with other tiles."""
+        """A copy of this op set, with the same weights and other tiles."""
         other = TritonOps(tiles, deterministic=self.deterministic, dense_copies=self.dense_copies)
         other._scratch = self._scratch
         return other

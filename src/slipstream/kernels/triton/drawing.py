@@ -452,7 +452,8 @@ def _draw_kernel(
     MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, INDEXED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Adds up what each block of a row keeps. The last thread block draws the row's token."""
+    """Adds up the weights of the tokens that each block of a row keeps. The last thread block draws
+    the row's token."""
     if PDL:
         pdl_wait()
     i, split = tl.program_id(0), tl.program_id(1)

@@ -45,7 +45,8 @@ class LayeredCache(FileCacheManager):  # type: ignore[misc]
 
 
 def use_layers(layers: Sequence[Path]) -> None:
-    """Let Triton find kernels in these folders, in this process. Call it before a kernel is hashed."""
+    """Make Triton search these folders for kernels, in this process. Call it before a kernel is
+    hashed."""
     made = type("LayeredCache", (LayeredCache,), {"layers": tuple(layers)})
     knobs.cache.manager_class = made
     if DependenciesFinder._update_hash.__module__ != __name__:

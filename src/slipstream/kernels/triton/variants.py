@@ -219,7 +219,7 @@ def _compile_launcher(kernel: Any) -> None:
 
 @contextlib.contextmanager
 def _driver_to_link() -> Iterator[None]:
-    """Let Triton link with an empty libcuda where the driver is not installed."""
+    """Make Triton link with an empty libcuda where the driver is not installed."""
     try:
         nvidia.library_dirs()
         found = True

@@ -285,7 +285,7 @@ class Float4Linear(Linear):
         return 256 // self.exponents.shape[2]
 
     def row_factors(self) -> Tensor:
-        """Returns float32 [rows], what the sums of each row are multiplied by."""
+        """Returns the factor of each row's sums, float32 [rows]."""
         import torch
 
         if (rows := self.row_scales) is None:

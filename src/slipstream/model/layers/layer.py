@@ -213,7 +213,8 @@ class Layer:
     def _ended(
         self, ops: OpSet, h: Pending, residual: Tensor, step: AttentionMetadata
     ) -> tuple[Pending, Tensor | None]:
-        """Adds what comes from the layer's own input, and scales the residual, if the layer does."""
+        """Adds the product of the layer's own input, and scales the residual, if the layer has
+        these."""
         if self.own_input is not None:
             residual = ops.added(whole(ops, h), residual)
             h = self.own_input(ops, residual, step)

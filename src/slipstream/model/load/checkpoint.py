@@ -75,7 +75,7 @@ PASSED_OVER = (
     *("weight_shape", "input_scale", "input_global_scale", "output_scale"),
     *("k_scale", "v_scale"),
 )
-"""Suffixes of tensors next to a rounded weight that only note something."""
+"""Suffixes of tensors next to a rounded weight that loading does not need."""
 
 
 class StoredWeights(Protocol):
@@ -88,10 +88,11 @@ class StoredWeights(Protocol):
         self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]
     ) -> bool:
         """Notes the tensor `name` of the checkpoint if it belongs to one of them, and returns
-        whether it does. `find` gives a tensor's place."""
+        whether it does. `find` maps a tensor's name to its `Placement`."""
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
-        """Lists the names of the checkpoint's tensors that are missing. `names` has all places."""
+        """Lists the names of the checkpoint's tensors that are missing. `names` maps every tensor
+        of the model to its `Placement`."""
 
     def linears(self) -> Mapping[str, Linear]:
         """Returns the weights by our names. Each is made from its tensors when it is read."""
@@ -100,8 +101,8 @@ class StoredWeights(Protocol):
 def names_of(
     description: ModelDescription, given: Iterable[Stored] | None = None
 ) -> Mapping[str, Placement]:
-    """Returns the family's table of places for this checkpoint's format, or for the tensors that
-    are `given` in place of its files."""
+    """Returns the `Placement` of each of the family's tensors, for this checkpoint's format, or for
+    the tensors that are `given` instead of its files."""
     if given is not None:
         stored = frozenset(name for name, _, _ in given)
         return with_stacks(description.family.names(description.spec), stored)
@@ -137,7 +138,7 @@ def with_stacks(names: Mapping[str, Placement], stored: frozenset[str]) -> Mappi
 def finder(
     description: ModelDescription, names: Mapping[str, Placement]
 ) -> Callable[[str], Placement | None]:
-    """Returns a function that finds a tensor's place by the checkpoint's name for it."""
+    """Returns a function from a checkpoint's name of a tensor to its `Placement`."""
 
     def find(name: str) -> Placement | None:
         key = canonical(name, description.family.prefixes, names)
@@ -216,7 +217,8 @@ def parameter_fills(
 
 
 def _ignored(description: ModelDescription) -> tuple[str, ...]:
-    """Returns patterns of tensors that a checkpoint may have and the model has no place for."""
+    """Returns patterns of tensors that a checkpoint may have although the model does not use
+    them."""
     if description.format == "gguf":
         assert description.family.gguf is not None
         own = (

@@ -75,7 +75,7 @@ def dummy_scheme(stored: StoredQuantization, ops: OpSet | HostOps) -> Scheme | N
 
 
 def _schemes(ops: OpSet | HostOps, *names: str) -> str:
-    """Words a remedy: use one of the `names` that `ops` has products for."""
+    """Text of a remedy: to use one of the `names` that `ops` has products for."""
     found = [repr(name) for name in names if SCHEMES[name].name in ops.rounded]
     if not found:
         return LEFT_ALONE

@@ -107,15 +107,16 @@ def refusal(decoder: Decoder) -> str | None:
 
 
 def running_contents(decoder: Decoder) -> Iterator[tuple[str, Any]]:
-    """Yields what a decoder consists of, by name."""
+    """Yields a decoder's tensors, arrays and settings, by name."""
     yield from contents(vars(decoder))
     for i, layer in zip(decoder.spec.local_layers, decoder.layers, strict=True):
         yield from contents(layer, f"layers.{i}.")
 
 
 def contents(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the tensors, arrays and settings in a value, by name. Settings are what a kernel may
-    have been built with. What holds neither (op sets, groups of ranks) is left out."""
+    """Yields the tensors, arrays and settings in a value, by name. Settings are values that a
+    kernel may be compiled for. Objects without any of these (op sets, groups of ranks) are left
+    out."""
     if hasattr(value, "data_ptr") or isinstance(value, (np.ndarray, *ATOMS)):
         yield name.removesuffix("."), value
     elif isinstance(value, Mapping):
@@ -162,8 +163,9 @@ def address(value: Any) -> int:
 
 
 def _checked(weights: Weights) -> Weights:
-    """The same weights. One that has numbers that are not finite raises CheckpointError as it is
-    made: a trainer that diverged sends NaN, and every answer would be nonsense."""
+    """The weights, checked as each is made: one with numbers that are not finite raises
+    CheckpointError, because a trainer that diverged sends NaN, and every answer would be
+    nonsense."""
 
     def checked(values: Pulled[Any]) -> Pulled[Any]:
         return Pulled({name: partial(make, values, name) for name in values})

@@ -22,7 +22,7 @@ from slipstream.model.stored.parts import Array, Stored
 from slipstream.spec.stored.quantization_config import StoredQuantization
 
 LEAST = 1e-5
-"""The smallest scale of a weight from masters."""
+"""The smallest scale of a weight that is computed from unrounded (master) weights."""
 
 
 def with_codes(

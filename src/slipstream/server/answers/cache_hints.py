@@ -65,7 +65,7 @@ def breakpoints(parts: Sequence[Mapping[str, Raw]], ttl: Any = None) -> Breakpoi
 
 
 def chat_breakpoints(body: Any, ttl: Any = None) -> Breakpoints:
-    """The same of a chat's tools and messages. Few have any."""
+    """Cache breakpoints in a chat's tools and messages. Few chats have any."""
     messages, tools = getattr(body, "messages", ()), getattr(body, "tools", None) or ()
     marked = any(bytes(given.cache_control) for given in (*tools, *messages))
     listed = (part for m in messages if isinstance(m.content, list) for part in m.content)

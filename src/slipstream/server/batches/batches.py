@@ -131,7 +131,7 @@ _decoder = msgspec.json.Decoder(Batch)
 
 
 class BatchStore:
-    """The batches, rows in the database of the files."""
+    """The batches of a server, stored in the same database as its files."""
 
     def __init__(self, files: FileStore) -> None:
         self.files, self._database = files, files.database

@@ -75,7 +75,7 @@ class Line(Struct, forbid_unknown_fields=True):
 
 
 class _Done(Struct):
-    """The part of an answer that is read again."""
+    """The only field of a written answer that a restarted batch reads."""
 
     custom_id: str
 
@@ -329,8 +329,8 @@ class Work:
             self.num_failed += 1
 
     def put_back(self, line: Line, *, died: bool = False) -> None:
-        """Let a line without an answer run again. `died`: its engine or replica died. OSError if
-        the disk is full."""
+        """Queue a line without an answer again. `died`: its engine or replica died. OSError if the
+        disk is full."""
         suspect = died or line.custom_id in self.journal.deaths
         (self.suspects if suspect else self.again).append(line)
         self.journal.died(line.custom_id) if died else self.journal.put_back(line.custom_id)
@@ -476,7 +476,7 @@ class BatchRunner:
             _logger.error("the errors of %s are not all written: %s", work.id, failure)
 
     async def _finalize(self, batch: Batch) -> None:
-        """Give the answers to the owner as files. Repeating it after a crash has the same
+        """Publish the answers as the owner's files. Repeating it after a crash has the same
         result."""
         for kind, id_ in (("output", batch.output_file_id), ("errors", batch.error_file_id)):
             part = self.store.files.path(f"{batch.id}.{kind}")

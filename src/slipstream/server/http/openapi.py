@@ -250,7 +250,8 @@ _GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
 }
-"""Groups of routes: what they are for, and how the paths begin. The first that fits a path has it."""
+"""Groups of routes by name: their purpose, and the beginnings of their paths. A path belongs to the
+first group that fits."""
 
 _SHOWN = ("OpenAI", "Anthropic", "Ollama", "Rerank, score and vectors", "Tokens", "llama.cpp")
 

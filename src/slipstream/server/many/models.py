@@ -70,7 +70,8 @@ class ServedModels:
 
     @classmethod
     def on_device(cls, args: EngineArgs, memory_bytes: int | None, **more: Any) -> ServedModels:
-        """`memory_bytes`: of all models together; None: what is free, but a part."""
+        """The models with a limit of memory. `memory_bytes`: for all of them together; None: the
+        free memory, less a reserve."""
         device = this_device(args.device)
         if memory_bytes is None and device.is_cuda:
             share = args.gpu_memory_utilization or 0.9

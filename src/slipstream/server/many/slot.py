@@ -38,7 +38,8 @@ GPU_PROCESS_BYTES = 768 * 2**20
 kernels' code. They stay while it sleeps."""
 
 CPU_PROCESS_BYTES = 64 * 2**20
-"""The same of the host's memory for an engine on a CPU: the interpreter and its modules."""
+"""Host memory of an engine's process on a CPU besides the model: the interpreter and its
+modules."""
 
 SLEEP_S = 30.0
 """Seconds for an engine without requests to release its memory. One that takes longer is ended."""
@@ -65,7 +66,8 @@ class ServedModel:
 
 
 class Slot:
-    """`users`: requests that run, or that were given the model and are about to."""
+    """A served model and its engine, if one is started. `users`: requests that run on it, or that
+    got it and are about to."""
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
@@ -99,7 +101,7 @@ class Slot:
         return self.state == "loaded" and self.engine is not None and self.engine.is_alive
 
     def note_death(self) -> None:
-        """Take note of a process that ended by itself: its memory is free."""
+        """Count a process's memory as free if it has ended by itself."""
         if (
             self.state in ("loaded", "asleep")
             and self.engine is not None

@@ -179,7 +179,8 @@ class ModelSlots:
     # --- The queue --------------------------------------------------------------------
 
     def _serve_queue(self) -> None:
-        """Begin what the models at the head of the queue need, as far as memory allows."""
+        """Load the models at the head of the queue, or unload others for them, as far as memory
+        allows."""
         for slot in self.slots.values():
             slot.note_death()
         while self._queue and not self._closed:
@@ -234,7 +235,7 @@ class ModelSlots:
             slot.is_closing = False
 
     def _grant(self, slot: Slot) -> None:
-        """Give a loaded model to those who wait for it."""
+        """Start the requests that wait for a loaded model."""
         waiters, slot.waiters = slot.waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -298,7 +299,7 @@ class ModelSlots:
         self.changed()
 
     def _begin_unload(self, slot: Slot) -> asyncio.Task[None]:
-        """Let a loaded model sleep, or end the process of a sleeping one."""
+        """Put a loaded model to sleep, or end the process of a sleeping one."""
         was_loaded, slot.state = slot.state == "loaded", "unloading"
         slot.keep(None)
         slot.is_closing = slot.goes_when_idle = False

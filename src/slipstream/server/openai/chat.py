@@ -214,7 +214,8 @@ class ReasoningTokens:
 
     @classmethod
     def of(cls, answer: Answer, reading: Reading | None) -> ReasoningTokens | None:
-        """None for an answer without reasoning. A beam search returns no single tokens."""
+        """Makes the counter of an answer's reasoning tokens; None for an answer without reasoning.
+        A beam search returns no single tokens."""
         tokenizer = answer.state.engine.tokenizer
         if reading is None or tokenizer is None:
             return None

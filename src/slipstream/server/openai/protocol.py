@@ -398,7 +398,8 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
             )
 
     def read_thinking(self) -> None:
-        """Take over what other hosts' fields say of thinking, where the own fields say nothing."""
+        """Fill the fields for thinking from those of other hosts' APIs, where the body leaves our
+        own open."""
         reasoning, thinking = self.reasoning or ChatReasoning(), self.thinking or ChatThinking()
         if self.thinking_budget is None:
             self.thinking_budget = (

@@ -223,7 +223,7 @@ class AuditLog:
         self._written.write(_Written(digest, self._seq, begin, about.st_size, about.st_ino))
 
     def _up_to_date(self) -> int:
-        """Bring the last hash and number up to date with the file, and return its size."""
+        """Make the last hash and number those at the file's end, and return its size."""
         about, written = os.fstat(self._fd), self._written.read()
         if written is not None and (written.inode, written.end) == (about.st_ino, about.st_size):
             self._last, self._seq = written.hash, written.seq

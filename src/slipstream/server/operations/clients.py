@@ -32,8 +32,8 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A coding agent. `setup` returns the environment and arguments that make it use an
-    endpoint. Without a `program`, the user says what is started."""
+    """A coding agent. `setup` returns the environment and arguments that make it use an endpoint.
+    Without a `program`, the user gives the command to start."""
 
     program: str
     install: str

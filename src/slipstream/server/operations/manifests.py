@@ -50,7 +50,7 @@ IMAGE = (
 """Regular expression of a reference to an image, as Docker and Kubernetes read it."""
 
 LEAST = {"memory": 2**28, "volume": 2**28}
-"""Least bytes by option. Less is a number without its unit."""
+"""Least bytes by option. A smaller number was probably meant in another unit."""
 
 _NAME = r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?"
 

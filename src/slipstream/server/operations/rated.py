@@ -157,8 +157,8 @@ def _has_texts(request: Mapping[str, Any]) -> bool:
 
 
 def _exchange(request: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The messages that a request has itself, and its answer: of chat, Anthropic's messages, OpenAI's
-    responses or Ollama's two."""
+    """A request's messages and its answer as a chat. The request may be of any chat protocol:
+    OpenAI's chat or responses, Anthropic's messages, Ollama's chat or generate."""
     body, route = msgspec.json.decode(request["body"]), request.get("route")
     said = body.get("messages") or body.get("input")
     if said is None:

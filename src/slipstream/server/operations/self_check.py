@@ -51,7 +51,8 @@ NUM_ASKED = 20
 """Likeliest tokens that the engine is asked for; the reference's are among them unless it is wrong."""
 
 NUM_DECODED = 8
-"""Tokens of a sequence that are generated, as far as they are the reference's."""
+"""Maximum number of tokens to generate and compare in a sequence; it ends at the first that differs
+from the reference's."""
 
 LEAST = math.log(1e-9)
 """Lowest log-probability of a token: lower ones are raised to it, so that a KL is finite."""
@@ -251,7 +252,8 @@ class SelfCheck:
             quiet = quiet + IDLE_S / 4 if await _is_free(self._state) else 0.0
 
     async def _answers(self) -> Seen | None:
-        """None if a client came, or an update of the weights."""
+        """The engine's answers to the sequences; None if a client's request or an update of the
+        weights came in between."""
         versions, rows, done = set[str](), list[list[Row]](), list[bool]()
         engine = self._state.engine
         for sequence in self._fingerprint.sequences:

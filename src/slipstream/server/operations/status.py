@@ -35,7 +35,7 @@ from slipstream.server.state import ServerState
 
 _PAGES = Path(__file__).parent / "pages"
 _INCLUDE = re.compile(r"<!--include (\S+)-->")
-"""Stands in a page for a style or script of a file of its own."""
+"""Comment in a page that is replaced by the style or script in a file."""
 
 
 class ReplicaStatus(msgspec.Struct, kw_only=True):

@@ -1,6 +1,6 @@
 """Routes that change the weights of a model that serves, and pause it, by vLLM's names and SGLang's.
 
-Whoever uses them decides what every client is answered. So there are none without
+Their users decide what every client's answers are. So there are none without
 --enable-weight-updates, which asks for a file of keys with roles, and an admin's key is needed; but
 /is_paused and /get_weight_version are for users, too. Files are read within --weights-folder alone,
 after links are followed, those in a checkpoint's folder as well. Nothing is unpickled.

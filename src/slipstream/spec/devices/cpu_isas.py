@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuIsa:
-    """An instruction set that the C++ kernels are compiled for (`csrc/cpu/isa_*.cpp`)."""
+    """An instruction set that the C++ kernels are compiled for (`csrc/cpu/isa/isa_*.cpp`)."""
 
     expands_bytes: bool = False  # places bytes at a mask's set bits in one instruction (vpexpandb)
     without_tiles: str | None = None  # of a set with matrix tiles: the same without them

@@ -58,7 +58,7 @@ GGUF_NO_EFFECT = frozenset((
     "vocab_size",  # the embedding has as many rows
     "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight",  # shapes of tensors, which are loaded or refused anyway
 ))  # fmt: skip
-"""The same for keys of a GGUF file, without the architecture before each."""
+"""Keys of a GGUF file that have no effect, without the architecture's prefix."""
 
 GGUF_SHAPES = (
     "token_types.weight",

@@ -55,7 +55,8 @@ def read_cohere2(c: ConfigReader) -> ModelSpec:
 
 
 def read_cohere2_moe(c: ConfigReader) -> ModelSpec:
-    """Experts in the place of MLPs, but for the first layers, which may have windows of another pattern."""
+    """Reads a Cohere 2 mixture: experts instead of MLPs, except in the first layers, which may have another pattern of
+    windows."""
     c.assume(head_dim=128)
     h, hidden = heads(c), c.size("hidden_size")
     eps = c.take("layer_norm_eps", float, 1e-5)

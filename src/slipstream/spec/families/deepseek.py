@@ -76,7 +76,8 @@ def corrected_mixture(c: ConfigReader, *, weight_scale: float) -> MoESpec:
 def read_v3(
     c: ConfigReader, family: str = "deepseek_v3", *, dense: int | None = None, **more: Any
 ) -> ModelSpec:
-    """`dense`: the number of first layers without experts, if not as a config of V3 says it."""
+    """Reads DeepSeek V3. `dense`: the number of first layers without experts, for configs that say
+    it with other keys than V3's."""
     c.require("scoring_func", "sigmoid")
     c.require("topk_method", "noaux_tc")
     moe = corrected_mixture(c, weight_scale=2.5)
@@ -375,8 +376,8 @@ def gguf_experts(m: ConfigReader) -> dict[str, Any]:
 
 
 def gguf_latents(m: ConfigReader) -> dict[str, Any]:
-    """The keys of latent attention since llama.cpp attends over latents, and of the model around it. Older files, which hold
-    `attn_kv_b`, are not supported."""
+    """Reads the config of a GGUF file with latent attention, by the keys since llama.cpp attends over latents. Older
+    files, which hold `attn_kv_b`, are not supported."""
     rotary, kv_rank = m.size("rope.dimension_count"), m.size("attention.kv_lora_rank")
     m.require("attention.key_length", kv_rank + rotary)
     m.require("attention.value_length", kv_rank)

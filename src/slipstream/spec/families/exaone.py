@@ -66,7 +66,8 @@ def _read(c: ConfigReader, family: str, **more: Any) -> ModelSpec:
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Files of models with windows have a pattern of them, layer by layer. llama.cpp's own is every fourth."""
+    """Reads a GGUF file's config. The file of a model with windows has a flag for each layer; llama.cpp itself takes
+    every fourth."""
     config = llama_gguf_config(m)
     window, count = m.maybe("attention.sliding_window", int), config["num_hidden_layers"]
     every = [(i + 1) % 4 != 0 for i in range(count)]

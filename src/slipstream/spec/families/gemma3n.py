@@ -197,7 +197,8 @@ GGUF3N: dict[str, Theirs] = {
 
 
 def names(spec: ModelSpec) -> Names:
-    """The products of the first and of the last layer that make streams have names without a layer."""
+    """The table of tensors. The products of the first and the last layer that make streams have
+    names without a layer number."""
     return _without_layer(table({**NAMES, **ENDS})(spec), spec, stacked=False)
 
 

@@ -136,7 +136,7 @@ def read(c: ConfigReader) -> ModelSpec:
 
 
 def read_unified(c: ConfigReader) -> ModelSpec:
-    """Gemma 4 12B: layers have no inputs of their own."""
+    """Reads Gemma 4 12B, whose layers have no inputs of their own."""
     c.require("hidden_size_per_layer_input", 0)
     c.require("enable_moe_block", False)
     c.assume(hidden_size_per_layer_input=0, max_position_embeddings=262_144, sliding_window=1024)

@@ -101,7 +101,8 @@ def read_internlm3(c: ConfigReader) -> ModelSpec:
 
 
 def read_nanochat(c: ConfigReader) -> ModelSpec:
-    """Norms without weights, also of the embeddings and of rotated q and k. Heads turn the other way."""
+    """Reads nanochat: norms without weights, also of the embeddings and of rotated q and k, and heads that are rotated
+    in the other direction."""
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-6), learned=False)
     cap = c.maybe("final_logit_softcapping", float) if c.says("final_logit_softcapping") else 15.0
     return decoder(
@@ -151,7 +152,8 @@ def read_bitnet(c: ConfigReader) -> ModelSpec:
 
 
 def read_diffllama(c: ConfigReader) -> ModelSpec:
-    """DiffLlama: heads of the second half are subtracted from those of the first."""
+    """Reads DiffLlama: outputs of the second half of the heads are subtracted from those of the
+    first."""
     h, eps = heads(c), c.take("rms_norm_eps", float, 1e-5)
     if h.num_kv_heads % 2 or h.num_heads % h.num_kv_heads:
         raise c.unsupported(
@@ -219,8 +221,8 @@ def _read(
     eps: float = 1e-6,
     theta: float = 1e4,
 ) -> ModelSpec:
-    """`rotated`: 1 for layers with rotary embedding, 0 for others; None: all have it. `tied`, `eps` and `theta` are
-    defaults."""
+    """Reads a model with Llama's layers. `rotated`: 1 for layers with rotary embedding, 0 for others; None: all have
+    it. `tied`, `eps` and `theta` are defaults."""
     window = c.maybe("sliding_window", int) if has_windows else None
     kinds = kinds_of_layers(c, "full_attention" if window is None else "sliding_attention")
     if window is None and "sliding_attention" in kinds:
@@ -259,7 +261,8 @@ def seed_oss_gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def bitnet_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Config with the activation that the file names. llama.cpp's key is `hidden_activation`."""
+    """Reads BitNet's GGUF config, with the activation that the file names in
+    `hidden_activation`."""
     m.alias({"hidden_activation": "hidden_act"})
     if "hidden_activation" not in m:
         raise UnsupportedModelError(

@@ -16,8 +16,8 @@ def gguf_config(
     causal: bool = True,
     by_layer: bool = False,
 ) -> dict[str, Any]:
-    """The keys that all architectures share. A value is None if the file lacks it. Features of llama.cpp that these models
-    don't have raise an error.
+    """Reads the keys that all architectures share, as a config. A value is None if the file lacks it. Features of
+    llama.cpp that these models don't have raise an error.
 
     `partial`: a part of each head may be rotated. `experts`: the caller reads the keys of experts. `by_layer`: there is
     a number of kv heads for each layer, 0 without attention (`kv_heads`).
@@ -64,7 +64,7 @@ def numbers_by_layer(m: ConfigReader, key: str) -> list[int]:
 
 
 def encoder_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """BERT and similar encoders. `spec.pooling` reads how texts are pooled."""
+    """Reads the config of BERT and similar encoders. `spec.pooling` reads how texts are pooled."""
     m.require("attention.causal", False)
     types, num_heads = m.maybe("token_types.weight", list), m.size("attention.head_count")
     m.require("attention.head_count_kv", num_heads)
@@ -88,7 +88,7 @@ def llama_gguf_config(
     causal: bool = True,
     by_layer: bool = False,
 ) -> dict[str, Any]:
-    """Models with Llama's RMS norms and gated MLPs."""
+    """Reads the config of a model with Llama's RMS norms and gated MLPs."""
     m.require(
         "tensor_data_layout", "Meta AI original pth"
     )  # the order of rows that `unpermute` undoes
@@ -152,7 +152,7 @@ def scaling_gguf_config(m: ConfigReader, rotary_dim: int) -> dict[str, Any]:
 
 
 def layer_norm_gguf_config(m: ConfigReader, eps: str, *, partial: bool = False) -> dict[str, Any]:
-    """Models with layer norms. `eps` is the config's key of their epsilon."""
+    """Reads the config of a model with layer norms. `eps` is the config's key of their epsilon."""
     return _present(
         {**gguf_config(m, partial=partial), eps: m.take("attention.layer_norm_epsilon", float)}
     )

@@ -1,5 +1,5 @@
-"""Ministral 3 and Mistral 4: queries scaled by position. Mistral 4 has DeepSeek's latent attention and experts. `mistral3` is
-what such a decoder, or Mistral's of before, is called together with Pixtral's image encoder (`pictures/pixtral.py`)."""
+"""Ministral 3 and Mistral 4: queries scaled by position. Mistral 4 has DeepSeek's latent attention and experts. The
+model type `mistral3` is such a decoder, or an older Mistral, with Pixtral's image encoder (`pictures/pixtral.py`)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def read(c: ConfigReader) -> ModelSpec:
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """llama.cpp's converter adds the one to the norms' weights."""
+    """Reads a GGUF file's config. llama.cpp's converter has added the 1 of `1 + weight` to the
+    norms' weights."""
     return {**layer_norm_gguf_config(m, "norm_eps", partial=True), "hidden_act": "relu2"}
 
 

@@ -150,7 +150,8 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def _without_pictures(m: ConfigReader) -> ConfigReader:
-    """A file of Qwen VL's has its language model alone, whose rotation without pictures is the usual one."""
+    """Reads a GGUF file of a Qwen VL, which has the language model alone. Without pictures its rotary embedding is the
+    usual one."""
     m.ignore("rope.dimension_sections", "n_deepstack_layers")
     return m
 

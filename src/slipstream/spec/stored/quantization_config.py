@@ -318,8 +318,8 @@ MODELOPT = {
     "W4A8_MXFP4_FP8": replace(SCHEME_FORMATS["mxfp4-all"], by_modelopt=True),
     "MXFP8": replace(MXFP8, by_modelopt=True),
 }
-"""Formats of weights by ModelOpt's names. Inputs of fewer than 16 bits keep the model's type, except
-FP8's."""
+"""Formats of weights by ModelOpt's names. Activations are rounded with FP8 weights alone; with
+others they keep the model's type, whatever the name says."""
 MODELOPT_CONFIG = "hf_quant_config.json"
 """ModelOpt's file next to config.json. Newer versions also write a quantization_config into
 config.json itself."""

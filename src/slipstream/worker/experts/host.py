@@ -57,7 +57,7 @@ def settle_experts(config: EngineConfig, model: LoadedModel, platform: Platform)
 
 
 class LoadFollower:
-    """Every few steps, adapts one layer's experts on the device to the measured load."""
+    """Adapts the experts on the device to the measured load, one layer every few steps."""
 
     def __init__(self, ops: OpSet, load: ExpertLoad) -> None:
         self._ops = ops if isinstance(ops, HostExpertOps) else None

@@ -82,7 +82,7 @@ class ExpertPlaces:
 
     @torch.inference_mode()
     def swap(self, swaps: Sequence[LayerSwap]) -> None:
-        """Let experts change places. Layers of other stages are skipped.
+        """Swap experts between places. Layers of other stages are skipped.
 
         All ranks must do this between the same two steps.
         """

@@ -14,7 +14,8 @@ from slipstream.worker.forward.base import Output
 
 
 class RoutedExpertsTap:
-    """Reads what each step's forward notes. The forwards are to be made anew after it."""
+    """Reads the experts that each step's forward records. Make the forwards after this object,
+    since compiled ones would not record."""
 
     def __init__(self, decoder: Decoder, platform: Platform, most_tokens: int) -> None:
         self._noted = decoder.keep_routed_experts(most_tokens)

@@ -218,7 +218,7 @@ class Forward(ABC):
         """Logits [N, V] of hidden states [N, E] from this path's `run`."""
 
     def take(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Some rows of hidden states."""
+        """Selects rows of hidden states."""
         return hidden.index_select(0, rows)
 
     def greedy(self, hidden: Tensor) -> Tensor | None:

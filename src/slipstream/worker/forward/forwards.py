@@ -236,12 +236,12 @@ class Forwards:
         self.rebuild()
 
     def take_adapters(self, adapters: Adapters) -> None:
-        """Let requests have adapters from now on."""
+        """Add the path for requests with adapters."""
         self.adapters = adapters
         self.rebuild()
 
     def take_images(self, encoder: ImageEncoder | None) -> None:
-        """Let requests have images from now on. `encoder`: see `WithImages`."""
+        """Add the path for requests with images. `encoder`: see `WithImages`."""
         self.images, self.takes_images = encoder, True
         self.rebuild()
 

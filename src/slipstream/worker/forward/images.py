@@ -57,7 +57,7 @@ class ImageEncoder:
         return self.tower.spec
 
     def embeddings(self, images: StepImages) -> list[Tensor]:
-        """Each part's image as the tower gives it."""
+        """The embeddings of each part's image, from the cache or computed by the tower."""
         spans = [span for span, _, _ in images.parts]
         found = {span.key: self._kept[span.key] for span in spans if span.key in self._kept}
         if missing := list({span.key: span for span in spans if span.key not in found}.values()):

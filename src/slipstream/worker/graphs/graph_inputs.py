@@ -23,7 +23,8 @@ from slipstream.worker.inputs.step_shape import num_leading_decodes
 
 
 class GraphInput:
-    """Nothing more: the input of plain steps. Other inputs have a buffer for each size."""
+    """The input of plain steps' graphs, which needs no buffers. Other kinds of input have a buffer
+    for each size."""
 
     name = "graphs"
     waits = False

@@ -47,7 +47,7 @@ longer.
 """
 
 LONG_PATIENCE = 6
-"""The same for a step of more than MIXED_TOKENS prompt tokens.
+"""`PATIENCE` for steps of more than MIXED_TOKENS prompt tokens.
 
 A graph saves about 15 ms there, and its capture takes 100 to 200.
 """

@@ -140,7 +140,7 @@ def _put_states(
     starts, cuts = to.starts, np.zeros_like(to.write)
     for i, s in enumerate(plan.scheduled):
         place = i if i < num_decodes else first + i - num_decodes
-        slots = table.host_states[table.rows[s.request_id].index]
+        slots = table.host_slots[1][table.rows[s.request_id].index]
         end, count = starts[place + 1], max(1, s.num_sampled)
         to.read[place], to.write[end - count : end] = slots[0], slots[1 : 1 + count]
         if s.num_tokens > SHORT:

@@ -21,7 +21,7 @@ def state_places(
     table: RowTable, plan: StepPlan, rows: LongArray, starts: LongArray, num_decodes: int
 ) -> list[IntArray]:
     """Arrays of `StateMetadata`: the slots to read [S] and to write [T], and the chunks [3 · chunks]."""
-    slots, ends = table.host_states[rows], starts[1:]
+    slots, ends = table.host_slots[1][rows], starts[1:]
     write = np.zeros(starts[-1], np.int32)
     write[ends - 1] = slots[:, 1]
     for i in range(num_decodes, len(plan.scheduled)):

@@ -28,7 +28,7 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import NO_ADAPTER
 from slipstream.messages.media import ImageSpan
 from slipstream.messages.requests import pack_ids
-from slipstream.messages.steps import FROM_MODEL, STATES, NewRequest, ScheduledRequest, StepPlan
+from slipstream.messages.steps import FROM_MODEL, NewRequest, ScheduledRequest, StepPlan
 from slipstream.params.sampling import SamplingParams
 from slipstream.platform import platform_of
 from slipstream.spec.model import CacheGroup
@@ -141,7 +141,7 @@ class RowTable:
         groups: Sequence[CacheGroup] = (CacheGroup(kind="full"),),
         scales: Sequence[int] = (),
         sectioned: bool = False,
-        state_columns: int = 0,
+        slot_columns: Sequence[int] = (),
     ) -> None:
         """Allocate the tables.
 
@@ -172,16 +172,17 @@ class RowTable:
             "sampling_floats": ("float32", (6, capacity + 1)),
             "sampling_ints": ("int64", (3, capacity + 1)),
         }
-        if state_columns:
-            tables["states"] = ("int32", (capacity + 1, state_columns))
+        columns = {kind: count for kind, count in enumerate(slot_columns, 1) if count}
+        tables |= {f"slots {k}": ("int32", (capacity + 1, n)) for k, n in columns.items()}
         self._tables = PackedTables(tables, platform)
         self.tokens, self.block_tables = self._tables["tokens"], self._tables["block_tables"]
         self.encoder_lens = self._tables["encoder_lens"]
         # shift of the positions after a row's images
         self.position_shifts = self._tables["position_shifts"] if sectioned else None
-        # slots of recurrent layers' states: the one to read, then those to write, on the device and on the host
-        self.states = self._tables["states"] if state_columns else None
-        self.host_states = np.zeros((capacity + 1, state_columns), np.int32)
+        # slots of each kind: the one to read, then those to write, on the device and on the host
+        self.slots = {kind: self._tables[f"slots {kind}"] for kind in columns}
+        self.host_slots = {k: np.zeros((capacity + 1, n), np.int32) for k, n in columns.items()}
+        self.states = self.slots.get(1)  # of recurrent layers
         # Per row [C + 1]: temperature, top_p, min_p and the penalties; then top_k, number of prompt
         # tokens, seed.
         self.sampling_floats = self._tables["sampling_floats"]
@@ -217,7 +218,7 @@ class RowTable:
             groups=cache.groups,
             scales=scales,
             sectioned=sectioned,
-            state_columns=config.state_columns,
+            slot_columns=config.slot_columns,
         )
 
     @cached_property
@@ -361,15 +362,15 @@ class RowTable:
 
     def _update(self, scheduled: Sequence[ScheduledRequest]) -> None:
         _, num_rows, width = self.block_tables.shape
-        changed: list[int] = []  # rows with other states
+        changed = {kind: list[int]() for kind in self.slots}  # rows with other slots
         blocks: dict[int, int] = {}  # by place; the later of two updates of one place counts
         places, whole = list[int](), list[IntArray]()  # tables of rows, each written once
         for s in scheduled:
             for update in s.table_updates:
-                if update.group == STATES:
+                if update.group < 0:
                     index, slots = self.rows[s.request_id].index, update.block_ids
-                    self.host_states[index, : len(slots)] = slots
-                    changed.append(index)
+                    self.host_slots[-update.group][index, : len(slots)] = slots
+                    changed[-update.group].append(index)
                     continue
                 if update.group == 0:
                     row = self.rows[s.request_id]
@@ -391,10 +392,11 @@ class RowTable:
             where = np.fromiter(blocks, np.int64)
             self._tables.put("block_tables", where, np.fromiter(blocks.values(), np.int32))
         self._tables.put_runs("block_tables", places, whole)
-        if changed:
-            rows, columns = np.array(changed, np.int64), self.host_states.shape[1]
-            where = rows[:, None] * columns + np.arange(columns)
-            self._tables.put("states", where.reshape(-1), self.host_states[rows].reshape(-1))
+        for kind, own in changed.items():
+            if own:
+                rows, host = np.array(own, np.int64), self.host_slots[kind]
+                where = rows[:, None] * host.shape[1] + np.arange(host.shape[1])
+                self._tables.put(f"slots {kind}", where.reshape(-1), host[rows].reshape(-1))
 
     def _put_drafts(self, drafted: Sequence[ScheduledRequest]) -> None:
         """Write drafts to their rows.
@@ -435,5 +437,5 @@ class RowTable:
 def rows_bytes(config: EngineConfig) -> int:
     """Bytes of the tokens and block tables of `RowTable.of(config)`; the rest is small."""
     per_row = config.model.max_model_len + 1 + len(config.cache.groups) * config.max_blocks_per_seq
-    per_row += config.state_columns
+    per_row += sum(config.slot_columns)
     return 4 * (config.scheduling.max_num_seqs + 1) * per_row

@@ -34,14 +34,9 @@ class RankBlockStore:
         self, send: Callable[[ToRank], None], mail: Mailbox, found: Sequence[RankTiers]
     ) -> None:
         self._send, self._mail, self._latest = send, mail, dict(enumerate(found))
-        first = found[0]
-        self.block_bytes = sum(own.block_bytes for own in found)
-        self.state_bytes = sum(own.state_bytes for own in found)
-        self.num_slots, self.num_state_slots = (
-            first.num_slots,
-            first.num_state_slots,
-        )  # of all ranks
-        self._keys = set(first.keys).intersection(*(own.keys for own in found[1:]))
+        self.sizes = [sum(of_ranks) for of_ranks in zip(*(own.sizes for own in found), strict=True)]
+        self.slots = found[0].slots  # of all ranks
+        self._keys = set(found[0].keys).intersection(*(own.keys for own in found[1:]))
         self._copies: dict[int, BlockCopy] = {}  # under way
         self._came = Counter[int]()  # ranks that have made a copy
         self._failed: set[int] = set()

@@ -240,10 +240,8 @@ class RankTiers(msgspec.Struct, tag=True):
     they were asked for, the keys of its files."""
 
     done: list[tuple[int, bool]]
-    block_bytes: int
-    state_bytes: int
-    num_slots: int
-    num_state_slots: int
+    sizes: list[int]
+    slots: list[int]
     num_bytes: int = 0
     limit_bytes: int = 0
     is_writer: bool = False

@@ -222,7 +222,7 @@ class ProcessExecutor(Executor):
         self.canary = last.canary
         config = resolve(args, self.description, last.device if mixed else first.device)
         self.config = config.with_memory_limits(
-            self.ledger.num_blocks - 1, self.ledger.block_bytes, self.ledger.num_states
+            self.ledger.num_blocks - 1, self.ledger.block_bytes, self.ledger.num_slots
         )
         if config.lora is not None:
             self._adapters = AdapterPlaces(config.lora.max_cpu_loras)

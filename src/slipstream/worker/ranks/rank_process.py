@@ -214,10 +214,9 @@ class RankProcess:
         elif isinstance(message, ClearTiers):
             store.clear()
         else:
-            disk, sizes = store.disk, (store.block_bytes, store.state_bytes)
-            slots = store.num_slots, store.num_state_slots
+            disk = store.disk
             of_disk = () if disk is None else (disk.num_bytes, disk.limit_bytes, disk.is_writer)
-            report = RankTiers(store.finished(), *sizes, *slots, *of_disk)
+            report = RankTiers(store.finished(), store.sizes, store.slots, *of_disk)
             if message.keys and disk is not None:
                 report.keys = disk.keys()
             self._link.send(report)

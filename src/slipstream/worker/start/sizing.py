@@ -14,6 +14,7 @@ from slipstream.costs.memory import (
     staged_blocks,
 )
 from slipstream.errors import OutOfMemoryError
+from slipstream.spec.cache import slot_sizes
 from slipstream.worker.inputs.rows import rows_bytes
 from slipstream.worker.loaded_runner import LoadedRunner
 from slipstream.worker.runner import Runner
@@ -29,8 +30,8 @@ def fit_cache(
     if loaded.draft is not None:
         one_block += loaded.draft.block_bytes * loaded.model.spec.block_scales[0]
         weights += loaded.draft.weights_bytes
-    slot = spec.state_bytes(DTYPE_BYTES[config.model.dtype])
-    rows += sum(staged_blocks(config, size) * size for size in (one_block, slot))
+    sizes = one_block, *slot_sizes(spec, DTYPE_BYTES[config.model.dtype])
+    rows += sum(staged_blocks(config, size) * size for size in sizes)
     graphs = 0 if config.device.enforce_eager else loaded.graph_reserve_bytes(activation_bytes)
     loaded.platform.release_unused()
     free, total = loaded.platform.memory()  # measured with the weights loaded

@@ -40,28 +40,25 @@ NICENESS = 10
 class HostBlockStore:
     """Block copies of a CPU.
 
-    `arrays` are the cache's memory, each uint8 [B, n], and `states` that of the recurrent states,
-    [slots, n]. `settle` waits for the step under way. `exchange` has blocks for other engines, and
-    `layout` is what a peer's blocks must have in common with these.
+    `kinds` are the memory of each kind of cache: of the blocks, arrays uint8 [B, n]; of each
+    `SlotKind`, [slots, n]. `settle` waits for the step under way. `exchange` has blocks for other
+    engines, and `layout` is what a peer's blocks must have in common with these.
     """
-
-    num_slots = num_state_slots = 0
 
     def __init__(
         self,
-        arrays: Sequence[npt.NDArray[np.uint8]],
+        kinds: Sequence[Sequence[npt.NDArray[np.uint8]]],
         disk: DiskTier | None,
         settle: Callable[[], None],
-        states: Sequence[npt.NDArray[np.uint8]] = (),
         exchange: BlockExchange | None = None,
         layout: Mapping[str, str] | None = None,
     ) -> None:
-        self._arrays, self._states = list(arrays), list(states)
+        self._arrays = kinds
         self.exchange = exchange
         self._peers: Peers | None = None
         self.disk, self._settle = disk, settle
-        self.block_bytes = sum(array.shape[1] for array in arrays)
-        self.state_bytes = sum(array.shape[1] for array in states)
+        self.sizes = [sum(array.shape[1] for array in arrays) for arrays in kinds]
+        self.slots = [0] * len(kinds)
         self._done: deque[tuple[int, bool]] = deque()
         self._reads: queue.SimpleQueue[BlockCopy | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[tuple[BlockCopy, int] | None] = queue.SimpleQueue()
@@ -135,7 +132,7 @@ class HostBlockStore:
     def _reserve(self, copy: BlockCopy) -> None:
         """Take a slot of the exchange at once, so that a peer that asks for the block waits for it."""
         assert self.exchange is not None
-        if self.exchange.reserve(copy.key, copy.is_state):
+        if self.exchange.reserve(copy.key, copy.kind):
             self._gifts.put(copy)
         else:
             self._done.append((copy.number, copy.key in self.exchange))
@@ -150,8 +147,7 @@ class HostBlockStore:
             self._done.append((copy.number, ok))
 
     def _rows(self, copy: BlockCopy) -> list[npt.NDArray[np.uint8]]:
-        arrays = self._states if copy.is_state else self._arrays
-        return [array[copy.block] for array in arrays]
+        return [array[copy.block] for array in self._arrays[copy.kind]]
 
     # --- The disk -----------------------------------------------------------------------------------------------------
 

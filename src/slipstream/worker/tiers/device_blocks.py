@@ -56,16 +56,16 @@ class Staged:
 class DeviceBlocks(HostBlockStore):
     """Copies between a GPU's cache and the tiers below.
 
-    Each of `rows`, `slots` and `staged` is a pair, (blocks, recurrent states): the tensors on the
-    device, the number of places in host memory, and in the staging buffer.
+    `rows`, `slots` and `staged` have an item for each kind of cache: the tensors on the device, the
+    number of places in host memory, and in the staging buffer.
     """
 
     def __init__(
         self,
-        rows: tuple[BlockTensors, BlockTensors],
+        rows: Sequence[BlockTensors],
         ops: OpSet,
-        slots: tuple[int, int],
-        staged: tuple[int, int],
+        slots: Sequence[int],
+        staged: Sequence[int],
         disk: DiskTier | None,
         platform: Platform,
     ) -> None:
@@ -74,17 +74,16 @@ class DeviceBlocks(HostBlockStore):
         self._kinds = [Staged(*sizes, platform) for sizes in zip(rows, slots, staged, strict=True)]
         self._under_way: deque[tuple[Event | None, list[int]]] = deque()
         super().__init__([], disk, lambda: None)
-        self.block_bytes, self.state_bytes = (part.num_bytes for part in rows)
-        self.num_slots, self.num_state_slots = slots
+        self.sizes, self.slots = [part.num_bytes for part in rows], list(slots)
 
     def submit(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
             if "disk" in (copy.source, copy.target):
                 self._queue(copy)
-        for outwards, is_state in itertools.product((True, False), (False, True)):
+        for outwards, kind in itertools.product((True, False), range(len(self._kinds))):
             way = ("device", "host") if outwards else ("host", "device")
-            own = [c for c in copies if (c.source, c.target) == way and c.is_state == is_state]
-            wanted, size = sorted(own, key=lambda copy: copy.slot), len(self._kinds[is_state].order)
+            own = [c for c in copies if (c.source, c.target) == way and c.kind == kind]
+            wanted, size = sorted(own, key=lambda copy: copy.slot), len(self._kinds[kind].order)
             for begin in range(0, len(wanted), max(1, size)):
                 self._run(wanted[begin : begin + size], outwards=outwards)
 
@@ -99,8 +98,8 @@ class DeviceBlocks(HostBlockStore):
 
     @torch.inference_mode()
     def _run(self, copies: Sequence[BlockCopy], *, outwards: bool) -> None:
-        """Copy between the device and host memory: blocks alone, or states alone."""
-        kind = self._kinds[copies[0].is_state]
+        """Copy things of one kind between the device and host memory."""
+        kind = self._kinds[copies[0].kind]
         staged = kind.staging[: len(copies)]
         with self._copies.behind():
             blocks = self._platform.upload(np.array([copy.block for copy in copies], np.int64))
@@ -120,7 +119,7 @@ class DeviceBlocks(HostBlockStore):
 
         Yields (range of the copies, their memory).
         """
-        kind, begin = self._kinds[copies[0].is_state], 0
+        kind, begin = self._kinds[copies[0].kind], 0
         for end in range(1, len(copies) + 1):
             if (
                 end < len(copies)
@@ -132,5 +131,5 @@ class DeviceBlocks(HostBlockStore):
             begin = end
 
     def _pieces(self, copy: BlockCopy) -> list[memoryview]:
-        numbers: Any = self._kinds[copy.is_state].slots(copy.slot, 1)[0].numpy()
+        numbers: Any = self._kinds[copy.kind].slots(copy.slot, 1)[0].numpy()
         return [memoryview(numbers)]

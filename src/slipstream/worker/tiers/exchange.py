@@ -2,8 +2,8 @@
 
 1. `reserve` and `fill` put a block in; other engines get it by its hash (`peers.py` says how both speak). A block that is
    asked for while it is being filled is waited for.
-2. The memory has slots for blocks, and for recurrent states. If all are taken, the least recently used block that nobody
-   reads makes room. What nobody asked for in `TTL_S` is dropped.
+2. The memory has slots for each kind of cache: blocks, recurrent states. If all are taken, the least recently used block
+   that nobody reads makes room. What nobody asked for in `TTL_S` is dropped.
 3. A block is pinned while an engine reads it, and no longer than its connection; over TCP no longer than `_DONE_S`.
 4. On Linux the memory is a file without a name, which readers of this host map. It goes with the last process that has it.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import mmap
 import os
@@ -23,6 +24,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 import msgspec
 import numpy as np
@@ -54,7 +56,7 @@ _MAX_GREETING = 16  # connections that no engine has been welcomed on
 @dataclass(slots=True, eq=False)
 class _Entry:
     key: bytes
-    is_state: bool
+    kind: int
     place: int  # in the memory
     used: float
     is_ready: bool = False
@@ -63,12 +65,12 @@ class _Entry:
 
 
 class BlockExchange:
-    """The blocks that this engine gives, at `address`. `sizes` are the bytes of a block and of a state."""
+    """The blocks that this engine gives, at `address`. `sizes` are the bytes of a block, and of a slot of each `SlotKind`."""
 
     def __init__(
         self,
         limit_bytes: int,
-        sizes: tuple[int, int],
+        sizes: Sequence[int],
         layout: Mapping[str, str],
         address: str,
         clock: Callable[[], float] = time.monotonic,
@@ -83,12 +85,13 @@ class BlockExchange:
                 "raise it",
                 field="kv_handover_bytes",
             )
-        firsts = (0, counts[0] * sizes[0])
+        whole = [count * size for count, size in zip(counts, sizes, strict=True)]
+        firsts = itertools.accumulate(whole, initial=0)
         self._free = [
             [first + i * size for i in reversed(range(count))]
-            for first, size, count in zip(firsts, sizes, counts, strict=True)
+            for first, size, count in zip(firsts, sizes, counts, strict=False)
         ]
-        self.limit_bytes = firsts[1] + counts[1] * sizes[1]
+        self.limit_bytes = sum(whole)
         self._changed = threading.Condition()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
         self.num_given = self.num_expired = self.num_evicted = 0  # blocks and states
@@ -107,25 +110,25 @@ class BlockExchange:
 
     # --- Putting in ---------------------------------------------------------------------------------------------------
 
-    def reserve(self, key: bytes, is_state: bool) -> bool | None:
+    def reserve(self, key: bytes, kind: int) -> bool | None:
         """Take a slot for what the caller then fills. False if it is there already, None if there is no room."""
         with self._changed:
             self._expire()
             if (entry := self._entries.get(key)) is not None:
                 self._touch(entry)
                 return False
-            free = self._free[is_state]
+            free = self._free[kind]
             if not free:
                 unused = (
                     e
                     for e in self._entries.values()
-                    if e.is_state == is_state and e.is_ready and not e.num_pins
+                    if e.kind == kind and e.is_ready and not e.num_pins
                 )
                 if (oldest := next(unused, None)) is None:
                     return None
                 self._remove(oldest)
                 self.num_evicted += 1
-            self._entries[key] = _Entry(key, is_state, free.pop(), self._clock())
+            self._entries[key] = _Entry(key, kind, free.pop(), self._clock())
             return True
 
     def fill(self, key: bytes, pieces: Sequence[Bytes]) -> bool:
@@ -161,7 +164,7 @@ class BlockExchange:
     @property
     def num_bytes(self) -> int:
         with self._changed:
-            return sum(self._sizes[entry.is_state] for entry in self._entries.values())
+            return sum(self._sizes[entry.kind] for entry in self._entries.values())
 
     def check(self) -> None:
         """Assert that each slot is free or has one entry, that nobody reads or fills; for tests."""
@@ -170,9 +173,9 @@ class BlockExchange:
             assert all(entry.is_ready and not entry.num_pins for entry in entries)
             places = [entry.place for entry in entries] + [p for free in self._free for p in free]
             assert len(places) == len(set(places))
-            used = len(self._free[0]) + sum(not entry.is_state for entry in entries)
-            of_states = len(self._free[1]) + sum(entry.is_state for entry in entries)
-            assert used * self._sizes[0] + of_states * self._sizes[1] == self.limit_bytes
+            free = sum(map(mul, map(len, self._free), self._sizes))
+            used = sum(self._sizes[entry.kind] for entry in entries)
+            assert free + used == self.limit_bytes
 
     def close(self) -> None:
         self._is_open = False
@@ -198,13 +201,13 @@ class BlockExchange:
         if entry.num_pins:
             entry.is_gone = True
         else:
-            self._free[entry.is_state].append(entry.place)
+            self._free[entry.kind].append(entry.place)
 
     def _unpin(self, entries: Sequence[_Entry]) -> None:
         for entry in entries:
             entry.num_pins -= 1
             if entry.is_gone and not entry.num_pins:
-                self._free[entry.is_state].append(entry.place)
+                self._free[entry.kind].append(entry.place)
 
     def _expire(self) -> None:
         until = self._clock() - TTL_S
@@ -304,7 +307,7 @@ class BlockExchange:
             connection.close()
 
     def _welcome(self, connection: socket.socket) -> bool:
-        """Let an engine in whose blocks are laid out as here."""
+        """Accept a connection from an engine if its blocks have the same layout."""
         until = time.monotonic() + _HELLO_S
         peers.limit_wait(connection, until)
         if self._file != -1 and not peers.is_own(connection):
@@ -329,7 +332,7 @@ class BlockExchange:
         peers.send(connection, peers.Found(places))
         for entry in entries if self._file == -1 else ():
             if entry is not None:
-                size = self._sizes[entry.is_state]
+                size = self._sizes[entry.kind]
                 if until is not None:
                     peers.limit_wait(connection, until)
                 connection.sendall(self._memory[entry.place : entry.place + size].data)

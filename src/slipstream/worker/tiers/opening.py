@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from slipstream import __version__
 from slipstream.config import EngineConfig
 from slipstream.config.forms import HeadDrafts, LearnedDrafts, ModelDrafts
 from slipstream.costs.hardware import host_memory
-from slipstream.costs.memory import host_share, host_slots, staged_blocks
+from slipstream.costs.memory import host_slots, staged_blocks
 from slipstream.errors import ConfigError
 from slipstream.model.load.packed_cache import checkpoint_stamps
 from slipstream.spec.description import ModelDescription
@@ -33,11 +34,11 @@ def open_tiers(
     config: EngineConfig,
     description: ModelDescription,
     runner: Runner,
-    block_bytes: int,
-    state_bytes: int,
+    sizes: Sequence[int],
 ) -> HostBlockStore | None:
-    """Open the tiers that the settings ask for; None if there are none. Of several ranks each has its
-    share of the bytes, and a folder of its own.
+    """Open the tiers that the settings ask for; None if there are none. `sizes` are the bytes of a
+    block, and of a slot of each kind. Of several ranks each has its share of the bytes, and a folder
+    of its own.
 
     ConfigError if the folder can't be used, or the host's memory is too small.
     """
@@ -51,7 +52,7 @@ def open_tiers(
                 f"kv_host_bytes={cache.host_bytes} is more than the {free} bytes of the host's memory that are free; lower it",
                 field="kv_host_bytes",
             )
-        least = max(host_share(block_bytes, state_bytes), host_share(state_bytes, block_bytes))
+        least = max(sizes) * sum(map(bool, sizes))
         if cache.host_bytes < (least := least * config.parallel.num_ranks):
             raise ConfigError(
                 f"kv_host_bytes={cache.host_bytes} is too small for a block or a state, for which it takes {least} bytes; "
@@ -77,26 +78,24 @@ def open_tiers(
             path,
             cache.disk_bytes // ranks,
             identity(config, description, runner),
-            max(block_bytes, state_bytes),
+            max(sizes),
         )
-    staged = staged_blocks(config, block_bytes), staged_blocks(config, state_bytes)
+    staged = [staged_blocks(config, size) for size in sizes]
     exchange, layout = None, None
     if cache.handover is not None:
-        layout = block_layout(config, description, runner, (block_bytes, state_bytes))
+        layout = block_layout(config, description, runner, sizes)
         from slipstream.worker.tiers.exchange import BlockExchange  # it needs msgspec
 
-        sizes = block_bytes, state_bytes
         exchange = BlockExchange(cache.handover.limit_bytes, sizes, layout, cache.handover.address)
-    slots = host_slots(config, block_bytes, state_bytes)
+    slots = host_slots(config, sizes)
     if cache.host_bytes is not None and runner.loaded.partition is not None:
         # a stage with fewer layers has room for more slots, which no other rank has
-        blocks, states = runner.loaded.partition.all_ranks.least(*slots)
-        slots = blocks, states
+        slots = list(runner.loaded.partition.all_ranks.least(*slots))
     return runner.open_store(disk, slots, staged, exchange, layout)
 
 
 def block_layout(
-    config: EngineConfig, description: ModelDescription, runner: Runner, sizes: tuple[int, int]
+    config: EngineConfig, description: ModelDescription, runner: Runner, sizes: Sequence[int]
 ) -> dict[str, str]:
     """Settings that two engines must have in common to use each other's blocks, by their names in a refusal.
 
@@ -116,7 +115,7 @@ def block_layout(
         "kv_cache_dtype": cache.dtype,
         "block_size": str(cache.block_size),
         "layers": _digest(str(cache.groups)),
-        "bytes of a block and of a state": "{} and {}".format(*sizes),
+        "bytes of a block and of a state": " and ".join(map(str, sizes)),
         "runner": type(runner.loaded).__name__,
         "speculative_model": _digest(str(_draft_identity(config, runner))),
     }

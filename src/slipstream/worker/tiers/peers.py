@@ -134,7 +134,8 @@ def read(sock: socket.socket, count: int, until: float | None = None) -> bytes:
 
 
 def limit_wait(sock: socket.socket, until: float) -> None:
-    """Let the next call of the socket end by `until`. TimeoutError if that has passed."""
+    """Set the socket's timeout so that its next call ends by `until`. TimeoutError if that has
+    passed."""
     if (left := until - time.monotonic()) <= 0:
         raise TimeoutError
     sock.settimeout(left)

@@ -80,7 +80,7 @@ class WeightGroup:
             ) from error
 
     def deadline(self) -> float:
-        """The time (`time.monotonic`) by which what begins now must have ended."""
+        """The time (`time.monotonic`) by which an operation that begins now must have ended."""
         return time.monotonic() + self._timeout_s
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, deadline: float | None = None) -> None:

@@ -215,8 +215,8 @@ class WeightUpdates:
             self._last = None
 
     def _check_types(self, kinds: Sequence[tuple[str, str]]) -> None:
-        """Make sure that weights are numbers of `DTYPES`. Buffers that the model has no place for
-        may have any type."""
+        """Check that weights are numbers of `DTYPES`. Buffers that the model has no place for may
+        have any type."""
         if all(kind in DTYPES for _, kind in kinds):
             return
         dense = self._dense

@@ -87,7 +87,8 @@ _THINK = (
     "kimi_k2 ling3 mimo minicpmv minimax_m2 nemotron_v3 olmo3 poolside_v1 qwen3 step3 step3p5 step5"
 )
 _IN_FORMAT = "openai_gptoss harmony muse muse_glimmer musespark1x hy_v4"
-"""Names whose reasoning is part of the format of calls. The chat template tells it."""
+"""Names of reasoning parsers for formats in which reasoning is part of the tool format. The chat
+template decides these."""
 REASONING_ALIASES = (
     dict.fromkeys(_THINK.split(), "think")
     | dict.fromkeys(_IN_FORMAT.split(), "")

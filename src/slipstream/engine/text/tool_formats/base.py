@@ -166,7 +166,8 @@ class Parser:
     def until(
         self, markers: Sequence[str], out: Callable[[str], None]
     ) -> Generator[None, None, str]:
-        """Give `out` the text up to the first of the markers, which is taken and returned; "" if the text ends before."""
+        """Pass the text up to the first of the markers to `out`. The marker is consumed and returned; "" if the text
+        ends before one."""
         wraps = self._wraps if out == self.content else ()
         search = _search((*markers, *wraps))
         while True:
@@ -191,7 +192,7 @@ class Parser:
             yield
 
     def put_back(self, text: str) -> None:
-        """Text that was taken, and is to be read again."""
+        """Return text that was taken, so that it is read again."""
         self._buffer = text + self._buffer
 
     @property
@@ -201,12 +202,12 @@ class Parser:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the answer ended at its length."""
+        """Whether the answer ended at its maximum length."""
         return self._cut
 
     def refuse(self, opening: str, more: str = "") -> None:
-        """Take text that opened a call, and is none, for content. A call that the answer's end cut is dropped. An opening
-        marker alone is dropped only if the answer had reached its length."""
+        """Pass on as content a text that began like a call, but is none. If the answer ends within the call, the text
+        is dropped; an opening marker alone is dropped only if the answer ended at its maximum length."""
         if not self.at_end or not (more.strip() or self.is_cut):
             self.content(opening + more)
 
@@ -295,9 +296,8 @@ class Parser:
         return "".join(found)
 
     def call_object(self, begin: str) -> Generator[None, None, bool]:
-        """A call as one JSON object with one of `NAMES` and one of `ARGUMENTS`. Its arguments go out as they come, once the
-        name is known. False: it is none, and what was read, after `begin`, is content, or was
-        cut."""
+        """A call as one JSON object with one of `NAMES` and one of `ARGUMENTS`. Its arguments go out as they come,
+        once the name is known. False: it is no call, or is cut; the text read after `begin` is then content."""
         raw, name, kept = list[str](), "", list[str]()
         out, begun, given, closed = raw.append, False, False, False
         yield from self.spaces(out)
@@ -566,11 +566,12 @@ class ToolFormat(ABC):
         return f'"\\n" {writer.text(self.trigger)}'
 
     def whole(self, calls: str, writer: Writer) -> str:
-        """Calls with what stands around all of them."""
+        """Grammar of all calls with the text around them."""
         return calls
 
     def before(self, writer: Writer) -> str:
-        """The grammar of what may stand before calls or an answer, if the format says."""
+        """Grammar of the text that may come before calls or an answer; empty if the format has
+        none."""
         return ""
 
     def final(self, writer: Writer) -> str:
@@ -602,7 +603,7 @@ class CallSection(ToolFormat):
 
     end: ClassVar[str]
     gap: ClassVar[str] = '"\\n"?'
-    """The grammar of what may stand between two calls."""
+    """Grammar of the text that may come between two calls."""
 
     def between(self, writer: Writer) -> str | None:
         return self.gap

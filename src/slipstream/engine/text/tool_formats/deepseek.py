@@ -1,5 +1,5 @@
-"""Formats with a section of calls that have a head: DeepSeek's of V3 and R1, with the arguments in a fence of JSON, and of
-V3.1, without; PLaMo 3's."""
+"""Tool formats with a section of calls, each with a head: DeepSeek V3 and R1 (arguments in a fence of JSON), DeepSeek
+V3.1 (no fence), PLaMo 3."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _plamo(text: str) -> str:
 
 
 class Plamo3(HeadedCalls):
-    """PLaMo 3's: the name of the function has a tag of its own."""
+    """The format of PLaMo 3: the name of the function has a tag of its own."""
 
     name = "plamo3"
     trigger, end = _plamo("begin_tool_requests"), _plamo("end_tool_requests")

@@ -1,4 +1,4 @@
-"""Formats with a tag for the key of each argument and one for its value: GLM's, Hunyuan's of 3 and 4, K2 Horizon's."""
+"""Tool formats with a tag for the key of each argument and one for its value: GLM, Hunyuan 3 and 4, K2 Horizon."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Glm(ToolFormat):
 
     name = "glm"
     section: ClassVar[Tag] = ("", "")
-    """Around all calls."""
+    """Markers around all calls."""
     call_tag, key_tag, value_tag = _tag("tool_call"), _tag("arg_key"), _tag("arg_value")
     separator: ClassVar[str] = ""
     """Text after the function's name."""
@@ -136,7 +136,7 @@ _AS_VARIABLE = re.compile(r"['\"](:[\w-]+)['\"]")
 
 
 class HyV3(Glm):
-    """Hunyuan 3's: the same in a section of all calls."""
+    """The format of Hunyuan 3: GLM's calls, in a section around all of them."""
 
     name = "hy_v3"
     section = _tag("tool_calls")
@@ -150,7 +150,8 @@ class HyV3(Glm):
 
 
 class HyV4(Glm):
-    """Hunyuan 4's: without the separator. The tags have a suffix that differs by checkpoint."""
+    """The format of Hunyuan 4: that of Hunyuan 3 without the separator. The tags have a suffix that
+    differs by checkpoint."""
 
     name = "hy_v4"
     section = _tag("tool_calls")
@@ -187,7 +188,7 @@ def _suffixed(form: type[Glm], suffix: str) -> type[Glm]:
 
 
 class HyV3Open(_suffixed(HyV3, ":opensource")):  # type: ignore[misc]
-    """The same with the suffix that the tags of the published model have."""
+    """The format with the suffix of the published checkpoint's tags."""
 
     name = "hy_v3_open"
 
@@ -197,7 +198,8 @@ class HyV3Open(_suffixed(HyV3, ":opensource")):  # type: ignore[misc]
 
 
 class K2Horizon(Glm):
-    """K2 Horizon's. A call may be a JSON object, or tell the type of each argument."""
+    """The format of K2 Horizon. A call may be a JSON object, or have the type of each argument in
+    its tag."""
 
     name = "k2_horizon"
     section, call_tag = _tag("ifm|tool_calls"), _tag("ifm|tool_call")

@@ -1,5 +1,5 @@
-"""gpt-oss's harmony: messages with a header (a channel, and for calls a recipient) and a body. The channel "analysis" is
-reasoning."""
+"""The format of gpt-oss, harmony: messages with a header (a channel, and for calls a recipient) and a body. The
+channel "analysis" is reasoning."""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ def json_calls(parser: Parser, opening: str) -> Generator[None, None, bool]:
 
 
 class Hermes(JsonCalls):
-    """Hermes 2 Pro's, which Qwen 2.5 and 3, SmolLM 3, Granite 4, MiMo, Trinity and others write."""
+    """The format of Hermes 2 Pro, which Qwen 2.5 and 3, SmolLM 3, Granite 4, MiMo, Trinity and
+    others write."""
 
     name = "hermes"
     trigger, end = "<tool_call>", "</tool_call>"
@@ -86,7 +87,7 @@ class Hermes(JsonCalls):
 
 
 class Ernie45(Hermes):
-    """Hermes's, with an answer between markers."""
+    """The format of Ernie 4.5: calls as Hermes writes them, and an answer between markers."""
 
     name = "ernie45"
     wraps = ("<response>", "</response>")
@@ -125,7 +126,7 @@ class InternLm(JsonCalls):
 
 
 class GigaChat3(JsonCalls):
-    """GigaChat 3's: one call, which ends the answer."""
+    """The format of GigaChat 3: one call, which ends the answer."""
 
     name = "gigachat3"
     trigger, end, line = "<|function_call|>", "", ""
@@ -145,7 +146,7 @@ class GigaChat3(JsonCalls):
 
 
 class Granite20bFc(JsonCalls):
-    """Granite 20B FunctionCalling's."""
+    """The format of Granite 20B FunctionCalling."""
 
     name = "granite_20b_fc"
     trigger, end, line = "<function_call>", "", " "
@@ -163,7 +164,8 @@ class Granite20bFc(JsonCalls):
 
 
 class Inkling(JsonCalls):
-    """Inkling's: blocks of thoughts, text and calls in any order, with a header that may name the function."""
+    """The format of Inkling: blocks of reasoning, text and calls in any order, each with a header, which may name the
+    function."""
 
     name = "inkling"
     trigger, end, line = "<|content_invoke_tool_json|>", "<|end_message|>", ""
@@ -213,7 +215,8 @@ class JsonList(JsonCalls):
 
 
 class Xlam(JsonList):
-    """xLAM's: a list that is the whole answer. Some write it in a fence, or behind other models' markers."""
+    """The format of xLAM: a list of calls as the whole answer. Some checkpoints write it in a fence, or after other
+    models' markers."""
 
     name = "xlam"
     markers = ()
@@ -241,7 +244,8 @@ class Xlam(JsonList):
 
 
 class Nemotron(JsonList):
-    """Nemotron Nano 2's and Llama-Nemotron Super's. Nemotron 3 writes Qwen3-Coder's."""
+    """The format of Nemotron Nano 2 and Llama-Nemotron Super. (Nemotron 3 has that of
+    Qwen3-Coder.)"""
 
     name = "nemotron"
     trigger, end = "<TOOLCALL>", "</TOOLCALL>"
@@ -253,7 +257,8 @@ class Nemotron(JsonList):
 
 
 class HunyuanA13b(JsonList):
-    """Hunyuan A13B's and Jamba's. MiniMax M1 writes objects without a list."""
+    """The format of Hunyuan A13B and Jamba: a list of calls. MiniMax M1 writes the objects one
+    after another, without a list."""
 
     name = "hunyuan_a13b"
     trigger, end = "<tool_calls>", "</tool_calls>"

@@ -1,4 +1,5 @@
-"""Kimi K2's: a section of calls, each with an id that has the function's name in it."""
+"""The tool format of Kimi K2: a section of calls, each with an id that contains the function's
+name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Llama 3.1's: a JSON object with "name" and "parameters". Calls are the whole answer."""
+"""The tool format of Llama 3.1: a JSON object with "name" and "parameters". Calls are the whole
+answer."""
 
 from __future__ import annotations
 

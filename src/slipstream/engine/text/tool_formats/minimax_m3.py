@@ -1,5 +1,5 @@
-"""MiniMax M3's: each argument is an element named after it, and so are the parts of objects; those of lists are items. A mark
-stands before each tag."""
+"""The tool format of MiniMax M3: each argument is an XML element with the argument's name, each member of an object
+one with the member's, and each item of a list one named `item`. A mark comes before each tag."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ MARK = "]<]minimax[>["
 TAG, INVOKE, INVOKE_END = f"{MARK}<", f"{MARK}<invoke name=", "/invoke"
 
 MAX_NESTING = 8
-"""Elements within each other that a grammar has. What is deeper is JSON."""
+"""Depth of nested elements that a grammar covers. Deeper values are JSON."""
 
 MAX_DEPTH = 32
-"""The same that are read. What is deeper is text."""
+"""Depth of nested elements that the parser reads. Deeper ones are text."""
 
 _PLAIN = {"type", "items", "properties", "required", "additionalProperties", "$defs", "definitions"}
 
@@ -65,7 +65,7 @@ class MiniMaxM3(CallSection):
     def _element(
         self, name: str, schema: Mapping[str, Any], writer: Writer, where: str, depth: int
     ) -> str:
-        """An element. What the tags can't say of a schema is JSON within it."""
+        """Grammar of an element for a schema. Values that tags can't express are JSON within it."""
         end, parts = f"{TAG}/{name}>", alternatives(schema)
         defs = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
         writer.count(64)  # definitions are written again for each value

@@ -1,4 +1,4 @@
-"""Formats whose calls are Python's: [name(key=value, …), …]."""
+"""Tool formats that write calls as in Python: [name(key=value, …), …]."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Pythonic(ToolFormat):
 
     name = "pythonic"
     begin, end = "<|python_start|>", "<|python_end|>"
-    """Markers that may stand around the list."""
+    """Optional markers around the list."""
     brackets: ClassVar[tuple[str, str]] = ("[", "]")
     separator: ClassVar[str] = ", "
     markers: ClassVar[tuple[str, ...]] = (begin, end)
@@ -111,7 +111,7 @@ class Olmo3(Pythonic):
 
 
 class Lfm2(Pythonic):
-    """LFM2's: the list between special tokens. Some write JSON there."""
+    """The format of LFM2: the list between special tokens. Some checkpoints write JSON there."""
 
     name = "lfm2"
     trigger = "<|tool_call_start|>"

@@ -1,4 +1,4 @@
-"""Formats whose calls are tags, with one for each argument: Qwen3-Coder's and those like it."""
+"""Tool formats with a tag for each call and one for each argument: Qwen3-Coder and others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Tagged(ToolFormat):
         return f"{head} {properties(tool, argument, self)} {writer.text(self.function[2])}"
 
     def named(self, begin: str, end: str, writer: Writer) -> str:
-        """The head of a function's tag: its beginning with the name, and what follows."""
+        """The head of a function's tag: its beginning, the name, and the end of the head."""
         return writer.text(begin + end)
 
     def attributes(self, schema: Mapping[str, Any]) -> str:
@@ -169,7 +169,7 @@ class Tagged(ToolFormat):
             return True
 
     def read(self, value: str) -> str:
-        """The value without what the template writes around it."""
+        """The value without the text that the template writes around it."""
         return value.removeprefix(self.padding).removesuffix(self.padding)
 
 
@@ -183,13 +183,13 @@ def _head(text: str) -> tuple[str, str]:
 
 
 def _is_string(attributes: str) -> bool | None:
-    """The type that an argument's tag tells, if any: whether it is a string."""
+    """Whether the argument's tag says that it is a string; None if the tag gives no type."""
     found = re.search(r'(?:string|type)\s*=\s*"?(\w+)', attributes)
     return None if found is None else found[1] in ("true", "string")
 
 
 class Qwen3Coder(Tagged):
-    """Qwen3-Coder's, Qwen 3.5's, Nemotron 3's, MiMo V2's and Step 3.5's."""
+    """The format of Qwen3-Coder, Qwen 3.5, Nemotron 3, MiMo V2 and Step 3.5."""
 
     name = "qwen3_coder"
     trigger, end = "<tool_call>", "</tool_call>"
@@ -248,7 +248,7 @@ class Dots(Invocations):
 
 
 class MiniCpm5(Invocations):
-    """Calls without a section. Texts may stand in CDATA."""
+    """The format of MiniCPM 5: calls without a section. Texts may be in CDATA."""
 
     name = "minicpm5"
     trigger, end = '<function name="', ""
@@ -276,7 +276,7 @@ def _dsml(section: str, mark: str = "｜DSML｜") -> tuple[str, str, Tags, Tags]
 
 
 class DeepSeekV32(Invocations):
-    """DeepSeek's tags of V3.2. An argument tells whether it is a string."""
+    """The format of DeepSeek V3.2. An argument's tag says whether it is a string."""
 
     name = "deepseek_v32"
     trigger, end, function, argument = _dsml("function_calls")
@@ -309,7 +309,7 @@ class DeepSeekV41(DeepSeekV32):
 
 
 class Step3(Invocations):
-    """The format of Step 3. Step 3.5 writes Qwen3-Coder's."""
+    """The format of Step 3. (Step 3.5 has that of Qwen3-Coder.)"""
 
     name = "step3"
     trigger, end = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
@@ -328,7 +328,8 @@ class Step3(Invocations):
 
 
 class KimiK3(Invocations):
-    """Kimi K3's: channels between three special tokens. An argument tells its type."""
+    """The format of Kimi K3: channels between three special tokens. An argument's tag has its
+    type."""
 
     name = "kimi_k3"
     trigger, end = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"
@@ -364,8 +365,8 @@ class KimiK3(Invocations):
 
 
 class Muse(Invocations):
-    """Muse's: messages with a recipient, as harmony's. A message to a function has its call. Muse Glimmer takes messages
-    without a recipient for text, Muse for thoughts."""
+    """The format of Muse: messages with a recipient, as in harmony. A message to a function is its call. A message
+    without a recipient is text in Muse Glimmer and reasoning in Muse."""
 
     name = "muse"
     reasons = True

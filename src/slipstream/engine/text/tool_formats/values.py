@@ -212,13 +212,13 @@ def schema_of(tools: Sequence[Tool], function: str, name: str) -> Mapping[str, A
 def value_of(
     text: str, tools: Sequence[Tool], function: str, name: str, is_string: bool | None = None
 ) -> Any:
-    """An argument as a model wrote it, by its schema: a string where one is allowed, else JSON, else the text. `is_string`:
-    what the model said of it, which counts where the schema says nothing."""
+    """The value of an argument that a model wrote, by its schema: a string where one is allowed, else JSON, else the
+    text. `is_string`: whether the model marked it as a string; used if the schema has no type."""
     return typed(text, schema_of(tools, function, name), is_string)
 
 
 def typed(text: str, schema: Mapping[str, Any], is_string: bool | None = None) -> Any:
-    """The same of a schema."""
+    """`value_of` for a given schema."""
     parts = alternatives(schema)
     word = text.strip()
     if any(map(_is_text, parts)):

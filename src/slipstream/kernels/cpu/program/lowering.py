@@ -232,7 +232,7 @@ def sums_of_norms(ops: Sequence[Op]) -> list[Op]:
 
 
 def _made(x: Value, total: int, waiting: Sequence[Op]) -> bool:
-    """Tells whether `x` is known only after the sum `total`: it is the sum itself, or a `waiting` op computes it."""
+    """Tells whether `x` exists only after the sum `total`: it is the sum itself, or a `waiting` op computes it."""
     return x.index == total or any(x == out for op in waiting for out in op.outputs)
 
 
@@ -681,7 +681,8 @@ class Lowering:
         self.emit.linear(inner, out, down, False)
 
     def _summed(self, value: Value, shared: int, weight: int) -> tuple[int, int, int, int, bool]:
-        """Returns the remaining arguments of `combine`."""
+        """Returns the arguments of `combine` for the sum of a mixture and its shared expert: (out,
+        width, shared, weight, accumulate)."""
         out, accumulate = self.target(value)
         return out, value.width, shared, weight, accumulate
 

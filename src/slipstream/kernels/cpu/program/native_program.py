@@ -32,7 +32,7 @@ from slipstream.kernels.states import LayerState
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """An operator of a program. `weights` is what a product reads."""
+    """An operator of a program. `weights`: the packed weights of a product."""
 
     name: str
     weights: Packed | PackedExperts | None = None
@@ -58,7 +58,7 @@ class Program:
         return int(self._library.ss_buffer(self._pointer, num_bytes, rows_a_token))
 
     def bound(self, x: Array | None = None) -> int:
-        """Makes a buffer of the caller's: `x` [T, n], or what `bind` sets later."""
+        """Makes a buffer in the caller's memory: `x` [T, n], or an array given to `bind` later."""
         buffer = int(self._library.ss_buffer(self._pointer, 0, 1))
         if x is not None:
             self.bind(buffer, x)

@@ -193,7 +193,7 @@ class RowDraws:
 
 
 def in_form(program: Program, x: int, w: NativeLinear) -> int:
-    """Adds what brings x, float32, into the form of the weight's inputs. Returns the buffer of the result."""
+    """Adds a conversion of x, float32, to the type of the weight's inputs. Returns its buffer."""
     if w.form == native.FORM_F32:
         return x
     inner = w.weight.shape[1]

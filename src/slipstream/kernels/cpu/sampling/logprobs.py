@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 def unpacked_logprobs(packed: npt.NDArray[np.int32]) -> tuple[npt.NDArray[Any], ...]:
-    """Returns `OpSet.best_logprobs` from what `OpSet.packed_logprobs` makes of them."""
+    """Unpacks the result of `OpSet.packed_logprobs` into that of `OpSet.best_logprobs`."""
     chosen, rank, best = packed[:, :1].view(np.float32)[:, 0], packed[:, 1], packed[:, 2:]
     ids, values = np.split(best, 2, axis=1)
     return chosen, rank.astype(np.int64), ids.astype(np.int64), values.view(np.float32)

@@ -228,7 +228,7 @@ def mirostat(logits: Floats, mu: float) -> None:
 
 
 def mirostat_mu(logits: Floats, token: int, mu: float, tau: float, eta: float) -> float:
-    """Returns the next `mu` after a token drawn from what `mirostat` left."""
+    """Returns the next `mu` after a token drawn from the tokens that `mirostat` kept."""
     return mu - eta * (-float(np.log2(_probabilities(logits)[token])) - tau)
 
 

@@ -125,8 +125,8 @@ def bidirectional_attention(
 
 
 def covers(parts: PackedParts) -> bool:
-    """Whether `attend` is faster for these parts: several lengths, which torch computes one after
-    another, and all short."""
+    """Whether `attend` is faster than torch for these parts: they have several lengths, each of
+    which would be a call of torch, and all are short."""
     return len(parts.by_length) > 1 and max(length for length, _ in parts.by_length) <= SHORT_PART
 
 

@@ -18,7 +18,7 @@ HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret
 
 @gluon.jit
 def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """The same bytes of shared memory in another dtype and shape."""
+    """Shared memory viewed as another dtype and shape."""
     if HAS_REINTERPRET:
         return memory.reinterpret(dtype, shape, layout)
     else:

@@ -166,8 +166,8 @@ def _halves_of_values(
 
 @triton.jit
 def _queries(at, live, HALF: tl.constexpr, CHUNK: tl.constexpr):
-    """Queries [CHUNK, G] as `_halves_of_keys` has keys; and for both halves what the products have too
-    much: the 64 and the middle of 32 codes."""
+    """Queries [CHUNK, G] in the layout of `_halves_of_keys`; and for both halves the excess of
+    their products, from the 64 and the middle of 32 codes, to be subtracted."""
     found = ()
     low, high = 0.0, 0.0
     for i in tl.static_range(2 * HALF // CHUNK):

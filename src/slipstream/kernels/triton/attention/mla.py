@@ -272,8 +272,8 @@ def rotate_and_cache(
 def cache_latents(
     row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams, *, first: int
 ) -> tuple[Tensor, Tensor]:
-    """Cache tokens from `first` on of row [T, C + R] like `mla_queries`. Returns latents [T −
-    first, C] and rotated keys [T − first, R], pair by pair."""
+    """Write the tokens from `first` on of `row` [T, C + R] to the cache, as `mla_queries` does.
+    Returns their latents [T − first, C] and rotated keys [T − first, R], pair by pair."""
     num_tokens, cos_sin, rope_dim = len(row), params.cos_sin, params.rotary_dim
     rank, count = row.shape[1] - rope_dim, num_tokens - first
     latents, rotary_keys = row.new_empty(count, rank), row.new_empty(count, rope_dim)

@@ -71,8 +71,7 @@ def _block(c: ConfigReader, grouped: bool, norm: NormSpec) -> BlockSpec:
 
 
 def names(spec: ModelSpec) -> Names:
-    """Falcon's names. The norm of a layer with one norm is called otherwise than in a layer with
-    two."""
+    """Falcon's names. A layer's only norm has another name than the first of two."""
     two = "mlp_norm" in spec.layers[0].norms
     return table(
         {**NAMES, "norm": "ln_attn" if two else "input_layernorm"}, layer="h.{i}.", changes=BY_GROUP

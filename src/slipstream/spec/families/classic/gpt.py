@@ -59,7 +59,7 @@ def _model(
 
 
 def _learned(c: ConfigReader, family: str, h: HeadCounts) -> ModelSpec:
-    """GPT-2 and StarCoder, which have learned positions."""
+    """Reads GPT-2 or StarCoder, which have learned positions."""
     c.require("add_cross_attention", False)
     scale = h.head_dim**-0.5 if c.take("scale_attn_weights", bool, True) else 1.0
     layer = LayerSpec(
@@ -86,7 +86,7 @@ def read_gpt2(c: ConfigReader) -> ModelSpec:
 
 
 def read_gpt1(c: ConfigReader) -> ModelSpec:
-    """GPT: a GPT-2 with norms after each addition, and none at the end."""
+    """Reads the first GPT: a GPT-2 with norms after each addition, and none at the end."""
     norm, mlp = _norm(c), plain(4 * c.size("n_embd"), activation(c, "afn", "gelu_new"))
     if c.value("afn") == "gelu":  # as transformers has it
         mlp = dataclasses.replace(mlp, activation="gelu_tanh")

@@ -68,7 +68,8 @@ def _read(
     act_of_scores: Literal["tanh", "gelu"] = "tanh",
     embed_size: int | None = None,
 ) -> ModelSpec:
-    """`offset`: the row of the first position in the table of positions."""
+    """Reads a BERT or a similar encoder. `offset`: the row of the first position in the table of
+    positions."""
     hidden, eps = c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-12)
     norm, width = layer_norm(hidden, eps), embed_size or hidden
     layer = _layer(

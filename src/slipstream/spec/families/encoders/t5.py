@@ -40,7 +40,8 @@ def _activation(c: ConfigReader, default: str) -> tuple[Activation, bool]:
 
 
 def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec:
-    """`own`: each layer has its position biases. An architecture called …EncoderModel has the encoder alone."""
+    """Reads a T5 or a UMT5. `own`: each layer has its own position biases. An architecture called …EncoderModel has
+    the encoder alone."""
     alone = str(next(iter(c.take("architectures", list, [])), "")).endswith("EncoderModel")
     if not alone:
         c.require("is_encoder_decoder", True)

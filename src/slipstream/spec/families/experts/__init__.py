@@ -1,1 +1,2 @@
-"""Families of mixtures of experts. Those that are also dense stand with their dense kin."""
+"""Families of mixtures of experts. Families that also have dense models are in the modules of
+those."""

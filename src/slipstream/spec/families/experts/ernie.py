@@ -31,7 +31,8 @@ def read(c: ConfigReader) -> ModelSpec:
 
 
 def read_moe(c: ConfigReader) -> ModelSpec:
-    """Every `moe_layer_interval`th layer from `moe_layer_start_index` to `moe_layer_end_index` has experts."""
+    """Reads an Ernie mixture. Every `moe_layer_interval`th layer from `moe_layer_start_index` to `moe_layer_end_index`
+    has experts."""
     c.assume_missing(num_key_value_heads=4)
     c.require("use_bias", False)  # transformers' experts have none
     c.require("moe_use_aux_free", True)
@@ -116,7 +117,7 @@ MTP = MTPFormat(
         "final_norm": "model.norm",
     },
 )
-"""The last norm is the model's own."""
+"""Format of the MTP layers in a checkpoint. Their last norm is the model's own."""
 
 FAMILIES = (
     Family(

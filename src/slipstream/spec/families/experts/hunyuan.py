@@ -92,7 +92,7 @@ def _read(c: ConfigReader, family: str, mlp: MoESpec | None = None) -> ModelSpec
 
 
 def gguf_moe_config(m: ConfigReader) -> dict[str, Any]:
-    """The base of the rotary embedding is there stretched already."""
+    """Reads a GGUF file's config, in which the base of the rotary embedding is scaled already."""
     config = llama_gguf_config(m, experts=True)
     size = m.size("expert_feed_forward_length", config["intermediate_size"])
     m.require("expert_shared_feed_forward_length", size)

@@ -150,7 +150,8 @@ def lightning_names(spec: ModelSpec) -> Names:
 
 
 def _by_head(layer: LayerSpec, part: int) -> Regroup | None:
-    """A head's q, k and v are below each other; ours are all v, then all k, then all q."""
+    """Reorders stored rows, in which each head's q, k and v follow each other, to all v, then all
+    k, then all q."""
     r = layer.recurrent
     assert isinstance(r, LightningSpec)
     return Regroup(r.num_heads, (r.key_dim,) * 3, (2, 1, 0)) if part else None

@@ -43,7 +43,7 @@ def read_glm(c: ConfigReader) -> ModelSpec:
 
 
 def _layers_with_index(c: ConfigReader) -> list[str]:
-    """The kind of each layer. A list says it, a pattern of letters, or a distance and an offset."""
+    """The kind of each layer, from a list, a pattern of letters, or a distance and an offset."""
     count = c.size("num_hidden_layers")
     every, offset = c.take("index_topk_freq", int, 1), c.take("index_skip_topk_offset", int, 2)
     kinds: Any = [SHARED if max(i - offset + 1, 0) % max(every, 1) else FULL for i in range(count)]

@@ -183,8 +183,8 @@ def names(spec: ModelSpec) -> Names:
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """A layer with kv heads has latent attention, the others delta rules. The file doesn't say that experts' weights are
-    normalised."""
+    """Reads a GGUF file's config. A layer with kv heads has latent attention, the others have delta rules. The file
+    doesn't say that experts' weights are normalised."""
     counts, width = kv_heads(m), m.size("ssm.conv_kernel")
     config = gguf_latents(m)
     linear = {

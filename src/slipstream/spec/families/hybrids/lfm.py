@@ -21,7 +21,8 @@ from slipstream.spec.model import (
 
 
 def read_lfm2(c: ConfigReader) -> ModelSpec:
-    """The numbers of `block_auto_adjust_ff_dim` make the MLP's size of the config's."""
+    """Reads a dense LFM2. With `block_auto_adjust_ff_dim` the MLP's size is computed from the
+    config's."""
     c.assume(hidden_size=2560, num_hidden_layers=32)
     key = "block_ff_dim" if "block_ff_dim" in c else "intermediate_size"
     size, multiple = c.size(key, 12288), c.size("block_multiple_of", 256)
@@ -61,7 +62,7 @@ def read_lfm2_moe(c: ConfigReader) -> ModelSpec:
 
 
 def _read(c: ConfigReader, family: str, mlps: list[Any], full: list[int]) -> ModelSpec:
-    """`full`: the layers with attention, if `layer_types` does not say so."""
+    """Reads an LFM2. `full`: the layers with attention, for configs without `layer_types`."""
     c.assume(num_attention_heads=32, num_key_value_heads=8, vocab_size=65536)
     h = heads(c)
     eps = c.take("norm_eps", float, 1e-5)

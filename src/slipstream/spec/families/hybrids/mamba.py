@@ -162,7 +162,7 @@ def gguf_mamba2(m: ConfigReader) -> dict[str, Any]:
 
 
 def mamba2_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Bamba's keys of Mamba-2."""
+    """Reads a Mamba-2 GGUF file's config, by the keys of Bamba's."""
     num_heads = m.size("ssm.time_step_rank")
     return {
         "mamba_n_heads": num_heads,

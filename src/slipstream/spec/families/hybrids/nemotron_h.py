@@ -228,7 +228,8 @@ def names(spec: ModelSpec) -> Names:
 
 
 def numbered(spec: ModelSpec, found: Names) -> Names:
-    """The table with the numbers of their layers in the place of ours."""
+    """The table with the checkpoint's layer numbers in its tensor names: there an MLP counts as a
+    layer of its own, and here it belongs to the layer before it."""
     firsts, at = [], 0
     for layer in spec.layers:
         firsts.append(at)
@@ -241,7 +242,8 @@ def numbered(spec: ModelSpec, found: Names) -> Names:
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """A layer with kv heads is attention, one with an MLP's size an MLP or a mixture, the others are Mamba-2."""
+    """Reads a GGUF file's config. A layer with kv heads is attention, one with an MLP's size an MLP or a mixture, the
+    others are Mamba-2."""
     num_experts, num_heads = m.take("expert_count", int, 0), m.size("ssm.time_step_rank")
     sizes, fed = numbers_by_layer(m, "feed_forward_length"), "moe" if num_experts else "mlp"
     kinds = [

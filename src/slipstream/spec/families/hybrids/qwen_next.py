@@ -97,7 +97,8 @@ def read_3_5_moe(c: ConfigReader, *, sees: bool = False) -> ModelSpec:
 
 
 def _read(c: ConfigReader, family: str, moe: MoESpec | None, sees: bool = False) -> ModelSpec:
-    """`sees`: the model takes pictures, whose tokens have three positions."""
+    """Reads a Qwen3-Next or Qwen 3.5. `sees`: the model takes pictures, whose tokens have three
+    positions."""
     c.assume(head_dim=256)
     h, eps = heads(c), c.take("rms_norm_eps", float, 1e-6)
     max_position = c.size("max_position_embeddings", 32768)
@@ -133,7 +134,8 @@ def _read(c: ConfigReader, family: str, moe: MoESpec | None, sees: bool = False)
 
 
 def gate_first(layer: LayerSpec, part: int) -> Transform | None:
-    """Query and gate alternate by head; ours are all gates, then all queries."""
+    """Reorders stored rows, in which query and gate alternate by head, to all gates, then all
+    queries."""
     a = layer.self_attention
     return None if part else Regroup(a.num_heads, (a.head_dim, a.head_dim), (1, 0))
 
@@ -183,7 +185,8 @@ NAMES_NEXT = table(
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """The keys of Qwen3-Next's and Qwen3.5's files. A last layer that drafts is counted with the others, and not read.
+    """Reads the config of a GGUF file of Qwen3-Next or Qwen 3.5. A last layer that drafts is counted with the others,
+    and not read.
 
     The sections of the rotation are of pictures, which these files don't hold.
     """
@@ -216,7 +219,8 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def _untiled(at: Callable[[GatedDeltaSpec, int], dict[str, Any]], *first: Change) -> Change:
-    """A change of value heads that llama.cpp orders by their number within a key head first. `at` says which rows they are."""
+    """Restores the order of value heads, which llama.cpp sorts by their number within a key head first. `at`: the rows
+    of the value heads."""
 
     def change(layer: LayerSpec, part: int) -> Transform | None:
         r = layer.recurrent

@@ -23,7 +23,7 @@ RESAMPLE: dict[int, Literal["bilinear", "bicubic", "lanczos"]] = {
     2: "bilinear",
     3: "bicubic",
 }
-"""Pillow's numbers."""
+"""Resampling filters by Pillow's numbers, which configs have."""
 
 HALF = (0.5, 0.5, 0.5)
 

@@ -68,7 +68,8 @@ def read_internvl(c: ConfigReader) -> ModelSpec:
 
 
 def read_llava(c: ConfigReader) -> ModelSpec:
-    """LLaVA's configs leave out what is as in Llama 7B or Mistral 7B."""
+    """Reads LLaVA's decoder. Its config leaves out keys with the values of Llama 7B or Mistral
+    7B."""
     if (kind := c.value("model_type") or "llama") in ("llama", "mistral"):
         c.assume(hidden_size=4096, vocab_size=32000, num_hidden_layers=32, num_attention_heads=32)
         c.assume(intermediate_size=11008 if kind == "llama" else 14336)
@@ -131,7 +132,8 @@ def read_vision_internvl(c: ConfigReader, text: ModelSpec) -> VisionSpec:
 
 
 def read_processing_internvl(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
-    """transformers' processor of the model cuts tiles whatever `crop_to_patches` of the image processor says."""
+    """Reads the processor's config. transformers' processor of this model cuts tiles whatever `crop_to_patches`
+    says."""
     assert isinstance(vision.position, GridPositionSpec)
     side = vision.position.side * vision.patch_size
     c.require("size", {"height": side, "width": side})
@@ -147,7 +149,8 @@ PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
 
 def read_vision_next(c: ConfigReader, text: ModelSpec) -> VisionSpec:
-    """LLaVA 1.6: `image_seq_length` is what a square has; the rest follows from a picture's size."""
+    """Reads LLaVA 1.6. `image_seq_length` is the number of tokens of one square; the rest follows
+    from a picture's size."""
     c.require("use_image_newline_parameter", True)
     found = c.take("image_grid_pinpoints", list, PINPOINTS)
     made = read_vision_llava(c, text)
@@ -260,7 +263,7 @@ _internvl = table(
 
 
 def names_internvl(spec: ModelSpec) -> Names:
-    """The gains of residuals have names without an ending."""
+    """The table of tensors. The gains of residuals have names without an ending."""
     found = _internvl(spec)
     return {re.sub(r"(\.lambda_\d)\.weight$", r"\1", name): at for name, at in found.items()}
 

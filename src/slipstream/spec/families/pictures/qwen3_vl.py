@@ -43,7 +43,8 @@ def read_vision_3_5(c: ConfigReader, text: ModelSpec) -> VisionSpec | None:
 def _read(
     c: ConfigReader, text: ModelSpec, *, stacked: list[int] | None, image: int
 ) -> VisionSpec | None:
-    """`stacked`: the default of the layers for DeepStack; None: there is none. `image`: the default placeholder."""
+    """Reads a model with Qwen 3 VL's image encoder. `stacked`: the default of the layers for DeepStack; None: there is
+    none. `image`: the default placeholder."""
     token_id = c.take("image_token_id", int, image)
     c.ignore("text_config", "tie_word_embeddings", "use_cache", "language_model_only", *OUTER)
     if "vision_config" not in c:

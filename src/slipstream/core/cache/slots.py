@@ -1,0 +1,96 @@
+"""Questions of the cache manager to a kind of cache besides blocks (`SlotKind`). A kind is a subclass, and one of `KINDS`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from slipstream.config import CacheConfig
+from slipstream.core.cache.block_pool import BlockPool
+from slipstream.core.cache.cache_value import ValueOrder
+from slipstream.core.cache.sessions import Sessions
+from slipstream.core.request import Request
+from slipstream.messages.steps import StateMark, TableUpdate
+
+
+class Slots(ABC):
+    """The slots of one kind, of one rank. Slot 0 is the null slot.
+
+    A request's slots that its row in the worker lacks go into `Request.slot_updates` (`send`): the one to read, then those to
+    write. With `sessions`, checkpoints are evicted by value, each as a whole.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        num_slots: int,
+        cache: CacheConfig,
+        most_guesses: int,
+        sessions: Sessions | None = None,
+    ) -> None:
+        """`number`: of the kind. `most_guesses`: that a step may verify for a request."""
+        self.number, self.block_size, self.most_guesses = number, cache.block_size, most_guesses
+        self.pool = BlockPool(num_slots)
+        self.order: ValueOrder | None = None
+        if sessions is not None:
+            self.order = ValueOrder(sessions, self.pool, cache.block_size, is_whole=True)
+            self.pool.order = self.order
+        self.offered: list[tuple[int, bytes]] = []
+        """Checkpoints, with the keys of the blocks that they follow, that the tiers below the device may have."""
+
+    def send(self, request: Request, slots: tuple[int, ...]) -> None:
+        """Let the worker's row name `slots` from the next step on."""
+        others = tuple(update for update in request.slot_updates if update.group != -self.number)
+        request.slot_updates = (*others, TableUpdate(-self.number, 0, slots))
+
+    def has(self, key: bytes) -> bool:
+        """True if a checkpoint follows the block with this key. A prefix hit ends where each kind has one."""
+        return self.pool.lookup(key) is not None
+
+    @abstractmethod
+    def has_room(self, request: Request) -> bool:
+        """True if there are slots for a request that is to begin, and one more for what it begins with."""
+
+    @abstractmethod
+    def start(self, request: Request, computed: int) -> None:
+        """Give a request its slots, and the checkpoint after its first `computed` tokens, which `has` knew."""
+
+    @abstractmethod
+    def place(self, request: Request, computed: int, end: int, num_guesses: int) -> bool:
+        """Decide what a step reads and writes that computes the tokens [computed, end), `num_guesses` of them guesses.
+
+        True if the next step may do the same, so that the request may decode under a lease.
+        """
+
+    @abstractmethod
+    def may_write(self, request: Request) -> bool:
+        """True if there is a slot for what the request's next step writes."""
+
+    @abstractmethod
+    def next_mark(self, request: Request) -> int:
+        """The position at which a lease has to end, since a checkpoint may be kept there."""
+
+    @abstractmethod
+    def verified(self, request: Request, num_right: int) -> None:
+        """Go on after the guesses that were right."""
+
+    @abstractmethod
+    def planned(self) -> tuple[StateMark, ...]:
+        """The checkpoints inside of its parts that the step keeps which was just planned. They can be found from now on, and
+        what the step reads may be let go."""
+
+    @abstractmethod
+    def may_share(self, parent: Request) -> bool:
+        """True if what was before the last token of the request's prompt is kept, for others to begin with."""
+
+    @abstractmethod
+    def share(self, parent: Request, children: Sequence[Request]) -> None:
+        """Let `children` begin with that."""
+
+    @abstractmethod
+    def take_over(self, request: Request, source: Request) -> None:
+        """Let a request go on from where another one is."""
+
+    @abstractmethod
+    def release(self, request: Request) -> None:
+        """Take back the request's slots. The checkpoints that it made stay cached."""
