@@ -1,8 +1,6 @@
-"""Executor that runs the model in this process.
+"""Executor that runs the model in this process. `start/loading.py` loads it, `start/sizing.py` sizes and allocates its cache.
 
-Plain values go in; plain values and step handles come out. `start/loading.py` loads the model, `start/sizing.py` sizes and
-allocates its cache.
-"""
+Plain values go in; plain values and step handles come out."""
 
 from __future__ import annotations
 
@@ -66,12 +64,8 @@ class LocalExecutor(Executor):
         device: DeviceInfo | None = None,
         known: ModelDescription | None = None,
     ) -> LocalExecutor:
-        """Find the model and the device, resolve the settings, and load the model.
-
-        `progress` is called as each phase begins. A CPU runs the model without torch where it can
-        (`forward_paths.host_refusal`), unless `by_torch`. With `ranks`, this is one rank's executor
-        and loads its part of the model. `device`, `known`: see `load_runner`.
-        """
+        """Load the model. `progress` is called as each phase begins. A CPU runs it without torch where it can
+        (`forward_paths.host_refusal`), unless `by_torch`. `ranks`, `device`, `known`: see `load_runner`."""
         description, loaded, tiles = load_runner(
             args, progress=progress, by_torch=by_torch, ranks=ranks, device=device, known=known
         )

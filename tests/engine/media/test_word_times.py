@@ -17,9 +17,9 @@ from slipstream import LLM
 from slipstream.engine.audio.words import token_times, words_of
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from slipstream.spec.description import read_spec
-from tests import tiny_models
 from tests.engine.media.test_transcriptions import SETTINGS, sound
-from tests.tiny_models import whisper_id
+from tests.support import tiny_models
+from tests.support.tiny_models import whisper_id
 
 
 @pytest.fixture(scope="module")
