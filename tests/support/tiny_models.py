@@ -872,6 +872,48 @@ T5S: dict[str, dict[str, Any]] = {
 }
 
 
+_BART = dict(
+    vocab_size=VOCAB,
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=3,
+    encoder_ffn_dim=64,
+    decoder_ffn_dim=48,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    max_position_embeddings=128,
+    init_std=0.3,
+    pad_token_id=1,
+    decoder_start_token_id=2,
+    eos_token_id=1,
+    forced_eos_token_id=None,
+)
+BARTS = {
+    "bart": "BartForConditionalGeneration",
+    "plbart": "PLBartForConditionalGeneration",
+    "mbart": "MBartForConditionalGeneration",
+    "blenderbot": "BlenderbotForConditionalGeneration",
+    "pegasus": "PegasusForConditionalGeneration",
+    "marian": "MarianMTModel",
+    "m2m_100": "M2M100ForConditionalGeneration",
+}
+
+
+def build_bart(
+    path: Path, family: str = "bart", *, seed: int = 0, noise: float = 0.1, **more: Any
+) -> Any:
+    """BART or one of its kin. The bias of its head is not zero."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(family, **{**_BART, **more})
+    model: Any = getattr(transformers, BARTS[family])(config).eval()
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias.copy_(torch.randn(1, VOCAB))
+    return _shaken(model, path, noise)
+
+
 def build_encoder(
     path: Path,
     family: str = "bert",
@@ -926,7 +968,7 @@ def _shaken(model: Any, path: Path, noise: float) -> Any:
     import torch
 
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):  # not tables of sines
             parameter.add_(torch.randn_like(parameter) * noise)
     model.save_pretrained(path)
     return model

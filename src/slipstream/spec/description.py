@@ -422,7 +422,10 @@ def _with_stored_head(path: Path, family: Family, spec: ModelSpec, alone: bool) 
         found = find_tensor(path, name)
         return embed is None or found is None or same_numbers(found, embed)
 
-    for name in names & {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}:
+    stacks = {
+        f"{base}{x}coder.embed_tokens.weight" for x in ("en", "de") for base in ("", "model.")
+    }
+    for name in names & stacks:
         if spec.encoder is not None and not is_embed(name):
             raise UnsupportedModelError(
                 f"{name} is not {stored['embed.weight']}: a stack with separate embeddings is not supported",

@@ -227,6 +227,28 @@ def test_t5_logits_equal_transformers(family, shared, tmp_path):
     assert spec.num_parameters == sum(torch.Size(s).numel() for s in parameters(spec).values())
 
 
+@pytest.mark.parametrize("family", tiny_models.BARTS)
+def test_barts_logits_equal_transformers(family, tmp_path):
+    theirs = tiny_models.build_bart(tmp_path, family)
+    answers = [[2, 7, 9], [2], [2, *TEXTS[2][:40]], [2], TEXTS[3][:2]]
+    order = sorted(range(len(answers)), key=lambda i: len(answers[i]) != 1)
+    texts, answers = [TEXTS[i] for i in order], [answers[i] for i in order]
+    for kernels in KERNELS:
+        model = load(tmp_path, kernels=kernels)
+        assert kernels != "cpu" or is_program(model.decoder)
+        found = written(model, texts, answers)
+        for text, answer, ours in zip(texts, answers, found, strict=True):
+            with torch.no_grad():
+                expected = theirs(
+                    input_ids=torch.tensor([text]), decoder_input_ids=torch.tensor([answer])
+                ).logits[0]
+            assert error(ours, expected) <= 1e-4
+    spec, sines = model.spec, "embed_positions"
+    own = sum(p.numel() for n, p in theirs.named_parameters() if p.requires_grad or sines not in n)
+    biases = 0 if family == "m2m_100" else tiny_models.VOCAB
+    assert spec.num_parameters == own + biases
+
+
 # --- Pooling ------------------------------------------------------------------------------------------------------------
 
 

@@ -39,7 +39,7 @@ from slipstream.spec.families.classic import (
     stablelm,
     starcoder,
 )
-from slipstream.spec.families.encoders import bert, deberta, modernbert, nomic, t5, whisper
+from slipstream.spec.families.encoders import bart, bert, deberta, modernbert, nomic, t5, whisper
 from slipstream.spec.families.experts import (
     dbrx,
     deepseek_v4,
@@ -66,7 +66,7 @@ from slipstream.spec.families.hybrids import (
 from slipstream.spec.families.pictures import idefics3, internvl, qwen3_vl, qwen_vl
 
 MODULES = (
-    apertus, bamba, bert, deberta, bloom, cohere, dbrx, deepseek, deepseek_v4, ernie, exaone,
+    apertus, bamba, bart, bert, deberta, bloom, cohere, dbrx, deepseek, deepseek_v4, ernie, exaone,
     falcon, falcon_h1, gemma, gemma3n, gemma4, glm, gpt, gpt_oss, granite, hunyuan, idefics3,
     internvl, jamba, kimi_linear, lfm, llama, llama4, mamba, minimax, mistral3, mixtures,
     modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, phi, qwen,
