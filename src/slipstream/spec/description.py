@@ -331,6 +331,7 @@ def _read_folder(path: Path) -> ModelDescription:
     generation = path / "generation_config.json"
     defaults = read_json(generation) if generation.is_file() else {}
     eos = defaults.get("eos_token_id", own.get("eos_token_id", config.get("eos_token_id")))
+    spec = _with_beginning(spec, defaults if generation.is_file() else own)
     pooling = read_pooling(path, config, is_encoder=spec.is_encoder)
     if (
         pooling.score_tokens is not None
@@ -365,6 +366,21 @@ def _read_folder(path: Path) -> ModelDescription:
         images=images,
         speech=_speech(path, defaults, spec),
     )
+
+
+def _with_beginning(spec: ModelSpec, generation: Mapping[str, Any]) -> ModelSpec:
+    """An encoder-decoder of text whose answers begin with the tokens that the generation config names."""
+    encoder = spec.encoder
+    if encoder is None or encoder.audio is not None:
+        return spec
+    found = (
+        _ids(name, generation.get(name), spec.vocab_size)
+        for name in ("decoder_start_token_id", "forced_bos_token_id")
+    )
+    start, forced = found
+    first = (*start, encoder.start_token_id)[0]
+    encoder = dataclasses.replace(encoder, start_token_id=first, forced=forced[:1])
+    return dataclasses.replace(spec, encoder=encoder)
 
 
 def _speech(path: Path, generation: Mapping[str, Any], spec: ModelSpec) -> SpeechSpec | None:

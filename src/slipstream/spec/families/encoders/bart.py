@@ -64,9 +64,7 @@ KINDS = {
     "blenderbot": Kind(before=True, longest=128, start=1),
     "pegasus": Kind(before=True, sines=True, far=False, start=0),
     "marian": Kind(before=False, sines=True, far=False, start=58100),
-    "m2m_100": Kind(
-        before=True, sines=True, offset=2, act="relu", scaled=True, bias=False, start=2
-    ),
+    "m2m_100": Kind(before=True, sines=True, act="relu", scaled=True, bias=False, start=2),
 }
 
 
@@ -113,12 +111,14 @@ def read(c: ConfigReader, *, family: str) -> ModelSpec:
             f"only as many as encoder_attention_heads ({num_heads}) are supported",
         )
     longest = c.size("max_position_embeddings", kind.longest)
-    rows = longest + kind.offset
+    pad = c.take("pad_token_id", int, 1)
+    offset = pad + 1 if family == "m2m_100" else kind.offset  # the first comes after the padding's
+    rows = longest + offset
     positions: LearnedPositionSpec | SinusoidSpec = LearnedPositionSpec(
-        num_positions=rows, offset=kind.offset
+        num_positions=rows, offset=offset
     )
     if kind.sines:
-        positions = SinusoidSpec(num_positions=rows, offset=kind.offset, far=kind.far)
+        positions = SinusoidSpec(num_positions=rows, offset=offset, far=kind.far)
     final_norm, embed_norm = norm if kind.before else None, norm if kind.embed_norm else None
     spec = ModelSpec(
         family=family,
