@@ -872,7 +872,7 @@ T5S: dict[str, dict[str, Any]] = {
 }
 
 
-_BART = dict(
+BART = dict(
     vocab_size=VOCAB,
     d_model=32,
     encoder_layers=2,
@@ -907,7 +907,7 @@ def build_bart(
     import transformers
 
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(family, **{**_BART, **more})
+    config = transformers.AutoConfig.for_model(family, **{**BART, **more})
     model: Any = getattr(transformers, BARTS[family])(config).eval()
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias.copy_(torch.randn(1, VOCAB))
