@@ -64,6 +64,26 @@ def test_merged_parts_are_attention_over_all_keys(size, data):
         torch.testing.assert_close(merged[step.owned], wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@QUICK
+@given(data=st.data())
+def test_a_token_sees_its_window_and_the_sinks_once(size, data):
+    """A window of fewer tokens than a rank's part of a block has, and larger ones."""
+    shape = data.draw(cases.edge_shapes(max_sequences=3, block_sizes=(4 * size, 16 * size)))
+    step, window = cases.step(shape), data.draw(st.sampled_from([1, 3, 9, 50]))
+    sinks = torch.randn(step.q.shape[1])
+    params = AttentionParams(scale=0.3, window=window, sinks=sinks)
+    wanted = REFERENCE.attention(step.q, step.kv, step.meta, params)[step.owned]
+    found = []
+    for rank in range(size):
+        own, group = part(step.kv, rank, size), types.SimpleNamespace(rank=rank, size=size)
+        meta = REFERENCE.own_keys(step.meta, own.block_size, group, window)
+        found.append(REFERENCE.attention_part(step.q, own, meta, AttentionParams(scale=0.3)))
+    for ops in (REFERENCE, OURS):
+        merged = ops._merged(torch.stack(found), sinks)
+        torch.testing.assert_close(merged[step.owned], wanted, rtol=1e-4, atol=1e-4)
+
+
 @QUICK
 @given(shape=cases.edge_shapes(max_sequences=3, block_sizes=(8, 16)), size=st.sampled_from([2, 4]))
 def test_each_token_is_written_by_the_rank_that_reads_it(shape, size):

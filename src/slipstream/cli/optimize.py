@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import shlex
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import Progress, print_json, say, shown
@@ -95,6 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how devices share the model: tpN by products, ppN by layers, tpNppM by both, cpN by cached tokens (default: tp1)",
     )
     parser.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="measure N of the chosen engine, too: all alike, and some that compute prompts for the others",
+    )
+    parser.add_argument(
         "--load-format",
         choices=("auto", "dummy"),
         default="auto",
@@ -158,6 +165,7 @@ def tell(text: str) -> None:
 
 def _show(args: argparse.Namespace, study: Study, found: Found) -> int:
     """Print the outcome. Returns the exit code: 1 if an objective is missed."""
+    from slipstream.optimize.replicas import verdict
     from slipstream.optimize.run import as_row, misses
 
     search, missed = found.search, misses(found.chosen, study.objectives)
@@ -173,6 +181,8 @@ def _show(args: argparse.Namespace, study: Study, found: Found) -> int:
             "out": study.out,
             "chosen": as_row(found.chosen),
             "folder": found.again,
+            "replicas": list(found.replicas),
+            "apart": verdict(found.replicas, study.objectives) if found.replicas else None,
             "missed": {
                 name: {"measured": value, "wanted": most} for name, (value, most) in missed.items()
             },
@@ -191,12 +201,17 @@ COLUMNS = ("", "out tok/s", "predicted", "TPOT p99, ms", "TTFT p99, ms", "KL", "
 
 def _print(study: Study, found: Found) -> None:
     from slipstream.bench.report import print_table
+    from slipstream.optimize.replicas import verdict
 
     search, again, out = found.search, found.again, study.out
     rows = [_cells(r, r is found.chosen) for r in search.front()]
     count = len(search.space.candidates())
     print_table(f"front: {len(rows)} of {len(search.points())} measured, of {count}", COLUMNS, rows)
     print(f"\nended: {search.why_ended}")
+    for row in found.replicas:
+        print(_arranged(row))
+    if found.replicas:
+        print(verdict(found.replicas, study.objectives))
     if again is None:
         print("KL and perplexity: –, since random weights have no quality to measure")
         print(f"random weights: {out} holds what was measured, and no weights to serve")
@@ -224,6 +239,16 @@ def _cells(result: TrialResult, is_chosen: bool) -> tuple[str, ...]:
         else f"{f['kl']:.4f}" + (f" ± {1.96 * f['kl_stderr']:.4f}" if f["kl_stderr"] else ""),
         "–" if guessed else f"{f['perplexity_ratio'] - 1:+.2%}",
         "chosen" if is_chosen else "",
+    )
+
+
+def _arranged(row: Mapping[str, Any]) -> str:
+    """A line of replicas that were measured together."""
+    apart = f"{row['prompts']} replicas for prompts, {row['answers']} for answers"
+    tpot_ms = (row.get("tpot_s_p99") or 0.0) * 1e3
+    return (
+        f"{apart if row['prompts'] else str(row['answers']) + ' replicas, all alike'}: {row['output_throughput']:,.1f} tok/s, "
+        f"TTFT p99 {row['ttft_s_p99'] * 1e3:,.1f} ms, TPOT p99 {tpot_ms:,.2f} ms"
     )
 
 

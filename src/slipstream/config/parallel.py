@@ -84,7 +84,7 @@ def parallel_section(
     if args.cpu_layers is not None:
         return HostAndGpu(int(args.cpu_layers), spec.num_layers - int(args.cpu_layers))
     if args.context_parallel_size > 1:
-        _check_context(args, spec)
+        _check_context(args, spec, device)
         if tensor == 1:
             return ContextParallel(args.context_parallel_size)
     check_split(spec, tensor=tensor, experts=experts)
@@ -94,7 +94,7 @@ def parallel_section(
         context = args.context_parallel_size
         form = TensorParallel(tensor, experts > 1, args.sequence_parallel, units, context)
     elif experts > 1:
-        _check_dealt_requests(args, spec)
+        _check_dealt_requests(args, spec, device)
         form = DealtRequests(experts)
     stages = _stages(args, spec)
     return Pipeline(form, stages) if stages else form
@@ -119,14 +119,14 @@ def _check_ranks(args: EngineArgs, device: DeviceInfo) -> None:
             )
 
 
-def _check_dealt_requests(args: EngineArgs, spec: ModelSpec) -> None:
+def _check_dealt_requests(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
     """Raise ConfigError for what does not work with separate requests on each rank: all ranks must
     run steps of the same size in the same way."""
     size, found = args.expert_parallel_size, list[tuple[str, str, str]]()
     if spec.encoder is not None or spec.is_encoder:
         found.append((spec.kind, "expert_parallel_size", "leave it at 1"))
-    if args.enable_lora:
-        found.append(("adapters", "enable_lora", "leave it out"))
+    if args.enable_lora and device.is_cuda:  # one rank's graphs would have them, another's not
+        found.append(("adapters on GPUs", "enable_lora", "leave it out"))
     if spec.vision is not None and args.pipeline_parallel_size > 1:
         found.append(("pictures over stages", "max_images", "set it to 0"))
     for what, field, remedy in found[:1]:
@@ -140,24 +140,18 @@ def _check_dealt_requests(args: EngineArgs, spec: ModelSpec) -> None:
         )
 
 
-def _check_context(args: EngineArgs, spec: ModelSpec) -> None:
+def _check_context(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
     """Raise ConfigError for what does not work with keys and values that are shared out by tokens."""
     size, found = args.context_parallel_size, list[tuple[str, str, str]]()
     if spec.kind != "a decoder":
         found.append((spec.kind, "context_parallel_size", "leave it at 1"))
     for what, is_there in (
-        ("recurrent layers, whose states have no tokens to share out", spec.is_recurrent),
-        *_attention_refusals(spec),
-        ("layers with inputs of their own", spec.layer_inputs is not None),
-        ("several residuals", any(x.streams is not None for x in spec.layers)),
+        ("recurrent layers alone, whose states have no tokens to share out", not spec.attentions),
+        *_attention_refusals(spec, on_cpu=not device.is_cuda and args.kernels != "triton"),
     ):
         if is_there:
             remedy = "leave it at 1, or use tensor_parallel_size"
             found.append((f"{what} ({spec.family})", "context_parallel_size", remedy))
-    if spec.vision is not None:
-        found.append(("pictures", "max_images", "set it to 0"))
-    if args.enable_lora:
-        found.append(("adapters", "enable_lora", "leave it out"))
     if args.kv_cache_dtype == "int4":
         found.append(("a cache of 4 bits", "kv_cache_dtype", "use 'fp8' or 'int8'"))
     if (tensor := args.tensor_parallel_size) > 1 and not found:
@@ -175,15 +169,13 @@ def _check_context(args: EngineArgs, spec: ModelSpec) -> None:
         )
 
 
-def _attention_refusals(spec: ModelSpec) -> list[tuple[str, bool]]:
+def _attention_refusals(spec: ModelSpec, *, on_cpu: bool) -> list[tuple[str, bool]]:
     """Kinds of attention whose keys can't be shared out by tokens, and whether the model has them."""
     kinds = [a for a in spec.attentions if isinstance(a, AttentionSpec)]
     latents = [a for a in spec.attentions if isinstance(a, LatentAttentionSpec)]
     return [
-        ("attention windows", any(a.window is not None for a in kinds)),
-        ("attention sinks", any(a.sinks for a in kinds)),
+        ("attention windows on GPUs", not on_cpu and any(a.window is not None for a in kinds)),
         ("scores by distance", any(isinstance(a.position, AlibiSpec | BucketSpec) for a in kinds)),
-        ("layers that read another's keys", any(a.kv_from is not None for a in kinds)),
         ("sparse attention", any(a.index is not None for a in latents)),
         ("compressed keys", any(isinstance(a, CompressedAttentionSpec) for a in latents)),
     ]

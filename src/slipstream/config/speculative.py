@@ -129,6 +129,7 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
     if not isinstance(drafts, LearnedDrafts):
         return
     method, others = f"method {drafts.method!r} of speculation", "use 'ngram' or 'suffix'"
+    of_model = isinstance(drafts, ModelDrafts)
     untried = "drafts of a model were not tried with it; use speculative_model='ngram' or 'suffix'"
     for name, refused, why in (
         (
@@ -140,19 +141,14 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
         ("cpu_layers", isinstance(config.parallel, HostAndGpu), untried),
         (
             field,
-            isinstance(config.parallel, Pipeline),
-            f"{method} does not run over stages; {others} with {field}",
+            isinstance(config.parallel, Pipeline) and (not of_model or config.device.info.is_cuda),
+            f"{method} does not run over stages{' on GPUs' * of_model}; {others} with {field}",
         ),
         # Other CPUs or tile tables round differently, and each rank follows its own drafts.
         (
             "rank_address",
             args.local_ranks is not None,
             f"drafts of a model are not for ranks of several hosts, which may round them differently; {others}",
-        ),
-        (
-            "speculative_config",
-            args.context_parallel_size > 1,
-            f"context_parallel_size={args.context_parallel_size} does not cover {method}; {others}",
         ),
         (
             "speculative_config",

@@ -35,8 +35,8 @@ class ContextOps(ABC):
     def attention_part(
         self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        """`attention` of each token over the first `meta.limits` keys of its sequence (`own_keys`): q
-        [T, H, D] → [T, H, W + n].
+        """`attention` of each token over the keys of its sequence from `meta.begins` (None: 0) to
+        `meta.limits` (`own_keys`), without sinks: q [T, H, D] → [T, H, W + n].
 
         The first W numbers of a head are its result, as wide as the values. The bits of the last n
         are the natural logarithm of its softmax's sum, float32; −inf without keys.
@@ -65,36 +65,54 @@ class ContextOps(ABC):
         `own`: "tokens" gives this rank's, [⌈T / n⌉, H, W] (`RankOps.own_tokens`). "heads": q has
         this rank's heads, all of which read the same kv heads.
         """
+        sinks, params = params.sinks, dataclasses.replace(params, sinks=None)
         if own == "heads":
             heads = group.all_gather(q).transpose(0, 1)  # [T, n, H, D]
             part = self.attention_part(heads.flatten(1, 2), kv, meta, params)
             each = part.unflatten(1, (group.size, -1)).transpose(0, 1)
-            return self.merge_parts(group.all_to_all(each.flatten(0, 1)))
+            return self._merged(group.all_to_all(each.flatten(0, 1)), sinks)
         part = self.attention_part(q, kv, meta, params)
         if own is None:
-            return self.merge_parts(group.all_gather(part))
+            return self._merged(group.all_gather(part), sinks)
         if missing := -len(part) % group.size:
             part = torch.cat((part, part.new_zeros(missing, *part.shape[1:])))
-        return self.merge_parts(group.all_to_all(part))
+        return self._merged(group.all_to_all(part), sinks)
+
+    def _merged(self, parts: Tensor, sinks: Tensor | None) -> Tensor:
+        """`merge_parts`, in which sinks are a part without values."""
+        if sinks is not None:
+            _, num_tokens, num_heads, width = parts.shape
+            out = parts.new_zeros(num_tokens, num_heads, width - 4 // parts.itemsize)
+            own = packed(out, sinks.repeat(num_tokens, 1))
+            parts = torch.cat((parts, own[None]))
+        return self.merge_parts(parts)
 
     def own_keys(
-        self, meta: AttentionMetadata, block_size: int, group: RankGroup
+        self,
+        meta: AttentionMetadata,
+        block_size: int,
+        group: RankGroup,
+        window: int | None = None,
     ) -> AttentionMetadata:
         """A step's metadata for this rank's keys. Tokens of other ranks are written to the null block."""
         size, rank = group.size, group.rank
         return meta.once(
-            ("own keys", block_size, rank), lambda: _own_keys(meta, block_size, rank, size)
+            ("own keys", block_size, rank, window),
+            lambda: _own_keys(meta, block_size, rank, size, window),
         )
 
 
-def _own_keys(meta: AttentionMetadata, block_size: int, rank: int, size: int) -> AttentionMetadata:
+def own_length(lengths: Tensor, block_size: int, rank: int, size: int) -> Tensor:
+    """The number of keys that a rank has of the first `lengths` tokens, int32."""
     whole = block_size * size
+    left = (lengths % whole - rank * block_size).clamp(0, block_size)
+    return (lengths // whole * block_size + left).int()
 
-    def own(lengths: Tensor) -> Tensor:
-        """The keys that this rank has of the first `lengths` tokens."""
-        left = (lengths % whole - rank * block_size).clamp(0, block_size)
-        return lengths // whole * block_size + left
 
+def _own_keys(
+    meta: AttentionMetadata, block_size: int, rank: int, size: int, window: int | None
+) -> AttentionMetadata:
+    whole = block_size * size
     slots, lens, longest = meta.slot_mapping, meta.seq_lens, meta.max_seq_len
     place = slots % whole
     block = torch.where(place // block_size == rank, slots // whole, 0)
@@ -104,12 +122,16 @@ def _own_keys(meta: AttentionMetadata, block_size: int, rank: int, size: int) ->
         seq = torch.bucketize(tokens, ends, right=True).clamp(max=len(ends) - 1)
         # padding's tokens come after the last sequence
         seen = torch.minimum(lens[seq], lens[seq] - (ends[seq] - 1 - tokens)).clamp(min=0)
+    begins = None
+    if window is not None:
+        begins = own_length((seen - window).clamp(min=0), block_size, rank, size)
     return dataclasses.replace(
         meta,
         slot_mapping=block * block_size + place % block_size,
-        seq_lens=own(lens).int(),
+        seq_lens=own_length(lens, block_size, rank, size),
         max_seq_len=longest // whole * block_size + min(longest % whole, block_size),
-        limits=own(seen).int(),
+        limits=own_length(seen, block_size, rank, size),
+        begins=begins,
         from_start=False,
         shared=None,
         of_steps=None,

@@ -125,8 +125,10 @@ class AttentionMetadata:
     # [T], for layers that choose experts by them (the decoder sets it)
     token_ids: Tensor | None = None
     states: StateMetadata | None = None  # for recurrent layers
-    # int32 [T]: the keys that each token sees, where ranks share them out (`context_ops.py`)
+    # int32 [T], where ranks share keys out (`context_ops.py`): a token sees those before `limits`,
+    # and none before `begins`
     limits: Tensor | None = None
+    begins: Tensor | None = None
     groups: tuple[AttentionMetadata, ...] = ()
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -135,8 +137,7 @@ class AttentionMetadata:
         return self.groups[group] if self.groups else self
 
     def of_tokens(self, rows: slice) -> AttentionMetadata:
-        """Returns metadata for ops that process some of the tokens one by one, and don't use
-        sequences."""
+        """Returns metadata for ops that process some tokens one by one and use no sequences."""
         return dataclasses.replace(
             self, positions=self.positions[rows], slot_mapping=self.slot_mapping[rows]
         )
@@ -209,6 +210,5 @@ class SamplingTensors:
 
     @property
     def changes_logits(self) -> bool:
-        return (
-            self.bias_rows is not None or self.history is not None or self.limited_rows is not None
-        )
+        given = self.bias_rows, self.history, self.limited_rows
+        return any(x is not None for x in given)

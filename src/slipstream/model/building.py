@@ -294,7 +294,7 @@ def build_layer(
         residuals = hyper(s) if isinstance(s, HyperSpec) else streams(s)
     recurrent = None
     if spec.recurrent is not None:
-        recurrent = build_recurrent(spec.recurrent, parameters, name, linear, summed_ranks)
+        recurrent = build_recurrent(spec.recurrent, parameters, name, linear, summed_ranks, context)
     crossed = cross(spec.cross) if spec.cross is not None else None
     return Layer(
         spec,

@@ -294,13 +294,15 @@ class Decoder:
             own: Any = run_layers(
                 self.ops, self.layers, self.ops.own_tokens(h, ranks), kv, meta, look
             )
+            if taken is not None:
+                taken = self.ops.gather_tokens(taken, ranks, num_tokens)
             if self.partition is not None and not self.partition.shard.tensor:
                 hidden = self.ops.gather_tokens(self.finished(*own), ranks, num_tokens)
-                return hidden, hidden
-            together: Any = (
-                None if x is None else self.ops.gather_tokens(x, ranks, num_tokens) for x in own
-            )
-            hidden = self.finished(*together)
+            else:
+                together: Any = (
+                    None if x is None else self.ops.gather_tokens(x, ranks, num_tokens) for x in own
+                )
+                hidden = self.finished(*together)
         else:
             hidden = self.finished(*run_layers(self.ops, self.layers, h, kv, meta, look))
         return hidden, hidden if taken is None else taken
@@ -308,11 +310,12 @@ class Decoder:
     def sharing(self, h: Tensor) -> RankGroup | None:
         """Returns the ranks that split a step's residual by tokens. None if each has all of it."""
         part = self.partition
-        return (
-            part.group
-            if part is not None and part.sequence and part.shares_tokens(len(h))
-            else None
-        )
+        return None if part is None or not part.sequence else self.sharers(len(h))
+
+    def sharers(self, num_tokens: int) -> RankGroup | None:
+        """Returns `sharing` for a step's number of tokens."""
+        part = self.partition
+        return part.group if part is not None and part.shares_tokens(num_tokens) else None
 
     def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """Encodes the whole prompts of an encoder-decoder: token ids [T], or frames of audio (`AudioInput`).
@@ -403,6 +406,13 @@ class Decoder:
                 self.layers[i] = dataclasses.replace(layer, expert_counts=counts)
         counted = zip(self.spec.local_layers, self.layers, strict=True)
         return {i: x.expert_counts for i, x in counted if x.expert_counts is not None}
+
+    def route_own_tokens(self) -> None:
+        """Routes each rank's tokens on that rank from now on, where requests are dealt out."""
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer.mlp, MoE):
+                mlp = dataclasses.replace(layer.mlp, routes_own=True)
+                self.layers[i] = dataclasses.replace(layer, mlp=mlp)
 
     def keep_routed_experts(self, num_tokens: int) -> Tensor:
         """Writes each token's experts in every step from now on. Returns where: int16 [layers with

@@ -47,6 +47,18 @@ def _state(kv: LayerKV) -> LayerState:
     return kv.state
 
 
+def _gathered(ops: OpSet, x: Tensor, meta: AttentionMetadata, ranks: RankGroup | None) -> Tensor:
+    """Returns the rows of all tokens, where x has this rank's of a long step: a state passes all."""
+    if ranks is None or len(x) == len(meta.positions):
+        return x
+    return ops.gather_tokens(x, ranks, len(meta.positions))
+
+
+def _own(ops: OpSet, x: Tensor, like: Any, ranks: RankGroup | None) -> Tensor:
+    """Returns this rank's rows of x, if `like` has no others."""
+    return x if ranks is None or len(x) == len(like) else ops.own_tokens(x, ranks)
+
+
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
     spec: GatedDeltaSpec
@@ -58,6 +70,7 @@ class GatedDelta:
     """Products with `spec.latent`: decay to its latent and back, the output gate to its latent and back."""
 
     inputs: InputFormat | None = None  # the gates' product reads rows of the model's type
+    context: RankGroup | None = None  # the ranks with the other tokens' rows, in long steps
 
     @property
     def products(self) -> dict[str, Linear]:
@@ -73,10 +86,14 @@ class GatedDelta:
             decay_latent, decay_up, gate_latent, gate_up = self.latents
             decay = ops.linear(ops.linear(x, decay_latent), decay_up)
             z = ops.linear(ops.linear(x, gate_latent), gate_up)
+        own, context = rows, self.context
+        rows, gates = (_gathered(ops, part, meta, context) for part in (rows, gates))
+        if decay is not None and z is not None:
+            decay, z = (_gathered(ops, part, meta, context) for part in (decay, z))
         mixed = ops.gated_delta(
             rows, gates, state=_state(kv), meta=meta, params=self.params, decay=decay, z=z
         )
-        return ops.linear(mixed, self.out)
+        return ops.linear(_own(ops, mixed, own, context), self.out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +104,11 @@ class Mamba2:
     params: Mamba2Params
     norm: Tensor | None = None  # with `spec.norm_part`: the norm's weights, which `params` lack
     group: RankGroup | None = None  # the ranks that have the other parts
+    context: RankGroup | None = None
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        rows = ops.linear(x, self.into)
+        own = ops.linear(x, self.into)
+        rows = _gathered(ops, own, meta, self.context)
         mixed = ops.mamba2(rows, state=_state(kv), meta=meta, params=self.params)
         if self.group is not None:
             mixed = ops.norm_groups_part(mixed, spec=self.spec, weight=self.norm, group=self.group)
@@ -98,7 +117,7 @@ class Mamba2:
             if self.spec.gate == "silu":
                 mixed = mixed * gate
             mixed = mixed * ops.sigmoid(gate)
-        return ops.linear(mixed, self.out)
+        return ops.linear(_own(ops, mixed, own, self.context), self.out)
 
     @property
     def products(self) -> dict[str, Linear]:
@@ -120,10 +139,12 @@ class Mamba:
     params: MambaParams
     norms: tuple[NormParams, NormParams, NormParams] | None = None  # of dt's latent, B and C
     group: RankGroup | None = None  # the ranks that have the other channels
+    context: RankGroup | None = None
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         s, state = self.spec, _state(kv)
-        xz = ops.linear(x, self.into)
+        own = ops.linear(x, self.into)
+        xz = _gathered(ops, own, meta, self.context)
         rows = ops.causal_conv(xz, state=state, meta=meta, params=self.conv)
         chosen = ops.linear(rows, self.select)
         if self.group is not None:
@@ -135,7 +156,7 @@ class Mamba:
         latent, b, c = parts
         dt = ops.linear(latent, self.dt)
         mixed = ops.selective_scan(rows, dt, b, c, xz, state=state, meta=meta, params=self.params)
-        return ops.linear(mixed, self.out)
+        return ops.linear(_own(ops, mixed, own, self.context), self.out)
 
     @property
     def products(self) -> dict[str, Linear]:
@@ -152,12 +173,13 @@ class ShortConv:
     into: Linear
     out: Linear
     conv: ConvParams
+    context: RankGroup | None = None
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        rows = ops.linear(x, self.into)
-        return ops.linear(
-            ops.short_conv(rows, state=_state(kv), meta=meta, params=self.conv), self.out
-        )
+        own = ops.linear(x, self.into)
+        rows = _gathered(ops, own, meta, self.context)
+        mixed = ops.short_conv(rows, state=_state(kv), meta=meta, params=self.conv)
+        return ops.linear(_own(ops, mixed, own, self.context), self.out)
 
     @property
     def products(self) -> dict[str, Linear]:
@@ -187,10 +209,12 @@ def build_recurrent(
     name: str,
     linear: Callable[..., Linear],
     group: RankGroup | None = None,
+    context: RankGroup | None = None,
 ) -> Recurrent:
     """Builds a layer's recurrent part from the parameters `name`recurrent.…, which it removes from the mapping.
 
-    `linear(stem, scheme)` makes a product; with None it is not quantized. `group` has the ranks whose parts are summed.
+    `linear(stem, scheme)` makes a product; with None it is not quantized. `group` has the ranks whose parts are summed,
+    `context` those with the other tokens' rows.
     """
 
     def take(part: str) -> Any:
@@ -215,7 +239,7 @@ def build_recurrent(
             delta = GatedDeltaParams(
                 spec=spec, conv=conv, decay=take("decay"), time=take("time"), norm=take("norm")
             )
-            return GatedDelta(spec, into, dense("gates"), out, delta, latents)
+            return GatedDelta(spec, into, dense("gates"), out, delta, latents, context=context)
         case Mamba2Spec():
             norm, of_ranks = take("norm"), spec.norm_part is not None
             decay, time, skip = take("decay"), take("time"), take("skip")
@@ -233,7 +257,8 @@ def build_recurrent(
                 norm=None if of_ranks else norm,
                 gated=not (of_ranks and spec.norm == "norm_first"),
             )
-            return Mamba2(spec, into, out, mamba2, *((norm, group) if of_ranks else ()))
+            more = (norm, group) if of_ranks else (None, None)
+            return Mamba2(spec, into, out, mamba2, *more, context)
         case MambaSpec():
             select, dt = dense("select"), dense("dt")
             norms = None
@@ -252,6 +277,6 @@ def build_recurrent(
             mamba = MambaParams(
                 spec=spec, decay=take("decay"), time=take("time"), skip=take("skip")
             )
-            return Mamba(spec, into, select, dt, out, conv, mamba, norms, group)  # type: ignore[arg-type]
+            return Mamba(spec, into, select, dt, out, conv, mamba, norms, group, context)  # type: ignore[arg-type]
         case ShortConvSpec():
-            return ShortConv(spec, into, out, conv)
+            return ShortConv(spec, into, out, conv, context)

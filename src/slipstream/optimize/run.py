@@ -323,6 +323,18 @@ class Measurer:
             }
         )
 
+    def replicas(self, args: Mapping[str, Any], prompts: int, answers: int) -> dict[str, Any]:
+        """Measure replicas of an engine with these settings under the traffic (`optimize.replicas`)."""
+        return self._run(
+            {
+                "kind": "replicas",
+                "args": {**args, "skip_tokenizer_init": True},
+                "arrangement": {"prompts": prompts, "answers": answers},
+                "traffic": self.traffic,
+                "objectives": dict(self.objectives),
+            }
+        )
+
     def folder_args(self, candidate: Candidate) -> tuple[EngineArgs, dict[str, Any]]:
         """(settings stored in the candidate's folder, settings that each start must give). A draft
         model or head is not stored."""

@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from slipstream.evals.tasks import check_tasks
 from slipstream.evals.text import TextSettings, check_text
 from slipstream.hub import machine_folder, resolve_model
 from slipstream.optimize import run as measuring
-from slipstream.optimize.candidates import Space, TrialResult
+from slipstream.optimize.candidates import Candidate, Space, TrialResult
 from slipstream.optimize.prior import simulated_prior
+from slipstream.optimize.replicas import arrangements, verdict
 from slipstream.optimize.search import Search, load_optuna
 from slipstream.optimize.traffic import RecordedTraffic, parse_traffic
 from slipstream.simulate.engines import this_hardware
@@ -63,6 +64,7 @@ class StudyOptions:
     drafts: str | None = None
     kv_cache_dtypes: str | None = None
     parallel: str = "tp1"
+    replicas: int | None = None  # of the chosen engine, alike and with prefill and decode apart
     load_format: str = "auto"
     max_model_len: int | None = None
     num_threads: int | None = None
@@ -108,6 +110,11 @@ class StudyOptions:
         for name in ("eval_windows", "task_limit"):
             if (count := getattr(self, name)) is not None and count < 1:
                 raise ConfigError(f"{name}={count} must be above 0", field=name)
+        if self.replicas is not None and self.replicas < 2:
+            raise ConfigError(
+                f"replicas={self.replicas}: prefill and decode apart take 2 or more; leave it out",
+                field="replicas",
+            )
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed} must not be below 0", field="seed")
 
@@ -115,12 +122,13 @@ class StudyOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """Result of a study. `again`: measurements of an engine from its folder; None for random
-    weights."""
+    weights. `replicas`: those of several, `optimize.replicas.arrangements`; empty if none are wanted."""
 
     search: Search
     chosen: TrialResult
     at_start: Mapping[str, Any]  # settings that the folder can't store: `serve` needs them
     again: dict[str, Any] | None
+    replicas: Sequence[Mapping[str, Any]] = ()
 
 
 def prepare(options: StudyOptions, say: Say) -> Study:
@@ -140,6 +148,8 @@ def prepare(options: StudyOptions, say: Say) -> Study:
     types = _kv_cache_dtypes(options, base, description, info)
     forms = measuring.check_parallel(options.parallel.split(","), base, description, info)
     context = min(TEXT_CONTEXT, spec.max_position)
+    if options.replicas is not None:
+        _check_handover(base, description, info, forms)
     text = TextSettings(
         source=options.text, context=context, stride=context, num_windows=options.eval_windows
     )
@@ -189,6 +199,21 @@ def prepare(options: StudyOptions, say: Say) -> Study:
         space=space,
         budget_s=budget_s,
     )
+
+
+def _check_handover(
+    base: EngineArgs, description: ModelDescription, info: DeviceInfo, forms: Sequence[str]
+) -> None:
+    """ConfigError if the engines of some form have no hand-overs."""
+    for form in forms:
+        given = measuring.settings_of(base, Candidate("none", (("parallel", form),)))
+        try:
+            args = EngineArgs(**{**given, "kv_handover_address": "unix:optimize"})
+            resolve(args, description, info)
+        except ConfigError as error:
+            raise ConfigError(
+                f"replicas: {error} (leave out replicas, or {form})", field="replicas"
+            ) from None
 
 
 def _kv_cache_dtypes(
@@ -255,8 +280,22 @@ class Study:
             if chosen is None:
                 raise ConfigError(_nothing(search), field="max_quality_loss")
             args, at_start = measurer.folder_args(chosen.candidate)
-            again = self._write(chosen, measurer, search, args, at_start)
-        return Found(search=search, chosen=chosen, at_start=at_start, again=again)
+            replicas = self._replicas(chosen, measurer)
+            again = self._write(chosen, measurer, search, args, at_start, replicas)
+        return Found(
+            search=search, chosen=chosen, at_start=at_start, again=again, replicas=replicas
+        )
+
+    def _replicas(
+        self, chosen: TrialResult, measurer: measuring.Measurer
+    ) -> list[Mapping[str, Any]]:
+        """Measure several of the chosen engine, in all arrangements."""
+        found: list[Mapping[str, Any]] = []
+        args = measurer.args_of(chosen.candidate)
+        for prompts, answers in arrangements(self.options.replicas or 0):
+            measurer.on_phase(f"{prompts} + {answers} replicas")
+            found.append(measurer.replicas(args, prompts, answers))
+        return found
 
     def _measurer(self, state: Path, on_phase: Say) -> measuring.Measurer:
         options, drafts = self.options, self.space.axes.get("speculative_model", ())
@@ -308,6 +347,7 @@ class Study:
         search: Search,
         args: EngineArgs,
         at_start: dict[str, Any],
+        replicas: Sequence[Mapping[str, Any]],
     ) -> dict[str, Any] | None:
         """Write the chosen candidate's folder, with receipts and all measurements.
 
@@ -347,6 +387,8 @@ class Study:
             "results": [measuring.as_row(r) for r in search.results],
             **measured,
             "folder": again,
+            "replicas": list(replicas),
+            "apart": verdict(replicas, self.objectives) if replicas else None,
             "why_ended": search.why_ended,
             "traffic": traffic,
         }

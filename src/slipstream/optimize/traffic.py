@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.base.files import parse_json
 from slipstream.bench.load import parse_arrivals
@@ -29,6 +31,11 @@ class RecordedTraffic:
     arrivals: str
     seed: int = 0
     num_left_out: int = 0
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> RecordedTraffic:
+        """The traffic in JSON data."""
+        return cls(**{**given, "lengths": tuple((a, b) for a, b in given["lengths"])})
 
     @property
     def longest(self) -> int:

@@ -34,8 +34,7 @@ def speed(job: dict[str, Any]) -> dict[str, Any]:
     from slipstream.costs.metrics import summarize
     from slipstream.optimize.traffic import RecordedTraffic
 
-    given = job["traffic"]
-    traffic = RecordedTraffic(**{**given, "lengths": tuple((a, b) for a, b in given["lengths"])})
+    traffic = RecordedTraffic.of(job["traffic"])
 
     async def measure() -> dict[str, Any]:
         async with await AsyncSlipstream.start(EngineArgs(**job["args"])) as engine:
@@ -68,6 +67,34 @@ def speed(job: dict[str, Any]) -> dict[str, Any]:
         if canary is not None:
             found["canary"] = {"ok": canary.ok, "kl": canary.kl_mean, "most": canary.limit}
         return found
+
+    return asyncio.run(measure())
+
+
+def replicas(job: dict[str, Any]) -> dict[str, Any]:
+    """Measure several engines together under the traffic (`optimize.replicas`)."""
+    from slipstream.bench.load import parse_arrivals, run_load
+    from slipstream.bench.sweep.results import figures
+    from slipstream.bench.workload import warmup
+    from slipstream.costs.metrics import summarize
+    from slipstream.optimize.replicas import Replicas
+    from slipstream.optimize.traffic import RecordedTraffic
+
+    traffic, counts = RecordedTraffic.of(job["traffic"]), job["arrangement"]
+
+    async def measure() -> dict[str, Any]:
+        async with await Replicas.start(EngineArgs(**job["args"]), **counts) as engines:
+            work = traffic.workload(engines.engines[0].engine.description.spec.vocab_size)
+            arrivals = parse_arrivals(traffic.arrivals)
+            first = warmup(work, min(4, len(work.requests)))
+            await run_load(engines, first, arrivals, seed=traffic.seed)
+            before = await engines.handed_tokens()
+            records = await run_load(engines, work.requests, arrivals, seed=traffic.seed)
+            handed = await engines.handed_tokens() - before
+        summary = summarize(records, job["objectives"])
+        if summary.num_failed:
+            raise SlipstreamError("; ".join(summary.errors))
+        return {**counts, **figures(summary), "handed_tokens": handed}
 
     return asyncio.run(measure())
 
@@ -164,7 +191,7 @@ def main() -> None:
     os.dup2(2, 1)
     job = json.loads(sys.stdin.read())
     try:
-        found = {"speed": speed, "quality": quality}[job["kind"]](job)
+        found = {"speed": speed, "quality": quality, "replicas": replicas}[job["kind"]](job)
     except Exception as error:  # every failure is the candidate's
         error = missing_torch(error) or error
         text = (

@@ -42,6 +42,7 @@ from slipstream.worker.draft.drafter import Drafter
 from slipstream.worker.draft.head_drafter import load_drafter
 from slipstream.worker.draft.memory import DraftMemory
 from slipstream.worker.draft.model import DraftModel
+from slipstream.worker.draft.stages import ReceivedDrafts
 from slipstream.worker.experts.routed import RoutedExpertsTap
 from slipstream.worker.forward.table import ForwardTable
 from slipstream.worker.model_runner import ModelRunner
@@ -52,6 +53,7 @@ from slipstream.worker.text_runner import TextRunner
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
     from slipstream.model.layers.layer import Partition
+    from slipstream.platform.collectives import Pipe
     from slipstream.worker.adapters import Adapters
     from slipstream.worker.experts.host import LoadFollower
     from slipstream.worker.experts.places import ExpertPlaces
@@ -139,8 +141,13 @@ class LoadedRunner(ABC):
                 settings["load_format"] = "auto"
             model, forwards = self._load_draft(description, settings)
             self.draft = DraftModel(self.config, self._draft_memory(), model, forwards)
+            self.draft.pipe = None if self.partition is None else self.partition.pipe
             if self.config.drafts_ahead:  # the same limit as for a head
                 self.config = self.config.with_most_drafts(CHAIN_DEPTHS[-1])
+
+    def receive_drafts(self, pipe: Pipe) -> None:
+        """Take the drafts that a pipeline's last stage proposes."""
+        self.draft = ReceivedDrafts(self.config, self._draft_memory(), pipe)
 
     def _load_dense(self, description: ModelDescription) -> None:
         """Load the Dense steps of sentence-transformers, which the ledger counts as weights."""

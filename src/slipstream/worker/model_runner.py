@@ -89,7 +89,7 @@ class ModelRunner(Runner):
         from slipstream.worker.ranks.stage_tokens import FirstStage, LastStage
 
         if self.model.spec.has_first:
-            self._first = FirstStage(self.partition.pipe, self.rows, self.platform)
+            self._first = FirstStage(self.partition.pipe, self.rows, self.platform, self.draft)
         if self._ends_here:
             self._last = LastStage(self.partition.pipe, self.device)
 

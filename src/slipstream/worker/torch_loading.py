@@ -137,6 +137,8 @@ class TorchLoaded(LoadedRunner):
         if (lora := self.config.lora) is None:
             return
         shard = ALONE if self.partition is None else self.partition.shard
+        if shard.deals_requests:
+            self.model.decoder.route_own_tokens()
         self.adapters = Adapters(lora, description, self.model.decoder, shard)
         self.forwards.take_adapters(self.adapters)
         for request in lora.requests:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import EngineArgs, resolve
-from slipstream.costs.devices import find_device
+from slipstream.config.settings import DeviceInfo
 from slipstream.errors import ConfigError
 from slipstream.model.layers import layer
 from slipstream.spec.description import read_spec
@@ -88,14 +88,22 @@ def test_every_decoder_shares_tokens_out(tmp_path, family, monkeypatch):
 
 def context_refusal(path):
     args = EngineArgs(model=str(path), context_parallel_size=2)
+    memory = dict(memory_bytes=2**36, free_bytes=2**36)
     try:
-        resolve(args, read_spec(path), find_device("h200").device_info())
+        resolve(
+            args,
+            read_spec(path),
+            DeviceInfo(device="cpu", name="x", best_dtype="float32", isa="amx", **memory),
+        )
     except ConfigError as refused:
         return refused
     return None
 
 
-BY_CONTEXT = ["llama", "gpt_bigcode", "gptj", "mixtral", "deepseek_v3", "qwen3_moe", "granite"]
+BY_CONTEXT = [
+    *("llama", "gpt_bigcode", "gptj", "mixtral", "deepseek_v3", "qwen3_moe", "granite"),
+    *("gemma2", "gpt_oss", "qwen3_next", "jamba", "bamba", "lfm2"),
+]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from slipstream.core.scheduler import Scheduler
 from slipstream.costs.graph_sizes import GRAPH_BYTES, MIXED_PROMPTS
 from slipstream.kernels.cpu.packed import PackedExperts
 from slipstream.kernels.plain.reference import ReferenceOps
+from slipstream.kernels.weights.adapters import tokens_of
 from slipstream.messages.steps import NewRequest, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers.layer import Partition, one_of_each_kind
@@ -487,7 +488,7 @@ def test_a_draft_is_a_row_of_a_decode_graph(tmp_path, monkeypatch, again):
     assert any(n > 8 and not prompts for n, prompts in graphs.used) == (again > 0)
 
 
-def test_adapters_of_drafts(tmp_path):
+def test_adapters_of_drafts(monkeypatch):
     """Each token of a step has its request's adapter: in a decode graph drafts follow at once, in a mixed one behind the room
     for decodes."""
     slots = {"a": 1, "b": 0, "c": 2}
@@ -502,14 +503,37 @@ def test_adapters_of_drafts(tmp_path):
             ScheduledRequest("c", 9, 2, 2),
         ),
     )
+    ranks = SimpleNamespace(rank=0, size=3)
+    adapters = SimpleNamespace(
+        parts=frozenset(),
+        settings=SimpleNamespace(max_loras=3),
+        decoder=SimpleNamespace(sharers=lambda n: ranks if n > 8 else None),
+    )
+    seen = []
+    monkeypatch.setattr(
+        graph_inputs,
+        "Adapted",
+        lambda *_: SimpleNamespace(hidden=lambda *given: seen.append(given[3])),
+    )
     for size, behind in (((8, 0), 1), ((8, 32), 8)):
-        given = torch.zeros(200, dtype=torch.int32)
-        held = AdapterInput(SimpleNamespace(parts=frozenset()), rows, torch.device("cpu"))
-        held._tokens[size] = given
+        held = AdapterInput(adapters, rows, torch.device("cpu"))
+        held.allot(size)
         held.fill(size, plan)
-        own = np.full(sum(size), -1)
-        own[0], own[behind : behind + 5] = 1, [0, 0, 0, 2, 2]
-        assert given[: sum(size)].tolist() == own.tolist()
+        held.hidden(size, SimpleNamespace(base=None), None, None, None, None)
+        slots_of = np.full(sum(size), -1)
+        slots_of[0], slots_of[behind : behind + 5] = 1, [0, 0, 0, 2, 2]
+        tokens = seen.pop()
+        assert tokens.slots.tolist() == slots_of.tolist()
+        if size[1] == 0:
+            assert tokens.own is None
+            continue
+        own = tokens_of(slots_of[:14], torch.device("cpu"))  # of 40 on three ranks
+        assert tokens.own.slots.tolist() == own.slots.tolist()
+        assert tokens.own.order.tolist() == own.order.tolist()
+        assert tokens.own.tiles[: len(own.tiles)].tolist() == own.tiles.tolist()
+        assert not tokens.own.tiles[len(own.tiles) :].any()
+        assert tokens.of(torch.zeros(14, 2)) is tokens.own
+        assert tokens.of(torch.zeros(40, 2)) is tokens
 
 
 def test_graphs_with_adapters_are_forgotten_where_others_have_some():
@@ -1157,7 +1181,11 @@ def test_nothing_is_sent_while_a_stage_is_captured(monkeypatch, given):
     monkeypatch.setattr(graph_inputs, "Adapted", lambda base, adapters: adapted)
     graphs._pipe, graphs._incoming, graphs._compiled = real, None, None
     cpu = torch.device("cpu")
-    adapters = SimpleNamespace(parts=frozenset(), settings=SimpleNamespace(max_loras=2))
+    adapters = SimpleNamespace(
+        parts=frozenset(),
+        settings=SimpleNamespace(max_loras=2),
+        decoder=SimpleNamespace(sharers=lambda num_tokens: None),
+    )
     graphs.given = {
         "nothing more": GraphInput,
         "shared prefixes": lambda: SharedPrefixInput(cpu),

@@ -137,8 +137,6 @@ def test_latents_and_experts_answer_as_one_device_and_count_each_token_once(fold
 @pytest.mark.parametrize(
     ("family", "settings", "field", "says"),
     [
-        ("llama", {"enable_lora": True}, "enable_lora", "does not cover adapters; leave it out"),
-        ("llama", {"speculative_model": "draft"}, "speculative_config", "use 'ngram' or 'suffix'"),
         ("llama", {"kv_cache_dtype": "int4"}, "kv_cache_dtype", "does not cover a cache of 4 bits"),
         ("llama", {"tensor_parallel_size": 2}, "context_parallel_size", "2 kv heads 1 times"),
         ("llama", {"tensor_parallel_size": 3}, "context_parallel_size", "must divide that"),
@@ -146,9 +144,8 @@ def test_latents_and_experts_answer_as_one_device_and_count_each_token_once(fold
         ("qwen3_moe", {"expert_parallel_size": 2}, "context_parallel_size", "does not go with"),
         ("llama", {"kv_handover_address": "unix:a"}, "kv_handover_address", "several ranks"),
         ("llama", {"weights_bytes": 2**20}, "weights_bytes", "context_parallel_size at 1"),
-        ("gemma2", {}, "context_parallel_size", "attention windows"),
-        ("gpt_oss", {}, "context_parallel_size", "attention windows"),
-        ("mamba2", {}, "context_parallel_size", "recurrent layers"),
+        ("gemma2", {"kernels": "triton"}, "context_parallel_size", "attention windows on GPUs"),
+        ("mamba2", {}, "context_parallel_size", "recurrent layers alone"),
         ("bloom", {}, "context_parallel_size", "scores by distance"),
         ("deepseek_v32", {}, "context_parallel_size", "sparse attention"),
     ],

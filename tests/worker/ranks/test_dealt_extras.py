@@ -9,9 +9,15 @@ import pytest
 from safetensors.torch import save_file
 
 from slipstream import LLM, SamplingParams
+from slipstream.config import EngineArgs, resolve
+from slipstream.costs.devices import find_device
 from slipstream.errors import ConfigError
+from slipstream.spec.description import read_spec
 from tests.engine.drafts.test_draft_heads import Setup
 from tests.engine.media.test_vision import prompt_of
+from tests.engine.test_adapters import ALL, adapter, build, check
+from tests.engine.test_adapters import PROMPTS as SHORT
+from tests.engine.test_adapters import SETTINGS as ADAPTED
 from tests.support import mtp_layers, tiny_models
 from tests.support.vision_models import build_vision, picture
 from tests.worker.ranks.test_dealt_ranks import GREEDY, SAMPLINGS, SETTINGS, SIZES, answers, free
@@ -90,3 +96,34 @@ def test_pictures_are_read_by_the_rank_of_their_request(tmp_path, family, drafts
     assert found[0] == found[1]
     with pytest.raises(ConfigError, match="does not cover pictures over stages; set it to 0"):
         LLM(str(tmp_path), expert_parallel_size=2, pipeline_parallel_size=2, **sizes)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+)
+def test_adapters_are_those_of_each_ranks_requests(tmp_path, family):
+    """Routers and shared experts have adapters, too, and there are fewer places than adapters."""
+    made = tmp_path, build(tmp_path, family)
+    long = {**ADAPTED, "max_num_batched_tokens": 72, "max_loras": 2}
+    loras = [adapter(made, n) for n, _ in ALL]
+    prompts = [{"prompt_token_ids": SHORT[i]} for _, i in ALL]
+    grammar = SAMPLINGS[3]
+    found = []
+    for how in ({}, {"expert_parallel_size": 2}):
+        with LLM(str(tmp_path / "base"), **long, **how) as llm:
+            for _ in range(2):
+                check(llm, made, ALL)
+            told = [
+                llm.generate(prompts, s, lora_request=loras, progress=False)
+                for s in (DRAWN, grammar)
+            ]
+            found.append([[o.outputs[0].token_ids for o in each] for each in told])
+            assert llm.stats().prefix_hits > 0
+            assert not any(free(llm))
+            llm.unload_adapter(adapter(made, 2))
+            check(llm, made, [(2, 0), (0, 1), (3, 1), (1, 0)])
+    assert found[0] == found[1]
+    gpu = find_device("h200").device_info()
+    given = EngineArgs(model=str(tmp_path / "base"), expert_parallel_size=2, enable_lora=True)
+    with pytest.raises(ConfigError, match="does not cover adapters on GPUs; leave it out"):
+        resolve(given, read_spec(tmp_path / "base"), gpu)

@@ -267,11 +267,6 @@ def test_stages_of_ranks(mixture, one, monkeypatch, forked_ranks):
     ("settings", "field", "says"),
     [
         (
-            {"enable_lora": True},
-            "enable_lora",
-            "does not cover adapters; leave it out, or set tensor_parallel_size=2, too",
-        ),
-        (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
             "max_num_batched_tokens",
             "on each of 2 ranks",

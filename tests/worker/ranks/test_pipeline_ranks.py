@@ -142,3 +142,51 @@ def test_layers_that_read_an_earlier_layers_keys_are_not_split_into_stages(tmp_p
     with pytest.raises(ConfigError, match="the keys and values of an earlier layer") as error:
         LLM(str(tmp_path), pipeline_parallel_size=2, device="cpu", skip_tokenizer_init=True)
     assert error.value.field == "pipeline_parallel_size"
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"pipeline_parallel_size": 2},
+        *(
+            pytest.param(how, marks=pytest.mark.slow)
+            for how in (
+                {"pipeline_parallel_size": 3},
+                {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+                {"pipeline_parallel_size": 2, "expert_parallel_size": 2},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_the_last_stage_proposes_a_draft_models_tokens(tmp_path, monkeypatch, how):
+    """The first stage gets them, also next to steps without drafts, with grammars and after preemption; stages between need
+    none."""
+    monkeypatch.setattr(process_executor, "available_cores", lambda: 4)
+    family = "qwen3_moe" if "expert_parallel_size" in how else "llama"
+    sizes = dict(num_hidden_layers=3, max_position_embeddings=1024)
+    tiny_models.write_with_tokenizer(tmp_path / "model", family, **sizes)
+    tiny_models.write_with_tokenizer(tmp_path / "draft", **{**sizes, "num_hidden_layers": 1})
+    drafts = {"method": "draft", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
+    model = str(tmp_path / "model")
+    several = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True, n=3)
+    ids = [{"prompt_token_ids": [(7 * i + s) % 250 + 4 for i in range(30)]} for s in range(8)]
+
+    def more(llm):
+        told = llm.generate(ids, [GREEDY, several] * 4, progress=False)
+        return [choice.token_ids for output in told for choice in output.outputs]
+
+    with LLM(model, **SETTINGS) as llm:
+        wanted, also = answers(llm), more(llm)
+    with LLM(model, speculative_config=drafts, **how, **SETTINGS) as llm:
+        for _ in range(2):
+            assert agree(answers(llm), wanted)
+            assert more(llm) == also
+        assert llm.stats().spec_draft_tokens > 20
+        assert llm.core.stats().prefix_hits > 0
+        block = llm.core.executor.ledgers[-1].block_bytes
+    few = {**SETTINGS, "kv_cache_bytes": 7 * block, "max_model_len": 64, "block_size": 4}
+    with LLM(model, speculative_config=drafts, **how, **few) as llm:
+        assert more(llm) == also
+        assert llm.stats().num_preemptions > 0

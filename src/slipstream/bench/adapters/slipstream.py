@@ -14,6 +14,7 @@ from slipstream.config import EngineArgs
 from slipstream.costs.metrics import RequestTiming
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.llm import LLM
+from slipstream.params.options import DEFAULT_OPTIONS, RequestOptions
 from slipstream.params.prompts import Prompt
 from slipstream.params.sampling import SamplingParams
 
@@ -96,8 +97,15 @@ class AsyncSlipstream:
     ) -> Self:
         return cls(await AsyncLLM.start(args, progress=progress))
 
-    async def ask(self, request: BenchRequest, answer: MeasuredAnswer, /) -> None:
-        async for output in self.engine.generate(prompt_of(request), greedy(request.output_tokens)):
+    async def ask(
+        self,
+        request: BenchRequest,
+        answer: MeasuredAnswer,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        /,
+    ) -> None:
+        sampling = greedy(request.output_tokens)
+        async for output in self.engine.generate(prompt_of(request), sampling, options):
             tokens = sum(len(choice.token_ids) for choice in output.outputs)
             if tokens:
                 answer.add(time.monotonic(), tokens)

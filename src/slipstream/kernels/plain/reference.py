@@ -254,7 +254,10 @@ class ReferenceOps(OpSet):
             scores = torch.einsum("nhd,hld->nhl", q[rows].float(), keys) * params.scale
             if params.softcap is not None:
                 scores = params.softcap * torch.tanh(scores / params.softcap)
-            hidden = torch.arange(length, device=q.device) >= meta.limits[rows, None]
+            places = torch.arange(length, device=q.device)
+            hidden = places >= meta.limits[rows, None]
+            if meta.begins is not None:
+                hidden |= places < meta.begins[rows, None]
             scores = scores.masked_fill(hidden[:, None], -math.inf)
             sums[rows] = scores.logsumexp(-1)
             weights = scores.softmax(-1).nan_to_num(0.0)  # NaN: a token without keys here

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.kernels.weights.forms import Activations, Linear
+from slipstream.kernels.metadata import NO_ADAPTER
+from slipstream.kernels.weights.forms import Activations, Linear, Quantized
 from slipstream.platform import platform_of
 
 if TYPE_CHECKING:
@@ -77,6 +78,13 @@ class LoRATokens:
     groups: tuple[
         tuple[int, int, int], ...
     ] = ()  # on the host, not in a graph: (slot, begin, end) in `order`
+    own: LoRATokens | None = None
+    """This rank's tokens, if ranks share out the step's. Some products read only these."""
+
+    def of(self, x: Activations) -> LoRATokens:
+        """The tokens of a product's input."""
+        rows = x.values if isinstance(x, Quantized) else x
+        return self.own if self.own is not None and len(rows) < len(self.slots) else self
 
 
 def most_tiles(num_tokens: int, num_slots: int) -> int:
@@ -107,12 +115,24 @@ def sort_tokens(
     return order, np.array(tiles, np.int32).reshape(-1, 3), groups
 
 
-def tokens_of(slots: Sequence[int] | npt.NDArray[np.int32], device: torch.device) -> LoRATokens:
-    """Makes the tokens of a step with the adapters in `slots` [T]."""
+def own_slots(slots: npt.NDArray[np.int32], ranks: RankGroup) -> npt.NDArray[np.int32]:
+    """This rank's part of the tokens' slots, as `RankOps.own_tokens` gives it."""
+    each = -(-len(slots) // ranks.size)
+    own = slots[ranks.rank * each : (ranks.rank + 1) * each]
+    return np.pad(own, (0, each - len(own)), constant_values=NO_ADAPTER)
+
+
+def tokens_of(
+    slots: Sequence[int] | npt.NDArray[np.int32],
+    device: torch.device,
+    ranks: RankGroup | None = None,
+) -> LoRATokens:
+    """Makes the tokens of a step with the adapters in `slots` [T]. `ranks` share the tokens out."""
     given = np.asarray(slots, np.int32)
     order, tiles, groups = sort_tokens(given)
     there = (platform_of(device).upload(a) for a in (given, order, tiles))
-    return LoRATokens(next(there), next(there), next(there), tile_tokens(len(given)), groups)
+    own = None if ranks is None else tokens_of(own_slots(given, ranks), device)
+    return LoRATokens(next(there), next(there), next(there), tile_tokens(len(given)), groups, own)
 
 
 class AdapterOps:
@@ -136,7 +156,7 @@ class AdapterOps:
         return (
             self._ops.linear(x, w)
             if own is None
-            else self._ops.adapted_linear(x, w, own, self._tokens)
+            else self._ops.adapted_linear(x, w, own, self._tokens.of(x))
         )
 
     def moe_and_shared(

@@ -97,7 +97,7 @@ class Attention:
             own = _own(qkv, meta, self.group)
             if own == "tokens":
                 qkv = ops.gather_tokens(qkv, context, len(meta.positions))
-            meta = ops.own_keys(meta, kv.block_size, context)
+            meta = ops.own_keys(meta, kv.block_size, context, s.window)
         if s.clip_qkv is not None:
             qkv = ops.clip(qkv, limit=s.clip_qkv)
         if self.q_norm is not None and self.k_norm is not None:

@@ -53,6 +53,7 @@ class MoE:
     latent: tuple[Linear, Linear] | None = None  # to `spec.latent` numbers, and back
     table: Tensor | None = None  # float32 [V, k]: the experts of each token, if `spec.hashed`
     routed_experts: Tensor | None = None  # int16 [T, k]: where a step's are written, if kept
+    routes_own: bool = False  # over ranks the router reads this rank's tokens, which have adapters
 
     def __call__(self, ops: OpSet, x: Any, load: Any = None, step: Any = None) -> Tensor:
         """[T, E] → [T, E]. `load` is from `OpSet.expert_load`, if tokens are counted. `step` is needed with a `table`."""
@@ -103,7 +104,8 @@ class MoE:
         """Computes `over_ranks` without shared experts. The router reads `by`, which are other rows
         than x or the same."""
         rows = ops.gather_tokens(ops.filled_up(x, num_tokens), ranks, ranks.size * num_tokens)
-        is_own = by is not x or self.table is not None  # logits of this rank's tokens alone
+        # logits of this rank's tokens alone
+        is_own = by is not x or self.table is not None or self.routes_own
         logits = ops.linear(by if is_own else rows, self.router)
         if self.table is not None:
             logits = ops.hashed_logits(logits, meta=step, table=self.table)

@@ -34,6 +34,7 @@ from slipstream.worker.inputs.rows import RowTable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slipstream.platform.collectives import Pipe
     from slipstream.worker.graphs.chain_graphs import ChainGraphs
 
 
@@ -52,6 +53,8 @@ class Drafter(ABC):
 
     The counterpart of `Forward.num_cold`.
     """
+    pipe: Pipe | None = None
+    """Set on a pipeline's last stage: the first one gets the drafts over it (`worker/draft/stages.py`)."""
 
     def __init__(self, config: EngineConfig, memory: DraftMemory) -> None:
         self.memory = memory
@@ -126,6 +129,8 @@ class Drafter(ABC):
             )
         if drafted:
             self.draft(drafted, rows)
+            if self.pipe is not None:
+                self.pipe.send_back(self.tokens_of(drafted, rows).long())
         return drafted
 
     def tokens_of(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> Tensor:

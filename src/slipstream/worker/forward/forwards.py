@@ -120,12 +120,11 @@ class Variant(Eager):
         return Output(self, hidden, given.sampled, given.sample_index)
 
 
-def adapters_of(batch: InputBatch) -> LoRATokens:
+def adapters_of(batch: InputBatch, decoder: Decoder) -> LoRATokens:
     """Adapters of the tokens of a scheduled step."""
-    (plan, table), device = batch.step, batch.gathered.token_ids.device
-    return tokens_of(
-        table.adapters_of(plan.scheduled).repeat([s.num_tokens for s in plan.scheduled]), device
-    )
+    plan, table = batch.step
+    slots = table.adapters_of(plan.scheduled).repeat([s.num_tokens for s in plan.scheduled])
+    return tokens_of(slots, batch.gathered.token_ids.device, decoder.sharers(len(slots)))
 
 
 class Adapted(Variant):
@@ -143,7 +142,8 @@ class Adapted(Variant):
     def run(self, batch: InputBatch) -> Output:
         given = batch.gathered
         return self._output(
-            self.hidden(given.token_ids, batch.kv, given.meta, adapters_of(batch)), given
+            self.hidden(given.token_ids, batch.kv, given.meta, adapters_of(batch, self.decoder)),
+            given,
         )
 
     def hidden(
@@ -187,7 +187,7 @@ class WithImages(Variant):
         images = step_images(*batch.step)
         ops: Any = self.decoder.ops
         if self.adapters is not None and batch.has_adapters:
-            ops = AdapterOps(ops, self.adapters.weights, adapters_of(batch))
+            ops = AdapterOps(ops, self.adapters.weights, adapters_of(batch, self.decoder))
         axes = getattr(self.decoder.spec.attentions[0].position, "axes", None)
         decoder = self.decoder.with_ops(
             cast("OpSet", ImageOps(ops, images, given.meta, self.vision, axes))

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.kernels.context_ops import own_length
 from slipstream.kernels.layouts import AttentionParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.messages.media import ImageSpan
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
     from slipstream.model.decoder import Decoder
     from slipstream.model.layers.layer import Layer
+    from slipstream.platform.collectives import RankGroup
 
 PROBE_GROUPS = 17
 """Side, in patch groups, of the image whose memory is measured.
@@ -199,6 +201,29 @@ class ImageOps:
             own = self._pictures[id(meta)] = self._picture_meta(meta, index)
         seen = self._ops.attention(q[index], kv, own, dataclasses.replace(params, causal=False))
         return out.index_copy(0, index, seen)
+
+    def own_keys(
+        self,
+        meta: AttentionMetadata,
+        block_size: int,
+        group: RankGroup,
+        window: int | None = None,
+    ) -> AttentionMetadata:
+        own = self._ops.own_keys(meta, block_size, group, window)
+        if self._among is None or (self._among == "windowed" and window is None):
+            return own
+        return own.once("pictures", lambda: self._to_ends(own, block_size, group))
+
+    def _to_ends(
+        self, own: AttentionMetadata, block_size: int, group: RankGroup
+    ) -> AttentionMetadata:
+        """A rank's keys, of which the images' tokens see those up to their image's end in the step."""
+        ends = [np.full(b - a, span.offset + b, np.int32) for span, a, b in self._images.parts]
+        each = upload(np.concatenate(ends), own.positions.device)
+        assert own.limits is not None
+        index = upload(self._images.tokens, each.device)
+        seen = own_length(each, block_size, group.rank, group.size)
+        return dataclasses.replace(own, limits=own.limits.index_copy(0, index, seen))
 
     def _picture_meta(self, meta: AttentionMetadata, index: Tensor) -> AttentionMetadata:
         parts = self._images.parts

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
-from slipstream.kernels.weights.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
+from slipstream.kernels.weights.adapters import (
+    LoRATokens,
+    most_tiles,
+    own_slots,
+    sort_tokens,
+    tile_tokens,
+)
 from slipstream.messages.steps import StepPlan
 from slipstream.model.decoder import Decoder
 from slipstream.platform import platform_of
@@ -132,10 +138,20 @@ class AdapterInput(GraphInput):
 
     def allot(self, size: Size) -> None:
         if size not in self._tokens:
-            num_tiles = most_tiles(sum(size), self.adapters.settings.max_loras)
-            room = 2 * padded_room(sum(size)) + 3 * num_tiles
+            room = sum(sum(rooms) for _, rooms in self._parts_of(size))
             device = self._platform.device
             self._tokens[size] = torch.zeros(room, dtype=torch.int32, device=device)
+
+    def _parts_of(self, size: Size) -> list[tuple[int, tuple[int, int, int]]]:
+        """The step's tokens and, if ranks share them out, this rank's: their number, and the room for
+        slots, order and tiles."""
+        num_tokens, loras = sum(size), self.adapters.settings.max_loras
+        ranks = self.adapters.decoder.sharers(num_tokens)
+        counts = [num_tokens] if ranks is None else [num_tokens, -(-num_tokens // ranks.size)]
+        return [
+            (n, (padded_room(n), padded_room(n), padded_room(3 * most_tiles(n, loras))))
+            for n in counts
+        ]
 
     def hidden(
         self,
@@ -146,27 +162,31 @@ class AdapterInput(GraphInput):
         meta: AttentionMetadata,
         decoder: Decoder,
     ) -> Tensor:
-        num_tokens, room, given = sum(size), padded_room(sum(size)), self._tokens[size]
-        tokens = LoRATokens(
-            given[:num_tokens],
-            given[room : room + num_tokens],
-            given[2 * room :].view(-1, 3),
-            tile_tokens(num_tokens),
-        )
+        parts, tokens = self._parts_of(size), None
+        given = self._tokens[size].split([room for _, rooms in parts for room in rooms])
+        for i, (n, _) in reversed(list(enumerate(parts))):
+            slots, order, tiles = given[3 * i : 3 * i + 3]
+            num_tiles = most_tiles(n, self.adapters.settings.max_loras)
+            tiles = tiles[: 3 * num_tiles].view(-1, 3)
+            tokens = LoRATokens(slots[:n], order[:n], tiles, tile_tokens(n), own=tokens)
+        assert tokens is not None
         adapted = Adapted(forwards.base, self.adapters)
         return adapted.hidden(token_ids, kv, meta, tokens, decoder)
 
     def fill(self, size: Size, plan: StepPlan) -> None:
-        scheduled = plan.scheduled
-        num_tokens, room = sum(size), padded_room(sum(size))
+        scheduled, num_tokens = plan.scheduled, sum(size)
         slots = np.full(num_tokens, NO_ADAPTER, np.int32)
         own, num_decodes = self._rows.adapters_of(scheduled), num_leading_decodes(scheduled)
         slots[:num_decodes] = own[:num_decodes]
         behind = own[num_decodes:].repeat([s.num_tokens for s in scheduled[num_decodes:]])
         first = size[0] if size[1] else num_decodes  # in a decode graph drafts follow directly
         slots[first : first + len(behind)] = behind
-        order, tiles, _ = sort_tokens(slots)
-        host = np.zeros(len(self._tokens[size]), np.int32)
-        host[:num_tokens], host[room : room + num_tokens] = slots, order
-        host[2 * room : 2 * room + tiles.size] = tiles.reshape(-1)
+        host, at = np.zeros(len(self._tokens[size]), np.int32), 0
+        ranks = self.adapters.decoder.sharers(num_tokens)
+        for n, rooms in self._parts_of(size):
+            part = slots if n == num_tokens or ranks is None else own_slots(slots, ranks)
+            order, tiles, _ = sort_tokens(part)
+            for values, room in zip((part, order, tiles.reshape(-1)), rooms, strict=True):
+                host[at : at + len(values)] = values
+                at += room
         self._platform.upload_into(self._tokens[size], host)

@@ -60,7 +60,7 @@ from slipstream.messages.start import Phase, Started
 from slipstream.messages.stats import AdapterStats, ExpertBalance, ExpertTokens
 from slipstream.messages.steps import Plan, StepPlan, StepResult, StepTime, TokenMask
 from slipstream.messages.texts import TextsPlan
-from slipstream.messages.weight_ops import JoinWeightGroup, WeightsOp, undoing
+from slipstream.messages.weight_ops import WHOLE, JoinWeightGroup, WeightsOp, undoing
 from slipstream.messages.weights import GivenPiece, WeightState
 from slipstream.params.lora_request import LoRARequest
 from slipstream.spec.description import ModelDescription, read_spec
@@ -268,14 +268,15 @@ class ProcessExecutor(Executor):
         step.awaits_mask = False
 
     def proposed(self, step: RemoteStep) -> Sequence[int]:
-        """Drafts of `step`, the newest one. Each rank has the whole draft model and proposes the
-        same, or proposes for its own requests."""
+        """Drafts of `step`, the newest one. Each rank of the last stage has the whole draft model and
+        proposes the same, or proposes for its own requests."""
         if not step.parts:
-            return self._ask(GetProposed())[0].proposed
+            return max(self._ask(GetProposed()), key=lambda answer: answer.rank).proposed
         assert isinstance(step.plan, StepPlan)
         answers = self._ask(GetProposed(), len(self._ranks))
         answers.sort(key=lambda answer: answer.rank)
-        return joined_drafts(step.parts, step.plan, [answer.proposed for answer in answers])
+        last = answers[-len(step.parts) :]  # of a pipeline the last stage's
+        return joined_drafts(step.parts, step.plan, [answer.proposed for answer in last])
 
     def max_in_flight(self, plan: Plan) -> int:
         return 1 + self.config.scheduling.pipeline_steps
@@ -344,6 +345,8 @@ class ProcessExecutor(Executor):
         if isinstance(op, JoinWeightGroup) and op.rank_offset + count > op.world_size:
             message = f"world_size {op.world_size} has no place for {count} ranks from {op.rank_offset} on"
             raise RequestError(message, field="world_size")
+        if isinstance(op, WHOLE) and self._balancer and (swaps := self._balancer.home()):
+            self._broadcast(SwapExperts(swaps))  # experts lie as a load leaves them
         answers = self._ask(ChangeRankWeights(op), count)
         refusals = [answer.refused for answer in answers if answer.refused is not None]
         if refusals:

@@ -24,6 +24,8 @@ from torch import Tensor
 from slipstream.messages.steps import ScheduledRequest, StepPlan
 from slipstream.platform import Platform
 from slipstream.platform.collectives import Pipe
+from slipstream.worker.draft.drafter import Drafter
+from slipstream.worker.draft.stages import ReceivedDrafts
 from slipstream.worker.inputs.rows import Row, RowTable
 
 MAX_DUE = 4
@@ -49,9 +51,13 @@ class Due:
 
 
 class FirstStage:
-    def __init__(self, pipe: Pipe, rows: RowTable, platform: Platform) -> None:
+    def __init__(
+        self, pipe: Pipe, rows: RowTable, platform: Platform, draft: Drafter | None
+    ) -> None:
         self._pipe, self._rows, self._platform = pipe, rows, platform
         self._due: deque[Due] = deque()
+        if isinstance(draft, ReceivedDrafts):
+            draft.stage = self
 
     def expect(self, sampled: Sequence[ScheduledRequest]) -> None:
         """Register a launched step in which these requests sample."""
@@ -79,6 +85,11 @@ class FirstStage:
             (i for i, due in enumerate(self._due) if not names.isdisjoint(due.requests)), default=-1
         )
         for _ in range(max(newest + 1, len(self._due) - MAX_DUE)):
+            self._take(self._due.popleft())
+
+    def take_all(self) -> None:
+        """Receive the tokens of all steps so far."""
+        while self._due:
             self._take(self._due.popleft())
 
     def _take(self, due: Due) -> None:

@@ -113,6 +113,11 @@ def load_runner(
         how = config.speculation
         if not isinstance(how, LearnedDrafts):
             return
+        pipe = None if loaded.partition is None else loaded.partition.pipe
+        if pipe is not None and not loaded.model.spec.has_last:
+            if loaded.model.spec.has_first:
+                loaded.receive_drafts(pipe)
+            return
         progress("draft model")
         if isinstance(how, MTPDrafts):
             loaded.load_head(_read_head(how.method, path, description), how)

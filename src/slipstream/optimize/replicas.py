@@ -1,0 +1,134 @@
+"""Several replicas of the chosen engine under the traffic, arranged in two ways: all compute prompts and answer them, or some
+compute prompts and hand them over to the others (prefill and decode apart).
+
+`arrangements` names what is measured, `verdict` says what the measurements mean. `Replicas` runs in the process that measures
+(`optimize.worker`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, Self
+
+from slipstream.config import EngineArgs
+from slipstream.costs.hardware import available_cores
+from slipstream.params.options import RequestOptions
+from slipstream.simulate.apart import DIVISIONS
+
+if TYPE_CHECKING:
+    from slipstream.bench.adapters.slipstream import AsyncSlipstream
+    from slipstream.bench.load import MeasuredAnswer
+    from slipstream.bench.workload import BenchRequest
+
+MORE = 1.05
+"""Throughput over that of replicas that do both, above which a division pays. Less is taken for noise."""
+
+
+def arrangements(replicas: int) -> list[tuple[int, int]]:
+    """Pairs (replicas that only compute prompts, the others) to be measured. (0, N) is all alike.
+    None without replicas."""
+    if not replicas:
+        return []
+    parts = sorted({max(1, replicas // part) for part in DIVISIONS})
+    return [(0, replicas), *((part, replicas - part) for part in parts if part < replicas)]
+
+
+def verdict(found: Sequence[Mapping[str, Any]], objectives: Mapping[str, float]) -> str:
+    """Says whether prefill and decode apart pays. The first of `found` is of replicas that are all alike.
+
+    It pays if it alone keeps all objectives, or else with 5 % more output tokens a second.
+    """
+    best = max(found[1:], key=lambda row: (keeps(row, objectives), row["output_throughput"]))
+    together, more = found[0], best["output_throughput"] / found[0]["output_throughput"]
+    how = f"prefill and decode apart ({best['prompts']} + {best['answers']} replicas)"
+    kept = keeps(best, objectives), keeps(together, objectives)
+    if objectives and kept == (True, False):
+        return f"{how} keep the objectives, and {together['answers']} replicas that do both don't: that pays"
+    if objectives and kept == (False, True):
+        return f"{how} miss the objectives, which {together['answers']} replicas that do both keep: that does not pay"
+    rate = f"{how} give {more:.2f} x the output tokens/s of {together['answers']} replicas that do both"
+    return f"{rate}: that {'pays' if more > MORE else 'does not pay'}"
+
+
+def keeps(row: Mapping[str, Any], objectives: Mapping[str, float]) -> bool:
+    """Whether 99 % of the requests keep all objectives."""
+    return all((row.get(f"{name}_p99") or 0.0) <= most for name, most in objectives.items())
+
+
+class Replicas:
+    """A `StreamingEngine` over `prompts` engines that compute prompts alone, and `answers` others.
+
+    A request goes to the engine with the fewest requests. On a CPU the engines share its cores
+    evenly.
+    """
+
+    def __init__(
+        self, engines: Sequence[AsyncSlipstream], num_prompts: int, stack: AsyncExitStack
+    ) -> None:
+        self.engines, self._stack = engines, stack
+        self._prompts, self._answers = range(num_prompts), range(num_prompts, len(engines))
+        self._running = [0] * len(engines)
+
+    @classmethod
+    async def start(cls, args: EngineArgs, *, prompts: int, answers: int) -> Self:
+        from slipstream.bench.adapters.slipstream import AsyncSlipstream
+
+        count, stack, engines = prompts + answers, AsyncExitStack(), list[AsyncSlipstream]()
+        threads = max(1, (args.num_threads or available_cores()) // count)
+        try:
+            for i in range(count):
+                address = f"unix:slipstream-optimize-{os.getpid()}-{i}"
+                own = dataclasses.replace(
+                    args, num_threads=threads, kv_handover_address=address if prompts else None
+                )
+                started = await AsyncSlipstream.start(own)
+                engines.append(await stack.enter_async_context(started))
+        except BaseException:
+            await stack.aclose()
+            raise
+        return cls(engines, prompts, stack)
+
+    async def ask(self, request: BenchRequest, answer: MeasuredAnswer, /) -> None:
+        options = RequestOptions()
+        if self._prompts:
+            source = await self._prefill(request)
+            options = RequestOptions(handover_from=source)
+        at = self._least(self._answers)
+        self._running[at] += 1
+        try:
+            await self.engines[at].ask(request, answer, options)
+        finally:
+            self._running[at] -= 1
+
+    async def _prefill(self, request: BenchRequest) -> str:
+        """Compute the prompt. Returns the address that hands it over."""
+        from slipstream.bench.adapters.slipstream import greedy, prompt_of
+
+        at = self._least(self._prompts)
+        engine = self.engines[at].engine
+        self._running[at] += 1
+        try:
+            options = RequestOptions(hands_over=True)
+            async for _ in engine.generate(prompt_of(request), greedy(1), options):
+                pass
+        finally:
+            self._running[at] -= 1
+        handover = engine.config.cache.handover
+        assert handover is not None
+        return handover.address
+
+    async def handed_tokens(self) -> int:
+        """Prompt tokens so far whose keys and values came from another engine."""
+        stats = [await self.engines[i].engine.stats() for i in self._answers]
+        return sum(0 if own.tiers is None else own.tiers.peer_hit_tokens for own in stats)
+
+    def _least(self, engines: range) -> int:
+        return min(engines, key=self._running.__getitem__)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()

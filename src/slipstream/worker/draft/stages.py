@@ -1,0 +1,50 @@
+"""Drafts of a pipeline: the last stage, which knows all tokens, proposes them and sends them to the first.
+
+1. The last stage has the draft model whole. It proposes as one device does, at the beginning of its step, and sends the drafts
+   over the way back (`Pipe.send_back`).
+2. The first stage takes the tokens of all steps before, which were sent before, and then the drafts. So it waits for the last
+   stage: while a request has drafts, steps do not overlap.
+3. Stages between them need no tokens, and have no drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slipstream.config import EngineConfig
+from slipstream.messages.steps import ScheduledRequest
+from slipstream.worker.draft.drafter import Drafter
+from slipstream.worker.draft.memory import DraftMemory
+from slipstream.worker.inputs.rows import RowTable
+
+if TYPE_CHECKING:
+    from slipstream.platform.collectives import Pipe
+    from slipstream.worker.ranks.stage_tokens import FirstStage
+
+
+class ReceivedDrafts(Drafter):
+    """The first stage's drafter. `stage` must be set before the first step."""
+
+    layers, computes_all = (), False
+    weights_bytes = 0
+    stage: FirstStage
+
+    def __init__(self, config: EngineConfig, memory: DraftMemory, pipe: Pipe) -> None:
+        super().__init__(config, memory)
+        self._pipe = pipe
+
+    def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        import torch
+
+        self.stage.take_all()
+        places = [
+            (rows.rows[s.request_id].index, s.num_computed_tokens + 1 + i)
+            for s in drafted
+            for i in range(len(s.drafts))
+        ]
+        own = rows.upload(np.array(places, np.int64).T.copy())
+        tokens = self._pipe.receive_back((len(places),), torch.int64)
+        rows.write(own[0], own[1], tokens)
