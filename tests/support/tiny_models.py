@@ -911,7 +911,11 @@ def build_bart(
     model: Any = getattr(transformers, BARTS[family])(config).eval()
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias.copy_(torch.randn(1, VOCAB))
-    return _shaken(model, path, noise)
+    sines = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    _shaken(model, path, noise)
+    model.load_state_dict(sines, strict=False)
+    model.save_pretrained(path)
+    return model
 
 
 def build_encoder(
@@ -968,7 +972,7 @@ def _shaken(model: Any, path: Path, noise: float) -> Any:
     import torch
 
     with torch.no_grad():
-        for parameter in filter(lambda p: p.requires_grad, model.parameters()):  # not tables of sines
+        for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * noise)
     model.save_pretrained(path)
     return model

@@ -42,8 +42,8 @@ OF_GENERATION = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """What a type has. `offset`: of the first position. `start`: the default of decoder_start_token_id."""
+class BartKind:
+    """Differences between types. `offset`: of the first position. `start`: the default of decoder_start_token_id."""
 
     before: bool  # norms come before attention and MLP, and at the end
     embed_norm: bool = False
@@ -58,13 +58,13 @@ class Kind:
 
 
 KINDS = {
-    "bart": Kind(before=False, embed_norm=True, offset=2, start=2),
-    "plbart": Kind(before=False, embed_norm=True, offset=2, scaled=True),
-    "mbart": Kind(before=True, embed_norm=True, offset=2),
-    "blenderbot": Kind(before=True, longest=128, start=1),
-    "pegasus": Kind(before=True, sines=True, far=False, start=0),
-    "marian": Kind(before=False, sines=True, far=False, start=58100),
-    "m2m_100": Kind(before=True, sines=True, act="relu", scaled=True, bias=False, start=2),
+    "bart": BartKind(before=False, embed_norm=True, offset=2, start=2),
+    "plbart": BartKind(before=False, embed_norm=True, offset=2, scaled=True),
+    "mbart": BartKind(before=True, embed_norm=True, offset=2),
+    "blenderbot": BartKind(before=True, longest=128, start=1),
+    "pegasus": BartKind(before=True, sines=True, far=False, start=0),
+    "marian": BartKind(before=False, sines=True, far=False, start=58100),
+    "m2m_100": BartKind(before=True, sines=True, act="relu", scaled=True, bias=False, start=2),
 }
 
 
