@@ -17,6 +17,7 @@ from slipstream.engine.audio.sounds import media_processor
 from slipstream.engine.grammars.check import check
 from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.requests.choices import check_answer, fork
+from slipstream.engine.requests.languages import both_sides
 from slipstream.engine.requests.over_context import over_context
 from slipstream.engine.requests.prompts import PromptReader
 from slipstream.engine.requests.reasoning_budgets import with_reasoning
@@ -209,7 +210,7 @@ class InputProcessor:
         if spec is not None and spec.encoder is not None and spec.encoder.audio is not None:
             encoded = (0,) * spec.encoder.audio.num_states
         elif spec is not None and spec.encoder is not None:
-            encoded, tokens = tuple(tokens), [spec.encoder.start_token_id]
+            encoded, tokens = both_sides(self.tokenizer, spec.encoder, prompt, tokens)
             packed = pack_ids(tokens)
             if len(encoded) > self.max_model_len:
                 raise self.prompts.too_long(len(encoded))
