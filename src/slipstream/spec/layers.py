@@ -582,9 +582,11 @@ class TwinBlock(SequentialBlock):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostNormBlock(TransformerBlock):
-    """h = attention_norm(h + attention(h)); h = mlp_norm(h + mlp(h)), as in Vaswani et al. 2017 (BERT, OPT 350M)."""
+    """h = attention_norm(h + attention(h)); h = mlp_norm(h + mlp(h)), as in Vaswani et al. 2017 (BERT, OPT 350M).
+    `cross_norm` is for cross attention, which comes between them (BART)."""
 
     attention_norm: NormSpec
+    cross_norm: NormSpec | None = None
     mlp_norm: NormSpec
 
 

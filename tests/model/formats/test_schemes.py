@@ -87,12 +87,16 @@ ALL_EXPERTS = {
     "phimoe": {"num_local_experts": 2, "router_jitter_noise": 50.0},
 }
 DECODERS = [*tiny_models.FAMILIES, *SPECIAL]
-EVERY = [*DECODERS, *tiny_models.ENCODERS, *tiny_models.T5S]
+EVERY = [*DECODERS, *tiny_models.ENCODERS, *tiny_models.T5S, "bart", "m2m_100"]
 
 
 def build(folder, family):
     name = family if family in (*tiny_models.ENCODERS, *tiny_models.T5S) else family.split("-")[0]
     kinds = {**tiny_models.FAMILIES, **tiny_models.ENCODERS, **tiny_models.T5S}
+    if family in tiny_models.BARTS:
+        sizes = dict(d_model=128, encoder_ffn_dim=128, decoder_ffn_dim=128, init_std=STD)
+        tiny_models.build_bart(folder, family, **sizes, noise=0.01)
+        return
     sizes = {key: value for key, value in WIDE.items() if kinds[name].get(key) is not None}
     sizes |= {**SPECIAL.get(family, {}), **ALL_EXPERTS.get(family, {})}
     if name in tiny_models.T5S:
