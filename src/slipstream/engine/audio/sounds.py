@@ -13,13 +13,22 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.config.sections import ImageSettings
 from slipstream.engine.audio.sound import as_samples
 from slipstream.engine.audio.spectrogram import log_mel
 from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
-from slipstream.engine.vision.pictures import KEY_BYTES, MediaProcessor, Piece, PreparedPicture
+from slipstream.engine.vision.pictures import (
+    KEY_BYTES,
+    MediaProcessor,
+    PictureProcessor,
+    Piece,
+    PreparedPicture,
+)
 from slipstream.errors import RequestError
+from slipstream.spec.description import ModelDescription
 from slipstream.spec.media.audio import FRAMES_PER_STATE, HOP, SAMPLE_RATE
 from slipstream.spec.media.sound import SoundSpec
+from slipstream.spec.media.vision import ImageProcessing
 
 
 class SoundProcessor(MediaProcessor):
@@ -51,3 +60,13 @@ class SoundProcessor(MediaProcessor):
         num_tokens = count // sound.pool
         piece = Piece(1, num_tokens, key, len(frames), audio.num_mel_bins, raw)
         return PreparedPicture(sound.prompt.text(num_tokens), (piece,))
+
+
+def media_processor(description: ModelDescription, settings: ImageSettings) -> MediaProcessor:
+    """The reader of a model's pictures or sounds."""
+    spec, images = description.spec.vision, description.images
+    assert spec is not None
+    if isinstance(spec, SoundSpec):
+        return SoundProcessor(spec, settings.max_images)
+    assert isinstance(images, ImageProcessing)
+    return PictureProcessor(spec, images, settings.max_images)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.config import EngineConfig
-from slipstream.engine.audio.sounds import SoundProcessor
+from slipstream.engine.audio.sounds import media_processor
 from slipstream.engine.grammars.check import check
 from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.requests.choices import check_answer, fork
@@ -25,12 +25,7 @@ from slipstream.engine.requests.texts import TextsProcessor
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import Formats
 from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
-from slipstream.engine.vision.pictures import (
-    MediaProcessor,
-    PictureProcessor,
-    PreparedPicture,
-    placed,
-)
+from slipstream.engine.vision.pictures import MediaProcessor, PreparedPicture, placed
 from slipstream.errors import AdapterError, RequestError
 from slipstream.messages.media import AudioWindow
 from slipstream.messages.requests import EngineRequest, pack_ids
@@ -38,8 +33,6 @@ from slipstream.params.options import DEFAULT_OPTIONS, RequestOptions
 from slipstream.params.prompts import Prompt
 from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.media.sound import SoundSpec
-from slipstream.spec.media.vision import ImageProcessing, VisionSpec
 
 INLINE_CHARS = 16_384
 """More characters than this are tokenised in a thread; for fewer the way there and back costs more than the work."""
@@ -73,6 +66,9 @@ async def in_thread_if_long(
     return await _texts.run(work, weight=num_characters)
 
 
+READY = (PreparedPicture, AudioWindow)
+
+
 def _listed(data: Any) -> list[Any]:
     found = data.get("image", data.get("audio", ())) if isinstance(data, dict) else ()
     return list(found) if isinstance(found, (list, tuple)) else [found]
@@ -82,8 +78,7 @@ def num_characters(prompt: Prompt | tuple[str, str]) -> int:
     """Number of characters to tokenise, 0 for token ids. A prompt with pictures that are not
     prepared yet counts as a long text, so that their preparation runs in a thread."""
     if isinstance(prompt, dict):
-        media = _listed(prompt.get("multi_modal_data"))
-        if not all(isinstance(x, PreparedPicture | AudioWindow) for x in media):
+        if not all(isinstance(x, READY) for x in _listed(prompt.get("multi_modal_data"))):
             return INLINE_CHARS + 1  # pictures are waited for
         prompt = prompt.get("prompt", "")  # type: ignore[assignment]
     return (
@@ -155,13 +150,7 @@ class InputProcessor:
     ) -> InputProcessor:
         """An answer ends at any end token that the model's files or the tokenizer name."""
         default_sampling(description)  # wrong ones are found at the start
-        vision, images = description.spec.vision, description.images
-        pictures: MediaProcessor | None = None
-        if isinstance(vision, SoundSpec) and config.images is not None:
-            pictures = SoundProcessor(vision, config.images.max_images)
-        elif isinstance(vision, VisionSpec) and config.images is not None:
-            assert isinstance(images, ImageProcessing)
-            pictures = PictureProcessor(vision, images, config.images.max_images)
+        pictures = None if config.images is None else media_processor(description, config.images)
         return cls(
             tokenizer,
             vocab_size=description.spec.vocab_size,
