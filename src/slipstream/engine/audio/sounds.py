@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.config.sections import ImageSettings
+from slipstream.config import EngineConfig
 from slipstream.engine.audio.sound import as_samples
 from slipstream.engine.audio.spectrogram import log_mel
 from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
@@ -28,7 +28,19 @@ from slipstream.errors import RequestError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.media.audio import FRAMES_PER_STATE, HOP, SAMPLE_RATE
 from slipstream.spec.media.sound import SoundSpec
-from slipstream.spec.media.vision import ImageProcessing
+from slipstream.spec.media.vision import ImageProcessing, VisionSpec
+
+
+def media_processor(description: ModelDescription, config: EngineConfig) -> MediaProcessor | None:
+    """Reader of a prompt's pictures or sounds; None for a model that takes neither."""
+    vision, images = description.spec.vision, description.images
+    if config.images is None:
+        return None
+    if isinstance(vision, SoundSpec):
+        return SoundProcessor(vision, config.images.max_images)
+    if isinstance(vision, VisionSpec) and isinstance(images, ImageProcessing):
+        return PictureProcessor(vision, images, config.images.max_images)
+    return None
 
 
 class SoundProcessor(MediaProcessor):
@@ -60,13 +72,3 @@ class SoundProcessor(MediaProcessor):
         num_tokens = count // sound.pool
         piece = Piece(1, num_tokens, key, len(frames), audio.num_mel_bins, raw)
         return PreparedPicture(sound.prompt.text(num_tokens), (piece,))
-
-
-def media_processor(description: ModelDescription, settings: ImageSettings) -> MediaProcessor:
-    """The reader of a model's pictures or sounds."""
-    spec, images = description.spec.vision, description.images
-    assert spec is not None
-    if isinstance(spec, SoundSpec):
-        return SoundProcessor(spec, settings.max_images)
-    assert isinstance(images, ImageProcessing)
-    return PictureProcessor(spec, images, settings.max_images)

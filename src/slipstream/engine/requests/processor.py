@@ -17,6 +17,7 @@ from slipstream.engine.audio.sounds import media_processor
 from slipstream.engine.grammars.check import check
 from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.requests.choices import check_answer, fork
+from slipstream.engine.requests.languages import both_sides
 from slipstream.engine.requests.over_context import over_context
 from slipstream.engine.requests.prompts import PromptReader
 from slipstream.engine.requests.reasoning_budgets import with_reasoning
@@ -66,9 +67,6 @@ async def in_thread_if_long(
     return await _texts.run(work, weight=num_characters)
 
 
-READY = (PreparedPicture, AudioWindow)
-
-
 def _listed(data: Any) -> list[Any]:
     found = data.get("image", data.get("audio", ())) if isinstance(data, dict) else ()
     return list(found) if isinstance(found, (list, tuple)) else [found]
@@ -78,7 +76,8 @@ def num_characters(prompt: Prompt | tuple[str, str]) -> int:
     """Number of characters to tokenise, 0 for token ids. A prompt with pictures that are not
     prepared yet counts as a long text, so that their preparation runs in a thread."""
     if isinstance(prompt, dict):
-        if not all(isinstance(x, READY) for x in _listed(prompt.get("multi_modal_data"))):
+        media = _listed(prompt.get("multi_modal_data"))
+        if not all(isinstance(x, PreparedPicture | AudioWindow) for x in media):
             return INLINE_CHARS + 1  # pictures are waited for
         prompt = prompt.get("prompt", "")  # type: ignore[assignment]
     return (
@@ -150,7 +149,6 @@ class InputProcessor:
     ) -> InputProcessor:
         """An answer ends at any end token that the model's files or the tokenizer name."""
         default_sampling(description)  # wrong ones are found at the start
-        pictures = None if config.images is None else media_processor(description, config.images)
         return cls(
             tokenizer,
             vocab_size=description.spec.vocab_size,
@@ -160,7 +158,7 @@ class InputProcessor:
             ids=ids,
             takes_adapters=config.lora is not None,
             in_process=in_process and config.parallel.num_ranks == 1,
-            pictures=pictures,
+            pictures=media_processor(description, config),
         )
 
     def prepare(
@@ -212,7 +210,7 @@ class InputProcessor:
         if spec is not None and spec.encoder is not None and spec.encoder.audio is not None:
             encoded = (0,) * spec.encoder.audio.num_states
         elif spec is not None and spec.encoder is not None:
-            encoded, tokens = tuple(tokens), [spec.encoder.start_token_id]
+            encoded, tokens = both_sides(self.tokenizer, spec.encoder, prompt, tokens)
             packed = pack_ids(tokens)
             if len(encoded) > self.max_model_len:
                 raise self.prompts.too_long(len(encoded))
