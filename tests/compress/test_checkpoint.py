@@ -256,7 +256,7 @@ def test_fingerprint_changes_with_a_files_name_size_or_time(tmp_path):
 
 
 def test_a_module_is_ignored_by_its_name_in_a_nested_decoder():
-    """As `compress` writes Qwen2-Audio, whose decoder stands in `language_model`."""
+    """Names that `compress` writes for Qwen2-Audio, whose decoder stands in `language_model`."""
     from slipstream.spec.stored.quantization_config import StoredFormats
 
     fmt = WeightFormat(bits=8, kind="int", group_size=None, symmetric=True)
