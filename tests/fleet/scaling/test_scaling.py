@@ -271,7 +271,7 @@ class Shared:
         return True
 
     def look(self, at, *asked, busy=()):
-        """Returns what runs after a look at all models, with requests at the gateway for `asked`, and at the replicas of `busy`."""
+        """Returns what runs after a look at all models. Requests wait for `asked`, and run at `busy`."""
         for name, version_ in self.versions.items():
             version_.num_waiting = asked.count(name)
             version_.router, version_.replicas = Router(), {}
