@@ -21,7 +21,15 @@ from slipstream.fleet.scaling import loop as scaling_module
 from slipstream.fleet.scaling.capacity import FleetCapacity
 from slipstream.fleet.scaling.loop import Scaling
 from slipstream.fleet.scaling.room import Room, room_of
-from slipstream.fleet.scaling.scaler import ColdStarts, PoolState, Scaler, Tally, _expected, make
+from slipstream.fleet.scaling.scaler import (
+    Change,
+    ColdStarts,
+    PoolState,
+    Scaler,
+    Tally,
+    _expected,
+    make,
+)
 from slipstream.server.http.record import RequestRecord
 from tests.fleet.running import ENGINE, fleet_of, running, version
 from tests.fleet.stubs import stubbed
@@ -296,6 +304,22 @@ def test_a_model_without_requests_makes_room_for_one_that_is_waited_for():
     assert shared.look(4.2, "c") == "ac"
     assert "needs its memory" in shared.scalers["b"].last.why
     assert shared.scalers["a"].num_down == 0
+
+
+def test_what_becomes_free_is_for_the_model_that_waits_longest():
+    shared = Shared()
+    shared.look(1.0, "a")
+    shared.look(2.0, "b", busy="a")
+    assert shared.look(3.0, "c", busy="b") == "b"
+    shared.ending["a"] = 0
+    for wish in (
+        PoolState(),
+        PoolState(num_at_gateway=1),
+    ):  # a's policy wants it back; a request does
+        change = Change(at=3.1, before=0, wanted=1, why="")
+        assert not shared.scaling._has_room(shared.scalers["a"], change, wish)
+    assert shared.look(3.2, "c", "a", busy="b") == "bc"
+    assert shared.look(3.3, "a", busy="bc") == "bc"
 
 
 def test_busy_models_make_room_after_patience_alone():
