@@ -604,7 +604,8 @@ def test_none_to_one_to_none_with_real_replicas(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_models_in_memory_for_one_are_swapped(tiny, tmp_path):
+def test_two_models_in_memory_for_one_are_swapped(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling_module, "make", lambda *given: Scaler(*given, Capacity()))
     settings = {**AUTOSCALE, "interval_s": 0.5, "wait_s": 60.0}
     one = version(tiny, replicas={"min": 0, "max": 1})
     fleet = check(
