@@ -271,7 +271,7 @@ class Shared:
         return True
 
     def look(self, at, *asked, busy=()):
-        """What runs after a look at all, with requests at the gateway for `asked`, and at the replicas of `busy`."""
+        """Replicas by model after a look at all scalers, with requests at the gateway for `asked`, and at the replicas of `busy`."""
         for name, version_ in self.versions.items():
             version_.num_waiting = asked.count(name)
             version_.router, version_.replicas = Router(), {}
