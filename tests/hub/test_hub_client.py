@@ -525,7 +525,16 @@ def test_a_fetch_that_gets_on_is_continued_however_often_it_breaks():
 def test_of_the_cached_types_the_largest_is_used(stand_in):
     pull(stand_in, "org/m-GGUF:Q4_K_M")
     eight = pull(stand_in, "org/m-GGUF:Q8_0")
-    assert HubStore(hub.hub_folder()).cached(HubModel("org/m-GGUF")) == eight
+    store = HubStore(hub.hub_folder())
+    assert store.cached(HubModel("org/m-GGUF")) == eight
+    assert store.cached(HubModel("org/m-GGUF", quant="q8_0")) == eight
+
+
+def test_what_another_process_fetched_meanwhile_is_used(stand_in, monkeypatch, tmp_path):
+    looks = iter([None, tmp_path])
+    monkeypatch.setattr(HubStore, "cached", lambda self, model: next(looks))
+    assert pull(stand_in, "org/name") == tmp_path
+    assert not stand_in.requests
 
 
 def test_files_beside_models_and_parts_without_the_others_are_none():
