@@ -168,6 +168,19 @@ def test_doctor_exits_with_1_if_a_needed_package_is_missing(monkeypatch, capsys,
     assert absent is None or any(absent in m["what"] for m in missing)
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--fleet", "http://127.0.0.1:9", "--for", "0"), "must be above 0"),
+        (("--fleet", "http://127.0.0.1:9", "--for", "3601"), "at most 3600"),
+        (("--api-key-file", "keys"), "only with --fleet"),
+    ],
+)
+def test_doctor_refuses_what_has_no_effect(words, why, capsys):
+    assert main(["doctor", *words]) == 2
+    assert why in capsys.readouterr().err
+
+
 def test_doctor_finds_this_machines_cores_device_and_torch(capsys):
     main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
