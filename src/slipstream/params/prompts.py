@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Required, TypeAlias, TypedDict
+from typing import Any, NotRequired, Required, TypeAlias, TypedDict
 
 
 class TokensPrompt(TypedDict):
@@ -12,9 +12,11 @@ class TokensPrompt(TypedDict):
 
 
 class TextPrompt(TypedDict):
-    """A prompt that is text, as vLLM writes it."""
+    """A prompt that is text, as vLLM writes it. For models that translate it may name languages."""
 
     prompt: str
+    source_language: NotRequired[str]
+    target_language: NotRequired[str]
 
 
 class PicturesPrompt(TypedDict, total=False):
@@ -22,8 +24,8 @@ class PicturesPrompt(TypedDict, total=False):
     pictures}.
 
     A picture is a file's bytes, a PIL image, or an array uint8 [height, width, 3]. The prompt has
-    the model's placeholder for each. A speech model takes {"audio": a file's bytes, samples at 16 kHz,
-    or (samples, rate)}, of one window at most.
+    the model's placeholder for each. A model that hears takes {"audio": a sound or a list of them}, a speech model one sound:
+    a file's bytes, samples at 16 kHz, or (samples, rate), of one window at most.
     """
 
     prompt: str

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.costs.memory import MemoryLedger
-from slipstream.errors import AdapterError
+from slipstream.errors import AdapterError, EngineError
+from slipstream.messages.media import AlignmentQuestion, Matrix
 from slipstream.messages.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
 from slipstream.messages.steps import Plan, StepResult, StepTime, TokenMask
 from slipstream.params.lora_request import LoRARequest
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from slipstream.messages.weight_ops import WeightsOp
     from slipstream.messages.weights import GivenPiece, WeightState
     from slipstream.worker.ranks.block_store import RankBlockStore
-    from slipstream.worker.ranks.fork_server import ForkServer
 
 
 class Launched(Protocol):
@@ -55,8 +55,6 @@ class Executor(ABC):
     """Tiers below the device's cache; None if there are none."""
     processes: tuple[int, ...] = ()
     """Process ids of the ranks on this host."""
-    forks: ForkServer | None = None
-    """Process that its ranks are forks of, if it outlives them."""
     canary: CanaryResult | None
     """Result of the checkpoint's canary at the start."""
     weight_state: WeightState
@@ -119,6 +117,10 @@ class Executor(ABC):
         Returns checksums by parameter, if the operation has any. An error but of WriteWeights has
         changed nothing.
         """
+
+    def attention_of(self, asked: AlignmentQuestion) -> Matrix:
+        """The attention of a text to its audio, between two steps (`worker.alignment`)."""
+        raise EngineError("times of words are not computed on several ranks")
 
     @abstractmethod
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:

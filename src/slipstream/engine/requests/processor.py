@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.config import EngineConfig
+from slipstream.engine.audio.sounds import media_processor
 from slipstream.engine.grammars.check import check
 from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.requests.choices import check_answer, fork
+from slipstream.engine.requests.languages import both_sides
 from slipstream.engine.requests.over_context import over_context
 from slipstream.engine.requests.prompts import PromptReader
 from slipstream.engine.requests.reasoning_budgets import with_reasoning
@@ -24,7 +26,7 @@ from slipstream.engine.requests.texts import TextsProcessor
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import Formats
 from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
-from slipstream.engine.vision.pictures import PictureProcessor, PreparedPicture, placed
+from slipstream.engine.vision.pictures import MediaProcessor, PreparedPicture, placed
 from slipstream.errors import AdapterError, RequestError
 from slipstream.messages.media import AudioWindow
 from slipstream.messages.requests import EngineRequest, pack_ids
@@ -66,7 +68,7 @@ async def in_thread_if_long(
 
 
 def _listed(data: Any) -> list[Any]:
-    found = data.get("image", ()) if isinstance(data, dict) else ()
+    found = data.get("image", data.get("audio", ())) if isinstance(data, dict) else ()
     return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
@@ -74,7 +76,8 @@ def num_characters(prompt: Prompt | tuple[str, str]) -> int:
     """Number of characters to tokenise, 0 for token ids. A prompt with pictures that are not
     prepared yet counts as a long text, so that their preparation runs in a thread."""
     if isinstance(prompt, dict):
-        if not all(isinstance(x, PreparedPicture) for x in _listed(prompt.get("multi_modal_data"))):
+        media = _listed(prompt.get("multi_modal_data"))
+        if not all(isinstance(x, PreparedPicture | AudioWindow) for x in media):
             return INLINE_CHARS + 1  # pictures are waited for
         prompt = prompt.get("prompt", "")  # type: ignore[assignment]
     return (
@@ -112,7 +115,7 @@ class InputProcessor:
         ids: Iterator[str] | None = None,
         takes_adapters: bool = False,
         in_process: bool = True,
-        pictures: PictureProcessor | None = None,
+        pictures: MediaProcessor | None = None,
     ) -> None:
         """Prepares requests for one model. Without a `description` the model is a decoder that is
         not asked for vectors. `ids` yields the ids of engine requests. `in_process` says that the
@@ -146,9 +149,6 @@ class InputProcessor:
     ) -> InputProcessor:
         """An answer ends at any end token that the model's files or the tokenizer name."""
         default_sampling(description)  # wrong ones are found at the start
-        vision, images, pictures = description.spec.vision, description.images, None
-        if vision is not None and images is not None and config.images is not None:
-            pictures = PictureProcessor(vision, images, config.images.max_images)
         return cls(
             tokenizer,
             vocab_size=description.spec.vocab_size,
@@ -158,7 +158,7 @@ class InputProcessor:
             ids=ids,
             takes_adapters=config.lora is not None,
             in_process=in_process and config.parallel.num_ranks == 1,
-            pictures=pictures,
+            pictures=media_processor(description, config),
         )
 
     def prepare(
@@ -210,7 +210,7 @@ class InputProcessor:
         if spec is not None and spec.encoder is not None and spec.encoder.audio is not None:
             encoded = (0,) * spec.encoder.audio.num_states
         elif spec is not None and spec.encoder is not None:
-            encoded, tokens = tuple(tokens), [spec.encoder.start_token_id]
+            encoded, tokens = both_sides(self.tokenizer, spec.encoder, prompt, tokens)
             packed = pack_ids(tokens)
             if len(encoded) > self.max_model_len:
                 raise self.prompts.too_long(len(encoded))

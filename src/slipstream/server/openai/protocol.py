@@ -243,6 +243,9 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     echo: bool | None = None
     logprobs: Int | None = None
     best_of: Int | None = None
+    # Of models that translate, as the tokenizer spells them (`engine.requests.languages`).
+    source_language: Text | None = None
+    target_language: Text | None = None
     suffix: Raw = OFF
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {"suffix": (b"null", b'""')}
@@ -420,7 +423,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
             "prompt": "messages",
             "prompt_token_ids": "messages",
             "logprobs": "top_logprobs",
-            "image": "messages",
+            **dict.fromkeys(("image", "audio"), "messages"),
         }
         return {**names, "max_tokens": max_tokens}.get(field or "") or super().param(field)
 

@@ -12,6 +12,7 @@ from typing import Any
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import (
     HeadCounts,
+    Sections,
     around,
     attention,
     before,
@@ -24,7 +25,7 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.deepseek import SARVAM_KEYS, SHARED, corrected_mixture, gguf_experts
 from slipstream.spec.families.metadata import llama_gguf_config
-from slipstream.spec.families.mtp import DEEPSEEK, LLAMA_CPP
+from slipstream.spec.families.mtp import DEEPSEEK, LING, LLAMA_CPP
 from slipstream.spec.families.names import LLAMA, MEGATRON, Theirs, gguf_table, table
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, QKNormSpec, RopeSpec
 
@@ -37,12 +38,55 @@ def read_glm4(c: ConfigReader) -> ModelSpec:
     return _read(c, "glm4", sandwich=True)
 
 
-def _read(c: ConfigReader, family: str, *, sandwich: bool) -> ModelSpec:
+THREE_POSITIONS = Sections((8, 12, 12))
+"""How GLM-4V's frequencies go by a token's three positions."""
+
+
+def read_glm4v(c: ConfigReader) -> ModelSpec:
+    """The language model of GLM-4.1V, which without pictures is a GLM-4-0414. transformers rotates heads whole unless the
+    config says which part, derives their size, and has biases whatever the config says."""
+    c.assume(
+        **dict(vocab_size=151552, hidden_size=4096, intermediate_size=13696, rms_norm_eps=1e-5),
+        **dict(num_hidden_layers=40, num_attention_heads=32, max_position_embeddings=32768),
+    )
+    c.require("head_dim", c.size("hidden_size") // c.size("num_attention_heads"))
+    c.require("attention_bias", True)
+    c.assume(head_dim=c.size("hidden_size") // c.size("num_attention_heads"))
+    return _read(c, "glm4v", sandwich=True, partial=1.0, sections=THREE_POSITIONS)
+
+
+def read_glm4v_moe(c: ConfigReader) -> ModelSpec:
+    """The language model of GLM-4.5V."""
+    c.assume(
+        **dict(vocab_size=151424, hidden_size=4096, intermediate_size=10944, num_hidden_layers=46),
+        **dict(num_attention_heads=96, num_key_value_heads=8, max_position_embeddings=65536),
+        **dict(attention_bias=True, moe_intermediate_size=1408, n_routed_experts=128),
+        **dict(n_shared_experts=1, num_experts_per_tok=8, n_group=1, topk_group=1),
+    )
+    c.require("use_qk_norm", False)
+    return read_glm4_moe(c, "glm4v_moe", sections=THREE_POSITIONS)
+
+
+def _read(
+    c: ConfigReader,
+    family: str,
+    *,
+    sandwich: bool,
+    partial: float = 0.5,
+    sections: Sections | None = None,
+) -> ModelSpec:
     c.assume(head_dim=128, num_key_value_heads=2)
     h = heads(c)
     max_position = c.size("max_position_embeddings", 131072)
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1.5625e-7))
-    position = rope(c, h.head_dim, partial=0.5, max_position=max_position, style="interleaved")
+    position = rope(
+        c,
+        h.head_dim,
+        partial=partial,
+        max_position=max_position,
+        style="interleaved",
+        sections=sections,
+    )
     layer = LayerSpec(
         attention=attention(h, position, qkv_bias=c.take("attention_bias", bool, True)),
         mlp=gated(c),
@@ -104,7 +148,35 @@ def read_sarvam_moe(c: ConfigReader) -> ModelSpec:
     return read_glm4_moe(c, "sarvam_moe", partial=1.0)
 
 
-def read_glm4_moe(c: ConfigReader, family: str = "glm4_moe", *, partial: float = 0.5) -> ModelSpec:
+LING_SAID = {
+    **dict(score_function="sigmoid", moe_router_enable_expert_bias=True, use_bias=False),
+    **dict(use_rmsnorm=True, norm_head=False, norm_softmax=False, use_sliding_window=False),
+}
+"""Values of further keys of the authors' config, the only ones that are supported."""
+
+
+def read_ling2(c: ConfigReader) -> ModelSpec:
+    """Ling 2 and Ring (Bailing): Sarvam's layers, whose heads are rotated by half."""
+    for key, value in LING_SAID.items():
+        c.require(key, value)
+    c.alias({**SARVAM_KEYS, "attention_bias": "use_qkv_bias"})
+    c.assume_missing(
+        **dict(head_dim=128, num_key_value_heads=4, n_group=8, topk_group=4, use_qk_norm=True),
+        **dict(routed_scaling_factor=2.5, rms_norm_eps=1e-6, rope_theta=6e5),
+    )
+    shared = c.size("moe_intermediate_size") * c.take("n_shared_experts", int)
+    c.require("moe_shared_expert_intermediate_size", shared)
+    c.ignore("router_dtype", "output_dropout", "max_window_layers", "mtp_loss_scaling_factor")
+    return read_glm4_moe(c, "bailing_moe")
+
+
+def read_glm4_moe(
+    c: ConfigReader,
+    family: str = "glm4_moe",
+    *,
+    partial: float = 0.5,
+    sections: Sections | None = None,
+) -> ModelSpec:
     """GLM-4.5 and 4.6: grouped heads, and DeepSeek V3's experts."""
     h, hidden = heads(c), c.size("hidden_size")
     max_position = c.size("max_position_embeddings", 131072)
@@ -113,7 +185,7 @@ def read_glm4_moe(c: ConfigReader, family: str = "glm4_moe", *, partial: float =
     num_dense = c.take("first_k_dense_replace", int, 1)
     of = attention(
         h,
-        rope(c, h.head_dim, partial=partial, max_position=max_position),
+        rope(c, h.head_dim, partial=partial, max_position=max_position, sections=sections),
         qkv_bias=c.take("attention_bias", bool, False),
         qk_norm=QKNormSpec(over="head", eps=eps) if c.take("use_qk_norm", bool, False) else None,
     )
@@ -183,6 +255,13 @@ def glm4_moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
     }
 
 
+def ling2_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    m.ignore("expert_shared_feed_forward_length")
+    groups = m.size("expert_group_count", 1), m.size("expert_group_used_count", 1)
+    m.assume(**{"blk.0.attn_q_norm.weight": True})
+    return {**glm4_moe_gguf_config(m), **dict(zip(("n_group", "topk_group"), groups, strict=True))}
+
+
 GLM4_MOE_GGUF: dict[str, Theirs] = {
     "pre_mlp": "post_attention_norm",
     "correction": {"weight": "exp_probs_b.bias"},
@@ -225,6 +304,18 @@ FAMILIES = (
         architectures=("SarvamMoEForCausalLM", "Glm4MoeForCausalLM"),
         read=read_sarvam_moe,
         names=table(SARVAM),
+    ),
+    Family(
+        model_type="bailing_moe",
+        architectures=("BailingMoeV2ForCausalLM",),
+        read=read_ling2,
+        names=table(SARVAM),
+        mtp=LING,
+        gguf=GGUFFamily(
+            architecture="bailingmoe2",
+            config=ling2_gguf_config,
+            names=gguf_table({**GLM4_MOE_GGUF, "pre_mlp": "ffn_norm", "attention.qkv": "attn_qkv"}),
+        ),
     ),
     Family(
         model_type="solar_open",

@@ -23,8 +23,8 @@ def read(c: ConfigReader) -> ModelSpec:
     c.require("use_weighted_layer_sum", False)
     c.ignore(
         "classifier_proj_size", "apply_spec_augment", "mask_time_prob", "mask_time_length", "mask_time_min_masks",
-        "mask_feature_prob", "mask_feature_length", "mask_feature_min_masks", "median_filter_width", "encoder_layerdrop",
-        "decoder_layerdrop", "num_hidden_layers", "max_length", "forced_decoder_ids", "scale_embedding",
+        "mask_feature_prob", "mask_feature_length", "mask_feature_min_masks", "encoder_layerdrop", "decoder_layerdrop",
+        "num_hidden_layers", "max_length", "forced_decoder_ids", "scale_embedding",
     )  # fmt: skip
     if c.value("scale_embedding"):
         raise c.unsupported("scale_embedding", "only False is supported")
@@ -51,7 +51,9 @@ def read(c: ConfigReader) -> ModelSpec:
             "decoder_attention_heads",
             f"only as many as encoder_attention_heads ({num_heads}) are supported",
         )
-    longest = c.size("max_target_positions", 448)
+    longest, median = c.size("max_target_positions", 448), c.size("median_filter_width", 7)
+    if median % 2 == 0:
+        raise c.unsupported("median_filter_width", "must be odd")
     spec = ModelSpec(
         family="whisper",
         vocab_size=c.size("vocab_size"),
@@ -68,6 +70,7 @@ def read(c: ConfigReader) -> ModelSpec:
             audio=AudioSpec(
                 num_mel_bins=c.size("num_mel_bins", 80),
                 num_states=c.size("max_source_positions", 1500),
+                median_filter=median,
             ),
         ),
     )
@@ -81,7 +84,7 @@ def _attention(at: str) -> dict[str, Theirs]:
 
 
 _SELF, _CROSS = _attention("self_attn"), _attention("encoder_attn")
-_MLP: dict[str, Theirs] = {
+LAYER: dict[str, Theirs] = {
     "pre_attention": "self_attn_layer_norm",
     **{f"attention.{part}": _SELF[part] for part in ("qkv", "out")},
     "pre_mlp": "final_layer_norm",
@@ -93,14 +96,14 @@ WHISPER: dict[str, Theirs] = {
     "positions": "model.decoder.embed_positions",
     "final_norm": "model.decoder.layer_norm",
     "head": "proj_out",
-    **_MLP,
+    **LAYER,
     "pre_cross": "encoder_attn_layer_norm",
     **{f"cross.{part}": _CROSS[part] for part in ("q", "kv", "out")},
     "encoder.audio.first": "model.encoder.conv1",
     "encoder.audio.second": "model.encoder.conv2",
     "encoder.positions": "model.encoder.embed_positions",
     "encoder.final_norm": "model.encoder.layer_norm",
-    **{f"encoder.{name}": part for name, part in _MLP.items()},
+    **{f"encoder.{name}": part for name, part in LAYER.items()},
 }
 _table = table(
     WHISPER, layer="model.decoder.layers.{i}.", encoder_layer="model.encoder.layers.{i}."
