@@ -202,20 +202,12 @@ def test_a_classifier_of_means(pooling, bias, tmp_path):
     assert model.spec.num_parameters == sum(p.numel() for p in theirs.parameters())
 
 
-@pytest.mark.parametrize("family", tiny_models.T5S)
-@pytest.mark.parametrize("shared", [False, True])
-def test_t5_logits_equal_transformers(family, shared, tmp_path):
+def require_equal_logits(folder, theirs, answers):
     """One mixed step has encoder texts and answers of different lengths, one token and many."""
-    theirs = tiny_models.build_t5(tmp_path, family)
-    if shared:  # newer writers share the table of 1.1 too
-        theirs.tie_weights()
-        theirs.lm_head.weight = theirs.shared.weight
-        theirs.save_pretrained(tmp_path)
-    answers = [[0, 7, 9], [0], [0, *TEXTS[2][:40]], [0], TEXTS[3][:2]]
     order = sorted(range(len(answers)), key=lambda i: len(answers[i]) != 1)
     texts, answers = [TEXTS[i] for i in order], [answers[i] for i in order]
     for kernels in KERNELS:
-        model = load(tmp_path, kernels=kernels)
+        model = load(folder, kernels=kernels)
         assert kernels != "cpu" or is_program(model.decoder)
         found = written(model, texts, answers)
         for text, answer, ours in zip(texts, answers, found, strict=True):
@@ -224,7 +216,19 @@ def test_t5_logits_equal_transformers(family, shared, tmp_path):
                     input_ids=torch.tensor([text]), decoder_input_ids=torch.tensor([answer])
                 ).logits[0]
             assert error(ours, expected) <= 1e-4
-    spec = model.spec
+    return model.spec
+
+
+@pytest.mark.parametrize("family", tiny_models.T5S)
+@pytest.mark.parametrize("shared", [False, True])
+def test_t5_logits_equal_transformers(family, shared, tmp_path):
+    theirs = tiny_models.build_t5(tmp_path, family)
+    if shared:  # newer writers share the table of 1.1 too
+        theirs.tie_weights()
+        theirs.lm_head.weight = theirs.shared.weight
+        theirs.save_pretrained(tmp_path)
+    answers = [[0, 7, 9], [0], [0, *TEXTS[2][:40]], [0], TEXTS[3][:2]]
+    spec = require_equal_logits(tmp_path, theirs, answers)
     assert spec.num_parameters == sum(p.numel() for p in theirs.parameters())
     assert spec.num_parameters == sum(torch.Size(s).numel() for s in parameters(spec).values())
 
@@ -233,19 +237,8 @@ def test_t5_logits_equal_transformers(family, shared, tmp_path):
 def test_barts_logits_equal_transformers(family, tmp_path):
     theirs = tiny_models.build_bart(tmp_path, family)
     answers = [[2, 7, 9], [2], [2, *TEXTS[2][:40]], [2], TEXTS[3][:2]]
-    order = sorted(range(len(answers)), key=lambda i: len(answers[i]) != 1)
-    texts, answers = [TEXTS[i] for i in order], [answers[i] for i in order]
-    for kernels in KERNELS:
-        model = load(tmp_path, kernels=kernels)
-        assert kernels != "cpu" or is_program(model.decoder)
-        found = written(model, texts, answers)
-        for text, answer, ours in zip(texts, answers, found, strict=True):
-            with torch.no_grad():
-                expected = theirs(
-                    input_ids=torch.tensor([text]), decoder_input_ids=torch.tensor([answer])
-                ).logits[0]
-            assert error(ours, expected) <= 1e-4
-    spec, sines = model.spec, "embed_positions"
+    spec = require_equal_logits(tmp_path, theirs, answers)
+    sines = "embed_positions"
     own = sum(p.numel() for n, p in theirs.named_parameters() if p.requires_grad or sines not in n)
     biases = 0 if family == "m2m_100" else tiny_models.VOCAB
     assert spec.num_parameters == own + biases

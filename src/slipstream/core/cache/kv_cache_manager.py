@@ -394,9 +394,7 @@ class KVCacheManager:
         """True if the request must wait for blocks from a tier (`Tiers.wants`)."""
         if self.tiers is None or not request.block_keys or not self.may_begin_cached(request):
             return False
-        if not self._have_room(request):
-            return False  # it can't begin now
-        return self.tiers.wants(request, cached, computed, spare)
+        return self._have_room(request) and self.tiers.wants(request, cached, computed, spare)
 
     def adopt(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Hold the blocks of `tables`, which other requests wrote.

@@ -55,6 +55,19 @@ def read_glm4v(c: ConfigReader) -> ModelSpec:
     return _read(c, "glm4v", sandwich=True, partial=1.0, sections=THREE_POSITIONS)
 
 
+def read_glm_ocr(c: ConfigReader) -> ModelSpec:
+    """The language model of GLM-OCR: GLM-4.1V's without biases, whatever the config says. Its layer for drafts is not run."""
+    c.assume(
+        **dict(vocab_size=59392, hidden_size=1024, intermediate_size=4096, num_hidden_layers=16),
+        **dict(num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=131072),
+        **dict(rms_norm_eps=1e-5, attention_bias=False),
+    )
+    c.assume(head_dim=c.size("hidden_size") // c.size("num_attention_heads"))
+    c.require("attention_bias", False)
+    c.ignore("num_nextn_predict_layers")
+    return _read(c, "glm_ocr", sandwich=True, partial=1.0, sections=THREE_POSITIONS)
+
+
 def read_glm4v_moe(c: ConfigReader) -> ModelSpec:
     """The language model of GLM-4.5V."""
     c.assume(
