@@ -260,6 +260,8 @@ def test_words_are_not_broken_at_the_width(by):
     ]
     assert max(map(len, lines)) <= 20
     assert written("The quick brown foxy runs", by=by) == "The quick brown foxy\nruns\n"
+    wide = written("a 漢字漢字漢", 8, by=by)  # each of two columns
+    assert wide == "a \n漢字漢字漢\n"
 
 
 def test_code_is_not_wrapped_and_is_coloured():

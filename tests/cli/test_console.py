@@ -74,6 +74,15 @@ def test_other_steps_are_estimated_by_themselves(clock):
     assert progress.line() == "report: speed, 1 of 2, 105 s, about 3 s left"
 
 
+def test_as_many_steps_that_begin_again_are_estimated_by_themselves(clock):
+    progress = Progress("layers")
+    clock[0] += 50
+    progress.set_done(5, 10)
+    clock[0] += 3
+    progress.set_done(1, 10)
+    assert progress.seconds_left() == 27
+
+
 def test_without_a_terminal_there_is_a_line_every_few_seconds(monkeypatch, capsys):
     monkeypatch.setattr(console, "LINE_EVERY_S", 0.02)
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: 100.0))

@@ -155,16 +155,30 @@ def test_pull_of_nothing(tmp_path, capsys):
     assert "config.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("absent", ["numpy", None])
+@pytest.mark.parametrize("absent", ["numpy", "pyarrow", None])
 def test_doctor_exits_with_1_if_a_needed_package_is_missing(monkeypatch, capsys, absent):
     monkeypatch.setattr(diagnosis, "gpus", lambda: ())
     monkeypatch.setattr(diagnosis, "cpu_kernels_built", lambda: True)
     monkeypatch.setattr(diagnosis, "cpu_choice", lambda measure: None)
     monkeypatch.setattr(diagnosis, "will_use", lambda: {"device": "cpu"})
     monkeypatch.setattr(diagnosis, "package_version", lambda name: None if name == absent else "1")
-    assert main(["doctor", "--json"]) == (1 if absent else 0)
+    assert main(["doctor", "--json"]) == (1 if absent == "numpy" else 0)
     missing = json.loads(capsys.readouterr().out)["missing"]
-    assert [m["what"] for m in missing if m["needed"]] == ([absent] if absent else [])
+    assert [m["what"] for m in missing if m["needed"]] == (["numpy"] if absent == "numpy" else [])
+    assert absent is None or any(absent in m["what"] for m in missing)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--fleet", "http://127.0.0.1:9", "--for", "0"), "must be above 0"),
+        (("--fleet", "http://127.0.0.1:9", "--for", "3601"), "at most 3600"),
+        (("--api-key-file", "keys"), "only with --fleet"),
+    ],
+)
+def test_doctor_refuses_what_has_no_effect(words, why, capsys):
+    assert main(["doctor", *words]) == 2
+    assert why in capsys.readouterr().err
 
 
 def test_doctor_finds_this_machines_cores_device_and_torch(capsys):

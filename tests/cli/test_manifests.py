@@ -141,16 +141,13 @@ def test_gpus_are_limits_of_the_container_and_bring_shared_memory(tmp_path):
     container = replicas_of(objects)[1]["containers"][0]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
     assert "/dev/shm" in [m["mountPath"] for m in container["volumeMounts"]]
-    assert (
-        composed["services"]["slipstream"]["deploy"]["resources"]["reservations"]["devices"][0][
-            "count"
-        ]
-        == 2
-    )
+    service = composed["services"]["slipstream"]
+    assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == 2
+    assert service["shm_size"] == "2gb"
     assert "slipstream[gpu] @" in docker
-    docker, composed, objects = write(tmp_path)
+    docker, composed, objects = write(tmp_path, "--memory", "8589934593")  # a byte beyond 8 GiB
     limits = replicas_of(objects)[1]["containers"][0]["resources"]["limits"]
-    assert limits == {"cpu": 4, "memory": "8192Mi"}
+    assert limits == {"cpu": 4, "memory": "8193Mi"}
     assert "slipstream @" in docker
     assert "nvidia" not in yaml.safe_dump_all(objects) + yaml.safe_dump(composed)
 
@@ -205,6 +202,7 @@ def test_the_image_has_what_the_servers_options_need(tmp_path):
         (("--replicas", "0"), "--replicas must be at least 1"),
         (("--gpus", "-1"), "must not be negative"),
         (("--name", "Chat"), "small letters"),
+        (("--name", "chat.org"), "small letters"),
         (
             ("--source", "/"),
             "not a clone of Slipstream: it has no pyproject.toml; give the clone's folder",

@@ -21,6 +21,7 @@ from slipstream.conformance.session import Endpoint, Session
 from slipstream.engine.text.tool_formats import REASONING
 from slipstream.errors import ConfigError, SlipstreamError
 from tests.conformance.faulty import (
+    Both,
     Fault,
     FaultyTransport,
     another_first,
@@ -80,6 +81,7 @@ FAULTS = [
     Fault("sampling.logprobs", "completions", reply=replies(r'"token_logprobs": ?\[', '"token_logprobs":[0,')),
     Fault("sampling.logprobs", reply=rising),
     Fault("sampling.n", ask=without("n")),
+    Fault("sampling.n", reply=replies('"index": ?2', '"index":1')),
     Fault("sampling.n", reply=replies(r'"completion_tokens": ?\d+', '"completion_tokens":14')),
     Fault("usage.adds_up", reply=replies(r'"total_tokens": ?\d', '"total_tokens":9')),
     Fault("usage.adds_up", "messages", reply=replies(r'"output_tokens": ?\d+', '"output_tokens":0')),
@@ -90,6 +92,7 @@ FAULTS = [
     Fault("usage.cached", "messages", reply=replies('"cache_read_input_tokens": ?', '"cache_read_input_tokens":-')),
     Fault("usage.count_tokens", "messages", ask=without("system"), reply=growing(r'(^\{"input_tokens": ?)(\d+)')),
     Fault("schemas.hold", ask=without("response_format")),
+    Fault("schemas.hold", reply=some(status(200, 500))),
     Fault("schemas.hold", "messages", ask=without("output_config", "format")),
     Fault("schemas.streamed", ask=without("response_format", only_streams=True)),
     Fault("schemas.json_object", "ollama", ask=without("format")),
@@ -99,9 +102,12 @@ FAULTS = [
     Fault("schemas.grammar", ask=without("structured_outputs", every=2)),
     Fault("tools.required", reply=replies("get_weather|note", "other")),
     Fault("tools.required", reply=replies('"id": ?"call_[^"]*"', '"id":""')),
+    Fault("tools.required", reply=replies(r'"tool_calls": ?\[(\{.*?\}\})\]', r'"tool_calls":[\1,\1]')),
     Fault("tools.required", "messages", reply=replies('"tool_use"', '"end_turn"')),
     Fault("tools.none", ask=setting("tool_choice", "required")),
     Fault("tools.round_trip", reply=refusing('"role": "tool"')),
+    Fault("tools.round_trip", reply=Both([streams('"id": ?"call_[^"]*"', '"id":"streamed"'),
+                                          refusing('"tool_call_id": "streamed"')])),
     Fault("tools.round_trip", "messages", reply=refusing('"tool_result"', only_streams=True)),
     Fault("tools.several", reply=refusing("call_2")),
     Fault("tools.several", reply=refusing('"tool_call_id": "call_2".*"tool_call_id": "call_1"')),

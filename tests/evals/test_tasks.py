@@ -13,12 +13,15 @@ import torch
 from slipstream import LLM
 from slipstream.cli.main import main
 from slipstream.errors import AdapterError, ConfigError
+from slipstream.evals.likelihood import Likelihood
 from slipstream.evals.tasks import (
     Question,
+    RatedAnswer,
     _result,
     check_tasks,
     loglikelihoods,
     multiple_choice,
+    rated_answers,
     read_questions,
     read_rated,
     run_lm_eval,
@@ -124,6 +127,37 @@ def test_multiple_choice_takes_the_likeliest_answer(llm, tmp_path):
     assert multiple_choice(llm, read_questions(tmp_path / "hours.jsonl")).value == 0.75
     with pytest.raises(ConfigError, match="lm-eval"):
         run_tasks(llm, [path], num_fewshot=2)
+
+
+class Texts:
+    """A model of which only texts are asked, whose answers have the log-probabilities `logprobs`."""
+
+    chat_template = "a template"
+
+    def __init__(self, monkeypatch, *logprobs):
+        found = [Likelihood(logprob=logprob, is_greedy=False) for logprob in logprobs]
+        monkeypatch.setattr("slipstream.evals.tasks.loglikelihoods", lambda *_: found)
+
+    def get_tokenizer(self):
+        return self
+
+    def encode(self, text, add_special_tokens=True):
+        return list(text.encode())
+
+    def apply_chat_template(self, messages):
+        return str(messages)
+
+
+def test_a_choice_is_weighed_by_its_bytes_and_not_its_characters(monkeypatch):
+    texts = Texts(monkeypatch, -6.0, -4.4)  # nats: 6 bytes at 1, 4 at 1.1
+    question = Question(prompt="?", choices=("żół", "abcd"), answer=0)
+    assert multiple_choice(texts, [question]).value == 1.0
+
+
+def test_equal_answers_are_half_a_pair_each(monkeypatch):
+    same = ((("role", "user"), ("content", "?")),)
+    rated = [RatedAnswer(messages=same, answer="ab", is_good=good) for good in (True, False)]
+    assert rated_answers(Texts(monkeypatch, -1.0, -1.0), rated).value == 0.5
 
 
 def test_a_long_choice_is_not_held_against_itself(llm):

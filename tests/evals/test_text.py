@@ -89,7 +89,7 @@ def test_turns_end_where_a_template_would_refuse():
 
 
 def test_plain_text_is_cut_at_empty_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "SECTION", 20)
+    monkeypatch.setattr(text, "SECTION", 40)
     whole = "".join(f"paragraph {i}\nof two lines\n\n" for i in range(50))
     (tmp_path / "a.txt").write_text(whole)
     path = str(tmp_path / "a.txt")
@@ -98,6 +98,7 @@ def test_plain_text_is_cut_at_empty_lines(tmp_path, monkeypatch):
     both = [d.text for part in ("calibration", "evaluation") for d in read_documents(path, part)]
     assert sorted(both) == sorted(text.sections(whole))
     assert all(section.startswith("paragraph") and section.endswith("\n\n") for section in both)
+    assert {section.count("paragraph") for section in both} == {2}, "one alone is too short"
 
 
 def test_sharegpt_takes_whole_conversations_only(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from slipstream import hub
 from slipstream.base.files import waited_for
 from slipstream.errors import DownloadError
 from slipstream.hub import FetchOptions, check_name, find_cached, resolve_model
-from slipstream.hub.client import HubClient
+from slipstream.hub.client import MAX_FAILURES, HubClient, _BrokenError
 from slipstream.hub.listing import find_models, list_models, remove_model
 from slipstream.hub.names import TABLE, HubModel, parse_name, quant_of
 from slipstream.hub.packages import Packaged
@@ -502,10 +502,39 @@ def test_of_two_models_of_one_type_the_larger_is_chosen():
     assert choose_quant("org/m", there, "q8_0", 100).files == ("a/m-Q8_0.gguf",)
 
 
+def test_a_type_is_chosen_that_leaves_a_fifth_of_the_memory():
+    there = quants({"m-Q8_0.gguf": 81, "m-Q4_0.gguf": 80})
+    assert choose_quant("org/m", there, None, 100).name == "Q4_0"
+
+
+def test_a_fetch_that_gets_on_is_continued_however_often_it_breaks():
+    client = HubClient("https://hub.example", sleep=lambda seconds: None)
+    failures = [_BrokenError(1, "it broke")] * (MAX_FAILURES + 2)
+
+    def work():
+        if failures:
+            raise failures.pop()
+        return "whole"
+
+    assert client._retried("org/m", work) == "whole"
+    failures += [_BrokenError(0, "it broke")] * (MAX_FAILURES + 2)
+    with pytest.raises(DownloadError, match="it broke"):
+        client._retried("org/m", work)
+
+
 def test_of_the_cached_types_the_largest_is_used(stand_in):
     pull(stand_in, "org/m-GGUF:Q4_K_M")
     eight = pull(stand_in, "org/m-GGUF:Q8_0")
-    assert HubStore(hub.hub_folder()).cached(HubModel("org/m-GGUF")) == eight
+    store = HubStore(hub.hub_folder())
+    assert store.cached(HubModel("org/m-GGUF")) == eight
+    assert store.cached(HubModel("org/m-GGUF", quant="q8_0")) == eight
+
+
+def test_what_another_process_fetched_meanwhile_is_used(stand_in, monkeypatch, tmp_path):
+    looks = iter([None, tmp_path])
+    monkeypatch.setattr(HubStore, "cached", lambda self, model: next(looks))
+    assert pull(stand_in, "org/name") == tmp_path
+    assert not stand_in.requests
 
 
 def test_files_beside_models_and_parts_without_the_others_are_none():

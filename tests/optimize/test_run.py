@@ -24,6 +24,7 @@ from slipstream.costs.hardware import available_cores
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
 from slipstream.evals.tasks import TaskResult
 from slipstream.hub import machine_folder
+from slipstream.optimize import prior as prior_module
 from slipstream.optimize import run, worker
 from slipstream.optimize.candidates import NOTHING, Candidate, Space, TrialResult
 from slipstream.optimize.prior import bits_of, guessed_kl, simulated_prior
@@ -325,7 +326,15 @@ def test_the_prior_knows_bits_and_batches():
     assert bits_of("recipe:2:4") == (3, "int8")  # half of the weights, and it costs
 
 
-def test_the_prior_knows_forms():
+def test_the_prior_knows_forms(monkeypatch):
+    engines = []
+    monkeypatch.setattr(
+        prior_module,
+        "simulate",
+        lambda engine, *given, _real=prior_module.simulate, **more: (
+            engines.append(engine) or _real(engine, *given, **more)
+        ),
+    )
     folder = Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-3-8b"
     traffic = RecordedTraffic(source="2000/32", lengths=((2000, 32),) * 16, arrivals="closed:16")
     base = EngineArgs(model=str(folder), max_model_len=4096)
@@ -338,6 +347,7 @@ def test_the_prior_knows_forms():
         return prior(Candidate("none", (("max_num_seqs", size), ("parallel", form))))
 
     one, tensor, pipeline = (of(gpu, form) for form in ("tp1", "tp2", "tp1pp2"))
+    assert engines[2].num_blocks < 1.2 * engines[0].num_blocks  # of one card's memory
     assert one == gpu(Candidate("none", (("max_num_seqs", 16),)))
     assert one.throughput < tensor.throughput < 2 * one.throughput
     assert one.throughput < pipeline.throughput < 2 * one.throughput

@@ -62,6 +62,9 @@ def test_tokens_that_end_answers_leave_the_temperature_as_it_is():
     assert abs(found.value - 1) < 4 * found.stderr
     own, cooler = samples[0].likelihoods([1.0, 0.8])
     assert own > cooler
+    others = samples[0].logprobs[:, 8:].log_softmax(-1)
+    ids = torch.tensor(samples[0].token_ids) - 8
+    assert own == pytest.approx(float(others[range(len(ids)), ids].sum()), rel=1e-5)
 
 
 def test_greedy_answers_have_the_smallest_temperature_that_is_looked_for():

@@ -61,6 +61,19 @@ def test_a_cut_that_changes_nothing_is_left_open():
     assert sequential.cut([(False, 1.0)], Rates()) == "open"  # no token decides alone
 
 
+def test_a_cut_is_kept_once_its_ratio_is_below_beta():
+    """ln 0.01 is -4.61. Each draw adds ln(0.7 / 0.97), or -0.33."""
+    assert sequential.cut([(False, 0.3)] * 14, Rates()) == "open"
+    assert sequential.cut([(False, 0.3)] * 15, Rates()) == "sound"
+
+
+def test_the_stake_is_parted_among_the_other_temperatures():
+    """ln 1000 is 6.9, and ln 2000 is 7.6."""
+    assert sequential.temperature([7.2], Rates()) == "fault"
+    assert sequential.temperature([7.2, -20.0], Rates()) == "open"
+    assert sequential.temperature([7.7, -20.0], Rates()) == "fault"
+
+
 def test_a_mean_at_its_limit_is_seldom_called_a_fault():
     def decide(values):
         return sequential.mean(values, 1.0, RATES)

@@ -58,7 +58,8 @@ ONE_TOKEN_SHARE = 0.3
 
 DECODES_SHARE, MANY_DECODES = 0.6, 64
 MIXED_SHARE = 1.35
-"""Shares of the fixed times in other GPU steps (benchmarks/results: step_costs_h200, mixed_steps).
+"""Factors of a GPU step's fixed time in steps of other kinds (benchmarks/results: step_costs_h200,
+mixed_steps).
 
 `DECODES_SHARE` is for a step of few decodes, whose operators start while others end. It rises to 1
 at `MANY_DECODES`. `MIXED_SHARE` is for a step of decodes and prompts, which has two attention

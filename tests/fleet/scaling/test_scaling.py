@@ -279,7 +279,8 @@ class Shared:
         return True
 
     def look(self, at, *asked, busy=()):
-        """Returns what runs after a look at all models. Requests wait for `asked`, and run at `busy`."""
+        """Models' names, each as often as it has replicas, after a look at all scalers. Requests wait at
+        the gateway for `asked`, and the replicas of `busy` have some."""
         for name, version_ in self.versions.items():
             version_.num_waiting = asked.count(name)
             version_.router, version_.replicas = Router(), {}

@@ -1,4 +1,4 @@
-"""The kinds of cache besides blocks that there are."""
+"""The list of cache kinds other than blocks."""
 
 from __future__ import annotations
 

@@ -345,7 +345,7 @@ class _Markers:
 
 
 def _spelling(markers: ReasoningMarkers, tokenizer: MarkerTokenizer) -> Callable[[int], bytes]:
-    """A token's bytes in the text that is read."""
+    """The bytes that a token adds to the text in which markers are searched."""
     if markers.shows_special:
         return tokenizer.token_bytes
     return lambda token: b"" if token in tokenizer.special_ids else tokenizer.token_bytes(token)

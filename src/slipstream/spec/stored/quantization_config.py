@@ -327,7 +327,8 @@ config.json itself."""
 
 
 def _modelopt(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
-    """Read NVIDIA ModelOpt's config, or with `quantization` its `MODELOPT_CONFIG`."""
+    """Read NVIDIA ModelOpt's quantization: from config.json, or from `MODELOPT_CONFIG`, which has
+    the key `quantization` around it."""
     read.ignore("producer", "config_groups")  # the groups say the same as `quant_algo`
     own, inner = read, read.maybe("quantization", dict)
     if inner is not None:
