@@ -339,7 +339,7 @@ def context(node: Node) -> dict[str, Any]:
     made = node.settings("long-8b", **more)
     if not node.tiny:
         made["max_model_len"] = parallel.LONG + 1024
-    load = {"requests": 2, "input": 100} if node.tiny else {"requests": 8}
+    load = {"requests": 2, "input": 64} if node.tiny else {"requests": 8}
     ways = {
         "context": ("long", made | forms_of(node.gpus)["context"], None),
         "one": ("long", made, 0),
