@@ -34,6 +34,7 @@ from typing import Any
 
 import common
 import parallel
+from collectives import SIZES_KB, collectives
 
 SECONDS = 570
 FP8 = {"quantization": "fp8"}
@@ -249,11 +250,11 @@ def sums(node: Node) -> dict[str, Any]:
     """Sums, gathers, scatters and exchanges, and how many are slower than published."""
     if node.tiny:
         return {"left out": "they need GPUs"}
-    found = parallel.collectives(argparse.Namespace(largest_kb=parallel.SIZES_KB[-1]))
+    found = collectives(argparse.Namespace(largest_kb=SIZES_KB[-1]))
     slower = [
         f"{name} of {size} KB"
         for name in ("sum", "gather", "scatter", "exchange")
-        for size in parallel.SIZES_KB
+        for size in SIZES_KB
         if isinstance(
             own := found.get(f"one kernel{'' if name == 'sum' else f', {name}'}, {size} KB"), float
         )

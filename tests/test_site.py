@@ -8,10 +8,15 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+
+from tests.support.browser import Browser
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("mkdocs.yml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "benchmarks", "examples")  # fmt: skip
@@ -88,3 +93,30 @@ def test_each_broken_link_is_a_reason_to_fail_the_build(tmp_path):
     for said in ("no-such-page.md", "no-such-heading", "no-such-file.json"):
         assert said in built.stderr
     assert len(re.findall("^WARNING", built.stderr, re.MULTILINE)) == len(links)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_the_site_is_accessible(address, tmp_path):
+    """The rules are axe-core's."""
+    pages = ("", "tutorials/replace-ollama/", "cli/")
+    with Browser.start(tmp_path) as driver:
+        for scheme, width, height in (("light", 1280, 800), ("dark", 390, 844)):
+            driver.prefer(scheme)
+            for page in pages:
+                driver.visit(f"{address}/{page}", width=width, height=height)
+                driver.wait_for("return document.body.innerText.length > 100", page)
+                assert driver.serious_violations() == [], page
+                assert driver.run("return document.documentElement.scrollWidth <= innerWidth"), page
+                assert driver.errors() == [], page

@@ -6,11 +6,15 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from slipstream.base.other_engines import FIELDS
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from slipstream.params.lora_request import LoRARequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,18 @@ class Logprob:
     def decoded_token(self) -> str:
         """vLLM's name of `token`."""
         return self.token
+
+
+class _Hinting:
+    """A mixin: reading a field that vLLM's answer has, and this one has not, says what to read instead."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # checkers would take every name
+
+        def __getattr__(self, name: str) -> Any:
+            said = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{said}; {hint}" if (hint := FIELDS.get(name)) else said)
 
 
 class _Late:
@@ -81,7 +97,7 @@ class PositionLogprobs(_Late):
 
 
 @dataclass(slots=True)
-class CompletionOutput:
+class CompletionOutput(_Hinting):
     """One answer (of n). `stop_reason` is the stop string or stop token id that ended it, if one
     did.
 
@@ -190,7 +206,7 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(_Hinting):
     """The state of a request. From `LLM.generate` it is complete; from `AsyncLLM.generate` it has
     only what is *new*."""
 
@@ -203,6 +219,13 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
+    lora_request: LoRARequest | None = None
+
+    # vLLM's of its connectors and of its encoder-decoder models, which other models leave None
+    kv_transfer_params: ClassVar[None] = None
+    ec_transfer_params: ClassVar[None] = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
 
     @property
     def metrics(self) -> RequestMetrics | None:

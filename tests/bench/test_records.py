@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))
-HELPERS = ("common.py", "hammer.py", "processes.py")
+HELPERS = ("collectives.py", "common.py", "hammer.py", "processes.py")
 SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if path.name not in HELPERS)
 CASES = sorted((BENCHMARKS / "cases").glob("*/*.py"))
 DOCUMENTS = [

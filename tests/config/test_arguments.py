@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from slipstream import LLM, BeamSearchParams, SamplingParams
-from slipstream.base.other_engines import _BY_REASON, METHODS, NEEDLESS, OF_SERVE, SETTINGS
+from slipstream import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
+from slipstream.base.arguments import say_without_effect
+from slipstream.base.other_engines import (
+    _BY_REASON,
+    FIELDS,
+    METHODS,
+    NEEDLESS,
+    OF_SERVE,
+    SETTINGS,
+    TAKEN,
+)
 from slipstream.cli.main import build_parser
 from slipstream.cli.parser import UsageError
 from slipstream.config import EngineArgs
@@ -65,7 +74,7 @@ def test_every_argument_and_flag_of_vllm_is_known_or_refused_with_what_it_means_
     unknown = []
     for name in surface["LLM"] + surface["EngineArgs"]:
         with pytest.raises(TypeError) as caught:
-            EngineArgs(model="m", **{name: 1})
+            EngineArgs(model="m", **{name: 7})
         ours = SETTINGS.get(name, name)
         meant = (NEEDLESS.get(name, ours), f"--{ours}".replace("_", "-"))
         if (ours == name and name not in {*NEEDLESS, *OF_SERVE}) or not any(
@@ -75,12 +84,74 @@ def test_every_argument_and_flag_of_vllm_is_known_or_refused_with_what_it_means_
     for name in surface["serve"]:
         flag = f"--{name}".replace("_", "-")
         try:
-            parser.parse_args(["serve", "m", flag, "1"])
+            parser.parse_args(["serve", "m", flag, "7"])
         except UsageError as error:
             ours = f"--{SETTINGS.get(name)}".replace("_", "-")
             if NEEDLESS.get(name, f"did you mean {ours}?") not in error.message:
                 unknown.append(flag)
     assert not unknown
+
+
+def test_what_is_done_anyway_is_taken_and_said_to_have_no_effect(caplog):
+    say_without_effect.cache_clear()
+    given = dict(async_scheduling=True, tokenizer_mode="auto", max_logprobs=20, max_num_seqs=3)
+    assert EngineArgs(model="m", **given) == EngineArgs(model="m", max_num_seqs=3)
+    assert caplog.messages == [
+        "async_scheduling has no effect: the next step is always planned while one runs",
+        "tokenizer_mode has no effect: the tokenizer is the checkpoint's",
+        "max_logprobs has no effect: a request may ask for up to 20",
+    ]
+    for name, value in (
+        ("async_scheduling", False),
+        ("tokenizer_mode", "slow"),
+        ("max_logprobs", 21),
+        ("trust_remote_code", True),
+    ):
+        with pytest.raises(TypeError, match=f"there is no setting '{name}'; leave it out"):
+            EngineArgs(model="m", **{name: value})
+
+
+def test_an_error_of_the_settings_own_is_told_next_to_one_that_is_taken():
+    with pytest.raises(TypeError, match="max_num_seqs"):
+        EngineArgs(model="m", async_scheduling=True, max_num_sqs=3)
+    with pytest.raises(TypeError, match="model"):
+        EngineArgs(async_scheduling=True)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_each_option_that_is_taken_is_refused_with_another_value_and_documented(name):
+    flag = f"--{'no-' * (TAKEN[name] == ('false',))}{name}".replace("_", "-")
+    parser = build_parser(["serve"])
+    for value in TAKEN[name]:
+        words = [] if value in ("true", "false") else [value]
+        args = parser.parse_args(["serve", "m", flag, *words])
+        assert (args.models, args.taken) == (["m"], {flag: name})
+        if words:
+            with pytest.raises(UsageError) as caught:
+                parser.parse_args(["serve", "m", flag, "xyz"])
+            assert NEEDLESS[name] in caught.value.message
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    assert f"`{flag}`" in page
+
+
+@pytest.mark.parametrize("kind", [RequestOutput, CompletionOutput])
+def test_a_field_of_vllms_answers_is_read_or_refused_with_what_to_read(kind):
+    own = kind(*(None for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING))
+    vllms = (
+        "request_id prompt prompt_token_ids prompt_logprobs outputs finished metrics lora_request "
+        "encoder_prompt encoder_prompt_token_ids num_cached_tokens num_cache_creation_tokens "
+        "prompt_token_id_logprobs kv_transfer_params ec_transfer_params"
+        if kind is RequestOutput
+        else "index text token_ids cumulative_logprob logprobs finish_reason stop_reason "
+        "routed_experts lora_request sampling_mask spec_decode_metrics weight_versions"
+    )
+    for name in vllms.split():
+        if not hasattr(own, name):
+            with pytest.raises(AttributeError) as caught:
+                getattr(own, name)
+            assert str(caught.value).endswith(f"has no attribute {name!r}; {FIELDS[name]}")
+    with pytest.raises(AttributeError, match=r"'made_up'$"):
+        _ = own.made_up
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ class Worker:
             str, tuple[int, ...]
         ] = {}  # what an encoder read, by the name that choices share
         self.num_read: dict[str, int] = {}
-        self.states: dict[int, int] = {}  # what a slot of recurrent states holds
-        self.state_slots: dict[str, list[int]] = {}  # of each row
+        self.states: dict[tuple[int, int], int] = {}  # by kind and slot
+        self.state_slots: dict[str, dict[int, list[int]]] = {}  # of each row, by kind
 
     def next_token(self, name, tokens):
         return hash((name.split("/")[0], tuple(tokens))) % 11
@@ -77,11 +77,13 @@ class Worker:
         return known[len(known) - num_drafts :]
 
     def read_state(self, s, known):
-        slot = self.state_slots[s.request_id][0]
         start = s.num_computed_tokens
-        assert (slot == NULL_BLOCK) == (start == 0)
-        if start:
-            assert self.states[slot] == hash(tuple(known[:start])), "another state is read"
+        for kind, (slot, *_) in self.state_slots[s.request_id].items():
+            assert (slot == NULL_BLOCK) == (start == 0)
+            if start:
+                assert self.states[kind, slot] == hash(tuple(known[:start])), (
+                    "another state is read"
+                )
 
     def write_states(self, plan, guessed):
         reads, writes = {}, {}
@@ -89,18 +91,19 @@ class Worker:
         for mark in plan.state_marks:
             marks.setdefault(mark.request_id, []).append((mark.num_tokens, mark.slot))
         for s in plan.scheduled:
-            read, *own = self.state_slots[s.request_id]
-            reads.setdefault(read, set()).add(s.request_id)
-            count = max(1, s.num_sampled)
-            kept = [(s.num_tokens - count + 1 + i, slot) for i, slot in enumerate(own[:count])]
-            assert len(kept) == count
-            for num_tokens, slot in (*kept, *marks.pop(s.request_id, ())):
-                assert 0 < num_tokens <= s.num_tokens
-                assert slot != NULL_BLOCK
-                assert slot not in writes, "two states are kept in one slot"
-                known = guessed[s.request_id][0]
-                position = s.num_computed_tokens + num_tokens
-                writes[slot] = s.request_id, hash(tuple(known[:position]))
+            for kind, (read, *own) in self.state_slots[s.request_id].items():
+                reads.setdefault((kind, read), set()).add(s.request_id)
+                count = max(1, s.num_sampled)
+                kept = [(s.num_tokens - count + 1 + i, slot) for i, slot in enumerate(own[:count])]
+                assert len(kept) == count
+                inner = marks.pop(s.request_id, ()) if kind == 1 else ()
+                for num_tokens, slot in (*kept, *inner):
+                    assert 0 < num_tokens <= s.num_tokens
+                    assert slot != NULL_BLOCK
+                    assert (kind, slot) not in writes, "two states are kept in one slot"
+                    known = guessed[s.request_id][0]
+                    position = s.num_computed_tokens + num_tokens
+                    writes[kind, slot] = s.request_id, hash(tuple(known[:position]))
         assert not marks
         for slot, (name, state) in writes.items():
             assert reads.get(slot, {name}) == {name}, "a slot is read that another request writes"
@@ -128,7 +131,8 @@ class Worker:
         for s in plan.scheduled:
             for update in s.table_updates:
                 if update.group < 0:
-                    row = self.state_slots.setdefault(s.request_id, [])
+                    rows = self.state_slots.setdefault(s.request_id, {})
+                    row = rows.setdefault(-update.group, [])
                     row[: len(update.block_ids)] = update.block_ids
                     continue
                 table = self.tables[s.request_id][update.group]

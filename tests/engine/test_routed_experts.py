@@ -85,6 +85,15 @@ def test_experts_of_a_gpus_cache_alone_are_compared_with_the_hosts_memory():
         sizing.check_experts(ledger, 799, cache_is_there=True)
 
 
+@pytest.mark.usefixtures("forked_ranks")
+def test_two_ranks_return_the_models_experts(made):
+    path, theirs = made
+    settings = {"tensor_parallel_size": 2, "max_num_batched_tokens": 19, "max_num_seqs": 3}
+    with engine(path, **settings) as llm:
+        assert check(theirs, llm.generate(PROMPTS, SAMPLING, progress=False)) == 0
+        assert check(theirs, llm.generate(PROMPTS, SAMPLING, progress=False)) > 0
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -142,7 +151,11 @@ def test_a_trainer_whose_router_differs_takes_the_engines_experts(made):
     ("family", "settings", "device", "message"),
     [
         ("llama", {}, CPU, "the model has no experts"),
-        ("mixtral", {"tensor_parallel_size": 2}, CPU, "several ranks"),
+        ("mixtral", {"expert_parallel_size": 2}, CPU, "several ranks"),
+        ("mixtral", {"expert_parallel_size": 2, "tensor_parallel_size": 2}, CPU, "several ranks"),
+        ("mixtral", {"pipeline_parallel_size": 2}, CPU, "several ranks"),
+        ("mixtral", {"context_parallel_size": 2}, CPU, "several ranks"),
+        ("mixtral", {"tensor_parallel_size": 2, "sequence_parallel": True}, CPU, "sequence_par"),
         ("mixtral", {"host_experts": 2}, GPU, "experts on the host"),
         ("mixtral", {"kv_host_bytes": 2**20}, CPU, "blocks that leave the device"),
     ],

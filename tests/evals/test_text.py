@@ -14,7 +14,7 @@ from slipstream.evals import text
 from slipstream.evals.text import (
     Document,
     TextSettings,
-    calibration_windows,
+    calibration_text,
     cut,
     read_documents,
     read_windows,
@@ -177,13 +177,13 @@ def test_calibration_windows_are_whole_and_never_evaluate(tmp_path, tokenizer):
     path = write_lines(
         tmp_path / "a.jsonl", [{"text": f"{i} hello " * (i % 7 + 1)} for i in range(60)]
     )
-    found = calibration_windows(path, tokenizer=tokenizer, num_windows=5, context=12)
+    found = calibration_text(path, tokenizer=tokenizer, num_windows=5, context=12)
     assert [len(ids) for ids in found] == [12] * 5
     scored = read_windows(TextSettings(source=path, num_windows=None), tokenizer)
     texts = {tokenizer.decode(w.token_ids) for w in scored}
     assert not [ids for ids in found if any(tokenizer.decode(ids) in t for t in texts)]
     with pytest.raises(ConfigError, match="windows of 12 tokens, not 500"):
-        calibration_windows(path, tokenizer=tokenizer, num_windows=500, context=12)
+        calibration_text(path, tokenizer=tokenizer, num_windows=500, context=12)
 
 
 def test_the_number_of_windows_is_kept(tmp_path, tokenizer):

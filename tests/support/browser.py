@@ -9,6 +9,7 @@ with Browser.start(tmp_path) as browser:
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -114,6 +116,23 @@ class Browser:
     def run(self, script, *arguments):
         """Returns the value of the script."""
         return self._ask("/execute/sync", {"script": script, "args": list(arguments)})
+
+    def prefer(self, scheme):
+        """Pages are shown "light" or "dark" from now on."""
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        self._ask("/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia", "params": media})
+
+    def serious_violations(self):
+        """What axe-core finds on the page that is serious or critical. Skips the test where it is not there."""
+        found = importlib.util.find_spec("axe_core_python")
+        if found is None:
+            pytest.skip("needs axe-core-python")
+        self.run((Path(found.origin).parent / "axe.min.js").read_text())
+        self.run("window.found = null; axe.run().then(done => { window.found = done; })")
+        self.wait_for("return window.found !== null", "axe does not end")
+        serious = "v => ['serious', 'critical'].includes(v.impact)"
+        told = "v => [v.id, v.nodes[0].html.slice(0, 200), v.nodes[0].failureSummary]"
+        return self.run(f"return found.violations.filter({serious}).map({told})")
 
     def errors(self):
         """Returns console messages above the level "information" since the last call."""

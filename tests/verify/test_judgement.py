@@ -210,7 +210,27 @@ def test_answers_that_are_cut_prove_nothing_and_the_others_count():
         found = verification(answers)._rate("x", lambda a: a.text == "right", "ask")
         assert found.outcome == outcome
     late = Answer(text="right", tokens=(), num_prompt_tokens=1, finish_reason="length")
-    assert verification([late] * NUM_FORMED)._rate("x", lambda a: True, "ask").why == "8 of 8 valid"
+    why = verification([late] * NUM_FORMED)._rate("x", lambda a: True, "ask").why
+    assert why == "8 of 8 valid: 44 % or more broken ones are excluded"
+
+
+@pytest.mark.parametrize(("forms", "share"), [(8, 0.44), (90, 0.05), (919, 0.005)])
+def test_answers_of_a_form_exclude_the_share_that_is_stated(forms, share):
+    right = Answer(text="", tokens=(), num_prompt_tokens=1, finish_reason="stop")
+    made = verification([right] * forms, forms=forms)
+    assert made._rate("x", lambda a: True, "ask").outcome == "pass"
+    assert made.counts()["excluded"]["broken_share"]["x"] == pytest.approx(share, rel=0.01)
+    assert (1 - share) ** forms < 1.1 * made.plan.rates.beta
+
+
+def test_one_broken_answer_of_many_is_a_fault_and_ends_the_check():
+    answers = [
+        Answer(text=str(i), tokens=(), num_prompt_tokens=1, finish_reason="stop") for i in range(40)
+    ]
+    made = verification(answers, forms=40, concurrency=1)
+    found = made._rate("x", lambda a: a.text != "12", "ask")
+    assert (found.outcome, found.why) == ("fault", "1 of 16 broken: '12'")
+    assert "x" not in made.counts()["excluded"]["broken_share"]
 
 
 @pytest.mark.parametrize(

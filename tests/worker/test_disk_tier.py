@@ -310,7 +310,7 @@ def check_device_blocks(tmp_path, platform, ops, odd):
         DiskTier(tmp_path, 2**20, OURS, 1024),
         platform,
     )
-    assert (store.sizes[0], store.slots) == (block_bytes, [6, 2])
+    assert (store.sizes[0], store.slots) == (block_bytes, (6, 2))
     before = [cache.clone() for cache in caches]
     out = [BlockCopy(i, "device", "host", key(i), block=i, slot=i) for i in (1, 2, 3, 4, 5)]
     assert carried(store, *out) == dict.fromkeys(range(1, 6), True)

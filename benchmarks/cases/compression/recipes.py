@@ -40,7 +40,7 @@ from slipstream.config import EngineArgs
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.evals.divergence import compare
 from slipstream.evals.scorer import Scorer
-from slipstream.evals.text import TextSettings, calibration_windows, read_windows
+from slipstream.evals.text import TextSettings, calibration_text, read_windows
 from slipstream.hub import resolve_model
 from slipstream.spec.description import read_spec
 
@@ -427,7 +427,7 @@ def run(args: argparse.Namespace, write: Callable[..., None]) -> None:
         (setting(ROWS[name], "num_windows") for name in names if trains(recipes[name]) == "qat"),
         default=0,
     )
-    calibration = calibration_windows(
+    calibration = calibration_text(
         tokenizer=tokenizer, num_windows=max(args.calibrate[0], most), context=args.calibrate[1]
     )
     device = torch.device(

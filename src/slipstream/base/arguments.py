@@ -5,11 +5,23 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Sequence
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from slipstream.base.other_engines import NEEDLESS, NO_ARGUMENTS, OF_SERVE, OTHERS, SETTINGS, VALUES
+from slipstream.base.other_engines import (
+    NEEDLESS,
+    NO_ARGUMENTS,
+    OF_SERVE,
+    OTHERS,
+    SETTINGS,
+    TAKEN,
+    VALUES,
+)
+
+_logger = logging.getLogger("slipstream.config")
 
 
 def likely_value(value: str, allowed: Sequence[str]) -> str:
@@ -33,6 +45,35 @@ def unknown_message(name: str, known: list[str], what: str, owner: str) -> str:
         return f"there is no {what} {name!r}; the nearest is {other}"
     near = difflib.get_close_matches(name.lower(), known, n=1)
     return f"there is no {what} {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def is_taken(name: str, value: Any) -> bool:
+    """Whether a setting of another engine is taken without effect: it asks for what is done anyway."""
+    return str(value).lower() in TAKEN.get(name, ())
+
+
+@functools.cache
+def say_without_effect(shown: str, name: str) -> None:
+    """Log, once in a process, that a taken setting has no effect. `shown`: as the user wrote it."""
+    _logger.warning("%s has no effect: %s", shown, NEEDLESS[name].removeprefix("leave it out: "))
+
+
+def known_arguments(
+    function: Callable[..., Any], given: Mapping[str, Any], what: str, owner: str
+) -> dict[str, Any]:
+    """The given arguments that `function` has. Settings of other engines that are taken are left out, and the log names
+    them. TypeError with a hint for an unknown one."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    kept = dict(given)
+    for name in given:
+        if name not in known:
+            if what != "setting" or not is_taken(name, given[name]):
+                raise TypeError(unknown_message(name, known, what, owner)) from None
+            del kept[name]
+    for name in given:
+        if name not in kept:
+            say_without_effect(name, name)
+    return kept
 
 
 @functools.cache

@@ -61,6 +61,16 @@ METHODS = {
 """Methods of vLLM's LLM that ours has not, and what to do instead."""
 
 
+FIELDS = {
+    "lora_request": "the RequestOutput has it",
+    "prompt_token_id_logprobs": "prompt_logprobs has the likeliest tokens' at each place",
+    "num_cache_creation_tokens": "num_cached_tokens are those that were cached; a server's usage has cache_write_tokens",
+    "sampling_mask": "there is no such feature here",
+    "spec_decode_metrics": "num_drafted and num_accepted of the same object have them",
+}
+"""Fields of vLLM's answers that ours have not, and what to read instead."""
+
+
 SETTINGS = {
     "swap_space": "kv_host_bytes",
     "cpu_offload_gb": "weights_bytes",
@@ -379,7 +389,10 @@ NEEDLESS = {
     **{name: reason for reason, names in _BY_REASON.items() for name in names.split()},
     "trust_remote_code": "leave it out: a checkpoint's own code is never run",
     "distributed_executor_backend": "leave it out: ranks are processes (docs/parallelism.md)",
-    "disable_log_requests": "leave it out: the log has a line a request, without its texts",
+    **dict.fromkeys(
+        ("disable_log_requests", "enable_log_requests"),
+        "leave it out: the log has a line a request, without its texts",
+    ),
     "enable_auto_tool_choice": "leave it out: calls are read wherever the chat template knows tools",
     "task": _READ,
     "runner": _READ,
@@ -408,6 +421,54 @@ NEEDLESS = {
     "mmproj": "leave it out: image encoders are read from safetensors",
 }
 """Settings of other engines that are not needed here, with the reason."""
+
+
+_YES = "true"
+
+TAKEN: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            *("enable_auto_tool_choice", "async_scheduling", "enable_prompt_tokens_details"),
+            *("enable_request_id_headers", "enable_offline_docs", "use_tqdm_on_load"),
+            *("disable_log_requests", "disable_log_stats", "enable_metrics", "metrics"),
+            *(
+                "exclude_tools_when_tool_choice_none",
+                "enable_multimodal",
+                "embedding",
+                "embeddings",
+                "enable_flashinfer_autotune",
+            ),
+        ),
+        (_YES,),
+    ),
+    "enable_log_requests": ("false",),
+    "trust_remote_code": ("false",),
+    "flash_attn": ("on", "auto"),
+    "tokenizer_mode": ("auto", "hf"),
+    "generation_config": ("auto",),
+    "config_format": ("auto", "hf"),
+    "model_impl": ("auto",),
+    "runner": ("auto", "generate", "pooling"),
+    "task": ("auto", "generate", "embed", "embedding"),
+    "convert": ("auto", "none", "embed"),
+    "chat_template_content_format": ("auto",),
+    "response_role": ("assistant",),
+    "distributed_executor_backend": ("mp", "uni"),
+    "guided_decoding_backend": ("auto", "guidance"),
+    "logprobs_mode": ("raw_logprobs",),
+    "max_logprobs": ("20",),
+    "performance_mode": ("balanced", "interactivity", "throughput"),
+    "optimization_level": ("1", "2", "3"),
+    "safetensors_load_strategy": ("lazy", "auto"),
+    "uvicorn_log_level": ("debug", "info", "warning", "error", "critical", "trace"),
+    "data_parallel_size": ("1",),
+    "nnodes": ("1",),
+    "node_rank": ("0",),
+    "n_gpu_layers": ("all", "auto", "99", "999", "-1"),
+    "gpu_layers": ("all", "auto", "99", "999", "-1"),
+}
+"""Needless settings with values that only advise, or that ask for what is done anyway: they are taken,
+and the log says that they have no effect. Other values are refused."""
 
 
 OF_SERVE = (

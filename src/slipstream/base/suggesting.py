@@ -1,13 +1,13 @@
-"""Calls whose TypeError for an unknown argument names the likely one."""
+"""Calls whose TypeError for an unknown argument names the likely one. Settings of other engines that ask for
+what is done anyway are taken without effect."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from slipstream.base.arguments import unknown_message
+from slipstream.base.arguments import known_arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,11 +22,10 @@ def suggesting(function: Callable[P, R], what: str = "argument", owner: str = ""
         try:
             return function(*args, **kwargs)
         except TypeError:
-            known = [name for name in inspect.signature(function).parameters if name != "self"]
-            for name in kwargs:
-                if name not in known:
-                    raise TypeError(unknown_message(name, known, what, owner)) from None
-            raise
+            kept: Any = known_arguments(function, kwargs, what, owner)
+            if len(kept) == len(kwargs):
+                raise
+            return function(*args, **kept)
 
     return called
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, cast, get_args, get_origin
 
-from slipstream.base.arguments import types_of
+from slipstream.base.arguments import say_without_effect, types_of
 from slipstream.base.files import parse_json
 from slipstream.base.other_engines import ONLY_PYTHON
 from slipstream.cli.parser import Rare
@@ -131,6 +131,12 @@ def _word(name: str, value: Any) -> str:
     if name.endswith("_bytes") and value and value % 2**20 == 0:
         return f"{value // 2**20}MiB"
     return str(value)
+
+
+def say_taken(args: argparse.Namespace) -> None:
+    """Log which options of other engines were given, and have no effect."""
+    for option, name in getattr(args, "taken", {}).items():
+        say_without_effect(option, name)
 
 
 def add_sampling_options(parser: argparse._ActionsContainer, **defaults: Any) -> None:

@@ -253,13 +253,13 @@ class _Run:
     def read_windows(self, source: ModelDescription) -> list[tuple[int, ...]]:
         """The calibration text; empty if the plan needs none."""
         from slipstream.engine.text.tokenizer import Tokenizer
-        from slipstream.evals.text import calibration_windows
+        from slipstream.evals.text import calibration_text
 
         if not self.job.planned.plan.needs_text:
             return []
         recipe = self.job.planned.recipe
         self.progress("reading text", 0, 0)
-        return calibration_windows(
+        return calibration_text(
             recipe.calibration.text,
             tokenizer=Tokenizer.for_model(source),
             num_windows=recipe.num_windows,

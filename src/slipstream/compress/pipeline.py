@@ -32,7 +32,7 @@ from slipstream.compress.training.teacher import (
 )
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
-from slipstream.evals.text import Part, TextSettings, calibration_windows, read_windows
+from slipstream.evals.text import Part, TextSettings, calibration_text, read_windows
 from slipstream.model.save import check_writable, new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.spec.description import ModelDescription, huggingface_config, read_spec
@@ -150,7 +150,7 @@ def _prune(
     windows: list[tuple[int, ...]] = []
     if settings.needs_text:
         context = min(text.context, source.spec.max_position)
-        windows = calibration_windows(
+        windows = calibration_text(
             text.text,
             tokenizer=Tokenizer.for_model(source),
             num_windows=recipe.calibration_windows,

@@ -5,18 +5,10 @@
 `EngineConfig.with_memory_limits` returns a copy with a shorter context. No torch.
 """
 
-from slipstream.config.cpu_layers import stage_args
-from slipstream.config.parallel import native_products
-from slipstream.config.resolver import resolve
-from slipstream.config.sections import (
-    CacheConfig,
-    DeviceConfig,
-    EngineConfig,
-    LoRASettings,
-    ModelConfig,
-    Origin,
-    SchedulingConfig,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from slipstream.config.settings import (
     DTYPE_BYTES,
     KV_BYTES,
@@ -28,6 +20,32 @@ from slipstream.config.settings import (
     setting_help,
     split_setting,
 )
+
+if TYPE_CHECKING:
+    from slipstream.config.cpu_layers import stage_args
+    from slipstream.config.parallel import native_products
+    from slipstream.config.resolver import resolve
+    from slipstream.config.sections import (
+        CacheConfig,
+        DeviceConfig,
+        EngineConfig,
+        LoRASettings,
+        ModelConfig,
+        Origin,
+        SchedulingConfig,
+    )
+
+_LATE = {
+    **dict.fromkeys(
+        ("CacheConfig", "DeviceConfig", "EngineConfig", "LoRASettings", "ModelConfig", "Origin"),
+        "sections",
+    ),
+    "SchedulingConfig": "sections",
+    "native_products": "parallel",
+    "resolve": "resolver",
+    "stage_args": "cpu_layers",
+}
+"""Names whose files read families of models, so that a verb's help does without them."""
 
 __all__ = [
     "DTYPE_BYTES",
@@ -50,3 +68,11 @@ __all__ = [
     "split_setting",
     "stage_args",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)

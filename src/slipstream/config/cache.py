@@ -165,7 +165,7 @@ def _check_int4_cache(args: EngineArgs, device: DeviceInfo, spec: ModelSpec) -> 
 def _slots(args: EngineArgs, spec: ModelSpec, kind: SlotKind) -> int:
     """Return the number of slots that was asked for, 0 for a model without such layers."""
     name, is_used = kind.setting, kind.is_used(spec)
-    asked: int | None = getattr(args, name)
+    asked: int | None = None if name is None else getattr(args, name)
     if asked is None:
         return SLOTS_TO_FIT if is_used else 0
     if not is_used:

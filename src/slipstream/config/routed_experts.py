@@ -20,7 +20,15 @@ def check_routed_experts(args: EngineArgs, model: ModelDescription) -> None:
             spec.cache_groups[0].kind != "full",
             "the cache forgets tokens of the first layer's window",
         ),
-        (num_ranks(args) > 1, "several ranks (one has them) are not covered"),
+        (
+            num_ranks(args) > args.tensor_parallel_size
+            or max(args.context_parallel_size, args.expert_parallel_size) > 1,
+            "of several ranks only those of tensor_parallel_size alone are covered (each routes all tokens)",
+        ),
+        (
+            args.sequence_parallel,
+            "sequence_parallel is not covered (each rank has some of the tokens)",
+        ),
         (args.host_experts is not None, "experts on the host (host_experts) are not covered"),
         (args.cpu_layers is not None, "layers on the host (cpu_layers) are not covered"),
         (args.weights_bytes is not None, "streamed weights (weights_bytes) are not covered"),

@@ -230,11 +230,8 @@ def size_slots(
     """
     if not wanted:
         return 0
-    seqs, drafts, fits_memory = (
-        config.scheduling.seqs_of_rank,
-        config.speculation,
-        wanted == SLOTS_TO_FIT,
-    )
+    seqs, drafts = config.scheduling.seqs_of_rank, config.speculation
+    fits_memory = wanted == SLOTS_TO_FIT
     each = 2
     if isinstance(drafts, DraftSettings):
         each += drafts.num_speculative_tokens or 1
@@ -345,6 +342,7 @@ class MemoryLedger:
     handover_bytes: int = 0  # of the host's memory, for blocks that other engines get
     state_bytes: int = 0
     num_slots: tuple[int, ...] = ()  # of each kind; `state_bytes` has them all
+    slot_sizes: tuple[int, ...] = ()
     host_expert_bytes: int = 0  # in the host's memory, next to a GPU
     returned_expert_bytes: int = 0  # in the host's memory, of all tokens that the cache holds
     num_caches: int = 1  # ranks with their own requests, each with a cache of `num_blocks`
@@ -360,6 +358,11 @@ class MemoryLedger:
         )
         parts += self.adapter_bytes + self.peer_copy_bytes + self.image_cache_bytes
         return parts + self.state_bytes
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of a block, and of a slot of each kind."""
+        return self.block_bytes, *self.slot_sizes
 
     @property
     def num_states(self) -> int:
@@ -567,6 +570,7 @@ def size_cache(
         image_cache_bytes=pictures,
         state_bytes=slot_bytes,
         num_slots=tuple(num_slots),
+        slot_sizes=tuple(sizes),
         host_tier_bytes=sum(map(mul, slots, (block, *sizes))),
         handover_bytes=0 if config.cache.handover is None else config.cache.handover.limit_bytes,
         disk_tier_bytes=(config.cache.disk_bytes or 0) // config.parallel.num_ranks,

@@ -295,6 +295,7 @@ class OutputProcessor:
             finished=False,
             num_cached_tokens=state.num_cached_tokens,
         )
+        delta.lora_request = request.engine_requests[0].lora
         # The prompt's log-probabilities go out once, with the first tokens, when the prompt is complete.
         if (
             request.sampling.prompt_logprobs is not None

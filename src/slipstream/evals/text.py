@@ -149,7 +149,7 @@ def check_text(settings: TextSettings, *, download_dir: str | None = None) -> No
         )
 
 
-def calibration_windows(
+def calibration_text(
     source: str = DEFAULT_TEXT,
     *,
     tokenizer: Tokenizer,

@@ -161,6 +161,10 @@ class Routing(Spec, frozen=True, kw_only=True):
     handover: Literal["cost", "always"] = "cost"
 
 
+CACHE_SHARE = 8
+"""Part of `models_memory` that the KV cache of a model with `min: 0` takes by default, as in a server of several models."""
+
+
 class Tls(Spec, frozen=True, kw_only=True):
     """Files for mutual TLS between gateway and replicas. `auto` in place of this means certificates
     that the fleet makes itself."""
@@ -205,6 +209,8 @@ class Fleet(Spec, frozen=True, kw_only=True):
     start_timeout_s: Seconds = 600.0
     router: Routing = Routing()
     objectives: ScalingObjectives = ScalingObjectives()
+    # memory of all replicas together, on one machine; models with `min: 0` share it
+    models_memory: Annotated[int, Meta(gt=0)] | None = None
     tls: Tls | Literal["auto"] | None = None
 
 
@@ -394,12 +400,23 @@ def check(data: object) -> Fleet:
         fleet.tls.ca and fleet.tls.certificate and fleet.tls.key
     ):
         raise ConfigError("tls: give ca, certificate and key, or auto", field="tls")
+    if fleet.models_memory is not None and fleet.backend == "ray":
+        raise ConfigError(
+            "models_memory is of this machine: it needs backend: processes", field="models_memory"
+        )
     if fleet.router.patience_s is None and fleet.objectives.ttft_s is not None:
         patient = msgspec.structs.replace(
             fleet.router, patience_s=PATIENCE_SHARE * fleet.objectives.ttft_s
         )
         fleet = msgspec.structs.replace(fleet, router=patient)
     found = pools(fleet)
+    if fleet.models_memory is not None and not any(
+        spec.least == 0 and fleet.models[spec.model].autoscale is not None for spec in found
+    ):
+        raise ConfigError(
+            "models_memory has an effect only on models with autoscale and replicas: {min: 0, max: N}",
+            field="models_memory",
+        )
     _check_adapters(fleet, found)
     _check_roles(fleet, found)
     for name in fleet.models:
@@ -475,11 +492,13 @@ def pools(fleet: Fleet) -> list[PoolSpec]:
             given = version.pools or (Pool(name="main"),)
             _unique((pool.name for pool in given), f"{where}.pools")
             for pool in given:
-                found.append(_pool(name, version, pool, where))
+                found.append(_pool(name, version, pool, where, fleet.models_memory))
     return found
 
 
-def _pool(model: str, version: VersionSpec, pool: Pool, where: str) -> PoolSpec:
+def _pool(
+    model: str, version: VersionSpec, pool: Pool, where: str, models_memory: int | None
+) -> PoolSpec:
     replicas = version.replicas if pool.replicas is None else pool.replicas
     least, most = (
         (replicas.min, replicas.max) if isinstance(replicas, ReplicaRange) else (replicas, replicas)
@@ -498,6 +517,8 @@ def _pool(model: str, version: VersionSpec, pool: Pool, where: str) -> PoolSpec:
     own = {}
     if any(p.role != "mixed" for p in version.pools):
         own["kv_handover_address"] = IN_FLEET
+    if models_memory is not None and least == 0:
+        settings.setdefault("kv_cache_bytes", models_memory // CACHE_SHARE)
     try:
         args = EngineArgs(model=version.model, **{**settings, **own})
     except (TypeError, ConfigError) as error:

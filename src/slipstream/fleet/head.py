@@ -95,7 +95,13 @@ class Head:
         self._backend: Backend | None = None
         self._ray: RayReplicas | None = None  # used instead when Ray Serve keeps the replicas
         self._server = self._make_server()
-        self.scaling = Scaling(self.members, self.gateway, self._numbers_of, self._scale_now)
+        self.scaling = Scaling(
+            self.members,
+            self.gateway,
+            self._numbers_of,
+            self._scale_now,
+            lambda: {key: len(kept) for key, kept in self._kept.items()},
+        )
         self._lock: IO[bytes] | None = None
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -142,6 +142,10 @@ WeightsOp: TypeAlias = (
 )
 
 
+WHOLE = WriteWeights, SumWeights
+"""Operations on all weights, for which experts that changed ranks are where a load puts them."""
+
+
 def undoing(op: WeightsOp) -> tuple[WeightsOp, ...]:
     """Operations that make the ranks equal again if only some of them could carry out `op`."""
     match op:

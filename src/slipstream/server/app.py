@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from slipstream import __version__
 from slipstream.errors import ConfigError, SlipstreamError, install_command
-from slipstream.server.answers.generation import GenerationRoute
+from slipstream.server.answers.route import GenerationRoute
 from slipstream.server.anthropic import messages as anthropic
 from slipstream.server.batches import batches, files
 from slipstream.server.batches.batches import BatchStore

@@ -57,7 +57,7 @@ class SlotKind:
     becomes of its slots is a class in `core/cache`, and its tensors are made in `worker/device_cache.py`.
     """
 
-    setting: str  # of `EngineArgs`: the number of slots; None: as many as fit
+    setting: str | None  # field of `EngineArgs` with the number of slots; None: as many as fit
     contents: str
     layers: str
     is_used: Callable[[ModelSpec], bool]

@@ -45,15 +45,15 @@ one; a fault that is rare whatever the length is seen in those."""
 NEEDLE_TOKENS = 16
 
 NUM_FORMED = 8
-"""Number of answers to a schema, and of tool calls. If half of a server's answers break the form, the chance that none
-of these does is 0.004."""
+"""Answers to a schema, and calls of a tool, that are asked for at a time, and by default in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How much is asked. `answers`: of a check, at most. `long_lines`: lines of some 20 tokens in the
     longest conversation; 0: none. `rarest`: a sound server has no fault in one of so many answers, or
-    more. `rates` are those of each check. Another `seed` asks other questions."""
+    more. `forms`: answers to a schema, and calls of a tool, at most. `rates` are those of each check.
+    Another `seed` asks other questions."""
 
     answers: int = 96
     turn: int = 4
@@ -61,6 +61,7 @@ class Plan:
     long_lines: int = 40
     max_kl: float = 0.01
     rarest: float = sequential.RAREST
+    forms: int = NUM_FORMED
     concurrency: int = 8
     seed: int = 0
     rates: Rates = field(default_factory=Rates)
@@ -115,22 +116,29 @@ class Asking:
     def ask_formed(
         self, name: str, keeps: Callable[[Answer], bool], text: str, **more: Any
     ) -> list[str]:
-        """Ask for answers of a form, count them in `formed`, and return those that break it. One that is cut
-        proves nothing."""
+        """Ask for answers of a form until some break it, count them in `formed`, and return those. One that is
+        cut proves nothing."""
         wrong: list[str] = []
-        num_cut = 0
+        num_cut = num_asked = 0
         message = [{"role": "user", "content": text}]
-        for seed in range(NUM_FORMED):
-            answer = self.served.ask(message, seed=seed, max_tokens=200, temperature=0.7, **more)
-            try:
-                is_right = keeps(answer)
-            except (ValueError, LookupError, TypeError):
-                is_right = False
-            if answer.finish_reason == "length" and not is_right:
-                num_cut += 1
-            elif not is_right:
-                wrong.append(answer.text or str(answer.tool_calls))
-        ended = NUM_FORMED - num_cut
+
+        def ask(seed: int) -> Answer:
+            return self.served.ask(message, seed=seed, max_tokens=200, temperature=0.7, **more)
+
+        with ThreadPoolExecutor(self.plan.concurrency) as pool:
+            while num_asked < self.plan.forms and not wrong:
+                seeds = range(num_asked, min(num_asked + NUM_FORMED, self.plan.forms))
+                num_asked = seeds.stop
+                for answer in pool.map(ask, seeds):
+                    try:
+                        is_right = keeps(answer)
+                    except (ValueError, LookupError, TypeError):
+                        is_right = False
+                    if answer.finish_reason == "length" and not is_right:
+                        num_cut += 1
+                    elif not is_right:
+                        wrong.append(answer.text or str(answer.tool_calls))
+        ended = num_asked - num_cut
         self.formed[name] = (ended - len(wrong), ended)
         return wrong
 

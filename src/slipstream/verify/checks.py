@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from slipstream.verify import measures, probes, sequential
 from slipstream.verify.asking import (
-    NUM_FORMED,
     SAMPLING,
     TOP_K,
     TOP_P,
@@ -142,6 +141,11 @@ class Verification:
                     means(long), limit, beta, self.asking.long_rarest
                 ),
                 "long_answers": len(long),
+                "broken_share": {
+                    name: sequential.excluded_share(ended, beta)
+                    for name, (right, ended) in self.asking.formed.items()
+                    if right == ended
+                },
             },
             "scores": {name: dataclasses.asdict(found) for name, found in self._scores().items()},
             "needles": [
@@ -388,9 +392,11 @@ class Verification:
             why = f"{len(wrong)} of {ended} broken: {wrong[0][:80]!r}"
             return Finding(check=name, outcome="fault", why=why)
         if not ended:
-            why = f"none of {NUM_FORMED} answers ended within 200 tokens"
+            why = f"none of {self.plan.forms} answers ended within 200 tokens"
             return Finding(check=name, outcome="undecided", why=why)
-        return Finding(check=name, outcome="pass", why=f"{right} of {ended} valid")
+        share = sequential.excluded_share(right, self.plan.rates.beta)
+        why = f"{right} of {ended} valid: {100 * share:.2g} % or more broken ones are excluded"
+        return Finding(check=name, outcome="pass", why=why)
 
 
 def entropy(sample: Sample) -> Any:

@@ -124,6 +124,11 @@ def needed(value: float, limit: float, rate: float, rarest: float = RAREST) -> i
     return math.ceil(math.log(1 / (LOWERED[0][1] * rate)) / gain) if gain else None
 
 
+def excluded_share(num_right: int, rate: float) -> float:
+    """The share of broken answers from which on `num_right` right ones in a row have a chance of at most `rate`."""
+    return float(1 - rate ** (1 / num_right)) if num_right else 1.0
+
+
 def _is_excluded(values: Sequence[float], limit: float, rate: float, rarest: float) -> bool:
     """Whether a bet that the mean of the values, cut at `rarest` limits, is below the limit won enough."""
     cut = [(1 - min(v / limit, rarest)) / (rarest - 1) for v in values]

@@ -11,12 +11,11 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig
+from slipstream.config import DeviceInfo, EngineArgs, EngineConfig
 from slipstream.errors import AdapterError, EngineError, SlipstreamError
 from slipstream.messages.stats import AdapterStats, CanaryResult, ExpertTokens
 from slipstream.messages.steps import Plan, StepTime, TokenMask
 from slipstream.params.lora_request import LoRARequest
-from slipstream.spec.cache import slot_sizes
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.devices.autotune_table import NO_TILES, TileTable
 from slipstream.worker.base import Executor, Launched
@@ -49,9 +48,7 @@ class LocalExecutor(Executor):
         self.description, self.phases = description, loaded.phases
         self.tiles = tiles.describe() if config.device.info.is_cuda else ""
         self.config, self.ledger, self.runner = fit_cache(config, loaded, loaded.profile())
-        ledger = self.ledger
-        sizes = slot_sizes(loaded.model.spec, DTYPE_BYTES[config.model.dtype])
-        self.store = open_tiers(self.config, description, self.runner, (ledger.block_bytes, *sizes))
+        self.store = open_tiers(self.config, description, self.runner, self.ledger.sizes)
         self.canary, self.weight_state = None, loaded.weight_state
 
     @classmethod

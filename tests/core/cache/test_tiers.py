@@ -53,7 +53,7 @@ class Store:
         self.files = {} if on_disk is None else on_disk
         self.host: dict[tuple[int, int], tuple] = {}
         self.cells: dict[tuple[int, int], int] = {}  # the worker's
-        self.states: dict[int, int] = {}  # the worker's
+        self.states: dict[tuple[int, int], int] = {}  # the worker's
         self.waiting: list[tuple] = []
         self.done: list[tuple[int, bool]] = []
         self.lost: set[bytes] = set()
@@ -64,12 +64,12 @@ class Store:
     def block(self, copy):
         """Contents of the device's block at the end of a copy."""
         if copy.kind:
-            return (self.states.get(copy.block, -1),)
+            return (self.states.get((copy.kind, copy.block), -1),)
         return tuple(self.cells.get((copy.block, i), -1) for i in range(BLOCK))
 
     def fill(self, copy, values):
         if copy.kind:
-            (self.states[copy.block],) = values
+            (self.states[copy.kind, copy.block],) = values
         else:
             self.cells.update({(copy.block, i): value for i, value in enumerate(values)})
 

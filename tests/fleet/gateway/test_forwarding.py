@@ -19,7 +19,7 @@ import httpx
 import openai
 import pytest
 
-from slipstream.fleet.gateway import forward, guard
+from slipstream.fleet.gateway import calls, forward, guard
 from slipstream.fleet.gateway.forward import Forwarder
 from slipstream.fleet.gateway.gateway import Gateway
 from slipstream.fleet.gateway.members import Members
@@ -72,7 +72,7 @@ def test_a_replica_whose_engine_is_down_is_passed_over_without_blame(code, is_do
     replica, version = Mock(num_in_flight=0, num_suspects=0), Mock()
     call = SimpleNamespace(is_line=False, num_deaths=0)
     failed = forward.RetryElsewhere("it failed", code=code)
-    forward.Opened(version, replica, Mock(), call).failed(failed)
+    calls.Opened(version, replica, Mock(), call).failed(failed)
     assert replica.set_ready.mock_calls == [mock_call(False)] * is_down
     assert bool(version.guard.failed.mock_calls) is not is_down
 
@@ -364,7 +364,7 @@ def test_an_error_after_a_sign_of_life_keeps_its_reason_and_breaks_no_stream(
 def test_the_code_of_an_error_without_one_in_its_shape_is_the_replicas():
     for code, blame in (("shutting_down", False), ("engine_down", False), ("internal", True)):
         answer = SimpleNamespace(status=503, headers=[(b"x-slipstream-error-code", code.encode())])
-        failed = forward._refused(answer, b'{"error":"it is off"}')
+        failed = calls.refused(answer, b'{"error":"it is off"}')
         assert (failed.error.message, failed.error.code, failed.blame) == ("it is off", code, blame)
 
 

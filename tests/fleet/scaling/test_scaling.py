@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import httpx
+import msgspec
 import pytest
 
 from slipstream.errors import ConfigError
@@ -18,6 +20,7 @@ from slipstream.fleet.replicas.ray_replicas import RayReplicas
 from slipstream.fleet.scaling import loop as scaling_module
 from slipstream.fleet.scaling.capacity import FleetCapacity
 from slipstream.fleet.scaling.loop import Scaling
+from slipstream.fleet.scaling.room import Room, room_of
 from slipstream.fleet.scaling.scaler import ColdStarts, PoolState, Scaler, Tally, _expected, make
 from slipstream.server.http.record import RequestRecord
 from tests.fleet.running import ENGINE, fleet_of, running, version
@@ -233,6 +236,90 @@ def test_expected_lengths_are_cut_to_half_the_context():
     assert max(r.input_tokens for r in _expected(10**6).requests) > 32
 
 
+class Shared:
+    """Models a, b and c with up to two replicas each, in memory for two replicas. Replicas start at once, and end when told."""
+
+    def __init__(self, **settings):
+        data = {name: fleet_with("x", 0, 2, AUTOSCALE | settings) for name in "abc"}
+        self.numbers, self.ending = dict.fromkeys(data, 0), dict.fromkeys(data, 0)
+        self.versions = {
+            name: SimpleNamespace(num_waiting=0, replicas={}, tally=Tally(), router=Router())
+            for name in data
+        }
+        self.scalers = {}
+        for name, fleet in data.items():
+            (spec,) = pools(fleet)
+            spec = dataclasses.replace(spec, model=name)
+            settings = fleet.models["tiny"].autoscale
+            self.scalers[name] = Scaler(spec, settings, OBJECTIVES, Capacity())
+        members = SimpleNamespace(version=lambda model, _: self.versions[model])
+        self.scaling = Scaling(
+            members,
+            SimpleNamespace(),
+            lambda spec: (self.numbers[spec.model], 0),
+            self.scale,
+            lambda: {
+                self.scalers[n].spec.key: self.numbers[n] + self.ending[n] for n in self.numbers
+            },
+        )
+        self.scaling.scalers = {s.spec.key: s for s in self.scalers.values()}
+        self.scaling.room = Room(250, {s.spec.key: 100 for s in self.scalers.values()})
+
+    def scale(self, spec, number):
+        self.ending[spec.model] += max(0, self.numbers[spec.model] - number)
+        self.numbers[spec.model] = number
+        return True
+
+    def look(self, at, *asked, busy=()):
+        """What runs after a look at all, with requests at the gateway for `asked`, and at the replicas of `busy`."""
+        for name, version_ in self.versions.items():
+            version_.num_waiting = asked.count(name)
+            version_.router, version_.replicas = Router(), {}
+            if name in busy:
+                version_.router.add(ReplicaState(id=name, running=1, waiting=0))
+                version_.replicas = {name: SimpleNamespace(id=name, heard=True, kv_cache_usage=0)}
+        for scaler in self.scalers.values():
+            self.scaling.look(scaler, at)
+        return "".join(name * number for name, number in self.numbers.items())
+
+
+def test_a_model_without_requests_makes_room_for_one_that_is_waited_for():
+    shared = Shared()
+    assert shared.look(1.0, "a") == "a"
+    assert shared.look(2.0, "b", busy="a") == "ab"
+    assert shared.look(3.0, busy="ab") == "ab"
+    assert shared.look(3.5, busy="a") == "ab"
+    # b was used longest ago, and its memory is free once its process has ended
+    assert shared.look(4.0, "c") == "a"
+    assert shared.look(4.1, "c") == "a"
+    shared.ending["b"] = 0
+    assert shared.look(4.2, "c") == "ac"
+    assert "needs its memory" in shared.scalers["b"].last.why
+    assert shared.scalers["a"].num_down == 0
+
+
+def test_busy_models_make_room_after_patience_alone():
+    shared = Shared()
+    shared.look(1.0, "a")
+    shared.look(2.0, "b", busy="a")
+    assert shared.look(3.0, "c", busy="ab") == "ab"
+    assert shared.look(7.9, "c", busy="ab") == "ab"
+    assert shared.look(8.0, "c", busy="ab") in ("a", "b")  # one of them, not both
+    shared.ending = dict.fromkeys("abc", 0)
+    assert shared.look(8.1, "c", busy="ab").endswith("c")
+
+
+def test_more_replicas_of_a_model_take_free_memory_alone():
+    shared = Shared(interval_s=1.0)
+    shared.look(1.0, "a")
+    shared.look(2.0, "b", busy="a")
+    for at in range(3, 60):  # a wants two, and nobody waits for b
+        for _ in range(9):
+            shared.versions["a"].tally.arrived()
+        assert shared.look(float(at), *"aaa", busy="a") == "ab"
+    assert shared.scalers["a"].policy.forecast.mean() > 2
+
+
 async def test_scaler_of_a_pool_that_stays_as_it_is_stays(monkeypatch):
     made = []
     monkeypatch.setattr(
@@ -308,6 +395,31 @@ def test_bad_settings_name_their_field(change, field):
     with pytest.raises(ConfigError) as refused:
         fleet_with("x", change.pop("least", 1), 2, **change)
     assert field in refused.value.field
+
+
+@pytest.mark.parametrize(
+    ("least", "more", "match"),
+    [
+        (1, {}, "min: 0"),
+        (0, {"backend": "ray"}, "backend: processes"),
+        (0, {"models_memory": 0}, ">= 1"),
+    ],
+)
+def test_a_shared_memory_that_nothing_shares_is_refused(least, more, match):
+    with pytest.raises(ConfigError, match=match) as refused:
+        fleet_with("x", least, 2, **{"models_memory": 2**30, **more})
+    assert refused.value.field == "models_memory"
+
+
+def test_a_shared_memory_is_for_its_largest_model_at_least(tiny):
+    fleet = fleet_with(tiny, 0, 2, models_memory=2**20)
+    with pytest.raises(
+        ConfigError, match=r"one of tiny/v1/main [0-9]+ MiB, more than its 1 MiB"
+    ) as e:
+        room_of(fleet)
+    assert e.value.field == "models_memory"
+    (spec,) = pools(fleet)
+    assert spec.args.kv_cache_bytes in (ENGINE.get("kv_cache_bytes"), 2**17)
 
 
 TWO = {"min": 1, "max": 2}
@@ -464,6 +576,31 @@ def test_none_to_one_to_none_with_real_replicas(tiny, tmp_path):
             began = time.monotonic()
             assert http.post("/v1/completions", json=body).status_code == 200  # and once more
             print(f"woken and answered after {time.monotonic() - began:.1f} s")
+
+
+@pytest.mark.slow
+def test_two_models_in_memory_for_one_are_swapped(tiny, tmp_path):
+    settings = {**AUTOSCALE, "interval_s": 0.5, "wait_s": 60.0}
+    one = version(tiny, replicas={"min": 0, "max": 1})
+    fleet = check(
+        {
+            "port": 0,
+            "models": {name: {"versions": [one], "autoscale": settings} for name in "ab"},
+            "models_memory": 2**30,
+            "drain_timeout_s": 20,
+        }
+    )
+    need = max(room_of(fleet).needs.values())
+    fleet = msgspec.structs.replace(fleet, models_memory=need * 3 // 2)
+    with running(fleet, tmp_path / "state") as ran, ran.http() as http:
+        for name in "abab":
+            body = {"model": name, "prompt": "Hello", "max_tokens": 8}
+            answer = http.post("/v1/completions", json=body, timeout=PATIENCE_S)
+            assert (answer.status_code, answer.json()["model"]) == (200, name)
+            assert [m["id"].split("/")[0] for m in ran.members()] == [name]
+        told = asked_all(ran)["a/v1/main"]
+        assert (told["ups"], told["downs"]) == (2, 2)
+        assert told["last"]["change"] == "1 → 0: b/v1/main needs its memory"
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.base.arguments import is_taken
+from slipstream.base.other_engines import NEEDLESS, TAKEN
 from slipstream.cli.models import fetch_model
 from slipstream.cli.options import (
     MODEL_HELP,
@@ -19,6 +21,7 @@ from slipstream.cli.options import (
     engine_args,
     parse_bytes,
     read_keys,
+    say_taken,
 )
 from slipstream.cli.parser import Rare
 from slipstream.cli.serving.running import forget, register
@@ -176,6 +179,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "the folder whose adapters may be loaded over HTTP (POST /v1/load_lora_adapter, /v1/unload_lora_adapter)"
     add("--lora-folder", Rare(text), metavar="DIR")
 
+    group = parser.add_argument_group("of other engines, taken without effect")
+    for name, values in TAKEN.items():
+        flag = name.replace("_", "-")
+        flag = f"--no-{flag}" if values == ("false",) else f"--{flag}"
+        how = {"nargs": 0} if values in (("true",), ("false",)) else {"metavar": "|".join(values)}
+        text = NEEDLESS[name].removeprefix("leave it out: ").replace("%", "%%")
+        add(flag, Rare(text), dest=name, action=_Taken, **how)
+
 
 class _Models(argparse.Action):
     """Keeps the list of models, and the first one as `model`."""
@@ -189,6 +200,21 @@ class _Models(argparse.Action):
     ) -> None:
         given = [str(value) for value in values or ()]
         namespace.models, namespace.model = given, given[0] if given else DEFAULT_MODEL
+
+
+class _Taken(argparse.Action):
+    """Collects in `taken` the options of other engines that have no effect. One with a value that would have is refused."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        if values and not is_taken(self.dest, values):
+            parser.error(f"{option_string} {values}: {NEEDLESS[self.dest]}")
+        namespace.taken = {**getattr(namespace, "taken", {}), option_string: self.dest}
 
 
 class _Adapters(argparse.Action):
@@ -378,6 +404,7 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
     Keyring(settings)  # an unreadable file is an error now
     check_adapters(args, settings)
     configure_logging(settings)
+    say_taken(args)
     warn_of_start(settings, guarded, getattr(args, "kv_handover_address", None))
     watch = make_watch(args) if args.detect else None
     engines = [engine_args(args)]

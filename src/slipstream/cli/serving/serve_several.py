@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import print_json
 from slipstream.cli.models import fetch_model
-from slipstream.cli.options import engine_args
+from slipstream.cli.options import engine_args, say_taken
 from slipstream.cli.serving.running import forget, register
 from slipstream.errors import ConfigError
 from slipstream.hub.store import megabytes
@@ -103,6 +103,7 @@ def _serve(
     Keyring(settings)  # an unreadable file is an error now
     how, models = described(args)
     configure_logging(settings)
+    say_taken(args)
     warn_of_start(settings, guarded)
     listener = bind(settings) if guarded is None or guarded.listener is None else guarded.listener
     slots = ModelSlots(
@@ -143,7 +144,7 @@ def _banner(address: str, facts: list[dict[str, Any]], how: ServedModels) -> str
 
 @dataclass
 class _Notes:
-    """The file of the server that `slipstream ps` reads, written soon after each change."""
+    """The file of the server that `slipstream ps` reads, written when a model's state changes, and soon after other changes."""
 
     slots: ModelSlots
     url: str
@@ -151,11 +152,14 @@ class _Notes:
     pid: int
     due: bool = False
     started_at: float = 0.0
+    states: dict[str, str] = field(default_factory=dict)  # as written
 
     def later(self) -> None:
         import asyncio
 
-        if not self.due:
+        if self.states != {slot.name: slot.state for slot in self.slots.slots.values()}:
+            self.write()
+        elif not self.due:
             self.due = True
             asyncio.get_running_loop().call_later(_NOTE_S, self.write)
 
@@ -165,6 +169,7 @@ class _Notes:
         self.due = False
         self.started_at = self.started_at or time.time()
         slots = self.slots.slots.values()
+        self.states = {slot.name: slot.state for slot in slots}
         register(
             self.pid,
             url=self.url,

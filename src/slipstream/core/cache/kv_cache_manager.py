@@ -24,10 +24,12 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from slipstream.config import CacheConfig
 from slipstream.core.cache.block_pool import NULL_BLOCK, BlockPool
 from slipstream.core.cache.cache_value import ValueOrder
+from slipstream.core.cache.kinds import make_kinds
 from slipstream.core.cache.prefix_cache import (
     extend_keys,
     group_key,
@@ -38,15 +40,11 @@ from slipstream.core.cache.prefix_cache import (
 )
 from slipstream.core.cache.sessions import Session, Sessions
 from slipstream.core.cache.slots import Slots
-from slipstream.core.cache.states import StateSlots
 from slipstream.core.request import Request, Status
 from slipstream.core.step import StepBuilder
 from slipstream.core.tiers.block_store import BlockStore
 from slipstream.core.tiers.tiers import Tiers
 from slipstream.messages.steps import StateMark, TableUpdate
-
-KINDS: tuple[type[Slots], ...] = (StateSlots,)
-"""The class of each `SlotKind`, in the order of `SLOT_KINDS`."""
 
 
 class KVCacheManager:
@@ -86,11 +84,7 @@ class KVCacheManager:
         self.order: ValueOrder | None = None
         if sessions is not None:
             self.pool.order = self.order = ValueOrder(sessions, self.pool, cache.block_size)
-        self.kinds = [
-            made(number, num_slots, cache, most_guesses, sessions)
-            for number, (made, num_slots) in enumerate(zip(KINDS, cache.slots, strict=True), 1)
-            if num_slots
-        ]
+        self.kinds = make_kinds(cache, most_guesses, sessions)
         self.copies: dict[int, int] = {}  # pending copies: target block to source block
         self._copied = Counter[int]()  # number of pending copies of each source block
         self.tiers = None
@@ -136,7 +130,7 @@ class KVCacheManager:
         pool, size, tables = self.pool, self.block_size, request.blocks
         if self.holds(request, num_tokens):
             return True
-        if not self._may_write(request):
+        if self.kinds and not self._may_write(request):
             return False
         computed, length = request.num_computed_tokens, len(tables[self.own[0]])
         need = max(0, self.blocks_for(num_tokens) - length)
@@ -247,8 +241,7 @@ class KVCacheManager:
 
     # --- A request's steps ----------------------------------------------------------------------------------------------
     #
-    # What the scheduler asks and tells, whatever kinds of cache the layers have: each kind besides blocks
-    # (`slots.py`) is asked.
+    # What the scheduler asks and tells. Kinds of cache besides blocks (`slots.py`) are asked, too.
 
     def has_room(
         self,
@@ -263,12 +256,15 @@ class KVCacheManager:
         It needs blocks for `num_tokens` tokens, and for `encoded` tokens of an encoder's text.
         `cached` are the blocks of its prefix, by group.
         """
-        if not self._have_room(request):
+        if self.kinds and not self._have_room(request):
             return False
         num_held = len(request.blocks[0] or (cached[0] if cached else ()))
         own = (self.blocks_for(num_tokens) - num_held + request.needs_copy) * len(self.own)
         revived = sum(map(self.pool.num_revived, cached))
         return own + self.blocks_for(encoded) + revived + spare <= self.pool.num_free
+
+    def _have_checkpoints(self, keys: Sequence[bytes], num_blocks: int) -> bool:
+        return all(kind.has(keys[num_blocks - 1]) for kind in self.kinds)
 
     def _have_room(self, request: Request) -> bool:
         return all(kind.has_room(request) for kind in self.kinds)
@@ -387,10 +383,7 @@ class KVCacheManager:
         if not self.kinds:
             return hit
         request.num_hit_tokens = hit[1]
-
-        def ends(num_blocks: int) -> bool:
-            return all(kind.has(request.block_keys[num_blocks - 1]) for kind in self.kinds)
-
+        ends = partial(self._have_checkpoints, request.block_keys)
         if not hit[1] or ends(hit[1] // size):
             return hit
         return longest_hit(self.pool, request, self.own, windows, size, ends)

@@ -122,8 +122,7 @@ def group_key(key: bytes, group: int) -> bytes:
     return key + bytes((group,)) if group else key
 
 
-SLOT_GROUPS = 240
-"""The first group of keys that no block belongs to: the last ones are for slots, by kind."""
+SLOT_GROUPS = 240  # from here on a key's group is no block's: 256 minus the number of a `SlotKind`
 
 
 def slot_key(key: bytes, kind: int) -> bytes:

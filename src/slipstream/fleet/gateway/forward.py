@@ -15,11 +15,7 @@ first one fails.
    later one longer than `next_token_s`. The first replica is blamed for the loss even though it
    lives. Progress of an answer that is not streamed arrives by `UpstreamConnection.on_interim`.
 7. A shadow request has no client: it has one try, is in no budget, and nothing waits for it.
-8. While a stream's prompt is computed and between its tokens, its client gets a sign of life each
-   `PING_S` as from a single server. The first sign sends the status 200, so the gateway gives none
-   before a replica says that it has taken the request. From then on an error is an event, and the
-   signs go on while the request waits for another replica.
-9. A batch line goes to a replica that has no requests of clients; if there is none, it goes later
+8. A batch line goes to a replica that has no requests of clients; if there is none, it goes later
    (`fleet.gateway.batches`)."""
 
 from __future__ import annotations
@@ -28,31 +24,34 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote
 
 import msgspec
-from starlette.types import Scope, Send
 
 from slipstream.core.cache.prefix_cache import salted
 from slipstream.fleet.gateway import phases
+from slipstream.fleet.gateway.calls import (
+    Call,
+    Opened,
+    RetryElsewhere,
+    about,
+    refused,
+    resume_body,
+)
 from slipstream.fleet.gateway.members import Members, Replica, Version
 from slipstream.fleet.gateway.phases import Prefilled
 from slipstream.fleet.gateway.prompts import chain
 from slipstream.fleet.gateway.router import Decision
-from slipstream.fleet.gateway.streams import ELSEWHERE, ENGINE_DEATHS, MarkedStream, error_event
-from slipstream.fleet.gateway.upstream import UpstreamConnection, UpstreamError
+from slipstream.fleet.gateway.streams import ELSEWHERE, MarkedStream, error_event
+from slipstream.fleet.gateway.upstream import UpstreamError
 from slipstream.server.answers import generation
 from slipstream.server.http.errors import (
-    ERROR_CODE_HEADER,
     ApiError,
-    overloaded,
     unavailable,
 )
 from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.http.replies import send_whole
-from slipstream.server.operations.fleet import BATCH, HANDOVER_HEADER
+from slipstream.server.operations.fleet import HANDOVER_HEADER
 from slipstream.server.operations.metrics import Metrics
 
 MAX_SHADOWS = 256
@@ -108,109 +107,6 @@ PREFILL_S = 10.0
 instead, so it is shorter than the wait for a first token."""
 
 _MAX_STORED = 100_000  # stored answers whose replica is remembered
-
-
-class RetryElsewhere(Exception):  # noqa: N818 - no failure of the request
-    """Failure of one replica; another may answer. `error` is the replica's own answer, if it gave
-    one."""
-
-    def __init__(
-        self,
-        why: str,
-        *,
-        gone: bool = False,
-        died: bool = False,
-        code: str | None = None,
-        error: ApiError | None = None,
-        blame: bool = True,
-    ) -> None:
-        """`died`: the replica died while it had the request. `code` is that of its own answer."""
-        super().__init__(why)
-        self.engine_died = code in ENGINE_DEATHS
-        self.engine_killed = code == "engine_killed"
-        self.engine_down = self.engine_died or code == "engine_down"
-        self.gone, self.died = gone or self.engine_down, died or self.engine_died
-        self.error, self.blame = error, blame and not self.engine_down
-        self.replica: Replica | None = None
-
-
-@dataclass(slots=True)
-class Call:
-    """One request at the gateway."""
-
-    scope: Scope
-    send: Send
-    method: bytes
-    path: bytes
-    raw: bytes
-    headers: list[bytes]
-    streams: bool
-    generates: bool = False  # its replica reports the tokens of the answer
-    adapter: str | None = None  # the adapter that its body names
-    tokens: list[int] = field(default_factory=list)  # tokens of the prompt
-    prefix_salt: str = ""  # salt for the keys of the prompt's blocks
-    session: str | None = None
-    marked: MarkedStream = field(default_factory=MarkedStream)
-    media_type: bytes = b""  # the content type that the client was sent
-    headers_sent: bool = False
-    first_token_sent: bool = False
-    life: asyncio.Future[None] | None = None  # the last sign of life
-    life_shown: float = 0.0  # time.monotonic() of it
-    tried: set[str] = field(default_factory=set)
-    only: str | None = None  # id of the one replica that may answer
-    is_shadow: bool = False
-    num_deaths: int = 0  # deaths of replicas that the request may have caused
-    num_kills: int = 0  # replicas killed from outside after they had sent more tokens
-    was_divided: bool = False  # it was decided whether another replica computes its prompt
-    handover: Prefilled | None = None  # where its prompt's blocks are
-    # time.monotonic() until which it avoids replicas with another suspect request
-    alone_until: float = 0.0
-
-    @property
-    def is_line(self) -> bool:
-        """True for a line of a batch."""
-        return self.record.background
-
-    @property
-    def record(self) -> RequestRecord:
-        record: RequestRecord = self.scope["record"]
-        return record
-
-    async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Start a stream's answer, if no sign of life has."""
-        if not self.headers_sent:
-            self.headers_sent, self.media_type = True, dict(headers).get(b"content-type", b"")
-            await self.send({"type": "http.response.start", "status": 200, "headers": headers})
-
-    def on_interim(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Pass a replica's sign of life on."""
-        media_type = dict(headers).get(b"content-type")
-        shows_life = self.scope.get("shows_life", True) and not (self.is_shadow or self.is_line)
-        if media_type and self.streams and shows_life:
-            self.show_life(media_type)
-
-    def show_life(self, media_type: bytes) -> None:
-        """Send a sign of life, unless the client has not taken the last one."""
-        if self.life is None or self.life.done():
-            self.life_shown = time.monotonic()
-            self.life = asyncio.ensure_future(self._show_life(media_type))
-            self.life.add_done_callback(lambda life: life.cancelled() or life.exception())
-
-    def show_life_if_due(self) -> None:
-        """Send a sign of life while no replica has the request, if one has been sent before."""
-        if self.life is not None and time.monotonic() - self.life_shown >= generation.PING_S:
-            self.show_life(self.media_type)
-
-    async def _show_life(self, media_type: bytes) -> None:
-        await self.start(generation.stream_headers(media_type))
-        sign = generation.sign_of_life(media_type)
-        await self.send({"type": "http.response.body", "body": sign, "more_body": True})
-
-    def note_tokens(self, told: bytes | None) -> None:
-        """Record the numbers of tokens so far, from a replica's `TOKENS_HEADER`."""
-        if told is not None:
-            prompt, answer = told.split()
-            self.record.num_prompt_tokens, self.record.num_output_tokens = int(prompt), int(answer)
 
 
 class Forwarder:
@@ -341,7 +237,7 @@ class Forwarder:
                     )
                 change = version.guard.next_change(now)
                 await version.wait(min(until, change or until, now + 1.0) - now + 0.001)
-                call.show_life_if_due()
+                call.client.show_life_if_due()
                 now = time.monotonic()
         finally:
             version.num_waiting -= 1
@@ -547,14 +443,14 @@ class Forwarder:
             path, body = call.path, call.raw
             if call.first_token_sent:
                 path = b"/fleet/resume"
-                body = _resume_body(call)
+                body = resume_body(call)
             async with patience:
                 opened.answer = await replica.pool.ask(
                     call.method, path, headers, body, on_interim=on_interim
                 )
                 status = opened.answer.status
                 if status in (429, 500, 502, 503) or (call.first_token_sent and status != 200):
-                    raise _refused(opened.answer, await opened.answer.read_all())
+                    raise refused(opened.answer, await opened.answer.read_all())
                 if call.streams and status == 200:
                     opened.first = await opened.answer.read()
                 else:
@@ -574,22 +470,21 @@ class Forwarder:
         """Pass the answer on to the client."""
         answer, send = opened.answer, call.send
         assert answer is not None
-        if call.life is not None:  # two at a time can't write to the client
-            await call.life
+        await call.client.settled()
         passed = [(name, value) for name, value in answer.headers if name in _PASSED]
         if (
             not call.first_token_sent
         ):  # for a resumed answer the tokens handed out are counted instead
             call.note_tokens(dict(answer.headers).get(TOKENS_HEADER))
         media_type = dict(passed).get(b"content-type", b"")
-        same_type = media_type.partition(b";")[0] == call.media_type.partition(b";")[0]
-        if call.headers_sent and answer.status == 200 and not same_type:
+        same_type = media_type.partition(b";")[0] == call.client.media_type.partition(b";")[0]
+        if call.client.headers_sent and answer.status == 200 and not same_type:
             raise unavailable("the replica did not stream", "replica_failed")
         if opened.whole is not None:
-            if call.headers_sent:
-                refused = _refused(answer, opened.whole).error
-                assert refused is not None
-                raise refused
+            if call.client.headers_sent:
+                error = refused(answer, opened.whole).error
+                assert error is not None
+                raise error
             call.record.status = answer.status
             await self._whole(opened, call, passed)
             return
@@ -617,7 +512,7 @@ class Forwarder:
                     pass_on(data)
                 elif events := marked.feed(data):
                     self._begin(call)
-                    await call.start(passed)
+                    await call.client.start(passed)
                     self._remember(call, opened)
                     unwritten = events
                 record.num_output_tokens = len(marked.tokens)
@@ -654,7 +549,7 @@ class Forwarder:
                 raise self._unless_lost(opened, call, failed)
             if not call.first_token_sent:
                 call.first_token_sent = True
-                await call.start(passed)
+                await call.client.start(passed)
         await send({"type": "http.response.body", "body": marked.rest, "more_body": False})
         self._end(call)
 
@@ -735,109 +630,9 @@ class Forwarder:
             await self._attempt(Opened(version, replica, decision, copy), copy)
 
 
-class Opened:
-    """A request at a replica. It counts as in flight there until `close`."""
-
-    def __init__(self, version: Version, replica: Replica, decision: Decision, call: Call) -> None:
-        self.version, self.replica, self.decision = version, replica, decision
-        self._is_line, self._is_suspect = call.is_line, call.num_deaths > 0
-        self.answer: UpstreamConnection | None = None
-        self.first: bytes | None = None  # first part of a stream
-        self.whole: bytes | None = None
-        self._sent = time.monotonic()
-        self._closed = False
-        replica.num_in_flight += 1
-        replica.num_suspects += self._is_suspect
-        if self._is_line:
-            replica.num_lines += 1
-            call.scope["replica"] = replica
-
-    def began(self) -> None:
-        now = time.monotonic()
-        if self.whole is None:
-            self.version.placing.began(self.decision, now - self._sent, now)
-        elif self.answer is not None and self.answer.status == 200:
-            self.version.guard.did_well(self.replica.id, now)
-        else:
-            self.version.guard.let_go(self.replica.id)
-
-    def failed(self, error: BaseException) -> None:
-        if isinstance(error, RetryElsewhere):
-            error.replica = self.replica
-            if error.engine_down:
-                self.replica.set_ready(False)  # until it reports the opposite
-        if isinstance(error, RetryElsewhere) and error.blame:
-            self.version.guard.failed(
-                self.replica.id, str(error), time.monotonic(), gone=error.gone
-            )
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self.replica.num_in_flight -= 1
-        self.replica.num_lines -= self._is_line
-        self.replica.num_suspects -= self._is_suspect
-        self.version.placing.ended(self.decision, time.monotonic())
-        if self.answer is not None:
-            self.answer.done()
-        self.version.changed()
-
-
 def _give_up(tries: dict[asyncio.Task[None], Opened]) -> None:
     for task, one in tries.items():
         if not task.cancel() and not task.cancelled():
             task.exception()  # marks the exception as retrieved
         one.close()
     tries.clear()
-
-
-def about(record: RequestRecord) -> bytes:
-    """The request's id, time, key and priority, encoded for its replica
-    (`server.operations.fleet`)."""
-    found, key = f"{record.id} {record.created}", record.key
-    if key is not None:
-        priority = BATCH if record.background else "-" if key.priority is None else key.priority
-        found += f" {quote(key.id, safe='')} {priority} {key.weight!r}"
-        if key.share_prefixes is not None:
-            found += f" ={quote(key.share_prefixes, safe='')}"
-    elif record.background:
-        found += f"  {BATCH} 1.0"
-    return found.encode()
-
-
-def _refused(answer: UpstreamConnection, body: bytes) -> RetryElsewhere:
-    """RetryElsewhere for a replica's error answer, in any protocol's shape. Its `error` is the
-    reason for the client."""
-    status, kind, param = answer.status, "invalid_request_error", None
-    code = dict(answer.headers).get(ERROR_CODE_HEADER, b"").decode("latin-1") or None
-    try:
-        told = msgspec.json.decode(body)["error"]
-        if isinstance(told, str):
-            message = told
-        else:
-            message, code = str(told["message"]), code or told.get("code")
-            if "param" in told:  # OpenAI's shape
-                kind, param = told.get("type") or kind, told["param"]
-    except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
-        message = "the replica failed"
-    if status == 429:
-        return RetryElsewhere(message, error=overloaded(message), blame=False)
-    if status in (500, 502, 503):
-        return RetryElsewhere(
-            message,
-            code=code,
-            error=unavailable(message, code or "replica_failed"),
-            blame=code != "shutting_down",
-        )
-    error = ApiError(status, message, kind=kind, param=param, code=code)
-    return RetryElsewhere(message, error=error, blame=False)
-
-
-def _resume_body(call: Call) -> bytes:
-    wanted = {
-        "path": call.scope["path"],
-        "body": msgspec.Raw(call.raw),
-        "answer_token_ids": call.marked.tokens,
-    }
-    return msgspec.json.encode(wanted)

@@ -21,7 +21,8 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from slipstream import __version__
-from slipstream.fleet.gateway.forward import Call, Forwarder
+from slipstream.fleet.gateway.calls import Call
+from slipstream.fleet.gateway.forward import Forwarder
 from slipstream.fleet.gateway.members import Members
 from slipstream.fleet.gateway.status import fleet_status
 from slipstream.fleet.scaling.figures import FleetMetrics, of_engines
@@ -341,14 +342,12 @@ class Gateway:
                 async with in_flight(self.state, receive, call.record):
                     await self._answer(name, call)
         except ApiError as error:
-            if not call.headers_sent:
+            if not call.client.headers_sent:
                 raise
-            if call.life is not None:
-                await call.life
+            await call.client.settled()
             await self.forwarder.break_off(call, error)
         finally:
-            if call.life is not None:
-                call.life.cancel()
+            call.client.cancel()
 
     async def _answer(self, name: str, call: Call) -> None:
         path, record = call.scope["path"], call.record

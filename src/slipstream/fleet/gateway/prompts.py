@@ -20,7 +20,8 @@ from slipstream.engine.requests.processor import INLINE_CHARS, InputProcessor, i
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.hub import resolve_model
-from slipstream.server.answers.generation import Answer, GenerationRoute
+from slipstream.server.answers.generation import Answer
+from slipstream.server.answers.route import GenerationRoute
 from slipstream.server.app import make_state, prompt_routes
 from slipstream.server.http.errors import ApiError
 from slipstream.server.http.record import RequestRecord

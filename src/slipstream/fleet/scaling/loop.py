@@ -12,8 +12,10 @@ from typing import Any
 from slipstream.fleet.config import Fleet, PoolSpec
 from slipstream.fleet.gateway.gateway import Gateway
 from slipstream.fleet.gateway.members import Members
+from slipstream.fleet.scaling.room import PATIENCE_S, Room, room_of
 from slipstream.fleet.scaling.scaler import (
     LOOK_S,
+    Change,
     ColdStarts,
     PoolState,
     Scaler,
@@ -27,7 +29,8 @@ logger = logging.getLogger("slipstream.fleet")
 
 class Scaling:
     """Loop over all scaled pools. `numbers_of` gives a pool's (ready, starting) replicas. `scale`
-    orders a number of replicas without waiting; False: not possible now."""
+    orders a number of replicas without waiting; False: not possible now. `held` gives how many replicas' processes
+    run, by pool: those that are ending, too."""
 
     def __init__(
         self,
@@ -35,8 +38,11 @@ class Scaling:
         gateway: Gateway,
         numbers_of: Callable[[PoolSpec], tuple[int, int]],
         scale: Callable[[PoolSpec, int], bool],
+        held: Callable[[], dict[str, int]] = dict,
     ) -> None:
         self.members, self._numbers_of, self._scale = members, numbers_of, scale
+        self._held = held
+        self.room: Room | None = None
         self.cold_starts = ColdStarts()
         self.scalers: dict[str, Scaler] = {}  # by pool
         self._refreshing: dict[str, asyncio.Task[None]] = {}
@@ -45,6 +51,7 @@ class Scaling:
     async def make(self, fleet: Fleet) -> dict[str, Scaler]:
         """Make the scalers of a file; unchanged pools keep theirs. Simulates in a thread. Raises
         ConfigError."""
+        room = await asyncio.to_thread(room_of, fleet)
         found = {}
         for key, (spec, settings, objectives) in autoscaled(fleet).items():
             known = self.scalers.get(key)
@@ -55,6 +62,9 @@ class Scaling:
             ):
                 known = await asyncio.to_thread(make, spec, settings, objectives)
             found[key] = known
+        if room is not None and self.room is not None:  # pools that are leaving hold memory, too
+            room = Room(room.limit, {**self.room.needs, **room.needs})
+        self.room = room
         return found
 
     def take(self, scalers: dict[str, Scaler]) -> None:
@@ -87,8 +97,15 @@ class Scaling:
         version = self.members.version(spec.model, spec.version)
         if version is None:  # a rollout is removing it
             return
-        change = scaler.look(at, self.now(spec), version.tally)
-        if change is not None and self._scale(spec, change.wanted):
+        now = self.now(spec)
+        if now.has_requests:
+            scaler.last_used = at
+        change = scaler.look(at, now, version.tally)
+        if (
+            change is not None
+            and self._has_room(scaler, change, now)
+            and self._scale(spec, change.wanted)
+        ):
             scaler.made(change)
         if scaler.began is not None and (
             spec.key not in self._refreshing or self._refreshing[spec.key].done()
@@ -98,6 +115,32 @@ class Scaling:
                 self._refreshing[spec.key] = asyncio.create_task(
                     asyncio.to_thread(scaler.capacity.refresh, age)
                 )
+
+    def _has_room(self, scaler: Scaler, change: Change, now: PoolState) -> bool:
+        """Whether a change's memory is free. If not, and a request waits for it, others make room for a later look."""
+        more, spec = change.wanted - change.before, scaler.spec
+        if self.room is None or more <= 0:
+            return True
+        held = self._held()
+        missing = self.room.missing(held, spec.key, more)
+        if missing <= 0:
+            scaler.waits_since = None
+            return True
+        if change.before or not now.num_at_gateway:
+            return False
+        since = scaler.waits_since = change.at if scaler.waits_since is None else scaler.waits_since
+        others = [x for x in self.scalers.values() if x is not scaler and x.spec.least == 0]
+        for other in sorted(others, key=lambda x: x.last_used):
+            key, state = other.spec.key, self.now(other.spec)
+            here = state.num_ready + state.num_starting
+            missing -= self.room.needs[key] * (held.get(key, 0) - here)  # those that are ending
+            if missing > 0 and here and (not state.has_requests or change.at - since >= PATIENCE_S):
+                why = f"{spec.key} needs its memory"
+                ended = Change(at=change.at, before=here, wanted=0, why=why)
+                if self._scale(other.spec, 0):
+                    other.made(ended)
+                    missing -= self.room.needs[key] * here
+        return False
 
     def now(self, spec: PoolSpec) -> PoolState:
         version = self.members.version(spec.model, spec.version)

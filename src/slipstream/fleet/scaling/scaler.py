@@ -85,6 +85,10 @@ class PoolState:
     kv_cache_usage: float = 0.0
     cold_start_s: float | None = None
 
+    @property
+    def has_requests(self) -> bool:
+        return self.num_at_gateway + self.num_running + self.num_waiting > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
@@ -127,6 +131,8 @@ class Scaler:
         self.wanted: int | None = None  # None before the first decision
         self.last: Change | None = None
         self.num_up = self.num_down = 0
+        self.last_used = 0.0
+        self.waits_since: float | None = None  # for memory
         self._next = 0.0
 
     def look(self, at: float, now: PoolState, tally: Tally) -> Change | None:

@@ -22,7 +22,8 @@ from starlette.types import Receive, Scope, Send
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.outputs import PositionLogprobs
 from slipstream.server.answers.blocks import BlockAnswer, ContentBlock, sse
-from slipstream.server.answers.generation import Answer, GenerationRoute, encode, renamed
+from slipstream.server.answers.generation import Answer, encode
+from slipstream.server.answers.route import GenerationRoute, renamed
 from slipstream.server.answers.tools import written_arguments
 from slipstream.server.anthropic.body import CountTokensRequest, MessagesRequest
 from slipstream.server.http.errors import SHAPES, ApiError, bad_request

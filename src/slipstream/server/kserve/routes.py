@@ -31,7 +31,8 @@ from starlette.types import Scope
 from slipstream import __version__
 from slipstream.errors import SlipstreamError
 from slipstream.outputs import CompletionOutput
-from slipstream.server.answers.generation import Answer, Body, GenerationRoute, encode
+from slipstream.server.answers.generation import Answer, encode
+from slipstream.server.answers.route import Body, GenerationRoute
 from slipstream.server.http.decoding import decode, decode_raw, register
 from slipstream.server.http.errors import SHAPES, ApiError, bad_request
 from slipstream.server.http.record import RequestRecord

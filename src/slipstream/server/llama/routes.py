@@ -21,8 +21,9 @@ from starlette.types import Scope
 from slipstream import __version__
 from slipstream.engine.requests.pooled import refuse_classifier, rows
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
-from slipstream.server.answers.generation import Answer, GenerationRoute, encode
+from slipstream.server.answers.generation import Answer, encode
 from slipstream.server.answers.hints import HINT, given_hints
+from slipstream.server.answers.route import GenerationRoute
 from slipstream.server.answers.structured import Schema
 from slipstream.server.answers.tools import ToolSpecs, chat_template, tool_dicts
 from slipstream.server.http.decoding import OFF, decode, refuse_unless_off, register

@@ -29,8 +29,9 @@ from slipstream.engine.text.tool_formats.base import Arguments, BeginCall, Conte
 from slipstream.engine.text.tools import Reading, call_id, is_cut
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
 from slipstream.params.sampling import SamplingParams
-from slipstream.server.answers.generation import Answer, GenerationRoute, encode
+from slipstream.server.answers.generation import Answer, encode
 from slipstream.server.answers.hints import HINT, given_hints
+from slipstream.server.answers.route import GenerationRoute
 from slipstream.server.answers.tools import (
     ToolSpecs,
     calls_tools,

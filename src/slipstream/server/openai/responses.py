@@ -30,7 +30,8 @@ from slipstream.engine.text.tools import Reading
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.outputs import PositionLogprobs
 from slipstream.server.answers.blocks import BlockAnswer, ContentBlock, sse
-from slipstream.server.answers.generation import Answer, GenerationRoute, Write, encode, renamed
+from slipstream.server.answers.generation import Answer, Write, encode
+from slipstream.server.answers.route import GenerationRoute, renamed
 from slipstream.server.http.decoding import decode, decode_raw
 from slipstream.server.http.errors import ApiError, bad_request
 from slipstream.server.http.limits import counted, in_flight, read_as

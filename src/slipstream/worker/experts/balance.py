@@ -206,6 +206,17 @@ class ExpertBalancer:
         )
         return swaps
 
+    def home(self) -> list[LayerSwap]:
+        """Exchanges that bring every expert back to the place of its own number."""
+        swaps = list[LayerSwap]()
+        for i, layer in self._layers.items():
+            at = layer.expert_at
+            for place in range(len(at)):
+                if (other := int(np.flatnonzero(at == place)[0])) != place:
+                    at[[place, other]] = at[[other, place]]
+                    swaps.append((i, place, other))
+        return swaps
+
     def _layer(self, i: int) -> _Layer:
         if i not in self._layers:
             m = self.spec.layers[i].mlp

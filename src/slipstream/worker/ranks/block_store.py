@@ -34,8 +34,10 @@ class RankBlockStore:
         self, send: Callable[[ToRank], None], mail: Mailbox, found: Sequence[RankTiers]
     ) -> None:
         self._send, self._mail, self._latest = send, mail, dict(enumerate(found))
-        self.sizes = [sum(of_ranks) for of_ranks in zip(*(own.sizes for own in found), strict=True)]
-        self.slots = found[0].slots  # of all ranks
+        self.sizes: Sequence[int] = [
+            sum(of_ranks) for of_ranks in zip(*(own.sizes for own in found), strict=True)
+        ]
+        self.slots: Sequence[int] = found[0].slots  # of all ranks
         self._keys = set(found[0].keys).intersection(*(own.keys for own in found[1:]))
         self._copies: dict[int, BlockCopy] = {}  # under way
         self._came = Counter[int]()  # ranks that have made a copy

@@ -23,6 +23,7 @@ import msgspec
 
 from slipstream.config import DeviceInfo, EngineArgs
 from slipstream.messages.logprobs import PromptLogprobs, SampledLogprobs
+from slipstream.messages.routed_experts import RoutedExperts
 from slipstream.messages.start import Failed, Phase, Started
 from slipstream.messages.stats import AdapterStats, ExpertTokens
 from slipstream.messages.steps import (
@@ -203,6 +204,7 @@ class Result(msgspec.Struct, tag=True):
     texts: list[TextVectors] = []
     states: list[SamplerState] = []
     failures: list[RequestFailure] = []
+    experts: list[RoutedExperts] = []
     is_cold: bool = False
 
     @classmethod
@@ -217,6 +219,7 @@ class Result(msgspec.Struct, tag=True):
             those(TextVectors),
             those(SamplerState),
             those(RequestFailure),
+            those(RoutedExperts),
         )
         num_tokens = None if step.num_tokens is None else list(step.num_tokens)
         return cls(step.step_id, list(step.token_ids), num_tokens, *kinds, is_cold=step.is_cold)
@@ -224,7 +227,8 @@ class Result(msgspec.Struct, tag=True):
     @property
     def step(self) -> StepResult:
         of_tokens: tuple[Extra, ...] = (*self.sampled, *self.prompts)
-        extras = (*of_tokens, *self.vectors, *self.texts, *self.states, *self.failures)
+        of_requests = (*self.vectors, *self.texts, *self.states, *self.failures)
+        extras = (*of_tokens, *of_requests, *self.experts)
         return StepResult(self.step_id, self.token_ids, self.num_tokens, extras, self.is_cold)
 
 

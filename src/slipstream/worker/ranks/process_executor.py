@@ -60,7 +60,7 @@ from slipstream.messages.start import Phase, Started
 from slipstream.messages.stats import AdapterStats, ExpertBalance, ExpertTokens
 from slipstream.messages.steps import Plan, StepPlan, StepResult, StepTime, TokenMask
 from slipstream.messages.texts import TextsPlan
-from slipstream.messages.weight_ops import JoinWeightGroup, WeightsOp, undoing
+from slipstream.messages.weight_ops import WHOLE, JoinWeightGroup, WeightsOp, undoing
 from slipstream.messages.weights import GivenPiece, WeightState
 from slipstream.params.lora_request import LoRARequest
 from slipstream.spec.description import ModelDescription, read_spec
@@ -345,6 +345,8 @@ class ProcessExecutor(Executor):
         if isinstance(op, JoinWeightGroup) and op.rank_offset + count > op.world_size:
             message = f"world_size {op.world_size} has no place for {count} ranks from {op.rank_offset} on"
             raise RequestError(message, field="world_size")
+        if isinstance(op, WHOLE) and self._balancer and (swaps := self._balancer.home()):
+            self._broadcast(SwapExperts(swaps))  # experts lie as a load leaves them
         answers = self._ask(ChangeRankWeights(op), count)
         refusals = [answer.refused for answer in answers if answer.refused is not None]
         if refusals:

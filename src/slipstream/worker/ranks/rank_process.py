@@ -216,7 +216,7 @@ class RankProcess:
         else:
             disk = store.disk
             of_disk = () if disk is None else (disk.num_bytes, disk.limit_bytes, disk.is_writer)
-            report = RankTiers(store.finished(), store.sizes, store.slots, *of_disk)
+            report = RankTiers(store.finished(), [*store.sizes], [*store.slots], *of_disk)
             if message.keys and disk is not None:
                 report.keys = disk.keys()
             self._link.send(report)

@@ -57,8 +57,8 @@ class HostBlockStore:
         self.exchange = exchange
         self._peers: Peers | None = None
         self.disk, self._settle = disk, settle
-        self.sizes = [sum(array.shape[1] for array in arrays) for arrays in kinds]
-        self.slots = [0] * len(kinds)
+        self.sizes: Sequence[int] = [sum(array.shape[1] for array in arrays) for arrays in kinds]
+        self.slots: Sequence[int] = [0] * len(kinds)
         self._done: deque[tuple[int, bool]] = deque()
         self._reads: queue.SimpleQueue[BlockCopy | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[tuple[BlockCopy, int] | None] = queue.SimpleQueue()

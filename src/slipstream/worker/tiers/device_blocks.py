@@ -74,7 +74,7 @@ class DeviceBlocks(HostBlockStore):
         self._kinds = [Staged(*sizes, platform) for sizes in zip(rows, slots, staged, strict=True)]
         self._under_way: deque[tuple[Event | None, list[int]]] = deque()
         super().__init__([], disk, lambda: None)
-        self.sizes, self.slots = [part.num_bytes for part in rows], list(slots)
+        self.sizes, self.slots = [part.num_bytes for part in rows], slots
 
     def submit(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:

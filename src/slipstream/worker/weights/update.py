@@ -132,8 +132,6 @@ class WeightUpdates:
         loaded = self._loaded
         if loaded.model.tower is not None:
             why: str | None = "an image encoder can't be updated; start with max_images=0"
-        elif loaded.places is not None:
-            why = "experts that change ranks can't be written in place; use tensor_parallel_size"
         else:
             why = refusal(loaded.model.decoder)
         if why is not None:

@@ -1,0 +1,20 @@
+"""The kinds of cache besides blocks that there are."""
+
+from __future__ import annotations
+
+from slipstream.config import CacheConfig
+from slipstream.core.cache.sessions import Sessions
+from slipstream.core.cache.slots import Slots
+from slipstream.core.cache.states import StateSlots
+
+KINDS: tuple[type[Slots], ...] = (StateSlots,)
+"""The class of each `SlotKind`, in the order of `SLOT_KINDS`."""
+
+
+def make_kinds(cache: CacheConfig, most_guesses: int, sessions: Sessions | None) -> list[Slots]:
+    """The slots of one rank, of each kind of which there are some."""
+    return [
+        made(number, num_slots, cache, most_guesses, sessions)
+        for number, (made, num_slots) in enumerate(zip(KINDS, cache.slots, strict=True), 1)
+        if num_slots
+    ]
