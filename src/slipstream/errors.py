@@ -172,4 +172,5 @@ def missing_torch(error: Exception) -> ConfigError | None:
     """The advice to install torch, if `error` says that it is missing; otherwise None."""
     if not isinstance(error, ModuleNotFoundError) or error.name != "torch":
         return None
-    return ConfigError(f"this needs torch: {install_command('torch')} (on a GPU the extra gpu)")
+    more = "on a GPU the extra gpu; without one, torch's CPU build first, or pip may bring CUDA's gigabytes"
+    return ConfigError(f"this needs torch: {install_command('torch')} ({more})")

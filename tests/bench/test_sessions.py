@@ -256,6 +256,7 @@ def test_rows_of_a_session_are_its_turns(tmp_path):
             "output_length": 3,
             "hash_ids": [6],
         },
+        {"session_id": "b", "timestamp": 3500, "input_length": 1, "output_length": 1},
     )
     b, a = of_rows(read_rows(path))
     assert (b.start_s, a.start_s) == (0.0, 1.0)
@@ -263,7 +264,7 @@ def test_rows_of_a_session_are_its_turns(tmp_path):
         (600, 7, 0.0),
         (30, 2, 1.5),
     ]
-    assert [t.pause_s for t in b.turns] == [0.0, 2.0]
+    assert [t.pause_s for t in b.turns] == [0.0, 2.0, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.compress.dense import load_dense
-from slipstream.compress.prune import importances, measure, next_token_loss, prune
+from slipstream.compress.prune import _count, importances, measure, next_token_loss, prune
 from slipstream.compress.steps import PruneSettings
 from slipstream.compress.structure import (
     PruneSelection,
@@ -359,3 +359,20 @@ def test_importances_of_text_need_text(tiny_model):
         prune(loaded(tiny_model), PruneSettings(heads=0.5))
     small = prune(loaded(tiny_model), PruneSettings(heads=0.5, importance="magnitude")).model
     assert [layer.attention.num_heads for layer in small.spec.layers] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("whole", "share", "multiple", "stay"),
+    [(64, 0.0, 16, 64), (64, 0.3, 16, 48), (64, 0.99, 16, 16), (10, 0.1, 16, 10), (7, 0.5, 1, 4)],
+)
+def test_the_nearest_multiple_of_units_stays_and_no_more_than_there_are(
+    whole, share, multiple, stay
+):
+    assert _count(whole, share, multiple) == stay
+
+
+def test_first_tokens_of_sequences_have_no_loss():
+    batch = SequenceBatch.of([(1, 2, 3), (4, 0)], torch.device("cpu"))
+    logits = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    losses = [-logits[i].log_softmax(0)[token] for i, token in ((0, 2), (1, 3), (3, 0))]
+    torch.testing.assert_close(next_token_loss(logits, batch), torch.stack(losses).mean())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -165,6 +167,11 @@ def test_gptq_with_inputs_that_never_come():
     made = gptq(weight, WeightFormat(bits=4, group_size=32), F32, stats)
     assert made.dequantized().isfinite().all()
     assert (made.dequantized()[:, 3] == 0).all()
+    weight[:, 3] = 0.0
+    rest, made = torch.arange(64) != 3, gptq(weight, WeightFormat(bits=4), F32, stats)
+    without = dataclasses.replace(stats, hessian=stats.hessian[rest][:, rest])
+    alone = gptq(weight[:, rest], WeightFormat(bits=4), F32, without).dequantized()
+    torch.testing.assert_close(made.dequantized()[:, rest], alone)
 
 
 @pytest.mark.parametrize(

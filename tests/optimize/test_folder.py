@@ -15,7 +15,7 @@ import yaml
 from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
 from slipstream.config import EngineArgs
-from slipstream.config.engine_folder import Machine, read_engine_folder
+from slipstream.config.engine_folder import EngineFolder, Machine, read_engine_folder
 from slipstream.costs.hardware import available_cores
 from slipstream.engine import folder as of_engine
 from slipstream.engine.folder import settled, this_machine
@@ -310,6 +310,20 @@ def test_differences_are_in_words():
     assert here.differences(dataclasses.replace(here, cpu_features=())) == [
         "instructions: AVX2, here none"
     ]
+
+
+def test_what_is_written_in_serve_yaml_goes_before_what_was_chosen_for_the_machine(tmp_path):
+    here = Machine(cpu="A", cpu_features=(), num_cores=2, memory_gib=8)
+    folder = EngineFolder(
+        path=tmp_path,
+        machine=here,
+        settings={"block_size": 32},
+        chosen={"block_size": 16, "max_num_seqs": 4},
+        versions={},
+        measured={},
+    )
+    args, notices = folder.settle(EngineArgs(model="m"), here)
+    assert (args.block_size, args.max_num_seqs, notices) == (32, 4, [])
 
 
 def test_no_engine_lives_on_when_it_has_ended(tiny_model, tmp_path, monkeypatch):

@@ -158,6 +158,12 @@ def test_more_sessions_are_generated_when_they_are_used_up():
     assert workload.of_sessions(None, 8).turns == traffic.turns[: len(workload.requests)]
 
 
+def test_sessions_come_as_many_times_more_seldom_as_they_have_turns():
+    workload = SessionWorkload.agents(LOAD, 0)
+    rate = 4.0 / workload.turns_each
+    assert workload.at_rate(4.0, 100) == workload.traffic(Poisson(rate=rate), 100)
+
+
 def test_sessions_of_a_trace_are_simulated(tmp_path):
     path = tmp_path / "sessions.jsonl"
     rows = [

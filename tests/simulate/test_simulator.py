@@ -15,7 +15,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.bench.load import Burst, ClosedLoop, Gamma, Poisson, send_times
 from slipstream.costs.step_cost import HostCost
 from slipstream.simulate.simulator import SimulatedEngine, SimulatedReplica, simulate
-from slipstream.simulate.traffic import Traffic, TrafficRequest, of_lengths
+from slipstream.simulate.traffic import Traffic, TrafficRequest, Workload, of_lengths
 from tests.core.configs import config
 from tests.support.tiny_models import build
 
@@ -151,6 +151,20 @@ def test_gaps_are_those_of_the_requests():
     count = sum(r.output_tokens - 1 for r in found.records)
     assert found.num_preemptions > 0
     assert found.summary.itl_s.mean == pytest.approx(spans / count)
+
+
+def test_time_before_a_first_token_is_no_gap():
+    found = simulate(engine(), traffic((0.0, 10, 4), (5.0, 10, 4)))
+    assert found.summary.worst_gap_s.p99 == pytest.approx(0.011)
+
+
+def test_a_trace_goes_on_with_its_mean_gap_and_keeps_its_gaps_at_another_rate():
+    requests = tuple(TrafficRequest(at, 1, 1) for at in (0.0, 1.0, 3.0))
+    trace = Workload(name="t", requests=requests, recorded=True)
+    assert [r.arrival for r in trace.take(5)] == [0.0, 1.0, 3.0, 4.5, 5.5]
+    faster = trace.at_rate(4.0, 3)
+    assert [r.arrival for r in faster.requests] == [0.0, pytest.approx(1 / 6), pytest.approx(0.5)]
+    assert faster.rate == pytest.approx(4.0)
 
 
 def test_a_gap_by_preemption_is_its_requests_longest():

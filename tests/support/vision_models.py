@@ -106,6 +106,46 @@ for _like in GEMMA4:
 for _like in (*QWEN3, "qwen2_vl"):
     for _table in (SPECIAL, IMAGE, PLACEHOLDER, TEMPLATES):
         _table[_like] = _table["qwen2_5_vl"]
+GLM = {"glm4v": "Glm4v", "glm4v_moe": "Glm4vMoe", "glm46v": "Glm46V"}
+"""The names of transformers' classes."""
+for _like in GLM:
+    SPECIAL[_like] = ("<|user|>", "<|assistant|>", "<|image|>", "<|video|>")
+    SPECIAL[_like] += ("<|begin_of_image|>", "<|end_of_image|>")
+    IMAGE[_like] = PLACEHOLDER[_like] = "<|image|>"
+    TEMPLATES[_like] = (
+        "{% for message in messages %}<|{{ message['role'] }}|>\n{% if message['content'] is string %}"
+        "{{ message['content'] }}{% else %}{% for item in message['content'] %}{% if item['type'] == 'image' %}"
+        "<|begin_of_image|><|image|><|end_of_image|>{% else %}{{ item['text'] }}{% endif %}{% endfor %}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+SPECIAL["kimi_k25"] = ("<|im_user|>", "<|im_end|>", "<|media_begin|>", "<|media_content|>")
+SPECIAL["kimi_k25"] += ("<|media_end|>", "<|media_pad|>", "<|media_film|>")
+IMAGE["kimi_k25"] = PLACEHOLDER["kimi_k25"] = "<|media_pad|>"
+TEMPLATES["kimi_k25"] = (
+    "{% for message in messages %}<|im_user|>{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for item in message['content'] %}{% if item['type'] == 'image' %}<|media_begin|>image<|media_content|>"
+    "<|media_pad|><|media_end|>{% else %}{{ item['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+)
+SPECIAL["lfm2_vl"] = ("<|im_start|>", "<|im_end|>", "<image>", "<|image_start|>", "<|image_end|>")
+SPECIAL["lfm2_vl"] += ("<|img_thumbnail|>",)
+SPECIAL["lfm2_vl"] += tuple(f"<|img_row_{r}_col_{c}|>" for r in range(1, 5) for c in range(1, 5))
+IMAGE["lfm2_vl"] = PLACEHOLDER["lfm2_vl"] = "<image>"
+TEMPLATES["lfm2_vl"] = TEMPLATES["qwen2_5_vl"].replace(
+    "<|vision_start|><|image_pad|><|vision_end|>", "<image>"
+)
+COHERE = ("aya_vision", "cohere2_vision")
+for _like in COHERE:
+    SPECIAL[_like] = ("<|START|>", "<|END|>", "<image>", "<|IMG_PATCH|>", "<|START_OF_IMG|>")
+    SPECIAL[_like] += ("<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>", "TILE_GLOBAL")
+    SPECIAL[_like] += tuple(f"TILE_{i}" for i in range(1, 7))
+    IMAGE[_like] = "<|IMG_PATCH|>"
+    PLACEHOLDER[_like] = "<image>" if _like == "aya_vision" else "<|IMG_PATCH|>"
+    TEMPLATES[_like] = (
+        "{% for message in messages %}<|START|>{{ message['role'] }}:{% if message['content'] is string %}"
+        "{{ message['content'] }}{% else %}{% for item in message['content'] %}{% if item['type'] == 'image' %}"
+        + PLACEHOLDER[_like]
+        + "{% else %}{{ item['text'] }}{% endif %}{% endfor %}{% endif %}<|END|>{% endfor %}"
+    )
 _TEXT = dict(
     vocab_size=VOCAB,
     hidden_size=32,
@@ -173,6 +213,14 @@ def _config(family: str, **more: Any) -> Any:
         return _gemma4_config(family, more)
     if family in ("internvl", "llava", "llava_next"):
         return _with_class_token(family, image, more)
+    if family in COHERE:
+        return _cohere_config(family, image, more)
+    if family == "lfm2_vl":
+        return _lfm_config(image, more)
+    if family == "kimi_k25":
+        return _kimi_config(image, more)
+    if family in GLM:
+        return _glm_config(family, image, more)
     if family == "mistral3":
         text = {**_TEXT, "model_type": "mistral", "head_dim": 8, "sliding_window": None}
         vision = dict(
@@ -257,6 +305,85 @@ def _gemma4_config(family: str, more: Any) -> Any:
     )
 
 
+def _glm_config(family: str, image: int, more: Any) -> Any:
+    import transformers as t
+
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    text = {**_TEXT, "hidden_size": 64, "rope_parameters": {**rope, "mrope_section": [1, 2, 1]}}
+    moe = dict(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, n_group=2)
+    if family == "glm4v_moe":
+        text |= {**moe, "topk_group": 1, "head_dim": 16}
+    if family == "glm46v":
+        text["model_type"] = "glm4v_text"
+    vision = dict(
+        depth=2,
+        hidden_size=48,
+        intermediate_size=100,
+        num_heads=2,
+        patch_size=4,
+        image_size=20,
+        out_hidden_size=64,
+        attention_bias=family == "glm4v_moe",
+        initializer_range=0.2,
+    )
+    if family == "glm46v":
+        vision["model_type"] = "glm4v_vision"
+    ids = {"image_token_id": image, "video_token_id": token_id(family, "<|video|>")}
+    for kind in ("image", "video"):
+        ids |= {f"{kind}_start_token_id": token_id(family, "<|begin_of_image|>")}
+        ids |= {f"{kind}_end_token_id": token_id(family, "<|end_of_image|>")}
+    kind = getattr(t, f"{GLM[family]}Config")
+    return kind(text_config=text, vision_config=vision, **ids, **more)
+
+
+def _cohere_config(family: str, image: int, more: Any) -> Any:
+    import transformers as t
+
+    text = {**_TEXT, "model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 90}
+    vision = {**_SIGLIP, "vision_use_head": False, "model_type": "siglip_vision_model"}
+    own = dict(text_config=text, vision_config={**vision, "image_size": 24}, image_token_id=image)
+    if family == "aya_vision":
+        return t.AyaVisionConfig(**own, alignment_intermediate_size=40, **more)
+    return t.Cohere2VisionConfig(**own, alignment_intermediate_size=40, **more)
+
+
+def _lfm_config(image: int, more: Any) -> Any:
+    import transformers as t
+
+    text = {
+        **_TEXT,
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "block_auto_adjust_ff_dim": False,
+    }
+    text |= {"layer_types": ["conv", "full_attention"] * 2}
+    vision = {k: v for k, v in _SIGLIP.items() if k != "image_size"}
+    vision |= {"model_type": "siglip2_vision_model", "num_patches": 25, "vision_use_head": False}
+    own = dict(projector_hidden_size=40, image_token_id=image)
+    return t.Lfm2VlConfig(text_config=text, vision_config=vision, **own, **more)
+
+
+def _kimi_config(image: int, more: Any) -> Any:
+    import transformers as t
+
+    text = {**_TEXT, "model_type": "deepseek_v3", "num_key_value_heads": 4, "num_hidden_layers": 3}
+    text |= dict(q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16)
+    text |= dict(v_head_dim=16, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=1)
+    text |= dict(moe_intermediate_size=24, first_k_dense_replace=1, n_group=1, topk_group=1)
+    vision = dict(
+        hidden_size=48,
+        intermediate_size=100,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        patch_size=4,
+        pos_emb_height=6,
+        pos_emb_width=6,
+    )
+    ids = {"image_token_id": image, "video_token_id": token_id("kimi_k25", "<|media_film|>")}
+    own = dict(projection_hidden_size=48, tie_word_embeddings=False)
+    return t.Kimi_K25Config(text_config=text, vision_config=vision, **ids, **own, **more)
+
+
 def _qwen3_config(family: str, rope: dict[str, Any], ids: dict[str, int], more: Any) -> Any:
     import transformers as t
 
@@ -339,6 +466,41 @@ PROCESSING["mistral3"] = {
     "patch_size": {"height": 4, "width": 4},
     "size": {"longest_edge": 60},
 }
+for _like in GLM:
+    PROCESSING[_like] = {
+        "image_processor_type": "Glm4vImageProcessor",
+        "patch_size": 4,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 2 * 16 * 16, "longest_edge": 2 * 48 * 48},
+    }
+PROCESSING["aya_vision"] = {
+    "image_processor_type": "GotOcr2ImageProcessorFast",
+    "size": {"height": 24, "width": 24},
+    "crop_to_patches": True,
+    "max_patches": 6,
+}
+PROCESSING["cohere2_vision"] = {
+    "image_processor_type": "Cohere2VisionImageProcessorFast",
+    "size": {"height": 24, "width": 24},
+    "max_patches": 6,
+    "patch_size": 3,
+}
+PROCESSING["lfm2_vl"] = {
+    "image_processor_type": "Lfm2VlImageProcessor",
+    "encoder_patch_size": 4,
+    "min_image_tokens": 4,
+    "max_image_tokens": 16,
+    "max_tiles": 4,
+    "tile_size": 24,
+}
+PROCESSING["kimi_k25"] = {
+    "image_processor_type": "Kimi_K25ImageProcessor",
+    "patch_size": 4,
+    "merge_size": 2,
+    "max_patches": 130,
+    "size": {"max_height": 20, "max_width": 20},
+}
 for _like in GEMMA4:
     PROCESSING[_like] = {
         "image_processor_type": "Gemma4ImageProcessor",
@@ -392,8 +554,12 @@ def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
         "smolvlm": t.SmolVLMForConditionalGeneration,
         "gemma3": t.Gemma3ForConditionalGeneration,
         "qwen2_5_vl": t.Qwen2_5_VLForConditionalGeneration,
-        **{k: getattr(t, f"{v}ForConditionalGeneration") for k, v in QWEN3.items()},
+        **{k: getattr(t, f"{v}ForConditionalGeneration") for k, v in (QWEN3 | GLM).items()},
         **dict.fromkeys(GEMMA4, t.Gemma4ForConditionalGeneration),
+        "kimi_k25": t.Kimi_K25ForConditionalGeneration,
+        "lfm2_vl": t.Lfm2VlForConditionalGeneration,
+        "aya_vision": t.AyaVisionForConditionalGeneration,
+        "cohere2_vision": t.Cohere2VisionForConditionalGeneration,
         "mistral3": t.Mistral3ForConditionalGeneration,
         "qwen2_vl": t.Qwen2VLForConditionalGeneration,
         "internvl": t.InternVLForConditionalGeneration,
@@ -407,7 +573,7 @@ def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
         _shake(model)
     model.save_pretrained(path)
     (path / "generation_config.json").unlink(missing_ok=True)
-    write_tokenizer(path, family)
+    write_tokenizer(path, SPECIAL[family], TEMPLATES[family])
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSING[family]))
     return model
 
@@ -430,17 +596,17 @@ def _shake(model: Any) -> None:
             buffer.normal_(0.0, 0.3)
 
 
-def write_tokenizer(path: Path, family: str) -> None:
+def write_tokenizer(path: Path, special: tuple[str, ...], template: str) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIAL[family]))
+    backend.add_special_tokens(list(special))
     path.mkdir(parents=True, exist_ok=True)
     backend.save(str(path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATES[family]}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -453,11 +619,147 @@ def picture(seed: int, width: int = 50, height: int = 37) -> Any:
     return small.resize((width, height), Image.Resampling.BICUBIC)
 
 
+def from_source(module: str, *names: str) -> Any:
+    """Functions and classes of a module that can't be imported here, because it needs torchvision."""
+    import ast
+    import importlib.util
+    import math
+    from functools import lru_cache
+
+    found = importlib.util.find_spec(module)
+    assert found is not None
+    assert found.origin is not None
+    tree = ast.parse(Path(found.origin).read_text())
+    parts = [x for x in tree.body if getattr(x, "name", "") in names]
+    made: dict[str, Any] = {"math": math, "lru_cache": lru_cache, "np": np}
+    for part in parts:  # methods alone count
+        if isinstance(part, ast.ClassDef):
+            part.bases, part.decorator_list = [], []
+            part.body = [x for x in part.body if isinstance(x, ast.FunctionDef)]
+            part.body = [x for x in part.body if not x.name.endswith("process")]
+            for method in part.body:
+                method.returns = None
+                for given in (*method.args.args, method.args.kwarg):
+                    if given is not None:
+                        given.annotation = None
+    exec(compile(ast.Module(parts, []), found.origin, "exec"), made)
+    return made
+
+
+class KimiImages:
+    """transformers' processor of Kimi K2.5, but by Pillow."""
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        self.own = own
+
+    def __call__(self, images: list[Any], return_tensors: str) -> dict[str, Any]:
+        import torch
+        from PIL import Image
+
+        module = "transformers.models.kimi_k25.image_processing_kimi_k25"
+        resize = from_source(module, "navit_resize")["navit_resize"]
+        p, side = self.own["patch_size"], self.own["size"]["max_height"]
+        patches, grids = [], []
+        for image in images:
+            limits = (p, self.own["merge_size"], self.own["max_patches"], side)
+            (height, width), (tall, wide) = resize(image.height, image.width, *limits)
+            whole = Image.new("RGB", (wide, tall))
+            whole.paste(image.resize((width, height), Image.Resampling.BICUBIC))
+            values = (np.asarray(whole, np.float32) / 255 - 0.5) / 0.5
+            cut = values.reshape(tall // p, p, wide // p, p, 3)
+            patches.append(cut.transpose(0, 2, 4, 1, 3).reshape(-1, 3, p, p))
+            grids.append([1, tall // p, wide // p])
+        made = {"pixel_values": np.concatenate(patches), "image_grid_thw": np.array(grids)}
+        return made if return_tensors == "np" else {k: torch.tensor(v) for k, v in made.items()}
+
+
+class LFMImages:
+    """transformers' processor of LFM2-VL, but by Pillow."""
+
+    min_tiles = 2
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        self.own = own
+        module = "transformers.models.lfm2_vl.image_processing_lfm2_vl"
+        names = ("round_by_factor", "find_closest_aspect_ratio", "Lfm2VlImageProcessor")
+        kind = from_source(module, *names)["Lfm2VlImageProcessor"]
+        self.theirs = kind.__new__(kind)
+
+    def pieces(self, image: Any) -> tuple[list[Any], int, int]:
+        from PIL.Image import Resampling
+
+        most, tile = self.own["max_image_tokens"], self.own["tile_size"]
+        height, width = image.height, image.width
+        given = (2, self.own["min_image_tokens"], most, self.own["encoder_patch_size"])
+        size = self.theirs.smart_resize(height, width, *given)
+        whole = image.resize(size, Resampling.BILINEAR)
+        if not self.theirs._is_image_too_large(height, width, most, given[3], 2, 2.0):
+            return [whole], 1, 1
+        limits = (self.min_tiles, self.own["max_tiles"], tile)
+        columns, rows, *sides, _ = self.theirs._get_grid_layout(height, width, *limits)
+        scaled = image.resize(tuple(sides), Resampling.BILINEAR)
+        places = [(x * tile, y * tile) for y in range(rows) for x in range(columns)]
+        return [*(scaled.crop((x, y, x + tile, y + tile)) for x, y in places), whole], rows, columns
+
+    def __call__(self, images: list[Any], return_tensors: str) -> dict[str, Any]:
+        import torch
+
+        p, patches, shapes = self.own["encoder_patch_size"], [], []
+        for piece in [piece for image in images for piece in self.pieces(image)[0]]:
+            values = (np.asarray(piece, np.float32) / 255 - 0.5) / 0.5
+            cut = values.reshape(piece.height // p, p, piece.width // p, p, 3)
+            patches.append(cut.transpose(0, 2, 1, 3, 4).reshape(-1, p * p * 3))
+            shapes.append([piece.height // p, piece.width // p])
+        most = max(map(len, patches))
+        padded = [np.pad(x, ((0, most - len(x)), (0, 0))) for x in patches]
+        mask = [np.arange(most) < len(x) for x in patches]
+        made = {"pixel_values": np.stack(padded), "pixel_attention_mask": np.stack(mask)}
+        made["spatial_shapes"] = np.array(shapes)
+        return made if return_tensors == "np" else {k: torch.tensor(v) for k, v in made.items()}
+
+
+class CohereImages:
+    """transformers' processor of Command A Vision, but by Pillow."""
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        self.own = own
+        module = "transformers.models.cohere2_vision.image_processing_cohere2_vision"
+        names = ("get_all_supported_aspect_ratios", "get_optimal_tiled_canvas")
+        self.canvas = from_source(module, *names)["get_optimal_tiled_canvas"]
+
+    def pieces(self, image: Any) -> list[Any]:
+        from PIL.Image import Resampling
+
+        side = self.own["size"]["height"]
+        limits = ((image.height, image.width), (side, side), 1, self.own["max_patches"])
+        columns, rows = self.canvas(*limits)
+        scaled = image.resize((columns * side, rows * side), Resampling.BICUBIC)
+        places = [(x * side, y * side) for y in range(rows) for x in range(columns)]
+        found = [scaled.crop((x, y, x + side, y + side)) for x, y in places]
+        whole = image.resize((side, side), Resampling.BICUBIC)
+        return found if len(found) == 1 else [*found, whole]
+
+    def __call__(self, images: list[Any], return_tensors: str) -> dict[str, Any]:
+        import torch
+        from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+        pieces = [piece for image in images for piece in self.pieces(image)]
+        values = np.stack([np.asarray(x, np.float32) / 255 for x in pieces])
+        values = (values - np.float32(OPENAI_CLIP_MEAN)) / np.float32(OPENAI_CLIP_STD)
+        values = values.transpose(0, 3, 1, 2)
+        return {"pixel_values": values if return_tensors == "np" else torch.tensor(values)}
+
+
+BY_SOURCE = {"kimi_k25": KimiImages, "lfm2_vl": LFMImages, "cohere2_vision": CohereImages}
+"""Processors of which transformers has only those by torchvision."""
+
+
 def their_processor(family: str) -> Any:
     """transformers' image processor with the same settings, by Pillow."""
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
     from transformers.models.llava_next.image_processing_pil_llava_next import (
         LlavaNextImageProcessorPil,
@@ -473,12 +775,15 @@ def their_processor(family: str) -> Any:
         "qwen2_vl": Qwen2VLImageProcessorPil,
         **dict.fromkeys(QWEN3, Qwen2VLImageProcessorPil),
         **dict.fromkeys(GEMMA4, Gemma4ImageProcessorPil),
+        **dict.fromkeys(GLM, Glm4vImageProcessorPil),
         "mistral3": PixtralImageProcessorPil,
-        "internvl": GotOcr2ImageProcessorPil,
+        **dict.fromkeys(("internvl", "aya_vision"), GotOcr2ImageProcessorPil),
         "llava": CLIPImageProcessorPil,
         "llava_next": LlavaNextImageProcessorPil,
     }
     own = {k: v for k, v in PROCESSING[family].items() if k != "image_processor_type"}
+    if family in BY_SOURCE:
+        return BY_SOURCE[family](own)
     if family == "mistral3":  # as PixtralProcessor does
         own["patch_size"] = {"height": 8, "width": 8}
     return kinds[family](**own)
@@ -493,7 +798,7 @@ def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[st
     kinds = (ids == token_id(family, IMAGE[family])).int()
     if family == "gemma3":
         given["token_type_ids"] = kinds
-    elif family.startswith("qwen") or family in GEMMA4:
+    elif family.startswith("qwen") or family in (*GEMMA4, *GLM):
         given["mm_token_type_ids"] = kinds
     if pictures:
         nested = [pictures] if family == "smolvlm" else pictures
@@ -504,7 +809,7 @@ def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[st
             if k
             in (
                 *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids"),
-                "image_sizes",
+                *("image_sizes", "spatial_shapes"),
             )
         }
     return given

@@ -629,7 +629,9 @@ def test_what_needs_torch_says_how_to_get_it(tmp_path, what):
     more, named = [], {"rounded": "mxfp4", "pictures": "max_images=0"}.get(what, "")
     if what == "pictures":
         vision_models.build_vision(tmp_path, "gemma3")
-        vision_models.write_tokenizer(tmp_path, "gemma3")
+        vision_models.write_tokenizer(
+            tmp_path, vision_models.SPECIAL["gemma3"], vision_models.TEMPLATES["gemma3"]
+        )
     else:
         tiny_models.write_with_tokenizer(tmp_path, **(NOT_COVERED if what == "family" else {}))
     if what == "draft":  # whose own model torch runs

@@ -120,11 +120,11 @@ def engine_words(args: argparse.Namespace) -> list[str]:
         if isinstance(value, bool):
             words.append(option if value else option.replace("--", "--no-", 1))
         else:
-            words += [option, _word(name, value)]
+            words += [option, option_word(name, value)]
     return words
 
 
-def _word(name: str, value: Any) -> str:
+def option_word(name: str, value: Any) -> str:
     """A value of an option, as one would write it."""
     if isinstance(value, dict):
         return json.dumps(value)

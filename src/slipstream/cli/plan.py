@@ -31,6 +31,7 @@ from slipstream.cli.options import (
     add_output_options,
     engine_args,
     engine_words,
+    option_word,
     parse_bytes,
 )
 from slipstream.errors import ConfigError
@@ -213,8 +214,8 @@ def run_several(args: argparse.Namespace, names: dict[str, str]) -> int:
         shown_sets.append(("and", f"{len(sets) - 8} more"))
     title = f"{plan['device']}: {plan['memory_bytes'] / gib:.2f} GiB for models"
     print_info(title, [("all at once", "yes" if plan["all_fit"] else "no"), *shown_sets])
-    words = ["slipstream", "serve", *args.models, "--models-memory", str(plan["memory_bytes"])]
-    words += engine_words(args)
+    words = ["slipstream", "serve", *args.models, "--models-memory"]
+    words += [option_word("memory_bytes", plan["memory_bytes"]), *engine_words(args)]
     print(f"\n{shlex.join(words)}")
     return 0
 

@@ -26,7 +26,7 @@ def part_of(name: str) -> str:
     """Returns the part of a model that a parameter belongs to, as the ledger and `info` count
     it."""
     if name.startswith("vision."):
-        return "image encoder"
+        return "media encoder"
     if name.startswith("layer_inputs."):
         return "layer inputs"
     of_layer = name.removeprefix("encoder.").removeprefix("layers.")
@@ -71,7 +71,7 @@ def weights_bytes(
     found = dict.fromkeys(("embeddings", "attention", "mlp", "output head", "norms"), 0)
     shapes = parameters(spec) if shapes is None else shapes
     if spec.vision is not None:
-        found["image encoder"] = 0
+        found["media encoder"] = 0
     if spec.layer_inputs is not None:
         found["layer inputs"] = 0
     for name, shape in shapes.items():

@@ -31,7 +31,7 @@ def estimate_offload(config: EngineConfig, description: ModelDescription) -> Off
         of_layers = sum(
             size
             for name, size in parts.items()
-            if name not in ("embeddings", "layer inputs", "output head", "image encoder")
+            if name not in ("embeddings", "layer inputs", "output head", "media encoder")
         )
         sizes = [of_layers * number // sum(numbers) for number in numbers]
     else:

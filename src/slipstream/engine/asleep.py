@@ -11,20 +11,14 @@ from slipstream.engine.engine_core import EngineCore
 from slipstream.engine.model_files import load_tokenizer
 from slipstream.engine.text_core import TextCore
 from slipstream.errors import RequestError
-from slipstream.spec.description import ModelDescription
-from slipstream.worker.executor import Executor, ForkServer, build_executor
+from slipstream.worker.executor import Executor, ExecutorSource
 
 
 def build_core(
-    args: EngineArgs,
-    *,
-    progress: Callable[[str], None] = lambda phase: None,
-    known: ModelDescription | None = None,
-    forks: ForkServer | None = None,
+    source: ExecutorSource, progress: Callable[[str], None] = lambda phase: None
 ) -> EngineCore:
-    """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins. `known`,
-    `forks`: see `build_executor`."""
-    return core_of(build_executor(args, progress=progress, known=known, forks=forks), args)
+    """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins."""
+    return core_of(source.make(progress), source.args)
 
 
 def core_of(executor: Executor, args: EngineArgs) -> EngineCore:
@@ -40,11 +34,10 @@ class Asleep:
     """A core that sleeps. At level 1 it keeps the weights, at level 2 nothing. The core's owner makes this, drops its
     reference to the core, and calls `free`. `wake` makes a new core. RequestError if the level is not supported."""
 
-    def __init__(self, core: EngineCore, args: EngineArgs, level: int) -> None:
+    def __init__(self, core: EngineCore, source: ExecutorSource, level: int) -> None:
         self.check(core, level)
         core.flush()
-        self._args, self.level, self._release = args, level, core.executor.release_unused
-        self._known, self._forks = core.executor.description, core.executor.forks
+        self._source, self.level, self._release = source, level, core.executor.release_unused
         self._versions = core.executor.weight_state.used
         self._executor = core.executor.sleep(level)
 
@@ -65,10 +58,10 @@ class Asleep:
     def wake(self) -> EngineCore:
         """The core as it was, without requests and cached prefixes. If the weights were updated, level 2 has lost them."""
         if self._executor is None:
-            executor = build_executor(self._args, known=self._known, forks=self._forks)
+            executor = self._source.make()
             executor.weight_state.lose(self._versions)
-            return core_of(executor, self._args)
-        return core_of(self._executor(), self._args)
+            return core_of(executor, self._source.args)
+        return core_of(self._executor(), self._source.args)
 
 
 def collect_and_release(release: Callable[[], None] | None) -> None:

@@ -189,7 +189,8 @@ class LLM(OfflineEngine):
         `tool_call_parser` and `reasoning_parser` name others, or "none".
 
         A content may be a list of parts with pictures among them: {"type": "image_url", "image_url": {"url": a data: URI}}, or
-        vLLM's {"type": "image_pil", "image_pil": a PIL image, bytes or an array}.
+        vLLM's {"type": "image_pil", "image_pil": a PIL image, bytes or an array}; for a model that hears OpenAI's
+        {"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}}, or {"type": "audio", "audio": samples}.
 
         `continue_final_message` (with `add_generation_prompt=False`) goes on with the last message. `chat_template_kwargs` are
         given to the template. RequestError names what can't work before anything runs.
@@ -226,8 +227,9 @@ class LLM(OfflineEngine):
             )
             for text, (plain, _) in zip(texts, parted, strict=True)
         ]
+        name = self._input.prompts.media.name
         prompts: list[Prompt] = [
-            {"prompt": text, "multi_modal_data": {"image": pictures}} if pictures else text
+            {"prompt": text, "multi_modal_data": {name: pictures}} if pictures else text
             for text, (_, pictures) in zip(texts, parted, strict=True)
         ]
         each = self._each(sampling_params, len(prompts))

@@ -28,6 +28,7 @@ from slipstream.messages.weights import GivenPiece, WeightsInfo
 from slipstream.outputs import RequestOutput
 from slipstream.params.lora_request import LoRARequest
 from slipstream.params.sampling import SamplingParams
+from slipstream.worker.executor import ExecutorSource
 
 if TYPE_CHECKING:
     from slipstream.messages.weight_ops import WeightsOp
@@ -62,12 +63,12 @@ class OfflineEngine:
         args = settled(args)
         if args.chat_template is not None:
             read_template(args.chat_template)  # a bad one is an error before the model is loaded
-        self._args = args
         self._asleep: Asleep | None = None
         progress("model")
         with no_collections():  # nearly all objects of a start stay
             early = EarlyTokenizer(args)
-            self._core: EngineCore | None = build_core(args, progress=progress, known=early.known)
+            self._source = ExecutorSource(args, early.known)
+            self._core: EngineCore | None = build_core(self._source, progress)
             log_canary(self._core.executor.canary)
             progress("tokenizer")
             self.tokenizer = early.of(self._core.description)
@@ -192,7 +193,7 @@ class OfflineEngine:
         Level 1 leaves the weights in the host's memory. A GPU's are not moved there: on a GPU there is level 2.
         """
         with self._exclusive():
-            self._asleep = Asleep(self.core, self._args, level)
+            self._asleep = Asleep(self.core, self._source, level)
             self._core = None
         self._asleep.free()
 

@@ -257,8 +257,8 @@ def build_recurrent(
                 norm=None if of_ranks else norm,
                 gated=not (of_ranks and spec.norm == "norm_first"),
             )
-            more = (norm, group) if of_ranks else (None, None)
-            return Mamba2(spec, into, out, mamba2, *more, context)
+            of_parts = norm if of_ranks else None
+            return Mamba2(spec, into, out, mamba2, of_parts, group if of_ranks else None, context)
         case MambaSpec():
             select, dt = dense("select"), dense("dt")
             norms = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -36,6 +36,7 @@ from slipstream.spec.media.vision import (
     AxisPositionSpec,
     ConcatConnector,
     Connector,
+    GatedMergeConnector,
     GridPositionSpec,
     ImageProcessing,
     MLPConnector,
@@ -54,6 +55,16 @@ MAX_PATCHES = {"cuda": 16384, "cpu": 8192}
 several passes of similar size.
 
 On a GPU the host takes 12 to 16 ms to launch a pass, whatever its size.
+"""
+
+PRODUCTS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+"""Names of a layer's products, in the order of `VisionLayer`'s fields."""
+
+PROBE_GROUPS = 17
+"""Side, in patch groups, of the image whose memory is measured.
+
+It is no multiple of a window's side, so windows of several lengths, which take another attention
+kernel, also run at the start.
 """
 
 ROW = 8
@@ -76,6 +87,7 @@ class Layout:
     meta: AttentionMetadata  # patch i has row i of `cos_sin`, and slot i of keys and values
     order: Tensor | None  # int64 [N / merge²]: groups in window order; None: unchanged
     inner: Tensor | None = None  # int64 [N]: rows of patches among those with class tokens
+    interleaved: bool = False  # how `cos_sin` rotates
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +135,18 @@ class VisionLayer:
     k_norm: Tensor | None = None
     gains: Tensor | None = None  # [2, E]: of what attention and MLP add
 
-    def __call__(self, ops: OpSet, h: Tensor, parts: PackedParts, layout: Layout) -> Tensor:
-        """[N, E] → [N, E]."""
+    def __call__(
+        self, ops: OpSet, h: Tensor, parts: PackedParts, layout: Layout | None = None
+    ) -> Tensor:
+        """[N, E] → [N, E]. Without a layout patches are not rotated."""
         a, mlp = self.spec.attention, self.spec.mlp
         assert isinstance(a, AttentionSpec)
         assert isinstance(mlp, DenseSpec)
         rows = _product(ops, normed(ops, self.norms["pre_attention"], h), self.qkv)
         q, k, v = rows.unflatten(1, (3, a.num_heads, a.head_dim)).unbind(1)
-        if layout.cos_sin is not None:  # written to a cache with one token per block
+        if (
+            layout is not None and layout.cos_sin is not None
+        ):  # written to a cache with one token per block
             k_cache, v_cache = (
                 rows.new_empty(len(rows), a.num_heads, 1, a.head_dim) for _ in range(2)
             )
@@ -140,6 +156,7 @@ class VisionLayer:
                 num_kv_heads=a.num_heads,
                 head_dim=a.head_dim,
                 cos_sin=layout.cos_sin,
+                interleaved=layout.interleaved,
                 q_norm=self.q_norm,
                 k_norm=self.k_norm,
                 norm_eps=0.0 if a.qk_norm is None else a.qk_norm.eps,
@@ -200,14 +217,38 @@ class Projector:
             rows = rows.to(h.dtype)
         if self.norm is not None:
             rows = normed(ops, self.norm, rows.reshape(-1, self.norm.weight.shape[-1]))
-        if self.merge is not None:  # each channel of the group's patches, one after the other
-            rows = rows.unflatten(0, (-1, merge**2)).transpose(1, 2).flatten(1)
-            rows = ops.linear(rows, self.merge)
+        if self.merge is not None:
+            rows = ops.linear(by_channel(rows, merge), self.merge)
         elif not isinstance(self.spec, PoolConnector | ScaledPoolConnector):
             rows = rows.reshape(-1, merge**2 * h.shape[1])
         if self.up is not None and isinstance(self.spec, MLPConnector | PatchMergeConnector):
-            rows = ops.activation(ops.linear(rows, self.up), self.spec.activation)
+            gated = isinstance(self.spec, MLPConnector) and self.spec.gated
+            rows = ops.activation(ops.linear(rows, self.up), self.spec.activation, gated=gated)
         return ops.linear(rows, self.out)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMerger:
+    """The products and the norm of a `GatedMergeConnector`."""
+
+    spec: GatedMergeConnector
+    merge: Linear
+    inner: Linear
+    norm: NormParams
+    up: Linear
+    out: Linear
+
+    def __call__(self, ops: OpSet, h: Tensor, merge: int) -> Tensor:
+        """States [N, E] → tokens [N / merge², text size]."""
+        rows = ops.linear(ops.linear(by_channel(h, merge), self.merge), self.inner)
+        rows = ops.linear(ops.activation(normed(ops, self.norm, rows), "gelu"), self.up)
+        return ops.linear(ops.activation(rows, self.spec.activation, gated=True), self.out)
+
+
+def by_channel(h: Tensor, merge: int) -> Tensor:
+    """States [N, E] → [N / merge², E · merge²]: each channel of a group's states, one after the other."""
+    found: Tensor = h.unflatten(0, (-1, merge**2)).transpose(1, 2).flatten(1)
+    return found
 
 
 class ImageTower:
@@ -237,8 +278,10 @@ class ImageTower:
         self.device, self.dtype = weight.device, weight.dtype
         self.most_patches = MAX_PATCHES[self.device.type]
         self.patch = linear("patch")
-        first = spec.first_norm
-        self.first_norm = None if first is None else build_norm(first, "vision.first_norm", own)
+        self.patch_norm, self.first_norm = (
+            None if norm is None else build_norm(norm, f"vision.{name}", own)
+            for name, norm in (("patch_norm", spec.patch_norm), ("first_norm", spec.first_norm))
+        )
         self.class_token = own.pop("vision.class_token.weight", None)
         self.positions = own.pop("vision.positions.weight", None)
         self.row_end = own.pop("vision.row_end.weight", None)
@@ -253,8 +296,14 @@ class ImageTower:
             else build_norm(spec.final_norm, "vision.final_norm", own)
         )
 
-        def projector(s: Connector, name: str) -> Projector:
+        def projector(s: Connector, name: str) -> Projector | GatedMerger:
             norm, standard = None, None
+            if isinstance(s, GatedMergeConnector):
+                own_norm = build_norm(s.norm, f"vision.{name}.norm", own)
+                first, inner, wide, last = (
+                    linear(f"{name}.{x}") for x in ("merge", "in", "up", "out")
+                )
+                return GatedMerger(s, first, inner, own_norm, wide, last)
             if isinstance(s, ScaledPoolConnector):
                 norm = NormParams(kind="rms", weight=weight.new_ones(spec.hidden_size), eps=s.eps)
                 if s.standardized:
@@ -268,7 +317,7 @@ class ImageTower:
             return Projector(s, norm, up, linear(f"{name}.out"), standard, merge)
 
         self.connector = projector(spec.connector, "connector")
-        self.deepstack: dict[int, Projector] = {}
+        self.deepstack: dict[int, Projector | GatedMerger] = {}
         if (s := spec.deepstack) is not None:
             self.deepstack = {
                 x: projector(s.connector, f"deepstack.{i}") for i, x in enumerate(s.layers)
@@ -284,9 +333,7 @@ class ImageTower:
     def _layer(self, s: LayerSpec, name: str, own: dict[str, Tensor], linear: Any) -> VisionLayer:
         assert isinstance(s.attention, AttentionSpec)
         assert isinstance(s.mlp, DenseSpec)
-        products: list[Linear | Clamped] = [
-            linear(f"{name}{x}") for x in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
-        ]
+        products: list[Linear | Clamped] = [linear(f"{name}{x}") for x in PRODUCTS]
         if (bounds := own.pop(f"vision.{name}bounds.weight", None)) is not None:
             bounds, size = bounds.view(len(CLIPPED), -1), padded(s.mlp.intermediate_size)
             rows = (
@@ -333,6 +380,14 @@ class ImageTower:
             found.append(own[0])
         return found
 
+    def probe(self) -> int:
+        """Encode a picture so that its memory can be measured. Returns how many times that memory a pass may take."""
+        s = self.spec
+        grid = s.position if isinstance(s.position, GridPositionSpec) else None
+        side = s.patch_size * (grid.side if grid and grid.fixed else PROBE_GROUPS * s.merge)
+        self([torch.zeros(side, side, s.num_channels, dtype=torch.uint8, device=self.device)])
+        return -(-self.most_patches // s.grid(side, side).num_patches)
+
     def _in_passes(self, pictures: Sequence[Tensor]) -> list[Tensor]:
         counts = [self.spec.grid(*picture.shape[:2]).num_patches for picture in pictures]
         ends = pass_ends(counts, self.most_patches)
@@ -351,6 +406,8 @@ class ImageTower:
         else:
             rows = torch.cat([self._patches(picture[None]) for picture in pictures])
         h = ops.linear(rows, self.patch)
+        if self.patch_norm is not None:
+            h = normed(ops, self.patch_norm, h)
         if layout.positions is not None and self.positions is not None:
             h = h + self._positions(layout.positions, layout.weights)
         if layout.inner is not None:
@@ -444,8 +501,9 @@ class ImageTower:
             if grid_spec.read == "fractions":
                 found = [grid_positions(grid, side, spec.merge)[:, None] for grid in grids]
                 positions = self._placed(np.concatenate(found))
-            elif grid_spec.read == "bilinear":
-                both = [between_cells(grid, side, spec.merge) for grid in grids]
+            elif not grid_spec.fixed:
+                between = BETWEEN[grid_spec.read]
+                both = levelled([between(grid, side, spec.merge) for grid in grids])
                 positions, weights = (
                     self._placed(np.concatenate(x)) for x in zip(*both, strict=True)
                 )
@@ -470,7 +528,8 @@ class ImageTower:
                 )
         turned = None if cos_sin is None else torch.from_numpy(cos_sin).to(self.device)
         meta = self._meta(len(rows))
-        return Layout(whole, windows, positions, weights, turned, meta, order, inner)
+        interleaved = spec.rope is not None and spec.rope.twined
+        return Layout(whole, windows, positions, weights, turned, meta, order, inner, interleaved)
 
     def _meta(self, count: int) -> AttentionMetadata:
         """Makes metadata for `rope_and_cache`, which reads only positions and slots."""
@@ -588,10 +647,79 @@ def between_cells(
         cells = np.minimum(low.astype(np.int64)[:, None] + np.arange(2), side - 1)
         return cells, np.concatenate((1 - part, part), axis=1)
 
+    return crossed(near, grid, side, merge)
+
+
+def among_cells(
+    grid: PatchGrid, side: int, merge: int
+) -> tuple[LongArray, npt.NDArray[np.float32]]:
+    """Returns the sixteen cells of a table of side × side positions around each patch, and their weights, both [N, 16]: Keys'
+    cubic kernel with a = −0.75. The edges of grid and table are the same, and cells beyond it are its outermost."""
+
+    def near(at: LongArray, count: int) -> tuple[LongArray, npt.NDArray[np.float32]]:
+        where = (at.astype(np.float32) + np.float32(0.5)) * np.float32(side) / np.float32(count)
+        where = where - np.float32(0.5)
+        low = np.floor(where)
+        steps = np.arange(-1, 3)
+        away = np.abs((where - low)[:, None] - steps.astype(np.float32))
+        close = (np.float32(1.25) * away - np.float32(2.25)) * away * away + np.float32(1)
+        far = np.float32(-0.75) * (((away - 5) * away + 8) * away - 4)
+        cells = np.clip(low.astype(np.int64)[:, None] + steps, 0, side - 1)
+        return cells, np.where(away <= 1, close, far).astype(np.float32)
+
+    return crossed(near, grid, side, merge)
+
+
+def covered_cells(
+    grid: PatchGrid, side: int, merge: int
+) -> tuple[LongArray, npt.NDArray[np.float32]]:
+    """Returns the cells of a table of side × side positions that each patch covers, and their weights: a triangle as wide as
+    two cells, or as two patches if these are wider. The edges of grid and table are the same."""
+
+    def near(at: LongArray, count: int) -> tuple[LongArray, npt.NDArray[np.float32]]:
+        scale = np.float32(side) / np.float32(count)
+        middle = (at.astype(np.float32) + np.float32(0.5)) * scale - np.float32(0.5)
+        away = np.abs(np.arange(side, dtype=np.float32) - middle[:, None])
+        weights = np.maximum(1 - away / max(scale, np.float32(1)), 0)
+        weights /= weights.sum(1, keepdims=True)
+        most = int((weights > 0).sum(1).max())
+        first = np.minimum((weights > 0).argmax(1), side - most)
+        cells = first[:, None] + np.arange(most)
+        return cells, np.take_along_axis(weights, cells, 1).astype(np.float32)
+
+    return crossed(near, grid, side, merge)
+
+
+def levelled(
+    found: Sequence[tuple[LongArray, npt.NDArray[np.float32]]],
+) -> list[tuple[LongArray, npt.NDArray[np.float32]]]:
+    """Returns the cells and weights of several pictures with as many columns each; weights of the added ones are 0."""
+    most = max(cells.shape[1] for cells, _ in found)
+
+    def wide(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return np.pad(x, ((0, 0), (0, most - x.shape[1])))
+
+    return [(wide(cells), wide(weights)) for cells, weights in found]
+
+
+def crossed(
+    near: Callable[[LongArray, int], tuple[LongArray, npt.NDArray[np.float32]]],
+    grid: PatchGrid,
+    side: int,
+    merge: int,
+) -> tuple[LongArray, npt.NDArray[np.float32]]:
+    """Returns the cells that are near in both directions, and the products of their weights."""
     rows, columns = patch_places(grid, merge)
     (above, by_row), (left, by_column) = near(rows, grid.height), near(columns, grid.width)
-    cells = above[:, :, None] * side + left[:, None]
-    return cells.reshape(-1, 4), (by_row[:, :, None] * by_column[:, None]).reshape(-1, 4)
+    cells, weights = (
+        above[:, :, None] * side + left[:, None],
+        by_row[:, :, None] * by_column[:, None],
+    )
+    return cells.reshape(len(rows), -1), weights.reshape(len(rows), -1)
+
+
+BETWEEN = {"bilinear": between_cells, "bicubic": among_cells, "antialiased": covered_cells}
+"""How a table of positions is read between its cells."""
 
 
 def axial_rotations(
@@ -609,8 +737,11 @@ def axial_rotations(
         of_axes = each[::2], each[1::2]
     else:
         of_axes = frequencies, frequencies
-    angles = np.concatenate(
-        [np.outer(x.astype(np.float32), f) for x, f in zip(axes, of_axes, strict=True)], axis=1
+    each_axis = [np.outer(x.astype(np.float32), f) for x, f in zip(axes, of_axes, strict=True)]
+    angles = (
+        np.stack(each_axis, axis=2).reshape(len(rows), -1)
+        if spec.twined
+        else np.concatenate(each_axis, axis=1)
     )
     return np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
 

@@ -22,8 +22,8 @@ class PicturesPrompt(TypedDict, total=False):
     pictures}.
 
     A picture is a file's bytes, a PIL image, or an array uint8 [height, width, 3]. The prompt has
-    the model's placeholder for each. A speech model takes {"audio": a file's bytes, samples at 16 kHz,
-    or (samples, rate)}, of one window at most.
+    the model's placeholder for each. A model that hears takes {"audio": a sound or a list of them}, a speech model one sound:
+    a file's bytes, samples at 16 kHz, or (samples, rate), of one window at most.
     """
 
     prompt: str

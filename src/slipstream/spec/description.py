@@ -25,7 +25,8 @@ from slipstream.spec.families.base import (
 )
 from slipstream.spec.families.names import canonical
 from slipstream.spec.media.audio import SpeechSpec, read_speech
-from slipstream.spec.media.vision import ImageProcessing
+from slipstream.spec.media.sound import MediaProcessing
+from slipstream.spec.media.vision import ImageProcessing, VisionSpec
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.parameters import Placement, Shape, orders_rows, parameters
 from slipstream.spec.pooling import (
@@ -89,7 +90,7 @@ class ModelDescription:
     sampling: Mapping[str, float] = field(default_factory=usual_sampling)
     stored: tuple[StoredType, ...] = ()  # a GGUF file's types, the largest first
     # How pictures are prepared, for a model with an image encoder.
-    images: ImageProcessing | None = None
+    images: MediaProcessing | None = None
     speech: SpeechSpec | None = None  # the tokens of a model that reads audio
     gguf: GGUFFile | None = field(default=None, repr=False, compare=False)
 
@@ -309,10 +310,11 @@ def _read_folder(path: Path) -> ModelDescription:
                 f"{family.nested_config} must be an object", field=family.nested_config
             )
         own = {"tie_word_embeddings": config.get("tie_word_embeddings"), **own}
-    compressed = config.get("quantization_config") or config.get("compression_config")
+    keys = ("quantization_config", "compression_config")
+    compressed = next((x[k] for x in (config, own) for k in keys if x.get(k)), None)
     if not compressed and (path / MODELOPT_CONFIG).is_file():
         compressed = {"quant_method": "modelopt", **read_json(path / MODELOPT_CONFIG)}
-    beside = CONFIG_KEYS | {"quantization_config", "compression_config"}
+    beside = CONFIG_KEYS | {*keys}
     own = {k: v for k, v in own.items() if k not in beside}
     spec, images = _with_images(
         path, family, {k: v for k, v in config.items() if k not in beside}, own
@@ -449,7 +451,7 @@ def _with_stored_head(path: Path, family: Family, spec: ModelSpec, alone: bool) 
 
 def _with_images(
     path: Path, family: Family, config: Mapping[str, Any], own: Mapping[str, Any]
-) -> tuple[ModelSpec, ImageProcessing | None]:
+) -> tuple[ModelSpec, MediaProcessing | None]:
     """The model of the decoder's `own` config, with the image encoder that the whole `config`
     describes, if any."""
     if family.vision is None or family.processing is None:
@@ -473,7 +475,8 @@ def _with_images(
         name = "processor_config.json"
         said = read_json(path / name).get("image_processor") or {}
     images = family.processing(ConfigReader(said, name), vision)
-    if vision.bidirectional:
+    if isinstance(vision, VisionSpec) and vision.bidirectional:
+        assert isinstance(images, ImageProcessing)
         vision = dataclasses.replace(vision, whole_tokens=images.most_tokens(vision))
     return dataclasses.replace(text, vision=vision), images
 

@@ -48,6 +48,7 @@ from slipstream.spec.layers import StreamsSpec as StreamsSpec
 from slipstream.spec.layers import TwinBlock as TwinBlock
 from slipstream.spec.layers import linear_shapes as linear_shapes
 from slipstream.spec.media.audio import AudioSpec as AudioSpec
+from slipstream.spec.media.sound import MediaSpec as MediaSpec
 from slipstream.spec.media.vision import VisionSpec as VisionSpec
 from slipstream.spec.positions import AlibiSpec as AlibiSpec
 from slipstream.spec.positions import BucketSpec as BucketSpec
@@ -157,7 +158,8 @@ class ModelSpec:
     2. An encoder (BERT) has `layers` that are not causal, no output head, and sometimes a `classifier`. Embeddings of
        `num_token_types` token types are added to the tokens' embeddings.
     3. An encoder-decoder (T5) has an `encoder`, and causal `layers` with cross attention. Its encoder may read audio (Whisper).
-    4. A decoder with an image encoder (`vision`) reads pictures, too: their embeddings stand in the place of placeholders.
+    4. A decoder with an encoder of pictures or sounds (`vision`) reads these, too: their embeddings stand in the place of
+       placeholders.
 
     `max_position`: the longest context that it was trained for; of an encoder-decoder the longest prompt and longest answer.
     `embed_size`: the width of the embeddings, if not the layers'; then there are projections in and out (OPT 350M).
@@ -191,7 +193,7 @@ class ModelSpec:
     num_token_types: int = 0
     classifier: ClassifierSpec | None = None
     encoder: EncoderSpec | None = None
-    vision: VisionSpec | None = None
+    vision: MediaSpec | None = None
     folded: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
     layer_inputs: LayerInputsSpec | None = None
     stage: tuple[int, int] | None = None
@@ -307,6 +309,16 @@ class ModelSpec:
     def attentions(self) -> tuple[AttentionKind, ...]:
         """The attention of each layer that has one."""
         return tuple(x.attention for x in self.layers if x.attention is not None)
+
+    @property
+    def sees(self) -> bool:
+        """Whether prompts may have pictures."""
+        return self.vision is not None and self.vision.medium == "image"
+
+    @property
+    def hears(self) -> bool:
+        """Whether prompts may have sounds in the place of pictures."""
+        return self.vision is not None and self.vision.medium == "audio"
 
     @property
     def is_recurrent(self) -> bool:

@@ -131,9 +131,11 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Reshape:
-    """A vector is stored with more dimensions (Kimi Linear's decays, norms of groups in GGUF)."""
+    """A vector is stored with more dimensions (Kimi Linear's decays, norms of groups in GGUF), or a table with rows of `width`
+    numbers (MoonViT's positions)."""
 
     shape: tuple[int, ...]
+    width: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

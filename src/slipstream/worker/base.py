@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from slipstream.messages.weight_ops import WeightsOp
     from slipstream.messages.weights import GivenPiece, WeightState
     from slipstream.worker.ranks.block_store import RankBlockStore
-    from slipstream.worker.ranks.fork_server import ForkServer
 
 
 class Launched(Protocol):
@@ -55,8 +54,6 @@ class Executor(ABC):
     """Tiers below the device's cache; None if there are none."""
     processes: tuple[int, ...] = ()
     """Process ids of the ranks on this host."""
-    forks: ForkServer | None = None
-    """Process that its ranks are forks of, if it outlives them."""
     canary: CanaryResult | None
     """Result of the checkpoint's canary at the start."""
     weight_state: WeightState

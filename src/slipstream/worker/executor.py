@@ -1,4 +1,4 @@
-"""The engine's view of a worker: the `Executor` interface, and `build_executor`, which chooses one.
+"""The engine's view of a worker: the `Executor` interface, and `ExecutorSource`, which chooses one.
 
 `LocalExecutor` runs the model in this process. `ProcessExecutor` forwards the same calls to one
 process per rank, each of which has a `LocalExecutor`.
@@ -7,6 +7,7 @@ process per rank, each of which has a `LocalExecutor`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from slipstream.config import EngineArgs, num_ranks
 from slipstream.costs.hardware import wake_gpu
@@ -16,27 +17,36 @@ from slipstream.worker.base import Launched as Launched
 from slipstream.worker.ranks.fork_server import ForkServer as ForkServer
 
 
-def build_executor(
-    args: EngineArgs,
-    *,
-    progress: Callable[[str], None] = lambda phase: None,
-    known: ModelDescription | None = None,
-    forks: ForkServer | None = None,
-) -> Executor:
-    """Find the model and the device, resolve the settings, and load the model.
+@dataclass(slots=True)
+class ExecutorSource:
+    """Makes the executors of an engine, one after the other: for its start, and when it wakes from a deep sleep.
 
-    `progress` is called as each phase begins. `known`: see `load_runner`. `forks`: see
-    `ProcessExecutor`.
+    `known` is the model's description, if it was read before; afterwards the last executor's. Ranks are forks of
+    `forks`; None: each executor starts a process for that.
     """
-    if args.cpu_layers is not None:
-        from slipstream.worker.ranks.process_executor import settled
 
-        args = settled(args)
-    if num_ranks(args) > 1:
-        from slipstream.worker.ranks.process_executor import ProcessExecutor
+    args: EngineArgs
+    known: ModelDescription | None = None
+    forks: ForkServer | None = None
 
-        return ProcessExecutor(args, progress=progress, forks=forks)
-    wake_gpu(args.device)
-    from slipstream.worker.local_executor import LocalExecutor
+    def make(self, progress: Callable[[str], None] = lambda phase: None) -> Executor:
+        """Find the model and the device, resolve the settings, and load the model. `progress` is called
+        as each phase begins."""
+        executor = self._make(progress)
+        self.known = executor.description
+        return executor
 
-    return LocalExecutor.build(args, progress=progress, known=known)
+    def _make(self, progress: Callable[[str], None]) -> Executor:
+        args = self.args
+        if args.cpu_layers is not None:
+            from slipstream.worker.ranks.process_executor import settled
+
+            args = settled(args)
+        if num_ranks(args) > 1:
+            from slipstream.worker.ranks.process_executor import ProcessExecutor
+
+            return ProcessExecutor(args, progress=progress, forks=self.forks)
+        wake_gpu(args.device)
+        from slipstream.worker.local_executor import LocalExecutor
+
+        return LocalExecutor.build(args, progress=progress, known=self.known)

@@ -21,7 +21,7 @@ from slipstream.engine.vision.picture_files import measured
 from slipstream.engine.vision.pictures import PictureProcessor, opened
 from slipstream.errors import RequestError
 from slipstream.spec.description import read_spec
-from tests.support.vision_models import build_vision, picture, their_processor
+from tests.support.vision_models import IMAGE, build_vision, picture, their_processor
 
 FAMILIES = (
     "smolvlm",
@@ -33,6 +33,11 @@ FAMILIES = (
     "internvl",
     "llava",
     "llava_next",
+    "glm4v",
+    "kimi_k25",
+    "lfm2_vl",
+    "aya_vision",
+    "cohere2_vision",
 )
 
 
@@ -66,7 +71,7 @@ def normalised(processor: PictureProcessor, piece: pictures.Piece) -> np.ndarray
 )
 @given(width=st.integers(1, 200), height=st.integers(1, 200), seed=st.integers(0, 9))
 def test_pixels_equal_those_of_transformers(processors, family, width, height, seed):
-    if family.startswith("qwen") and max(width, height) > 200 * min(width, height):
+    if family.startswith(("qwen", "glm")) and max(width, height) > 200 * min(width, height):
         return
     if family == "mistral3" and max(width, height) > 60 * min(width, height):
         return  # transformers scales to no pixels and fails; ours has one
@@ -87,7 +92,7 @@ def test_pixels_equal_those_of_transformers(processors, family, width, height, s
         cut = large.reshape(3, large.shape[1] // 24, 24, large.shape[2] // 24, 24)
         own = [base, *cut.transpose(1, 3, 0, 2, 4).reshape(-1, 3, 24, 24)]
         theirs = list(theirs[0])
-    elif family.startswith("qwen"):
+    elif family.startswith(("qwen", "glm")):
         (piece,) = ours.pieces
         rows, columns = piece.height // 8, piece.width // 8
         assert made["image_grid_thw"].tolist() == [[1, rows * 2, columns * 2]]
@@ -95,6 +100,20 @@ def test_pixels_equal_those_of_transformers(processors, family, width, height, s
             :, :, :, :, :, 0
         ]  # both frames are the same
         theirs = [patches.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, piece.height, piece.width)]
+    elif family == "lfm2_vl":
+        found, counts = [], made["pixel_attention_mask"].sum(1)
+        for patches, count, (rows, columns) in zip(
+            theirs, counts, made["spatial_shapes"], strict=True
+        ):
+            cut = patches[:count].reshape(rows, columns, 4, 4, 3).transpose(4, 0, 2, 1, 3)
+            found.append(cut.reshape(3, rows * 4, columns * 4))
+        theirs = found
+    elif family == "kimi_k25":
+        (piece,) = ours.pieces
+        rows, columns = piece.height // 4, piece.width // 4
+        assert made["image_grid_thw"].tolist() == [[1, rows, columns]]
+        whole = theirs.reshape(rows, columns, 3, 4, 4).transpose(2, 0, 3, 1, 4)
+        theirs = [whole.reshape(3, piece.height, piece.width)]
     elif family == "gemma4":
         (piece,) = ours.pieces
         rows, columns = piece.height // 4, piece.width // 4
@@ -122,8 +141,31 @@ def test_the_text_of_a_picture_is_that_of_transformers(processors, family):
             )
         elif family == "gemma4":
             assert ours.text == "<|image>" + "<|image|>" * count + "<image|>"
-        elif family.startswith("qwen"):
-            assert ours.text == "<|image_pad|>" * count
+        elif family.startswith(("qwen", "glm", "kimi")):
+            assert ours.text == IMAGE[family] * count
+        elif family == "aya_vision":
+            run = "<|IMG_PATCH|>" * 9
+            num = their_processor(family).get_number_of_image_patches(
+                height, width, {"crop_to_patches": True}
+            )
+            tiles = "".join(f"TILE_{i}{run}" for i in range(1, num))
+            assert ours.text == f"<|START_OF_IMG|>{tiles}TILE_GLOBAL{run}<|END_OF_IMG|>"
+        elif family == "cohere2_vision":
+            num = len(their_processor(family).pieces(picture(1, width, height)))
+            tile = "<|IMG_PATCH|>" * 9 + "<|IMG_LINE_BREAK|>"
+            assert ours.text == f"<|START_OF_IMG|>{tile * num}<|END_OF_IMG|>"
+        elif family == "lfm2_vl":
+            from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+
+            names = ("image_start", "image_end", "image_thumbnail")
+            shown = ("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
+            named = {f"{x}_token": y for x, y in zip(names, shown, strict=True)}
+            _, rows, columns = their_processor(family).pieces(picture(1, width, height))
+            wanted = Lfm2VlProcessor._build_image_tokens(
+                SimpleNamespace(image_token="<image>", **named),
+                *(rows, columns, 9, ours.pieces[-1].num_tokens, True, True),
+            )
+            assert ours.text == wanted
         elif family == "llava_next":
             from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 

@@ -43,10 +43,15 @@ FAMILIES = (
     "internvl",
     "llava",
     "llava_next",
+    "glm4v",
+    "kimi_k25",
+    "lfm2_vl",
+    "aya_vision",
+    "cohere2_vision",
 )
-LIKE_OTHERS = ("qwen3_vl_moe", "qwen3_5_moe", "qwen2_vl")
+LIKE_OTHERS = ("qwen3_vl_moe", "qwen3_5_moe", "qwen2_vl", "glm4v_moe", "glm46v")
 """Families of which a part alone differs from one above."""
-HYBRIDS = ("qwen3_5",)
+HYBRIDS = ("qwen3_5", "lfm2_vl")
 STEP = {"gemma4_large": 80}
 """Tokens of a step that must hold a whole picture; 24 of others."""
 NOT_SPLIT = (("qwen3_5", "tensor_parallel_size"), ("gemma4", "pipeline_parallel_size"))

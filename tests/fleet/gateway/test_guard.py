@@ -23,8 +23,9 @@ def guard(count=4):
 
 
 def answer(made, replica, ttft_s, count=MIN_SEEN, *, predicted_s=0.1, now=0.0):
-    for _ in range(count):
-        made.answered(replica, ttft_s, predicted_s, now)
+    """`count` requests, each sent when the one before had its first token; the last has it at `now`."""
+    for i in range(count):
+        made.answered(replica, ttft_s, predicted_s, now - (count - 1 - i) * ttft_s)
 
 
 def test_failures_in_a_row_begin_a_pause_and_an_answer_between_them_ends_the_row():
@@ -91,8 +92,19 @@ def test_slow_is_later_than_predicted_and_many_times_the_others(ttft_s, predicte
         answer(made, other, 0.1)
     answer(made, "r0", ttft_s, MIN_SEEN - 1, predicted_s=predicted_s)
     assert made.out(0.0) == set(), "few answers say nothing"
-    answer(made, "r0", ttft_s, 1, predicted_s=predicted_s)
-    assert made.out(0.0) == ({"r0"} if is_out else set())
+    answer(made, "r0", ttft_s, 1, predicted_s=predicted_s, now=ttft_s)
+    assert made.out(ttft_s) == ({"r0"} if is_out else set())
+
+
+@pytest.mark.parametrize(("num_waves", "is_out"), [(1, False), (MIN_SEEN, True)])
+def test_requests_that_waited_with_a_late_one_count_once(num_waves, is_out):
+    made = guard()
+    for other in ("r1", "r2", "r3"):
+        answer(made, other, 0.1)
+    for wave in range(num_waves):  # one long prompt each, and what waited behind it
+        for i in range(20):
+            made.answered("r0", 2.0 - i / 100, 0.1, 2.0 * wave + i / 100)
+    assert made.slow() == ({"r0"} if is_out else set())
 
 
 def test_half_of_the_replicas_stay_however_slow_they_are():

@@ -414,7 +414,8 @@ def test_a_shared_memory_that_nothing_shares_is_refused(least, more, match):
 def test_a_shared_memory_is_for_its_largest_model_at_least(tiny):
     fleet = fleet_with(tiny, 0, 2, models_memory=2**20)
     with pytest.raises(
-        ConfigError, match=r"one of tiny/v1/main [0-9]+ MiB, more than its 1 MiB"
+        ConfigError,
+        match=r"replica of tiny/v1/main needs [0-9]+ MiB, and .* 0 MiB, more than its 1 MiB",
     ) as e:
         room_of(fleet)
     assert e.value.field == "models_memory"

@@ -38,6 +38,18 @@ _QWEN = {
 }
 _GEMMA_TEXT = {k: v for k, v in _LLAMA.items() if k != "hidden_act"}
 _GEMMA_TEXT |= dict(model_type="gemma4_text", head_dim=32, global_head_dim=64, sliding_window=512)
+_COHERE = {
+    **dict(model_type="cohere2", attention_bias=False, cache_implementation="hybrid", head_dim=32),
+    **dict(hidden_act="silu", hidden_size=64, intermediate_size=96, layer_norm_eps=1e-5),
+    **dict(logit_scale=0.25, max_position_embeddings=8192, num_attention_heads=2),
+    **dict(
+        num_hidden_layers=4, num_key_value_heads=1, order_of_interleaved_layers="local_attn_first"
+    ),
+    **dict(position_embedding_type="rope_gptj", rope_theta=50000, rotary_pct=1.0),
+    **dict(sliding_window=4096, sliding_window_pattern=4, use_embedding_sharing=True),
+    **dict(use_gated_activation=True, use_parallel_block=True, use_parallel_embedding=True),
+    **dict(vocab_size=256000, layer_switch=4, use_qk_norm=False),
+}
 CONFIGS = {
     "qwen2_vl": (
         {
@@ -194,6 +206,178 @@ CONFIGS = {
         },
         576,
     ),
+    "glm4v": (
+        {
+            **{k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"},
+            **dict(attention_bias=True, image_token_id=7, video_token_id=8, num_key_value_heads=1),
+            **dict(image_start_token_id=5, image_end_token_id=6, video_start_token_id=3),
+            **dict(video_end_token_id=4, tie_word_embeddings=False, rope_theta=1e4),
+            **dict(partial_rotary_factor=0.5),
+            "architectures": ["Glm4vForConditionalGeneration"],
+            "rope_scaling": {"type": "default", "mrope_section": [2, 3, 3]},
+            "vision_config": {
+                **dict(hidden_size=1536, depth=24, num_heads=12, attention_bias=False),
+                **dict(intermediate_size=13696, hidden_act="silu", hidden_dropout_prob=0.0),
+                **dict(initializer_range=0.02, image_size=336, patch_size=14, out_hidden_size=64),
+                **dict(rms_norm_eps=1e-5, spatial_merge_size=2, temporal_patch_size=2),
+            },
+        },
+        {
+            **dict(patch_size=14, temporal_patch_size=2, merge_size=2, do_rescale=True),
+            **dict(
+                image_mean=[0.48145466, 0.4578275, 0.40821073], processor_class="Glm4vProcessor"
+            ),
+            "size": {"shortest_edge": 12544, "longest_edge": 47040000},
+            "image_processor_type": "Glm4vImageProcessor",
+        },
+        46 * 26,
+    ),
+    "glm4v_moe": (
+        {
+            **dict(
+                image_token_id=7, video_token_id=8, image_start_token_id=5, image_end_token_id=6
+            ),
+            **dict(video_start_token_id=3, video_end_token_id=4, tie_word_embeddings=False),
+            "architectures": ["Glm4vMoeForConditionalGeneration"],
+            "text_config": {
+                **_LLAMA,
+                **dict(model_type="glm4v_moe_text", attention_bias=True, first_k_dense_replace=1),
+                **dict(head_dim=32, moe_intermediate_size=48, n_group=1, n_routed_experts=8),
+                **dict(n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=2),
+                **dict(partial_rotary_factor=0.5, rope_theta=1e4, routed_scaling_factor=1.0),
+                **dict(topk_group=1, use_qk_norm=False, pad_token_id=9),
+                "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+            },
+            "vision_config": {
+                **dict(model_type="glm4v_moe", hidden_size=1536, depth=24, num_heads=12),
+                **dict(
+                    attention_bias=False, attention_dropout=0.0, in_channels=3, out_hidden_size=64
+                ),
+                **dict(intermediate_size=10944, hidden_act="silu", image_size=336, patch_size=14),
+                **dict(rms_norm_eps=1e-5, spatial_merge_size=2, temporal_patch_size=2),
+            },
+        },
+        {
+            **dict(patch_size=14, temporal_patch_size=2, merge_size=2, do_rescale=True),
+            "size": {"shortest_edge": 12544, "longest_edge": 9633792},
+        },
+        46 * 26,
+    ),
+    "kimi_k25": (
+        {
+            **dict(media_placeholder_token_id=7, ignore_index=-100, pad_token_id=9),
+            **dict(tie_word_embeddings=False, use_unified_vision_chunk=True),
+            "architectures": ["KimiK25ForConditionalGeneration"],
+            "video_placeholder": "<|kimi_k25_video_placeholder|>",
+            "text_config": {
+                **{k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"},
+                **dict(model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"], ep_size=1),
+                **dict(first_k_dense_replace=1, kv_lora_rank=32, moe_intermediate_size=48),
+                **dict(n_group=1, n_routed_experts=8, n_shared_experts=1, norm_topk_prob=True),
+                **dict(num_experts_per_tok=2, num_key_value_heads=2, num_nextn_predict_layers=0),
+                **dict(q_lora_rank=48, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32),
+                **dict(rope_theta=50000.0, routed_scaling_factor=2.827, scoring_func="sigmoid"),
+                **dict(seq_aux=True, topk_group=1, topk_method="noaux_tc", aux_loss_alpha=0.001),
+                **dict(moe_layer_freq=1, attention_bias=False, tie_word_embeddings=False),
+                "rope_scaling": {
+                    **dict(type="yarn", factor=64.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0),
+                    **dict(mscale_all_dim=1.0, original_max_position_embeddings=4096),
+                },
+            },
+            "vision_config": {
+                **dict(model_type="kimi_k25", init_pos_emb_height=64, init_pos_emb_width=64),
+                **dict(init_pos_emb_time=4, merge_kernel_size=[2, 2], merge_type="sd2_tpool"),
+                **dict(mm_hidden_size=1152, mm_projector_type="patchmerger", patch_size=14),
+                **dict(pos_emb_type="divided_fixed", projector_hidden_act="gelu"),
+                **dict(projector_ln_eps=1e-5, text_hidden_size=64, vt_hidden_size=1152),
+                **dict(video_attn_type="spatial_temporal", vt_intermediate_size=4304),
+                **dict(vt_num_attention_heads=16, vt_num_hidden_layers=27),
+            },
+        },
+        {
+            "media_proc_cfg": {
+                **dict(in_patch_limit=16384, patch_size=14, image_mean=[0.5] * 3),
+                **dict(image_std=[0.5] * 3, merge_kernel_size=2, fixed_output_tokens=None),
+                **dict(patch_limit_on_one_side=512, in_patch_limit_each_frame=4096),
+                **dict(in_patch_limit_video=None, sample_fps=2.0, temporal_merge_kernel_size=4),
+                **dict(max_num_frames_each_video=None, timestamp_mode="hh:mm:ss.fff"),
+                "config_type": "media_proc.processors.moonvit.MoonViTMediaProcessorConfig",
+            },
+        },
+        46 * 26,
+    ),
+    "aya_vision": (
+        {
+            **dict(adapter_layer_norm_eps=1e-6, alignment_intermediate_size=28672),
+            **dict(downsample_factor=2, image_token_index=7, vision_feature_layer=-1),
+            **dict(vision_feature_select_strategy="full"),
+            "architectures": ["AyaVisionForConditionalGeneration"],
+            "text_config": _COHERE,
+            "vision_config": {
+                **dict(model_type="siglip_vision_model", hidden_size=1152, image_size=364),
+                **dict(intermediate_size=4304, num_attention_heads=16, num_hidden_layers=27),
+                **dict(patch_size=14, vision_use_head=False, layer_norm_eps=1e-6, num_channels=3),
+                **dict(attention_dropout=0.0, hidden_act="gelu_pytorch_tanh"),
+            },
+        },
+        {
+            **dict(crop_to_patches=True, do_convert_rgb=True, max_patches=12, min_patches=1),
+            **dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, resample=3),
+            **dict(size={"height": 364, "width": 364}, processor_class="AyaVisionProcessor"),
+        },
+        169,
+    ),
+    "cohere2_vision": (
+        {
+            **dict(alignment_intermediate_size=36864, downsample_factor=2, image_token_id=7),
+            "architectures": ["Cohere2VisionForConditionalGeneration"],
+            "text_config": _COHERE,
+            "vision_config": {
+                **dict(model_type="siglip_vision_model", hidden_size=1152, image_size=512),
+                **dict(intermediate_size=4304, num_attention_heads=16, num_hidden_layers=27),
+                **dict(patch_size=16, vision_use_head=False, layer_norm_eps=1e-6, num_channels=3),
+                **dict(attention_dropout=0.0, hidden_act="gelu_pytorch_tanh"),
+            },
+        },
+        {
+            **dict(crop_to_patches=True, do_convert_rgb=True, max_patches=12, min_patches=1),
+            **dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, resample=3, patch_size=16),
+            **dict(size={"height": 512, "width": 512}, do_pad=None),
+        },
+        256,
+    ),
+    "lfm2_vl": (
+        {
+            **dict(do_image_splitting=True, downsample_factor=2, encoder_patch_size=16),
+            **dict(image_token_index=7, max_image_tokens=256, max_num_patches=1024, max_tiles=10),
+            **dict(max_pixels_tolerance=2.0, min_image_tokens=64, min_tiles=2, tile_size=512),
+            **dict(projector_bias=True, projector_hidden_act="gelu", projector_hidden_size=2560),
+            **dict(use_image_special_tokens=True, use_thumbnail=True, vision_feature_layer=-1),
+            "architectures": ["Lfm2VlForConditionalGeneration"],
+            "text_config": {
+                **dict(model_type="lfm2", hidden_size=64, intermediate_size=96, norm_eps=1e-5),
+                **dict(num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1),
+                **dict(vocab_size=65536, block_auto_adjust_ff_dim=True, block_dim=64),
+                **dict(block_ff_dim=96, block_ffn_dim_multiplier=1.0, block_multiple_of=16),
+                **dict(conv_L_cache=3, conv_bias=False, conv_dim=64, conv_dim_out=64),
+                **dict(layer_types=["conv", "full_attention"] * 2, rope_theta=1e6, num_heads=2),
+            },
+            "vision_config": {
+                **dict(model_type="siglip2_vision_model", hidden_size=1152, num_patches=256),
+                **dict(attention_dropout=0.0, hidden_act="gelu_pytorch_tanh", patch_size=16),
+                **dict(intermediate_size=4304, layer_norm_eps=1e-6, num_attention_heads=16),
+                **dict(num_channels=3, num_hidden_layers=26, vision_use_head=False),
+            },
+        },
+        {
+            **dict(do_image_splitting=True, downsample_factor=2, encoder_patch_size=16),
+            **dict(max_image_tokens=256, max_num_patches=1024, max_pixels_tolerance=2.0),
+            **dict(max_tiles=10, min_image_tokens=64, min_tiles=2, tile_size=512, resample=2),
+            **dict(return_row_col_info=True, size={"height": 512, "width": 512}, do_pad=True),
+            **dict(use_thumbnail=True, image_processor_type="Lfm2VlImageProcessorFast"),
+        },
+        256,
+    ),
     "mistral3": (
         {
             **dict(image_token_index=7, multimodal_projector_bias=False, spatial_merge_size=2),
@@ -213,6 +397,10 @@ CONFIGS = {
 }
 
 
+_TILES = {"aya_vision": 9, "cohere2_vision": 7}
+"""Pieces of a picture of 1,280 by 720 pixels."""
+
+
 def write(folder, family, **changes):
     config, processing, _ = CONFIGS[family]
     (folder / "config.json").write_text(json.dumps({"model_type": family, **config, **changes}))
@@ -229,7 +417,7 @@ def test_published_configs_are_read(tmp_path, family):
     pieces = processor.prepare(Image.new("RGB", (1280, 720))).pieces
     piece = pieces[0]
     # 2 × 4 tiles, and the whole; the whole, and a larger one
-    assert len(pieces) == {"internvl": 9, "llava_next": 2}.get(family, 1)
+    assert len(pieces) == {"internvl": 9, "llava_next": 2, "lfm2_vl": 3, **_TILES}.get(family, 1)
     processor.close()
     assert piece.num_tokens == CONFIGS[family][2]
     assert read_spec(tmp_path).taking_images(0).spec.vision is None
@@ -245,7 +433,7 @@ def test_an_unknown_key_of_the_encoder_is_refused(tmp_path, family):
     assert caught.value.field == "vision_config.a_new_switch"
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma4", "mistral3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma4", "mistral3", "glm4v_moe"])
 def test_a_model_without_an_encoder_is_its_decoder(tmp_path, family):
     write(tmp_path, family, vision_config=None)
     found = read_spec(tmp_path)
@@ -263,6 +451,13 @@ def test_a_model_without_an_encoder_is_its_decoder(tmp_path, family):
         ("gemma4", "vision_config", {"num_key_value_heads": 4}),
         ("mistral3", "vision_config", {"model_type": "clip_vision_model"}),
         ("mistral3", "vision_config", {"rope_parameters": {"rope_type": "yarn"}}),
+        ("glm4v", "vision_config", {"out_hidden_size": 65}),
+        ("kimi_k25", "vision_config", {"merge_type": "other"}),
+        ("kimi_k25", "vision_config", {"merge_kernel_size": [2, 1]}),
+        ("glm4v_moe", "text_config", {"use_qk_norm": True}),
+        ("lfm2_vl", "vision_config", {"num_patches": 250}),
+        ("aya_vision", "vision_config", {"image_size": 384}),
+        ("glm4v_moe", "text_config", {"model_type": "glm4v_text"}),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(tmp_path, family, part, change):
@@ -287,3 +482,48 @@ def test_pictures_larger_than_the_window_are_refused_where_they_see_themselves(t
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec(tmp_path)
     assert caught.value.field == "max_soft_tokens"
+
+
+def test_a_published_config_that_hears_is_read(tmp_path):
+    audio = {
+        **dict(model_type="qwen2_audio_encoder", num_mel_bins=128, encoder_layers=32),
+        **dict(encoder_attention_heads=20, encoder_ffn_dim=5120, encoder_layerdrop=0.0),
+        **dict(d_model=1280, dropout=0.0, attention_dropout=0.0, activation_function="gelu"),
+        **dict(activation_dropout=0.0, scale_embedding=False, init_std=0.02),
+        "max_source_positions": 1500,
+    }
+    text = {
+        **dict(model_type="qwen2", bos_token_id=151643, eos_token_id=151645, use_mrope=False),
+        **dict(intermediate_size=11008, max_position_embeddings=8192, rms_norm_eps=1e-5),
+        **dict(rope_theta=10000, torch_dtype="bfloat16", vocab_size=156032),
+    }
+    config = {
+        **dict(model_type="qwen2_audio", audio_token_index=151646, ignore_index=-100),
+        **dict(architectures=["Qwen2AudioForConditionalGeneration"], vocab_size=156032),
+        **dict(audio_config=audio, text_config=text, torch_dtype="bfloat16"),
+    }
+    processing = {
+        **dict(chunk_length=30, feature_extractor_type="WhisperFeatureExtractor", n_fft=400),
+        **dict(feature_size=128, hop_length=160, n_samples=480000, nb_max_frames=3000),
+        **dict(padding_side="right", padding_value=0.0, return_attention_mask=True),
+        **dict(processor_class="Qwen2AudioProcessor", sampling_rate=16000),
+    }
+
+    def write_both(**changes):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(processing))
+
+    write_both()
+    found = read_spec(tmp_path).spec
+    assert found.hears
+    assert not found.sees
+    assert found.vision.num_states(30 * 16000) == 1500
+    assert read_spec(tmp_path).taking_images(0).spec.vision is None
+    write_both(audio_config={**audio, "a_new_switch": 1})
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tmp_path)
+    assert caught.value.field == "audio_config.a_new_switch"
+    write_both(text_config={**text, "use_mrope": True})
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tmp_path)
+    assert caught.value.field == "use_mrope"

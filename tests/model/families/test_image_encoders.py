@@ -25,6 +25,13 @@ FAMILIES = (
     "internvl",
     "llava",
     "llava_next",
+    "glm4v",
+    "kimi_k25",
+    "lfm2_vl",
+    "aya_vision",
+    "cohere2_vision",
+    "glm4v_moe",
+    "glm46v",
 )
 SIZES = ((50, 37), (30, 61), (97, 20), (16, 16), (8, 120))
 CPU = torch.device("cpu")
@@ -33,6 +40,7 @@ CPU = torch.device("cpu")
 def features(model, given):
     """[tokens, (1 + DeepStack's layers) · E] of all pictures."""
     names = ("pixel_values", "image_grid_thw", "image_position_ids", "image_sizes")
+    names += ("pixel_attention_mask", "spatial_shapes")
     with torch.no_grad():
         made = model.model.get_image_features(**{k: given[k] for k in names if k in given})
     layers = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]

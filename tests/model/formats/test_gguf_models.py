@@ -1384,30 +1384,43 @@ def test_an_unknown_architecture_is_named(tmp_path):
         read_spec(path)
 
 
+def write_llama(
+    folder,
+    kinds,
+    hidden_size=64,
+    intermediate_size=96,
+    values=lambda rng, kind, *shape: rng.standard_normal(shape) * 0.1,
+    **sizes,
+):
+    """A Llama's model.gguf in `folder`, whose products are of the first of two `kinds`, values and embeddings of the second.
+    Returns its tensors."""
+    more = dict(hidden_size=hidden_size, intermediate_size=intermediate_size, **sizes)
+    tiny_models.write(folder / "hf", "llama", tie_word_embeddings=True, **more)
+    spec, rng, tensors = read_spec(folder / "hf").spec, np.random.default_rng(0), {}
+    shapes = parameters(spec)
+    for name, place in find_gguf_family("llama").gguf.names(spec).items():
+        rows, *inner = shapes[place.target]
+        shape = (rows if place.rows is None else place.rows, *inner)
+        kind = "F32" if not inner else kinds[1] if "attn_v" in name or "token" in name else kinds[0]
+        tensors[name] = (values(rng, kind, *shape) if inner else np.ones(shape), kind)
+    metadata = {
+        **LEAST,
+        "block_count": 2,
+        "embedding_length": hidden_size,
+        "feed_forward_length": intermediate_size,
+        "attention.head_count_kv": 2,
+    }
+    write(folder / "model.gguf", tensors, **{f"llama.{k}": v for k, v in metadata.items()})
+    return tensors
+
+
 @pytest.mark.parametrize(
     "kinds", [("Q4_1", "Q4_1"), ("Q4_0", "Q8_0"), ("Q5_1", "Q5_0"), ("Q8_0", "F16")], ids="+".join
 )
 def test_blocks_are_used_as_they_are(tmp_path, kinds):
     """Products in a file's own precision against the same numbers blown up to float32: only the inputs' 8 bits differ. Of a
     product that another type fills in part, nothing is taken."""
-    tiny_models.write(
-        tmp_path / "hf", "llama", hidden_size=64, intermediate_size=96, tie_word_embeddings=True
-    )
-    spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
-    shapes = parameters(spec)
-    for name, place in find_gguf_family("llama").gguf.names(spec).items():
-        rows, *inner = shapes[place.target]
-        shape = (rows if place.rows is None else place.rows, *inner)
-        kind = "F32" if not inner else kinds[1] if "attn_v" in name or "token" in name else kinds[0]
-        tensors[name] = (rng.standard_normal(shape) * 0.1 if inner else np.ones(shape), kind)
-    metadata = {
-        **LEAST,
-        "block_count": 2,
-        "embedding_length": 64,
-        "feed_forward_length": 96,
-        "attention.head_count_kv": 2,
-    }
-    write(tmp_path / "model.gguf", tensors, **{f"llama.{k}": v for k, v in metadata.items()})
+    write_llama(tmp_path, kinds)
     ours, exact = load(tmp_path / "model.gguf", kernels="cpu"), load(tmp_path / "model.gguf")
     assert resident_kib(tmp_path / "model.gguf") == 0  # the packed weights are there instead
     attention = ours.decoder.layers[1].attention
@@ -1432,28 +1445,11 @@ def test_blocks_are_used_as_they_are(tmp_path, kinds):
 def test_superblocks_are_used_as_they_are(tmp_path, kinds):
     """Files mix superblocks as llama.cpp's Q4_K_M, Q5_K_M, Q2_K and Q3_K_M do. Their bytes equal
     those that `info` shows beforehand."""
-    sizes = dict(
-        hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2
+    tensors = write_llama(
+        *(tmp_path, kinds, 256, 512, lambda *given: any_blocks(*given, size=1e-4)),
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
-    tiny_models.write(tmp_path / "hf", "llama", tie_word_embeddings=True, **sizes)
-    spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
-    shapes = parameters(spec)
-    for name, place in find_gguf_family("llama").gguf.names(spec).items():
-        rows, *inner = shapes[place.target]
-        shape = (rows if place.rows is None else place.rows, *inner)
-        kind = "F32" if not inner else kinds[1] if "attn_v" in name or "token" in name else kinds[0]
-        tensors[name] = (
-            any_blocks(rng, kind, *shape, size=1e-4) if inner else np.ones(shape),
-            kind,
-        )
-    metadata = {
-        **LEAST,
-        "block_count": 2,
-        "embedding_length": 256,
-        "feed_forward_length": 512,
-        "attention.head_count_kv": 2,
-    }
-    write(tmp_path / "model.gguf", tensors, **{f"llama.{k}": v for k, v in metadata.items()})
     ours, exact = load(tmp_path / "model.gguf", kernels="cpu"), load(tmp_path / "model.gguf")
     first, last = (native.BLOCK_KINDS[kind] for kind in kinds)
     assert [p.kind for p in ours.decoder.layers[1].attention.qkv.parts] == [first, first, last]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,13 +10,11 @@ from slipstream.kernels.plain.reference import ROUNDED
 from slipstream.kernels.weights.quantize import dequantize
 from slipstream.model.load.sharding import cut_whole
 from slipstream.spec.description import read_spec
-from slipstream.spec.families import find_gguf_family
 from slipstream.spec.parallel import ONE_UNIT, Shard, SplitUnits, cuts, split_shapes
-from slipstream.spec.parameters import parameters
 from tests.kernels.triton.test_mxfp4 import write_rounded
 from tests.model.formats import test_block_scales as block_scales
 from tests.model.formats.test_compressed import compress, compress_gptq
-from tests.model.formats.test_gguf_models import LEAST, write
+from tests.model.formats.test_gguf_models import write_llama
 from tests.model.harness import load, run
 from tests.model.ranks.parallel_ranks import on_ranks
 from tests.support import tiny_models
@@ -155,25 +152,7 @@ def test_a_part_of_too_few_inputs_is_refused(tmp_path):
 @pytest.mark.parametrize("width", [128, 96])
 def test_ggufs_parts_add_up_to_the_whole(tmp_path, kernels, width):
     """The CPU's kernels keep blocks as they are, and inputs are rounded in the same groups of 32."""
-    kinds = "Q4_0", "Q8_0"
-    tiny_models.write(
-        tmp_path / "hf", "llama", hidden_size=64, intermediate_size=width, tie_word_embeddings=True
-    )
-    spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
-    shapes = parameters(spec)
-    for name, place in find_gguf_family("llama").gguf.names(spec).items():
-        rows, *inner = shapes[place.target]
-        shape = (rows if place.rows is None else place.rows, *inner)
-        kind = "F32" if not inner else kinds[1] if "attn_v" in name or "token" in name else kinds[0]
-        tensors[name] = (rng.standard_normal(shape) * 0.1 if inner else np.ones(shape), kind)
-    metadata = {
-        **LEAST,
-        "block_count": 2,
-        "embedding_length": 64,
-        "feed_forward_length": width,
-        "attention.head_count_kv": 2,
-    }
-    write(tmp_path / "model.gguf", tensors, **{f"llama.{k}": v for k, v in metadata.items()})
+    write_llama(tmp_path, ("Q4_0", "Q8_0"), intermediate_size=width)
     wanted = run(load(tmp_path / "model.gguf", kernels=kernels), TOKENS)
     units = SplitUnits(32, 32)
     for found in on_ranks(

@@ -88,7 +88,7 @@ def describe_model(name: str, download_dir: str | None) -> dict[str, Any]:
     capabilities = ["completion"] if spec.generates else [embeds]
     if template is not None and "tools" in template:
         capabilities.append("tools")
-    if spec.vision is not None:
+    if spec.sees:
         capabilities.append("vision")
     return {
         "model": name,

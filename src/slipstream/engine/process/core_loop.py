@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from slipstream.config import EngineArgs
 from slipstream.engine.process.cache_watchers import CacheWatchers
 from slipstream.engine.process.core_messages import (
     Abort,
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     import zmq
 
     from slipstream.engine.engine_core import EngineCore
-    from slipstream.worker.executor import ForkServer
+    from slipstream.worker.executor import ExecutorSource, ForkServer
 
 
 WARM_S = 12.0
@@ -113,15 +112,15 @@ class CoreProcess:
             if not isinstance(start, Start):
                 raise RuntimeError(f"the first message must be Start, got {type(start).__name__}")
             from slipstream.engine.asleep import build_core
+            from slipstream.worker.executor import ExecutorSource
 
-            self.core = build_core(
-                start.args, progress=lambda phase: self.send(Phase(phase)), forks=self._forks
-            )
+            source = ExecutorSource(start.args, forks=self._forks)
+            self.core = build_core(source, lambda phase: self.send(Phase(phase)))
             if (lora := self.core.config.lora) is not None:
                 self._adapters.begin(lora.requests)
             self.send(Phase("graphs"))
             self._prepare()
-            while self._serve() and self._sleep(start.args):
+            while self._serve() and self._sleep(source):
                 pass
             return 0
         except Exception as error:
@@ -191,11 +190,11 @@ class CoreProcess:
             self._report()
         return True
 
-    def _sleep(self, args: EngineArgs) -> bool:
+    def _sleep(self, source: ExecutorSource) -> bool:
         """Sleep at the level of the request. Returns True after a WakeUp, False after a Stop."""
         sleeper, core = self._sleeper, self._running
         was_paused, self.core = core.is_paused, None
-        asleep, asked = sleeper.fall_asleep(core, args)
+        asleep, asked = sleeper.fall_asleep(core, source)
         del core  # only now can its memory be found unused
         asleep.free()
         gc.freeze()  # what is left stays: a load's collections need not search it

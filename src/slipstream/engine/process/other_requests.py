@@ -54,7 +54,7 @@ class OtherRequests(WeightOperations):
 
     async def measure_picture(self, data: bytes) -> PictureFile:
         """Read a file's header: returns a checked picture file with its number of pixels, for `prepare_picture`."""
-        pictures = self._input.prompts.media.processor_for(1)
+        pictures = self._input.prompts.media.processor_of_files()
         return await asyncio.wrap_future(pictures.measure(data))
 
     async def prepare_picture(self, source: Any, detail: str = "auto") -> PreparedPicture:

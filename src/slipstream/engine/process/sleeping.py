@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from slipstream.config import EngineArgs
 from slipstream.engine.process.core_messages import ToParent
 from slipstream.engine.process.operation import Operation
 from slipstream.engine.process.operation_messages import Answered, Sleep, WakeUp
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from slipstream.engine.asleep import Asleep
     from slipstream.engine.engine_core import EngineCore
     from slipstream.engine.process.core_loop import CoreProcess
+    from slipstream.worker.executor import ExecutorSource
 
 
 class Sleeper(Operation):
@@ -30,14 +30,14 @@ class Sleeper(Operation):
         self.to_wake: list[tuple[int, WakeUp]] = []
 
     def fall_asleep(
-        self, core: EngineCore, args: EngineArgs
+        self, core: EngineCore, source: ExecutorSource
     ) -> tuple[Asleep, list[tuple[int, Sleep]]]:
         """Take the core, to whose owner it is gone, to the level that was asked for. Returns the sleeping core and whom to
         answer."""
         from slipstream.engine.asleep import Asleep
 
         asked, self.to_sleep = self.to_sleep, []
-        self.asleep = asleep = Asleep(core, args, max(message.level for _, message in asked))
+        self.asleep = asleep = Asleep(core, source, max(message.level for _, message in asked))
         gc.unfreeze()
         return asleep, asked
 

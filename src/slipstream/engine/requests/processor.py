@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.config import EngineConfig
+from slipstream.engine.audio.sounds import SoundProcessor
 from slipstream.engine.grammars.check import check
 from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.requests.choices import check_answer, fork
@@ -24,7 +25,12 @@ from slipstream.engine.requests.texts import TextsProcessor
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import Formats
 from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
-from slipstream.engine.vision.pictures import PictureProcessor, PreparedPicture, placed
+from slipstream.engine.vision.pictures import (
+    MediaProcessor,
+    PictureProcessor,
+    PreparedPicture,
+    placed,
+)
 from slipstream.errors import AdapterError, RequestError
 from slipstream.messages.media import AudioWindow
 from slipstream.messages.requests import EngineRequest, pack_ids
@@ -32,6 +38,8 @@ from slipstream.params.options import DEFAULT_OPTIONS, RequestOptions
 from slipstream.params.prompts import Prompt
 from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import ModelDescription
+from slipstream.spec.media.sound import SoundSpec
+from slipstream.spec.media.vision import ImageProcessing, VisionSpec
 
 INLINE_CHARS = 16_384
 """More characters than this are tokenised in a thread; for fewer the way there and back costs more than the work."""
@@ -66,7 +74,7 @@ async def in_thread_if_long(
 
 
 def _listed(data: Any) -> list[Any]:
-    found = data.get("image", ()) if isinstance(data, dict) else ()
+    found = data.get("image", data.get("audio", ())) if isinstance(data, dict) else ()
     return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
@@ -74,7 +82,8 @@ def num_characters(prompt: Prompt | tuple[str, str]) -> int:
     """Number of characters to tokenise, 0 for token ids. A prompt with pictures that are not
     prepared yet counts as a long text, so that their preparation runs in a thread."""
     if isinstance(prompt, dict):
-        if not all(isinstance(x, PreparedPicture) for x in _listed(prompt.get("multi_modal_data"))):
+        media = _listed(prompt.get("multi_modal_data"))
+        if not all(isinstance(x, PreparedPicture | AudioWindow) for x in media):
             return INLINE_CHARS + 1  # pictures are waited for
         prompt = prompt.get("prompt", "")  # type: ignore[assignment]
     return (
@@ -112,7 +121,7 @@ class InputProcessor:
         ids: Iterator[str] | None = None,
         takes_adapters: bool = False,
         in_process: bool = True,
-        pictures: PictureProcessor | None = None,
+        pictures: MediaProcessor | None = None,
     ) -> None:
         """Prepares requests for one model. Without a `description` the model is a decoder that is
         not asked for vectors. `ids` yields the ids of engine requests. `in_process` says that the
@@ -146,8 +155,12 @@ class InputProcessor:
     ) -> InputProcessor:
         """An answer ends at any end token that the model's files or the tokenizer name."""
         default_sampling(description)  # wrong ones are found at the start
-        vision, images, pictures = description.spec.vision, description.images, None
-        if vision is not None and images is not None and config.images is not None:
+        vision, images = description.spec.vision, description.images
+        pictures: MediaProcessor | None = None
+        if isinstance(vision, SoundSpec) and config.images is not None:
+            pictures = SoundProcessor(vision, config.images.max_images)
+        elif isinstance(vision, VisionSpec) and config.images is not None:
+            assert isinstance(images, ImageProcessing)
             pictures = PictureProcessor(vision, images, config.images.max_images)
         return cls(
             tokenizer,

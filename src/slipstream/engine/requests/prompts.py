@@ -11,7 +11,7 @@ import numpy as np
 from slipstream.engine.requests.over_context import MAX_CHARS_PER_TOKEN, hopeless
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.vision.pictures import (
-    PictureProcessor,
+    MediaProcessor,
     PreparedPicture,
     expanded,
     with_pictures,
@@ -37,7 +37,7 @@ class PromptReader:
         vocab_size: int,
         max_model_len: int,
         description: ModelDescription | None,
-        pictures: PictureProcessor | None,
+        pictures: MediaProcessor | None,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size

@@ -41,6 +41,7 @@ from slipstream.engine.vision.picture_files import (
 )
 from slipstream.errors import RequestError
 from slipstream.messages.media import ImageSpan
+from slipstream.spec.media.sound import MediaSpec
 from slipstream.spec.media.vision import (
     MAX_RATIO,
     CenterSquare,
@@ -48,18 +49,21 @@ from slipstream.spec.media.vision import (
     ImageProcessing,
     LongestSide,
     PatchGrid,
+    PatchLimits,
     PinpointTiles,
     PixelRange,
     RatioTiles,
     TileSizes,
     TokenBudget,
     VisionSpec,
+    WholeOrTiles,
     around_square,
     pinpoint,
     scaled_for_tiles,
     tiles_by_ratio,
     whole_tiles,
     within_budget,
+    within_patches,
     within_pinpoint,
     within_pixels,
     within_side,
@@ -80,6 +84,7 @@ there is room for another client. A pixel takes some 6 bytes."""
 
 _STRIP_PIXELS = 2**20
 KEY_BYTES = 16
+PLURAL = {"image": "pictures", "audio": "sounds"}
 LOW_DETAIL_PIXELS, LOW_DETAIL_TOKENS, LOW_DETAIL_SIDE = 512 * 512, 70, 512
 Detail: TypeAlias = Literal["auto", "low", "high"]
 
@@ -129,9 +134,37 @@ class DetailedPicture:
     detail: str
 
 
-class PictureProcessor:
+class MediaProcessor:
+    """Reader of pictures or of sounds for one model. `most`: how many a prompt may have."""
+
+    vision: MediaSpec
+    most: int
+    _pool: FairThreads
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def submit(self, source: Any, detail: str = "auto") -> Future[PreparedPicture]:
+        """Prepare one in the pool."""
+        raise NotImplementedError
+
+    def prepare_all(self, sources: Sequence[Any]) -> list[PreparedPicture]:
+        """Prepare them in the pool, and pass those through that are prepared already. RequestError for the first that can't
+        be prepared."""
+        begun = [x if isinstance(x, PreparedPicture) else self.submit(x) for x in sources]
+        try:
+            return [x if isinstance(x, PreparedPicture) else x.result() for x in begun]
+        finally:
+            for x in begun:
+                if isinstance(x, Future):
+                    x.cancel()
+
+
+class PictureProcessor(MediaProcessor):
     """Reader of pictures for one model. Without Pillow a warning is logged, text is served, and
     pictures are refused."""
+
+    vision: VisionSpec
 
     def __init__(
         self,
@@ -155,9 +188,6 @@ class PictureProcessor:
             trim_weight=4 * 2**20,
         )
 
-    def close(self) -> None:
-        self._pool.close()
-
     def measure(self, data: bytes) -> Future[PictureFile]:
         """Measure a file without decoding it, so that its pixels are known beforehand. `submit`
         takes the result in place of the file's bytes."""
@@ -171,17 +201,6 @@ class PictureProcessor:
             refused.set_exception(error)
             return refused
         return self._pool.submit(partial(self.prepare, source, detail), weight=_num_pixels(source))
-
-    def prepare_all(self, sources: Sequence[Any]) -> list[PreparedPicture]:
-        """Prepare pictures in the pool, and pass those through that are prepared already.
-        RequestError (field "image") for the first that can't be prepared."""
-        begun = [x if isinstance(x, PreparedPicture) else self.submit(x) for x in sources]
-        try:
-            return [x if isinstance(x, PreparedPicture) else x.result() for x in begun]
-        finally:
-            for x in begun:
-                if isinstance(x, Future):
-                    x.cancel()
 
     def prepare(self, source: Any, detail: str = "auto") -> PreparedPicture:
         """A picture's pieces. RequestError says what is wrong with it."""
@@ -236,12 +255,24 @@ class PictureProcessor:
                     sizes = LongestSide(factor=sizes.factor, longest=longest)
                 size = within_side(image.height, image.width, sizes)
                 tiles = [image.scaled(*size, self._how)]
+            case WholeOrTiles() as sizes:
+                tiles, rows, columns = self._whole_or_tiles(image, sizes, is_low=detail == "low")
+            case PatchLimits() as limits:
+                if detail == "low":
+                    side = max(1, min(limits.side, LOW_DETAIL_SIDE // limits.patch))
+                    limits = dataclasses.replace(limits, side=side)
+                tiles = [self._padded(image, limits)]
         pieces = tuple(self._piece(tile) for tile in tiles)
         if isinstance(p.sizes, PinpointTiles):
             pieces = (*pieces, self._piece(whole, PatchGrid(grid.height, grid.width + 1)))
         if vision.prompt.gap:
             rows, columns = pieces[0].rows, pieces[0].columns
         count = pieces[0].num_tokens
+        if vision.prompt.style in ("numbered", "lined"):
+            return PreparedPicture(vision.prompt.text(count, len(pieces)), pieces)
+        if vision.prompt.style == "framed_tiles":
+            whole_count = pieces[-1].num_tokens * (len(pieces) > rows * columns > 0)
+            return PreparedPicture(vision.prompt.text(count, rows, columns, whole_count), pieces)
         if vision.prompt.style != "tiles":  # in one run
             count = sum(piece.num_tokens for piece in pieces)
         return PreparedPicture(vision.prompt.text(count, rows, columns), pieces)
@@ -257,6 +288,17 @@ class PictureProcessor:
         image.paste(source.scaled(height, width, self._how), place)
         return without_padding(source.height, source.width, self.vision.grid(*size)), image
 
+    def _padded(self, source: OpenPicture, limits: PatchLimits) -> Image:
+        """The picture with black to its right and below."""
+        import PIL.Image
+
+        height, width = within_patches(source.height, source.width, limits)
+        factor = limits.factor
+        size = -(-width // factor) * factor, -(-height // factor) * factor
+        image = PIL.Image.new("RGB", size)
+        image.paste(source.scaled(height, width, self._how))
+        return image
+
     def _one_size(self, source: OpenPicture, size: FixedSize | CenterSquare) -> Image:
         if isinstance(size, FixedSize):
             return source.scaled(size.height, size.width, self._how)
@@ -264,6 +306,20 @@ class PictureProcessor:
         top, left = (height - size.side) // 2, (width - size.side) // 2
         image = source.scaled(height, width, self._how)
         return image.crop((left, top, left + size.side, top + size.side))
+
+    def _whole_or_tiles(
+        self, source: OpenPicture, sizes: WholeOrTiles, *, is_low: bool
+    ) -> tuple[list[Image], int, int]:
+        """The tiles row by row, perhaps with the whole after them, and the numbers of rows and columns: 0 if it is one."""
+        whole = source.scaled(*within_pixels(source.height, source.width, sizes.whole), self._how)
+        tiles = sizes.tiles
+        if is_low or tiles is None or not sizes.are_tiles(source.height, source.width):
+            return [whole], 0, 0
+        rows, columns = tiles_by_ratio(source.height, source.width, tiles)
+        if rows * columns == 1:
+            return [source.scaled(tiles.tile, tiles.tile, self._how)], 0, 0
+        *found, _ = self._ratio_tiles(source, tiles, splits=True)
+        return [*found, whole] if sizes.thumbnail else found, rows, columns
 
     def _ratio_tiles(self, source: OpenPicture, sizes: RatioTiles, *, splits: bool) -> list[Image]:
         """The tiles row by row, with the whole picture after them if they are several."""
@@ -499,9 +555,26 @@ def from_data_uri(url: str) -> bytes:
         raise bad("the data URI's base64 is broken") from None
 
 
+AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
+
+
+def from_base64(data: str, form: str, where: str) -> bytes:
+    """The file of OpenAI's `input_audio`. RequestError (field `where`) if it is broken or not as `form` says."""
+    if form not in AUDIO_FORMATS:
+        what = f"format must be one of {', '.join(AUDIO_FORMATS)}, got {form[:_SHOWN]!r}"
+        raise RequestError(what, field=f"{where}.format")
+    try:
+        found = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise RequestError("the base64 is broken", field=f"{where}.data") from None
+    if (found[:4] in (b"RIFF", b"RF64")) != (form == "wav"):
+        raise RequestError(f"the file is not what format says, {form!r}", field=f"{where}.format")
+    return found
+
+
 def without_pictures(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages for a chat template, with {"type": "image"} in the place of their pictures, and these. RequestError (field
-    "messages") for a part of another type."""
+    """Messages for a chat template, with {"type": "image"} in the place of their pictures, {"type": "audio"} in that of sounds,
+    and these. RequestError (field "messages") for a part of another type."""
     plain, pictures = list[dict[str, Any]](), list[Any]()
     for i, message in enumerate(messages):
         content = message.get("content")
@@ -510,7 +583,7 @@ def without_pictures(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str,
             continue
         parts = []
         for k, part in enumerate(content):
-            where = f"messages[{i}].content[{k}]"
+            where, medium = f"messages[{i}].content[{k}]", "image"
             match part:
                 case {"type": "text", "text": str()}:
                     parts.append(part)
@@ -519,15 +592,25 @@ def without_pictures(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str,
                     pictures.append(_named(given, where))
                 case {"type": "image_pil", "image_pil": given} | {"type": "image", "image": given}:
                     pictures.append(given)
+                case {
+                    "type": "input_audio",
+                    "input_audio": {"data": str() as data, "format": str() as form},
+                }:
+                    pictures.append(from_base64(data, form, f"{where}.input_audio"))
+                    medium = "audio"
+                case {"type": "audio", "audio": given}:
+                    pictures.append(given)
+                    medium = "audio"
                 case _:
                     kind = part.get("type") if isinstance(part, dict) else part
-                    known = "text, image_url and image_pil"
+                    known = "text, image_url, image_pil, input_audio and audio"
                     raise RequestError(
                         f"{where}: a part of type {kind!r}; the types are {known}", field="messages"
                     )
             if message.get("role") != "user":
-                raise RequestError(f"{where}: only a user's message has pictures", field="messages")
-            parts.append({"type": "image"})
+                what = "pictures" if medium == "image" else "sounds"
+                raise RequestError(f"{where}: only a user's message has {what}", field="messages")
+            parts.append({"type": medium})
         plain.append({**message, "content": parts})
     return plain, pictures
 
@@ -556,14 +639,14 @@ def _named(given: str | dict[str, Any], where: str) -> Any:
 # --- Prompts ------------------------------------------------------------------------------------------------------------
 
 
-def with_pictures(text: str, pictures: Sequence[PreparedPicture], vision: VisionSpec) -> str:
+def with_pictures(text: str, pictures: Sequence[PreparedPicture], vision: MediaSpec) -> str:
     """The prompt with each placeholder replaced by the text of its picture. RequestError if the numbers of
     placeholders and pictures differ."""
     parts = text.split(vision.prompt.placeholder)
     if len(parts) - 1 != len(pictures):
         raise RequestError(
-            f"the prompt has {len(parts) - 1} places for pictures ({vision.prompt.placeholder}), and there are {len(pictures)}",
-            field="image",
+            f"the prompt has {len(parts) - 1} places ({vision.prompt.placeholder}), and there are {len(pictures)} to put there",
+            field=vision.medium,
         )
     return parts[0] + "".join(
         picture.text + part for picture, part in zip(pictures, parts[1:], strict=True)
@@ -573,7 +656,7 @@ def with_pictures(text: str, pictures: Sequence[PreparedPicture], vision: Vision
 def expanded(
     tokens: Sequence[int],
     pictures: Sequence[PreparedPicture],
-    vision: VisionSpec,
+    vision: MediaSpec,
     tokenizer: Tokenizer | None,
 ) -> tuple[int, ...]:
     """A prompt's tokens with all placeholders of its pictures: as they are, or with one for each picture (of a model that
@@ -589,7 +672,7 @@ def expanded(
     mark = tokenizer.encode(vision.prompt.placeholder, add_special_tokens=False)
     if len(mark) != 1 or tokens.count(mark[0]) != len(pictures):
         raise RequestError(
-            f"the prompt must have {vision.prompt.placeholder} once for each of {len(pictures)} pictures, or all of their "
+            f"the prompt must have {vision.prompt.placeholder} once for each of {len(pictures)}, or all of their "
             "placeholders",
             field="prompt_token_ids",
         )
@@ -622,7 +705,7 @@ def _is_whole(own: Sequence[int], piece: Piece, num_tokens: int) -> bool:
 def placed(
     tokens: Sequence[int],
     pictures: Sequence[PreparedPicture],
-    vision: VisionSpec,
+    vision: MediaSpec,
     cache_salt: str = "",
 ) -> tuple[ImageSpan, ...]:
     """Places of the pictures' pieces in a prompt that has all its placeholders. RequestError if
@@ -634,7 +717,8 @@ def placed(
         own = places[start : start + piece.num_tokens]
         if len(own) < piece.num_tokens or not _is_whole(own, piece, len(tokens)):
             raise RequestError(
-                "the prompt's placeholders are not those of its pictures", field="image"
+                f"the prompt's placeholders are not those of its {PLURAL[vision.medium]}",
+                field=vision.medium,
             )
         span = piece.at(own[0])
         if cache_salt:
@@ -643,6 +727,6 @@ def placed(
         start += piece.num_tokens
     if start != len(places):
         raise RequestError(
-            f"the prompt has {len(places) - start} placeholders of no picture", field="image"
+            f"the prompt has {len(places) - start} placeholders too many", field=vision.medium
         )
     return tuple(spans)

@@ -65,6 +65,7 @@ class Watched:
     late_s: float = 0.0  # smoothed delay of first tokens beyond the predicted TTFT
     ttft_s: float = 0.0  # smoothed
     late_share: float = 0.0  # smoothed, of requests that were late by `SLOW_EXCESS_S`
+    late_at: float = -inf  # first token of the last late request that was counted
     wrong: int = 0  # wrong probes in a row
 
 
@@ -135,11 +136,15 @@ class ReplicaGuard:
         if watched is None:
             return
         watched.failures, watched.trial = 0, False
+        is_late = ttft_s - predicted_s > SLOW_EXCESS_S
+        if is_late and now - ttft_s < watched.late_at:
+            return  # it waited behind a late one: of one long prompt's delay all say the same
+        if is_late:
+            watched.late_at = now
         weight = max(_LEARN, 1 / (watched.seen + 1))
         watched.seen += 1
         watched.late_s += weight * (max(0.0, ttft_s - predicted_s) - watched.late_s)
         watched.ttft_s += weight * (ttft_s - watched.ttft_s)
-        is_late = ttft_s - predicted_s > SLOW_EXCESS_S
         watched.late_share += weight * (is_late - watched.late_share)
         if self._is_slow(replica, now):
             _, others = self._others(replica, now) or (0.0, 0.0)

@@ -50,9 +50,8 @@ def room_of(fleet: Fleet) -> Room | None:
     if always + most > fleet.models_memory:
         largest = max(specs, key=lambda spec: needs[spec.key] * (spec.least == 0)).key
         raise ConfigError(
-            f"models_memory: the replicas that always run need {always >> 20:,} MiB"
-            f"{f', and one of {largest} {most >> 20:,} MiB' if most else ''}, more than its "
-            f"{fleet.models_memory >> 20:,} MiB; raise it, or lower engine.kv_cache_bytes",
+            f"models_memory: a replica of {largest} needs {most >> 20:,} MiB, and those that always run "
+            f"{always >> 20:,} MiB, more than its {fleet.models_memory >> 20:,} MiB; raise it, or lower engine.kv_cache_bytes",
             field="models_memory",
         )
     return Room(fleet.models_memory, needs)

@@ -535,8 +535,8 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
             return xp.asarray(value, dtype=xp.float32) - 1.0
         case NegatedExp():
             return xp.log(-xp.asarray(value, dtype=xp.float32))
-        case Reshape():
-            return value.reshape(-1)
+        case Reshape(width=width):
+            return value.reshape(*(-1, width)[: 1 if width is None else 2])
         case Stacked(copies=copies, transposed=turn):
             each = value.reshape(copies, -1, value.shape[-1])
             return each.swapaxes(-1, -2) if turn else each

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.cpu.host_ops import HostOps
     from slipstream.kernels.ops import OpSet
     from slipstream.model.load.cache_scales import CacheScales
-    from slipstream.model.vision import ImageTower
+    from slipstream.model.sound import Tower
 
 LEFT_ALONE = "leave the weights as they are"
 """Remedy where a scheme does not fit a model."""
@@ -35,7 +35,7 @@ class LoadedModel:
     counts what the device holds: parameters as laid out for the ops, and position tables. `forms`
     are the products' formats, the largest first. `cache_scales` are the checkpoint's, for an 8-bit
     cache of the format that its description names. `writer` is the thread that writes the quantized
-    products to a file for the next load, if they are kept. `tower` is the image encoder, if the
+    products to a file for the next load, if they are kept. `tower` is the encoder of pictures or sounds, if the
     model has one. `host_bytes` counts the experts in host memory next to a device
     (`kernels.experts.host`).
     """
@@ -47,7 +47,7 @@ class LoadedModel:
     forms: tuple[WeightForm, ...]
     cache_scales: CacheScales | None = None
     writer: Thread | None = None
-    tower: ImageTower | None = None
+    tower: Tower | None = None
     host_bytes: int = 0
 
 

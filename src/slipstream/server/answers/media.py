@@ -23,10 +23,10 @@ from urllib.parse import urlsplit
 
 from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.engine.vision.picture_files import MAX_FILE_BYTES, MAX_REQUEST_PIXELS, PictureFile
-from slipstream.engine.vision.pictures import PreparedPicture, from_data_uri
+from slipstream.engine.vision.pictures import PreparedPicture, from_base64, from_data_uri
 from slipstream.errors import RequestError
 from slipstream.server.http.errors import ApiError, bad_request
-from slipstream.server.openai.messages import PicturePart
+from slipstream.server.openai.messages import MediaPart, PicturePart, SoundPart
 from slipstream.server.state import ServerState
 
 T = TypeVar("T")
@@ -40,10 +40,10 @@ _SHOWN = 80
 _fetches = FairThreads("fetches", 64, per_client=8)
 
 
-async def read_pictures(state: ServerState, parts: Sequence[PicturePart]) -> list[PreparedPicture]:
-    """The pictures of a request, ready for its prompt.
+async def read_pictures(state: ServerState, parts: Sequence[MediaPart]) -> list[PreparedPicture]:
+    """The pictures or sounds of a request, ready for its prompt.
 
-    A 400 names the part that is no valid picture. Nothing is decoded before all pictures are known
+    A 400 names the part that is not valid. Nothing is decoded before all pictures are known
     to fit into a request's pixels together.
     """
     if not parts:
@@ -51,10 +51,18 @@ async def read_pictures(state: ServerState, parts: Sequence[PicturePart]) -> lis
     try:
         state.engine.check_pictures(len(parts))
     except RequestError as error:
-        raise bad_request(error.message, parts[0].path.removesuffix(".image_url")) from error
-    files = await _all(_measured(state, part) for part in parts)
+        raise bad_request(error.message, parts[0].path.rpartition(".")[0]) from error
+    hears = state.engine.description.spec.hears
+    pictures = [part for part in parts if isinstance(part, PicturePart)]
+    sounds = [part for part in parts if isinstance(part, SoundPart)]
+    if wrong := pictures if hears else sounds:
+        takes = "sounds, not pictures" if hears else "pictures, not sounds"
+        raise bad_request(f"this model takes {takes}; leave it out", wrong[0].path)
+    if hears:
+        return await _all(_heard(state, part) for part in sounds)
+    files = await _all(_measured(state, part) for part in pictures)
     num_pixels = 0
-    for part, file in zip(parts, files, strict=True):
+    for part, file in zip(pictures, files, strict=True):
         num_pixels += file.num_pixels
         if num_pixels > MAX_REQUEST_PIXELS:
             raise bad_request(
@@ -62,7 +70,8 @@ async def read_pictures(state: ServerState, parts: Sequence[PicturePart]) -> lis
                 "make them smaller, or send fewer",
                 f"{part.path}.url",
             )
-    return await _all(_prepared(state, part, file) for part, file in zip(parts, files, strict=True))
+    both = zip(pictures, files, strict=True)
+    return await _all(_prepared(state, part, file) for part, file in both)
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -90,6 +99,21 @@ async def _measured(state: ServerState, part: PicturePart) -> PictureFile:
 async def _prepared(state: ServerState, part: PicturePart, file: PictureFile) -> PreparedPicture:
     with _naming(part):
         return await state.engine.prepare_picture(file, part.detail)
+
+
+async def _heard(state: ServerState, part: SoundPart) -> PreparedPicture:
+    most = state.settings.max_audio_bytes
+    if len(part.data) * 3 // 4 > most:
+        message = f"the sound has more than {most} bytes (--max-audio-bytes)"
+        raise bad_request(message, f"{part.path}.data")
+    try:
+        data = from_base64(part.data, part.format, part.path)
+    except RequestError as error:
+        raise bad_request(error.message, error.field) from error
+    try:
+        return await state.engine.prepare_picture(data)
+    except RequestError as error:
+        raise bad_request(error.message, f"{part.path}.data") from error
 
 
 @contextmanager

@@ -525,7 +525,7 @@ class _About:
                 "model_path": state.model_names[0],
                 "chat_template": chat_template(state),
                 "bos_token": begin,
-                "modalities": {"vision": spec.vision is not None, "audio": False},
+                "modalities": {"vision": spec.sees, "audio": spec.hears},
                 "build_info": f"slipstream {__version__}",
                 "is_sleeping": state.engine.is_sleeping,
             }

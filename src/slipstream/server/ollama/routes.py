@@ -695,7 +695,7 @@ def _capabilities(state: ServerState, template: str) -> list[str]:
     return (
         ["completion"]
         + ["tools"] * calls_tools(state)
-        + ["vision"] * (spec.vision is not None)
+        + ["vision"] * spec.sees
         + ["thinking"] * reasons(state, template)
     )
 

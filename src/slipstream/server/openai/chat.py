@@ -341,7 +341,8 @@ async def prepare(
     record.hints += prompt.hints
     given: Prompt = TokensPrompt(prompt_token_ids=tokens)
     if prompt.pictures:
-        given = PicturesPrompt(prompt_token_ids=tokens, multi_modal_data={"image": prompt.pictures})
+        name = "audio" if state.engine.description.spec.hears else "image"
+        given = PicturesPrompt(prompt_token_ids=tokens, multi_modal_data={name: prompt.pictures})
     made = answer(reading, state, body, [given], sampling, record)
     if body.echo and isinstance(made, ChatAnswer):
         made.echoed = prompt.begun

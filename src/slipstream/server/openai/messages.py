@@ -81,6 +81,29 @@ class PicturePart:
     path: str
 
 
+@dataclass(frozen=True, slots=True)
+class SoundPart:
+    """A sound in a message. `path` is its place in the body, for errors."""
+
+    data: str
+    format: str
+    path: str
+
+
+MediaPart: TypeAlias = PicturePart | SoundPart
+
+
+class InputAudio(Struct, forbid_unknown_fields=True, kw_only=True):
+    data: str  # base64
+    format: Literal["wav", "mp3", "flac", "ogg"]
+
+
+class AudioPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="input_audio"):
+    input_audio: InputAudio
+    cache_control: Raw = HINT
+    prompt_cache_breakpoint: Raw = HINT
+
+
 class ImageUrl(Struct, forbid_unknown_fields=True, kw_only=True):
     url: str
     detail: Literal["auto", "low", "high"] | None = None
@@ -121,10 +144,10 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def message_dict(
-    message: Message, path: str, pictures: list[PicturePart] | None = None
+    message: Message, path: str, pictures: list[MediaPart] | None = None
 ) -> dict[str, Any]:
     """The message as chat templates take it. `developer`, OpenAI's newer word for `system`, becomes
-    `system`, which templates know. Pictures are appended to `pictures`; None refuses them."""
+    `system`, which templates know. Pictures and sounds are appended to `pictures`; None refuses them."""
     if message.role not in ROLES:
         what = f"role {message.role!r} is not supported; use one of {', '.join(ROLES)}{likely_value(message.role, ROLES)}"
         raise bad_request(what, f"{path}.role")
@@ -139,7 +162,7 @@ def message_dict(
             raise bad_request(f"{name} is for the role {role!r}", f"{path}.{name}")
     if message.content is None and not message.tool_calls:
         raise bad_request("a message needs content", f"{path}.content")
-    parts: list[str | PicturePart] = (
+    parts: list[str | MediaPart] = (
         [message.content or ""]
         if isinstance(message.content, str | None)
         else [
@@ -147,10 +170,11 @@ def message_dict(
             for i, part in enumerate(message.content)
         ]
     )
-    seen = [part for part in parts if isinstance(part, PicturePart)]
+    seen = [part for part in parts if not isinstance(part, str)]
     if seen and message.role != "user":
         raise bad_request(
-            f"only a user's message has pictures, not one of {message.role!r}", seen[0].path
+            f"only a user's message has pictures or sounds, not one of {message.role!r}",
+            seen[0].path,
         )
     if pictures is not None:
         pictures += seen
@@ -172,26 +196,31 @@ def message_dict(
 _MESSAGE_OFF = {"refusal": (b"null",), "function_call": (b"null",), "audio": (b"null",)}
 
 
-def _part(part: dict[str, Raw], path: str, with_pictures: bool) -> str | PicturePart:
+def _part(part: dict[str, Raw], path: str, with_pictures: bool) -> str | MediaPart:
     kind = bytes(part.get("type", b"null"))
     if kind == b'"image_url"' and with_pictures:
         image = decode(ImagePart, msgspec.json.encode(part), path + ".").image_url
         image = ImageUrl(url=image) if isinstance(image, str) else image
         return PicturePart(image.url, image.detail or "auto", f"{path}.image_url")
+    if kind == b'"input_audio"' and with_pictures:
+        sound = decode(AudioPart, msgspec.json.encode(part), path + ".").input_audio
+        return SoundPart(sound.data, sound.format, f"{path}.input_audio")
     if kind == b'"refusal"':
         return decode(RefusalPart, msgspec.json.encode(part), path + ".").refusal
     if kind != b'"text"':
-        known = "text and image_url are" if with_pictures else "only text is"
+        known = "text, image_url and input_audio are" if with_pictures else "only text is"
         raise bad_request(f"content part of type {shorten(kind)}: {known} supported", path)
     return decode(TextPart, msgspec.json.encode(part), path + ".").text
 
 
-def _content(parts: list[str | PicturePart]) -> str | list[dict[str, str]]:
-    """The text of all parts, or a list if there are pictures."""
+def _content(parts: list[str | MediaPart]) -> str | list[dict[str, str]]:
+    """The text of all parts, or a list if there are pictures or sounds."""
     if all(isinstance(part, str) for part in parts):
         return "".join(part for part in parts if isinstance(part, str))
     return [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image" if isinstance(part, PicturePart) else "audio"}
         for part in parts
     ]
 
@@ -206,4 +235,7 @@ def text_part(text: str) -> dict[str, Raw]:
     return {"type": Raw(b'"text"'), "text": Raw(msgspec.json.encode(text))}
 
 
-register(TextPart, RefusalPart, ImagePart, parts=(PromptString, TextOnly, ImageUrl, Message))
+register(
+    *(TextPart, RefusalPart, ImagePart, AudioPart),
+    parts=(PromptString, TextOnly, ImageUrl, InputAudio, Message),
+)

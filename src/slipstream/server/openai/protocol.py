@@ -420,7 +420,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
             "prompt": "messages",
             "prompt_token_ids": "messages",
             "logprobs": "top_logprobs",
-            "image": "messages",
+            **dict.fromkeys(("image", "audio"), "messages"),
         }
         return {**names, "max_tokens": max_tokens}.get(field or "") or super().param(field)
 

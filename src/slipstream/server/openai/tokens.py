@@ -21,7 +21,7 @@ from slipstream.server.answers.tools import tool_dicts
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.limits import read_as
 from slipstream.server.http.replies import json_response
-from slipstream.server.openai.messages import Message, PicturePart, Prompted, message_dict
+from slipstream.server.openai.messages import MediaPart, Message, Prompted, message_dict
 from slipstream.server.openai.models import require_model
 from slipstream.server.openai.pooled_bodies import Inputs
 from slipstream.server.openai.protocol import TEMPLATE_FIELDS, DetokenizeRequest, TokenizeRequest
@@ -44,7 +44,7 @@ async def pictured_tokens(
 ) -> tuple[list[int], list[PreparedPicture]]:
     """The prompt's tokens with the placeholders of its pictures, and the pictures. `given` are
     `template_tokens`'s other arguments."""
-    parts = list[PicturePart]()
+    parts = list[MediaPart]()
     plain = [message_dict(message, f"messages[{i}]", parts) for i, message in enumerate(messages)]
     if state.settings.changing_lines == "dates":
         plain = in_order(plain)

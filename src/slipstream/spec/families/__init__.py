@@ -63,13 +63,23 @@ from slipstream.spec.families.hybrids import (
     olmo_hybrid,
     qwen_next,
 )
-from slipstream.spec.families.pictures import idefics3, internvl, qwen3_vl, qwen_vl
+from slipstream.spec.families.pictures import (
+    cohere_vision,
+    glm4v,
+    idefics3,
+    internvl,
+    kimi_vl,
+    lfm2_vl,
+    qwen3_vl,
+    qwen_vl,
+)
+from slipstream.spec.families.sounds import qwen2_audio
 
 MODULES = (
-    apertus, bamba, bert, deberta, bloom, cohere, dbrx, deepseek, deepseek_v4, ernie, exaone,
-    falcon, falcon_h1, gemma, gemma3n, gemma4, glm, gpt, gpt_oss, granite, hunyuan, idefics3,
-    internvl, jamba, kimi_linear, lfm, llama, llama4, mamba, minimax, mistral3, mixtures,
-    modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, phi, qwen,
+    apertus, bamba, bert, deberta, bloom, cohere, cohere_vision, dbrx, deepseek, deepseek_v4, ernie, exaone,
+    falcon, falcon_h1, gemma, gemma3n, gemma4, glm, glm4v, gpt, gpt_oss, granite, hunyuan, idefics3,
+    internvl, jamba, kimi_linear, kimi_vl, lfm, lfm2_vl, llama, llama4, mamba, minimax, mistral3, mixtures,
+    modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, phi, qwen, qwen2_audio,
     qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, whisper,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {

@@ -12,6 +12,7 @@ from typing import Any
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import (
     HeadCounts,
+    Sections,
     around,
     attention,
     before,
@@ -37,12 +38,55 @@ def read_glm4(c: ConfigReader) -> ModelSpec:
     return _read(c, "glm4", sandwich=True)
 
 
-def _read(c: ConfigReader, family: str, *, sandwich: bool) -> ModelSpec:
+THREE_POSITIONS = Sections((8, 12, 12))
+"""How GLM-4V's frequencies go by a token's three positions."""
+
+
+def read_glm4v(c: ConfigReader) -> ModelSpec:
+    """The language model of GLM-4.1V, which without pictures is a GLM-4-0414. transformers rotates heads whole unless the
+    config says which part, derives their size, and has biases whatever the config says."""
+    c.assume(
+        **dict(vocab_size=151552, hidden_size=4096, intermediate_size=13696, rms_norm_eps=1e-5),
+        **dict(num_hidden_layers=40, num_attention_heads=32, max_position_embeddings=32768),
+    )
+    c.require("head_dim", c.size("hidden_size") // c.size("num_attention_heads"))
+    c.require("attention_bias", True)
+    c.assume(head_dim=c.size("hidden_size") // c.size("num_attention_heads"))
+    return _read(c, "glm4v", sandwich=True, partial=1.0, sections=THREE_POSITIONS)
+
+
+def read_glm4v_moe(c: ConfigReader) -> ModelSpec:
+    """The language model of GLM-4.5V."""
+    c.assume(
+        **dict(vocab_size=151424, hidden_size=4096, intermediate_size=10944, num_hidden_layers=46),
+        **dict(num_attention_heads=96, num_key_value_heads=8, max_position_embeddings=65536),
+        **dict(attention_bias=True, moe_intermediate_size=1408, n_routed_experts=128),
+        **dict(n_shared_experts=1, num_experts_per_tok=8, n_group=1, topk_group=1),
+    )
+    c.require("use_qk_norm", False)
+    return read_glm4_moe(c, "glm4v_moe", sections=THREE_POSITIONS)
+
+
+def _read(
+    c: ConfigReader,
+    family: str,
+    *,
+    sandwich: bool,
+    partial: float = 0.5,
+    sections: Sections | None = None,
+) -> ModelSpec:
     c.assume(head_dim=128, num_key_value_heads=2)
     h = heads(c)
     max_position = c.size("max_position_embeddings", 131072)
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1.5625e-7))
-    position = rope(c, h.head_dim, partial=0.5, max_position=max_position, style="interleaved")
+    position = rope(
+        c,
+        h.head_dim,
+        partial=partial,
+        max_position=max_position,
+        style="interleaved",
+        sections=sections,
+    )
     layer = LayerSpec(
         attention=attention(h, position, qkv_bias=c.take("attention_bias", bool, True)),
         mlp=gated(c),
@@ -104,7 +148,13 @@ def read_sarvam_moe(c: ConfigReader) -> ModelSpec:
     return read_glm4_moe(c, "sarvam_moe", partial=1.0)
 
 
-def read_glm4_moe(c: ConfigReader, family: str = "glm4_moe", *, partial: float = 0.5) -> ModelSpec:
+def read_glm4_moe(
+    c: ConfigReader,
+    family: str = "glm4_moe",
+    *,
+    partial: float = 0.5,
+    sections: Sections | None = None,
+) -> ModelSpec:
     """GLM-4.5 and 4.6: grouped heads, and DeepSeek V3's experts."""
     h, hidden = heads(c), c.size("hidden_size")
     max_position = c.size("max_position_embeddings", 131072)
@@ -113,7 +163,7 @@ def read_glm4_moe(c: ConfigReader, family: str = "glm4_moe", *, partial: float =
     num_dense = c.take("first_k_dense_replace", int, 1)
     of = attention(
         h,
-        rope(c, h.head_dim, partial=partial, max_position=max_position),
+        rope(c, h.head_dim, partial=partial, max_position=max_position, sections=sections),
         qkv_bias=c.take("attention_bias", bool, False),
         qk_norm=QKNormSpec(over="head", eps=eps) if c.take("use_qk_norm", bool, False) else None,
     )

@@ -14,6 +14,7 @@ from slipstream.spec.model import (
     LightningSpec,
     ModelSpec,
     MoESpec,
+    VisionSpec,
 )
 from slipstream.spec.parameters import (
     Deinterleave,
@@ -151,8 +152,8 @@ def table(
                     layers, above = spec.vision.layers, vision_layer
                 below, of, stem = above.replace("{i}", index), layers[int(index)], side + stem
             change = (changes or {}).get(stem)
-            patch = spec.vision if target == "vision.patch.weight" else None
-            patch = None if patch is None or patch.channels_last else patch
+            seen = spec.vision if target == "vision.patch.weight" else None
+            patch = seen if isinstance(seen, VisionSpec) and not seen.channels_last else None
             parts, start = theirs[stem], 0
             copies = (
                 of.mlp.num_experts
@@ -281,6 +282,8 @@ WRITTEN_AS = (
     ("embed_tokens.", "word_embeddings."),  # Sarvam MoE, by 5
     (".shared_experts.", ".shared_mlp."),  # Hunyuan 3, by 5
     (".shared_experts.", ".shared_expert."),  # Laguna's modules in 5
+    # Kimi K2.5, by 5
+    *(("model.blocks.", "model.layers."), (".encoder.patch_embed.", ".patch_embed.")),
     *(
         ("embed_tokens.", "embed."),
         ("hc_head.hc_", "hc_head_"),

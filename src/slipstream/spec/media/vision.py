@@ -45,10 +45,17 @@ class GridPositionSpec:
        arXiv:2307.06304).
     3. `bilinear`: between the four nearest cells, where the corners of grid and table are the same
        (Qwen 3 VL).
+    4. `bicubic`: between the sixteen nearest cells, where the edges of grid and table are the same (GLM-4V).
+    5. `antialiased`: between the cells that a patch covers, at least the four nearest, edges as before (SigLIP 2).
     """
 
     side: int
-    read: Literal["cells", "fractions", "bilinear"]
+    read: Literal["cells", "fractions", "bilinear", "bicubic", "antialiased"]
+
+    @property
+    def fixed(self) -> bool:
+        """Whether grids are not larger than the table."""
+        return self.read in ("cells", "fractions")
 
     def shape(self, hidden: int) -> Shape:
         return (self.side**2, hidden)
@@ -70,12 +77,14 @@ class AxialRopeSpec:
     """Rotary embedding of patches (Qwen 2 VL, arXiv:2409.12191). The first half of a head's
     frequencies is for the patch's row, the second for its column; with `columns_first` the other
     way round. Both are the same numbers, or with `alternate` every other one of a head's (Pixtral).
+    With `twined` the two axes' frequencies take turns, as the two numbers of each rotation stand side by side (MoonViT).
     """
 
     theta: float
     head_dim: int
     columns_first: bool = False
     alternate: bool = False
+    twined: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,25 +110,26 @@ class PoolConnector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConnector:
-    """An MLP with biases on a group's concatenated normed states, as wide as these (Qwen 2 to 3 VL), or with `narrow` as wide
-    as the decoder (InternVL, LLaVA).
+    """An MLP with biases on a group's concatenated normed states, as wide as these (Qwen 2 to 3 VL), as the decoder (InternVL,
+    LLaVA), or a `width` of its own (LFM2-VL). `gated`: it has gates beside (Aya Vision).
 
     The norm is over each state, or over the whole group if that is its size. LLaVA has none.
     """
 
     norm: NormSpec | None
     activation: Activation
-    narrow: bool = False
+    width: Literal["group", "text"] | int = "group"
+    gated: bool = False
 
     def shapes(
         self, hidden: int, merge: int, text: int, name: str = "vision.connector"
     ) -> dict[str, Shape]:
         group = merge * merge * hidden
-        width = text if self.narrow else group
+        width = {"group": group, "text": text}.get(str(self.width)) or int(self.width)
         return {
             **({} if self.norm is None else self.norm.shapes(f"{name}.norm")),
-            f"{name}.up.weight": (width, group),
-            f"{name}.up.bias": (width,),
+            f"{name}.up.weight": (width * (1 + self.gated), group),
+            f"{name}.up.bias": (width * (1 + self.gated),),
             f"{name}.out.weight": (text, width),
             f"{name}.out.bias": (text,),
         }
@@ -162,8 +172,33 @@ class PatchMergeConnector:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMergeConnector:
+    """A product with a bias that makes one row, as wide as the decoder, of a group's states channel by channel; another one, a
+    norm and GELU; then a gated MLP of `intermediate_size` units (GLM-4V)."""
+
+    norm: NormSpec
+    activation: Activation
+    intermediate_size: int
+
+    def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
+        return {
+            "vision.connector.merge.weight": (text, merge * merge * hidden),
+            "vision.connector.merge.bias": (text,),
+            "vision.connector.in.weight": (text, text),
+            **self.norm.shapes("vision.connector.norm"),
+            "vision.connector.up.weight": (2 * self.intermediate_size, text),
+            "vision.connector.out.weight": (text, self.intermediate_size),
+        }
+
+
 Connector: TypeAlias = (
-    ConcatConnector | PoolConnector | ScaledPoolConnector | MLPConnector | PatchMergeConnector
+    ConcatConnector
+    | PoolConnector
+    | ScaledPoolConnector
+    | MLPConnector
+    | PatchMergeConnector
+    | GatedMergeConnector
 )
 
 
@@ -196,11 +231,16 @@ class PromptFormat:
     (Pixtral).
     4. `tiles`: a run for each tile, in rows with names, and one for the whole picture (Idefics 3,
        SmolVLM).
+    5. `framed_tiles`: the same in one frame without ends of rows, with another name for the whole (LFM2-VL).
+    6. `numbered`: tiles by number and the whole, in one frame (Aya Vision). `lined`: the same without numbers, with `row_end`
+       after each (Command A Vision). Here `rows` is their number, with the whole.
     """
 
     placeholder: str
     token: str
-    style: Literal["plain", "framed", "surrounded", "rows", "tiles"]
+    style: Literal[
+        "plain", "framed", "surrounded", "rows", "tiles", "framed_tiles", "numbered", "lined"
+    ]
     begin: str = ""
     end: str = ""
     row_end: str = ""
@@ -210,9 +250,10 @@ class PromptFormat:
         """Tokens of text after each row of a picture's tokens."""
         return int(self.style == "rows")
 
-    def text(self, num_tokens: int, rows: int = 0, columns: int = 0) -> str:
+    def text(self, num_tokens: int, rows: int = 0, columns: int = 0, whole: int = 0) -> str:
         """The text for a picture. Each of its `rows` × `columns` tiles, and the whole, have
-        `num_tokens` embeddings; in the style `rows` these are rows and columns of tokens."""
+        `num_tokens` embeddings; in the style `rows` these are rows and columns of tokens. In `framed_tiles` the whole of a
+        picture in tiles has `whole`, 0 if it is left out."""
         if self.style == "rows":
             line = self.token * columns
             return f"{line}{self.row_end}" * (rows - 1) + line + self.end
@@ -223,9 +264,23 @@ class PromptFormat:
             return f"{self.begin}{run}{self.end}"
         if self.style == "surrounded":
             return f"\n\n{self.begin}{run}{self.end}\n\n"
-        whole = f"{self.begin}<global-img>{run}{self.begin}"
+        if self.style == "numbered":
+            numbered = "".join(f"TILE_{i}{run}" for i in range(1, rows))
+            return f"{self.begin}{numbered}TILE_GLOBAL{run}{self.end}"
+        if self.style == "lined":
+            return f"{self.begin}{(run + self.row_end) * rows}{self.end}"
+        if self.style == "framed_tiles":
+            tiles = [
+                f"<|img_row_{row}_col_{column}|>{run}"
+                for row in range(1, rows + 1)
+                for column in range(1, columns + 1)
+            ]
+            if whole:
+                tiles.append("<|img_thumbnail|>" + self.token * whole)
+            return f"{self.begin}{''.join(tiles) or run}{self.end}"
+        last = f"{self.begin}<global-img>{run}{self.begin}"
         if not rows and not columns:
-            return whole
+            return last
         lines = (
             "".join(
                 f"{self.begin}<row_{row}_col_{column}>{run}" for column in range(1, columns + 1)
@@ -233,7 +288,7 @@ class PromptFormat:
             + "\n"
             for row in range(1, rows + 1)
         )
-        return "".join(lines) + "\n" + whole
+        return "".join(lines) + "\n" + last
 
 
 CLIPPED = ("q", "k", "v", "out", "gate", "up", "down")
@@ -253,7 +308,7 @@ class VisionSpec:
     - `class_token`: a learned row stands before a picture's patches in all layers, with the first row of the table of
       positions added. No token reads it.
     - `layer_scale`: what a layer's attention and its MLP add is multiplied by learned numbers, channel by channel.
-    - `first_norm`: of the patches' embeddings, with their positions.
+    - `patch_norm`: of the patches' embeddings; `first_norm`: of these with their positions.
     - `position`: what is added to the patches; `rope`: how the layers rotate them.
     - `window`: groups on the side of a square whose patches attend to each other; layers in
       `full_layers` attend to the whole picture.
@@ -280,6 +335,7 @@ class VisionSpec:
     prompt: PromptFormat
     class_token: bool = False
     layer_scale: bool = False
+    patch_norm: NormSpec | None = None
     first_norm: NormSpec | None = None
     position: GridPositionSpec | AxisPositionSpec | None = None
     rope: AxialRopeSpec | None = None
@@ -295,6 +351,11 @@ class VisionSpec:
     whole_tokens: int = 0
 
     @property
+    def medium(self) -> Literal["image", "audio"]:
+        """The key of what it reads in a prompt's `multi_modal_data`."""
+        return "image"
+
+    @property
     def kernel(self) -> tuple[int, ...]:
         """The shape of a patch's numbers: [channels, frames if there are any, patch height, patch
         width], or with the channels last."""
@@ -308,6 +369,10 @@ class VisionSpec:
         """The count of a patch's numbers."""
         return math.prod(self.kernel)
 
+    def numbers(self, height: int, width: int) -> tuple[str, tuple[int, ...]]:
+        """The type and shape of a span's numbers: pixels."""
+        return "uint8", (height, width, self.num_channels)
+
     def grid(self, height: int, width: int) -> PatchGrid:
         """The patches of a picture. Its sides in pixels are multiples of a group's."""
         return PatchGrid(height // self.patch_size, width // self.patch_size)
@@ -320,6 +385,8 @@ class VisionSpec:
         found: dict[str, Shape] = {"vision.patch.weight": (self.hidden_size, self.patch_numbers)}
         if self.patch_bias:
             found["vision.patch.bias"] = (self.hidden_size,)
+        if self.patch_norm is not None:
+            found |= self.patch_norm.shapes("vision.patch_norm")
         if self.first_norm is not None:
             found |= self.first_norm.shapes("vision.first_norm")
         if self.class_token:
@@ -359,11 +426,7 @@ class VisionSpec:
             message = f"hidden_size ({self.hidden_size}) is not a multiple of the encoder's heads"
             raise UnsupportedModelError(message, field="num_attention_heads")
         grid = self.position
-        if (
-            isinstance(grid, GridPositionSpec)
-            and grid.read != "bilinear"
-            and grid.side % self.merge
-        ):
+        if isinstance(grid, GridPositionSpec) and grid.fixed and grid.side % self.merge:
             message = f"{grid.side} patches on a side can't be merged {self.merge} by {self.merge}"
             raise UnsupportedModelError(message, field="image_size")
 
@@ -403,13 +466,15 @@ class CenterSquare:
 class RatioTiles:
     """Square tiles of `tile` pixels, `least` to `most` of them (InternVL).
 
-    The ratio of their columns to their rows is next to the picture's, which is scaled to them whatever its proportions. If
-    there are several, the whole picture, scaled to one tile, follows.
+    The ratio of their columns to their rows is next to the picture's, which is scaled to them whatever its proportions; or
+    `by` "scale" it is enlarged least within them, else reduced least (Command A Vision, where `least` has no effect). If there
+    are several, the whole picture, scaled to one tile, follows.
     """
 
     tile: int
     least: int
     most: int
+    by: Literal["ratio", "scale"] = "ratio"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,11 +489,13 @@ class PinpointTiles:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelRange:
     """Bounds of the pixels of a picture that keeps its proportions; its sides become multiples of
-    `factor` (Qwen 2 VL)."""
+    `factor` (Qwen 2 VL). `short`: what a shorter side becomes: rounded, perhaps to none until the picture is enlarged; as long,
+    by a scaling in proportion (`scaled`, GLM-4V); or at least as long by itself (`clamped`, LFM2-VL)."""
 
     factor: int
     min_pixels: int
     max_pixels: int
+    short: Literal["rounded", "scaled", "clamped"] = "rounded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -449,6 +516,34 @@ class LongestSide:
     longest: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeOrTiles:
+    """The whole picture within bounds; or, if it has more than `limit` pixels, `tiles`, and after several of them the whole if
+    `thumbnail` (LFM2-VL). A picture's pixels are those of its sides as multiples of the factor, but at least `side`."""
+
+    whole: PixelRange
+    tiles: RatioTiles | None
+    limit: float
+    side: int
+    thumbnail: bool
+
+    def are_tiles(self, height: int, width: int) -> bool:
+        factor = self.whole.factor
+        sides = (max(self.side, round(x / factor) * factor) for x in (height, width))
+        return self.tiles is not None and math.prod(sides) > self.limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchLimits:
+    """The most patches of `patch` pixels of a picture, and of one of its sides. Larger pictures are scaled, in proportion;
+    then each is made a multiple of `factor` with black to its right and below (MoonViT)."""
+
+    factor: int
+    patch: int
+    most: int
+    side: int
+
+
 Sizes: TypeAlias = (
     TileSizes
     | RatioTiles
@@ -458,6 +553,8 @@ Sizes: TypeAlias = (
     | PixelRange
     | TokenBudget
     | LongestSide
+    | PatchLimits
+    | WholeOrTiles
 )
 
 
@@ -488,6 +585,11 @@ class ImageProcessing:
                 return most
             case LongestSide(longest=longest):
                 return math.ceil(longest / side) ** 2
+            case WholeOrTiles(whole=whole, tiles=tiles):
+                of_tile = 0 if tiles is None else (tiles.tile // side) ** 2
+                return max(whole.max_pixels // side**2, of_tile)
+            case PatchLimits(side=most):
+                return math.ceil(most / vision.merge) ** 2
 
 
 def within_budget(height: int, width: int, sizes: TokenBudget) -> tuple[int, int]:
@@ -513,10 +615,27 @@ def within_side(height: int, width: int, sizes: LongestSide) -> tuple[int, int]:
     return math.ceil(height / factor) * factor, math.ceil(width / factor) * factor
 
 
+def within_patches(height: int, width: int, sizes: PatchLimits) -> tuple[int, int]:
+    """(height, width) of a picture before black is added."""
+    patch, side = sizes.patch, sizes.side * sizes.patch
+    count = max(1, height // patch) * max(1, width // patch)
+    scale = min(1.0, math.sqrt(sizes.most / count), side / height, side / width)
+    return min(max(1, int(height * scale)), side), min(max(1, int(width * scale)), side)
+
+
 def tiles_by_ratio(height: int, width: int, sizes: RatioTiles) -> tuple[int, int]:
     """(rows, columns) of tiles. Of equally near ratios, later ones count if the picture has more than half of their pixels."""
     found, nearest = (1, 1), math.inf
     counts = range(1, sizes.most + 1)
+    if sizes.by == "scale":
+        shapes = sorted(
+            ((r, c) for c in counts for r in counts if r * c <= sizes.most), key=math.prod
+        )
+        scales = {x: min(x[1] * sizes.tile / width, x[0] * sizes.tile / height) for x in shapes}
+        larger = {x: scale for x, scale in scales.items() if scale >= 1}
+        return (
+            min(larger, key=larger.__getitem__) if larger else max(scales, key=scales.__getitem__)
+        )
     grids = [(r, c) for c in counts for r in counts if sizes.least <= r * c <= sizes.most]
     for rows, columns in sorted(grids, key=math.prod):
         away = abs(width / height - columns / rows)
@@ -605,7 +724,12 @@ def within_pixels(height: int, width: int, sizes: PixelRange) -> tuple[int, int]
     """(height, width) as multiples of the factor, within the bounds of `sizes`, in about the same
     proportions."""
     factor = sizes.factor
+    if sizes.short == "scaled" and min(height, width) < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
     to_height, to_width = round(height / factor) * factor, round(width / factor) * factor
+    if sizes.short == "clamped":
+        to_height, to_width = max(factor, to_height), max(factor, to_width)
     if to_height * to_width > sizes.max_pixels:
         shrink = math.sqrt((height * width) / sizes.max_pixels)
         to_height = max(factor, math.floor(height / shrink / factor) * factor)

@@ -52,7 +52,7 @@ from slipstream.worker.inputs.uploads import upload
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
-    from slipstream.spec.media.vision import VisionSpec
+    from slipstream.spec.media.sound import MediaSpec
     from slipstream.worker.adapters import Adapters
 
 _logger = logging.getLogger("slipstream.engine")
@@ -171,7 +171,7 @@ class WithImages(Variant):
     def __init__(
         self,
         base: PlainForward,
-        vision: VisionSpec,
+        vision: MediaSpec,
         encoder: ImageEncoder | None,
         adapters: Adapters | None,
     ) -> None:

@@ -26,8 +26,8 @@ from slipstream.kernels.layouts import AttentionParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.messages.media import ImageSpan
 from slipstream.messages.steps import StepPlan
-from slipstream.model.vision import ImageTower
-from slipstream.spec.media.vision import GridPositionSpec, VisionSpec
+from slipstream.model.sound import Tower
+from slipstream.spec.media.sound import MediaSpec
 from slipstream.worker.inputs.image_rows import image_parts, needs_images
 from slipstream.worker.inputs.rows import IntArray, LongArray, RowTable
 from slipstream.worker.inputs.uploads import upload
@@ -38,24 +38,17 @@ if TYPE_CHECKING:
     from slipstream.model.layers.layer import Layer
     from slipstream.platform.collectives import RankGroup
 
-PROBE_GROUPS = 17
-"""Side, in patch groups, of the image whose memory is measured.
-
-It is no multiple of a window's side, so windows of several lengths, which take another attention
-kernel, also run at the start.
-"""
-
 
 class ImageEncoder:
     """Image encoder with a least-recently-used cache of at most `max_bytes`."""
 
-    def __init__(self, tower: ImageTower, max_bytes: int) -> None:
+    def __init__(self, tower: Tower, max_bytes: int) -> None:
         self.tower, self.max_bytes = tower, max_bytes
         self.num_bytes = 0
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
 
     @property
-    def spec(self) -> VisionSpec:
+    def spec(self) -> MediaSpec:
         return self.tower.spec
 
     def embeddings(self, images: StepImages) -> list[Tensor]:
@@ -76,19 +69,11 @@ class ImageEncoder:
 
         Returns how many times that memory a pass may take.
         """
-        s = self.spec
-        grid = s.position if isinstance(s.position, GridPositionSpec) else None
-        fixed = grid is not None and grid.read != "bilinear"
-        side = s.patch_size * (grid.side if grid and fixed else PROBE_GROUPS * s.merge)
-        self.tower(
-            [torch.zeros(side, side, s.num_channels, dtype=torch.uint8, device=self.tower.device)]
-        )
-        return -(-self.tower.most_patches // s.grid(side, side).num_patches)
+        return self.tower.probe()
 
     def _pixels(self, span: ImageSpan) -> Tensor:
-        raw = np.frombuffer(span.pixels, np.uint8).reshape(
-            span.height, span.width, self.spec.num_channels
-        )
+        kind, shape = self.spec.numbers(span.height, span.width)
+        raw = np.frombuffer(span.pixels, kind).reshape(shape)
         return upload(raw.copy(), self.tower.device)
 
     def _keep(self, key: bytes, value: Tensor) -> None:
@@ -149,7 +134,7 @@ class ImageOps:
         ops: OpSet,
         images: StepImages,
         meta: AttentionMetadata,
-        spec: VisionSpec,
+        spec: MediaSpec,
         axes: tuple[int, ...] | None,
     ) -> None:
         """`axes` are the decoder's `RopeSpec.axes`."""

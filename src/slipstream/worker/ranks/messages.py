@@ -227,7 +227,7 @@ class Result(msgspec.Struct, tag=True):
     @property
     def step(self) -> StepResult:
         of_tokens: tuple[Extra, ...] = (*self.sampled, *self.prompts)
-        of_requests = (*self.vectors, *self.texts, *self.states, *self.failures)
+        of_requests: tuple[Extra, ...] = (*self.vectors, *self.texts, *self.states, *self.failures)
         extras = (*of_tokens, *of_requests, *self.experts)
         return StepResult(self.step_id, self.token_ids, self.num_tokens, extras, self.is_cold)
 

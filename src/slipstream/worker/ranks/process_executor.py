@@ -173,7 +173,7 @@ class ProcessExecutor(Executor):
         joined = (
             [] if args.rank_address is None else accept_ranks(args.rank_address, size, size - own)
         )
-        self.forks, parent = forks, forks or ForkServer.start()
+        parent = forks or ForkServer.start()
         self._own_forks = parent if forks is None else None
         for number in range(own):
             self._ranks.append(spawn(number, parent))

@@ -81,7 +81,7 @@ def _attention(at: str) -> dict[str, Theirs]:
 
 
 _SELF, _CROSS = _attention("self_attn"), _attention("encoder_attn")
-_MLP: dict[str, Theirs] = {
+LAYER: dict[str, Theirs] = {
     "pre_attention": "self_attn_layer_norm",
     **{f"attention.{part}": _SELF[part] for part in ("qkv", "out")},
     "pre_mlp": "final_layer_norm",
@@ -93,14 +93,14 @@ WHISPER: dict[str, Theirs] = {
     "positions": "model.decoder.embed_positions",
     "final_norm": "model.decoder.layer_norm",
     "head": "proj_out",
-    **_MLP,
+    **LAYER,
     "pre_cross": "encoder_attn_layer_norm",
     **{f"cross.{part}": _CROSS[part] for part in ("q", "kv", "out")},
     "encoder.audio.first": "model.encoder.conv1",
     "encoder.audio.second": "model.encoder.conv2",
     "encoder.positions": "model.encoder.embed_positions",
     "encoder.final_norm": "model.encoder.layer_norm",
-    **{f"encoder.{name}": part for name, part in _MLP.items()},
+    **{f"encoder.{name}": part for name, part in LAYER.items()},
 }
 _table = table(
     WHISPER, layer="model.decoder.layers.{i}.", encoder_layer="model.encoder.layers.{i}."

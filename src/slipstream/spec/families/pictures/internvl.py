@@ -120,7 +120,7 @@ def read_vision_internvl(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         connector=MLPConnector(
             norm=layer_norm(merge**2 * hidden, 1e-5),
             activation=activation(c, "projector_hidden_act", "gelu"),
-            narrow=True,
+            width="text",
         ),
         token_id=c.take("image_token_id", int, 151667),
         prompt=INTERNVL,
@@ -197,7 +197,7 @@ def read_vision_llava(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         position=GridPositionSpec(side=side // patch, read="cells"),
         merge=1,
         connector=MLPConnector(
-            norm=None, activation=activation(c, "projector_hidden_act", "gelu"), narrow=True
+            norm=None, activation=activation(c, "projector_hidden_act", "gelu"), width="text"
         ),
         token_id=c.take(key, int, 32000),
         prompt=LLAVA,

@@ -1,0 +1,182 @@
+"""GLM-4.1V, 4.5V and 4.6V (arXiv:2507.01006): a GLM-4, dense or a mixture, whose tokens have three positions, and an image
+encoder with learned positions that are read bicubically, rotary positions by row and column, and a gated MLP that merges
+patches. Films are not read."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+from slipstream.spec.families import glm
+from slipstream.spec.families.base import ConfigReader, Family, Names
+from slipstream.spec.families.builders import (
+    activation,
+    attention,
+    before,
+    heads,
+    layer_norm,
+    rms,
+)
+from slipstream.spec.families.deepseek import SHARED
+from slipstream.spec.families.names import Theirs, table
+from slipstream.spec.families.pictures.images import axial_rope, square
+from slipstream.spec.families.pictures.qwen3_vl import VISION_LAYER, VISUAL
+from slipstream.spec.families.pictures.qwen_vl import OUTER, check_width, read_processing
+from slipstream.spec.media.vision import (
+    GatedMergeConnector,
+    GridPositionSpec,
+    ImageProcessing,
+    PixelRange,
+    PromptFormat,
+    VisionSpec,
+)
+from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, MoESpec
+from slipstream.spec.parameters import Flatten, Placement
+
+ENCODER: dict[str, Any] = {
+    "depth": 24,
+    "hidden_size": 1536,
+    "intermediate_size": 13696,
+    "num_heads": 12,
+    "out_hidden_size": 4096,
+}
+"""Defaults of `vision_config`."""
+
+READERS = {"glm4v_text": glm.read_glm4v, "glm4v_moe_text": glm.read_glm4v_moe}
+ENDS = ("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id")
+
+
+def read_text(c: ConfigReader, *, kinds: tuple[str, ...]) -> ModelSpec:
+    """`kinds`: the decoders that the model's type has; the first without a `model_type`."""
+    kind = c.take("model_type", str, kinds[0])
+    kind = kind if kind in READERS or kind not in ("glm4v", "glm4v_moe") else f"{kind}_text"
+    if kind not in kinds:
+        raise c.unsupported("model_type", f"the decoders are {', '.join(kinds)}")
+    return READERS[kind](c)
+
+
+def read_vision(c: ConfigReader, text: ModelSpec, *, image: int) -> VisionSpec | None:
+    """`image`: the default placeholder."""
+    token_id = c.take("image_token_id", int, image)
+    c.ignore("text_config", "tie_word_embeddings", "use_cache", *OUTER, *ENDS)
+    nested = c.value("text_config") is not None  # else the decoder's keys stand here
+    if "vision_config" not in c:
+        if nested:
+            c.finish()
+        return None
+    v = c.part("vision_config")
+    v.assume(**ENCODER)
+    v.require("model_type", "glm4v_vision", "glm4v_moe_vision", "glm4v", "glm4v_moe")
+    hidden, merge = v.size("hidden_size"), v.size("spatial_merge_size", 2)
+    h = heads(v, num_heads="num_heads", num_kv_heads=None)
+    norm = rms(hidden, v.take("rms_norm_eps", float, 1e-5))
+    act = activation(v, "hidden_act", "silu")
+    bias = v.take("attention_bias", bool, False)
+    layer = LayerSpec(
+        attention=attention(h, None, causal=False, qkv_bias=bias),
+        mlp=DenseSpec(intermediate_size=v.size("out_hidden_size"), activation=act),
+        block=before(norm),
+    )
+    check_width(v, text)
+    patch = square(v, "patch_size", 14)
+    made = VisionSpec(
+        hidden_size=hidden,
+        num_channels=v.size("in_channels", 3),
+        patch_size=patch,
+        patch_bias=True,
+        num_frames=square(v, "temporal_patch_size", 2),
+        layers=(layer,) * v.size("depth"),
+        patch_norm=norm,
+        final_norm=norm,
+        position=GridPositionSpec(side=square(v, "image_size", 336) // patch, read="bicubic"),
+        rope=axial_rope(v, h.head_dim),
+        merge=merge,
+        connector=GatedMergeConnector(
+            norm=layer_norm(text.hidden_size, 1e-5),
+            activation=act,
+            intermediate_size=v.size("intermediate_size"),
+        ),
+        token_id=token_id,
+        prompt=PromptFormat(placeholder="<|image|>", token="<|image|>", style="plain"),
+    )
+    v.finish()
+    if nested:
+        c.finish()
+    return made
+
+
+def read_glm_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
+    """transformers counts the pixels of a picture once for each of the frames that it is repeated to."""
+    c.assume(size={"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000})
+    made = read_processing(c, vision)
+    assert isinstance(made.sizes, PixelRange)
+    assert vision.num_frames is not None
+    counts = [divmod(n, vision.num_frames) for n in (made.sizes.min_pixels, made.sizes.max_pixels)]
+    if any(rest for _, rest in counts):
+        raise c.unsupported("size", f"must be multiples of {vision.num_frames}, the frames")
+    (least, _), (most, _) = counts
+    sizes = dataclasses.replace(made.sizes, min_pixels=least, max_pixels=most, short="scaled")
+    return dataclasses.replace(made, sizes=sizes)
+
+
+VISION: dict[str, Theirs] = {
+    "vision.patch": "visual.patch_embed.proj",
+    "vision.patch_norm": "visual.post_conv_layernorm",
+    "vision.positions": "visual.embeddings.position_embedding",
+    "vision.pre_attention": "norm1",
+    "vision.attention.qkv": "attn.qkv",
+    "vision.attention.out": "attn.proj",
+    "vision.pre_mlp": "norm2",
+    "vision.mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "vision.mlp.down": "mlp.down_proj",
+    "vision.final_norm": "visual.post_layernorm",
+    "vision.connector.merge": "visual.downsample",
+    "vision.connector.in": "visual.merger.proj",
+    "vision.connector.norm": "visual.merger.post_projection_norm",
+    "vision.connector.up": "visual.merger.up_proj",
+    "vision.connector.out": "visual.merger.down_proj",
+}
+_dense, _moe = (
+    table({**text, **VISION}, vision_layer=VISION_LAYER) for text in (glm.SANDWICH, SHARED)
+)
+
+
+def names(spec: ModelSpec) -> Names:
+    """The product that merges patches is a convolution, and gate and up of the MLP after it are two tensors."""
+    has_experts = any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
+    found = (_moe if has_experts else _dense)(spec)
+    if isinstance(vision := spec.vision, VisionSpec):
+        assert isinstance(vision.connector, GatedMergeConnector)
+        kernel, size = (
+            (vision.hidden_size, vision.merge, vision.merge),
+            vision.connector.intermediate_size,
+        )
+        found["visual.downsample.weight"] = Placement(
+            "vision.connector.merge.weight", transform=Flatten(kernel)
+        )
+        for i, part in enumerate(("gate", "up")):
+            place = Placement("vision.connector.up.weight", i * size, size)
+            found[f"visual.merger.{part}_proj.weight"] = place
+    return found
+
+
+FAMILIES = tuple(
+    Family(
+        model_type=name,
+        architectures=(architecture,),
+        read=partial(read_text, kinds=kinds),
+        names=names,
+        nested_config="text_config",
+        flat_config=name == "glm4v",
+        prefixes=("model.", "language_model.", "model.language_model."),
+        ignored=VISUAL,
+        vision=partial(read_vision, image=image),
+        processing=read_glm_processing,
+    )
+    for name, architecture, kinds, image in (
+        ("glm4v", "Glm4vForConditionalGeneration", ("glm4v_text",), 151343),
+        ("glm4v_moe", "Glm4vMoeForConditionalGeneration", ("glm4v_moe_text",), 151363),
+        ("glm46v", "Glm46VForConditionalGeneration", ("glm4v_text", "glm4v_moe_text"), 151343),
+    )
+)
