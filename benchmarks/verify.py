@@ -32,10 +32,10 @@ from tests.verify.planted import FAULTS, served_with, write_checkpoints
 
 from slipstream.config import EngineArgs
 from slipstream.engine.async_llm import AsyncLLM
-from slipstream.verify.asking import Plan
 from slipstream.verify.checks import Verification
 from slipstream.verify.reference import Reference
 from slipstream.verify.report import document
+from slipstream.verify.seen import Plan
 from slipstream.verify.served import Served
 
 

@@ -152,7 +152,7 @@ struct DeltaArgs {
     const float *rate, *time;  // −exp(A) [H]; [H] or [H · K]
     int64_t num_key_heads, num_heads, key_dim, value_dim;
     bool by_channel;
-    float beta_scale;
+    float beta_scale, bound;
     float* states;  // [N, H, K, V]
     float* out;     // [T, H · V]
     int64_t out_stride;

@@ -166,12 +166,12 @@ void ss_add_conv(ss_program* p, int32_t x, int64_t column, int64_t factor, int64
 
 void ss_add_delta(ss_program* p, int32_t x, int32_t beta, int32_t decay, int64_t decay_column, int32_t out, int32_t layer,
                   int64_t num_key_heads, int64_t num_heads, int64_t key_dim, int64_t value_dim, int32_t by_channel, float beta_scale,
-                  const float* rate, const float* time) {
+                  float bound, const float* rate, const float* time) {
     auto* op = add<Delta>(p);
     op->x = x, op->beta = beta, op->decay = decay, op->decay_column = decay_column, op->out = out, op->layer = layer, op->args = {};
     DeltaArgs& a = op->args;
     a.num_key_heads = num_key_heads, a.num_heads = num_heads, a.key_dim = key_dim, a.value_dim = value_dim;
-    a.by_channel = by_channel, a.beta_scale = beta_scale, a.rate = rate, a.time = time;
+    a.by_channel = by_channel, a.beta_scale = beta_scale, a.bound = bound, a.rate = rate, a.time = time;
 }
 
 void ss_add_ssd(ss_program* p, int32_t x, int64_t column, int32_t dt, int64_t dt_column, int32_t out, int32_t layer,

@@ -192,6 +192,12 @@ static inline float inverse_norm(const float* x, int64_t n) {
     return 1.0f / sqrtf(sum(squares) + 1e-6f);
 }
 
+// What tokens keep of the state, for decays with their bias.
+static inline F kept_part(const DeltaArgs& a, F raw, int64_t head) {
+    const F rate = set1(a.rate[head]);
+    return vexp(a.bound ? set1(a.bound) * sigmoid(zero() - raw * rate) : softplus(raw) * rate);
+}
+
 static inline void prepare(const DeltaArgs& a, const DeltaTile& tile, int64_t head, int64_t t0, int64_t tokens) {
     const int64_t dim = a.key_dim, size = padded(dim), key_head = head / (a.num_heads / a.num_key_heads);
     const float root = 1.0f / sqrtf((float)dim);
@@ -203,7 +209,7 @@ static inline void prepare(const DeltaArgs& a, const DeltaTile& tile, int64_t he
             if (!a.by_channel) d[t - i] = a.decay[(t0 + t) * a.decay_stride + head];
         }
         store(tile.beta + i, sigmoid(load(b)) * set1(a.beta_scale));
-        if (!a.by_channel) store(tile.decay + i, vexp(softplus(load(d) + set1(a.time[head])) * set1(a.rate[head])));
+        if (!a.by_channel) store(tile.decay + i, kept_part(a, load(d) + set1(a.time[head]), head));
     }
     for (int64_t t = 0; t < tokens; t++) {
         const float *q = a.x + (t0 + t) * a.x_stride + key_head * dim, *k = q + a.num_key_heads * dim;
@@ -215,7 +221,7 @@ static inline void prepare(const DeltaArgs& a, const DeltaTile& tile, int64_t he
             F g = set1(tile.decay[t]);
             if (a.by_channel) {
                 const F d = load_n(a.decay + (t0 + t) * a.decay_stride + head * dim + i, n) + load_n(a.time + head * dim + i, n);
-                g = vexp(softplus(d) * set1(a.rate[head]));
+                g = kept_part(a, d, head);
                 store(tile.kept + t * size + i, g);
             }
             store(tile.k + t * size + i, own_k);

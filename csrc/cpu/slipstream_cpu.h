@@ -147,10 +147,11 @@ SS_API void ss_add_sparse_attention(ss_program*, int32_t q, int32_t chosen, int3
 // results are multiplied by, or −1. weight [width, channels]. out: float32 in place (out = x), or a row of results in `form`.
 SS_API void ss_add_conv(ss_program*, int32_t x, int64_t column, int64_t factor, int64_t gate, int32_t out, int32_t form,
                         int32_t layer, int64_t channels, int64_t width, const float* weight, const float* bias, int32_t silu);
-// delta: the gated delta rule. x has q, k and v after the convolution; rate is −exp(A).
+// delta: the gated delta rule. x has q, k and v after the convolution; rate is −exp(A). bound: what logs of decays are a
+// sigmoid's part of, or 0.
 SS_API void ss_add_delta(ss_program*, int32_t x, int32_t beta, int32_t decay, int64_t decay_column, int32_t out, int32_t layer,
                          int64_t num_key_heads, int64_t num_heads, int64_t key_dim, int64_t value_dim, int32_t by_channel,
-                         float beta_scale, const float* rate, const float* time);
+                         float beta_scale, float bound, const float* rate, const float* time);
 // ssd: Mamba-2. x has x, B and C after the convolution, from `column` on.
 SS_API void ss_add_ssd(ss_program*, int32_t x, int64_t column, int32_t dt, int64_t dt_column, int32_t out, int32_t layer,
                        int64_t num_groups, int64_t num_heads, int64_t key_dim, int64_t value_dim, float least, float most,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -296,33 +295,3 @@ class RerankResult:
     document: str
     relevance_score: float
     num_tokens: int  # computed for it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TranscriptionSegment:
-    """A piece of text with its times. Log-probabilities are the model's own, before the rules."""
-
-    start: float
-    end: float
-    text: str
-    tokens: tuple[int, ...]
-    seek: int  # the frame at which its window begins
-    temperature: float
-    avg_logprob: float | None = None
-    no_speech_prob: float | None = None
-
-    @property
-    def compression_ratio(self) -> float:
-        """Bytes of the text to those after compression. Above 2.4 the text repeats itself."""
-        data = self.text.encode()
-        return len(data) / len(zlib.compress(data)) if data else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class TranscriptionOutput:
-    """The text of a sound. `language` is its name in English; None if the model names none that is known."""
-
-    text: str
-    language: str | None
-    duration_s: float
-    segments: tuple[TranscriptionSegment, ...]

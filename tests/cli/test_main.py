@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from slipstream.cli import main as cli
 from slipstream.cli.bench.measurements import deliver
 from slipstream.cli.console import print_json
 from slipstream.cli.main import main
+from slipstream.cli.serving import serve_several
 
 
 @pytest.fixture
@@ -416,3 +418,17 @@ def test_help_names_the_number_that_is_an_options_default():
             assert float(number) == action.default, (verb, action.option_strings)
             checked += 1
     assert checked > 30
+
+
+def test_a_models_state_is_noted_as_soon_as_it_changes(monkeypatch):
+    written = []
+    monkeypatch.setattr(
+        serve_several, "register", lambda pid, **note: written.append(note["states"])
+    )
+    slot = SimpleNamespace(name="a", state="loading", facts=lambda: slot.state)
+    slots = SimpleNamespace(slots={"a": slot}, held_bytes=0)
+    notes = serve_several._Notes(slots, "url", "device", 1)
+    notes.later()
+    slot.state = "loaded"
+    notes.later()
+    assert written == [["loading"], ["loaded"]]

@@ -253,3 +253,14 @@ def test_fingerprint_changes_with_a_files_name_size_or_time(tmp_path):
     config.write_text(config.read_text() + " ")
     os.utime(config, ns=(told.st_atime_ns, told.st_mtime_ns))
     assert fingerprint(source) != before
+
+
+def test_a_module_is_ignored_by_its_name_in_a_nested_decoder():
+    """Names that `compress` writes for Qwen2-Audio, whose decoder stands in `language_model`."""
+    from slipstream.spec.stored.quantization_config import StoredFormats
+
+    fmt = WeightFormat(bits=8, kind="int", group_size=None, symmetric=True)
+    stored = StoredFormats(((("Linear",), fmt),), ("language_model.lm_head",))
+    assert stored.of("lm_head") is None
+    assert stored.of("language_model.lm_head") is None
+    assert stored.of("model.layers.0.mlp.down_proj") == fmt

@@ -83,6 +83,7 @@ NOT_YET = (
     "axk1",
     "mimo_v2_flash",
     "kimi",
+    "bailing",
 )
 HEADS_REFUSED |= {"persimmon", "persimmon-bare", "phimoe-long", "xglm", "dbrx", "openai_gpt"}
 CHANNELS_REFUSED = {"openai_gpt", "dbrx", "bloom", "bloom-6-heads", "mpt", "mpt-clip"}
@@ -98,7 +99,9 @@ LAYERS_REFUSED = {"gpt_neo", "ernie-moe-some", "xglm"}
 LAYERS_REFUSED |= {"granite_swa", "granitemoe_swa"}
 LAYERS_REFUSED |= {"jamba", "olmo_hybrid", "minimax"}
 HEADS_REFUSED |= {"olmo_hybrid"}
-WIDTH_REFUSED = HEADS_REFUSED | WITHOUT | {"lfm2", "lfm2_moe", "bamba", "jamba", "granitemoehybrid"}
+WIDTH_REFUSED = (
+    HEADS_REFUSED | WITHOUT | {"lfm2", "lfm2_moe", "lfm3", "bamba", "jamba", "granitemoehybrid"}
+)
 HEADS_REFUSED = HEADS_REFUSED | {"minimax", "diffllama", "diffllama-biased"}
 # What a layer of DiffLlama subtracts follows from its number.
 LAYERS_REFUSED |= {"diffllama", "diffllama-biased"}

@@ -563,6 +563,29 @@ def test_4_bit_floats_are_what_compressed_tensors_makes_of_them(tmp_path, model,
         assert torch.equal(value.to(theirs.dtype), theirs)
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-gptq", "mxfp4"])
+def test_4_bit_floats_are_what_modelopt_reads(tmp_path, model, name):
+    """Runs where nvidia-modelopt is installed, which needs more than the tests do."""
+    tools = pytest.importorskip("modelopt.torch.quantization.qtensor")
+    written(model, tmp_path / "out", RECIPES[name])
+    formats = read_spec(tmp_path / "out").quantization.formats
+    file = tmp_path / "out" / "model.safetensors"
+    ours, tensors = Names(model).read(file, formats, device=CPU), load_file(file)
+    for at, target in (("mlp.up_proj", "mlp.up"), ("self_attn.o_proj", "attention.out")):
+        stem = f"model.layers.1.{at}."
+        packed, scale = tensors[f"{stem}weight_packed"], tensors[f"{stem}weight_scale"]
+        shape = torch.Size((len(packed), 2 * packed.shape[1]))
+        if name == "mxfp4":
+            held = tools.MXFP4QTensor(shape, torch.float32, packed)
+            theirs = held.dequantize(scale=scale, block_sizes={-1: 32})
+        else:
+            whole = 1 / tensors[f"{stem}weight_global_scale"]
+            held = tools.NVFP4QTensor(shape, torch.float32, packed)
+            theirs = held.dequantize(scale=scale, double_scale=whole, block_sizes={-1: 16})
+        value = ours[f"layers.1.{target}.weight"][-len(theirs) :]
+        assert torch.equal(value.bfloat16(), theirs.bfloat16())
+
+
 def test_4_bit_floats_of_less_error_are_found():
     """A search of scales beats the largest magnitude's, and GPTQ both, where inputs are alike."""
     torch.manual_seed(0)

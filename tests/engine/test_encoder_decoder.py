@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer, processors
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError
@@ -135,3 +138,109 @@ def test_text_and_what_is_refused(t5):
         with pytest.raises(ConfigError) as caught:
             LLM(str(path), **SETTINGS, **settings)
         assert caught.value.field == field
+
+
+# --- BART and its kin, and languages ------------------------------------------------------------
+
+
+def expected_of(theirs, prompt, begin, count=12):
+    ids = list(begin)
+    with torch.no_grad():
+        for _ in range(count):
+            given = dict(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([ids]))
+            ids.append(int(theirs(**given).logits[0, -1].argmax()))
+    return ids[len(begin) :]
+
+
+SHORT = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.mark.parametrize("family", tiny_models.BARTS)
+def test_barts_greedy_equals_transformers(family, tmp_path):
+    """Together, and in too few blocks."""
+    theirs = tiny_models.build_bart(tmp_path, family)
+    prompts = [PROMPTS[i] for i in (0, 1, 3, 6)] * 2
+    expected = [expected_of(theirs, prompt, [2]) for prompt in prompts[:4]] * 2
+    block = 2 * 3 * 32 * 4 * 4  # keys and values, layers, numbers, bytes, tokens
+    settings = {**SETTINGS, "max_model_len": 32, "max_num_seqs": 8, "skip_tokenizer_init": True}
+    for how in ({}, dict(kernels="torch"), dict(kv_cache_bytes=block * 33)):
+        with LLM(str(tmp_path), **settings, **how) as llm:
+            assert answers(llm, prompts, SHORT) == expected
+            stats = llm.stats()
+            assert bool(stats.num_preemptions) == ("kv_cache_bytes" in how)
+            assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bart", "m2m_100"])
+def test_barts_on_two_ranks_equal_one(family, tmp_path):
+    tiny_models.build_bart(tmp_path, family)
+    settings = {**SETTINGS, "max_model_len": 96, "skip_tokenizer_init": True}
+    found = []
+    for ranks in (1, 2):
+        with LLM(str(tmp_path), tensor_parallel_size=ranks, **settings) as llm:
+            found.append(answers(llm, PROMPTS, SHORT))
+    assert found[0] == found[1]
+
+
+def write_languages(path, template):
+    """A tokenizer with two languages, one of which stands next to each text."""
+    tiny_models.write_tokenizer(path)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_special_tokens(["eng_Latn", "__de__"])
+    tokenizer.add_tokens([AddedToken(">>fra<<", normalized=False)])
+    ids = {t: tokenizer.token_to_id(t) for t in ("eng_Latn", "__de__", ">>fra<<", "</s>")}
+    pairs = [(t, i) for t, i in ids.items() if t in template]
+    tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=pairs)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return ids
+
+
+@pytest.mark.parametrize("template", ["eng_Latn $A </s>", "$A </s> eng_Latn"])
+def test_languages_are_chosen_by_the_request(template, tmp_path):
+    theirs = tiny_models.build_bart(tmp_path, "m2m_100", pad_token_id=0)
+    ids = write_languages(tmp_path, template)
+    english, german, french = ids["eng_Latn"], ids["__de__"], ids[">>fra<<"]
+    generation = tmp_path / "generation_config.json"
+    said = json.loads(generation.read_text())
+    generation.write_text(json.dumps({**said, "forced_bos_token_id": german}))
+    with LLM(str(tmp_path), max_model_len=64, **SETTINGS) as llm:
+        text = llm.get_tokenizer().encode("hello", add_special_tokens=False)
+        is_before = template.startswith("eng")
+        for source, target, begin in (
+            (None, None, [2, german]),
+            ("__de__", "eng_Latn", [2, english]),
+            ("de", None, [2, german]),
+            (None, "fra", [2, german]),
+        ):
+            own = german if source else english
+            read = [own, *text, ids["</s>"]] if is_before else [*text, ids["</s>"], own]
+            read = [french, *read] if target == "fra" else read
+            named = dict(source_language=source, target_language=target)
+            prompt = {"prompt": "hello", **{k: v for k, v in named.items() if v}}
+            (output,) = llm.generate(prompt, SHORT)
+            assert output.outputs[0].token_ids == expected_of(theirs, read, begin)
+            given = {"prompt_token_ids": read, "target_language": "eng_Latn"}
+            (output,) = llm.generate(given, SHORT)
+            assert output.outputs[0].token_ids == expected_of(theirs, read, [2, english])
+        for wrong, field in (
+            ({"target_language": "hello"}, "target_language"),
+            ({"target_language": "</s>"}, "target_language"),
+            ({"target_language": 3}, "target_language"),
+            ({"source_language": "tlh"}, "source_language"),
+        ):
+            with pytest.raises(RequestError) as caught:
+                llm.generate({"prompt": "hello", **wrong}, SHORT)
+            assert caught.value.field == field
+        with pytest.raises(RequestError, match="leave it out") as caught:
+            llm.generate({"prompt_token_ids": [7], "source_language": "de"}, SHORT)
+        assert caught.value.field == "source_language"
+
+
+def test_a_model_that_translates_nothing_refuses_languages(tmp_path):
+    tiny_models.build(tmp_path)
+    tiny_models.write_tokenizer(tmp_path)
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        with pytest.raises(RequestError) as caught:
+            llm.generate({"prompt": "hello", "target_language": "de"}, SHORT)
+    assert caught.value.field == "target_language"

@@ -3,8 +3,11 @@ in chunks, requests preempted, and second turns that continue from a kept state.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
 from slipstream.core.cache.prefix_cache import announced_state
@@ -163,3 +166,27 @@ def test_a_draft_model_with_recurrent_layers_is_refused_by_name(tmp_path):
         tiny_models.write(tmp_path / name, "qwen3_next")
     with pytest.raises(ConfigError, match="recurrent layers"):
         LLM(str(tmp_path / "model"), speculative_model=str(tmp_path / "draft"), **SETTINGS)
+
+
+@pytest.mark.slow
+def test_ling_drafts_with_its_own_layer(tmp_path):
+    """The layer after the last one is read by the authors' names. Answers with its drafts are those without."""
+    tiny_models.build(tmp_path, "bailing_hybrid")
+    file, g = tmp_path / "model.safetensors", torch.Generator().manual_seed(0)
+    tensors = load_file(file)
+    last = {
+        n.replace("layers.2.", "layers.3."): x + 0.01
+        for n, x in tensors.items()
+        if "layers.2." in n
+    }
+    norms = {
+        f"model.layers.3.{n}.weight": torch.ones(32) for n in ("enorm", "hnorm", "final_layernorm")
+    }
+    join = {"model.layers.3.eh_proj.weight": torch.randn(32, 64, generator=g) * 0.3}
+    save_file({**tensors, **last, **norms, **join}, file, metadata={"format": "pt"})
+    assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    found = []
+    for drafts in (None, {"method": "mtp", "num_speculative_tokens": 2}):
+        with LLM(str(tmp_path), **SETTINGS, speculative_config=drafts) as llm:
+            found.append(tokens(run(llm, PROMPTS)))
+    assert found[0] == found[1]

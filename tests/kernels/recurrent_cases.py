@@ -451,6 +451,8 @@ SPECS: dict[str, RecurrentSpec] = {
     "delta of wide heads": replace(_DELTA, num_key_heads=1, num_heads=1, key_dim=40, value_dim=144),
     "delta by channel": replace(_DELTA, num_key_heads=4, decay="channel", gate="sigmoid", latent=8),
     "delta by channel, together": replace(_DELTA, decay="channel", value_dim=16),
+    "delta by channel, bounded": replace(_DELTA, decay="channel", gate="sigmoid", bound=-5.0),
+    "delta, bounded": replace(_DELTA, bound=-1.5),
     "mamba2": _MAMBA2,
     "mamba2 of odd sizes": replace(
         _MAMBA2, num_heads=3, num_groups=3, value_dim=20, key_dim=13, norm_groups=3, conv_bias=False

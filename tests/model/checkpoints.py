@@ -567,3 +567,50 @@ add(BY_FILE["flan-t5-small"], "num_layers num_decoder_layers d_model d_ff num_he
     flan_t5_xl=(24, 24, 2048, 5120, 32),
     flan_t5_xxl=(24, 24, 4096, 10240, 64),
 )  # fmt: skip
+add(
+    {
+        "model_type": "lfm3", "architectures": ["Lfm3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 124894,
+        "conv_L_cache": 7, "conv_bias": False, "dtype": "bfloat16", "eos_token_id": 124900, "head_dim": 128, "initializer_range": 0.02,
+        "layer_types": ["conv", "conv", "full_attention", "conv", *["sliding_attention", "conv", "full_attention", "conv"] * 5],
+        "max_position_embeddings": 128000, "norm_eps": 1e-05, "pad_token_id": 124893,
+        "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.5, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 256, "tie_word_embeddings": True, "use_attention_gate": True, "use_cache": True, "use_sandwich_norm": True,
+    },
+    "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size",
+    lfm3_1_7b=(24, 2048, 7680, 16, 4, 128000),
+)  # fmt: skip
+LING = {
+    "model_type": "bailing_hybrid", "architectures": ["BailingMoeV3ForCausalLM"], "attention_dropout": 0.0, "dtype": "bfloat16", "embedding_dropout": 0.0,
+    "eos_token_id": 156895, "expert_swiglu_limit_list": None, "gated_attention_proj_granularity_type": "head_wise", "group_norm_size": 1, "head_dim": 128,
+    "hidden_act": "silu", "initializer_range": 0.02, "kda_lower_bound": -5.0, "kda_safe_gate": True, "kv_lora_rank": 512, "linear_silu": True,
+    "max_window_layers": 20, "moe_router_enable_expert_bias": True, "mtp_loss_scaling_factor": 0, "mtp_use_kda": False, "n_group": 8, "no_kda_lora": True,
+    "norm_topk_prob": True, "num_experts_per_tok": 8, "num_kv_heads_for_linear_attn": 0, "num_shared_experts": 1, "output_dropout": 0.0,
+    "output_router_logits": False, "pad_token_id": 156892, "partial_rotary_factor": 0.5, "qk_head_dim": 192, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06, "rope_interleave": True, "rope_theta": 6000000, "rotary_dim": 64, "routed_scaling_factor": 2.5, "router_dtype": "fp32",
+    "scale_router_input": False, "score_function": "sigmoid", "scoring_func": "sigmoid", "seq_aux": True, "share_expert_swiglu_limit_list": None,
+    "short_conv_kernel_size": 4, "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "up_proj_norm": False, "use_bias": False,
+    "use_cache": False, "use_kda_lora": False, "use_mla_nope": False, "use_nGPT": False, "use_qk_norm": True, "use_qkv_bias": False, "v_head_dim": 128,
+    "value_norm": False,
+}  # fmt: skip
+add(LING, SIZES + " num_experts moe_intermediate_size moe_shared_expert_intermediate_size q_lora_rank layer_group_size first_k_dense_replace",
+    edge0_8b_a1b=(24, 1536, 4608, 16, 16, 157184, 131072, 128, 512, 512, 256, 4, 1, {"num_nextn_predict_layers": 0,
+        "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 6000000, "rope_type": "default"}}),
+    ling_3_0_flash=(42, 2560, 6144, 32, 32, 157184, 262144, 512, 768, 768, None, 6, 2, {"num_nextn_predict_layers": 1, "rope_scaling": None,
+        "expert_swiglu_limit_list": [0] * 34 + [4] * 9, "share_expert_swiglu_limit_list": [0] * 34 + [5] * 4 + [7] * 5}),
+)  # fmt: skip
+LING2 = {
+    "model_type": "bailing_moe", "architectures": ["BailingMoeV2ForCausalLM"], "attention_dropout": 0.0, "eos_token_id": 156892, "pad_token_id": 156892,
+    "hidden_act": "silu", "initializer_range": 0.02, "num_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8, "rope_scaling": None,
+    "rope_theta": 600000, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.52.3", "use_bias": False,
+    "use_rmsnorm": True, "rms_norm_eps": 1e-06, "head_dim": 128, "use_cache": True, "use_qkv_bias": False, "embedding_dropout": 0.0,
+    "output_dropout": 0.0, "partial_rotary_factor": 0.5, "router_dtype": "fp32", "moe_router_enable_expert_bias": True,
+    "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "use_qk_norm": True, "score_function": "sigmoid", "num_nextn_predict_layers": 0,
+    "mtp_loss_scaling_factor": 0, "num_experts": 256,
+}  # fmt: skip
+add(LING2, SIZES + " moe_intermediate_size moe_shared_expert_intermediate_size first_k_dense_replace",
+    ling_mini_2_0=(20, 2048, 5120, 16, 4, 157184, 32768, 512, 512, 1),
+    ling_flash_2_0=(32, 4096, 9216, 32, 4, 157184, 32768, 1024, 1024, 1),
+)  # fmt: skip

@@ -40,6 +40,7 @@ SIZES: Config = {
     **dict(sliding_window=8, local_attention=8, head_dim=16, d_kv=16, rotary_dim=8, n_inner=96),
     **dict(q_lora_rank=16, kv_lora_rank=24, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=20),
     **dict(first_k_dense_replace=1, ff_factor=1, num_nextn_predict_layers=0, embedding_size=64),
+    **dict(qk_head_dim=20, moe_shared_expert_intermediate_size=32, layer_group_size=3),
 }  # fmt: skip
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
@@ -52,8 +53,9 @@ PATTERNS = {
     "cohere2": 4,
     "qwen3_5_text": 4,
     "qwen3_5_moe_text": 4,
+    "lfm3": 6,
 }
-REMOTE = {"chatglm"}
+REMOTE = {"chatglm", "bailing_moe"}
 """Model types that transformers has only as its authors' code."""
 
 _T5 = {**CONFIGS["flan-t5-small"], "feed_forward_proj": "gated-gelu", "d_kv": 64}
@@ -117,6 +119,8 @@ def shrunk(config: Config) -> Config:
     tiny.pop("quantization_config", None)  # the weights here are dense
     for key in tiny.keys() & SIZES.keys():
         tiny[key] = SIZES[key] if tiny[key] else tiny[key]
+    if kind == "bailing_hybrid":
+        tiny |= {"n_group": 4, "topk_group": 2}
     count = PATTERNS.get(kind, 3)
     tiny |= {key: count for key in LAYERS if tiny.get(key) is not None}
     heads = next((config[k] for k in ("num_attention_heads", "n_head") if config.get(k)), None)

@@ -123,7 +123,7 @@ class Browser:
         self._ask("/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia", "params": media})
 
     def serious_violations(self):
-        """What axe-core finds on the page that is serious or critical. Skips the test where it is not there."""
+        """Lists what axe-core finds on the page that is serious or critical. Skips the test where it is not there."""
         found = importlib.util.find_spec("axe_core_python")
         if found is None:
             pytest.skip("needs axe-core-python")

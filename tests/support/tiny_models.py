@@ -168,6 +168,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {**_LFM, "model_type": "lfm2", "block_multiple_of": 8},
     "lfm2_moe": {**_LFM, **_EXPERTS, "model_type": "lfm2_moe", "num_dense_layers": 1},
+    "lfm3": {
+        **_LFM,
+        **dict(model_type="lfm3", head_dim=16, sliding_window=6),
+        **dict(num_attention_heads=16, num_key_value_heads=4),  # schemes need 16 gates
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+    },
     "nemotron_h": {
         **_LLAMA,
         "model_type": "nemotron_h",
@@ -235,6 +241,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "q_lora_rank": None,
         **dict(num_experts=8, n_group=4, topk_group=2, linear_num_heads=4, linear_head_dim=12),
+    },
+    "bailing_hybrid": {
+        **{k: v for k, v in _LATENT.items() if k not in ("n_routed_experts", "n_shared_experts")},
+        **dict(model_type="bailing_hybrid", pad_token_id=None, q_lora_rank=None, head_dim=12),
+        **dict(num_experts=8, n_shared_experts=1, n_group=4, topk_group=2, layer_group_size=3),
     },
     "granitemoehybrid": {
         **_MAMBA2,
@@ -587,6 +598,7 @@ GEMMA4_MOE = {
 
 RECURRENT = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h", "bamba"),
+    *("lfm3", "bailing_hybrid"),
     *("granitemoehybrid", "falcon_h1", "jamba", "kimi_linear", "olmo_hybrid"),
     *("mamba", "falcon_mamba", "mamba2", "minimax"),
 )
@@ -872,6 +884,52 @@ T5S: dict[str, dict[str, Any]] = {
 }
 
 
+BART = dict(
+    vocab_size=VOCAB,
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=3,
+    encoder_ffn_dim=64,
+    decoder_ffn_dim=48,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    max_position_embeddings=128,
+    init_std=0.3,
+    pad_token_id=1,
+    decoder_start_token_id=2,
+    eos_token_id=1,
+    forced_eos_token_id=None,
+)
+BARTS = {
+    "bart": "BartForConditionalGeneration",
+    "plbart": "PLBartForConditionalGeneration",
+    "mbart": "MBartForConditionalGeneration",
+    "blenderbot": "BlenderbotForConditionalGeneration",
+    "pegasus": "PegasusForConditionalGeneration",
+    "marian": "MarianMTModel",
+    "m2m_100": "M2M100ForConditionalGeneration",
+}
+
+
+def build_bart(
+    path: Path, family: str = "bart", *, seed: int = 0, noise: float = 0.1, **more: Any
+) -> Any:
+    """BART or one of its kin. The bias of its head is not zero."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(family, **{**BART, **more})
+    model: Any = getattr(transformers, BARTS[family])(config).eval()
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias.copy_(torch.randn(1, VOCAB))
+    sines = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    _shaken(model, path, noise)
+    model.load_state_dict(sines, strict=False)
+    model.save_pretrained(path)
+    return model
+
+
 def build_encoder(
     path: Path,
     family: str = "bert",
@@ -1025,6 +1083,7 @@ def build_whisper(
         **ends, max_length=64, no_timestamps_token_id=whisper_id("notimestamps"), is_multilingual=not english,
         suppress_tokens=[5, 9], begin_suppress_tokens=[220, end], max_initial_timestamp_index=20,
         prev_sot_token_id=whisper_id("startofprev"), return_timestamps=False,
+        alignment_heads=[[0, 1], [2, 3], [2, 0]],
     ).items():  # fmt: skip
         setattr(told, name, value)
     if not english:

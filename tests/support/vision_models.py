@@ -106,7 +106,7 @@ for _like in GEMMA4:
 for _like in (*QWEN3, "qwen2_vl"):
     for _table in (SPECIAL, IMAGE, PLACEHOLDER, TEMPLATES):
         _table[_like] = _table["qwen2_5_vl"]
-GLM = {"glm4v": "Glm4v", "glm4v_moe": "Glm4vMoe", "glm46v": "Glm46V"}
+GLM = {"glm4v": "Glm4v", "glm4v_moe": "Glm4vMoe", "glm46v": "Glm46V", "glm_ocr": "GlmOcr"}
 """The names of transformers' classes."""
 for _like in GLM:
     SPECIAL[_like] = ("<|user|>", "<|assistant|>", "<|image|>", "<|video|>")
@@ -313,6 +313,9 @@ def _glm_config(family: str, image: int, more: Any) -> Any:
     moe = dict(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, n_group=2)
     if family == "glm4v_moe":
         text |= {**moe, "topk_group": 1, "head_dim": 16}
+    if family == "glm_ocr":
+        text["head_dim"] = 32
+        text["rope_parameters"]["mrope_section"] = [2, 3, 3]
     if family == "glm46v":
         text["model_type"] = "glm4v_text"
     vision = dict(
@@ -323,7 +326,7 @@ def _glm_config(family: str, image: int, more: Any) -> Any:
         patch_size=4,
         image_size=20,
         out_hidden_size=64,
-        attention_bias=family == "glm4v_moe",
+        attention_bias=family in ("glm4v_moe", "glm_ocr"),
         initializer_range=0.2,
     )
     if family == "glm46v":

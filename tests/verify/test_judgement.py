@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from slipstream.errors import SlipstreamError
-from slipstream.verify import checks, probes
-from slipstream.verify.asking import NUM_FORMED, Asking, Plan
-from slipstream.verify.checks import Finding, Verification
+from slipstream.verify import judging, probes
+from slipstream.verify.asking import Asking
+from slipstream.verify.checks import Verification
+from slipstream.verify.judging import Finding, Judge
 from slipstream.verify.measures import Sample
 from slipstream.verify.report import EXIT_CODES, document
+from slipstream.verify.seen import NUM_FORMED, WARM, Plan, Seen
 from slipstream.verify.served import Answer, NotOfferedError, Served
 
 
@@ -25,7 +27,7 @@ def verification(replies=(), **plan):
 def test_prompt_tokens_are_counted_where_the_server_says_them():
     made = verification([SimpleNamespace(num_prompt_tokens=n) for n in (5, None, 7)])
     made.asking._answers([[]] * 3, range(3), {})
-    assert (made.asking.num_answers, made.asking.num_prompt_tokens) == (3, 12)
+    assert (made.asking.seen.num_answers, made.asking.seen.num_prompt_tokens) == (3, 12)
 
 
 def test_seeds_begin_at_other_questions_and_turns_go_on():
@@ -46,8 +48,8 @@ def test_seeds_begin_at_other_questions_and_turns_go_on():
 )
 def test_counts_of_prompts(counts, outcome, why):
     made = verification()
-    made.asking.counts.extend(counts)
-    found = made._prompts()
+    made.asking.seen.counts.extend(counts)
+    found = made.judge._prompts()
     assert (found.outcome, why in found.why) == (outcome, True)
 
 
@@ -74,8 +76,8 @@ def answers_of(kind, at, num=80, seed=0):
     ],
 )
 def test_a_divergence_is_judged_by_its_error(values, outcome, monkeypatch):
-    monkeypatch.setattr(Asking, "short", lambda self: [[v] for v in values])
-    assert verification(max_kl=0.01)._distribution("plain", "x").outcome == outcome
+    monkeypatch.setattr(Seen, "short", lambda self: [[v] for v in values])
+    assert verification(max_kl=0.01).judge._distribution("plain", "x").outcome == outcome
 
 
 @pytest.mark.parametrize(
@@ -89,44 +91,44 @@ def test_a_divergence_is_judged_by_its_error(values, outcome, monkeypatch):
 )
 def test_a_temperature_is_judged_by_its_likelihood(factor, ignored, outcome, why):
     made = verification()
-    made.asking.drawn.update(answers_of("plain", factor))
-    made.asking.drawn.update(answers_of("warm", 1.0 if ignored else factor * checks.WARM, seed=1))
-    found = made._temperature()
+    made.asking.seen.drawn.update(answers_of("plain", factor))
+    made.asking.seen.drawn.update(answers_of("warm", 1.0 if ignored else factor * WARM, seed=1))
+    found = made.judge._temperature()
     assert (found.outcome, why in found.why) == (outcome, True)
 
 
 def test_few_answers_leave_a_temperature_open():
     made = verification()
-    made.asking.drawn.update(answers_of("warm", checks.WARM, num=2))
-    assert made._temperature().outcome == "undecided"
+    made.asking.seen.drawn.update(answers_of("warm", WARM, num=2))
+    assert made.judge._temperature().outcome == "undecided"
     made = verification()
-    made.asking.drawn.update(
+    made.asking.seen.drawn.update(
         answers_of("plain", 1.0)
     )  # a server that ignores the field would draw these
-    assert made._temperature().outcome == "undecided"
+    assert made.judge._temperature().outcome == "undecided"
 
 
 @pytest.mark.parametrize("warm", ["refused", "as asked for", "hotter", "not asked"])
 def test_a_temperature_that_explains_a_fault_is_one_itself_or_leaves_the_fault(warm, monkeypatch):
     made = verification()
-    made.asking.counts.append((5, 5))
-    made.asking.drawn.update(answers_of("plain", 1.3, num=24))
-    for sample in made.asking.drawn["plain"]:
+    made.asking.seen.counts.append((5, 5))
+    made.asking.seen.drawn.update(answers_of("plain", 1.3, num=24))
+    for sample in made.asking.seen.drawn["plain"]:
         object.__setattr__(sample, "kl", [0.06])
     monkeypatch.setattr(
-        checks.measures, "divergences", lambda s, ids, at=1.0, **cut: [0.06 if at == 1 else 0.001]
+        judging.measures, "divergences", lambda s, ids, at=1.0, **cut: [0.06 if at == 1 else 0.001]
     )
     if warm == "refused":
-        made.asking.refused["warm"] = "at most 1"
+        made.asking.seen.refused["warm"] = "at most 1"
     elif warm == "as asked for":  # by these draws: too little to tell, or a plain one alone
         monkeypatch.setattr(
-            Verification,
+            Judge,
             "_temperature",
             lambda self: Finding(check="temperature", outcome="pass", why=""),
         )
     elif warm == "hotter":
-        made.asking.drawn.update(answers_of("warm", 1.3 * checks.WARM, num=24, seed=1))
-    found = {f.check: f.outcome for f in made._judged()}
+        made.asking.seen.drawn.update(answers_of("warm", 1.3 * WARM, num=24, seed=1))
+    found = {f.check: f.outcome for f in made.judge.judged()}
     if warm == "hotter":
         assert found == {"prompt": "pass", "temperature": "fault"}
     else:
@@ -148,8 +150,8 @@ def test_a_temperature_that_explains_a_fault_is_one_itself_or_leaves_the_fault(w
 )
 def test_code_words_count_where_the_model_itself_finds_them(found, outcome):
     made = verification()
-    made.asking.needles[800] = found
-    assert made._needle().outcome == outcome
+    made.asking.seen.needles[800] = found
+    assert made.judge._needle().outcome == outcome
 
 
 @pytest.mark.parametrize(
@@ -171,18 +173,18 @@ def test_a_cut_is_judged_by_what_the_model_leaves_outside(kind, spread, is_cut, 
     for _ in range(32):
         ids = torch.multinomial(served, 24, replacement=True, generator=chance).tolist()
         logprobs = row.log().log_softmax(-1).expand(24, -1)
-        made.asking.drawn.setdefault(kind, []).append(
+        made.asking.seen.drawn.setdefault(kind, []).append(
             Sample(token_ids=ids, tokens=[], logprobs=logprobs)
         )
-    found = {f.check: f.outcome for f in made._cuts()}
+    found = {f.check: f.outcome for f in made.judge._cuts()}
     assert found["temperature 0" if kind == "greedy" else kind] == outcome
 
 
 def test_a_long_conversation_of_fewer_tokens_was_cut():
     made = verification()
-    made.asking.counts.append((5, 5))
-    made.asking.long_counts.extend([(90, 90), (60, 90)])
-    found = made._long()
+    made.asking.seen.counts.append((5, 5))
+    made.asking.seen.long_counts.extend([(90, 90), (60, 90)])
+    found = made.judge._long()
     assert (found.outcome, "30 tokens" in found.why) == ("fault", True)
 
 
@@ -241,7 +243,7 @@ def test_turns_go_on_for_what_is_undecided(outcomes, turns, monkeypatch):
     monkeypatch.setattr(Asking, "ask", lambda self, kind: asked.append(kind))
     checked = ("prompt", "temperature 0")
     found = [Finding(check=c, outcome=o, why="") for c, o in zip(checked, outcomes, strict=True)]
-    monkeypatch.setattr(Verification, "_judged", lambda self: found)
+    monkeypatch.setattr(Judge, "judged", lambda self: found)
     for name in ("_schemas", "_tools"):
         monkeypatch.setattr(Verification, name, lambda self: found[0])
     assert len(verification(answers=10, turn=4).run()) == 4
@@ -250,14 +252,14 @@ def test_turns_go_on_for_what_is_undecided(outcomes, turns, monkeypatch):
 
 def test_wrong_weights_end_the_verification():
     made = verification(max_kl=0.01)
-    made.asking.counts.append((5, 5))
+    made.asking.seen.counts.append((5, 5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Asking, "short", lambda self: [[0.5]] * 12)
-        assert [f.check for f in made._judged()] == ["prompt", "distribution"]
-        patch.setattr(Asking, "short", lambda self: [[0.0001], [0.0002]] * 4)
-        assert [f.check for f in made._judged()] == ["prompt", "distribution"]  # too few yet
-        patch.setattr(Asking, "short", lambda self: [[0.0001], [0.0002]] * 6)
-        assert [f.check for f in made._judged()][-1] == "temperature 0"
+        patch.setattr(Seen, "short", lambda self: [[0.5]] * 12)
+        assert [f.check for f in made.judge.judged()] == ["prompt", "distribution"]
+        patch.setattr(Seen, "short", lambda self: [[0.0001], [0.0002]] * 4)
+        assert [f.check for f in made.judge.judged()] == ["prompt", "distribution"]  # too few yet
+        patch.setattr(Seen, "short", lambda self: [[0.0001], [0.0002]] * 6)
+        assert [f.check for f in made.judge.judged()][-1] == "temperature 0"
 
 
 @pytest.mark.parametrize(("causes", "opens", "code"), [(1, 1, 1), (0, 1, 4), (0, 0, 0)])
@@ -282,19 +284,25 @@ def test_an_empty_answer_is_a_fault_where_the_model_would_not_end(ends, counted)
     made.reference.logprobs = lambda *asked: torch.tensor([[1 - ends, ends]]).log()
     empty = Answer(text="", tokens=(), num_prompt_tokens=1, finish_reason="stop")
     assert made.asking._sample([1], empty, "plain") is None
-    made.asking.drawn["plain"] = [
+    made.asking.seen.drawn["plain"] = [
         Sample(token_ids=[0], tokens=[], logprobs=torch.zeros(1, 2), kl=[0.0])
     ]
-    assert made.asking.short() == [[0.0], *[[0.08]] * counted]
+    assert made.asking.seen.short() == [[0.0], *[[0.08]] * counted]
 
 
 def test_log_probabilities_after_temperature_and_cuts_say_nothing_of_the_distribution():
     made = verification()
     row = {"token_ids": [0], "tokens": [], "logprobs": torch.zeros(1, 2)}
-    made.asking.drawn["plain"] = [Sample(**row, kl=[0.3], kl_cut=[0.0])]
-    made.asking.drawn["warm"] = [Sample(**row, kl=[0.3], kl_cut=[0.0]), Sample(**row, kl=[0.0])]
-    made.asking.drawn["greedy"] = [Sample(**row, kl=[0.5], kl_cut=[9.0]), Sample(**row, kl=[0.0])]
-    assert made.asking.short() == [[0.3], [0.5], [0.0]]
+    made.asking.seen.drawn["plain"] = [Sample(**row, kl=[0.3], kl_cut=[0.0])]
+    made.asking.seen.drawn["warm"] = [
+        Sample(**row, kl=[0.3], kl_cut=[0.0]),
+        Sample(**row, kl=[0.0]),
+    ]
+    made.asking.seen.drawn["greedy"] = [
+        Sample(**row, kl=[0.5], kl_cut=[9.0]),
+        Sample(**row, kl=[0.0]),
+    ]
+    assert made.asking.seen.short() == [[0.3], [0.5], [0.0]]
 
 
 def test_a_log_probability_that_is_no_number_is_a_very_small_one():

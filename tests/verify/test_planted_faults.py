@@ -3,10 +3,10 @@
 import pytest
 
 from slipstream.config import EngineArgs
-from slipstream.verify.asking import Plan
 from slipstream.verify.checks import Verification
 from slipstream.verify.reference import Reference
 from slipstream.verify.report import document
+from slipstream.verify.seen import Plan
 from tests.verify.planted import FAULTS, served_with, write_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -8,9 +8,9 @@ from functools import cache, cached_property
 import pytest
 import torch
 
-from slipstream.verify.asking import Plan
 from slipstream.verify.checks import Verification
 from slipstream.verify.report import document, summary
+from slipstream.verify.seen import Plan
 from slipstream.verify.served import Answer, NotOfferedError, Served, ServedToken
 
 VOCABULARY, LIMIT = 64, 0.01

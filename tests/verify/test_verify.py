@@ -9,9 +9,9 @@ from slipstream.cli.main import main
 from slipstream.config import EngineArgs
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.verify.asking import Plan
 from slipstream.verify.checks import Verification
 from slipstream.verify.reference import Reference
+from slipstream.verify.seen import Plan
 from slipstream.verify.served import NotOfferedError, Served
 from tests.server.conftest import *  # noqa: F403 - the tiny server
 from tests.server.conftest import serving

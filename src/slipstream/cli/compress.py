@@ -3,7 +3,7 @@ the quality that it costs.
 
 R is a preset (fp8, fp8-gptq, fp8-static, int8, int8-outliers, int4-awq-gptq, int4-awq, int4-gptq,
 int4-learned, nvfp4, nvfp4-gptq, mxfp4, mxfp4-gptq, w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3,
-draft:eagle3, draft:medusa, lora) or a YAML file. DIR appears whole or not at all. Finished work of
+draft:eagle3, draft:medusa, lora, gguf:Q4_K_M and other types) or a YAML file. DIR appears whole or not at all. Finished work of
 an interrupted run is stored next to it, and the same command continues from there. The exit code is
 1 if the result is broken: its perplexity or its agreement with MODEL is outside the limits. DIR and
 the report in it are written
@@ -329,9 +329,12 @@ def _document(args: argparse.Namespace, job: Compression, made: Outcome) -> dict
         "bytes_before": given.num_bytes,
         "bytes_after": plan.bytes_after,
         "bits_per_weight": plan.bits_per_weight,
-        "num_products": len(rounded),
+        "num_products": len(rounded) or sum(b.type != "F32" for b in plan.blocks),
         "num_sparse_products": sum(w.sparse for w in plan.weights),
-        "products": {w.name: w.fmt for w in rounded},
+        "products": {
+            **{w.name: w.fmt for w in rounded},
+            **{b.name: b.type for b in plan.blocks if b.type != "F32"},
+        },
         "report": None if made.report is None else made.report.document,
     }
 

@@ -457,6 +457,9 @@ class WorkFolder:
             write_tokenizer(folder, source)
             (folder / RECIPE_NAME).write_text(json.dumps(recipe, indent=2) + "\n")
             finish(folder)
+        self.clear()
+
+    def clear(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def tensors(self, parts: Sequence[str]) -> Iterator[tuple[str, Tensor]]:

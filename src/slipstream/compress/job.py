@@ -146,6 +146,7 @@ class Outcome:
                 after -= p.fmt.num_bytes(p.rows, p.inner, self.plan.scale_bytes)
                 bits = budget.average
             kinds[kind] += 1
+        kinds.update(b.type for b in self.plan.blocks if b.type != "F32")
         return kinds, after, bits
 
 

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from slipstream.compress.checkpoint import Names
+from slipstream.compress.gguf.mix import GGUF, PlannedBlocks, plan_blocks
 from slipstream.compress.quantize import rotate
 from slipstream.compress.recipe import QAT, KVCache, Quantize, Recipe, Rotate
 from slipstream.compress.sparsify import check_inner
@@ -70,6 +71,7 @@ class CompressionPlan:
     bytes_after: int
     scale_bytes: int
     needs_text: bool
+    blocks: tuple[PlannedBlocks, ...] = ()  # a GGUF file's tensors, which `weights` then lacks
 
     @property
     def formats(self) -> dict[str, WeightFormat]:
@@ -78,7 +80,9 @@ class CompressionPlan:
 
     @property
     def bits_per_weight(self) -> float:
-        """The mean over rounded weights, scales and zero points included."""
+        """The mean over rounded weights, scales and zero points included; of a GGUF file over all matrices."""
+        if matrices := [b for b in self.blocks if b.type != "F32"]:
+            return 8 * sum(b.num_bytes for b in matrices) / sum(b.num_values for b in matrices)
         done = [(w, w.fmt) for w in self.weights if w.fmt is not None]
         num_bytes = sum(fmt.num_bytes(w.rows, w.inner, self.scale_bytes) for w, fmt in done)
         return 8 * num_bytes / max(1, sum(w.rows * w.inner for w, _ in done))
@@ -93,6 +97,18 @@ def plan(
     check_writable(source, inside=True)
     quantize, sparsify = recipe.one(Quantize), recipe.one(Sparsify)
     before_shapes = parameters(source.spec)
+    element = TORCH_DTYPES[source.dtype].itemsize if source.dtype in TORCH_DTYPES else 2
+    before = sum(math.prod(shape) for shape in before_shapes.values()) * element
+    if (blocks := recipe.one(GGUF)) is not None:
+        made = plan_blocks(source, blocks)
+        return CompressionPlan(
+            weights=(),
+            bytes_before=before,
+            bytes_after=sum(tensor.num_bytes for tensor in made),
+            scale_bytes=element,
+            needs_text=blocks.needs_text,
+            blocks=made,
+        )
     if recipe.one(Rotate) is not None:
         if source.family.nested_config is not None:
             raise ConfigError(
@@ -102,7 +118,6 @@ def plan(
         rotate.check(source.spec)
         source = rotate.untied(source)
     shapes, spec = parameters(source.spec), source.spec
-    element = TORCH_DTYPES[source.dtype].itemsize if source.dtype in TORCH_DTYPES else 2
     weights = []
     for name, (rows, inner) in _product_shapes(source).items():
         settings = None if quantize is None else quantize.of(name)
@@ -151,7 +166,6 @@ def plan(
             )
         Names(source).check({f"{w.name}.weight": w.fmt for w in weights if w.fmt is not None})
         _check_parallel(spec.layers, {w.name: w.fmt for w in weights})
-    before = sum(math.prod(shape) for shape in before_shapes.values()) * element
     after = sum(math.prod(shape) for shape in shapes.values()) * element + sum(
         w.fmt.num_bytes(w.rows, w.inner, element) - w.rows * w.inner * element
         for w in weights

@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from slipstream.base.arguments import likely_value
 from slipstream.base.files import parse_json, read_yaml
+from slipstream.compress.gguf.mix import GGUF, MIXES, SHORT
 from slipstream.compress.steps import (
     Distill,
     DraftHead,
@@ -293,6 +294,7 @@ Step: TypeAlias = (
     | KVCache
     | DraftHead
     | LoRA
+    | GGUF
 )
 
 STEPS: dict[str, type[Step]] = {
@@ -306,6 +308,7 @@ STEPS: dict[str, type[Step]] = {
     "kv_cache": KVCache,
     "draft_head": DraftHead,
     "lora": LoRA,
+    "gguf": GGUF,
 }
 
 STEP_NAMES = {kind: name for name, kind in STEPS.items()}
@@ -350,7 +353,7 @@ PRESETS: dict[str, list[Any]] = {
     "lora": [{"lora": {}}],
 }
 """Presets by name. There are also `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3`
-(or `draft:small`), a draft model with this share of the parameters."""
+(or `draft:small`), a draft model with this share of the parameters, and `gguf:TYPE`."""
 
 OTHERS = {
     "awq": "int4-awq",
@@ -429,7 +432,7 @@ def read_recipe(given: str) -> Recipe:
         return parse(steps, name=given)
     path = Path(given).expanduser()
     if not path.is_file():
-        names = [*PRESETS, "w4a16-mixed:3.5bpw", "draft:1/3"]
+        names = [*PRESETS, "w4a16-mixed:3.5bpw", "draft:1/3", *(f"gguf:{kind}" for kind in MIXES)]
         hint = likely_value(OTHERS.get(given.lower(), given), names)
         raise ConfigError(
             f"recipe={given!r} is neither a file nor a preset; presets are {', '.join(names)}{hint}",
@@ -457,10 +460,28 @@ def recipe_of(checkpoint: Path) -> Recipe | None:
         ) from error
 
 
+BACK_OFF = ("Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
+"""GGUF's types that are tried in turn."""
+
+
 def more_bits(recipe: Recipe) -> list[Recipe]:
     """The recipe with one more bit, two more bits, … up to 8; a budget in steps of half a bit up to
     its largest choice."""
-    quantize = recipe.one(Quantize)
+    quantize, blocks = recipe.one(Quantize), recipe.one(GGUF)
+    if blocks is not None:
+        kinds = [kind for kind in MIXES if kind in BACK_OFF]
+        later = list(MIXES)[list(MIXES).index(SHORT.get(blocks.type, blocks.type)) + 1 :]
+        return [
+            Recipe(
+                steps=tuple(
+                    dataclasses.replace(blocks, type=kind) if step is blocks else step
+                    for step in recipe.steps
+                ),
+                name=f"{recipe.name} with {kind}",
+            )
+            for kind in kinds
+            if kind in later
+        ]
     if quantize is None:
         return []
 
@@ -497,6 +518,8 @@ def preset(name: str) -> list[Any] | None:
             {"prune": {"size": int(found[1]) / int(found[2])}},
             {"distill": {**steps, "state_weight": 0.1}},
         ]
+    if name.lower().startswith("gguf:"):
+        return [{"gguf": {"type": name[len("gguf:") :].upper()}}]
     return PRESETS.get(name)
 
 
@@ -554,6 +577,10 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
         raise ConfigError(
             "rotate needs a quantize step after it, with a number of bits and without qat",
             field="rotate",
+        )
+    if recipe.one(GGUF) is not None and layers:
+        raise ConfigError(
+            f"gguf rounds by itself; leave {STEP_NAMES[layers[0]]} out", field="steps"
         )
     for kind, step in (("draft_head", DraftHead), ("lora", LoRA)):
         if recipe.one(step) is not None and len(found) > 1:

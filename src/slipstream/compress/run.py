@@ -32,6 +32,7 @@ from slipstream.compress.checkpoint import (
     stored_formats,
     untouched,
 )
+from slipstream.compress.gguf.mix import GGUF
 from slipstream.compress.layer_steps import LayerState, layer_steps
 from slipstream.compress.planning import ORDER, TORCH_DTYPES, CompressionPlan, plan
 from slipstream.compress.quantize import rotate
@@ -86,6 +87,12 @@ def compress(
         "dtype": str(dtype),
     }
     work = WorkFolder(out, identity, restart=restart)
+    if (blocks := recipe.one(GGUF)) is not None:
+        from slipstream.compress.gguf.write import GGUFRun, write_gguf
+
+        run_of_blocks = GGUFRun(source, blocks, planned.blocks, work, device, dtype)
+        write_gguf(run_of_blocks, recipe.as_data(), windows, progress=progress, finish=finish)
+        return planned
     run = CompressionRun(source, recipe, planned, work, device, dtype)
     qat, training = recipe.one(QAT), windows
     if qat is not None and qat.num_windows is not None:

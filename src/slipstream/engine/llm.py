@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from slipstream.base.suggesting import suggesting
 from slipstream.config import EngineArgs, setting_help
+from slipstream.engine.audio.segments import TranscriptionOutput
 from slipstream.engine.audio.sound import read_samples
 from slipstream.engine.audio.transcription import (
     Task,
@@ -70,7 +71,6 @@ from slipstream.outputs import (
     RequestOutput,
     RerankResult,
     ScoreOutput,
-    TranscriptionOutput,
     Vectors,
 )
 from slipstream.params.lora_request import LoRARequest
@@ -299,13 +299,15 @@ class LLM(OfflineEngine):
         seed: int | None = None,
         timestamps: bool = False,
         details: bool = False,
+        words: bool = False,
         progress: bool = True,
     ) -> list[TranscriptionOutput]:
         """The text of a sound, or of each of a list: a path, a file's bytes, samples at 16 kHz, or (samples, rate).
 
         Sounds of any length are read in windows; those of different sounds run together. `task="translate"` writes English.
         `timestamps`: the segments have times (those of sounds longer than a window always have). `details`: they have
-        log-probabilities. RequestError names what can't work before anything runs.
+        log-probabilities. `words`: they have times and words with times. RequestError names what can't work before anything
+        runs.
         """
         options = TranscriptionOptions(
             task=task,
@@ -315,6 +317,7 @@ class LLM(OfflineEngine):
             seed=seed,
             timestamps=timestamps,
             details=details,
+            words=words,
         )
         description, longest = self.core.description, self.config.model.max_model_len
         speech_of(description)
@@ -326,7 +329,13 @@ class LLM(OfflineEngine):
             prompts, sampling = zip(*(one.next() for one in waiting), strict=True)
             answers = self.generate(list(prompts), list(sampling), progress=progress)
             for one, answer in zip(waiting, answers, strict=True):
-                one.take(answer.outputs[0].token_ids, answer.outputs[0].logprobs)
+                own = answer.outputs[0]
+                asked = one.question(own.token_ids)
+                one.take(
+                    own.token_ids,
+                    own.logprobs,
+                    None if asked is None else self.core.executor.attention_of(asked),
+                )
         return [one.output() for one in made]
 
     @suggesting

@@ -126,7 +126,8 @@ def query_scales(spec: QueryScale, num_positions: int) -> Floats:
 def sinusoids(spec: SinusoidSpec, width: int) -> Floats:
     """Returns float32 [num_positions, width]: the rows that are added to embeddings."""
     half = width // 2
-    steps = np.arange(half, dtype=np.float32) * np.float32(-math.log(10000) / (half - 1))
+    last = half - 1 if spec.far else half
+    steps = np.arange(half, dtype=np.float32) * np.float32(-math.log(10000) / last)
     angles = np.outer(np.arange(spec.num_positions, dtype=np.float32), np.exp(steps))
     return np.concatenate(
         (np.sin(angles), np.cos(angles), np.zeros_like(angles[:, : width % 2])), 1

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+Matrix: TypeAlias = "npt.NDArray[np.float32]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,3 +58,14 @@ class AudioWindow:
         padded = np.pad(spectrogram, ((0, 0), (1, 1)))
         around = np.lib.stride_tricks.sliding_window_view(padded, 3, axis=1)  # [mels, frames, 3]
         return np.ascontiguousarray(around.transpose(1, 0, 2)).reshape(spectrogram.shape[1], -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignmentQuestion:
+    """A question where in a window of audio the tokens of its text are. The first `num_skipped` tokens are none of the text.
+    Only the first `num_states` states are of the sound."""
+
+    audio: AudioWindow
+    token_ids: tuple[int, ...]
+    num_skipped: int
+    num_states: int

@@ -62,6 +62,7 @@ def adapted_products(decoder: Decoder) -> dict[str, Linear]:
                 "attention.q_latent": a.q_latent,
                 "attention.q": a.q,
                 "attention.latent": a.latent,
+                "attention.gate": a.gate,
                 "attention.out": a.out,
             }
             if (x := a.index) is not None:

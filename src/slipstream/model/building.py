@@ -116,6 +116,12 @@ def build_layer(
             parameters.pop(f"{name}expert_table.weight", None),
         )
 
+    def spread_heads(num_heads: int, width: int, like: Any) -> Linear:
+        """Zeros and ones that give a head's number to each of its `width` results."""
+        ones = np.repeat(np.eye(num_heads, dtype=np.float32), width, 0)
+        parameters[f"{name}attention.spread.weight"] = constant(like, ones, own_type=True)
+        return linear("attention.spread", None)
+
     def attention(s: AttentionSpec) -> Attention:
         qkv, out = linear("attention.qkv"), linear("attention.out")
         norms: list[Any] = [parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk"]
@@ -149,10 +155,8 @@ def build_layer(
             own = {x: linear(f"attention.{x}", None) for x in s.position.products}
             where = tables.disentangled(ops, s, s.position, qkv, own)
         if s.gated == "head":
-            ones = np.repeat(np.eye(s.num_heads, dtype=np.float32), s.head_dim, 0)
             like = norms[0] if norms[0] is not None else next(iter(parameters.values()))
-            parameters[f"{name}attention.spread.weight"] = constant(like, ones, own_type=True)
-            spread = linear("attention.spread", None)
+            spread = spread_heads(s.num_heads, s.head_dim, like)
         norm = s.out_norm and build_norm(
             s.out_norm, f"{name}attention.out_norm", parameters, tables
         )
@@ -189,8 +193,15 @@ def build_layer(
         q, latent, out = (linear(f"attention.{part}") for part in ("q", "latent", "out"))
         scale = tables.query_scale(s.query_scale)
         found = index(s.index) if isinstance(s.index, IndexSpec) else None
+        gates: Any = ()
+        if s.gated:
+            gates = (
+                linear("attention.gate", None),
+                spread_heads(s.num_heads, s.value_dim, k_norm.weight),
+            )
         return LatentAttention(
-            s, q_latent, q, latent, out, q_norm, params, scale, found, summed_ranks, context
+            *(s, q_latent, q, latent, out, q_norm, params, scale, found, summed_ranks, context),
+            *gates,
         )
 
     def compressed(s: CompressedAttentionSpec) -> CompressedAttention:

@@ -215,7 +215,7 @@ def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
             h = whole(decoder.ops, pending)
             found[where] = h.clone() if residual is None else h + residual
 
-        h = decoder.embedded(ids, meta)
+        h = (decoder.encoder_input if name else decoder.embedded)(ids, meta)
         return run_layers(decoder.ops, layers, h, kv, decoder.with_inputs(ids, h, meta), before)
 
     if (encoder := decoder.encoder) is not None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.model.building import build_layer, build_linear, build_norm
-from slipstream.model.encoder import AudioInput, Classifier, Encoder
+from slipstream.model.encoder import AudioInput, Classifier, Encoder, TextInput
 from slipstream.model.layers.feed_forward import MoE
 from slipstream.model.layers.layer import Layer, Partition, run_layers
 from slipstream.model.layers.residual import finished, normed
@@ -196,9 +196,16 @@ class Decoder:
                 )
                 where = parameters.pop("encoder.positions.weight")
                 audio = AudioInput(e.audio, first, second, where)
-            self.encoder = Encoder(
-                own_stack, build_norm(e.final_norm, "encoder.final_norm", parameters), audio
+            norms = (
+                None if n is None else build_norm(n, f"encoder.{name}", parameters)
+                for name, n in (("final_norm", e.final_norm), ("embed_norm", e.embed_norm))
             )
+            final, of_text = norms
+            text: TextInput | None = None
+            if e.positions is not None:
+                where = parameters.pop("encoder.positions.weight")
+                text = TextInput(where, e.positions.offset, of_text)
+            self.encoder = Encoder(own_stack, final, audio, text)
         if (c := spec.classifier) is not None and spec.has_last:
             out = build_linear("classifier.out", parameters, ops, None, products)
             dense = (
@@ -323,8 +330,12 @@ class Decoder:
     def encoder_input(self, given: Tensor, meta: AttentionMetadata) -> Tensor:
         """Returns the input [T, E] of the encoder's first layer."""
         assert self.encoder is not None
-        audio = self.encoder.audio
-        return self.embedded(given, meta) if audio is None else audio(self.ops, given)
+        if self.encoder.audio is not None:
+            return self.encoder.audio(self.ops, given)
+        if self.encoder.text is None:
+            return self.embedded(given, meta)
+        h = self.vocabulary.embed(self.ops, given, self.embed, self.spec.embed_scale)
+        return self.encoder.text(self.ops, h, meta)
 
     def remember(self, states: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """Writes the keys and values of the encoder's states [T, E] to each layer's cache."""

@@ -58,12 +58,28 @@ class AudioInput:
 
 
 @dataclass(frozen=True, slots=True)
+class TextInput:
+    """Positions of an encoder's own, and a norm, which its tokens' embeddings get."""
+
+    positions: Tensor  # [num_positions, E]
+    offset: int
+    norm: NormParams | None
+
+    def __call__(self, ops: OpSet, h: Tensor, meta: AttentionMetadata) -> Tensor:
+        """Embeddings [T, E] → the first layer's input [T, E]."""
+        h = h + ops.embed_positions(meta, self.positions, self.offset)
+        return h if self.norm is None else normed(ops, self.norm, h)
+
+
+@dataclass(frozen=True, slots=True)
 class Encoder:
-    """The encoder of an encoder-decoder. Its inputs are the decoder's embeddings, or made from `audio`."""
+    """The encoder of an encoder-decoder. Its inputs are made of embeddings as the decoder's are, or by `text`, or made from
+    `audio`."""
 
     layers: Sequence[Layer]
-    final_norm: NormParams
+    final_norm: NormParams | None
     audio: AudioInput | None = None
+    text: TextInput | None = None
 
     def __call__(self, ops: OpSet, h: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """Embeddings of whole texts [T, E] → their states [T, E]. `kv` holds keys and values for

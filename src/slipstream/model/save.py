@@ -29,6 +29,7 @@ from slipstream.spec.parameters import (
     Deinterleave,
     Flatten,
     Integers,
+    MinusOne,
     OneRow,
     Placement,
     Regroup,
@@ -38,6 +39,7 @@ from slipstream.spec.parameters import (
     Transpose,
     Turnable,
     Ungroup,
+    Unpermute,
     Vector,
 )
 
@@ -156,6 +158,11 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
             return (part.float() / rows.view(-1, *(1,) * (part.ndim - 1))).to(part.dtype)
         case Flatten(kernel=kernel):
             return part.reshape(part.shape[0], *kernel)
+        case MinusOne():
+            return part + 1
+        case Unpermute(num_heads=n):
+            turned: Tensor = part.unflatten(0, (n, 2, -1)).transpose(1, 2)
+            return turned.flatten(0, 2)
         case Deinterleave(transposed=True):
             return torch.stack([half.mT for half in part.chunk(2, dim=-2)], dim=-1).flatten(-2)
         case Deinterleave():

@@ -91,7 +91,8 @@ def trace_encoder(decoder: Decoder) -> Trace:
     layers."""
     assert decoder.encoder is not None
     recorder, view = _recorded(decoder)
-    embedded, embedding = _embed(recorder, view)
+    made: Any = view.encoder_input if decoder.encoder.audio is None else view.embedded
+    embedded, embedding = _value(made(TOKENS, TracedMeta())), _taken(recorder)
     caches = _caches(decoder)
     layers = decoder.encoder.layers
     pending, residual = _layers(recorder, view, layers, embedded, caches[:1] * len(layers))

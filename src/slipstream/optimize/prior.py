@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from functools import cache
 
 from slipstream.bench.adapters import Parallel, parse_parallel
 from slipstream.bench.load import parse_arrivals
+from slipstream.compress.gguf.mix import GGUF
 from slipstream.compress.recipe import Quantize, read_recipe
 from slipstream.compress.steps import PruneSettings, Sparsify
 from slipstream.config import EngineArgs
@@ -114,8 +116,12 @@ def bits_of(compression: str) -> tuple[int, str | None]:
     quantize = recipe.one(Quantize)
     if recipe.one(Sparsify) is not None or recipe.one(PruneSettings) is not None:
         return 3, "int8"  # half of the weights are left: as fast as 8 bits, with the loss of 3
-    if quantize is None:
+    blocks = recipe.one(GGUF)
+    if blocks is not None and blocks.type != "F16":
+        bits = int(re.findall(r"\d", blocks.type)[0])
+    elif quantize is None:
         return 16, None
-    bits = quantize.bits if isinstance(quantize.bits, int) else round(quantize.bits.average)
+    else:
+        bits = quantize.bits if isinstance(quantize.bits, int) else round(quantize.bits.average)
     nearest = min(KL_OF_BITS, key=lambda known: abs(known - bits))
     return nearest, "int8" if bits > 5 else "int4"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Required, TypeAlias, TypedDict
+from typing import Any, NotRequired, Required, TypeAlias, TypedDict
 
 
 class TokensPrompt(TypedDict):
@@ -12,9 +12,11 @@ class TokensPrompt(TypedDict):
 
 
 class TextPrompt(TypedDict):
-    """A prompt that is text, as vLLM writes it."""
+    """A prompt that is text, as vLLM writes it. For models that translate it may name languages."""
 
     prompt: str
+    source_language: NotRequired[str]
+    target_language: NotRequired[str]
 
 
 class PicturesPrompt(TypedDict, total=False):

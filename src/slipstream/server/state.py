@@ -22,6 +22,7 @@ from slipstream.base.suggesting import suggesting_init
 from slipstream.config import EngineConfig
 from slipstream.engine.text.tools import Formats
 from slipstream.errors import ConfigError
+from slipstream.messages.media import AlignmentQuestion, Matrix
 from slipstream.messages.stats import CanaryResult, EngineStats
 from slipstream.messages.texts import TextTask
 from slipstream.messages.weights import PauseMode, WeightsInfo
@@ -158,6 +159,7 @@ class EngineProtocol(Protocol):
     def check_pictures(self, count: int) -> None: ...
     async def measure_picture(self, data: bytes) -> PictureFile: ...
     async def prepare_picture(self, source: Any, detail: str = "auto") -> PreparedPicture: ...
+    async def attention_of(self, asked: AlignmentQuestion) -> Matrix: ...
     async def embed(
         self,
         prompts: Sequence[Prompt | tuple[str, str]],

@@ -28,6 +28,7 @@ _STEMS = frozenset(
             "attention.q_latent",
             "attention.q",
             "attention.latent",
+            "attention.gate",
             "attention.out",
             "mlp.up",
             "mlp.down",

@@ -333,6 +333,7 @@ def _read_folder(path: Path) -> ModelDescription:
     generation = path / "generation_config.json"
     defaults = read_json(generation) if generation.is_file() else {}
     eos = defaults.get("eos_token_id", own.get("eos_token_id", config.get("eos_token_id")))
+    spec = _with_beginning(spec, defaults if generation.is_file() else own)
     pooling = read_pooling(path, config, is_encoder=spec.is_encoder)
     if (
         pooling.score_tokens is not None
@@ -369,12 +370,28 @@ def _read_folder(path: Path) -> ModelDescription:
     )
 
 
+def _with_beginning(spec: ModelSpec, generation: Mapping[str, Any]) -> ModelSpec:
+    """An encoder-decoder of text whose answers begin with the tokens that the generation config names."""
+    encoder = spec.encoder
+    if encoder is None or encoder.audio is not None:
+        return spec
+    found = (
+        _ids(name, generation.get(name), spec.vocab_size)
+        for name in ("decoder_start_token_id", "forced_bos_token_id")
+    )
+    start, forced = found
+    first = (*start, encoder.start_token_id)[0]
+    encoder = dataclasses.replace(encoder, start_token_id=first, forced=forced[:1])
+    return dataclasses.replace(spec, encoder=encoder)
+
+
 def _speech(path: Path, generation: Mapping[str, Any], spec: ModelSpec) -> SpeechSpec | None:
     encoder = spec.encoder
     if encoder is None or encoder.audio is None:
         return None
-    start, size = encoder.start_token_id, spec.vocab_size
-    return read_speech(path, generation, start=start, vocab_size=size, audio=encoder.audio)
+    heads = [attention.num_heads for attention in spec.attentions]
+    how: Any = dict(start=encoder.start_token_id, vocab_size=spec.vocab_size, heads=heads)
+    return read_speech(path, generation, audio=encoder.audio, **how)
 
 
 def _ends(family: Family, spec: ModelSpec) -> Mapping[str, Placement]:
@@ -423,7 +440,10 @@ def _with_stored_head(path: Path, family: Family, spec: ModelSpec, alone: bool) 
         found = find_tensor(path, name)
         return embed is None or found is None or same_numbers(found, embed)
 
-    for name in names & {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}:
+    stacks = {
+        f"{base}{x}coder.embed_tokens.weight" for x in ("en", "de") for base in ("", "model.")
+    }
+    for name in names & stacks:
         if spec.encoder is not None and not is_embed(name):
             raise UnsupportedModelError(
                 f"{name} is not {stored['embed.weight']}: a stack with separate embeddings is not supported",

@@ -261,7 +261,8 @@ class LatentAttentionSpec:
     5. With `q_rank`, queries are products of a latent too.
 
     `bias` is for the products into latents and for the output product. `index` chooses the keys that a token attends to
-    ("previous": those of the layer before it); it needs `q_rank`.
+    ("previous": those of the layer before it); it needs `q_rank`. `gated`: a head's results are multiplied by the sigmoid
+    of a number, a product of the layer's rows that is not quantised (Ling 3).
     """
 
     num_heads: int
@@ -275,6 +276,7 @@ class LatentAttentionSpec:
     query_scale: QueryScale | None = None
     bias: bool = False
     index: IndexSpec | Literal["previous"] | None = None
+    gated: bool = False
 
     num_kv_heads: ClassVar[int] = 1
     kv_from: ClassVar[None] = None
@@ -319,6 +321,8 @@ class LatentAttentionSpec:
         )
         if isinstance(self.index, IndexSpec):
             found |= self.index.shapes(hidden_size, self.q_rank or hidden_size)
+        if self.gated:
+            found |= linear_shapes("attention.gate", self.num_heads, hidden_size)
         return found | linear_shapes(
             "attention.out", hidden_size, self.num_heads * self.value_dim, self.bias
         )
@@ -578,9 +582,11 @@ class TwinBlock(SequentialBlock):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostNormBlock(TransformerBlock):
-    """h = attention_norm(h + attention(h)); h = mlp_norm(h + mlp(h)), as in Vaswani et al. 2017 (BERT, OPT 350M)."""
+    """h = attention_norm(h + attention(h)); h = mlp_norm(h + mlp(h)), as in Vaswani et al. 2017 (BERT, OPT 350M).
+    `cross_norm` is for cross attention, which comes between them (BART)."""
 
     attention_norm: NormSpec
+    cross_norm: NormSpec | None = None
     mlp_norm: NormSpec
 
 

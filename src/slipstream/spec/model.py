@@ -75,12 +75,15 @@ from slipstream.spec.recurrent import state_bytes
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSpec:
     """The encoder of an encoder-decoder model. It shares the decoder's embeddings, or reads `audio`. The decoder's text begins
-    with `start_token_id`."""
+    with `start_token_id` and the tokens of `forced`. `positions`, `embed_norm`: its own, in the place of the decoder's."""
 
     layers: tuple[LayerSpec, ...]
-    final_norm: NormSpec
+    final_norm: NormSpec | None
     start_token_id: int
+    forced: tuple[int, ...] = ()
     audio: AudioSpec | None = None
+    positions: LearnedPositionSpec | None = None
+    embed_norm: NormSpec | None = None
 
     def longest(self, max_model_len: int) -> int:
         """The most tokens or states of a request that it reads. Of audio it always reads as many."""
@@ -516,6 +519,11 @@ def _parameters(spec: ModelSpec) -> dict[str, Shape]:
     if spec.encoder is not None:
         if spec.encoder.audio is not None:
             found |= spec.encoder.audio.shapes(hidden)
+        if spec.encoder.positions is not None:
+            rows = spec.encoder.positions.num_positions
+            found["encoder.positions.weight"] = (rows, hidden)
+        if spec.encoder.embed_norm is not None:
+            found |= spec.encoder.embed_norm.shapes("encoder.embed_norm")
         found |= _stack_shapes("encoder.", spec.encoder.layers, spec.encoder.final_norm, hidden)
     found |= _stack_shapes("", spec.layers, spec.final_norm, hidden)
     if spec.classifier is not None:

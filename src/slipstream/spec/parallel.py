@@ -540,6 +540,7 @@ def _of_attention(
     if isinstance(a, LatentAttentionSpec):
         product("attention.q", ParameterShard(rows=heads.rows(a.nope_dim + a.rotary_dim)))
         product("attention.expand", ParameterShard(rows=heads.rows(a.nope_dim + a.value_dim)))
+        product("attention.gate", ParameterShard(rows=heads.rows(1)))
         sum_of_parts("attention.out", heads.rows(a.value_dim))
         return found
     dim = a.head_dim

@@ -257,7 +257,9 @@ class LearnedPositionSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinusoidSpec:
     """Numbers that are added to the embeddings (Vaswani et al. 2017, §3.5): half of them sines, then as many cosines, with
-    frequencies from 1 to 1/10000. Position p has those of p + `offset` (XGLM: 2)."""
+    frequencies from 1 to 1/10000. Position p has those of p + `offset` (XGLM: 2). Without `far` the last frequency is one step
+    before 1/10000 (Marian)."""
 
     num_positions: int
     offset: int = 0
+    far: bool = True

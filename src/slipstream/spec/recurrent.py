@@ -29,6 +29,7 @@ class GatedDeltaSpec:
 
     1. `num_key_heads` heads of q and k each serve H / num_key_heads consecutive value heads.
     2. g = −exp(A) · softplus(a + dt): one number a head, or with `decay="channel"` one for each of its K key channels.
+       With a `bound` below 0, g = bound · sigmoid(exp(A) · (a + dt)) (Ling 3).
     3. β = sigmoid(b), twice that with `negative_eigenvalues`.
     4. The result is RMS-normed by head, and multiplied by `gate`(z).
     5. Parameters: `in` makes q, k, v, and z unless `latent` is set; `gates` makes b and a. With `latent`, z and a
@@ -45,6 +46,7 @@ class GatedDeltaSpec:
     gate: Literal["silu", "sigmoid"] = "silu"
     negative_eigenvalues: bool = False
     latent: int | None = None
+    bound: float | None = None
 
     @property
     def q_size(self) -> int:

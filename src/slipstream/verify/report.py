@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.base import html
-from slipstream.verify.checks import Finding
+from slipstream.verify.judging import Finding
 
 EXIT_CODES = {"sound": 0, "faulty": 1, "undecided": 4}
 """Exit codes of a verdict. 2 and 3 are a command's own errors."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.costs.memory import MemoryLedger
-from slipstream.errors import AdapterError
+from slipstream.errors import AdapterError, EngineError
+from slipstream.messages.media import AlignmentQuestion, Matrix
 from slipstream.messages.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
 from slipstream.messages.steps import Plan, StepResult, StepTime, TokenMask
 from slipstream.params.lora_request import LoRARequest
@@ -116,6 +117,10 @@ class Executor(ABC):
         Returns checksums by parameter, if the operation has any. An error but of WriteWeights has
         changed nothing.
         """
+
+    def attention_of(self, asked: AlignmentQuestion) -> Matrix:
+        """The attention of a text to its audio, between two steps (`worker.alignment`)."""
+        raise EngineError("times of words are not computed on several ranks")
 
     @abstractmethod
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:

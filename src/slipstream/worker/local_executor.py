@@ -1,8 +1,6 @@
-"""Executor that runs the model in this process.
+"""Executor that runs the model in this process. `start/loading.py` loads it, `start/sizing.py` sizes and allocates its cache.
 
-Plain values go in; plain values and step handles come out. `start/loading.py` loads the model, `start/sizing.py` sizes and
-allocates its cache.
-"""
+Plain values go in; plain values and step handles come out."""
 
 from __future__ import annotations
 
@@ -29,6 +27,7 @@ from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.opening import open_tiers
 
 if TYPE_CHECKING:
+    from slipstream.messages.media import AlignmentQuestion, Matrix
     from slipstream.messages.weight_ops import WeightsOp
     from slipstream.messages.weights import GivenPiece
 
@@ -62,12 +61,8 @@ class LocalExecutor(Executor):
         device: DeviceInfo | None = None,
         known: ModelDescription | None = None,
     ) -> LocalExecutor:
-        """Find the model and the device, resolve the settings, and load the model.
-
-        `progress` is called as each phase begins. A CPU runs the model without torch where it can
-        (`forward_paths.host_refusal`), unless `by_torch`. With `ranks`, this is one rank's executor
-        and loads its part of the model. `device`, `known`: see `load_runner`.
-        """
+        """Load the model. `progress` is called as each phase begins. A CPU runs it without torch where it can
+        (`forward_paths.host_refusal`), unless `by_torch`. `ranks`, `device`, `known`: see `load_runner`."""
         description, loaded, tiles = load_runner(
             args, progress=progress, by_torch=by_torch, ranks=ranks, device=device, known=known
         )
@@ -121,11 +116,15 @@ class LocalExecutor(Executor):
         except Exception as error:
             if isinstance(error, SlipstreamError) or isinstance(op, WriteWeights):
                 raise
-            # nothing is written, so the engine goes on
             raise EngineError(
                 f"{type(op).__name__} failed, and the weights have not changed: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+    def attention_of(self, asked: AlignmentQuestion) -> Matrix:
+        from slipstream.worker.alignment import attention_of
+
+        return attention_of(self.runner, asked)
 
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:
         if self.runner.adapters is None:

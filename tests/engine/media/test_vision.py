@@ -49,7 +49,7 @@ FAMILIES = (
     "aya_vision",
     "cohere2_vision",
 )
-LIKE_OTHERS = ("qwen3_vl_moe", "qwen3_5_moe", "qwen2_vl", "glm4v_moe", "glm46v")
+LIKE_OTHERS = ("qwen3_vl_moe", "qwen3_5_moe", "qwen2_vl", "glm4v_moe", "glm46v", "glm_ocr")
 """Families of which a part alone differs from one above."""
 HYBRIDS = ("qwen3_5", "lfm2_vl")
 STEP = {"gemma4_large": 80}

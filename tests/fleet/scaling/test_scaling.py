@@ -21,7 +21,15 @@ from slipstream.fleet.scaling import loop as scaling_module
 from slipstream.fleet.scaling.capacity import FleetCapacity
 from slipstream.fleet.scaling.loop import Scaling
 from slipstream.fleet.scaling.room import Room, room_of
-from slipstream.fleet.scaling.scaler import ColdStarts, PoolState, Scaler, Tally, _expected, make
+from slipstream.fleet.scaling.scaler import (
+    Change,
+    ColdStarts,
+    PoolState,
+    Scaler,
+    Tally,
+    _expected,
+    make,
+)
 from slipstream.server.http.record import RequestRecord
 from tests.fleet.running import ENGINE, fleet_of, running, version
 from tests.fleet.stubs import stubbed
@@ -271,7 +279,7 @@ class Shared:
         return True
 
     def look(self, at, *asked, busy=()):
-        """What runs after a look at all, with requests at the gateway for `asked`, and at the replicas of `busy`."""
+        """Returns what runs after a look at all models. Requests wait for `asked`, and run at `busy`."""
         for name, version_ in self.versions.items():
             version_.num_waiting = asked.count(name)
             version_.router, version_.replicas = Router(), {}
@@ -296,6 +304,22 @@ def test_a_model_without_requests_makes_room_for_one_that_is_waited_for():
     assert shared.look(4.2, "c") == "ac"
     assert "needs its memory" in shared.scalers["b"].last.why
     assert shared.scalers["a"].num_down == 0
+
+
+def test_what_becomes_free_is_for_the_model_that_waits_longest():
+    shared = Shared()
+    shared.look(1.0, "a")
+    shared.look(2.0, "b", busy="a")
+    assert shared.look(3.0, "c", busy="b") == "b"
+    shared.ending["a"] = 0
+    for wish in (
+        PoolState(),
+        PoolState(num_at_gateway=1),
+    ):  # a's policy wants it back; a request does
+        change = Change(at=3.1, before=0, wanted=1, why="")
+        assert not shared.scaling._has_room(shared.scalers["a"], change, wish)
+    assert shared.look(3.2, "c", "a", busy="b") == "bc"
+    assert shared.look(3.3, "a", busy="bc") == "bc"
 
 
 def test_busy_models_make_room_after_patience_alone():
@@ -580,7 +604,8 @@ def test_none_to_one_to_none_with_real_replicas(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_models_in_memory_for_one_are_swapped(tiny, tmp_path):
+def test_two_models_in_memory_for_one_are_swapped(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling_module, "make", lambda *given: Scaler(*given, Capacity()))
     settings = {**AUTOSCALE, "interval_s": 0.5, "wait_s": 60.0}
     one = version(tiny, replicas={"min": 0, "max": 1})
     fleet = check(
@@ -594,14 +619,14 @@ def test_two_models_in_memory_for_one_are_swapped(tiny, tmp_path):
     need = max(room_of(fleet).needs.values())
     fleet = msgspec.structs.replace(fleet, models_memory=need * 3 // 2)
     with running(fleet, tmp_path / "state") as ran, ran.http() as http:
-        for name in "abab":
+        for name in "aba":
             body = {"model": name, "prompt": "Hello", "max_tokens": 8}
             answer = http.post("/v1/completions", json=body, timeout=PATIENCE_S)
             assert (answer.status_code, answer.json()["model"]) == (200, name)
-            assert [m["id"].split("/")[0] for m in ran.members()] == [name]
+            assert [m.id.split("/")[0] for m in ran.members()] == [name]
         told = asked_all(ran)["a/v1/main"]
-        assert (told["ups"], told["downs"]) == (2, 2)
-        assert told["last"]["change"] == "1 → 0: b/v1/main needs its memory"
+        assert (told["ups"], told["downs"]) == (2, 1)
+        assert asked_all(ran)["b/v1/main"]["last"]["change"] == "1 → 0: a/v1/main needs its memory"
 
 
 @pytest.mark.slow

@@ -30,6 +30,9 @@ SPECS = {
     "Kimi": GatedDeltaSpec(
         **(DELTA | dict(num_key_heads=2)), decay="channel", gate="sigmoid", latent=8
     ),
+    "Ling": GatedDeltaSpec(
+        **(DELTA | dict(num_key_heads=2)), decay="channel", gate="sigmoid", bound=-5.0
+    ),
     "Nemotron-H": Mamba2Spec(**TWO, norm_groups=2),
     "norm first": Mamba2Spec(**TWO, norm="norm_first", conv_bias=False, time_limit=(0.1, 2.0)),
     "without a norm": Mamba2Spec(**(TWO | dict(num_groups=2, key_dim=24)), norm=None),

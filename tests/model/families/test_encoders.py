@@ -10,6 +10,8 @@ import random
 
 import pytest
 import torch
+import transformers
+from transformers import AutoConfig
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.plain.reference import ReferenceOps
@@ -200,20 +202,12 @@ def test_a_classifier_of_means(pooling, bias, tmp_path):
     assert model.spec.num_parameters == sum(p.numel() for p in theirs.parameters())
 
 
-@pytest.mark.parametrize("family", tiny_models.T5S)
-@pytest.mark.parametrize("shared", [False, True])
-def test_t5_logits_equal_transformers(family, shared, tmp_path):
+def require_equal_logits(folder, theirs, answers):
     """One mixed step has encoder texts and answers of different lengths, one token and many."""
-    theirs = tiny_models.build_t5(tmp_path, family)
-    if shared:  # newer writers share the table of 1.1 too
-        theirs.tie_weights()
-        theirs.lm_head.weight = theirs.shared.weight
-        theirs.save_pretrained(tmp_path)
-    answers = [[0, 7, 9], [0], [0, *TEXTS[2][:40]], [0], TEXTS[3][:2]]
     order = sorted(range(len(answers)), key=lambda i: len(answers[i]) != 1)
     texts, answers = [TEXTS[i] for i in order], [answers[i] for i in order]
     for kernels in KERNELS:
-        model = load(tmp_path, kernels=kernels)
+        model = load(folder, kernels=kernels)
         assert kernels != "cpu" or is_program(model.decoder)
         found = written(model, texts, answers)
         for text, answer, ours in zip(texts, answers, found, strict=True):
@@ -222,9 +216,114 @@ def test_t5_logits_equal_transformers(family, shared, tmp_path):
                     input_ids=torch.tensor([text]), decoder_input_ids=torch.tensor([answer])
                 ).logits[0]
             assert error(ours, expected) <= 1e-4
-    spec = model.spec
+    return model.spec
+
+
+@pytest.mark.parametrize("family", tiny_models.T5S)
+@pytest.mark.parametrize("shared", [False, True])
+def test_t5_logits_equal_transformers(family, shared, tmp_path):
+    theirs = tiny_models.build_t5(tmp_path, family)
+    if shared:  # newer writers share the table of 1.1 too
+        theirs.tie_weights()
+        theirs.lm_head.weight = theirs.shared.weight
+        theirs.save_pretrained(tmp_path)
+    answers = [[0, 7, 9], [0], [0, *TEXTS[2][:40]], [0], TEXTS[3][:2]]
+    spec = require_equal_logits(tmp_path, theirs, answers)
     assert spec.num_parameters == sum(p.numel() for p in theirs.parameters())
     assert spec.num_parameters == sum(torch.Size(s).numel() for s in parameters(spec).values())
+
+
+@pytest.mark.parametrize("family", tiny_models.BARTS)
+def test_barts_logits_equal_transformers(family, tmp_path):
+    theirs = tiny_models.build_bart(tmp_path, family)
+    answers = [[2, 7, 9], [2], [2, *TEXTS[2][:40]], [2], TEXTS[3][:2]]
+    spec = require_equal_logits(tmp_path, theirs, answers)
+    sines = "embed_positions"
+    own = sum(p.numel() for n, p in theirs.named_parameters() if p.requires_grad or sines not in n)
+    biases = 0 if family == "m2m_100" else tiny_models.VOCAB
+    assert spec.num_parameters == own + biases
+
+
+OLD = {
+    **dict(activation_dropout=0.0, attention_dropout=0.0, dropout=0.1, add_bias_logits=False, classif_dropout=0.0),
+    **dict(is_encoder_decoder=True, num_beams=4, max_length=142, min_length=56, no_repeat_ngram_size=3, use_cache=True),
+    **dict(early_stopping=True, length_penalty=2.0, gradient_checkpointing=False, forced_eos_token_id=2, eos_token_id=2),
+}  # fmt: skip
+
+
+def bart_config(kind, vocab, width, layers, heads, inner, **more):
+    encoder, decoder = layers
+    sizes = dict(encoder_layers=encoder, decoder_layers=decoder, num_hidden_layers=encoder)
+    sizes |= {f"{side}_attention_heads": heads for side in ("encoder", "decoder")}
+    sizes |= {f"{side}_ffn_dim": inner for side in ("encoder", "decoder")}
+    architecture = tiny_models.BARTS[kind]
+    own = dict(model_type=kind, architectures=[architecture], vocab_size=vocab, d_model=width)
+    return {**OLD, **own, **sizes, "decoder_start_token_id": 2, "pad_token_id": 1, **more}
+
+
+def norms(before, embedding, sines, final):
+    return dict(
+        normalize_before=before,
+        normalize_embedding=embedding,
+        static_position_embeddings=sines,
+        add_final_layer_norm=final,
+    )
+
+
+PUBLISHED = {  # as their authors wrote them
+    "bart-large-cnn": bart_config(
+        "bart", 50264, 1024, (12, 12), 16, 4096,
+        forced_bos_token_id=0, **norms(False, True, False, False),
+    ),
+    "opus-mt-en-de": bart_config(
+        "marian", 58101, 512, (6, 6), 8, 2048,
+        scale_embedding=True, activation_function="swish", **norms(False, False, True, False),
+    ),
+    "nllb-200-distilled-600M": bart_config(
+        "m2m_100", 256206, 1024, (12, 12), 16, 4096, scale_embedding=True, encoder_layerdrop=0,
+    ),
+    "mbart-large-50": bart_config(
+        "mbart", 250054, 1024, (12, 12), 16, 4096,
+        scale_embedding=True, **norms(True, True, False, True),
+    ),
+    "pegasus-xsum": bart_config(
+        "pegasus", 96103, 1024, (16, 16), 16, 4096,
+        scale_embedding=True, activation_function="relu", max_position_embeddings=512, extra_pos_embeddings=1,
+        **norms(True, False, True, True),
+    ),
+    "blenderbot-400M-distill": bart_config(
+        "blenderbot", 8008, 1280, (2, 12), 32, 5120,
+        scale_embedding=True, max_position_embeddings=128, layernorm_variant="prelayernorm",
+        encoder_no_repeat_ngram_size=3, **norms(True, False, False, True),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_barts_published_configs_are_read(name, tmp_path):
+    config = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = read_spec(tmp_path).spec
+    with torch.device("meta"):
+        own = AutoConfig.for_model(**config)
+        theirs = getattr(transformers, config["architectures"][0])(own)
+    sines = "embed_positions" if spec.encoder.positions is None else "nothing"
+    counted = {id(p): p.numel() for n, p in theirs.named_parameters() if sines not in n}
+    assert spec.num_parameters == sum(counted.values()) + spec.head_bias * spec.vocab_size
+    assert spec.encoder.forced == ((0,) if name == "bart-large-cnn" else ())
+    for wrong, field in (
+        ({"decoder_attention_heads": 4}, "decoder_attention_heads"),
+        ({"normalize_before": spec.final_norm is None}, "normalize_before"),
+        ({"decoder_vocab_size": 7}, "decoder_vocab_size"),
+        ({"share_encoder_decoder_embeddings": False}, "share_encoder_decoder_embeddings"),
+        ({"num_experts": 4}, "num_experts"),
+        ({"is_decoder": True}, "is_decoder"),
+        ({"architectures": ["BartForSequenceClassification"]}, "architectures"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **wrong}))
+        with pytest.raises(UnsupportedModelError) as caught:
+            read_spec(tmp_path)
+        assert caught.value.field == field
 
 
 # --- Pooling ------------------------------------------------------------------------------------------------------------

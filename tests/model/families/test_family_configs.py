@@ -29,6 +29,7 @@ from slipstream.spec.model import (
     RopeSpec,
     SequentialBlock,
 )
+from tests.model import checkpoints
 from tests.model.harness import CPU, load, run
 from tests.support import tiny_models
 
@@ -186,7 +187,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path, family):
     assert num_compared > 5
     rope = given.to_dict().get("rope_parameters") or {}
     theta = getattr(given, "default_theta", None)
-    if "rope_theta" in rope and theta is not None:
+    if "rope_theta" in rope and theta is not None and "rope_theta" not in config:
         left_out = {k: v for k, v in config.items() if k != "rope_parameters"}
         assert read(left_out) == read({**left_out, "rope_theta": theta})
 
@@ -253,6 +254,12 @@ def test_keys_of_hubs_that_change_nothing(tmp_path, family):
     [
         ("kimi_k2", "DeepseekV3ForCausalLM", "deepseek_v3", {"num_nextn_predict_layers": 0}),
         (
+            "bailing_moe",
+            "BailingMoeV2ForCausalLM",
+            "sarvam_moe",
+            {"n_group": 4, "topk_group": 2, "partial_rotary_factor": 0.5},
+        ),
+        (
             "mimo",
             "MiMoForCausalLM",
             "qwen2",
@@ -261,7 +268,7 @@ def test_keys_of_hubs_that_change_nothing(tmp_path, family):
     ],
 )
 def test_a_family_under_its_authors_name(tmp_path, model_type, architecture, family, more):
-    theirs = tiny_models.build(tmp_path, family)
+    theirs = tiny_models.build(tmp_path, family, **(more if model_type == "bailing_moe" else {}))
     file, path = tmp_path / "model.safetensors", tmp_path / "config.json"
     if model_type == "mimo":
         tensors = load_file(file)
@@ -632,3 +639,36 @@ def test_greedy_answers_of_the_engine_are_transformers(tmp_path, family, overrid
     }
     for i, counts in counted:
         assert sum(counts) == computed * mixtures[i].num_experts_per_token
+
+
+def test_ling_clamps_the_experts_of_its_last_layers(tmp_path):
+    """transformers has no such clamps, so this is by the config alone."""
+    config, path = checkpoints.CONFIGS["ling-3-0-flash"], tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    mlps = [layer.mlp for layer in read_spec(tmp_path).spec.layers]
+    of_experts, of_shared = (
+        [getattr(m.activation, "limit", 0) for m in found]
+        for found in ([m.expert for m in mlps[2:]], [m.shared.mlp for m in mlps[2:]])
+    )
+    assert of_experts == [0] * 32 + [4] * 8
+    assert of_shared == [0] * 32 + [5] * 4 + [7] * 4
+
+
+@pytest.mark.parametrize(
+    ("field", "more"),
+    [
+        ("expert_swiglu_limit_list", {"expert_swiglu_limit_list": [0, 4]}),
+        ("share_expert_swiglu_limit_list", {"share_expert_swiglu_limit_list": [-1] * 42}),
+        ("layer_group_size", {"layer_group_size": 5}),
+        ("kda_lower_bound", {"kda_lower_bound": 1.0}),
+        ("linear_attention", {"linear_attention": "lightning"}),
+        ("architectures", {"architectures": ["BailingMoeV2_5ForCausalLM"]}),
+    ],
+)
+def test_what_ling_is_not_is_refused(tmp_path, field, more):
+    (tmp_path / "config.json").write_text(
+        json.dumps({**checkpoints.CONFIGS["ling-3-0-flash"], **more})
+    )
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tmp_path)
+    assert caught.value.field == field

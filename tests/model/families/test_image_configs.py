@@ -263,6 +263,35 @@ CONFIGS = {
         },
         46 * 26,
     ),
+    "glm_ocr": (
+        {
+            **dict(
+                image_token_id=7, video_token_id=8, image_start_token_id=5, image_end_token_id=6
+            ),
+            **dict(video_start_token_id=3, video_end_token_id=4, tie_word_embeddings=False),
+            "architectures": ["GlmOcrForConditionalGeneration"],
+            "text_config": {
+                **_LLAMA,
+                **dict(model_type="glm_ocr_text", attention_bias=False, head_dim=128),
+                **dict(num_nextn_predict_layers=1, pad_token_id=9),
+                "rope_parameters": {
+                    **dict(rope_type="default", mrope_section=[16, 24, 24], rope_theta=10000),
+                    "partial_rotary_factor": 1.0,
+                },
+            },
+            "vision_config": {
+                **dict(model_type="glm_ocr_vision", hidden_size=1024, depth=24, num_heads=16),
+                **dict(attention_bias=True, intermediate_size=4096, hidden_act="silu"),
+                **dict(hidden_dropout_prob=0.0, image_size=336, patch_size=14, out_hidden_size=64),
+                **dict(rms_norm_eps=1e-5, spatial_merge_size=2, temporal_patch_size=2),
+            },
+        },
+        {
+            **dict(patch_size=14, temporal_patch_size=2, merge_size=2, do_rescale=True),
+            "size": {"shortest_edge": 12544, "longest_edge": 9633792},
+        },
+        46 * 26,
+    ),
     "kimi_k25": (
         {
             **dict(media_placeholder_token_id=7, ignore_index=-100, pad_token_id=9),
@@ -433,7 +462,9 @@ def test_an_unknown_key_of_the_encoder_is_refused(tmp_path, family):
     assert caught.value.field == "vision_config.a_new_switch"
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma4", "mistral3", "glm4v_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", "qwen3_5", "gemma4", "mistral3", "glm4v_moe", "glm_ocr"]
+)
 def test_a_model_without_an_encoder_is_its_decoder(tmp_path, family):
     write(tmp_path, family, vision_config=None)
     found = read_spec(tmp_path)

@@ -32,6 +32,7 @@ FAMILIES = (
     "cohere2_vision",
     "glm4v_moe",
     "glm46v",
+    "glm_ocr",
 )
 SIZES = ((50, 37), (30, 61), (97, 20), (16, 16), (8, 120))
 CPU = torch.device("cpu")

@@ -403,6 +403,10 @@ CASES = {
         "rope.freq_base": 5e4, "vocab_size": 288}),
     "glm4moe": ("glm4moe", "glm4_moe", {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6},
         GLM4_MOE),
+    "bailingmoe2": ("bailingmoe2", "sarvam_moe", {"partial_rotary_factor": 0.5, "n_group": 4,
+        "topk_group": 2}, {**GLM4_MOE, "expert_weights_scale": 2.5, "expert_group_count": 4,
+        "expert_group_used_count": 2, "vocab_size": 288, "rope.scaling.type": "none",
+        "expert_shared_feed_forward_length": 32}),
     "glm4moe-air": ("glm4moe", "glm4_moe", {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6,
         "use_qk_norm": False, "attention_bias": False}, {**GLM4_MOE, "block_count": 3,
         "nextn_predict_layers": 1}),
@@ -609,6 +613,8 @@ def apart(architecture, name, value, a):
         return {f"blk.{layer}.{of}.scale": value}
     if architecture == "gemma4" and last in GEMMA4_NAMES and ".mlp." not in name:
         return {f"blk.{layer}.{GEMMA4_NAMES[last]}.weight": value}
+    if architecture == "bailingmoe2" and last == "expert_bias":
+        return {f"blk.{layer}.exp_probs_b.bias": value}
     if architecture == "gpt-oss" and last == "sinks":
         return {f"blk.{layer}.attn_sinks.weight": value}
     return None

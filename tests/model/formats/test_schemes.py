@@ -62,6 +62,7 @@ ALL_EXPERTS = {
     **{name: {"num_experts_per_tok": 6} for name in ("qwen3_next", "qwen3_5_moe_text", "lfm2_moe")},
     "granitemoehybrid": {"num_experts_per_tok": 6},
     **{name: {"num_experts_per_tok": 4} for name in ("jamba", "minimax")},
+    "bailing_hybrid": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "kimi_linear": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "nemotron_h": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "deepseek_v2": {"num_experts_per_tok": 8, "num_hidden_layers": 2},
@@ -86,12 +87,16 @@ ALL_EXPERTS = {
     "phimoe": {"num_local_experts": 2, "router_jitter_noise": 50.0},
 }
 DECODERS = [*tiny_models.FAMILIES, *SPECIAL]
-EVERY = [*DECODERS, *tiny_models.ENCODERS, *tiny_models.T5S]
+EVERY = [*DECODERS, *tiny_models.ENCODERS, *tiny_models.T5S, "bart", "m2m_100"]
 
 
 def build(folder, family):
     name = family if family in (*tiny_models.ENCODERS, *tiny_models.T5S) else family.split("-")[0]
     kinds = {**tiny_models.FAMILIES, **tiny_models.ENCODERS, **tiny_models.T5S}
+    if family in tiny_models.BARTS:
+        sizes = dict(d_model=128, encoder_ffn_dim=128, decoder_ffn_dim=128, init_std=STD)
+        tiny_models.build_bart(folder, family, **sizes, noise=0.01)
+        return
     sizes = {key: value for key, value in WIDE.items() if kinds[name].get(key) is not None}
     sizes |= {**SPECIAL.get(family, {}), **ALL_EXPERTS.get(family, {})}
     if name in tiny_models.T5S:
@@ -193,8 +198,8 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
         )
         if not isinstance(a, CompressedAttention):
             kept.append(a.query_scale)
-        if not latent and a.spread is not None:
-            kept.append(a.spread.weight)  # zeros and ones
+        if (spread := getattr(a, "spread", None)) is not None:
+            kept.append(spread.weight)  # zeros and ones
         if not latent and (terms := a.disentangled) is not None:
             kept += [terms.buckets, terms.keys, terms.queries]
         if not latent and a.spec.qk_norm is not None and not a.spec.qk_norm.learned:

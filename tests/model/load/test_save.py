@@ -29,7 +29,15 @@ from slipstream.model.save import (
 )
 from slipstream.spec.description import huggingface_config, read_spec
 from slipstream.spec.families.names import canonical
-from slipstream.spec.parameters import Deinterleave, Placement, Transpose, Ungroup, Unpermute
+from slipstream.spec.parameters import (
+    Deinterleave,
+    MinusOne,
+    NegatedExp,
+    Placement,
+    Transpose,
+    Ungroup,
+    Unpermute,
+)
 from tests.model.families.test_families import CASES, TOKENS
 from tests.support import tiny_models
 
@@ -55,7 +63,12 @@ def test_what_is_read_is_written_again(name, tmp_path):
     before, after = (
         load_file(tmp_path / which / "model.safetensors") for which in ("model", "again")
     )
-    if family in ("olmo_hybrid", "kimi_linear", "deepseek_v4"):  # whose writers have other names
+    if family in (
+        "olmo_hybrid",
+        "kimi_linear",
+        "bailing_hybrid",
+        "deepseek_v4",
+    ):  # whose writers have other names
         description = read_spec(tmp_path / "model")
         names = description.family.names(description.spec)
         before = {
@@ -203,6 +216,8 @@ def test_recommended_sampling_goes_along(tmp_path):
         ((16,), Ungroup(num_kv_heads=2, group=2)),
         ((3, 8, 5), Deinterleave(transposed=False)),
         ((3, 8), Deinterleave(transposed=False)),
+        ((8, 5), Unpermute(2)),
+        ((5,), MinusOne()),
         ((3, 8, 5), Deinterleave(transposed=True)),
     ],
     ids=str,
@@ -216,8 +231,8 @@ def test_stored_tensor_is_read_as_the_parameter_it_was(shape, transform):
 
 
 def test_layout_of_a_gguf_file_is_not_written():
-    with pytest.raises(UnsupportedModelError, match="Unpermute is a layout of GGUF"):
-        stored(torch.zeros(4, 2), Placement("x", transform=Unpermute(2)))
+    with pytest.raises(UnsupportedModelError, match="NegatedExp is a layout of GGUF"):
+        stored(torch.zeros(4, 2), Placement("x", transform=NegatedExp()))
 
 
 @pytest.mark.parametrize(

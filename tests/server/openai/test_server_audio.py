@@ -78,6 +78,25 @@ def test_openais_client_gets_each_format(server, llm):
     assert srt.count(" --> ") == vtt.count(" --> ") == len(timed.segments)
 
 
+def test_openais_client_gets_times_of_words(server, llm):
+    """Requests with words run next to others."""
+    create = server.client().audio.transcriptions.create
+    how = dict(file=file(2.3, 1), model="w", response_format="verbose_json")
+    with ThreadPoolExecutor(3) as pool:
+        asked = (["word"], ["segment", "word"], ["segment"])
+        found = list(pool.map(lambda own: create(**how, timestamp_granularities=own), asked))
+    own = expected(llm, 2.3, 1, words=True, details=True)
+    words = [w for s in own.segments for w in s.words if w.text.strip()]
+    assert len(words) > 3
+    for answer in found[:2]:
+        assert [(w.word, w.start, w.end) for w in answer.words] == [
+            (w.text.strip(), w.start, w.end) for w in words
+        ]
+    assert {answer.text for answer in found} == {own.text}
+    assert [bool(answer.segments) for answer in found] == [False, True, True]
+    assert found[2].words is None
+
+
 def test_openais_client_translates(server, llm):
     create = server.client().audio.translations.create
     answer = create(file=file(0.9), model="w", prompt="the end")
@@ -121,7 +140,7 @@ def test_requests_run_together_and_get_their_own_text(server, llm):
         ({"stream": "maybe"}, "stream", "true or false"),
         ({"temperature": "1.5"}, "temperature", "from 0 to 1"),
         ({"temperature": "nan"}, "temperature", "from 0 to 1"),
-        ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, "timestamp_granularities", "segment"),
+        ({"timestamp_granularities[]": "word"}, "timestamp_granularities", "verbose_json"),
         ({"timestamp_granularities[]": "letter", "response_format": "verbose_json"}, "timestamp_granularities", "segment"),
         ({"timestamp_granularities[]": "segment"}, "timestamp_granularities", "verbose_json"),
         ({"include[]": "logprobs"}, "include", "avg_logprob"),

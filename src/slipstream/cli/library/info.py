@@ -340,6 +340,7 @@ def describe_recurrent(r: RecurrentSpec) -> str:
     match r:
         case GatedDeltaSpec():
             of = "channel" if r.decay == "channel" else "head"
+            of += "" if r.bound is None else f", at least exp({r.bound:g})"
             return f"gated delta rule, {r.num_heads} heads of {r.key_dim} × {r.value_dim}, decay by {of}"
         case LightningSpec():
             return f"lightning attention, {r.num_heads} heads of {r.key_dim} × {r.value_dim}"

@@ -100,11 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from slipstream.hub import resolve_model
     from slipstream.spec.description import read_spec
-    from slipstream.verify.asking import Plan
     from slipstream.verify.checks import Verification
     from slipstream.verify.record import fingerprint, write
     from slipstream.verify.reference import Reference
     from slipstream.verify.report import EXIT_CODES, document, page, scores, summary
+    from slipstream.verify.seen import Plan
     from slipstream.verify.served import Served
 
     for name, is_valid, wanted in (

@@ -6,7 +6,7 @@ rounded to the type they are written in before codes are chosen, so that the cod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -278,7 +278,13 @@ def gptq_trace(
         zeros = None if grid.zeros is None else grid.zeros[:, own].float()
         scales = grid.scales[:, own].float().expand(len(work), -1)
         made = found[:, begin:end].copy_(work[:, begin:end])
-        errors = round_columns(fmt, made, upper[begin:end, begin:end], scales, zeros)
+
+        def on_own(
+            column: Tensor, j: int, scales: Tensor = scales, zeros: Tensor | None = zeros
+        ) -> Tensor:
+            return on_grid(fmt, column, scales[:, j], None if zeros is None else zeros[:, j])
+
+        errors = round_columns(on_own, made, upper[begin:end, begin:end])
         compensated[:, begin:end] = made + errors * upper.diagonal()[begin:end]
         work[:, end:] -= errors @ upper[begin:end, end:]
     return Rounded(grid, grid.codes(found[:, back].contiguous())), compensated[:, back].contiguous()
@@ -310,16 +316,14 @@ def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
     return x + (rounded - x).detach()
 
 
-def round_columns(
-    fmt: WeightFormat, block: Tensor, upper: Tensor, scales: Tensor, zeros: Tensor | None
-) -> Tensor:
+def round_columns(on_own: Callable[[Tensor, int], Tensor], block: Tensor, upper: Tensor) -> Tensor:
     """Round the columns of `block` [out, n] in place, one after another; the columns after each compensate for its error.
-    `scales` and `zeros` are [out, n], `upper` [n, n] is this part of the Cholesky factor. The result is the errors divided by
-    the factor's diagonal, [out, n]."""
+    `on_own(column, j)` rounds column j to nearest, `upper` [n, n] is this part of the Cholesky factor. The result is the
+    errors divided by the factor's diagonal, [out, n]."""
     errors = torch.empty_like(block)
     for j in range(block.shape[1]):
         column = block[:, j]
-        made = on_grid(fmt, column, scales[:, j], None if zeros is None else zeros[:, j])
+        made = on_own(column, j)
         error = (column - made) / upper[j, j]
         block[:, j + 1 :].addcmul_(error[:, None], upper[j, j + 1 :][None], value=-1.0)
         errors[:, j], block[:, j] = error, made

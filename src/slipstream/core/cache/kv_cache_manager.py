@@ -282,8 +282,8 @@ class KVCacheManager:
 
     def place(self, request: Request, computed: int, end: int, num_guesses: int) -> bool:
         """Note that a step computes tokens [computed, end). True if the request may decode under a lease after it."""
-        steady = [kind.place(request, computed, end, num_guesses) for kind in self.kinds]
-        return all(steady)
+        given = request, computed, end, num_guesses
+        return not self.kinds or all([kind.place(*given) for kind in self.kinds])  # noqa: C419
 
     def verified(self, request: Request, num_guesses: int, num_right: int) -> None:
         """Take back the tokens that were computed after the last right guess."""
@@ -394,9 +394,7 @@ class KVCacheManager:
         """True if the request must wait for blocks from a tier (`Tiers.wants`)."""
         if self.tiers is None or not request.block_keys or not self.may_begin_cached(request):
             return False
-        if not self._have_room(request):
-            return False  # it can't begin now
-        return self.tiers.wants(request, cached, computed, spare)
+        return self._have_room(request) and self.tiers.wants(request, cached, computed, spare)
 
     def adopt(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Hold the blocks of `tables`, which other requests wrote.
@@ -453,6 +451,8 @@ class KVCacheManager:
     def planned(self, step_id: int) -> tuple[StateMark, ...]:
         """Checkpoints that the step keeps which was just planned (`Slots.planned`)."""
         self._last_step = step_id
+        if not self.kinds:
+            return ()
         marks = tuple(mark for kind in self.kinds for mark in kind.planned())
         for kind in self.kinds:
             self._offer_slots(kind)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
+from slipstream.engine.audio.segments import TranscriptionSegment
 from slipstream.engine.audio.transcription import Task
-from slipstream.outputs import TranscriptionSegment
 
 
 def subtitles(segments: Sequence[TranscriptionSegment], kind: Literal["srt", "vtt"]) -> str:
@@ -26,15 +26,21 @@ def verbose(
     duration_s: float,
     text: str,
     segments: Sequence[TranscriptionSegment],
+    granularities: Collection[str] = ("segment",),
 ) -> dict[str, Any]:
-    """The object of `verbose_json`."""
-    return {
+    """The object of `verbose_json`, with the `granularities` ("segment", "word") that are asked for."""
+    made: dict[str, Any] = {
         "task": task,
         "language": "english" if task == "translate" else language,
         "duration": round(duration_s, 3),
         "text": text,
-        "segments": [_segment(i, s) for i, s in enumerate(segments)],
     }
+    if "word" in granularities:
+        words = [word for segment in segments for word in segment.words if word.text.strip()]
+        made["words"] = [{"word": w.text.strip(), "start": w.start, "end": w.end} for w in words]
+    if "segment" in granularities:
+        made["segments"] = [_segment(i, s) for i, s in enumerate(segments)]
+    return made
 
 
 def _segment(index: int, s: TranscriptionSegment) -> dict[str, Any]:

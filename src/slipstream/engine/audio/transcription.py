@@ -18,17 +18,24 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.engine.audio.languages import CODES, NAMES
+from slipstream.engine.audio.segments import (
+    TranscriptionOutput,
+    TranscriptionSegment,
+    TranscriptionWord,
+)
 from slipstream.engine.audio.sound import Samples
 from slipstream.engine.audio.spectrogram import log_mel
+from slipstream.engine.audio.words import token_times, words_of
 from slipstream.errors import RequestError
-from slipstream.messages.media import AudioWindow
-from slipstream.outputs import PositionLogprobs, TranscriptionOutput, TranscriptionSegment
+from slipstream.messages.media import AlignmentQuestion, AudioWindow, Matrix
+from slipstream.outputs import PositionLogprobs
 from slipstream.params.checks import MAX_LOGPROBS
 from slipstream.params.prompts import Prompt
 from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.media.audio import (
     FRAMES_PER_STATE,
+    HOP,
     SAMPLE_RATE,
     STATE_S,
     AudioSpec,
@@ -47,7 +54,7 @@ class TextCodec(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptionOptions:
     """`language`: a code or a name; None: the model tells it. `prompt`: a text before the first, for names and style.
-    `timestamps`: segments have times. `details`: segments have log-probabilities."""
+    `timestamps`: segments have times. `details`: segments have log-probabilities. `words`: they have times and words."""
 
     task: Task = "transcribe"
     language: str | None = None
@@ -56,6 +63,7 @@ class TranscriptionOptions:
     seed: int | None = None
     timestamps: bool = False
     details: bool = False
+    words: bool = False
 
 
 def speech_of(description: ModelDescription) -> tuple[SpeechSpec, AudioSpec]:
@@ -80,6 +88,7 @@ class Transcription:
     segments: list[TranscriptionSegment] = field(default_factory=list)
     num_output_tokens: int = 0
     _head: tuple[int, ...] = ()
+    _prompt_ids: tuple[int, ...] = ()
     _forced: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -98,6 +107,12 @@ class Transcription:
                 "transcriptions need a tokenizer (skip_tokenizer_init is set)", field="model"
             )
         language = _language(speech, options)
+        if options.words and not speech.alignment_heads:
+            raise RequestError(
+                "this checkpoint's generation_config.json names no alignment_heads, which tell times of words; take the "
+                "original checkpoint's",
+                field="timestamp_granularities",
+            )
         length = audio.num_samples
         whole = np.pad(samples, (0, max(0, length - len(samples))))
         made = cls(
@@ -113,7 +128,7 @@ class Transcription:
 
     @property
     def writes_times(self) -> bool:
-        return self.options.timestamps or self.is_long
+        return self.options.timestamps or self.options.words or self.is_long
 
     @property
     def duration_s(self) -> float:
@@ -154,7 +169,7 @@ class Transcription:
         # The first position says whether anybody speaks. Where that is not asked, what is known is part of the prompt.
         is_known = all(len(some) == 1 for some in fixed) and not o.details
         head = (*self._head, *(some[0] for some in fixed)) if is_known else self._head
-        self._forced = () if is_known else tuple(fixed)
+        self._prompt_ids, self._forced = head, () if is_known else tuple(fixed)
         rules = SpeechRules(
             end=speech.end,
             no_timestamps=speech.no_timestamps,
@@ -178,10 +193,28 @@ class Transcription:
         }
         return prompt, sampling
 
+    def question(self, token_ids: Sequence[int]) -> AlignmentQuestion | None:
+        """A question about what `take` has to know of the window to tell times of words. Like transformers it leaves out an
+        answer's last token."""
+        num_skipped = len(self._prompt_ids) + len(self._forced)
+        read = (*self._prompt_ids, *token_ids[:-1])
+        if not self.options.words or len(read) <= num_skipped:
+            return None
+        num_frames = -(-self.num_samples // HOP) - self.seek
+        return AlignmentQuestion(
+            audio=self._window(),
+            token_ids=read,
+            num_skipped=num_skipped,
+            num_states=max(1, min(num_frames // FRAMES_PER_STATE, self.audio.num_states)),
+        )
+
     def take(
-        self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] | None = None
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[PositionLogprobs] | None = None,
+        attention: Matrix | None = None,
     ) -> list[TranscriptionSegment]:
-        """Read the answer of the window, and move on. Returns its segments."""
+        """Read the answer of the window, and move on. Returns its segments. `attention` answers `question`."""
         self.num_output_tokens += len(token_ids)
         num_forced, speech, seek = len(self._forced), self.speech, self.seek
         if self.language is None and speech.languages and token_ids:
@@ -194,6 +227,7 @@ class Transcription:
         tokens = list(token_ids[num_forced:])
         if tokens and tokens[-1] == speech.end:
             tokens.pop()
+        ends = [0.0] * (len(tokens) + 1) if attention is None else token_times(attention)
         values = None if logprobs is None else [p.chosen.logprob for p in logprobs[num_forced:]]
         num_frames = min(self.spectrogram.shape[1] - seek, self.audio.num_frames)
         parts, moved = self._parts(tokens, num_frames)
@@ -203,6 +237,12 @@ class Transcription:
             own = tuple(tokens[begin:end])
             text = self.decoded(own)
             average = None if values is None else float(np.mean(values[begin:end] or [0.0]))
+            words = list[TranscriptionWord]()
+            if self.options.words:
+                at = [i for i in range(begin, end) if tokens[i] < speech.end]
+                spans = [(ends[i - 1] if i else 0.0, ends[i]) for i in at]
+                spans = [(round(offset + a, 2), round(offset + b, 2)) for a, b in spans]
+                words = words_of([tokens[i] for i in at], spans, self.decoded, self.language_name)
             first_s, last_s = (
                 min(offset + n * STATE_S, self.duration_s) for n in (start_step, end_step)
             )
@@ -216,6 +256,7 @@ class Transcription:
                     temperature=self.options.temperature,
                     avg_logprob=average,
                     no_speech_prob=no_speech,
+                    words=tuple(words),
                 )
             )
         new = [s for s in new if s.text.strip()]

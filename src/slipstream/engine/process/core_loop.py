@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from slipstream.engine.process.alignments import AudioAlignments
 from slipstream.engine.process.cache_watchers import CacheWatchers
 from slipstream.engine.process.core_messages import (
     Abort,
@@ -85,11 +86,10 @@ class CoreProcess:
         self.pauses = GenerationPauses(self.send, self.send_all, self._deliver)
         self.cache_watchers = CacheWatchers(self.send)
         self._operations: tuple[Operation, ...] = (
-            *(self._sleeper, self._adapters),
+            *(self._sleeper, self._adapters, AudioAlignments(self.send)),
             *(self.pauses, self.cache_watchers),
         )
-        # blocks go on to the tiers below the device's cache while there are no requests
-        self._tending = False
+        self._tending = False  # blocks go on to the tiers below while there are no requests
         self._last_report = time.monotonic()
         self._connect(PARENT, address)
 

@@ -16,6 +16,7 @@ from slipstream.engine.process.operation_messages import (
     AdaptersChanged,
     Answered,
     CacheEvents,
+    Informed,
     KnowAdapters,
     KnowVersions,
     LoadAdapter,
@@ -23,7 +24,6 @@ from slipstream.engine.process.operation_messages import (
     UnloadAdapter,
     WakeUp,
     WatchCache,
-    WeightsAnswered,
 )
 from slipstream.errors import EngineDownError, as_error
 from slipstream.messages.stats import EngineStats
@@ -193,7 +193,7 @@ class CoreOperations:
                 answered.set_exception(as_error(message.kind, message.error, message.field))
             else:
                 answered.set_result(None)
-        elif isinstance(message, WeightsAnswered):
+        elif isinstance(message, Informed):
             answered = self._waiters.pop(message.ticket)
             if not answered.done():
                 answered.set_result(message.info)

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from slipstream.messages.media import AlignmentQuestion
 from slipstream.messages.weight_ops import WeightsOp
 from slipstream.messages.weights import PauseMode, WeightsInfo
 from slipstream.params.lora_request import LoRARequest
@@ -104,6 +105,18 @@ class KnowVersions(msgspec.Struct, tag=True):
     used: list[str]
 
 
+class AlignAudio(msgspec.Struct, tag=True):
+    """Compute the attention of a text to its audio, between two steps. The answer is AudioAligned."""
+
+    question: AlignmentQuestion
+    ticket: int
+
+
+class AudioAligned(msgspec.Struct, tag=True):
+    info: bytes  # float32 [tokens, states]
+    ticket: int
+
+
 class WatchCache(msgspec.Struct, tag=True):
     """Tell which blocks the prefix cache holds, with CacheEvents: all of them now, changes after each step. Or no more."""
 
@@ -145,9 +158,16 @@ OfWeights: TypeAlias = (
     ChangeWeights | FinishWeights | GetWeights | PauseGeneration | ResumeGeneration | FlushCache
 )
 Question: TypeAlias = (
-    Sleep | WakeUp | LoadAdapter | UnloadAdapter | WatchCache | KnowVersions | OfWeights
+    Sleep
+    | WakeUp
+    | LoadAdapter
+    | UnloadAdapter
+    | WatchCache
+    | KnowVersions
+    | AlignAudio
+    | OfWeights
 )
-OperationNews: TypeAlias = (
-    Answered | AdaptersChanged | WeightsAnswered | WeightsChanged | CacheEvents
-)
+Informed: TypeAlias = WeightsAnswered | AudioAligned
+"""Answers that have something besides done or an error, in `info`."""
+OperationNews: TypeAlias = Answered | AdaptersChanged | Informed | WeightsChanged | CacheEvents
 """Messages to front ends about operations."""

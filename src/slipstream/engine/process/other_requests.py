@@ -1,4 +1,4 @@
-"""Requests of a front end besides answers: vectors and scores, beam searches, pictures of prompts."""
+"""Requests of a front end besides answers: vectors and scores, beam searches, pictures of prompts, audio."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from slipstream.engine.beams import BeamSearchOutput
 from slipstream.engine.process.core_client import CoreClient, CoreLink
 from slipstream.engine.process.core_messages import AddBeams, AddTexts, Outputs
+from slipstream.engine.process.operation_messages import AlignAudio
 from slipstream.engine.process.streams import PendingTexts
 from slipstream.engine.process.weight_operations import WeightOperations
 from slipstream.engine.requests.pooled import TextsAnswer
@@ -20,6 +23,7 @@ from slipstream.engine.vision.picture_files import PictureFile
 from slipstream.engine.vision.pictures import PreparedPicture
 from slipstream.errors import EngineError
 from slipstream.messages.beams import BeamsOutput
+from slipstream.messages.media import AlignmentQuestion, Matrix
 from slipstream.messages.texts import TextTask
 from slipstream.outputs import Vectors
 from slipstream.params.options import DEFAULT_OPTIONS, RequestOptions
@@ -62,6 +66,11 @@ class OtherRequests(WeightOperations):
         `detail` is OpenAI's: "low" reads it smaller."""
         pictures = self._input.prompts.media.processor_for(1)
         return await asyncio.wrap_future(pictures.submit(source, detail))
+
+    async def attention_of(self, asked: AlignmentQuestion) -> Matrix:
+        """The attention of a text's tokens to the states of its audio [tokens, states]."""
+        data: bytes = await self._ask_for(lambda ticket: AlignAudio(asked, ticket))
+        return np.frombuffer(data, np.float32).reshape(-1, asked.num_states)
 
     async def embed(
         self,

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.config import EngineConfig
-from slipstream.engine.audio.sounds import SoundProcessor
+from slipstream.engine.audio.sounds import media_processor
 from slipstream.engine.grammars.check import check
 from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.requests.choices import check_answer, fork
+from slipstream.engine.requests.languages import both_sides
 from slipstream.engine.requests.over_context import over_context
 from slipstream.engine.requests.prompts import PromptReader
 from slipstream.engine.requests.reasoning_budgets import with_reasoning
@@ -25,12 +26,7 @@ from slipstream.engine.requests.texts import TextsProcessor
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import Formats
 from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
-from slipstream.engine.vision.pictures import (
-    MediaProcessor,
-    PictureProcessor,
-    PreparedPicture,
-    placed,
-)
+from slipstream.engine.vision.pictures import MediaProcessor, PreparedPicture, placed
 from slipstream.errors import AdapterError, RequestError
 from slipstream.messages.media import AudioWindow
 from slipstream.messages.requests import EngineRequest, pack_ids
@@ -38,8 +34,6 @@ from slipstream.params.options import DEFAULT_OPTIONS, RequestOptions
 from slipstream.params.prompts import Prompt
 from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.media.sound import SoundSpec
-from slipstream.spec.media.vision import ImageProcessing, VisionSpec
 
 INLINE_CHARS = 16_384
 """More characters than this are tokenised in a thread; for fewer the way there and back costs more than the work."""
@@ -155,13 +149,6 @@ class InputProcessor:
     ) -> InputProcessor:
         """An answer ends at any end token that the model's files or the tokenizer name."""
         default_sampling(description)  # wrong ones are found at the start
-        vision, images = description.spec.vision, description.images
-        pictures: MediaProcessor | None = None
-        if isinstance(vision, SoundSpec) and config.images is not None:
-            pictures = SoundProcessor(vision, config.images.max_images)
-        elif isinstance(vision, VisionSpec) and config.images is not None:
-            assert isinstance(images, ImageProcessing)
-            pictures = PictureProcessor(vision, images, config.images.max_images)
         return cls(
             tokenizer,
             vocab_size=description.spec.vocab_size,
@@ -171,7 +158,7 @@ class InputProcessor:
             ids=ids,
             takes_adapters=config.lora is not None,
             in_process=in_process and config.parallel.num_ranks == 1,
-            pictures=pictures,
+            pictures=media_processor(description, config),
         )
 
     def prepare(
@@ -223,7 +210,7 @@ class InputProcessor:
         if spec is not None and spec.encoder is not None and spec.encoder.audio is not None:
             encoded = (0,) * spec.encoder.audio.num_states
         elif spec is not None and spec.encoder is not None:
-            encoded, tokens = tuple(tokens), [spec.encoder.start_token_id]
+            encoded, tokens = both_sides(self.tokenizer, spec.encoder, prompt, tokens)
             packed = pack_ids(tokens)
             if len(encoded) > self.max_model_len:
                 raise self.prompts.too_long(len(encoded))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.engine.requests.languages import LANGUAGES, without_languages
 from slipstream.engine.requests.over_context import MAX_CHARS_PER_TOKEN, hopeless
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.vision.pictures import (
@@ -107,12 +108,11 @@ class PromptReader:
     ) -> tuple[str | None, list[int], bytes]:
         """A prompt's text, if it has one, and its tokens, as a list and packed (`TokenIds`). `salt`: see `Tokenizer.encode`."""
         given: Any = prompt
-        if (
-            isinstance(given, dict)
-            and set(given) == {"prompt"}
-            and isinstance(given["prompt"], str)
-        ):
-            prompt = given["prompt"]  # vLLM's other way to say a text
+        if isinstance(given, dict) and not {*LANGUAGES}.isdisjoint(given):
+            given = without_languages(given, self.description)
+        match given:
+            case {"prompt": str(said), **others} if not others:
+                prompt = said  # vLLM's other way to say a text
         if isinstance(prompt, str):
             prompt = with_pictures(prompt, pictures, self.media.vision) if pictures else prompt
             tokenizer = self.check_text(prompt, any_length=any_length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -100,6 +101,8 @@ class Scaling:
         now = self.now(spec)
         if now.has_requests:
             scaler.last_used = at
+        if not now.num_at_gateway:
+            scaler.waits_since = None
         change = scaler.look(at, now, version.tally)
         if (
             change is not None
@@ -121,15 +124,20 @@ class Scaling:
         more, spec = change.wanted - change.before, scaler.spec
         if self.room is None or more <= 0:
             return True
+        others = [x for x in self.scalers.values() if x is not scaler and x.spec.least == 0]
+        is_waited_for = now.num_at_gateway > 0 and not change.before
+        if is_waited_for and scaler.waits_since is None:
+            scaler.waits_since = change.at
+        since = scaler.waits_since or math.inf
+        if any(x.waits_since is not None and x.waits_since < since for x in others):
+            return False  # what becomes free is for the one that waits longest
         held = self._held()
         missing = self.room.missing(held, spec.key, more)
         if missing <= 0:
             scaler.waits_since = None
             return True
-        if change.before or not now.num_at_gateway:
+        if not is_waited_for:
             return False
-        since = scaler.waits_since = change.at if scaler.waits_since is None else scaler.waits_since
-        others = [x for x in self.scalers.values() if x is not scaler and x.spec.least == 0]
         for other in sorted(others, key=lambda x: x.last_used):
             key, state = other.spec.key, self.now(other.spec)
             here = state.num_ready + state.num_starting

@@ -103,7 +103,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_latent_queries": (None, [_P, _I, _I, _I, _I, _I, _I, _L, _L, _L, _P, _F, _P, _L, _I]),
     "add_attention": (None, [_P, _I, _I, _I, _I, _L, _L, _L, _L, _F, _L, _F, _P, _P, _P, _L, _I]),
     "add_conv": (None, [_P, _I, _L, _L, _L, _I, _I, _I, _L, _L, _P, _P, _I]),
-    "add_delta": (None, [_P, _I, _I, _I, _L, _I, _I, _L, _L, _L, _L, _I, _F, _P, _P]),
+    "add_delta": (None, [_P, _I, _I, _I, _L, _I, _I, _L, _L, _L, _L, _I, _F, _F, _P, _P]),
     "add_ssd": (None, [_P, _I, _L, _I, _L, _I, _I, _L, _L, _L, _L, _F, _F, _P, _P, _P]),
     "add_scan": (None, [_P, _I, _I, _I, _I, _I, _I, _L, _L, _P, _P, _P]),
     "add_gated_norm": (None, [_P, _I, _I, _L, _I, _I, _L, _L, _P, _F, _I, _I]),

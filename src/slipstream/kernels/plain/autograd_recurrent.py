@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.kernels.plain.recurrent import L2_EPS
+from slipstream.kernels.plain.recurrent import L2_EPS, decay_logs
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 
 CHUNK, CHANNELS_CHUNK = 64, 16
@@ -109,8 +109,7 @@ def gated_delta(
     )
     q, k = (y * (y.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for y in (q, k))
     beta = gates[:, :heads].float().sigmoid() * (2 if s.negative_eigenvalues else 1)
-    a = F.softplus((gates[:, heads:] if decay is None else decay).float() + params.time.float())
-    logs = -params.decay.float().exp()[:, None] * a.unflatten(1, (heads, -1))
+    logs = decay_logs(gates[:, heads:] if decay is None else decay, params)
     out = _recurrence(q * s.key_dim**-0.5, k, v.unflatten(1, (heads, -1)), logs, meta, beta)
     out = out * (out.square().mean(-1, keepdim=True) + s.eps).rsqrt() * params.norm.float()
     gate = (x[:, channels:] if z is None else z).float().unflatten(1, (heads, -1))

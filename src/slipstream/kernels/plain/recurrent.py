@@ -55,6 +55,13 @@ def short_conv(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Co
     return (c.float() * _convolved(b * inner, state, meta, params)).to(x.dtype)
 
 
+def decay_logs(raw: Tensor, params: GatedDeltaParams) -> Tensor:
+    """The logs g of what a token keeps of the state, float32 [T, H, K], or [T, H, 1]."""
+    s, rate = params.spec, params.decay.float().exp()[:, None]
+    raw = (raw.float() + params.time.float()).unflatten(1, (s.num_heads, -1))
+    return -rate * F.softplus(raw) if s.bound is None else s.bound * (rate * raw).sigmoid()
+
+
 def gated_delta(
     x: Tensor,
     gates: Tensor,
@@ -81,8 +88,7 @@ def gated_delta(
     if z is None:
         z = x[:, channels:]
     beta = gates[:, :heads].float().sigmoid() * (2 if s.negative_eigenvalues else 1)
-    a = F.softplus(decay.float() + params.time).unflatten(1, (heads, -1))
-    kept = (-params.decay.exp()[:, None] * a).exp()  # [T, H, K], or [T, H, 1]
+    kept = decay_logs(decay, params).exp()
     out, write = v.new_empty(v.shape), meta.states.write.tolist()
     for begin, end, slot in _sequences(meta):
         now = states[slot].clone() if slot else states.new_zeros(states.shape[1:])

@@ -110,7 +110,7 @@ def _takes_delta(d: GatedDeltaSpec) -> bool:
     sizes = (32, 64, 128, 256)
     rows = d.conv_channels + d.v_size
     whole = rows % 16 == 0 and d.conv_channels % 8 == 0 and d.v_size % 256 == 0
-    plain = d.latent is None and d.decay == "head"
+    plain = d.latent is None and d.decay == "head" and d.bound is None
     return plain and whole and d.key_dim in sizes and d.value_dim in sizes and d.conv_width <= 8
 
 

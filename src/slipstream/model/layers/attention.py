@@ -185,6 +185,8 @@ class LatentAttention:
     index: Index | None = None
     group: RankGroup | None = None  # as `Attention`'s
     context: RankGroup | None = None
+    gate: Linear | None = None
+    spread: Linear | None = None  # as `Attention`'s
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]."""
@@ -192,6 +194,12 @@ class LatentAttention:
 
     def mixed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → the heads' results [T, H · D], the input of `out`."""
+        if self.gate is None or self.spread is None:
+            return self._mixed(ops, x, kv, meta)
+        gate = ops.sigmoid(ops.linear(ops.linear(x, self.gate), self.spread))
+        return self._mixed(ops, x, kv, meta) * gate
+
+    def _mixed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         rows = x
         if self.q_latent is not None:
             assert self.q_norm is not None
@@ -232,7 +240,8 @@ class LatentAttention:
 
     @property
     def inputs(self) -> InputFormat | None:
-        return self.latent.inputs if self.index is None else None  # the index is not quantised
+        plain = self.index is not None or self.gate is not None  # which are not quantised
+        return None if plain else self.latent.inputs
 
 
 @dataclass(frozen=True, slots=True)

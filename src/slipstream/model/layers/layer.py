@@ -167,6 +167,9 @@ class Layer:
         if isinstance(self.spec.block, PostNormBlock):
             x = total_of(ops, pending, residual)
             x = normed(ops, n["attention_norm"], scaled(ops, attend(x), scale), x)
+            if self.cross is not None:
+                seen = self.cross(ops, x, kv, step.of_group(self.cross_group))
+                x = normed(ops, n["cross_norm"], of_ranks(seen, self.attention_ranks), x)
             return normed(ops, n["mlp_norm"], scaled(ops, feed(x), scale), x), None
         if isinstance(
             self.spec.block, ParallelBlock

@@ -140,7 +140,7 @@ _SPEECH: dict[str, Any] = {
     "temperature": {"type": "number", "minimum": 0, "maximum": 1},
     "timestamp_granularities[]": {
         "type": "array",
-        "items": {"type": "string", "enum": ["segment"]},
+        "items": {"type": "string", "enum": ["segment", "word"]},
     },
     "chunking_strategy": {"type": "string", "enum": ["auto"]},
     "seed": {"type": "integer"},

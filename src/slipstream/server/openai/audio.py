@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 from starlette.datastructures import UploadFile
@@ -20,6 +21,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from slipstream.engine.audio.formats import subtitles, verbose
+from slipstream.engine.audio.segments import TranscriptionSegment
 from slipstream.engine.audio.sound import decode_audio
 from slipstream.engine.audio.transcription import (
     Task,
@@ -31,7 +33,7 @@ from slipstream.engine.process.streams import OutputStream
 from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.errors import SlipstreamError
 from slipstream.messages.finish_reason import FinishReason
-from slipstream.outputs import PositionLogprobs, TranscriptionSegment
+from slipstream.outputs import PositionLogprobs
 from slipstream.params.options import RequestOptions
 from slipstream.server.answers.generation import effective_priority, encode
 from slipstream.server.http.errors import (
@@ -74,6 +76,7 @@ class SpeechRequest:
     response_format: Format
     stream: bool
     options: TranscriptionOptions
+    granularities: frozenset[str]
 
     @classmethod
     async def read(cls, form: list[tuple[str, UploadFile | str]], task: Task) -> SpeechRequest:
@@ -112,14 +115,9 @@ class SpeechRequest:
                 "must be 'auto': windows begin at the times that the model writes",
             ),
             (
-                "word" not in granularities,
+                set(granularities) <= {"segment", "word"},
                 "timestamp_granularities",
-                ": times of words are not supported; ask for 'segment'",
-            ),
-            (
-                set(granularities) <= {"segment"},
-                "timestamp_granularities",
-                f": {granularities[:1]!r} is not 'segment'",
+                f": {granularities[:2]!r} are not 'segment' or 'word'",
             ),
             (
                 not granularities or how == "verbose_json",
@@ -148,6 +146,7 @@ class SpeechRequest:
             seed=None if seed is None else int(seed),
             timestamps=how not in STREAMED,
             details=how == "verbose_json",
+            words="word" in granularities,
         )
         return cls(
             data=data,
@@ -155,6 +154,7 @@ class SpeechRequest:
             response_format=how,
             stream=stream == "true",
             options=options,
+            granularities=frozenset(granularities or ("segment",)),
         )
 
 
@@ -280,7 +280,12 @@ class SpeechRoute:
             finally:
                 cancel()
             is_first = False
-            yield tokens, made.take(tokens, logprobs if made.options.details else None)
+            known = logprobs if made.options.details else None
+            if (asked := made.question(tokens)) is None:
+                yield tokens, made.take(tokens, known)
+            else:  # warping takes milliseconds
+                attention = await state.engine.attention_of(asked)
+                yield tokens, await _sounds.run(partial(made.take, tokens, known, attention))
 
     async def _events(self, made: Transcription, record: RequestRecord) -> AsyncGenerator[bytes, None]:  # fmt: skip
         """OpenAI's events: each piece of new text, and at the end the whole text."""
@@ -321,6 +326,7 @@ def _whole(made: Transcription, body: SpeechRequest, task: Task) -> tuple[bytes,
             head = ((b"content-type", f"{media}; charset=utf-8".encode()),)
             return subtitles(segments, kind).encode(), head
         case "verbose_json":
-            told = verbose(task, made.language_name, made.duration_s, made.text, segments)
+            own = made.language_name, made.duration_s, made.text, segments, body.granularities
+            told = verbose(task, *own)
             return encode({**told, "usage": _usage(made)}), JSON_HEADERS
     return encode({"text": made.text, "usage": _usage(made)}), JSON_HEADERS

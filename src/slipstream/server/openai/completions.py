@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, cast
 
+from slipstream.engine.requests.languages import LANGUAGES
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
 from slipstream.params.prompts import Prompt, TokensPrompt
@@ -182,7 +183,7 @@ async def read_prompts(state: ServerState, body: CompletionRequest) -> list[Prom
         body.prompt = cast(
             Any, await without_mixes(state, given, "prompt", add_special_tokens=special)
         )
-    return [
+    found = [
         await text_prompt(
             state,
             prompt,
@@ -193,6 +194,11 @@ async def read_prompts(state: ServerState, body: CompletionRequest) -> list[Prom
         else TokensPrompt(prompt_token_ids=prompt)
         for prompt in _prompts(body)
     ]
+    named = {name: value for name in LANGUAGES if (value := getattr(body, name)) is not None}
+    if not named:
+        return found
+    whole: list[Any] = [{"prompt": p} if isinstance(p, str) else p for p in found]
+    return [cast("Prompt", {**prompt, **named}) for prompt in whole]
 
 
 async def prepare(

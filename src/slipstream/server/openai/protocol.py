@@ -243,6 +243,9 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     echo: bool | None = None
     logprobs: Int | None = None
     best_of: Int | None = None
+    # Of models that translate, as the tokenizer spells them (`engine.requests.languages`).
+    source_language: Text | None = None
+    target_language: Text | None = None
     suffix: Raw = OFF
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {"suffix": (b"null", b'""')}

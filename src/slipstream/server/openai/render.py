@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
+from slipstream.engine.requests.languages import LANGUAGES
 from slipstream.params.prompts import TokensPrompt
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.limits import read_as
@@ -32,6 +33,9 @@ class Rendering:
 
     async def completion(self, request: Request) -> Response:
         body = self._checked(await read_as(CompletionRequest, request, self.state))
+        for name in LANGUAGES:
+            if getattr(body, name) is not None:
+                raise bad_request(f"{name} is not rendered here; leave it out", name)
         found = []
         for prompt in await read_prompts(self.state, body):
             if isinstance(prompt, str):

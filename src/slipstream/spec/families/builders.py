@@ -12,6 +12,7 @@ from slipstream.spec.model import (
     Activation,
     AttentionSpec,
     BlockSpec,
+    ClampedSilu,
     ClassifierSpec,
     DenseSpec,
     LayerSpec,
@@ -86,6 +87,20 @@ def gated(
 
 def plain(size: int, act: Activation, *, bias: bool = True) -> DenseSpec:
     return DenseSpec(intermediate_size=size, activation=act, gated=False, bias=bias)
+
+
+def clamped(mlp: DenseSpec, limit: float) -> DenseSpec:
+    """The MLP with its activations clamped (Step 3.5), or as it is for 0."""
+    return replace(mlp, activation=ClampedSilu(limit=limit)) if limit else mlp
+
+
+def limits(c: ConfigReader, key: str) -> list[float]:
+    """The limit of each layer's activations, 0 for those without. The list may have more, of layers that draft."""
+    count = c.size("num_hidden_layers")
+    found = [x or 0.0 for x in c.take(key, list, [0.0] * count)]
+    if len(found) < count or not all(type(x) in (int, float) and x >= 0 for x in found):
+        raise c.unsupported(key, f"must have {count} numbers")
+    return [float(x) for x in found]
 
 
 def rms(size: int, eps: float, **more: Any) -> NormSpec:

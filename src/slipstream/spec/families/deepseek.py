@@ -299,16 +299,13 @@ def read_latent(
     )
     if position.rotary_dim != rotary:
         raise c.unsupported("rope_parameters", f"partial_rotary_factor must make {rotary}")
-    scale, scaling = (plain + rotary) ** -0.5, position.scaling
-    if isinstance(scaling, YarnScaling) and scaling.factor > 1.0:
-        scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
     attention = LatentAttentionSpec(
         num_heads=num_heads,
         nope_dim=plain,
         value_dim=c.size("v_head_dim"),
         kv_rank=c.size("kv_lora_rank"),
         q_rank=c.maybe("q_lora_rank", int),
-        scale=scale,
+        scale=scale_of(plain + rotary, position),
         position=position,
         query_scale=query_scale(c, positions) if scaled and positions else None,
         eps=1e-6,  # the latents' norms do not use rms_norm_eps
@@ -330,6 +327,15 @@ def read_latent(
         )
 
     return model(c, family, layer, norm, max_position, **more)
+
+
+def scale_of(head_dim: int, position: RopeSpec) -> float:
+    """The scale of scores, which YaRN changes."""
+    scale: float = head_dim**-0.5
+    scaling = position.scaling
+    if isinstance(scaling, YarnScaling) and scaling.factor > 1.0:
+        scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
+    return scale
 
 
 SHARED: dict[str, Theirs] = {

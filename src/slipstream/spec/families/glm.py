@@ -25,7 +25,7 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.deepseek import SARVAM_KEYS, SHARED, corrected_mixture, gguf_experts
 from slipstream.spec.families.metadata import llama_gguf_config
-from slipstream.spec.families.mtp import DEEPSEEK, LLAMA_CPP
+from slipstream.spec.families.mtp import DEEPSEEK, LING, LLAMA_CPP
 from slipstream.spec.families.names import LLAMA, MEGATRON, Theirs, gguf_table, table
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, QKNormSpec, RopeSpec
 
@@ -53,6 +53,19 @@ def read_glm4v(c: ConfigReader) -> ModelSpec:
     c.require("attention_bias", True)
     c.assume(head_dim=c.size("hidden_size") // c.size("num_attention_heads"))
     return _read(c, "glm4v", sandwich=True, partial=1.0, sections=THREE_POSITIONS)
+
+
+def read_glm_ocr(c: ConfigReader) -> ModelSpec:
+    """The language model of GLM-OCR: GLM-4.1V's without biases, whatever the config says. Its layer for drafts is not run."""
+    c.assume(
+        **dict(vocab_size=59392, hidden_size=1024, intermediate_size=4096, num_hidden_layers=16),
+        **dict(num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=131072),
+        **dict(rms_norm_eps=1e-5, attention_bias=False),
+    )
+    c.assume(head_dim=c.size("hidden_size") // c.size("num_attention_heads"))
+    c.require("attention_bias", False)
+    c.ignore("num_nextn_predict_layers")
+    return _read(c, "glm_ocr", sandwich=True, partial=1.0, sections=THREE_POSITIONS)
 
 
 def read_glm4v_moe(c: ConfigReader) -> ModelSpec:
@@ -148,6 +161,28 @@ def read_sarvam_moe(c: ConfigReader) -> ModelSpec:
     return read_glm4_moe(c, "sarvam_moe", partial=1.0)
 
 
+LING_SAID = {
+    **dict(score_function="sigmoid", moe_router_enable_expert_bias=True, use_bias=False),
+    **dict(use_rmsnorm=True, norm_head=False, norm_softmax=False, use_sliding_window=False),
+}
+"""Values of further keys of the authors' config, the only ones that are supported."""
+
+
+def read_ling2(c: ConfigReader) -> ModelSpec:
+    """Ling 2 and Ring (Bailing): Sarvam's layers, whose heads are rotated by half."""
+    for key, value in LING_SAID.items():
+        c.require(key, value)
+    c.alias({**SARVAM_KEYS, "attention_bias": "use_qkv_bias"})
+    c.assume_missing(
+        **dict(head_dim=128, num_key_value_heads=4, n_group=8, topk_group=4, use_qk_norm=True),
+        **dict(routed_scaling_factor=2.5, rms_norm_eps=1e-6, rope_theta=6e5),
+    )
+    shared = c.size("moe_intermediate_size") * c.take("n_shared_experts", int)
+    c.require("moe_shared_expert_intermediate_size", shared)
+    c.ignore("router_dtype", "output_dropout", "max_window_layers", "mtp_loss_scaling_factor")
+    return read_glm4_moe(c, "bailing_moe")
+
+
 def read_glm4_moe(
     c: ConfigReader,
     family: str = "glm4_moe",
@@ -233,6 +268,13 @@ def glm4_moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
     }
 
 
+def ling2_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    m.ignore("expert_shared_feed_forward_length")
+    groups = m.size("expert_group_count", 1), m.size("expert_group_used_count", 1)
+    m.assume(**{"blk.0.attn_q_norm.weight": True})
+    return {**glm4_moe_gguf_config(m), **dict(zip(("n_group", "topk_group"), groups, strict=True))}
+
+
 GLM4_MOE_GGUF: dict[str, Theirs] = {
     "pre_mlp": "post_attention_norm",
     "correction": {"weight": "exp_probs_b.bias"},
@@ -275,6 +317,18 @@ FAMILIES = (
         architectures=("SarvamMoEForCausalLM", "Glm4MoeForCausalLM"),
         read=read_sarvam_moe,
         names=table(SARVAM),
+    ),
+    Family(
+        model_type="bailing_moe",
+        architectures=("BailingMoeV2ForCausalLM",),
+        read=read_ling2,
+        names=table(SARVAM),
+        mtp=LING,
+        gguf=GGUFFamily(
+            architecture="bailingmoe2",
+            config=ling2_gguf_config,
+            names=gguf_table({**GLM4_MOE_GGUF, "pre_mlp": "ffn_norm", "attention.qkv": "attn_qkv"}),
+        ),
     ),
     Family(
         model_type="solar_open",

@@ -70,6 +70,17 @@ DEEPSEEK = MTPFormat(
 )
 """DeepSeek V3's (arXiv:2412.19437, section 2.2), which GLM-4.5 and Kimi K2 share."""
 
+LING = MTPFormat(
+    counts=DEEPSEEK.counts,
+    renamed=DEEPSEEK.renamed,
+    around={
+        **{key: DEEPSEEK.around[key] for key in ("embed_norm", "hidden_norm", "join")},
+        "final_norm": f"{NEXTN}final_layernorm",
+    },
+    copies=(f"{NEXTN}word_embeddings.weight",),
+)
+"""Ling 2 and 3, which continue from the state after the last norm."""
+
 LLAMA_CPP = MTPFormat(
     counts=("nextn_predict_layers",),
     renamed=("blk.0.", "blk.{n}."),

@@ -280,6 +280,10 @@ WRITTEN_AS = (
     # Kimi Linear's adapters, by 5
     *((".forget_gate.", "."), (".mlp.shared_experts.", ".block_sparse_moe.shared_experts.")),
     ("embed_tokens.", "word_embeddings."),  # Sarvam MoE, by 5
+    # Ling 3, by 5, and its adapters
+    *((".self_attn.", ".attention."), (".attention.dense.", ".attention.o_proj.")),
+    (".attention.o_proj.", ".attention.dense."),
+    (".self_attn.g_proj.", ".self_attn.gate_proj."),  # LFM 3's adapters, by 5
     (".shared_experts.", ".shared_mlp."),  # Hunyuan 3, by 5
     (".shared_experts.", ".shared_expert."),  # Laguna's modules in 5
     # Kimi K2.5, by 5

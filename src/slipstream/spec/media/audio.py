@@ -5,7 +5,7 @@ Whisper (Radford et al. 2022, arXiv:2212.04356) reads 30 seconds at a time as a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,12 @@ class AudioSpec:
     """Two convolutions of three frames with GELU, and learned positions, before an encoder's layers.
 
     A window has `num_states` states, of `FRAMES_PER_STATE` frames each, with `num_mel_bins` numbers in a frame.
+    `median_filter`: states of the median that smooths attention, for times of words.
     """
 
     num_mel_bins: int
     num_states: int
+    median_filter: int = 7
 
     @property
     def num_frames(self) -> int:
@@ -73,6 +75,8 @@ class SpeechSpec:
     suppressed: tuple[int, ...] = ()
     suppressed_first: tuple[int, ...] = ()
     max_first_timestamp: int | None = None  # in steps of `STATE_S`
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    """(layer, head) of the cross attention that tells times of words."""
 
     @property
     def first_timestamp(self) -> int:
@@ -86,9 +90,16 @@ class SpeechSpec:
 
 
 def read_speech(
-    path: Path, generation: Mapping[str, Any], *, start: int, vocab_size: int, audio: AudioSpec
+    path: Path,
+    generation: Mapping[str, Any],
+    *,
+    start: int,
+    vocab_size: int,
+    audio: AudioSpec,
+    heads: Sequence[int],
 ) -> SpeechSpec:
-    """Read the tokens of a checkpoint. UnsupportedModelError names a field that is missing or has another form."""
+    """Read the tokens of a checkpoint, whose decoder has so many `heads` in each layer. UnsupportedModelError names a field
+    that is missing or has another form."""
     processing = path / "preprocessor_config.json"
     if processing.is_file():
         _check_features(parse_json(processing.read_bytes()), audio)
@@ -140,7 +151,23 @@ def read_speech(
         suppressed=tokens("suppress_tokens", generation.get("suppress_tokens")),
         suppressed_first=tokens("begin_suppress_tokens", generation.get("begin_suppress_tokens")),
         max_first_timestamp=latest if isinstance(latest, int) else None,
+        alignment_heads=_alignment_heads(generation.get("alignment_heads"), heads),
     )
+
+
+def _alignment_heads(given: Any, heads: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The pairs of `alignment_heads`. CheckpointError if one is no head of a layer."""
+    try:
+        found = tuple((int(layer), int(head)) for layer, head in given or ())
+        fits = all(0 <= i < len(heads) and 0 <= head < heads[i] for i, head in found)
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise CheckpointError(
+            f"generation_config.json: alignment_heads = {given!r} must be pairs of a layer and a head of the decoder",
+            field="alignment_heads",
+        )
+    return found
 
 
 def _check_features(config: Mapping[str, Any], audio: AudioSpec) -> None:

@@ -103,7 +103,8 @@ class StoredFormats:
         return replace(found, split=True) if found is not None and module in self.columns else found
 
     def _group(self, module: str) -> WeightFormat | None:
-        if any(_matches(module, target) for target in self.ignore):
+        # A decoder's module may be named with what stands before it in a model that sees or hears.
+        if any(_matches(module, x) or x.endswith(f".{module}") for x in self.ignore):
             return None
         for expression in (False, True):
             for targets, found in self.groups:

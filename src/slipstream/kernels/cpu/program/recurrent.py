@@ -59,8 +59,9 @@ def add_gated_delta(
     _add_conv(p, x, 0, x, FORM_F32, layer, params.conv)
     decays = (gates, s.num_heads) if decay is None else (decay, 0)
     sizes = s.num_key_heads, s.num_heads, s.key_dim, s.value_dim, s.decay == "channel"
-    factors = 2.0 if s.negative_eigenvalues else 1.0, _rate(params.decay), float32(params.time)
-    p.add("delta", x, gates, *decays, seen, layer, *sizes, *factors)
+    factors = 2.0 if s.negative_eigenvalues else 1.0, s.bound or 0.0
+    own = _rate(params.decay), float32(params.time)
+    p.add("delta", x, gates, *decays, seen, layer, *sizes, *factors, *own)
     weight = np.tile(_array(params.norm), s.num_heads)
     gate = (x, s.conv_channels) if z is None else (z, 0)
     how = s.v_size, s.value_dim, weight, s.eps, s.gate == "silu", False

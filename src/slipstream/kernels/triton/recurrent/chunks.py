@@ -66,7 +66,7 @@ def prepare_kernel(
     mixed_ptr, beta_ptr, raw_ptr, decay_ptr, time_ptr, logs_ptr, p_ptr, u_ptr, w_ptr, starts_ptr, chunks_ptr, beta_stride,
     raw_stride, low, high,
     H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, Q_AT: tl.constexpr,
-    K_AT: tl.constexpr, V_AT: tl.constexpr, DELTA: tl.constexpr, TWICE: tl.constexpr, SHORT: tl.constexpr,
+    K_AT: tl.constexpr, V_AT: tl.constexpr, DELTA: tl.constexpr, TWICE: tl.constexpr, BOUND: tl.constexpr, SHORT: tl.constexpr,
     LEVELS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a head of a chunk. Writes G [T, H] and P [T, H, CHUNK], and with DELTA U [T, H, V] and W [T, H, K]."""
@@ -86,7 +86,7 @@ def prepare_kernel(
     at = mixed_ptr + i[:, None] * C + head // R * K + ks[None, :]
     q, k = tl.load(at + Q_AT, mask=keys, other=0.0), tl.load(at + K_AT, mask=keys, other=0.0)
     raw = tl.load(raw_ptr + row * raw_stride + i * raw_stride + head, mask=live, other=0.0)
-    _, log = time_and_decay(raw, bias, rate, low, high)
+    _, log = time_and_decay(raw, bias, rate, low, high, BOUND)
     logs = tl.cumsum(tl.where(live, log, 0.0), 0)
     tl.store(logs_ptr + row * H + i * H + head, logs, mask=live)
     apart = logs[:, None] - logs[None, :]
@@ -110,7 +110,7 @@ def prepare_channels_kernel(
     mixed_ptr, beta_ptr, raw_ptr, decay_ptr, time_ptr, logs_ptr, p_ptr, u_ptr, w_ptr, q_ptr, k_ptr, starts_ptr, chunks_ptr,
     beta_stride, raw_stride,
     H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, Q_AT: tl.constexpr,
-    K_AT: tl.constexpr, V_AT: tl.constexpr, TWICE: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr,
+    K_AT: tl.constexpr, V_AT: tl.constexpr, TWICE: tl.constexpr, BOUND: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`prepare_kernel` with a decay by channel: G is [T, H, K]. Also writes exp(G) q and exp(G_end − G) k, [T, H, K] each.
@@ -140,7 +140,7 @@ def prepare_channels_kernel(
     at = mixed_ptr + i[:, None] * C + head // R * K + ks[None, :]
     q, k = tl.load(at + Q_AT, mask=keys, other=0.0), tl.load(at + K_AT, mask=keys, other=0.0)
     raw = tl.load(raw_ptr + i[:, None] * raw_stride + head * K + ks[None, :], mask=keys, other=0.0)
-    _, log = time_and_decay(raw, bias[None, :], rate, 0.0, float("inf"))
+    _, log = time_and_decay(raw, bias[None, :], rate, 0.0, float("inf"), BOUND)
     logs = tl.cumsum(tl.where(keys, log, 0.0), 0)
     tl.store(logs_ptr + wide * K + ks[None, :], logs, mask=keys)
     wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)

@@ -64,7 +64,8 @@ def gated_delta(
     out = _tokens(
         x, gates, raw, z, state, meta, params, params.conv, params.norm, sizes, finish=not stages, invariant=invariant,
         low=0.0, high=float("inf"), eps=s.eps, scale=s.key_dim**-0.5, CHANNEL=s.decay == "channel",
-        TWICE=s.negative_eigenvalues, SIGMOID=s.gate == "sigmoid", SHORT=SHORT if stages else ANY_LENGTH,
+        TWICE=s.negative_eigenvalues, BOUND=s.bound or 0.0, SIGMOID=s.gate == "sigmoid",
+        SHORT=SHORT if stages else ANY_LENGTH,
     )  # fmt: skip
     if stages:
         mixed = x.new_empty(len(x), s.conv_channels)
@@ -73,7 +74,7 @@ def gated_delta(
         )  # fmt: skip
         _chunks(
             mixed, gates, raw, state, meta, params, sizes, out,
-            low=0.0, high=float("inf"), stages=stages, TWICE=s.negative_eigenvalues,
+            low=0.0, high=float("inf"), stages=stages, TWICE=s.negative_eigenvalues, BOUND=s.bound or 0.0,
         )  # fmt: skip
         _finish(
             out, z, params.norm, s.eps, s.num_heads, SHARED=True, FIRST=False, SIGMOID=s.gate == "sigmoid"
@@ -95,14 +96,15 @@ def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2
     in_one = not stages and s.norm is None and params.gated
     out = _tokens(
         rows, raw, raw, z, state, meta, params, params.conv, params.skip, sizes, finish=in_one,
-        low=low, high=high, eps=s.eps, scale=1.0, CHANNEL=False, TWICE=False, SIGMOID=s.gate == "sigmoid",
+        low=low, high=high, eps=s.eps, scale=1.0, CHANNEL=False, TWICE=False, BOUND=0.0, SIGMOID=s.gate == "sigmoid",
         SHORT=SHORT if stages else ANY_LENGTH,
     )  # fmt: skip
     if stages:
         mixed = x.new_empty(len(x), s.conv_channels)
         conv.conv_chunks(rows, state, meta, params.conv, mixed)
         _chunks(
-            mixed, raw, raw, state, meta, params, sizes, out, low=low, high=high, stages=stages, TWICE=False
+            mixed, raw, raw, state, meta, params, sizes, out, low=low, high=high, stages=stages, TWICE=False,
+            BOUND=0.0,
         )  # fmt: skip
     if not in_one and params.gated:
         groups = s.num_heads if s.norm is None else s.norm_groups
@@ -170,7 +172,7 @@ def _chunks(
     low: float,
     high: float,
     stages: int,
-    TWICE: bool,
+    **options: Any,
 ) -> None:
     """Computes the long sequences, from their convolved rows, into `out`."""
     assert meta.states is not None
@@ -194,7 +196,7 @@ def _chunks(
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)), EXACT=exact, **pdl_options(mixed),
     )  # fmt: skip
     places = {name: sizes[name] for name in ("R", "Q_AT", "K_AT", "V_AT")}
-    prepared = dict(C=channels, TWICE=TWICE, BLOCK_V=block_v, num_stages=1, **places)
+    prepared = dict(C=channels, BLOCK_V=block_v, num_stages=1, **places, **options)
     tables = (meta.query_start_loc, states.chunks)
     if by_channel:
         q, k = (mixed.new_empty(num_tokens, heads * key_dim) for _ in range(2))

@@ -21,8 +21,11 @@ def softplus(x):
 
 
 @triton.jit
-def time_and_decay(raw, bias, rate, low, high):
-    """(dt, the log of what a token keeps of the state): dt = softplus(raw + bias), clamped."""
+def time_and_decay(raw, bias, rate, low, high, BOUND: tl.constexpr = 0.0):
+    """(dt, the log of what a token keeps of the state): dt = softplus(raw + bias), clamped. BOUND: see `GatedDeltaSpec`."""
+    if BOUND < 0.0:
+        dt = raw.to(tl.float32) + bias
+        return dt, BOUND * tl.sigmoid(tl.exp(rate) * dt)
     dt = tl.minimum(tl.maximum(softplus(raw.to(tl.float32) + bias), low), high)
     return dt, -tl.exp(rate) * dt
 
@@ -33,8 +36,8 @@ def tokens_kernel(
     out_ptr, starts_ptr, read_ptr, write_ptr, arrived_ptr, x_stride, beta_stride, raw_stride, z_stride, low, high, eps, scale,
     H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, Q_AT: tl.constexpr,
     K_AT: tl.constexpr, V_AT: tl.constexpr, HAS_BIAS: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr,
-    TWICE: tl.constexpr, SIGMOID: tl.constexpr, FINISH: tl.constexpr, SHORT: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
+    TWICE: tl.constexpr, BOUND: tl.constexpr, SIGMOID: tl.constexpr, FINISH: tl.constexpr, SHORT: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a head of a short sequence. R heads share q and k. DELTA: the gated delta rule; else Mamba-2 with C, B, x
     as q, k, v. FINISH: norm the result (DELTA) and multiply it by the gate."""
@@ -83,7 +86,7 @@ def tokens_kernel(
             raw = tl.load(raw_ptr + wide * raw_stride + head * K + ks, mask=is_k, other=0.0)
         else:
             raw = tl.load(raw_ptr + wide * raw_stride + head)
-        dt, kept = time_and_decay(raw, time, rate, low, high)
+        dt, kept = time_and_decay(raw, time, rate, low, high, BOUND)
         kept = tl.exp(kept)
         now *= kept[:, None] if CHANNEL else kept
         if DELTA:

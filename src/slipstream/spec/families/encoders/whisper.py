@@ -23,8 +23,8 @@ def read(c: ConfigReader) -> ModelSpec:
     c.require("use_weighted_layer_sum", False)
     c.ignore(
         "classifier_proj_size", "apply_spec_augment", "mask_time_prob", "mask_time_length", "mask_time_min_masks",
-        "mask_feature_prob", "mask_feature_length", "mask_feature_min_masks", "median_filter_width", "encoder_layerdrop",
-        "decoder_layerdrop", "num_hidden_layers", "max_length", "forced_decoder_ids", "scale_embedding",
+        "mask_feature_prob", "mask_feature_length", "mask_feature_min_masks", "encoder_layerdrop", "decoder_layerdrop",
+        "num_hidden_layers", "max_length", "forced_decoder_ids", "scale_embedding",
     )  # fmt: skip
     if c.value("scale_embedding"):
         raise c.unsupported("scale_embedding", "only False is supported")
@@ -51,7 +51,9 @@ def read(c: ConfigReader) -> ModelSpec:
             "decoder_attention_heads",
             f"only as many as encoder_attention_heads ({num_heads}) are supported",
         )
-    longest = c.size("max_target_positions", 448)
+    longest, median = c.size("max_target_positions", 448), c.size("median_filter_width", 7)
+    if median % 2 == 0:
+        raise c.unsupported("median_filter_width", "must be odd")
     spec = ModelSpec(
         family="whisper",
         vocab_size=c.size("vocab_size"),
@@ -68,6 +70,7 @@ def read(c: ConfigReader) -> ModelSpec:
             audio=AudioSpec(
                 num_mel_bins=c.size("num_mel_bins", 80),
                 num_states=c.size("max_source_positions", 1500),
+                median_filter=median,
             ),
         ),
     )

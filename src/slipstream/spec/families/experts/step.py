@@ -11,8 +11,10 @@ from slipstream.spec.families.builders import (
     HeadCounts,
     attention,
     before,
+    clamped,
     gated,
     kinds,
+    limits,
     model,
     rms,
     rope_of_kind,
@@ -21,8 +23,6 @@ from slipstream.spec.families.builders import (
 from slipstream.spec.families.experts.mixtures import mixture
 from slipstream.spec.families.names import LLAMA, Theirs, table
 from slipstream.spec.model import (
-    ClampedSilu,
-    DenseSpec,
     LayerSpec,
     MLPSpec,
     ModelSpec,
@@ -137,22 +137,14 @@ def _mlps(c: ConfigReader, count: int) -> list[MLPSpec]:
         shared=c.size("share_expert_dim", 1280),
         weight_scale=c.take("moe_router_scaling_factor", float, 1.0),
     )
-    limits = [
-        [x or 0.0 for x in c.take(key, list, [0.0] * count)]
-        for key in ("swiglu_limits", "swiglu_limits_shared")
-    ]
-    if any(len(x) != count for x in limits):
-        raise c.unsupported("swiglu_limits", f"must have {count} numbers")
-
-    def clamped(mlp: DenseSpec, limit: float) -> DenseSpec:
-        return dataclasses.replace(mlp, activation=ClampedSilu(limit=limit)) if limit else mlp
+    of_experts, of_shared = (limits(c, key) for key in ("swiglu_limits", "swiglu_limits_shared"))
 
     def of(i: int) -> MLPSpec:
         if made[i] == "dense":
-            return clamped(dense, limits[1][i])
+            return clamped(dense, of_shared[i])
         assert moe.shared is not None
-        shared = SharedExpertSpec(mlp=clamped(moe.shared.mlp, limits[1][i]))
-        return dataclasses.replace(moe, expert=clamped(moe.expert, limits[0][i]), shared=shared)
+        shared = SharedExpertSpec(mlp=clamped(moe.shared.mlp, of_shared[i]))
+        return dataclasses.replace(moe, expert=clamped(moe.expert, of_experts[i]), shared=shared)
 
     return [of(i) for i in range(count)]
 

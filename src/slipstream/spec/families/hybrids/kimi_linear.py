@@ -34,10 +34,10 @@ def read(c: ConfigReader) -> ModelSpec:
     count, eps = c.size("num_hidden_layers"), c.take("rms_norm_eps", float, 1e-5)
     norm, dense = rms(c.size("hidden_size"), eps), gated(c)
     mixers: dict[str, dict[str, Any]] = {
-        "full_attention": {"attention": _attention(c)},
+        "full_attention": {"attention": latent_attention(c)},
         "linear_attention": {"recurrent": _delta(c, eps)},
     }
-    moe = _mixture(c, dense)
+    moe = mixture(c, dense)
     own = c.part("linear_attn_config") if "linear_attn_config" in c else ConfigReader({})
     full, delta = own.take("full_attn_layers", list, []), own.take("kda_layers", list, [])
     own.ignore("head_dim", "num_heads", "short_conv_kernel_size")
@@ -67,7 +67,7 @@ def read(c: ConfigReader) -> ModelSpec:
     return model(c, "kimi_linear", layer, norm, c.size(key, 1048576))
 
 
-def _attention(c: ConfigReader) -> LatentAttentionSpec:
+def latent_attention(c: ConfigReader) -> LatentAttentionSpec:
     num_heads, rotary = c.size("num_attention_heads", 32), c.size("qk_rope_head_dim", 64)
     nope = c.size("qk_nope_head_dim", 128)
     c.require("num_key_value_heads", num_heads)
@@ -114,7 +114,7 @@ def _delta(c: ConfigReader, eps: float) -> GatedDeltaSpec:
     )
 
 
-def _mixture(c: ConfigReader, dense: DenseSpec) -> MoESpec:
+def mixture(c: ConfigReader, dense: DenseSpec) -> MoESpec:
     def size(default: int, *keys: str) -> int:
         found = c.size(called(c, *keys), default)
         c.ignore(*keys)

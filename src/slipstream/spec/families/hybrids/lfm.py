@@ -1,15 +1,27 @@
-"""LFM2, dense and as mixtures of experts: most layers have a gated short convolution in the place of attention. No torch."""
+"""LFM2, dense and as mixtures of experts, and LFM3: most layers have a gated short convolution in the place of attention. LFM3
+has windows, gates of heads, and norms before and after. No torch."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import attention, before, heads, kinds, model, rms, rope
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
+from slipstream.spec.families.builders import (
+    around,
+    attention,
+    before,
+    heads,
+    kinds,
+    model,
+    rms,
+    rope,
+    rope_of_kind,
+)
 from slipstream.spec.families.metadata import kv_heads, llama_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, of_conv, table
 from slipstream.spec.model import (
+    AttentionSpec,
     DenseSpec,
     LayerSpec,
     MLPSpec,
@@ -72,13 +84,7 @@ def _read(c: ConfigReader, family: str, mlps: list[Any], full: list[int]) -> Mod
     qk_norm = QKNormSpec(over="head", eps=eps)
     mixers: dict[str, dict[str, Any]] = {
         "full_attention": {"attention": attention(h, position, qk_norm=qk_norm)},
-        "conv": {
-            "recurrent": ShortConvSpec(
-                width=c.size("hidden_size"),
-                conv_width=c.size("conv_L_cache", 3),
-                bias=c.take("conv_bias", bool, False),
-            )
-        },
+        "conv": {"recurrent": _conv(c, 3)},
     }
     of = kinds(c, mixers, lambda i: "full_attention" if i in full else "conv")
 
@@ -89,6 +95,63 @@ def _read(c: ConfigReader, family: str, mlps: list[Any], full: list[int]) -> Mod
     tied = c.take("tie_embedding", bool, c.take("tie_word_embeddings", bool, True))
     c.assume(tie_word_embeddings=tied)
     return model(c, family, layer, norm, max_position)
+
+
+def _conv(c: ConfigReader, width: int) -> ShortConvSpec:
+    return ShortConvSpec(
+        width=c.size("hidden_size"),
+        conv_width=c.size("conv_L_cache", width),
+        bias=c.take("conv_bias", bool, False),
+    )
+
+
+FULL, WINDOW = "full_attention", "sliding_attention"
+LFM3_ROPES = {
+    WINDOW: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+}
+
+
+def read_lfm3(c: ConfigReader) -> ModelSpec:
+    c.alias({"norm_eps": "rms_norm_eps"})
+    c.assume(hidden_size=2048, num_hidden_layers=24, num_attention_heads=16, vocab_size=128_000)
+    c.assume(num_key_value_heads=4, head_dim=128)
+    h, eps = heads(c), c.take("norm_eps", float, 1e-5)
+    norm, longest = rms(c.size("hidden_size"), eps), c.size("max_position_embeddings", 128_000)
+    mlp = DenseSpec(intermediate_size=c.size("intermediate_size", 7680), activation="silu")
+    of = kinds(
+        c,
+        (FULL, WINDOW, "conv"),
+        lambda i: FULL if i % 4 == 2 else WINDOW if i and i % 4 == 0 else "conv",
+    )
+    window = c.maybe("sliding_window", int) if c.says("sliding_window") else 256
+    if not window and WINDOW in of:
+        raise c.unsupported("layer_types", "has sliding_attention, but there is no sliding_window")
+    more: dict[str, Any] = dict.fromkeys(
+        ("qkv_bias", "out_bias"), c.take("attention_bias", bool, False)
+    )
+    more["gated"] = "head" if c.take("use_attention_gate", bool, True) else False
+    of_ropes: dict[str, Any] = dict(theta=1e6, default=LFM3_ROPES, proportional=True)
+
+    def attended(kind: str) -> dict[str, Any]:
+        position = rope_of_kind(c, kind, h.head_dim, max_position=longest, **of_ropes)
+        more["window"] = window if kind == WINDOW else None
+        return {
+            "attention": attention(h, position, qk_norm=QKNormSpec(over="head", eps=eps), **more)
+        }
+
+    mixers = {kind: attended(kind) for kind in sorted({*of} - {"conv"})}
+    mixers["conv"] = {"recurrent": _conv(c, 7)}
+    block = (around if c.take("use_sandwich_norm", bool, True) else before)(norm)
+    c.ignore("rope_theta", "rope_parameters", "rope_scaling")  # of kinds that no layer is
+    return model(
+        c,
+        "lfm3",
+        lambda i: LayerSpec(**mixers[of[i]], mlp=mlp, block=block),
+        norm,
+        longest,
+        tied=True,
+    )
 
 
 NAMES: dict[str, Theirs] = {
@@ -109,6 +172,19 @@ NAMES: dict[str, Theirs] = {
     "experts.up": ("feed_forward.experts.{e}.w1", "feed_forward.experts.{e}.w3"),
     "experts.down": "feed_forward.experts.{e}.w2",
 }
+
+
+def names_lfm3(spec: ModelSpec) -> Names:
+    gated = any(a.gate_size for a in spec.attentions if isinstance(a, AttentionSpec))
+    parts = (*("gate",) * gated, "q", "k", "v")
+    own: dict[str, Theirs] = {
+        **{f"attention.{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
+        "attention.qkv": tuple(f"self_attn.{x}_proj" for x in parts),
+        "attention.out": "self_attn.o_proj",
+        "post_attention": "post_operator_norm",
+        "post_mlp": "post_ffn_norm",
+    }
+    return table({**NAMES, **own}, changes={"recurrent.conv": of_conv})(spec)
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
@@ -145,20 +221,28 @@ GGUF: dict[str, Theirs] = {
     "correction": {"weight": "exp_probs_b.bias"},
 }
 
-FAMILIES = tuple(
+FAMILIES = (
     Family(
-        model_type=name,
-        architectures=(architecture,),
-        read=read,
-        names=table(NAMES, changes={"recurrent.conv": of_conv}),
-        gguf=GGUFFamily(
-            architecture=name.replace("_", ""),
-            config=gguf_config,
-            names=gguf_table(GGUF, changes={"recurrent.conv": of_conv}),
-        ),
-    )
-    for name, architecture, read in (
-        ("lfm2", "Lfm2ForCausalLM", read_lfm2),
-        ("lfm2_moe", "Lfm2MoeForCausalLM", read_lfm2_moe),
-    )
+        model_type="lfm3",
+        architectures=("Lfm3ForCausalLM",),
+        read=read_lfm3,
+        names=names_lfm3,
+    ),
+    *(
+        Family(
+            model_type=name,
+            architectures=(architecture,),
+            read=read,
+            names=table(NAMES, changes={"recurrent.conv": of_conv}),
+            gguf=GGUFFamily(
+                architecture=name.replace("_", ""),
+                config=gguf_config,
+                names=gguf_table(GGUF, changes={"recurrent.conv": of_conv}),
+            ),
+        )
+        for name, architecture, read in (
+            ("lfm2", "Lfm2ForCausalLM", read_lfm2),
+            ("lfm2_moe", "Lfm2MoeForCausalLM", read_lfm2_moe),
+        )
+    ),
 )

@@ -1,6 +1,6 @@
 """GLM-4.1V, 4.5V and 4.6V (arXiv:2507.01006): a GLM-4, dense or a mixture, whose tokens have three positions, and an image
 encoder with learned positions that are read bicubically, rotary positions by row and column, and a gated MLP that merges
-patches. Films are not read."""
+patches. GLM-OCR is a small one of their kind. Films are not read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from slipstream.spec.media.vision import (
     PromptFormat,
     VisionSpec,
 )
-from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, MoESpec
+from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, MoESpec, QKNormSpec
 from slipstream.spec.parameters import Flatten, Placement
 
 ENCODER: dict[str, Any] = {
@@ -43,21 +43,38 @@ ENCODER: dict[str, Any] = {
 }
 """Defaults of `vision_config`."""
 
-READERS = {"glm4v_text": glm.read_glm4v, "glm4v_moe_text": glm.read_glm4v_moe}
+OCR: dict[str, Any] = {
+    **ENCODER,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_heads": 16,
+    "out_hidden_size": 1536,
+    "attention_bias": True,
+}
+"""The same of GLM-OCR."""
+
+READERS = {
+    "glm4v_text": glm.read_glm4v,
+    "glm4v_moe_text": glm.read_glm4v_moe,
+    "glm_ocr_text": glm.read_glm_ocr,
+}
 ENDS = ("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id")
 
 
 def read_text(c: ConfigReader, *, kinds: tuple[str, ...]) -> ModelSpec:
     """`kinds`: the decoders that the model's type has; the first without a `model_type`."""
     kind = c.take("model_type", str, kinds[0])
-    kind = kind if kind in READERS or kind not in ("glm4v", "glm4v_moe") else f"{kind}_text"
+    kind = f"{kind}_text" if f"{kind}_text" in READERS else kind
     if kind not in kinds:
         raise c.unsupported("model_type", f"the decoders are {', '.join(kinds)}")
     return READERS[kind](c)
 
 
-def read_vision(c: ConfigReader, text: ModelSpec, *, image: int) -> VisionSpec | None:
-    """`image`: the default placeholder."""
+def read_vision(
+    c: ConfigReader, text: ModelSpec, *, image: int, is_ocr: bool = False
+) -> VisionSpec | None:
+    """`image`: the default placeholder. `is_ocr`: GLM-OCR's encoder has norms of q and k, more biases, and no learned
+    positions."""
     token_id = c.take("image_token_id", int, image)
     c.ignore("text_config", "tie_word_embeddings", "use_cache", *OUTER, *ENDS)
     nested = c.value("text_config") is not None  # else the decoder's keys stand here
@@ -66,36 +83,50 @@ def read_vision(c: ConfigReader, text: ModelSpec, *, image: int) -> VisionSpec |
             c.finish()
         return None
     v = c.part("vision_config")
-    v.assume(**ENCODER)
-    v.require("model_type", "glm4v_vision", "glm4v_moe_vision", "glm4v", "glm4v_moe")
+    v.assume(**(OCR if is_ocr else ENCODER))
+    kinds = ("glm_ocr",) if is_ocr else ("glm4v", "glm4v_moe")
+    v.require("model_type", *kinds, *(f"{kind}_vision" for kind in kinds))
     hidden, merge = v.size("hidden_size"), v.size("spatial_merge_size", 2)
     h = heads(v, num_heads="num_heads", num_kv_heads=None)
-    norm = rms(hidden, v.take("rms_norm_eps", float, 1e-5))
+    eps = v.take("rms_norm_eps", float, 1e-5)
+    norm, inner = rms(hidden, eps), v.size("intermediate_size")
     act = activation(v, "hidden_act", "silu")
     bias = v.take("attention_bias", bool, False)
     layer = LayerSpec(
-        attention=attention(h, None, causal=False, qkv_bias=bias),
-        mlp=DenseSpec(intermediate_size=v.size("out_hidden_size"), activation=act),
+        attention=attention(
+            h,
+            None,
+            causal=False,
+            qkv_bias=bias,
+            out_bias=bias and is_ocr,
+            qk_norm=QKNormSpec(over="head", eps=eps) if is_ocr else None,
+        ),
+        mlp=DenseSpec(
+            intermediate_size=inner if is_ocr else v.size("out_hidden_size"),
+            activation=act,
+            bias=bias and is_ocr,
+        ),
         block=before(norm),
     )
     check_width(v, text)
-    patch = square(v, "patch_size", 14)
+    patch, channels = square(v, "patch_size", 14), v.size("in_channels", 3)
+    side = square(v, "image_size", 336) // patch
     made = VisionSpec(
         hidden_size=hidden,
-        num_channels=v.size("in_channels", 3),
+        num_channels=channels,
         patch_size=patch,
         patch_bias=True,
         num_frames=square(v, "temporal_patch_size", 2),
         layers=(layer,) * v.size("depth"),
-        patch_norm=norm,
+        patch_norm=None if is_ocr else norm,
         final_norm=norm,
-        position=GridPositionSpec(side=square(v, "image_size", 336) // patch, read="bicubic"),
+        position=None if is_ocr else GridPositionSpec(side=side, read="bicubic"),
         rope=axial_rope(v, h.head_dim),
         merge=merge,
         connector=GatedMergeConnector(
             norm=layer_norm(text.hidden_size, 1e-5),
             activation=act,
-            intermediate_size=v.size("intermediate_size"),
+            intermediate_size=text.hidden_size * channels if is_ocr else inner,
         ),
         token_id=token_id,
         prompt=PromptFormat(placeholder="<|image|>", token="<|image|>", style="plain"),
@@ -126,6 +157,8 @@ VISION: dict[str, Theirs] = {
     "vision.positions": "visual.embeddings.position_embedding",
     "vision.pre_attention": "norm1",
     "vision.attention.qkv": "attn.qkv",
+    "vision.attention.q_norm": "attn.q_norm",
+    "vision.attention.k_norm": "attn.k_norm",
     "vision.attention.out": "attn.proj",
     "vision.pre_mlp": "norm2",
     "vision.mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -170,13 +203,14 @@ FAMILIES = tuple(
         nested_config="text_config",
         flat_config=name == "glm4v",
         prefixes=("model.", "language_model.", "model.language_model."),
-        ignored=VISUAL,
-        vision=partial(read_vision, image=image),
+        ignored=VISUAL if name != "glm_ocr" else (*VISUAL, r"(model\.)?layers\.16\..*"),
+        vision=partial(read_vision, image=image, is_ocr=name == "glm_ocr"),
         processing=read_glm_processing,
     )
     for name, architecture, kinds, image in (
         ("glm4v", "Glm4vForConditionalGeneration", ("glm4v_text",), 151343),
         ("glm4v_moe", "Glm4vMoeForConditionalGeneration", ("glm4v_moe_text",), 151363),
+        ("glm_ocr", "GlmOcrForConditionalGeneration", ("glm_ocr_text",), 59280),
         ("glm46v", "Glm46VForConditionalGeneration", ("glm4v_text", "glm4v_moe_text"), 151343),
     )
 )

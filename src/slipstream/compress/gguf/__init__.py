@@ -1,0 +1,1 @@
+"""GGUF files out of `compress`."""

@@ -1,0 +1,226 @@
+"""The metadata of a GGUF file: another file's own, or what a folder's config and tokenizer say.
+
+A folder's keys are those of a Llama-like model. Whether they say all is found by reading the file
+back (`same_model`), so that no family needs a list of its own, and none is written wrongly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from tokenizers import Regex, pre_tokenizers
+
+from slipstream.engine.text.gguf_tokenizer import SPLITS
+from slipstream.engine.text.sentencepiece import Kind
+from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer_folder import read as read_folder
+from slipstream.errors import UnsupportedModelError
+from slipstream.kernels.positions import rope_angles
+from slipstream.spec.description import ModelDescription
+from slipstream.spec.model import AttentionSpec, MoESpec
+from slipstream.spec.positions import Llama3Scaling, RopeSpec
+
+OF_THE_FILE = (
+    *("GGUF.", "split.", "quantize.", "general.architecture"),
+    *("general.file_type", "general.quantization_version"),
+)
+"""Beginnings of keys that say how a file was made, and not what the model is."""
+
+SAMPLES = (
+    "Hello, world! It's 2026: we've 1234567 reasons.\n\n  def f(x):\n\treturn x**2  # ok\r\n",
+    "Größe, naïve café, 中文字符 and かな, עברית, 🙂🙂 — “quotes” 'S 'll DON'T\n \n\n  end ",
+    "a_b-c/d\\e (f) [g] {h} <i> |j| 3.14 1,000 ½ x² ABCdef XMLHttp \u00a0nbsp\u3000wide",
+)
+"""Texts by which ways to split are told apart."""
+
+
+def add_metadata(writer: Any, source: ModelDescription) -> None:
+    """Add what describes the model and its tokenizer to a `gguf.GGUFWriter`."""
+    import gguf
+
+    if source.gguf is None:
+        _add(writer, f"{writer.arch}.", model_keys(source))
+        _add(writer, "", {"general.name": source.name, **tokenizer_keys(source)})
+        return
+    for field in gguf.GGUFReader(source.gguf.path).fields.values():
+        if not field.name.startswith(OF_THE_FILE):
+            of = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=of)
+
+
+def _add(writer: Any, above: str, keys: Mapping[str, Any]) -> None:
+    for key, value in keys.items():
+        kind = type(value)
+        add = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            list: writer.add_array,
+        }[kind]
+        add(above + key, value)
+
+
+def model_keys(source: ModelDescription) -> dict[str, Any]:
+    """The keys that describe a folder's model, after the architecture's name."""
+    spec, found = source.spec, dict[str, Any]()
+    layer = spec.layers[0]
+    found |= {
+        "block_count": spec.num_layers,
+        "context_length": spec.max_position,
+        "embedding_length": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+    }
+    mlp = layer.mlp
+    if isinstance(mlp, MoESpec):
+        found |= {
+            "expert_count": mlp.num_experts,
+            "expert_used_count": mlp.num_experts_per_token,
+            "expert_feed_forward_length": mlp.expert.intermediate_size,
+        }
+        if mlp.shared is not None:
+            found["expert_shared_feed_forward_length"] = mlp.shared.mlp.intermediate_size
+    inner = mlp.expert if isinstance(mlp, MoESpec) else mlp
+    if inner is not None:
+        found["feed_forward_length"] = inner.intermediate_size
+    a = layer.attention
+    if isinstance(a, AttentionSpec):
+        found |= {
+            "attention.head_count": a.num_heads,
+            "attention.head_count_kv": a.num_kv_heads,
+            "attention.key_length": a.head_dim,
+            "attention.value_length": a.head_dim,
+        }
+        rotated = [
+            x.position
+            for layer in spec.layers
+            if isinstance(x := layer.attention, AttentionSpec) and isinstance(x.position, RopeSpec)
+        ]
+        if rotated:
+            full = max(rotated, key=lambda rope: rope.theta)
+            found |= {"rope.dimension_count": full.rotary_dim, "rope.freq_base": full.theta}
+        windows = {
+            x.window for each in spec.layers if isinstance(x := each.attention, AttentionSpec)
+        }
+        if window := next((w for w in windows if w is not None), None):
+            found["attention.sliding_window"] = window
+    if (norm := spec.final_norm) is not None:
+        kind = "layer_norm_rms_epsilon" if norm.kind == "rms" else "layer_norm_epsilon"
+        found[f"attention.{kind}"] = norm.eps
+    return found
+
+
+def frequencies(source: ModelDescription) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+    """The divisors of a folder's rotary frequencies, which llama.cpp keeps as a tensor (Llama 3.1);
+    None if they are not scaled so, or if the source is a GGUF file, which has the tensor."""
+    a = source.spec.layers[0].attention
+    rope = a.position if isinstance(a, AttentionSpec) else None
+    if source.gguf is not None or not isinstance(rope, RopeSpec):
+        return None
+    if not isinstance(rope.scaling, Llama3Scaling):
+        return None
+    s, half = rope.scaling, rope.rotary_dim // 2
+    base = rope.theta ** -(np.arange(half) / half)
+    turns = s.original_max_position * base / (2 * np.pi)
+    smooth = (turns - s.low_freq_factor) / max(s.high_freq_factor - s.low_freq_factor, 1e-30)
+    kept: np.ndarray[Any, Any] = smooth.clip(0, 1)
+    return np.asarray(1 / ((1 - kept) / s.factor + kept), np.float32)
+
+
+def tokenizer_keys(source: ModelDescription) -> dict[str, Any]:
+    """The keys of a folder's tokenizer. UnsupportedModelError if it is not BPE over bytes that splits text in a way that has
+    a name in GGUF."""
+    backend, special, templates = read_folder(source.path)
+    data = json.loads(backend.to_str())
+    model = data["model"]
+    if model["type"] != "BPE" or "ByteLevel" not in json.dumps(data["decoder"]):
+        raise _unwritten(source, "only BPE over bytes is written yet")
+    whole = bool(model.get("ignore_merges"))
+    names = [
+        name
+        for name, split in SPLITS.items()
+        if split.whole_tokens == whole and _splits_alike(backend.pre_tokenizer, split.patterns)
+    ]
+    if not names or data.get("normalizer"):
+        raise _unwritten(source, "its way to split text has no name in GGUF")
+    vocab = backend.get_vocab(with_added_tokens=True)
+    texts = {i: text for text, i in vocab.items()}
+    added = {t["id"]: t["special"] for t in data["added_tokens"]}
+    size = source.spec.vocab_size
+    kinds = [
+        Kind.UNUSED
+        if i not in texts
+        else Kind.NORMAL
+        if i not in added
+        else Kind.CONTROL
+        if added[i]
+        else Kind.USER_DEFINED
+        for i in range(size)
+    ]
+    merges = [line if isinstance(line, str) else " ".join(line) for line in model["merges"]]
+    found: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": names[0],
+        "tokens": [texts.get(i, f"[PAD{i}]") for i in range(size)],
+        "token_type": [int(kind) for kind in kinds],
+        "merges": merges,
+        "add_bos_token": bool(special.prefix),
+    }
+    if special.bos_id is not None:
+        found["bos_token_id"] = special.bos_id
+    ends = source.eos_token_ids or special.eos_ids
+    found |= dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), ends, strict=False))
+    for key, name in (("padding", "pad_token"), ("unknown", "unk_token")):
+        if (text := special.texts.get(name)) in vocab:
+            found[f"{key}_token_id"] = vocab[str(text)]
+    keys = {f"tokenizer.ggml.{name}": value for name, value in found.items()}
+    for name, text in templates.items():
+        keys["tokenizer.chat_template" + ("" if name == "default" else f".{name}")] = text
+    return keys
+
+
+def _unwritten(source: ModelDescription, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{source.name}: the tokenizer can't be written into a GGUF file: {why}. Start from a GGUF file of the model in F16 or "
+        "BF16, or take another recipe",
+        field="tokenizer",
+    )
+
+
+def _splits_alike(theirs: Any, patterns: Iterable[str]) -> bool:
+    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    ours = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return theirs is not None and all(
+        ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text) for text in SAMPLES
+    )
+
+
+def same_model(source: ModelDescription, written: ModelDescription) -> bool:
+    """Whether a written file describes the model, and has its tokenizer."""
+    if not _same(source.spec, dataclasses.replace(written.spec, family=source.spec.family)):
+        return False
+    if source.gguf is not None:
+        return True
+    ours, theirs = Tokenizer.for_model(source), Tokenizer.for_model(written)
+    return all(ours.encode(text) == theirs.encode(text) for text in SAMPLES)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether values of two specs are the same, numbers as far as the file has their digits."""
+    if isinstance(a, RopeSpec) and isinstance(b, RopeSpec):
+        return (a.style, a.rotary_dim, a.sections) == (b.style, b.rotary_dim, b.sections) and bool(
+            np.allclose(rope_angles(a, 64), rope_angles(b, 64), atol=1e-4)
+        )
+    if type(a) is not type(b):
+        return False
+    if dataclasses.is_dataclass(a):
+        return all(_same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(np.float32(a) == np.float32(b)) if isinstance(a, float) else bool(a == b)

@@ -1,0 +1,315 @@
+"""Writes a model as a GGUF file, layer by layer.
+
+1. A layer is calibrated on the outputs of the layers before it as they were written.
+2. Finished layers are stored in the work folder as blocks. An interrupted run continues after the
+   last one.
+3. The end is the table of embeddings and the output head, which is calibrated on the last states.
+4. The file is read back before it becomes the result: it must describe the same model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.compress.calibrate import InputStats, ObservingOps, Stream, load_ends, load_layer
+from slipstream.compress.checkpoint import WorkFolder
+from slipstream.compress.gguf.blocks import WRITABLE, round_blocks
+from slipstream.compress.gguf.metadata import add_metadata, frequencies, same_model
+from slipstream.compress.gguf.mix import GGUF, SHORT, PlannedBlocks
+from slipstream.compress.gguf.source import form_of, places, put, read_tensor, unpacked
+from slipstream.compress.recipe import RECIPE_NAME
+from slipstream.errors import ConfigError, SlipstreamError, UnsupportedModelError, install_command
+from slipstream.model.load.weights import load_parameters
+from slipstream.model.save import new_folder
+from slipstream.spec.description import ModelDescription, read_spec
+from slipstream.spec.parameters import Placement, orders_rows
+
+Progress = Callable[[int, int], None]
+Array = npt.NDArray[Any]
+
+PRODUCTS_NAME = "slipstream-products.json"
+"""File next to the model with the type of each tensor, and the error of rounding it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFRun:
+    """Data that the stages share."""
+
+    source: ModelDescription
+    step: GGUF
+    planned: Sequence[PlannedBlocks]
+    work: WorkFolder
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def num_layers(self) -> int:
+        return self.source.spec.num_layers
+
+    @property
+    def damping(self) -> float | None:
+        return self.step.damping if self.step.rounding == "gptq" else None
+
+    def tensors_of(self, above: str) -> list[tuple[PlannedBlocks, Placement]]:
+        """The tensors of a layer ("layers.3."), or with "" those of no layer."""
+        table = places(self.source)
+        pairs = [(tensor, table[tensor.name]) for tensor in self.planned]
+        return [
+            (tensor, at)
+            for tensor, at in pairs
+            if (at.target.startswith(above) if above else not at.target.startswith("layers."))
+        ]
+
+
+def write_gguf(
+    run: GGUFRun,
+    recipe: Any,
+    windows: Sequence[Sequence[int]],
+    *,
+    progress: Progress,
+    finish: Callable[[Path], None],
+) -> None:
+    """Write the folder with the file. `finish` gets it before it becomes the result, as in `compress`."""
+    require_gguf()
+    if (
+        run.source.gguf is None
+    ):  # a config or tokenizer that can't be said is refused before the work
+        with TemporaryDirectory(dir=run.work.path) as trial:
+            _write_file(run, Path(trial) / "trial.gguf", None)
+    text = None
+    if windows and run.step.needs_text:
+        text = Stream(run.source, windows, device=run.device, dtype=run.dtype)
+    total = run.num_layers + 1
+    for index in range(run.num_layers):
+        part = f"layer-{index:05d}"
+        if run.work.note(part) is None:
+            _write_layer(run, index, part, text)
+        if text is not None:
+            written = load_layer(run.source, index, run.device)
+            for tensor, at in run.tensors_of(f"layers.{index}."):
+                put(written, _inside(at, index), _read(run, part, tensor))
+            text.states = text.run(index, written, ObservingOps())
+        progress(index + 1, total)
+    if run.work.note("ends") is None:
+        _write_ends(run, text)
+    parts = [*(f"layer-{index:05d}" for index in range(run.num_layers)), "ends"]
+    with new_folder(run.work.out) as folder:
+        _write_file(run, folder / f"{run.work.out.name}.gguf", parts)
+        (folder / RECIPE_NAME).write_text(json.dumps(recipe, indent=2) + "\n")
+        errors: dict[str, float] = {}
+        for part in parts:
+            errors |= (run.work.note(part) or {})["errors"]
+        about = {
+            t.name: {"format": t.type, **({"error": errors[t.name]} if t.name in errors else {})}
+            for t in run.planned
+        }
+        (folder / PRODUCTS_NAME).write_text(json.dumps(about, indent=1) + "\n")
+        progress(total, total)
+        finish(folder)
+    run.work.clear()
+
+
+def require_gguf() -> None:
+    """ConfigError if the gguf package is not installed."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"GGUF files are written with the gguf package: {install_command('gguf')}",
+            field="recipe",
+        ) from error
+
+
+def _inside(at: Placement, index: int) -> Placement:
+    """The place in a layer's own parameters."""
+    return Placement(
+        at.target.removeprefix(f"layers.{index}."), at.start, at.rows, at.transform, at.copies
+    )
+
+
+def _write_layer(run: GGUFRun, index: int, part: str, text: Stream | None) -> None:
+    """Round a layer's matrices in the order in which it computes them. With GPTQ each is calibrated
+    with the ones before it rounded."""
+    values = load_layer(run.source, index, run.device)
+    own = [(tensor, _inside(at, index)) for tensor, at in run.tensors_of(f"layers.{index}.")]
+    rounded = [at.target.removesuffix(".weight") for tensor, at in own if tensor.type in WRITABLE]
+    products = list(dict.fromkeys(rounded))
+    exact, made, errors = dict(values), dict[str, Tensor](), dict[str, float]()
+    groups = [[name] for name in products] if run.damping is not None else [products]
+    for group in groups if text is not None else [products]:
+        stats: Mapping[str, InputStats] = {}
+        if text is not None:
+            stats = text.observe(index, values, group, inputs={}, hessian=run.damping is not None)
+        for tensor, at in own:
+            if at.target.removesuffix(".weight") in group and tensor.type in WRITABLE:
+                values[at.target] = values[at.target].clone()
+                value = read_tensor(run.source, tensor.name, _outside(at, index), {
+                    f"layers.{index}.{n}": v for n, v in exact.items()
+                })  # fmt: skip
+                made[tensor.name], after = _rounded(run, tensor, at, value, stats, errors)
+                put(values, at, after)
+    for tensor, at in own:
+        if tensor.name not in made:
+            named = {f"layers.{index}.{n}": v for n, v in exact.items()}
+            value = read_tensor(run.source, tensor.name, _outside(at, index), named)
+            made[tensor.name] = _plain(value, tensor.type)
+    run.work.finish(part, made.items(), {"errors": errors})
+
+
+def _outside(at: Placement, index: int) -> Placement:
+    return Placement(f"layers.{index}.{at.target}", at.start, at.rows, at.transform, at.copies)
+
+
+def _rounded(
+    run: GGUFRun,
+    tensor: PlannedBlocks,
+    at: Placement,
+    value: Tensor,
+    stats: Mapping[str, InputStats],
+    errors: dict[str, float],
+) -> tuple[Tensor, Tensor]:
+    """(blocks, what they stand for) of a tensor. Experts come one by one; those that no token reached have no statistics."""
+    product = at.target.removesuffix(".weight")
+    parts = value.unbind(0) if value.ndim == 3 else (value,)
+    blocks, after, lost, whole = list[Tensor](), list[Tensor](), 0.0, 0.0
+    for i, part in enumerate(parts):
+        own = stats.get(product if value.ndim == 2 else f"{product}@{i}")
+        if own is not None and (not orders_rows(at.transform) or len(own.absmax) != part.shape[1]):
+            own = None  # the file has the columns in another order
+        raw, made = round_blocks(part.float(), tensor.type, own, damping=run.damping)
+        blocks.append(torch.from_numpy(raw))
+        after.append(made)
+        if own is not None:
+            lost, whole = lost + own.energy(made - part), whole + own.energy(part)
+    if whole:
+        errors[tensor.name] = lost / whole
+    return torch.stack(blocks), torch.stack(after).view(value.shape)
+
+
+def _plain(value: Tensor, kind: str) -> Tensor:
+    """The bytes of a tensor that is not rounded to blocks."""
+    typed = value.to({"F32": torch.float32, "F16": torch.float16}[kind]).cpu().contiguous()
+    return typed.view(-1).view(torch.uint8)
+
+
+def _read(run: GGUFRun, part: str, tensor: PlannedBlocks) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(run.work.part(part), framework="pt") as opened:
+        blocks = opened.get_tensor(tensor.name)
+    return unpacked(blocks, tensor.type, tensor.shape).to(run.device)
+
+
+def _write_ends(run: GGUFRun, text: Stream | None) -> None:
+    """Embeddings, last norm and head. The head's inputs are the last states after the norm."""
+    spec, stats = run.source.spec, dict[str, InputStats]()
+    if text is not None and spec.embed_size is None:
+        ends = load_ends(run.source, device=run.device, dtype=run.dtype)
+        found = InputStats.empty(spec.hidden_size, run.device, products=run.damping is not None)
+        with torch.no_grad():
+            for state in text.states:
+                hidden = ends.finished(state.to(run.device), None)
+                found.add(hidden, 1024 / max(1, text.num_tokens))
+        stats["embed" if spec.tied_embeddings else "head"] = found
+    values = load_parameters(
+        run.source,
+        dtype=torch.float32,
+        device=run.device,
+        wanted=lambda name: not name.startswith("layers."),
+    )
+    made, errors = dict[str, Tensor](), dict[str, float]()
+    for tensor, at in run.tensors_of(""):
+        value = read_tensor(run.source, tensor.name, at, values)
+        made[tensor.name] = (
+            _rounded(run, tensor, at, value, stats, errors)[0]
+            if tensor.type in WRITABLE
+            else _plain(value, tensor.type)
+        )
+    run.work.finish("ends", made.items(), {"errors": errors})
+
+
+# --- The file ---------------------------------------------------------------------------------------------------------
+
+
+def _write_file(run: GGUFRun, path: Path, parts: Sequence[str] | None) -> None:
+    """Write the file from the finished parts, one tensor in memory at a time, and read its header back. Without parts the
+    tensors are holes."""
+    import gguf
+
+    source, planned = run.source.gguf, {tensor.name: tensor for tensor in run.planned}
+    name = form_of(run.source).architecture
+    if source is not None:
+        name = str(source.metadata["general.architecture"])
+    writer = gguf.GGUFWriter(path, name)
+    add_metadata(writer, run.source)
+    kind = SHORT.get(run.step.type, run.step.type)
+    known = "MOSTLY_MXFP4_MOE" if kind == "MXFP4" else f"MOSTLY_{kind}"
+    writer.add_file_type(gguf.LlamaFileType[known])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    others = [] if source is None else [n for n in source.tensors if n not in planned]
+    for tensor in run.planned:
+        of = gguf.GGMLQuantizationType[tensor.type]
+        shape = gguf.quant_shape_to_byte_shape(tensor.shape, of)
+        writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), tensor.num_bytes, of)
+    for other in others:  # such as frequencies of positions
+        assert source is not None
+        held = source.tensors[other]
+        of = gguf.GGMLQuantizationType[held.type]
+        shape = gguf.quant_shape_to_byte_shape(held.shape, of)
+        writer.add_tensor_info(other, shape, np.dtype(np.uint8), held.nbytes, of)
+    divisors = frequencies(run.source)
+    if divisors is not None:
+        writer.add_tensor_info("rope_freqs.weight", divisors.shape, divisors.dtype, divisors.nbytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    if parts is None:
+        assert writer.fout is not None
+        file = writer.fout[0]
+        sizes = [file.tell(), *(tensor.num_bytes for tensor in run.planned)]
+        file.seek(sum(-(-size // writer.data_alignment) * writer.data_alignment for size in sizes))
+        file.write(b"\0" if divisors is None else divisors.tobytes())
+    for data in () if parts is None else _data(run, parts, others):
+        writer.write_tensor_data(data)
+    if divisors is not None and parts is not None:
+        writer.write_tensor_data(divisors)
+    writer.close()
+    try:
+        is_same = same_model(run.source, read_spec(path))
+    except SlipstreamError as error:
+        raise _unsaid(run.source) from error
+    if not is_same:
+        raise _unsaid(run.source)
+
+
+def _unsaid(source: ModelDescription) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{source.name}: Slipstream can't say all of this model's config ({source.family.model_type}) in GGUF's metadata yet. "
+        "Start from a GGUF file of the model in F16 or BF16, or take another recipe",
+        field="model_type",
+    )
+
+
+def _data(run: GGUFRun, parts: Sequence[str], others: Sequence[str]) -> Iterator[Array]:
+    from safetensors import safe_open
+
+    held = {}
+    for part in parts:
+        with safe_open(run.work.part(part), framework="np") as opened:
+            held.update(dict.fromkeys(opened.keys(), part))
+    for tensor in run.planned:
+        with safe_open(run.work.part(held[tensor.name]), framework="np") as opened:
+            yield np.ascontiguousarray(opened.get_tensor(tensor.name)).view(np.uint8).reshape(-1)
+    for other in others:
+        assert run.source.gguf is not None
+        yield np.ascontiguousarray(run.source.gguf.raw(other)).reshape(-1)

@@ -1,0 +1,32 @@
+"""The attention of a text to its audio, for times of words, between two steps. See `model.alignment`."""
+
+from __future__ import annotations
+
+from slipstream.errors import EngineError
+from slipstream.messages.media import AlignmentQuestion, Matrix
+from slipstream.model.alignment import cross_weights, smoothed
+from slipstream.worker.runner import Runner
+
+
+def attention_of(runner: Runner, asked: AlignmentQuestion) -> Matrix:
+    """The attention of the text's tokens to the audio's states [tokens, states]. EngineError if it can't be computed."""
+    description, decoder = runner.model.description, runner.model.decoder
+    speech, encoder = description.speech, description.spec.encoder
+    assert speech is not None
+    assert encoder is not None
+    assert encoder.audio is not None
+    if decoder.stream is not None:
+        raise EngineError(
+            "times of words need all layers in memory: leave cpu_layers and offload_bytes out"
+        )
+    size = runner.config.cache.block_size
+    runner.settle()
+    try:
+        with runner.platform.values.inference():
+            frames = runner.platform.upload(asked.audio.frames())
+            weights = cross_weights(decoder, frames, asked.token_ids, speech.alignment_heads, size)
+            kept = weights[:, asked.num_skipped :, : asked.num_states]
+            found: Matrix = smoothed(kept, encoder.audio.median_filter).cpu().numpy()
+            return found
+    except Exception as error:  # memory, say: the engine goes on
+        raise EngineError(f"times of words failed: {type(error).__name__}: {error}") from error

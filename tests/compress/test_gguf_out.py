@@ -1,0 +1,280 @@
+"""GGUF files that `compress` writes: blocks as the gguf package reads them, mixtures, whole files that run."""
+
+from __future__ import annotations
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from slipstream.cli.main import main
+from slipstream.compress.calibrate import InputStats
+from slipstream.compress.gguf.blocks import WRITABLE, round_blocks
+from slipstream.compress.gguf.metadata import SAMPLES, same_model
+from slipstream.compress.gguf.mix import GGUF, MIXES, plan_blocks
+from slipstream.compress.recipe import more_bits, parse, preset
+from slipstream.compress.run import compress
+from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.errors import ConfigError, UnsupportedModelError
+from slipstream.model.stored.gguf_quants import dequantize_tensor
+from slipstream.spec.description import read_spec
+from slipstream.spec.stored.gguf import GGUFFile
+from tests.model.harness import load, run
+from tests.support import tiny_models
+
+CPU = torch.device("cpu")
+
+
+def theirs(blocks, kind):
+    return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+
+
+def weight_and_stats(rows=6, inner=512, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(256, inner, generator=generator)
+    x = (x + x.roll(1, 1)) * torch.rand(inner, generator=generator).mul(3).exp()
+    stats = InputStats.empty(inner, CPU)
+    stats.add(x, 1.0)
+    return torch.randn(rows, inner, generator=generator) * 0.1, stats
+
+
+@pytest.mark.parametrize("kind", sorted(WRITABLE))
+@pytest.mark.parametrize("damping", [None, 0.01], ids=["nearest", "gptq"])
+def test_blocks_are_what_the_gguf_package_reads(kind, damping):
+    weight, stats = weight_and_stats()
+    weight[0, :300] = 0  # whole blocks of zeros
+    weight[1] = weight[1].abs()  # one sign
+    blocks, made = round_blocks(weight, kind, stats, damping=damping)
+    np.testing.assert_array_equal(
+        made.numpy().view(np.uint32) & 0x7FFFFFFF,  # a zero may have either sign
+        theirs(blocks, kind).view(np.uint32) & 0x7FFFFFFF,
+    )
+    assert made[0, :256].abs().max() < 1e-30
+
+
+@pytest.mark.parametrize("kind", sorted(WRITABLE - {"Q8_0"}))
+def test_importance_and_gptq_each_lower_the_outputs_error(kind):
+    weight, stats = weight_and_stats(rows=16)
+    plain, weighed, compensated = (
+        stats.energy(round_blocks(weight, kind, given, damping=damping)[1] - weight)
+        for given, damping in ((None, None), (stats, None), (stats, 0.01))
+    )
+    assert compensated < 0.9 * weighed < 0.9 * plain
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+def test_plain_blocks_err_no_more_than_the_gguf_packages(kind):
+    weight, _ = weight_and_stats(rows=32)
+    packed = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
+    usual = np.square(theirs(packed, kind) - weight.numpy()).sum()
+    ours = (round_blocks(weight, kind, None, damping=None)[1] - weight).square().sum()
+    assert ours <= usual
+
+
+def test_a_grid_that_a_weight_is_on_is_found_again():
+    codes = torch.randint(0, 16, (8, 256), generator=torch.Generator().manual_seed(1))
+    codes[:, ::32], codes[:, 1::32] = 0, 15
+    weight = codes * 0.125 - 1.0
+    _, made = round_blocks(weight, "Q4_1", None, damping=None)
+    torch.testing.assert_close(made, weight, rtol=0, atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_models.write_with_tokenizer(
+        folder,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        head_dim=16,
+        initializer_range=0.1,
+    )
+    return folder
+
+
+WINDOWS = [list(range(3 + i, 67 + i)) for i in range(4)]
+
+
+def written(model, out, **settings):
+    recipe = parse([{"gguf": settings}])
+    compress(read_spec(model), recipe, out, windows=WINDOWS, device=CPU, dtype=torch.float32)
+    return out / f"{out.name}.gguf"
+
+
+@pytest.mark.parametrize("kind", ["Q4_K_M", "IQ4_XS", "Q8_0", "F16"])
+def test_a_folder_becomes_a_file_that_runs(kind, model, tmp_path):
+    path = written(model, tmp_path / "out", type=kind)
+    source, made = read_spec(model), read_spec(tmp_path / "out")
+    assert same_model(source, made)
+    planned = {tensor.name: tensor for tensor in plan_blocks(source, GGUF(type=kind))}
+    oracle = gguf.GGUFReader(path)
+    assert {t.name: t.tensor_type.name for t in oracle.tensors} == {
+        name: tensor.type for name, tensor in planned.items()
+    }
+    for tensor in oracle.tensors:
+        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        found = dequantize_tensor(GGUFFile(path), tensor.name, "float32")
+        np.testing.assert_array_equal(found, expected.reshape(found.shape))
+    ours, again = Tokenizer.for_model(source), Tokenizer.for_model(made)
+    assert [again.encode(text) for text in SAMPLES] == [ours.encode(text) for text in SAMPLES]
+    assert set(again.eos_token_ids) == {*ours.eos_token_ids, 3}  # GGUF's readers know <|im_end|>
+    expected, found = (run(load(p), WINDOWS[0]) for p in (model, path))
+    error = (found - expected).norm() / expected.norm()
+    assert error < {"Q4_K_M": 0.2, "IQ4_XS": 0.25, "Q8_0": 0.02, "F16": 1e-3}[kind]
+    about = json.loads((tmp_path / "out" / "slipstream-products.json").read_text())
+    assert about["blk.0.ffn_down.weight"]["format"] == planned["blk.0.ffn_down.weight"].type
+    assert (kind == "F16") == ("error" not in about["blk.0.ffn_down.weight"])
+
+
+def test_a_file_becomes_another_file_and_an_interrupted_run_goes_on(model, tmp_path, monkeypatch):
+    first = written(model, tmp_path / "first", type="F16")
+    source = read_spec(first)
+    recipe, seen = parse(preset("gguf:q4_k_m")), []
+
+    def stop(done, total):
+        seen.append(done)
+        if done == 2 and seen.count(2) == 1:
+            raise KeyboardInterrupt
+
+    def go(out):
+        compress(
+            source, recipe, out, windows=WINDOWS, device=CPU, dtype=torch.float32, progress=stop
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+    go(tmp_path / "made")
+    seen[:] = [2]
+    go(tmp_path / "at-once")
+    made, again = (tmp_path / name / f"{name}.gguf" for name in ("made", "at-once"))
+    assert made.read_bytes() == again.read_bytes()
+    assert same_model(source, read_spec(made))
+    metadata = GGUFFile(made).metadata
+    assert metadata["tokenizer.ggml.merges"] == GGUFFile(first).metadata["tokenizer.ggml.merges"]
+    assert metadata["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q4_K_M
+
+
+def test_experts_are_rounded_one_by_one(tmp_path):
+    tiny_models.write_with_tokenizer(
+        tmp_path / "model", "qwen3_moe", hidden_size=64, moe_intermediate_size=64
+    )
+    path = written(tmp_path / "model", tmp_path / "out", type="Q8_0")
+    expected, found = (run(load(p), WINDOWS[0]) for p in (tmp_path / "model", path))
+    assert (found - expected).norm() / expected.norm() < 0.1
+    assert "blk.0.ffn_up_exps.weight" in GGUFFile(path).tensors
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("qwen2", {"use_sliding_window": False, "layer_types": None}),
+        ("qwen3", {}),
+        ("mistral", {}),
+    ],
+)
+def test_other_families_are_written(family, more, tmp_path):
+    tiny_models.write_with_tokenizer(tmp_path / "model", family, **more)
+    if family == "mistral":  # which is a Llama if it says that it has no windows
+        config = json.loads((tmp_path / "model" / "config.json").read_text())
+        (tmp_path / "model" / "config.json").write_text(
+            json.dumps({**config, "sliding_window": None})
+        )
+    path = written(tmp_path / "model", tmp_path / "out", type="Q8_0")
+    expected, found = (run(load(p), WINDOWS[0]) for p in (tmp_path / "model", path))
+    assert (found - expected).norm() / expected.norm() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("family", "field"), [("mistral", "model_type"), ("granitemoe", "model_type")]
+)
+def test_a_config_that_can_not_be_said_is_refused_by_name(family, field, tmp_path, monkeypatch):
+    """Never a file that describes another model, and no work before the error."""
+    tiny_models.write_with_tokenizer(tmp_path / "model", family)
+    monkeypatch.setattr("slipstream.compress.gguf.write._write_layer", lambda *given: 1 / 0)
+    with pytest.raises(UnsupportedModelError) as caught:
+        written(tmp_path / "model", tmp_path / "out", type="Q8_0")
+    assert caught.value.field == field
+    assert not (tmp_path / "out").exists()
+
+
+def test_llama_3s_frequencies_are_written(tmp_path):
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    tiny_models.write_with_tokenizer(tmp_path / "model", rope_parameters=scaling, head_dim=16)
+    path = written(tmp_path / "model", tmp_path / "out", type="F16")
+    assert "rope_freqs.weight" in GGUFFile(path).tensors
+    expected, found = (run(load(p), WINDOWS[0]) for p in (tmp_path / "model", path))
+    assert (found - expected).norm() / expected.norm() < 5e-3
+
+
+def test_the_command_says_types_and_bytes(model, tmp_path, capsys):
+    words = ["compress", str(model), "--recipe", "gguf:Q4_K_M", "--out", str(tmp_path / "x")]
+    assert main([*words, "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["products"]["blk.0.ffn_down.weight"] == "Q4_K"
+    assert told["products"]["blk.0.attn_q.weight"] == "Q5_0"  # 64 inputs: no superblocks
+    assert told["bytes_after"] == sum(
+        tensor.num_bytes for tensor in plan_blocks(read_spec(model), GGUF())
+    )
+    assert main([*words, "--dry-run"]) == 0
+    assert "Q5_0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"type": "Q9_K"}, "steps[0].gguf.type"),
+        ({"types": {"x": "Q8_K"}}, "steps[0].gguf.types.x"),
+        ({"importance": False}, "steps[0].gguf.importance"),
+        ({"damping": 0.0}, "steps[0].gguf.damping"),
+    ],
+)
+def test_wrong_settings_are_named(settings, field):
+    with pytest.raises(ConfigError) as caught:
+        parse([{"gguf": settings}])
+    assert caught.value.field == field
+
+
+def test_a_pattern_without_a_tensor_and_two_ways_to_round_are_refused(model):
+    with pytest.raises(ConfigError, match="names no matrix"):
+        plan_blocks(read_spec(model), GGUF(types={"blk.*.nothing": "Q8_0"}))
+    with pytest.raises(ConfigError, match="gguf rounds by itself"):
+        parse([{"quantize": {}}, {"gguf": {}}])
+
+
+def test_backing_off_takes_types_of_more_bits():
+    kinds = [made.one(GGUF).type for made in more_bits(parse(preset("gguf:Q4_K_S")))]
+    assert kinds == ["Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"]
+    assert list(MIXES).index("Q3_K_M") < list(MIXES).index("Q4_K_M")
+
+
+def test_the_command_measures_the_file_and_the_engine_runs_it(model, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"hello {i} the other letter in\n\n" for i in range(800)))
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"- calibrate: {{text: {text}, num_windows: 2, context: 32}}\n- gguf: {{type: Q6_K}}\n"
+    )
+    out = tmp_path / "out"
+    words = ["compress", str(model), "--recipe", str(recipe), "--out", str(out), "--json"]
+    assert main([*words, "--text", str(text), "--eval-windows", "2", "--device", "cpu"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["report"]["kl"]["mean"] < 0.05
+    assert told["report"]["compressed"]["file_bytes"] == (out / "out.gguf").stat().st_size
+    assert {path.name for path in out.iterdir()} >= {
+        *("out.gguf", "slipstream-report.json", "slipstream-recipe.json"),
+    }
+    with LLM(str(out), device="cpu", max_model_len=64) as llm:
+        answers = llm.generate(["hello the"], SamplingParams(temperature=0, max_tokens=4))
+        assert answers[0].outputs[0].token_ids
