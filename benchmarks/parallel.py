@@ -305,7 +305,7 @@ def update_of(llm: Any, settings: dict[str, Any]) -> dict[str, Any]:
             for tensor in tensors:
                 group[0].broadcast(tensor)
 
-    trainer = threading.Thread(target=train)
+    trainer = threading.Thread(target=train, daemon=True)  # an error here ends the process
     trainer.start()
     how = {"master_address": "127.0.0.1", "master_port": 29653, "world_size": 2, "backend": backend}
     llm.init_weight_transfer_engine({"init_info": how})

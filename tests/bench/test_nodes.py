@@ -125,6 +125,7 @@ def test_a_program_that_is_cut_or_fails_says_so(nodes):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # some hundred seconds of a core
 def test_every_form_runs_dry_on_cpu_processes(tmp_path):
     output = tmp_path / "nodes_2.json"
     command = [sys.executable, str(BENCHMARKS / "nodes.py"), "--device", "cpu", "--gpus", "2"]

@@ -81,11 +81,15 @@ def plan(made, rate, limits, device="cpu", num_gpus=1, **args):
 
 def test_the_note_says_whether_it_pays(made):
     planned, load = plan(made, 1.0, {"ttft_s": 3.0, "tpot_s": 0.05})
-    assert "fewer replicas: that pays" in note_apart(planned, load, 3)
+    found = note_apart(planned, load, 3)
+    assert "(1 for prompts, 1 for answers)" in found
+    assert "fewer replicas: that pays" in found
     assert "does not pay" in note_apart(planned, load, 2)
     assert note_apart(planned, load, 1) is None
     planned, load = plan(made, 1.0, {"ttft_s": 0.01})
-    assert "no division of 3 replicas that was tried" in note_apart(planned, load, 3)
+    found = note_apart(planned, load, 3)
+    assert "no division of 3 replicas that was tried" in found
+    assert "does not pay" in found
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,8 @@ def _cells(result: TrialResult, is_chosen: bool) -> tuple[str, ...]:
 
 def _arranged(row: Mapping[str, Any]) -> str:
     """A line of replicas that were measured together."""
-    apart = f"{row['prompts']} replicas for prompts, {row['answers']} for answers"
+    both = row["prompts"] + row["answers"]
+    apart = f"{both} replicas, {row['prompts']} for prompts, {row['answers']} for answers"
     tpot_ms = (row.get("tpot_s_p99") or 0.0) * 1e3
     return (
         f"{apart if row['prompts'] else str(row['answers']) + ' replicas, all alike'}: {row['output_throughput']:,.1f} tok/s, "

@@ -42,7 +42,7 @@ def verdict(found: Sequence[Mapping[str, Any]], objectives: Mapping[str, float])
     """
     best = max(found[1:], key=lambda row: (keeps(row, objectives), row["output_throughput"]))
     together, more = found[0], best["output_throughput"] / found[0]["output_throughput"]
-    how = f"prefill and decode apart ({best['prompts']} + {best['answers']} replicas)"
+    how = f"prefill and decode apart ({best['prompts']} for prompts, {best['answers']} for answers)"
     kept = keeps(best, objectives), keeps(together, objectives)
     if objectives and kept == (True, False):
         return f"{how} keep the objectives, and {together['answers']} replicas that do both don't: that pays"

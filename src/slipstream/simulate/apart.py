@@ -110,8 +110,12 @@ def note_apart(engine: PlannedEngine, load: OfferedLoad, replicas: int | None) -
                 objectives=load.objectives.limits,
             )
             if load.objectives.met_by(run):
-                how = f"prefill and decode apart ({prompts} + {total - prompts} replicas)"
+                answers = total - prompts
+                how = f"prefill and decode apart ({prompts} for prompts, {answers} for answers)"
                 if total < replicas:
-                    return f"{how} meet the objectives with fewer replicas: that pays"
+                    return f"{how} meet the objectives with fewer replicas: that pays (pools with a role, in a fleet's file)"
                 return f"{how} meet the objectives, with no fewer replicas: that does not pay"
-    return f"prefill and decode apart: no division of {replicas} replicas that was tried meets the objectives"
+    return (
+        f"prefill and decode apart: no division of {replicas} replicas that was tried meets the objectives, so it does "
+        "not pay"
+    )
