@@ -9,9 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
-from transformers import WhisperFeatureExtractor
-from transformers.models.whisper.generation_whisper import _dynamic_time_warping
-from transformers.models.whisper.tokenization_whisper import _collate_word_timestamps
 
 from slipstream import LLM
 from slipstream.engine.audio.words import token_times, words_of
@@ -36,6 +33,8 @@ def whisper(tmp_path_factory):
 
 
 def test_paths_equal_transformers():
+    from transformers.models.whisper.generation_whisper import _dynamic_time_warping
+
     rng = np.random.default_rng(0)
     for size in ((1, 1), (1, 9), (7, 3), (12, 40), (30, 30)):
         matrix = rng.normal(size=size).astype(np.float32)
@@ -48,6 +47,9 @@ def test_paths_equal_transformers():
 
 def expected_words(theirs, decode, samples, language):
     """Words of transformers' segments, as its pipeline makes them."""
+    from transformers import WhisperFeatureExtractor
+    from transformers.models.whisper.tokenization_whisper import _collate_word_timestamps
+
     extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
     is_long = len(samples) > 16_000
     how = dict(truncation=False, padding="longest") if is_long else {}
