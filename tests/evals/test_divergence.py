@@ -19,6 +19,7 @@ from slipstream.evals.divergence import KL_EDGES, compare, token_kl
 from slipstream.evals.perplexity import perplexity
 from slipstream.evals.scorer import Scorer
 from slipstream.evals.text import Document, Window, cut
+from slipstream.worker.start.canary import run_canary
 from tests.support import tiny_models
 
 TEXT = "hello the world, in the other hour the hello is here and the wind is there. " * 3
@@ -69,6 +70,22 @@ def theirs(model, window):
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([window.token_ids])).logits[0]
     return logits[window.num_context - 1 : -1], torch.tensor(window.token_ids[window.num_context :])
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "mamba2"])
+def test_models_with_states_score_and_go_on_as_transformers(family, tmp_path):
+    model = tiny_models.build_with_tokenizer(tmp_path, family)
+    scorer = load(tmp_path)
+    written = int(scorer.step(0, 5).states.write.max())
+    assert 0 < written < min(len(kv.state.conv) for kv in scorer.kv if kv.state is not None)
+    ids = [9 + i % 40 for i in range(37)]
+    theirs = model.generate(torch.tensor([ids]), max_new_tokens=9, do_sample=False)[0, len(ids) :]
+    exact = [t for t in theirs.tolist() if t not in scorer.tokenizer.eos_token_ids]
+    assert scorer.greedy(ids, 9) == exact
+    canary = scorer.canary(ids)
+    found = run_canary(scorer.forwards, scorer.kv, canary, context=CONTEXT)
+    assert (found.num_tokens, found.ok) == (len(ids), True)
+    assert found.kl_mean < 1e-6
 
 
 @pytest.mark.parametrize("stride", [CONTEXT, 24])

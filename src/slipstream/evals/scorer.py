@@ -24,7 +24,7 @@ from slipstream.model.decoder import Decoder
 from slipstream.platform import platform_of
 from slipstream.spec.model import ModelSpec
 from slipstream.worker.forward.forwards import Forwards
-from slipstream.worker.start.canary import Canary, make_canary
+from slipstream.worker.start.canary import Canary, block_size, make_canary
 from slipstream.worker.start.loading import load_runner
 from slipstream.worker.torch_loading import TorchLoaded
 
@@ -152,7 +152,7 @@ class Scorer:
 
     def step(self, start: int, num_tokens: int) -> AttentionMetadata:
         """The attention metadata of `num_tokens` tokens from position `start` on."""
-        size, scales = self.kv[0].block_size, self.spec.block_scales
+        size, scales = block_size(self.spec, self.kv), self.spec.block_scales
         device = self.decoder.device
         return single_sequence(
             start, num_tokens, block_size=size, platform=platform_of(device), scales=scales

@@ -43,7 +43,8 @@ class DeviceCache:
             spec.cache_places,
             lambda i: self._layer(i, num_blocks, dtype),
             scales,
-            lambda i: self._state(i, self.config.slots[0]),
+            # the null slot and one, also before the cache is sized
+            lambda i: self._state(i, max(2, self.config.slots[0])),
             lambda i: self._index(i, num_blocks, dtype),
         )
 

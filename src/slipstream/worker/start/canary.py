@@ -35,6 +35,7 @@ from slipstream.kernels.uniform_steps import single_sequence
 from slipstream.messages.stats import CanaryResult
 from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription
+from slipstream.spec.model import ModelSpec
 from slipstream.worker.forward.table import ForwardTable
 
 if TYPE_CHECKING:
@@ -93,6 +94,18 @@ def make_canary(
     )
 
 
+def layer_with_keys(spec: ModelSpec) -> int | None:
+    """Place among this stage's layers of the first that keeps keys; None if all have states alone."""
+    kept = (i for i, layer in enumerate(spec.local_layers) if spec.layers[layer].recurrent is None)
+    return next(kept, None)
+
+
+def block_size(spec: ModelSpec, kv: Sequence[LayerKV]) -> int:
+    """Tokens of a block of the cache `kv`; 1 if no layer keeps keys."""
+    found = layer_with_keys(spec)
+    return 1 if found is None else kv[found].block_size
+
+
 def run_canary(
     forwards: ForwardTable, kv: Sequence[LayerKV], canary: Canary, *, context: int
 ) -> CanaryResult:
@@ -101,11 +114,13 @@ def run_canary(
     A short context or too few blocks shorten the canary.
     """
     spec = forwards.decoder.spec
-    num_blocks = (len(kv[0].k) - 1) // spec.block_scales[
-        spec.group_of_layer[spec.local_layers.start]
-    ]
-    room = num_blocks // len(spec.cache_groups) * _block_size(forwards, kv)
-    num_tokens = min(len(canary.token_ids), context, room)
+    num_tokens = min(len(canary.token_ids), context)
+    if (layer := layer_with_keys(spec)) is not None:
+        num_blocks = (len(kv[layer].k) - 1) // spec.block_scales[
+            spec.group_of_layer[spec.local_layers[layer]]
+        ]
+        room = num_blocks // len(spec.cache_groups) * _block_size(forwards, kv)
+        num_tokens = min(num_tokens, room)
     found = _log_probabilities(forwards, kv, canary.token_ids[:num_tokens], canary.num_decoded)
     log_p = np.array(canary.top_logprobs[:num_tokens], np.float32)
     ids = np.array(canary.top_ids[:num_tokens])
@@ -126,7 +141,8 @@ def run_canary(
 def _block_size(forwards: ForwardTable, kv: Sequence[LayerKV]) -> int:
     """Tokens of a block, over the ranks that share them out."""
     part = forwards.decoder.partition
-    return kv[0].block_size * (1 if part is None or part.context is None else part.context.size)
+    size = block_size(forwards.decoder.spec, kv)
+    return size * (1 if part is None or part.context is None else part.context.size)
 
 
 def _log_probabilities(
