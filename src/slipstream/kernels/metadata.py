@@ -42,7 +42,7 @@ class LayerKV:
     v_scale: Tensor | None = None  # float32 [K]
     state: LayerState | None = None
     index: Tensor | None = None  # [B, 1, block_size, I]: the keys of sparse attention's index
-    fold: Tensor | None = None  # float32 [2, K, D], with an int4 cache (`int4_cache.fold_of`)
+    fold: Tensor | None = None  # float32 [2, K, D], with an int4 cache (`int4.fold_of`)
     whole: tuple[Tensor, ...] = ()
     """The tensors [blocks, …] that k and v are views of, with other numbers of blocks (`MixedLayout`)."""
 
