@@ -23,7 +23,6 @@ from slipstream.params.lora_request import LoRARequest
 from tests.model.formats.test_compressed import compress_gptq
 from tests.support import forked_ranks
 from tests.support.vision_models import (
-    COHERE,
     IMAGE,
     PLACEHOLDER,
     build_vision,
@@ -83,10 +82,7 @@ def prompt_of(family: str, *pictures: Any, words: str = "ab ", end: str = " cd?"
 
 def their_logprobs(family: str, model: Any, tokens: list[int], pictures: list[Any]) -> torch.Tensor:
     with torch.no_grad():
-        logits = model(**their_inputs(family, tokens, pictures)).logits[0]
-    # transformers' classes of Cohere 2 with pictures leave out what its class of text alone does
-    scale = model.config.text_config.logit_scale if family in COHERE else 1.0
-    return (logits * scale).log_softmax(-1)
+        return model(**their_inputs(family, tokens, pictures)).logits[0].log_softmax(-1)
 
 
 def their_greedy(family, model, ids, pictures):

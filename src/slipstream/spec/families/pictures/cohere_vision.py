@@ -3,6 +3,8 @@ Command R7B's decoder. They differ in how tiles are chosen, and in the text that
 
 from __future__ import annotations
 
+import dataclasses
+
 from slipstream.spec.families import cohere
 from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.families.builders import layer_norm
@@ -28,9 +30,9 @@ TOKEN = 255036
 
 
 def read_text(c: ConfigReader) -> ModelSpec:
-    """The decoder, with its `logit_scale`, which transformers' classes of these types leave out."""
+    """The decoder. transformers' classes of these types don't multiply logits by `logit_scale`."""
     c.require("model_type", "cohere2")
-    return cohere.read_cohere2(c)
+    return dataclasses.replace(cohere.read_cohere2(c), logit_scale=1.0)
 
 
 def read_aya(c: ConfigReader, text: ModelSpec) -> VisionSpec:
