@@ -453,8 +453,7 @@ class KVCacheManager:
         self._last_step = step_id
         if not self.kinds:
             return ()
-        marks, *others = [kind.planned() for kind in self.kinds]
-        assert not any(others), "a mark's slot is one of the first kind's"
+        marks = tuple(mark for kind in self.kinds for mark in kind.planned())
         for kind in self.kinds:
             self._offer_slots(kind)
         return marks
