@@ -12,6 +12,7 @@ from slipstream import LLM, BeamSearchParams, CompletionOutput, RequestOutput, S
 from slipstream.base.arguments import say_without_effect
 from slipstream.base.other_engines import (
     _BY_REASON,
+    ADVICE,
     FIELDS,
     METHODS,
     NEEDLESS,
@@ -109,6 +110,22 @@ def test_what_is_done_anyway_is_taken_and_said_to_have_no_effect(caplog):
     ):
         with pytest.raises(TypeError, match=f"there is no setting '{name}'; leave it out"):
             EngineArgs(model="m", **{name: value})
+
+
+def test_what_only_advises_is_taken_and_said_not_to_be_followed(caplog):
+    say_without_effect.cache_clear()
+    given = dict(n_gpu_layers=99, performance_mode="throughput", optimization_level=3)
+    assert EngineArgs(model="m", **given, uvicorn_log_level="debug") == EngineArgs(model="m")
+    assert [m.split(": ")[0].partition(" ")[2] for m in caplog.messages] == 4 * [
+        "is advice that is not followed"
+    ]
+    assert "without a GPU the CPU computes all" in caplog.messages[0]
+    assert "at one level" in caplog.messages[3]
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    anyway, _, advice = page.partition("These only advise.")
+    for name in TAKEN:
+        flag = f"`--{'no-' * (TAKEN[name] == ('false',))}{name}`".replace("_", "-")
+        assert (flag in advice, flag in anyway) == (name in ADVICE, name not in ADVICE)
 
 
 def test_an_error_of_the_settings_own_is_told_next_to_one_that_is_taken():

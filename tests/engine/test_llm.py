@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import weakref
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from slipstream.kernels.cpu.native import has_cpu_kernels
 from slipstream.model.compile_step import compile_step
 from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
+from slipstream.spec.drafts.heads import FILE_METHODS, FileMethod
 from slipstream.worker.forward import program
 from tests.support import tiny_models
 
@@ -624,8 +626,7 @@ def test_what_a_gpu_computes_in_16_bits_is_not_asked_for_in_32(path):
     [
         (ModelDrafts(model="m"), True),
         (MTPDrafts(), True),
-        *((HeadDrafts(method=m, model="h"), True) for m in ("eagle", "eagle3")),
-        *((HeadDrafts(method=m, model="h"), False) for m in ("medusa", "peagle", "dflash")),
+        *((HeadDrafts(method=m, model="h"), m in ("eagle", "eagle3")) for m in FILE_METHODS),
     ],
     ids=str,
 )
@@ -636,6 +637,10 @@ def test_only_a_chain_in_graphs_goes_ahead(path, speculation, is_chain):
     found = [dataclasses.replace(c, speculation=speculation) for c in (on_gpu, eager, on_cpu)]
     assert [c.drafts_ahead for c in found] == [is_chain, False, False]
     assert not on_gpu.drafts_ahead
+
+
+def test_each_method_of_a_head_says_whether_it_is_a_chain():
+    assert get_args(FileMethod) == FILE_METHODS
 
 
 def test_a_gpu_that_has_a_part_of_the_weights(path, tmp_path):

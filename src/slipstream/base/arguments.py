@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from slipstream.base.other_engines import (
+    ADVICE,
     NEEDLESS,
     NO_ARGUMENTS,
     OF_SERVE,
@@ -48,14 +49,16 @@ def unknown_message(name: str, known: list[str], what: str, owner: str) -> str:
 
 
 def is_taken(name: str, value: Any) -> bool:
-    """Whether a setting of another engine is taken without effect: it asks for what is done anyway."""
+    """Whether a setting of another engine is taken without effect: it asks for what is done anyway, or only advises."""
     return str(value).lower() in TAKEN.get(name, ())
 
 
 @functools.cache
 def say_without_effect(shown: str, name: str) -> None:
-    """Log, once in a process, that a taken setting has no effect. `shown`: as the user wrote it."""
-    _logger.warning("%s has no effect: %s", shown, NEEDLESS[name].removeprefix("leave it out: "))
+    """Log, once in a process, that a taken setting has no effect, or that its advice is not followed. `shown`: as the
+    user wrote it."""
+    what = "is advice that is not followed" if name in ADVICE else "has no effect"
+    _logger.warning("%s %s: %s", shown, what, NEEDLESS[name].removeprefix("leave it out: "))
 
 
 def known_arguments(

@@ -206,6 +206,9 @@ _GRAPHS = (
 )
 
 
+_GPU_LAYERS = "leave it out: a GPU holds all but cpu_layers; without a GPU the CPU computes all (device='cuda' refuses)"
+
+
 _NOTHING = "leave it out: there is no such feature here"
 
 
@@ -240,7 +243,7 @@ _BY_REASON: dict[str, str] = {
         kernel_config monokernel attention_config ir_op_priority
         sparse_indexer_topk_backend disable_cascade_attn disable_custom_all_reduce
         use_fp64_gumbel enable_flashinfer_autotune gdn_prefill_backend
-        kda_prefill_backend kda_decode_backend optimization_level performance_mode
+        kda_prefill_backend kda_decode_backend
         model_impl disable_sliding_window disable_hybrid_kv_cache_manager
         kv_cache_dtype_skip_layers numa_bind numa_bind_nodes numa_bind_cpus
         enable_batch_sharded_sampling enable_shm_tensor_arena kv_sharing_fast_prefill
@@ -279,7 +282,7 @@ _BY_REASON: dict[str, str] = {
         revision code_revision tokenizer_revision hf_config_path model_weights
     """,
     _CONFIG: """
-        config_format model_class_overrides convert pooler_config quantization_config
+        config_format model_class_overrides pooler_config quantization_config
         allow_deprecated_quantization
     """,
     _PROFILE: """
@@ -291,7 +294,7 @@ _BY_REASON: dict[str, str] = {
         enable_server_load_tracking ray_workers_use_nsight enable_trace_replay
     """,
     _LOG: """
-        uvicorn_log_level disable_uvicorn_access_log disable_access_log_for_endpoints
+        disable_uvicorn_access_log disable_access_log_for_endpoints
         log_config_file logging_config log_level aggregate_engine_logging
         enable_log_outputs enable_log_deltas max_log_len log_error_stack
     """,
@@ -396,6 +399,7 @@ NEEDLESS = {
     "enable_auto_tool_choice": "leave it out: calls are read wherever the chat template knows tools",
     "task": _READ,
     "runner": _READ,
+    "convert": _READ,
     "embedding": _READ,
     "embeddings": _READ,
     "reranking": _READ,
@@ -409,37 +413,56 @@ NEEDLESS = {
     "max_logprobs": "leave it out: a request may ask for up to 20",
     **dict.fromkeys(("data_parallel_size", "dp_size", "dp"), _REPLICAS),
     **dict.fromkeys(("disable_log_stats", "enable_metrics", "metrics"), _METRICS),
+    "uvicorn_log_level": "leave it out: the server logs a line a request and what goes wrong, at one level (--log-format)",
+    "performance_mode": "leave it out: latency and throughput are served alike; `slipstream optimize` searches for a load",
+    "optimization_level": "leave it out: kernels and graphs are the same at each level; enforce_eager turns CUDA graphs off",
     "nnodes": "leave it out: rank_address lets hosts meet, and local_ranks are those of this one (docs/parallelism.md)",
     "node_rank": "leave it out: ranks are numbered in the order in which they join (docs/parallelism.md)",
     "mm_processor_kwargs": "leave it out: preprocessor_config.json has it, and a request's `detail` reads a picture smaller",
     "language_model_only": "max_images=0 leaves the image encoder out",
     "enable_multimodal": "leave it out: a model with an image encoder takes pictures unless max_images is 0",
     "allowed_local_media_path": "leave it out: no files of the server are read; send pictures as data: URIs",
-    "n_gpu_layers": "leave it out: a GPU holds all layers, but those of cpu_layers",
-    "gpu_layers": "leave it out: a GPU holds all layers, but those of cpu_layers",
+    "n_gpu_layers": _GPU_LAYERS,
+    "gpu_layers": _GPU_LAYERS,
     "flash_attn": "leave it out: attention never holds its whole matrix",
     "mmproj": "leave it out: image encoders are read from safetensors",
 }
 """Settings of other engines that are not needed here, with the reason."""
 
 
-_YES = "true"
+ADVICE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("disable_log_stats", "embedding", "embeddings", "enable_flashinfer_autotune"), ("true",)
+    ),
+    "runner": ("auto", "generate", "pooling"),
+    "task": ("auto", "generate", "embed", "embedding"),
+    "convert": ("auto", "none", "embed"),
+    "performance_mode": ("balanced", "interactivity", "throughput"),
+    "optimization_level": ("1", "2", "3"),
+    "uvicorn_log_level": ("debug", "info", "warning", "error", "critical", "trace"),
+    "n_gpu_layers": ("all", "auto", "99", "999", "-1"),
+    "gpu_layers": ("all", "auto", "99", "999", "-1"),
+}
+"""Needless settings with values that only advise: they are taken, and the log says what is done instead."""
+
 
 TAKEN: dict[str, tuple[str, ...]] = {
+    **ADVICE,
     **dict.fromkeys(
         (
-            *("enable_auto_tool_choice", "async_scheduling", "enable_prompt_tokens_details"),
-            *("enable_request_id_headers", "enable_offline_docs", "use_tqdm_on_load"),
-            *("disable_log_requests", "disable_log_stats", "enable_metrics", "metrics"),
-            *(
-                "exclude_tools_when_tool_choice_none",
-                "enable_multimodal",
-                "embedding",
-                "embeddings",
-                "enable_flashinfer_autotune",
-            ),
+            "enable_auto_tool_choice",
+            "async_scheduling",
+            "enable_prompt_tokens_details",
+            "enable_request_id_headers",
+            "enable_offline_docs",
+            "use_tqdm_on_load",
+            "disable_log_requests",
+            "enable_metrics",
+            "metrics",
+            "exclude_tools_when_tool_choice_none",
+            "enable_multimodal",
         ),
-        (_YES,),
+        ("true",),
     ),
     "enable_log_requests": ("false",),
     "trust_remote_code": ("false",),
@@ -448,27 +471,19 @@ TAKEN: dict[str, tuple[str, ...]] = {
     "generation_config": ("auto",),
     "config_format": ("auto", "hf"),
     "model_impl": ("auto",),
-    "runner": ("auto", "generate", "pooling"),
-    "task": ("auto", "generate", "embed", "embedding"),
-    "convert": ("auto", "none", "embed"),
     "chat_template_content_format": ("auto",),
     "response_role": ("assistant",),
     "distributed_executor_backend": ("mp", "uni"),
     "guided_decoding_backend": ("auto", "guidance"),
     "logprobs_mode": ("raw_logprobs",),
     "max_logprobs": ("20",),
-    "performance_mode": ("balanced", "interactivity", "throughput"),
-    "optimization_level": ("1", "2", "3"),
     "safetensors_load_strategy": ("lazy", "auto"),
-    "uvicorn_log_level": ("debug", "info", "warning", "error", "critical", "trace"),
     "data_parallel_size": ("1",),
     "nnodes": ("1",),
     "node_rank": ("0",),
-    "n_gpu_layers": ("all", "auto", "99", "999", "-1"),
-    "gpu_layers": ("all", "auto", "99", "999", "-1"),
 }
 """Needless settings with values that only advise, or that ask for what is done anyway: they are taken,
-and the log says that they have no effect. Other values are refused."""
+and the log says so. Other values are refused."""
 
 
 OF_SERVE = (

@@ -35,6 +35,7 @@ from slipstream.config.settings import (
 from slipstream.errors import OutOfMemoryError
 from slipstream.params.lora_request import LoRARequest
 from slipstream.spec.cache import SLOT_KINDS, CacheGroup, blocks_of_sequence, longest_sequence
+from slipstream.spec.drafts.heads import CONTINUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +215,10 @@ class EngineConfig:
         """Whether the drafter continues before the host knows which drafts were right: a chain in a
         graph, on a GPU."""
         match self.speculation:
-            case ModelDrafts() | MTPDrafts() | HeadDrafts(method="eagle" | "eagle3"):
+            case ModelDrafts() | MTPDrafts():
                 return self.device.has_graphs
+            case HeadDrafts(method=method):
+                return CONTINUES[method] and self.device.has_graphs
         return False
 
     def with_most_drafts(self, most: int | None) -> EngineConfig:

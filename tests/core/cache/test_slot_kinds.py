@@ -92,3 +92,9 @@ def test_tiers_keep_the_checkpoints_of_each_kind(start):
         pool.forget_all()
     store.lost.update(key for key in store.files if kind_of(key) == 2)
     assert hit(engine, "c") == 0
+
+
+def test_a_second_kind_keeps_no_checkpoint_inside_of_a_part(start, monkeypatch):
+    monkeypatch.setattr(Second, "planned", lambda kind: ("a mark",))
+    with pytest.raises(AssertionError, match="StateMark is of the first kind"):
+        hit(start(), "a")

@@ -445,7 +445,20 @@ def test_a_shared_memory_is_for_its_largest_model_at_least(tiny):
         room_of(fleet)
     assert e.value.field == "models_memory"
     (spec,) = pools(fleet)
-    assert spec.args.kv_cache_bytes in (ENGINE.get("kv_cache_bytes"), 2**17)
+    assert spec.args.kv_cache_bytes == ENGINE["kv_cache_bytes"]
+
+
+@pytest.mark.parametrize(("least", "cache"), [(0, 2**17), (1, None)])
+def test_a_model_that_may_be_out_of_a_shared_memory_has_a_cache_of_an_eighth(tiny, least, cache):
+    engine = {name: value for name, value in ENGINE.items() if name != "kv_cache_bytes"}
+    one = version(tiny, engine=engine, replicas={"min": least, "max": 2})
+    other = version(tiny, replicas={"min": 0, "max": 1})
+    models = {
+        name: {"versions": [v], "autoscale": AUTOSCALE}
+        for name, v in (("one", one), ("other", other))
+    }
+    found = pools(check({"port": 0, "models": models, "models_memory": 2**20}))
+    assert [spec.args.kv_cache_bytes for spec in found] == [cache, ENGINE["kv_cache_bytes"]]
 
 
 TWO = {"min": 1, "max": 2}

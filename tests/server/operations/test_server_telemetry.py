@@ -15,6 +15,11 @@ import openai
 import pytest
 
 from slipstream.errors import ConfigError
+from slipstream.server.answers.route import GenerationRoute
+from slipstream.server.app import create_app, model_routes
+from slipstream.server.http.record import route_of
+from slipstream.server.openai.audio import SpeechRoute
+from slipstream.server.openai.embeddings import PooledRoute
 from slipstream.server.run import configure_logging, make_server
 from slipstream.server.state import ServerSettings
 from tests.server.fake_engine import FakeEngine
@@ -24,6 +29,7 @@ trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trac
 metrics_service = pytest.importorskip(
     "opentelemetry.proto.collector.metrics.v1.metrics_service_pb2"
 )
+OPERATIONS = pytest.importorskip("slipstream.server.operations.telemetry").OPERATIONS
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ASK = {"model": "fake", "prompt": "a secret", "max_tokens": 4, "temperature": 0.5, "seed": 7}
@@ -193,3 +199,13 @@ def test_what_the_sdk_says_is_in_the_servers_format(capsys):
 def test_off_costs_no_import():
     code = "import slipstream.server.run, slipstream.server.app, sys; sys.exit('opentelemetry' in str(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_each_route_has_a_label_and_one_that_runs_the_model_an_operation():
+    app = create_app(FakeEngine(), ServerSettings(fleet_key="key"))
+    runs = GenerationRoute | PooledRoute | SpeechRoute
+    label = {path: route_of(path) for path in {route.path for route in app.routes} - {"/"}}
+    assert [path for path, found in label.items() if found == "other"] == []
+    model = [r.path for r in model_routes(app.state.server) if isinstance(r.endpoint, runs)]
+    assert len(model) > 20
+    assert [path for path in model if label[path] not in OPERATIONS] == []

@@ -453,7 +453,10 @@ class KVCacheManager:
         self._last_step = step_id
         if not self.kinds:
             return ()
-        marks = tuple(mark for kind in self.kinds for mark in kind.planned())
+        marks, *others = [kind.planned() for kind in self.kinds]
+        assert not any(others), (
+            "a StateMark is of the first kind: rows carry no other's checkpoints"
+        )
         for kind in self.kinds:
             self._offer_slots(kind)
         return marks

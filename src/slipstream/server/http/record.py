@@ -57,6 +57,18 @@ ROUTES = _QUIET | {
     "/chat/completions",
     "/embeddings",
     "/v2/embed",
+    "/embed_sparse",
+    "/pooling",
+    "/v1/pooling",
+    "/classify",
+    "/v1/classify",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/sleep",
+    "/wake_up",
+    "/is_sleeping",
     "/reranking",
     "/v1/reranking",
     "/completion",
@@ -102,6 +114,7 @@ ROUTES = _QUIET | {
     "/api/version",
     "/version",
     "/fleet/events",
+    "/fleet/prefill",
     "/fleet/resume",
     "/init_weight_transfer_engine",
     "/start_weight_update",
@@ -143,6 +156,13 @@ PATTERNS = [
     )
 ]
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+def route_of(path: str) -> str:
+    """Label of a path in metrics and spans; "other" for one that no route has."""
+    if path in ROUTES:
+        return path
+    return next((name for name, form in PATTERNS if form.fullmatch(path)), "other")
 
 
 @dataclass(slots=True)
@@ -269,12 +289,7 @@ class RequestLog:
 
     def _finish(self, scope: Scope, record: RequestRecord) -> None:
         # Labels and log fields come from fixed sets, so no client can flood or forge them.
-        path, method = scope["path"], scope["method"]
-        route = (
-            path
-            if path in ROUTES
-            else next((name for name, form in PATTERNS if form.fullmatch(path)), "other")
-        )
+        route, method = route_of(scope["path"]), scope["method"]
         finish(self.observers, record, method if method in _METHODS else "other", route)
 
 

@@ -38,19 +38,43 @@ if TYPE_CHECKING:
 
 OPERATIONS = {
     "/v1/chat/completions": "chat",
+    "/chat/completions": "chat",
     "/v1/responses": "chat",
+    "/responses": "chat",
     "/v1/messages": "chat",
     "/api/chat": "chat",
     "/v1/completions": "text_completion",
+    "/completion": "text_completion",
+    "/completions": "text_completion",
+    "/infill": "text_completion",
     "/api/generate": "text_completion",
     "/v2/models/{id}/infer": "text_completion",
     "/v2/models/{id}/generate": "text_completion",
     "/v2/models/{id}/generate_stream": "text_completion",
     "ModelInfer": "text_completion",
     "ModelStreamInfer": "text_completion",
-    "/v1/embeddings": "embeddings",
+    **dict.fromkeys(
+        (
+            "/v1/embeddings",
+            "/embeddings",
+            "/embedding",
+            "/v2/embed",
+            "/embed_sparse",
+            "/pooling",
+            "/v1/pooling",
+        ),
+        "embeddings",
+    ),
     "/api/embed": "embeddings",
     "/api/embeddings": "embeddings",
+    # The conventions have no names for these.
+    **dict.fromkeys(
+        ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking"), "rerank"
+    ),
+    **dict.fromkeys(("/score", "/v1/score"), "score"),
+    **dict.fromkeys(("/classify", "/v1/classify"), "classify"),
+    "/v1/audio/transcriptions": "transcription",
+    "/v1/audio/translations": "translation",
 }
 """Routes that run the model, with the operation of their spans. Other routes have no spans."""
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from slipstream.spec.description import PartDescription
 from slipstream.spec.model import (
@@ -42,7 +42,16 @@ from slipstream.spec.parameters import Placement
 FileMethod: TypeAlias = Literal["eagle", "eagle3", "peagle", "dflash", "medusa"]
 """Methods of heads that have a checkpoint of their own."""
 HeadMethod: TypeAlias = FileMethod | Literal["mtp"]
-FILE_METHODS: tuple[FileMethod, ...] = get_args(FileMethod)
+CONTINUES: dict[FileMethod, bool] = {
+    "eagle": True,
+    "eagle3": True,
+    "peagle": False,
+    "dflash": False,
+    "medusa": False,
+}
+"""Whether a method drafts by a chain, which goes on from its own draft and so may begin before the host knows what was
+right."""
+FILE_METHODS: tuple[FileMethod, ...] = tuple(CONTINUES)
 
 Names: TypeAlias = dict[str, Placement]
 
