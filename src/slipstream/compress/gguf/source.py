@@ -21,7 +21,7 @@ WRITTEN_AS = {"mistral": "llama"}
 """llama.cpp's architectures of families that are other ones to transformers."""
 
 
-def form_of(source: ModelDescription) -> GGUFFamily:
+def gguf_family_of(source: ModelDescription) -> GGUFFamily:
     """The family's form in GGUF. UnsupportedModelError if llama.cpp has no such family."""
     found, name = source.family.gguf, source.family.model_type
     if found is None and name in WRITTEN_AS:
@@ -35,7 +35,7 @@ def form_of(source: ModelDescription) -> GGUFFamily:
 
 def places(source: ModelDescription) -> Mapping[str, Placement]:
     """The table of tensors, by their names in the file."""
-    return form_of(source).names(source.spec)
+    return gguf_family_of(source).names(source.spec)
 
 
 def stored_shapes(source: ModelDescription) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -26,7 +26,7 @@ from slipstream.compress.checkpoint import WorkFolder
 from slipstream.compress.gguf.blocks import WRITABLE, round_blocks
 from slipstream.compress.gguf.metadata import add_metadata, frequencies, same_model
 from slipstream.compress.gguf.mix import GGUF, SHORT, PlannedBlocks
-from slipstream.compress.gguf.source import form_of, places, put, read_tensor, unpacked
+from slipstream.compress.gguf.source import gguf_family_of, places, put, read_tensor, unpacked
 from slipstream.compress.recipe import RECIPE_NAME
 from slipstream.errors import ConfigError, SlipstreamError, UnsupportedModelError, install_command
 from slipstream.model.load.weights import load_parameters
@@ -247,7 +247,7 @@ def _write_file(run: GGUFRun, path: Path, parts: Sequence[str] | None) -> None:
     import gguf
 
     source, planned = run.source.gguf, {tensor.name: tensor for tensor in run.planned}
-    name = form_of(run.source).architecture
+    name = gguf_family_of(run.source).architecture
     if source is not None:
         name = str(source.metadata["general.architecture"])
     writer = gguf.GGUFWriter(path, name)
