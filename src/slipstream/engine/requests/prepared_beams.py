@@ -60,7 +60,9 @@ def prepare_beams(
     made = processor.prepare(prompt, sampling, options)
     (first,) = made.engine_requests
     if first.images:
-        raise RequestError("beam search takes no pictures", field="multi_modal_data")
+        raise RequestError(
+            "beam search takes no pictures and no sounds; leave them out", field="multi_modal_data"
+        )
     request = BeamsRequest(
         request_id=first.request_id,
         prompt_token_ids=tuple(made.prompt_token_ids),

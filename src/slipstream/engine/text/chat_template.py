@@ -156,7 +156,7 @@ def shaped_for(
         if is_list and not takes_lists:
             if placeholder is None and any(part.get("type") == "image" for part in content):
                 raise RequestError(
-                    "this model takes no pictures; leave them out, or take a model that sees, such as smolvlm:256m",
+                    "this model takes no pictures and no sounds; leave them out, or take a model that sees, such as smolvlm:256m",
                     field="messages",
                 )
             content = "".join(
