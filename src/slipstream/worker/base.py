@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.costs.memory import MemoryLedger
-from slipstream.errors import AdapterError, EngineError
+from slipstream.errors import AdapterError
 from slipstream.messages.media import AlignmentQuestion, Matrix
 from slipstream.messages.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
 from slipstream.messages.steps import Plan, StepResult, StepTime, TokenMask

@@ -73,13 +73,14 @@ def as_samples(given: Any, *, max_s: float) -> Samples:
         given, rate = given
     try:
         found = np.asarray(given)
-        samples = np.asarray(found, np.float32) / _scale(found)
+        samples = found.astype(np.float32)
     except (TypeError, ValueError):
-        samples = np.empty(0, np.float32)
+        found = samples = np.empty(0, np.float32)
     if samples.ndim != 1 or not samples.size:
         raise RequestError(
             "audio is a file's bytes, or an array of samples, or (samples, rate)", field="audio"
         )
+    samples = samples / _scale(found)
     if not np.isfinite(samples).all():
         raise RequestError("audio has samples that are no finite numbers", field="audio")
     if wrong := _refusal(len(samples), rate, max_s):

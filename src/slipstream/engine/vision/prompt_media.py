@@ -11,6 +11,7 @@ import numpy as np
 
 from slipstream.engine.audio.sound import as_samples
 from slipstream.engine.audio.spectrogram import log_mel
+from slipstream.engine.text.chat_template import TAKES_TEXT
 from slipstream.engine.vision.pictures import (
     MediaProcessor,
     PictureProcessor,
@@ -136,11 +137,8 @@ class MediaReader:
         """Processor of `count` pictures of a prompt. RequestError if it can't have that many."""
         if self.pictures is None:
             has = self.description is not None and self.description.family.vision is not None
-            why = (
-                "pictures and sounds are off (max_images=0); leave them out"
-                if has
-                else "this model takes no pictures and no sounds; leave them out, or take a model that sees, such as smolvlm:256m"
-            )
+            off = "pictures and sounds are off (max_images=0); leave them out"
+            why = off if has else TAKES_TEXT
             raise RequestError(why, field="image")
         if count > self.pictures.most:
             what = "sounds" if self.name == "audio" else "pictures"
