@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.engine.vision.pictures import AUDIO_FORMATS, from_base64
 from slipstream.errors import RequestError
-from tests.support import forked_ranks
+from tests.support import forked_ranks, tiny_models
 from tests.support.sound_models import (
     PLACEHOLDER,
     TOKEN,
@@ -161,6 +163,42 @@ def test_a_chat_hears(made):
             with pytest.raises(RequestError) as caught:
                 llm.chat([{"role": "user", "content": [broken]}], GREEDY)
             assert caught.value.field == field
+
+
+def test_a_template_of_texts_gets_the_placeholder(made, tmp_path):
+    shutil.copytree(made[0], tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "tokenizer_config.json"
+    said = json.loads(config.read_text())
+    said["chat_template"] = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
+    )
+    config.write_text(json.dumps(said))
+    content = [part(sound(11)), {"type": "text", "text": "what is it?"}]
+    with engine(tmp_path) as llm:
+        (one,) = llm.chat([{"role": "user", "content": content}], GREEDY)
+        prompt = {"prompt": f"user: {PLACEHOLDER}\nwhat is it?"}
+        (two,) = llm.generate({**prompt, "multi_modal_data": {"audio": sound(11)}}, GREEDY)
+        assert TOKEN in one.prompt_token_ids
+        assert one.prompt_token_ids == two.prompt_token_ids
+        assert one.outputs[0].token_ids == two.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ m['content'] }}", "{% for c in m['content'] %}{{ c['text'] }}{% endfor %}"]
+)
+def test_a_model_of_texts_refuses_a_sound_in_a_chat(tmp_path, template):
+    tiny_models.build(tmp_path)
+    tiny_models.write_tokenizer(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    said = json.loads(config.read_text()) if config.is_file() else {}
+    said["chat_template"] = "{% for m in messages %}" + template + "{% endfor %}"
+    config.write_text(json.dumps(said))
+    content = [part(sound(11)), {"type": "text", "text": "what is it?"}]
+    with (
+        engine(tmp_path) as llm,
+        pytest.raises(RequestError, match="pictures and no sounds|no audio"),
+    ):
+        llm.chat([{"role": "user", "content": content}], GREEDY)
 
 
 def test_what_is_no_sound_of_the_model_is_refused(made):

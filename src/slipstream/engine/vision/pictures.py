@@ -552,7 +552,7 @@ def from_data_uri(url: str) -> bytes:
     try:
         return base64.b64decode(re.sub(r"\s", "", match[4]), validate=True)
     except (binascii.Error, ValueError):
-        raise bad("the data URI's base64 is broken") from None
+        raise bad("the data URI's base64 is broken; encode the file's bytes again") from None
 
 
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")

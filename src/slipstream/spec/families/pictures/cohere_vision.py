@@ -3,7 +3,6 @@ Command R7B's decoder. They differ in how tiles are chosen, and in the text that
 
 from __future__ import annotations
 
-
 from slipstream.spec.families import cohere
 from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.families.builders import layer_norm
