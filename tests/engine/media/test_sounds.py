@@ -196,7 +196,7 @@ def test_a_model_of_texts_refuses_a_sound_in_a_chat(tmp_path, template):
     content = [part(sound(11)), {"type": "text", "text": "what is it?"}]
     with (
         engine(tmp_path) as llm,
-        pytest.raises(RequestError, match="pictures and no sounds|no audio"),
+        pytest.raises(RequestError, match=r"pictures and no sounds|no audio"),
     ):
         llm.chat([{"role": "user", "content": content}], GREEDY)
 
