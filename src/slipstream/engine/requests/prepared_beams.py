@@ -54,6 +54,12 @@ def prepare_beams(
     ends = () if params.ignore_eos else processor.eos_token_ids
     if processor.description is not None:
         check_beams(params, len(ends), processor.description.spec)
+        if processor.description.banned:
+            raise RequestError(
+                "beam search does not apply the bad_words_ids and suppress_tokens of this model's generation config; draw the "
+                "answer instead, or take them out of the file",
+                field="model",
+            )
     sampling = SamplingParams(
         temperature=0.0, max_tokens=params.max_tokens, truncate_prompt_tokens=truncate_prompt_tokens
     )
