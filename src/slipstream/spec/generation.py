@@ -1,4 +1,4 @@
-"""What a checkpoint's generation config says about answers besides sampling. No torch.
+"""Keys of a checkpoint's generation config about answers, besides sampling. No torch.
 
 1. `bad_words_ids` and `suppress_tokens` are applied to every answer, as transformers does.
 2. Other keys that change answers are not applied. They are named when the model is loaded.

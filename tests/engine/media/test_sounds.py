@@ -247,7 +247,7 @@ TAG = b"ID3\x04\0\0\0\0\0\x05" + bytes(5)
     ],
 )
 def test_a_format_is_what_the_file_begins_as(data, form):
-    """Of each file, every other declared format is refused by name, before anything is decoded."""
+    """Every other declared format is refused by name, before anything is decoded."""
     text = base64.b64encode(data).decode()
     for said in AUDIO_FORMATS:
         if said == form:

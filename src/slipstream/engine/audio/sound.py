@@ -89,7 +89,7 @@ def as_samples(given: Any, *, max_s: float) -> Samples:
 
 
 def _scale(found: npt.NDArray[Any]) -> np.float32:
-    """What samples are divided by. RequestError for integers of a type whose range no sound has."""
+    """The divisor of samples. RequestError for integers of a type whose range no sound has."""
     if found.dtype.kind not in "iub" or not found.any():
         return np.float32(1)
     if found.dtype.name not in ("int16", "int32"):
@@ -211,7 +211,7 @@ def _check(count: int, rate: Any, max_s: float) -> None:
 
 
 def _refusal(count: int, rate: Any, max_s: float) -> str | None:
-    """What is wrong with a sound's rate or length."""
+    """The fault of a sound's rate or length; None if it has none."""
     is_number = isinstance(rate, (int, float, np.integer)) and not isinstance(rate, bool)
     if not is_number or not MIN_RATE <= rate <= MAX_RATE:
         return f"has a rate of {rate!r} Hz; from {MIN_RATE} to {MAX_RATE} are supported"
