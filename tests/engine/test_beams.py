@@ -299,7 +299,6 @@ def test_a_checkpoint_that_bans_words_has_no_beams(tmp_path):
     """Banned words are applied to drawn answers alone."""
     tiny_models.build(tmp_path, vocab_size=512)
     (tmp_path / "generation_config.json").write_text('{"suppress_tokens": [7]}')
-    settings = dict(device="cpu", dtype="float32", num_threads=1, block_size=4, max_model_len=64)
     with (
         LLM(str(tmp_path), skip_tokenizer_init=True, **SETTINGS) as llm,
         pytest.raises(RequestError, match="suppress_tokens"),
