@@ -293,3 +293,16 @@ def test_params_that_are_refused(values, named):
     with pytest.raises(RequestError) as caught:
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, **values})
     assert caught.value.field == named
+
+
+def test_a_checkpoint_that_bans_words_has_no_beams(tmp_path):
+    """Banned words are applied to drawn answers alone."""
+    tiny_models.build(tmp_path, vocab_size=512)
+    (tmp_path / "generation_config.json").write_text('{"suppress_tokens": [7]}')
+    with (
+        LLM(str(tmp_path), skip_tokenizer_init=True, **SETTINGS) as llm,
+        pytest.raises(RequestError, match="suppress_tokens"),
+    ):
+        llm.beam_search(
+            [{"prompt_token_ids": [5, 6]}], BeamSearchParams(beam_width=2, max_tokens=2)
+        )

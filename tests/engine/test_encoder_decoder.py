@@ -9,7 +9,14 @@ import torch
 from tokenizers import AddedToken, Tokenizer, processors
 
 from slipstream import LLM, SamplingParams
-from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError
+from slipstream.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    OutOfMemoryError,
+    RequestError,
+)
+from slipstream.spec.description import read_spec
 from tests.support import tiny_models
 
 SETTINGS = dict(device="cpu", dtype="float32", num_threads=1, block_size=4)
@@ -244,3 +251,77 @@ def test_a_model_that_translates_nothing_refuses_languages(tmp_path):
         with pytest.raises(RequestError) as caught:
             llm.generate({"prompt": "hello", "target_language": "de"}, SHORT)
     assert caught.value.field == "target_language"
+
+
+def test_the_checkpoints_bad_words_are_not_written(tmp_path):
+    """`bad_words_ids` of one token (OPUS-MT's padding) and of several, and `suppress_tokens`, as transformers' generate."""
+    theirs = tiny_models.build_bart(tmp_path, "marian")
+    name, prompt = tmp_path / "generation_config.json", PROMPTS[0]
+    said = json.loads(name.read_text())
+    settings = {**SETTINGS, "max_model_len": 32, "skip_tokenizer_init": True}
+
+    def both(**more):
+        name.write_text(json.dumps({**said, **more}))
+        theirs.generation_config.update(**more)
+        how = dict(do_sample=False, num_beams=1, max_new_tokens=8, min_new_tokens=8)
+        made = theirs.generate(torch.tensor([prompt]), **how)[0].tolist()[1:]
+        with LLM(str(tmp_path), **settings) as llm:
+            sampling = SamplingParams(temperature=0, max_tokens=8, min_tokens=8)
+            (own,) = answers(llm, [prompt], sampling)
+            if more:
+                (forks,) = llm.generate(
+                    as_prompts([prompt]),
+                    SamplingParams(n=2, temperature=0, max_tokens=8, min_tokens=8),
+                )
+                assert [list(x.token_ids) for x in forks.outputs] == [list(own)] * 2
+                with pytest.raises(RequestError, match="generation config"):
+                    llm.generate(as_prompts([prompt]), SamplingParams(allowed_token_ids=(first,)))
+        return list(own), made
+
+    own, made = both()
+    assert own == made
+    first = own[0]
+    for more in (
+        {"bad_words_ids": [[first], [2]]},
+        {"bad_words_ids": [[first]], "suppress_tokens": [own[1], 10_000]},
+    ):
+        own, made = both(**more)
+        assert own == made
+        assert first not in own
+    pair = own[:2]
+    own, made = both(bad_words_ids=[[first], pair], suppress_tokens=None)
+    assert own == made
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"bad_words_ids": [3]}, "bad_words_ids"), ({"suppress_tokens": 3}, "suppress_tokens")],
+)
+def test_bad_words_of_another_form_are_refused(tmp_path, change, field):
+    tiny_models.build_bart(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(change))
+    with pytest.raises(CheckpointError) as caught:
+        read_spec(tmp_path)
+    assert caught.value.field == field
+
+
+def test_keys_that_are_not_applied_are_named(tmp_path, caplog):
+    tiny_models.build_bart(tmp_path)
+    name = tmp_path / "generation_config.json"
+    name.write_text(json.dumps({"num_beams": 4, "min_length": 0, "forced_eos_token_id": 2}))
+    with LLM(str(tmp_path), max_model_len=32, skip_tokenizer_init=True, **SETTINGS):
+        assert "forced_eos_token_id=2, num_beams=4 are not applied" in caplog.text
+    name.unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"num_beams": 1, "length_penalty": 2.0, "min_length": 5, "forced_eos_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_spec(tmp_path).not_applied == ("min_length=5",)
+
+
+def test_an_old_bart_begins_with_its_bos_token(tmp_path):
+    tiny_models.build_bart(tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"forced_bos_token_id": None, "force_bos_token_to_be_generated": True}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"bos_token_id": 7}))
+    assert read_spec(tmp_path).spec.encoder.forced == (7,)

@@ -343,6 +343,7 @@ def _cohere_config(family: str, image: int, more: Any) -> Any:
     import transformers as t
 
     text = {**_TEXT, "model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 90}
+    text["logit_scale"] = 1.0  # which transformers forgets
     vision = {**_SIGLIP, "vision_use_head": False, "model_type": "siglip_vision_model"}
     own = dict(text_config=text, vision_config={**vision, "image_size": 24}, image_token_id=image)
     if family == "aya_vision":

@@ -80,6 +80,11 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     device_config, device_origins = _device_section(
         args, model, device, model_config.quantization, model_config.offload, parallel
     )
+    if model.not_applied:
+        _say_once(
+            f"{model.name}: its generation config's {', '.join(model.not_applied)} are not applied: answers are drawn as a "
+            "request says"
+        )
     values = {f.name: (getattr(args, f.name), f.default) for f in dataclasses.fields(args)}
     given = {
         name: Origin(value, "default" if value == default else "user")

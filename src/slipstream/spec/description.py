@@ -24,6 +24,7 @@ from slipstream.spec.families.base import (
     Family,
 )
 from slipstream.spec.families.names import canonical
+from slipstream.spec.generation import Words, banned_words, not_applied
 from slipstream.spec.media.audio import SpeechSpec, read_speech
 from slipstream.spec.media.sound import MediaProcessing
 from slipstream.spec.media.vision import ImageProcessing, VisionSpec
@@ -92,6 +93,8 @@ class ModelDescription:
     # How pictures are prepared, for a model with an image encoder.
     images: MediaProcessing | None = None
     speech: SpeechSpec | None = None  # the tokens of a model that reads audio
+    banned: Words = ()  # the generation config's words that no answer has
+    not_applied: tuple[str, ...] = ()  # what else it asks for
     gguf: GGUFFile | None = field(default=None, repr=False, compare=False)
 
     def taking_images(self, most: int | None) -> ModelDescription:
@@ -334,6 +337,9 @@ def _read_folder(path: Path) -> ModelDescription:
     defaults = read_json(generation) if generation.is_file() else {}
     eos = defaults.get("eos_token_id", own.get("eos_token_id", config.get("eos_token_id")))
     spec = _with_beginning(spec, defaults if generation.is_file() else own)
+    of_answers = defaults if generation.is_file() else {**config, **own}
+    ends = _ids("eos_token_id", eos, spec.vocab_size)
+    speaks = spec.encoder is not None and spec.encoder.audio is not None
     pooling = read_pooling(path, config, is_encoder=spec.is_encoder)
     if (
         pooling.score_tokens is not None
@@ -358,7 +364,7 @@ def _read_folder(path: Path) -> ModelDescription:
         family=family,
         spec=spec,
         dtype=str(dtype),
-        eos_token_ids=_ids("eos_token_id", eos, spec.vocab_size),
+        eos_token_ids=ends,
         bos_token_id=next(
             iter(_ids("bos_token_id", own.get("bos_token_id"), spec.vocab_size)), None
         ),
@@ -367,6 +373,9 @@ def _read_folder(path: Path) -> ModelDescription:
         sampling=_sampling(defaults),
         images=images,
         speech=_speech(path, defaults, spec),
+        # a speech model's rules suppress its tokens
+        banned=() if speaks else banned_words(of_answers, ends, spec.vocab_size),
+        not_applied=not_applied(of_answers, speech=speaks) if spec.generates else (),
     )
 
 
@@ -375,11 +384,12 @@ def _with_beginning(spec: ModelSpec, generation: Mapping[str, Any]) -> ModelSpec
     encoder = spec.encoder
     if encoder is None or encoder.audio is not None:
         return spec
-    found = (
+    start, forced = (
         _ids(name, generation.get(name), spec.vocab_size)
         for name in ("decoder_start_token_id", "forced_bos_token_id")
     )
-    start, forced = found
+    if not forced and generation.get("force_bos_token_to_be_generated"):  # old BART's
+        forced = _ids("bos_token_id", generation.get("bos_token_id", 0), spec.vocab_size)
     first = (*start, encoder.start_token_id)[0]
     encoder = dataclasses.replace(encoder, start_token_id=first, forced=forced[:1])
     return dataclasses.replace(spec, encoder=encoder)

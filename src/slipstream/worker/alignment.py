@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from slipstream.errors import EngineError
 from slipstream.messages.media import AlignmentQuestion, Matrix
 from slipstream.model.alignment import cross_weights, smoothed
@@ -15,10 +17,7 @@ def attention_of(runner: Runner, asked: AlignmentQuestion) -> Matrix:
     assert speech is not None
     assert encoder is not None
     assert encoder.audio is not None
-    if decoder.stream is not None:
-        raise EngineError(
-            "times of words need all layers in memory: leave cpu_layers and offload_bytes out"
-        )
+    assert decoder.stream is None, "weights_bytes is for decoders"
     size = runner.config.cache.block_size
     runner.settle()
     try:
@@ -28,5 +27,7 @@ def attention_of(runner: Runner, asked: AlignmentQuestion) -> Matrix:
             kept = weights[:, asked.num_skipped :, : asked.num_states]
             found: Matrix = smoothed(kept, encoder.audio.median_filter).cpu().numpy()
             return found
-    except Exception as error:  # memory, say: the engine goes on
-        raise EngineError(f"times of words failed: {type(error).__name__}: {error}") from error
+    except (torch.OutOfMemoryError, MemoryError) as error:  # the engine goes on
+        raise EngineError(
+            f"times of words need more memory than is left ({error}); leave word times out, or lower gpu_memory_utilization"
+        ) from error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.costs.memory import MemoryLedger
-from slipstream.errors import AdapterError, EngineError
+from slipstream.errors import AdapterError
 from slipstream.messages.media import AlignmentQuestion, Matrix
 from slipstream.messages.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
 from slipstream.messages.steps import Plan, StepResult, StepTime, TokenMask
@@ -119,8 +119,9 @@ class Executor(ABC):
         """
 
     def attention_of(self, asked: AlignmentQuestion) -> Matrix:
-        """The attention of a text to its audio, between two steps (`worker.alignment`)."""
-        raise EngineError("times of words are not computed on several ranks")
+        """The attention of a text to its audio, between two steps (`worker.alignment`). Only of one device: models that read
+        audio don't start on several ranks (`config.parallel`)."""
+        raise NotImplementedError
 
     @abstractmethod
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:

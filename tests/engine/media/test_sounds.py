@@ -3,7 +3,10 @@ embeddings, and what is refused."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +16,9 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.engine.vision.pictures import AUDIO_FORMATS, from_base64
 from slipstream.errors import RequestError
-from tests.support import forked_ranks
+from tests.support import forked_ranks, tiny_models
 from tests.support.sound_models import (
     PLACEHOLDER,
     TOKEN,
@@ -161,22 +165,62 @@ def test_a_chat_hears(made):
             assert caught.value.field == field
 
 
+def test_a_template_of_texts_gets_the_placeholder(made, tmp_path):
+    shutil.copytree(made[0], tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "tokenizer_config.json"
+    said = json.loads(config.read_text())
+    said["chat_template"] = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
+    )
+    config.write_text(json.dumps(said))
+    content = [part(sound(11)), {"type": "text", "text": "what is it?"}]
+    with engine(tmp_path) as llm:
+        (one,) = llm.chat([{"role": "user", "content": content}], GREEDY)
+        prompt = {"prompt": f"user: {PLACEHOLDER}\nwhat is it?"}
+        (two,) = llm.generate({**prompt, "multi_modal_data": {"audio": sound(11)}}, GREEDY)
+        assert TOKEN in one.prompt_token_ids
+        assert one.prompt_token_ids == two.prompt_token_ids
+        assert one.outputs[0].token_ids == two.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ m['content'] }}", "{% for c in m['content'] %}{{ c['text'] }}{% endfor %}"]
+)
+def test_a_model_of_texts_refuses_a_sound_in_a_chat(tmp_path, template):
+    tiny_models.build(tmp_path)
+    tiny_models.write_tokenizer(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    said = json.loads(config.read_text()) if config.is_file() else {}
+    said["chat_template"] = "{% for m in messages %}" + template + "{% endfor %}"
+    config.write_text(json.dumps(said))
+    content = [part(sound(11)), {"type": "text", "text": "what is it?"}]
+    with (
+        engine(tmp_path) as llm,
+        pytest.raises(RequestError, match=r"pictures and no sounds|no audio"),
+    ):
+        llm.chat([{"role": "user", "content": content}], GREEDY)
+
+
 def test_what_is_no_sound_of_the_model_is_refused(made):
     path, _ = made
     with engine(path, max_images=2) as llm:
         for prompt, field in (
             (prompt_of(*[sound(1)] * 3), "audio"),
-            (prompt_of(sound(1, 2.5)), "file"),  # longer than the window
+            (prompt_of(sound(1, 2.5)), "audio"),  # longer than the window
             (prompt_of(sound(1, 0.02)), "audio"),  # no token
             (prompt_of(b"RIFFnoise"), "file"),
             ({"prompt": "no place", "multi_modal_data": {"audio": sound(1)}}, "audio"),
+            ({"prompt": PLACEHOLDER, "multi_modal_data": {"audio": []}}, "audio"),
+            ({"prompt_token_ids": [5, TOKEN], "multi_modal_data": {"audio": []}}, "audio"),
             ({"prompt": PLACEHOLDER, "multi_modal_data": {"image": sound(1)}}, "image"),
         ):
             with pytest.raises(RequestError) as caught:
                 llm.generate(prompt, GREEDY)
             assert caught.value.field == field
+        (words,) = llm.generate({"prompt": "words", "multi_modal_data": {"audio": []}}, GREEDY)
+        assert words.outputs[0].token_ids == llm.generate("words", GREEDY)[0].outputs[0].token_ids
         samples = sound(1)
-        forms = [samples, (samples, 16_000), wav(samples), samples.tolist()]
+        forms = [samples, (samples, 16_000), wav(samples), samples.tolist(), list(samples)]
         given = [{"prompt": PLACEHOLDER, "multi_modal_data": {"audio": x}} for x in forms]
         answers = llm.generate(given, GREEDY)
         assert len({tuple(a.outputs[0].token_ids) for a in answers}) == 1
@@ -184,3 +228,31 @@ def test_what_is_no_sound_of_the_model_is_refused(made):
         llm.generate("words alone", GREEDY)
         with pytest.raises(RequestError, match="max_images=0"):
             llm.generate(prompt_of(sound(1)), GREEDY)
+
+
+TAG = b"ID3\x04\0\0\0\0\0\x05" + bytes(5)
+
+
+@pytest.mark.parametrize(
+    ("data", "form"),
+    [
+        (wav(sound(1, 0.1)), "wav"),
+        (b"fLaC" + bytes(60), "flac"),
+        (TAG + b"fLaC" + bytes(60), "flac"),
+        (b"OggS" + bytes(60), "ogg"),
+        (TAG + bytes(60), "mp3"),
+        (b"\xff\xfb\x90\x00" + bytes(60), "mp3"),
+        (b"\0\0\0\x20ftypM4A " + bytes(60), None),
+        (b"#!AMR", None),
+    ],
+)
+def test_a_format_is_what_the_file_begins_as(data, form):
+    """Every other declared format is refused by name, before anything is decoded."""
+    text = base64.b64encode(data).decode()
+    for said in AUDIO_FORMATS:
+        if said == form:
+            assert from_base64(text, said, "input_audio") == data
+            continue
+        with pytest.raises(RequestError, match=said) as caught:
+            from_base64(text, said, "input_audio")
+        assert caught.value.field == "input_audio.format"

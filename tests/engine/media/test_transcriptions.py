@@ -16,7 +16,7 @@ from transformers import WhisperConfig, WhisperFeatureExtractor
 from transformers.generation import WhisperTimeStampLogitsProcessor
 
 from slipstream import LLM, SamplingParams
-from slipstream.engine.audio.sound import _filters, decode_audio, resampled
+from slipstream.engine.audio.sound import _filters, as_samples, decode_audio, resampled
 from slipstream.engine.audio.spectrogram import log_mel, mel_bands
 from slipstream.engine.audio.transcription import Transcription, TranscriptionOptions
 from slipstream.errors import CheckpointError, ConfigError, RequestError, UnsupportedModelError
@@ -132,7 +132,7 @@ def test_other_rates_are_resampled(rate):
         (b"RIFF\0\0\0\0WAVEdata\4\0\0\0abcd", "without a format"),
         (wav(sound(0.1))[:44], "no samples"),
         (wav(sound(0.1)).replace(b"\x80>\0\0", b"\0\0\0\0"), "rate of 0 Hz"),
-        (wav(sound(1.2)), r"1\.2 s long, and this server takes at most 1 s"),
+        (wav(sound(1.2)), r"1\.2 s long, and at most 1 s are taken"),
         (wav(sound(0.1)).replace(b"\1\0\1\0", b"\7\0\1\0"), "format 7"),
     ],
 )
@@ -294,7 +294,7 @@ def test_preempted_sounds_are_encoded_again(whisper, llm):
 def test_what_a_speech_model_does_not_take_is_refused(whisper, llm):
     for call, field in (
         (lambda: llm.generate("hello"), "prompt"),
-        (lambda: llm.generate({"prompt": "a", "multi_modal_data": {"audio": sound(1.2)}}), "file"),
+        (lambda: llm.generate({"prompt": "a", "multi_modal_data": {"audio": sound(1.2)}}), "audio"),
         (lambda: llm.generate({"prompt": "a", "multi_modal_data": {"audio": "x"}}), "audio"),
         (lambda: llm.transcribe(sound(1), language="klingon"), "language"),
         (lambda: llm.transcribe(b"no audio"), "file"),
@@ -304,12 +304,42 @@ def test_what_a_speech_model_does_not_take_is_refused(whisper, llm):
         with pytest.raises(RequestError) as caught:
             call()
         assert caught.value.field == field
-    with pytest.raises(ConfigError) as caught:
-        LLM(str(whisper[0]), **SETTINGS, tensor_parallel_size=2)
-    assert caught.value.field == "tensor_parallel_size"
+    for setting, value in (
+        ("tensor_parallel_size", 2),
+        ("pipeline_parallel_size", 2),
+        ("weights_bytes", 2**20),
+    ):
+        with pytest.raises(ConfigError) as caught:  # so nothing but times of words could fail later
+            LLM(str(whisper[0]), **SETTINGS, **{setting: value})
+        assert caught.value.field == setting
     description = read_spec(whisper[0])
     with pytest.raises(RequestError, match="tokenizer"):
         Transcription.begin(description, None, sound(1), TranscriptionOptions(), 64)
+
+
+def test_whole_numbers_are_scaled_by_their_type_or_refused():
+    samples = sound(0.2)
+    for dtype, tolerance in ((np.int16, 2.0**-14), (np.int32, 2.0**-20)):
+        largest = float(np.iinfo(dtype).max) + 1
+        whole = (samples.astype(np.float64) * largest * 0.99).astype(dtype)
+        for given in (whole, (whole, np.int64(16_000)), list(whole)):
+            found = as_samples(given, max_s=1.0)
+            assert found.dtype == np.float32
+            np.testing.assert_allclose(found, samples * 0.99, atol=tolerance)
+    assert not as_samples(np.zeros(800, np.int64), max_s=1.0).any()
+    for given, why in (
+        (np.full(800, 3, np.int64), "int64, whose range"),
+        (np.full(800, 128, np.uint8), "uint8, whose range"),
+        ([3] * 800, "whose range"),
+        (np.full(800, np.nan, np.float32), "no finite numbers"),
+        (np.zeros(17_000), "1.1 s long, and at most 1 s"),
+        ((samples, 5), "a rate of 5 Hz"),
+        (np.zeros((2, 800)), "array of samples"),
+    ):
+        with pytest.raises(RequestError, match=why) as caught:
+            as_samples(given, max_s=1.0)
+        assert caught.value.field == "audio"
+        assert "file" not in caught.value.message.replace("a file's bytes", "")
 
 
 def test_a_text_model_refuses_audio(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,6 +122,22 @@ def test_several_pictures_equal_transformers(models, family, kernels):
     most = 5e-4 if family in LIKE_OTHERS else 2e-4
     assert largest_difference(answer, their_logprobs(family, model, ids, pictures)) < most
     assert list(answer.outputs[0].token_ids) == their_greedy(family, model, ids, pictures)
+
+
+def test_logits_of_cohere_are_scaled(models, tmp_path):
+    """transformers' class forgets `logit_scale`, so its logits are multiplied here."""
+    path, model = models["aya_vision"]
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["logit_scale"] = 0.25
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with engine(tmp_path) as llm:
+        wanted = dataclasses.replace(GREEDY, prompt_logprobs=0)
+        (answer,) = llm.generate(prompt_of("aya_vision", picture(1)), wanted)
+    with torch.no_grad():
+        given = their_inputs("aya_vision", answer.prompt_token_ids, [picture(1)])
+        theirs = (model(**given).logits[0] * 0.25).log_softmax(-1)
+    assert largest_difference(answer, theirs) < 2e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -73,6 +73,7 @@ def broken(**given):
         (part(sound(1, 0.02)), "data"),  # no token
         (part(sound(1, 4.0)), "data"),  # --max-audio-bytes
         (broken(data="%"), "data"),
+        (broken(data=""), "data"),
         (broken(format="mp3"), "format"),
         (broken(format="aiff"), "format"),
         (broken(x=1), "x"),

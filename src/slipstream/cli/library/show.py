@@ -90,6 +90,8 @@ def describe_model(name: str, download_dir: str | None) -> dict[str, Any]:
         capabilities.append("tools")
     if spec.sees:
         capabilities.append("vision")
+    if spec.hears:
+        capabilities.append("audio")
     return {
         "model": name,
         "path": path,

@@ -64,22 +64,41 @@ def read_samples(given: Any) -> Samples:
 
 
 def as_samples(given: Any, *, max_s: float) -> Samples:
-    """Samples of a file's bytes, or of (array, rate) or an array at 16 kHz, as vLLM takes them."""
+    """Samples of a file's bytes, or of (array, rate) or an array at 16 kHz, as vLLM takes them. Floats are from −1 to 1;
+    integers are divided by the range of their type, int16 or int32."""
     if isinstance(given, (bytes, bytearray, memoryview)):
         return decode_audio(bytes(given), max_s=max_s)
     rate = SAMPLE_RATE
     if isinstance(given, tuple) and len(given) == 2:
         given, rate = given
     try:
-        samples = np.asarray(given, np.float32)
+        found = np.asarray(given)
+        samples = found.astype(np.float32)
     except (TypeError, ValueError):
-        samples = np.empty(0, np.float32)
-    if samples.ndim != 1 or not samples.size or not np.isfinite(samples).all():
+        found = samples = np.empty(0, np.float32)
+    if samples.ndim != 1 or not samples.size:
         raise RequestError(
             "audio is a file's bytes, or an array of samples, or (samples, rate)", field="audio"
         )
-    _check(len(samples), rate, max_s)
+    samples = samples / _scale(found)
+    if not np.isfinite(samples).all():
+        raise RequestError("audio has samples that are no finite numbers", field="audio")
+    if wrong := _refusal(len(samples), rate, max_s):
+        raise RequestError(f"audio {wrong}", field="audio")
     return resampled(samples, int(rate))
+
+
+def _scale(found: npt.NDArray[Any]) -> np.float32:
+    """The divisor of samples. RequestError for integers of a type whose range no sound has."""
+    if found.dtype.kind not in "iub" or not found.any():
+        return np.float32(1)
+    if found.dtype.name not in ("int16", "int32"):
+        raise RequestError(
+            f"audio has whole numbers of type {found.dtype.name}, whose range is not known; give floats from -1 to 1, or an "
+            "array of int16 or int32",
+            field="audio",
+        )
+    return np.float32(2.0 ** (8 * found.dtype.itemsize - 1))
 
 
 def resampled(samples: Samples, rate: int) -> Samples:
@@ -187,13 +206,18 @@ def _by_soundfile(data: bytes, max_s: float) -> tuple[Samples, int]:
 
 
 def _check(count: int, rate: Any, max_s: float) -> None:
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not MIN_RATE <= rate <= MAX_RATE:  # fmt: skip
-        raise _refused(f"has a rate of {rate!r} Hz; from {MIN_RATE} to {MAX_RATE} are supported")
-    if count > max_s * rate:
-        raise _refused(
-            f"is {count / rate:.1f} s long, and this server takes at most {max_s:g} s "
-            "in a request; send it in parts"
-        )
+    if wrong := _refusal(count, rate, max_s):
+        raise _refused(wrong)
+
+
+def _refusal(count: int, rate: Any, max_s: float) -> str | None:
+    """The fault of a sound's rate or length; None if it has none."""
+    is_number = isinstance(rate, (int, float, np.integer)) and not isinstance(rate, bool)
+    if not is_number or not MIN_RATE <= rate <= MAX_RATE:
+        return f"has a rate of {rate!r} Hz; from {MIN_RATE} to {MAX_RATE} are supported"
+    if count <= max_s * rate:
+        return None
+    return f"is {count / rate:.1f} s long, and at most {max_s:g} s are taken; send it in parts"
 
 
 def _refused(why: str) -> RequestError:

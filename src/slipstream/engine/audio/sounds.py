@@ -63,7 +63,10 @@ class SoundProcessor(MediaProcessor):
         count = sound.num_states(len(samples))
         if count < sound.pool:
             shortest = ((sound.pool - 1) * FRAMES_PER_STATE * HOP + 1) / SAMPLE_RATE
-            raise RequestError(f"the sound is shorter than {shortest:.3f} s", field="audio")
+            raise RequestError(
+                f"the sound is shorter than {shortest:.3f} s, which gives no token; leave it out, or send a longer one",
+                field="audio",
+            )
         mel = log_mel(np.pad(samples, (0, audio.num_samples - len(samples))), audio.num_mel_bins)
         frames = mel.T[: count * FRAMES_PER_STATE + 1]  # the last one is read by its neighbour
         frames = np.pad(frames, ((0, count * FRAMES_PER_STATE + 1 - len(frames)), (0, 0)))

@@ -31,7 +31,7 @@ def without_languages(prompt: dict[str, Any], description: ModelDescription | No
     encoder = None if description is None else description.spec.encoder
     if encoder is None or encoder.audio is not None:
         name = next(name for name in LANGUAGES if name in prompt)
-        raise RequestError(f"{name}: this model translates no text", field=name)
+        raise RequestError(f"{name}: this model translates no text; leave it out", field=name)
     return {name: value for name, value in prompt.items() if name not in LANGUAGES}
 
 
@@ -62,7 +62,8 @@ def _language(tokenizer: Tokenizer | None, name: Any, field: str) -> tuple[int, 
         if token is not None and (form != "{}" or _may_be_language(tokenizer, token)):
             return token, form
     known = sorted(t for i in tokenizer.special_ids if (t := _spelled(tokenizer, i)))
-    some = f"; there are {', '.join(known[:300])}" if known else ""
+    more = ", …" if len(known) > 300 else ""
+    some = f"; use one of {', '.join(known[:300])}{more}" if known else "; leave it out"
     raise RequestError(f"{field}={name!r} is no language of this tokenizer's{some}", field=field)
 
 

@@ -54,13 +54,21 @@ def prepare_beams(
     ends = () if params.ignore_eos else processor.eos_token_ids
     if processor.description is not None:
         check_beams(params, len(ends), processor.description.spec)
+        if processor.description.banned:
+            raise RequestError(
+                "beam search does not apply the bad_words_ids and suppress_tokens of this model's generation config; draw the "
+                "answer instead, or take them out of the file",
+                field="model",
+            )
     sampling = SamplingParams(
         temperature=0.0, max_tokens=params.max_tokens, truncate_prompt_tokens=truncate_prompt_tokens
     )
     made = processor.prepare(prompt, sampling, options)
     (first,) = made.engine_requests
     if first.images:
-        raise RequestError("beam search takes no pictures", field="multi_modal_data")
+        raise RequestError(
+            "beam search takes no pictures and no sounds; leave them out", field="multi_modal_data"
+        )
     request = BeamsRequest(
         request_id=first.request_id,
         prompt_token_ids=tuple(made.prompt_token_ids),

@@ -124,6 +124,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.description = description
         self._writes = description is None or description.spec.generates
+        self._banned = () if description is None else description.banned
         encoder = None if description is None else description.spec.encoder
         self._reads_audio = encoder is not None and encoder.audio is not None
         self.vocab_size = vocab_size
@@ -241,11 +242,11 @@ class InputProcessor:
         if sampling.thinking_token_budget is not None:
             sampling = with_reasoning(sampling, tokens, formats, self.tokenizer)
         if (
-            sampling.bad_words
+            (self._banned or sampling.bad_words)
             or sampling.bad_words_token_ids
             or sampling.allowed_token_ids is not None
         ):
-            sampling = with_words(sampling, self.tokenizer, self.prompts)
+            sampling = with_words(sampling, self.tokenizer, self.prompts, self._banned)
         if sampling.dry_multiplier:
             sampling = self._breakers.put(sampling)
         if sampling.logits_processors:

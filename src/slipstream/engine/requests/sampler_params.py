@@ -56,9 +56,12 @@ class Breakers:
 
 
 def with_words(
-    sampling: SamplingParams, tokenizer: Tokenizer | None, prompts: PromptReader
+    sampling: SamplingParams,
+    tokenizer: Tokenizer | None,
+    prompts: PromptReader,
+    banned: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
-    """Sampling parameters with their bad words as tokens. RequestError if no allowed token is
+    """Sampling parameters with their bad words and the checkpoint's `banned` as tokens. RequestError if no allowed token is
     left."""
     words = sampling.bad_words_token_ids
     if sampling.bad_words:
@@ -70,15 +73,17 @@ def with_words(
         forms = [form for word in sampling.bad_words for form in (word.strip(), " " + word.strip())]
         encoded = (tuple(tokenizer.encode(form, add_special_tokens=False)) for form in forms)
         words = tuple(dict.fromkeys((*words, *encoded)))
-        sampling = dataclasses.replace(sampling, bad_words=(), bad_words_token_ids=words)
     prompts.check_ids("bad_words_token_ids", list(itertools.chain.from_iterable(words)))
+    words = tuple(dict.fromkeys((*words, *banned)))
+    sampling = dataclasses.replace(sampling, bad_words=(), bad_words_token_ids=words)
     allowed = sampling.allowed_token_ids
     if allowed is not None:
         prompts.check_ids("allowed_token_ids", allowed)
         sampling = dataclasses.replace(sampling, allowed_token_ids=tuple(dict.fromkeys(allowed)))
         if set(allowed) <= {word[0] for word in words if len(word) == 1}:
             raise RequestError(
-                "every one of allowed_token_ids is one of bad_words", field="allowed_token_ids"
+                "every one of allowed_token_ids is one of bad_words or banned by the checkpoint's generation config",
+                field="allowed_token_ids",
             )
     return sampling
 

@@ -141,11 +141,15 @@ def read_template(name: str) -> str:
     return text
 
 
+MEDIA = ("image", "audio")
+TAKES_TEXT = "this model takes no pictures and no sounds; leave them out, or take another model (`smolvlm:256m` sees)"
+
+
 def shaped_for(
     template: str, messages: Sequence[Mapping[str, Any]], placeholder: str | None
 ) -> Sequence[Mapping[str, Any]]:
-    """The messages with contents of the kind that the template reads: texts, or lists of parts ({"type": "text", "text": …} and
-    {"type": "image"}). A template that reads texts alone gets `placeholder` for an image."""
+    """The messages with contents of the kind that the template reads: texts, or lists of parts ({"type": "text", "text": …},
+    {"type": "image"} and {"type": "audio"}). A template that reads texts alone gets `placeholder` for an image or a sound."""
     lists = [isinstance(m.get("content"), list) for m in messages]
     takes_texts, takes_lists = _contents_of(template)
     if not any(lists) and (takes_texts or not takes_lists):
@@ -154,13 +158,10 @@ def shaped_for(
     for message, is_list in zip(messages, lists, strict=True):
         content: Any = message.get("content")
         if is_list and not takes_lists:
-            if placeholder is None and any(part.get("type") == "image" for part in content):
-                raise RequestError(
-                    "this model takes no pictures; leave them out, or take a model that sees, such as smolvlm:256m",
-                    field="messages",
-                )
+            if placeholder is None and any(part.get("type") in MEDIA for part in content):
+                raise RequestError(TAKES_TEXT, field="messages")
             content = "".join(
-                f"{placeholder}\n" if part.get("type") == "image" else part["text"]
+                f"{placeholder}\n" if part.get("type") in MEDIA else part["text"]
                 for part in content
             )
         elif isinstance(content, str) and not takes_texts and takes_lists:

@@ -64,7 +64,7 @@ class Tokenizer:
         self._spelling, self._strips_leading_space = _decoding(backend)
         self.has_time_limit = has_own_patterns(backend)  # they may take hours
         self._num_rows: int | None = None  # of the model's embedding, if the model is known
-        self.image_placeholder: str | None = None  # of a model that takes pictures
+        self.image_placeholder: str | None = None  # of a model that takes pictures or sounds
 
     @classmethod
     def for_model(cls, model: ModelDescription, path: str | Path | None = None) -> Tokenizer:

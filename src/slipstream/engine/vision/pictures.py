@@ -552,7 +552,7 @@ def from_data_uri(url: str) -> bytes:
     try:
         return base64.b64decode(re.sub(r"\s", "", match[4]), validate=True)
     except (binascii.Error, ValueError):
-        raise bad("the data URI's base64 is broken") from None
+        raise bad("the data URI's base64 is broken; encode the file's bytes again") from None
 
 
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
@@ -566,10 +566,35 @@ def from_base64(data: str, form: str, where: str) -> bytes:
     try:
         found = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise RequestError("the base64 is broken", field=f"{where}.data") from None
-    if (found[:4] in (b"RIFF", b"RF64")) != (form == "wav"):
-        raise RequestError(f"the file is not what format says, {form!r}", field=f"{where}.format")
+        raise RequestError(
+            "the base64 is broken; send the file's bytes in standard base64, without a data: URI's head",
+            field=f"{where}.data",
+        ) from None
+    if not found:
+        raise RequestError("the audio file is empty", field=f"{where}.data")
+    if (begins := audio_format(found)) != form:
+        what = f"begins as {begins}" if begins else f"does not begin as {form}"
+        raise RequestError(
+            f"format is {form!r}, and the file {what}; send what it is", field=f"{where}.format"
+        )
     return found
+
+
+def audio_format(data: bytes) -> str | None:
+    """The one of `AUDIO_FORMATS` as which a file begins; None if as none of them."""
+    if data[:4] in (b"RIFF", b"RF64"):
+        return "wav"
+    if data[:4] == b"OggS":
+        return "ogg"
+    tagged = data[:3] == b"ID3" and len(data) >= 10
+    size = (
+        sum((byte & 127) << 7 * (3 - i) for i, byte in enumerate(data[6:10])) + 10 if tagged else 0
+    )
+    if data[size : size + 4] == b"fLaC":  # some writers put ID3 tags before it
+        return "flac"
+    # MPEG audio: eleven bits of synchronization, layer I to III
+    is_frame = len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0 and data[1] & 0x06
+    return "mp3" if tagged or is_frame else None
 
 
 def without_pictures(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:

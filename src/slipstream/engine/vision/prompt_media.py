@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from numbers import Number
 from typing import Any
 
 import numpy as np
 
 from slipstream.engine.audio.sound import as_samples
 from slipstream.engine.audio.spectrogram import log_mel
-from slipstream.engine.vision.pictures import MediaProcessor, PictureProcessor, PreparedPicture
+from slipstream.engine.text.chat_template import TAKES_TEXT
+from slipstream.engine.vision.pictures import (
+    MediaProcessor,
+    PictureProcessor,
+    PreparedPicture,
+    placed,
+    with_pictures,
+)
 from slipstream.errors import RequestError
 from slipstream.messages.media import AudioWindow
 from slipstream.params.prompts import Prompt
@@ -53,14 +61,19 @@ class MediaReader:
                 field="multi_modal_data",
             )
         sources = _sources(data)
-        return rest, self._processor_of(data, len(sources)).prepare_all(sources)
+        processor = self._processor_of(data, len(sources))
+        if not sources:  # a place in the prompt would be read as a word
+            text, ids = rest.get("prompt"), rest.get("prompt_token_ids")
+            with_pictures(text if isinstance(text, str) else "", (), processor.vision)
+            placed(ids if isinstance(ids, list | tuple) else (), (), processor.vision)
+        return rest, processor.prepare_all(sources)
 
     def _processor_of(self, data: dict[str, Any], count: int) -> MediaProcessor:
         """The processor of a prompt's pictures or sounds. RequestError if the model takes the others."""
         (name,) = data
         if self.pictures is not None and name != self.name:
             takes = "sounds, not pictures" if self.name == "audio" else "pictures, not sounds"
-            raise RequestError(f"this model takes {takes}", field=name)
+            raise RequestError(f"this model takes {takes}; leave them out", field=name)
         return self.processor_for(count)
 
     def audio_of(self, prompt: Prompt) -> AudioWindow | None:
@@ -124,11 +137,8 @@ class MediaReader:
         """Processor of `count` pictures of a prompt. RequestError if it can't have that many."""
         if self.pictures is None:
             has = self.description is not None and self.description.family.vision is not None
-            why = (
-                "pictures are off (max_images=0); leave them out"
-                if has
-                else "this model takes no pictures; leave them out, or take a model that sees, such as smolvlm:256m"
-            )
+            off = "pictures and sounds are off (max_images=0); leave them out"
+            why = off if has else TAKES_TEXT
             raise RequestError(why, field="image")
         if count > self.pictures.most:
             what = "sounds" if self.name == "audio" else "pictures"
@@ -142,13 +152,13 @@ class MediaReader:
         """Processor of picture files. RequestError if the model takes none."""
         if isinstance(found := self.processor_for(1), PictureProcessor):
             return found
-        raise RequestError("this model takes sounds, not pictures", field="image")
+        raise RequestError("this model takes sounds, not pictures; leave them out", field="image")
 
 
 def _sources(data: dict[str, Any]) -> list[Any]:
     """The pictures or sounds of a prompt. A sound may be a list of samples, or (samples, rate)."""
     ((name, given),) = data.items()
     if name == "audio":
-        several = isinstance(given, list) and not isinstance(next(iter(given), None), int | float)
+        several = isinstance(given, list) and not isinstance(next(iter(given), None), Number)
         return given if several else [given]
     return list(given) if isinstance(given, (list, tuple)) else [given]

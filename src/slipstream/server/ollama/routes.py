@@ -696,6 +696,7 @@ def _capabilities(state: ServerState, template: str) -> list[str]:
         ["completion"]
         + ["tools"] * calls_tools(state)
         + ["vision"] * spec.sees
+        + ["audio"] * spec.hears
         + ["thinking"] * reasons(state, template)
     )
 

@@ -41,7 +41,8 @@ NO_EFFECT = frozenset((
     "unsloth_tied_weights", "unsloth_version", "use_cache", "use_flash_attention", "use_flash_attention_2",
     "use_flash_attn", "vocab_file",
 ))  # fmt: skip
-"""Keys that do not change what the model computes at inference: its origin, its training, its tokenizer."""
+"""Keys that do not change what the model computes at inference: its origin, its training, its tokenizer, and how answers are
+drawn, of which `spec.generation` reads what is applied and names the rest."""
 
 WRITTEN_BY_ALL: dict[str, Any] = {
     "add_cross_attention": False, "chunk_size_feed_forward": 0, "diversity_penalty": 0.0, "do_sample": False,

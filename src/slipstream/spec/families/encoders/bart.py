@@ -33,17 +33,18 @@ from slipstream.spec.model import (
 )
 from slipstream.spec.parameters import OneRow
 
-OF_GENERATION = (
+UNUSED = (
     "num_hidden_layers", "encoder_layerdrop", "decoder_layerdrop", "max_length", "min_length", "num_beams", "length_penalty",
     "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "early_stopping", "force_bos_token_to_be_generated",
-    "extra_pos_embeddings", "classif_dropout", "save_step", "do_blenderbot_90_layernorm", "layernorm_variant",
+    "extra_pos_embeddings", "classif_dropout", "save_step", "do_blenderbot_90_layernorm",
 )  # fmt: skip
-"""Keys that change nothing in a step, or repeat what the type says."""
+"""Keys of training, keys that repeat what the type says, and keys of answers (`spec.generation` reads those)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BartKind:
-    """Differences between types. `offset`: of the first position. `start`: the default of decoder_start_token_id."""
+    """Differences between types, which the table above shows. `offset`: of the first position. `longest`, `act`, `scaled` and
+    `start`: defaults of max_position_embeddings, activation_function, scale_embedding and decoder_start_token_id."""
 
     before: bool  # norms come before attention and MLP, and at the end
     embed_norm: bool = False
@@ -72,7 +73,7 @@ def read(c: ConfigReader, *, family: str) -> ModelSpec:
     kind = KINDS[family]
     c.require("is_encoder_decoder", True)
     c.require("is_decoder", False)
-    c.ignore(*OF_GENERATION)
+    c.ignore(*UNUSED)
     for key, has in (
         ("normalize_before", kind.before),
         ("normalize_embedding", kind.embed_norm),
@@ -81,6 +82,7 @@ def read(c: ConfigReader, *, family: str) -> ModelSpec:
         ("share_encoder_decoder_embeddings", True),
         ("add_bias_logits", False),
         ("extra_layer_norm", False),
+        ("layernorm_variant", "prelayernorm" if kind.before else "xlm"),
     ):
         c.require(key, has)
     hidden, vocab = c.size("d_model"), c.size("vocab_size")

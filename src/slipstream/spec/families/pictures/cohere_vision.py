@@ -3,8 +3,6 @@ Command R7B's decoder. They differ in how tiles are chosen, and in the text that
 
 from __future__ import annotations
 
-import dataclasses
-
 from slipstream.spec.families import cohere
 from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.families.builders import layer_norm
@@ -30,9 +28,10 @@ TOKEN = 255036
 
 
 def read_text(c: ConfigReader) -> ModelSpec:
-    """The decoder. transformers' classes of these types don't multiply logits by `logit_scale`."""
+    """The decoder. Its logits are multiplied by `logit_scale` as in Cohere 2, which transformers' classes of these types
+    forget."""
     c.require("model_type", "cohere2")
-    return dataclasses.replace(cohere.read_cohere2(c), logit_scale=1.0)
+    return cohere.read_cohere2(c)
 
 
 def read_aya(c: ConfigReader, text: ModelSpec) -> VisionSpec:
