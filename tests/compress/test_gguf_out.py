@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 
 import gguf
 import numpy as np
@@ -13,10 +15,11 @@ from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
 from slipstream.compress.calibrate import InputStats
 from slipstream.compress.gguf.blocks import WRITABLE, round_blocks
-from slipstream.compress.gguf.metadata import SAMPLES, same_model
+from slipstream.compress.gguf.metadata import SAMPLES, numbered_ends, same_model, tokenizer_keys
 from slipstream.compress.gguf.mix import GGUF, MIXES, plan_blocks
 from slipstream.compress.recipe import more_bits, parse, preset
 from slipstream.compress.run import compress
+from slipstream.engine.text.gguf_tokenizer import SPLITS
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.stored.gguf_quants import dequantize_tensor
@@ -200,6 +203,92 @@ def test_a_config_that_can_not_be_said_is_refused_by_name(family, field, tmp_pat
         written(tmp_path / "model", tmp_path / "out", type="Q8_0")
     assert caught.value.field == field
     assert not (tmp_path / "out").exists()
+
+
+def with_normalizer(folder, normalizer):
+    """A folder whose tokenizer splits as Qwen's does."""
+    tiny_models.write_with_tokenizer(folder, "qwen3")
+    data = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    (regex,) = SPLITS["qwen2"].patterns
+    spell = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    data["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {**split, "pattern": {"Regex": regex}},
+            {**spell, "use_regex": False},
+        ],
+    }
+    data["normalizer"] = normalizer
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    return read_spec(folder)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in-a-sequence"])
+def test_qwens_normalizer_is_left_out_with_a_warning(inside, tmp_path, caplog):
+    form = {"type": "NFC"}
+    source = with_normalizer(
+        tmp_path / "model", {"type": "Sequence", "normalizers": [form]} if inside else form
+    )
+    assert tokenizer_keys(source)["tokenizer.ggml.pre"] == "qwen2"
+    assert "NFC" in caplog.text
+    written(tmp_path / "model", tmp_path / "out", type="F16")
+
+
+def test_another_normalizer_is_refused_by_its_own_name(tmp_path):
+    source = with_normalizer(tmp_path / "model", {"type": "NFKC"})
+    with pytest.raises(UnsupportedModelError, match=r"normalizer \(NFKC\) has no form"):
+        tokenizer_keys(source)
+
+
+def test_a_split_that_differs_in_one_kind_of_letter_has_no_name(tmp_path):
+    with_normalizer(tmp_path / "model", None)
+    path = tmp_path / "model" / "tokenizer.json"
+    path.write_text(path.read_text().replace("?\\\\p{L}+", "?[\\\\p{L}\\\\p{M}]+", 1))
+    with pytest.raises(UnsupportedModelError, match="way to split text"):
+        tokenizer_keys(read_spec(tmp_path / "model"))
+
+
+LLAMA3 = {1: "<|end_of_text|>", 8: "<|eom_id|>", 9: "<|eot_id|>"}
+
+
+@pytest.mark.parametrize(
+    ("ends", "main", "texts", "expected"),
+    [
+        ((1, 8, 9), 9, LLAMA3, {"eos": 9, "eot": 9, "eom": 8}),
+        ((1, 8, 9), 1, LLAMA3, {"eos": 1, "eot": 9, "eom": 8}),
+        ((3,), None, {3: "</s>"}, {"eos": 3}),
+        ((3, 4, 5), 3, {3: "a", 4: "b", 5: "c"}, {"eos": 3, "eot": 4, "eom": 5}),
+        ((), None, {}, {}),
+    ],
+)
+def test_ends_are_numbered_by_their_names(ends, main, texts, expected, model):
+    assert numbered_ends(read_spec(model), ends, main, texts) == expected
+
+
+def test_all_ends_are_in_the_file_or_one_is_refused_by_name(tmp_path):
+    folder = tmp_path / "model"
+    tiny_models.write_with_tokenizer(folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [1, 3, 10, 11]}))
+    made = read_spec(written(folder, tmp_path / "out", type="F16"))
+    assert set(Tokenizer.for_model(made).eos_token_ids) == {1, 3, 10, 11}
+    path.write_text(json.dumps({"eos_token_id": [1, 3, 10, 11, 12]}))
+    with pytest.raises(UnsupportedModelError, match="token 12") as caught:
+        written(folder, tmp_path / "more", type="F16")
+    assert caught.value.field == "eos_token_id"
+
+
+def test_a_file_without_an_end_or_the_template_is_not_the_same_model(model, tmp_path):
+    made = read_spec(written(model, tmp_path / "out", type="F16"))
+    source = read_spec(model)
+    assert same_model(source, made)
+    assert not same_model(dataclasses.replace(source, eos_token_ids=(1, 40)), made)
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    path = other / "tokenizer_config.json"
+    path.write_text(path.read_text().replace("assistant", "model"))
+    assert not same_model(read_spec(other), made)
 
 
 def test_llama_3s_frequencies_are_written(tmp_path):
