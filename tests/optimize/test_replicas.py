@@ -6,9 +6,10 @@ import re
 
 import pytest
 
+from slipstream.cli.optimize import _arranged
 from slipstream.errors import ConfigError
 from slipstream.optimize import worker
-from slipstream.optimize.replicas import arrangements, verdict
+from slipstream.optimize.replicas import arrangements, keeps, verdict
 from slipstream.optimize.study import StudyOptions, prepare
 from tests.support import tiny_models
 
@@ -53,6 +54,18 @@ def test_replicas_are_alike_or_divided_in_a_few_ways():
 )
 def test_the_verdict_counts_objectives_before_throughput(rows, objectives, says):
     assert re.search(says, verdict(rows, objectives))
+
+
+def test_an_objective_that_was_not_measured_is_not_called_kept():
+    rows = [row(0, 2, 100), row(1, 1, 120)]
+    said = verdict(rows, {"ttft_s": 0.5, "tpot_s": 0.01})
+    assert said.endswith(
+        "give 1.20 x the output tokens/s of 2 replicas that do both; whether that keeps tpot_s was not measured"
+    )
+    assert not keeps(rows[0], {"tpot_s": 0.01})
+    assert keeps(rows[0], {"ttft_s": 0.5})
+    assert _arranged(rows[0]).endswith("TPOT p99 –")
+    assert _arranged({**rows[0], "tpot_s_p99": 0.012}).endswith("TPOT p99 12.00 ms")
 
 
 @pytest.mark.parametrize(("given", "says"), [(1, "take 2 or more"), (2, "several ranks has no")])

@@ -444,8 +444,32 @@ def test_a_shared_memory_is_for_its_largest_model_at_least(tiny):
     ) as e:
         room_of(fleet)
     assert e.value.field == "models_memory"
-    (spec,) = pools(fleet)
-    assert spec.args.kv_cache_bytes in (ENGINE.get("kv_cache_bytes"), 2**17)
+
+
+@pytest.mark.parametrize(
+    ("least", "memory", "given", "expected"),
+    [
+        (0, 2**20, {}, 2**17),
+        (0, 2**20, {"kv_cache_bytes": 2**16}, 2**16),
+        (1, 2**20, {}, None),
+        (0, None, {}, None),
+    ],
+)
+def test_a_model_that_may_have_no_replica_caches_in_an_eighth_of_the_shared_memory(
+    least, memory, given, expected
+):
+    engine = {k: v for k, v in ENGINE.items() if k != "kv_cache_bytes"} | given
+    replicas = ({"min": least, "max": 2}, {"min": 0, "max": 1})
+    models = {
+        name: {
+            "versions": [version("x", engine=engine, replicas=own)],
+            "autoscale": AUTOSCALE,
+        }
+        for name, own in zip(("one", "other"), replicas, strict=True)
+    }
+    shared = {} if memory is None else {"models_memory": memory}
+    fleet = check({"port": 0, "models": models, **shared})
+    assert pools(fleet)[0].args.kv_cache_bytes == expected
 
 
 TWO = {"min": 1, "max": 2}
