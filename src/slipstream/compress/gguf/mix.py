@@ -21,7 +21,7 @@ from slipstream.spec.stored.native_formats import is_product
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor is. `index` of `count`: its layer, of attention's values the number among them."""
+    """Position of a tensor. `index` of `count`: its layer, of attention's values the number among them."""
 
     index: int
     count: int
@@ -62,7 +62,7 @@ def first_share(part: int, *, weighed: bool | None = None) -> Where:
 
 
 VALUES = "values"
-"""In place of a name: matrices that make attention's values, alone or with others."""
+"""Stand-in for a name: matrices that make attention's values, alone or with others."""
 
 _VALUES = re.compile(r"attn_(v|qkv|kv_b)\.weight")
 

@@ -44,7 +44,7 @@ PRODUCTS_NAME = "slipstream-products.json"
 """File next to the model with the type of each tensor, how it was rounded, and the error of that."""
 
 About = dict[str, dict[str, Any]]
-"""What is said of rounded tensors, by name: `rounding`, and `error` if it was measured."""
+"""Notes on rounded tensors, by name: `rounding`, and `error` if it was measured."""
 
 
 @dataclass(frozen=True, slots=True)
