@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
-from slipstream.cli.optimize import _arranged
+from slipstream.cli.optimize import _arranged, _print
 from slipstream.errors import ConfigError
 from slipstream.optimize import worker
 from slipstream.optimize.replicas import arrangements, keeps, verdict
@@ -66,6 +67,20 @@ def test_an_objective_that_was_not_measured_is_not_called_kept():
     assert keeps(rows[0], {"ttft_s": 0.5})
     assert _arranged(rows[0]).endswith("TPOT p99 –")
     assert _arranged({**rows[0], "tpot_s_p99": 0.012}).endswith("TPOT p99 12.00 ms")
+
+
+def test_a_folder_whose_answers_have_one_token_has_no_tpot_to_print(capsys):
+    space = SimpleNamespace(candidates=list)
+    search = SimpleNamespace(front=list, points=list, space=space, why_ended="all measured")
+    found = SimpleNamespace(
+        search=search,
+        again={"output_throughput": 12.0},
+        replicas=(),
+        chosen=SimpleNamespace(throughput=12.0),
+        at_start={},
+    )
+    _print(SimpleNamespace(out="made", objectives={}), found)
+    assert "the folder itself: 12.0 tok/s, TPOT p99 –\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("given", "says"), [(1, "take 2 or more"), (2, "several ranks has no")])
