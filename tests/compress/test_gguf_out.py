@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+import shutil
 
 import gguf
 import numpy as np
@@ -11,17 +14,20 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
-from slipstream.compress.calibrate import InputStats
+from slipstream.compress.calibrate import InputStats, Stream
 from slipstream.compress.gguf.blocks import WRITABLE, round_blocks
-from slipstream.compress.gguf.metadata import SAMPLES, same_model
-from slipstream.compress.gguf.mix import GGUF, MIXES, plan_blocks
+from slipstream.compress.gguf.metadata import SAMPLES, numbered_ends, same_model, tokenizer_keys
+from slipstream.compress.gguf.mix import GGUF, MIXES, SINGLE, plan_blocks
+from slipstream.compress.planning import plan
 from slipstream.compress.recipe import more_bits, parse, preset
 from slipstream.compress.run import compress
+from slipstream.engine.text.gguf_tokenizer import SPLITS
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.stored.gguf_quants import dequantize_tensor
 from slipstream.spec.description import read_spec
 from slipstream.spec.stored.gguf import GGUFFile
+from slipstream.spec.stored.gguf_types import TYPES
 from tests.model.harness import load, run
 from tests.support import tiny_models
 
@@ -202,6 +208,92 @@ def test_a_config_that_can_not_be_said_is_refused_by_name(family, field, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def with_normalizer(folder, normalizer):
+    """A folder whose tokenizer splits as Qwen's does."""
+    tiny_models.write_with_tokenizer(folder, "qwen3")
+    data = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    (regex,) = SPLITS["qwen2"].patterns
+    spell = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    data["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {**split, "pattern": {"Regex": regex}},
+            {**spell, "use_regex": False},
+        ],
+    }
+    data["normalizer"] = normalizer
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    return read_spec(folder)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in-a-sequence"])
+def test_qwens_normalizer_is_left_out_with_a_warning(inside, tmp_path, caplog):
+    form = {"type": "NFC"}
+    source = with_normalizer(
+        tmp_path / "model", {"type": "Sequence", "normalizers": [form]} if inside else form
+    )
+    assert tokenizer_keys(source)["tokenizer.ggml.pre"] == "qwen2"
+    assert "NFC" in caplog.text
+    written(tmp_path / "model", tmp_path / "out", type="F16")
+
+
+def test_another_normalizer_is_refused_by_its_own_name(tmp_path):
+    source = with_normalizer(tmp_path / "model", {"type": "NFKC"})
+    with pytest.raises(UnsupportedModelError, match=r"normalizer \(NFKC\) has no form"):
+        tokenizer_keys(source)
+
+
+def test_a_split_that_differs_in_one_kind_of_letter_has_no_name(tmp_path):
+    with_normalizer(tmp_path / "model", None)
+    path = tmp_path / "model" / "tokenizer.json"
+    path.write_text(path.read_text().replace("?\\\\p{L}+", "?[\\\\p{L}\\\\p{M}]+", 1))
+    with pytest.raises(UnsupportedModelError, match="way to split text"):
+        tokenizer_keys(read_spec(tmp_path / "model"))
+
+
+LLAMA3 = {1: "<|end_of_text|>", 8: "<|eom_id|>", 9: "<|eot_id|>"}
+
+
+@pytest.mark.parametrize(
+    ("ends", "main", "texts", "expected"),
+    [
+        ((1, 8, 9), 9, LLAMA3, {"eos": 9, "eot": 9, "eom": 8}),
+        ((1, 8, 9), 1, LLAMA3, {"eos": 1, "eot": 9, "eom": 8}),
+        ((3,), None, {3: "</s>"}, {"eos": 3}),
+        ((3, 4, 5), 3, {3: "a", 4: "b", 5: "c"}, {"eos": 3, "eot": 4, "eom": 5}),
+        ((), None, {}, {}),
+    ],
+)
+def test_ends_are_numbered_by_their_names(ends, main, texts, expected, model):
+    assert numbered_ends(read_spec(model), ends, main, texts) == expected
+
+
+def test_all_ends_are_in_the_file_or_one_is_refused_by_name(tmp_path):
+    folder = tmp_path / "model"
+    tiny_models.write_with_tokenizer(folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [1, 3, 10, 11]}))
+    made = read_spec(written(folder, tmp_path / "out", type="F16"))
+    assert set(Tokenizer.for_model(made).eos_token_ids) == {1, 3, 10, 11}
+    path.write_text(json.dumps({"eos_token_id": [1, 3, 10, 11, 12]}))
+    with pytest.raises(UnsupportedModelError, match="token 12") as caught:
+        written(folder, tmp_path / "more", type="F16")
+    assert caught.value.field == "eos_token_id"
+
+
+def test_a_file_without_an_end_or_the_template_is_not_the_same_model(model, tmp_path):
+    made = read_spec(written(model, tmp_path / "out", type="F16"))
+    source = read_spec(model)
+    assert same_model(source, made)
+    assert not same_model(dataclasses.replace(source, eos_token_ids=(1, 40)), made)
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    path = other / "tokenizer_config.json"
+    path.write_text(path.read_text().replace("assistant", "model"))
+    assert not same_model(read_spec(other), made)
+
+
 def test_llama_3s_frequencies_are_written(tmp_path):
     scaling = {
         "rope_type": "llama3",
@@ -251,6 +343,132 @@ def test_a_pattern_without_a_tensor_and_two_ways_to_round_are_refused(model):
         plan_blocks(read_spec(model), GGUF(types={"blk.*.nothing": "Q8_0"}))
     with pytest.raises(ConfigError, match="gguf rounds by itself"):
         parse([{"quantize": {}}, {"gguf": {}}])
+
+
+def header(tmp_path, layers, family="llama", **more):
+    """A model's description without weights, with 4 query heads of a key head."""
+    shape = dict(hidden_size=512, intermediate_size=512, head_dim=64, num_attention_heads=8)
+    tiny_models.write_with_tokenizer(tmp_path, family, **shape, num_key_value_heads=2, **more)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    return read_spec(tmp_path)
+
+
+def types_of(source, part, **step):
+    """The types of the layers' tensors as runs: [(type, layers), ...]."""
+    planned = [t for t in plan_blocks(source, GGUF(**step)) if part in t.name]
+    planned.sort(key=lambda t: int(t.name.split(".")[1]))
+    return [(kind, len(list(run))) for kind, run in itertools.groupby(t.type for t in planned)]
+
+
+MORE = [("Q6_K", 4), *[("base", 2), ("Q6_K", 1)] * 8, ("Q6_K", 4)]
+"""llama.cpp's use_more_bits of 32 layers: 0 to 3, 6, 9, … 27, 28 to 31."""
+
+
+def runs(pairs, base):
+    named = (name.replace("base", base) for name, n in pairs for _ in range(n))
+    return [(kind, len(list(run))) for kind, run in itertools.groupby(named)]
+
+
+@pytest.fixture(scope="module")
+def of_32(tmp_path_factory):
+    return header(tmp_path_factory.mktemp("of-32"), 32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "down", "output", "head"),
+    [
+        ("Q2_K", [("Q4_K", 32)], [("Q3_K", 32)], "Q3_K", "Q6_K"),
+        ("Q3_K_S", [("Q3_K", 32)], [("Q3_K", 32)], "Q3_K", "Q6_K"),
+        ("Q3_K_M", [("Q5_K", 2), ("Q4_K", 30)], [("Q5_K", 2), ("Q4_K", 30)], "Q4_K", "Q6_K"),
+        ("IQ4_XS", [("Q5_K", 32)], [("IQ4_XS", 32)], "IQ4_XS", "Q6_K"),
+        ("IQ4_NL", [("Q5_K", 32)], [("IQ4_NL", 32)], "IQ4_NL", "Q6_K"),
+        ("Q4_0", [("Q4_0", 32)], [("Q4_1", 4), ("Q4_0", 28)], "Q4_0", "Q6_K"),
+        ("Q4_1", [("Q4_1", 32)], [("Q4_1", 32)], "Q4_1", "Q6_K"),
+        ("Q4_K_S", [("Q5_K", 4), ("Q4_K", 28)], [("Q5_K", 4), ("Q4_K", 28)], "Q4_K", "Q6_K"),
+        ("Q4_K_M", runs(MORE, "Q4_K"), runs(MORE, "Q4_K"), "Q4_K", "Q6_K"),
+        ("Q5_0", [("Q5_0", 32)], [("Q5_1", 4), ("Q5_0", 28)], "Q5_0", "Q6_K"),
+        ("Q5_1", [("Q5_1", 32)], [("Q5_1", 32)], "Q5_1", "Q6_K"),
+        ("Q5_K_S", [("Q5_K", 32)], [("Q5_K", 32)], "Q5_K", "Q6_K"),
+        ("Q5_K_M", runs(MORE, "Q5_K"), runs(MORE, "Q5_K"), "Q5_K", "Q6_K"),
+        ("Q6_K", [("Q6_K", 32)], [("Q6_K", 32)], "Q6_K", "Q6_K"),
+        ("Q8_0", [("Q8_0", 32)], [("Q8_0", 32)], "Q8_0", "Q8_0"),
+        ("F16", [("F16", 32)], [("F16", 32)], "F16", "F16"),
+    ],
+)
+def test_a_name_gives_tensors_the_types_that_llama_cpp_gives_them(
+    kind, value, down, output, head, of_32
+):
+    assert types_of(of_32, "attn_v.", type=kind) == value
+    assert types_of(of_32, "ffn_down", type=kind) == down
+    assert types_of(of_32, "attn_output", type=kind) == [(output, 32)]
+    made = {t.name: t.type for t in plan_blocks(of_32, GGUF(type=kind))}
+    assert made["output.weight"] == head
+    base = MIXES[kind].base
+    assert {made[f"blk.9.{n}.weight"] for n in ("attn_q", "attn_k", "ffn_up")} == {base}
+    assert made["token_embd.weight"] == base
+
+
+def test_types_depend_on_importances_where_llama_cpps_do(of_32):
+    plain = {"importance": False, "rounding": "nearest"}
+    assert types_of(of_32, "ffn_down", type="Q4_0", **plain) == [("Q4_0", 32)]
+    expected = [("Q5_K", 4), ("IQ4_XS", 28)]
+    assert types_of(of_32, "ffn_down", type="IQ4_XS", **plain) == expected
+
+
+def test_a_mixture_of_eight_and_a_model_of_eighty_layers_have_more_bits(tmp_path):
+    mixture = header(tmp_path / "8", 32, "qwen3_moe", num_experts=8)
+    for part, kind in (("attn_v.", "Q8_0"), ("attn_k.", "Q8_0"), ("attn_output", "Q5_K")):
+        assert types_of(mixture, part, type="Q4_K_M") == [(kind, 32)]
+    large = header(tmp_path / "80", 80)
+    assert {kind for kind, _ in types_of(large, "attn_v.", type="Q3_K_M")} == {"Q5_K"}
+    assert {kind for kind, _ in types_of(large, "attn_v.", type="Q4_K_M")} == {"Q5_K", "Q6_K"}
+
+
+def test_mxfp4_is_for_experts_and_refused_without(tmp_path, of_32):
+    mixture = header(tmp_path, 32, "qwen3_moe", num_experts=4)
+    made = {t.name: t.type for t in plan_blocks(mixture, GGUF(type="MXFP4"))}
+    assert made["blk.0.ffn_down_exps.weight"] == "MXFP4"
+    rest = {kind for name, kind in made.items() if "_exps" not in name}
+    assert rest == {"Q8_0", "F32"}
+    with pytest.raises(ConfigError, match="mixtures of experts") as caught:
+        plan_blocks(of_32, GGUF(type="MXFP4"))
+    assert caught.value.field == "type"
+    forced = plan_blocks(of_32, GGUF(type="MXFP4", types={"blk.*": "MXFP4"}))
+    assert {t.type for t in forced} == {"MXFP4", "Q8_0", "F32"}
+
+
+def test_all_types_of_mixes_are_read_and_written():
+    assert {t.name for t in TYPES.values()} >= SINGLE
+    assert SINGLE - {"F16"} <= WRITABLE
+
+
+def test_a_type_for_some_tensors_of_a_file_in_f16_is_rounded_with_the_text(model, tmp_path):
+    step = {"type": "F16", "types": {"blk.*.ffn_down.weight": "Q4_K"}}
+    assert plan(read_spec(model), parse([{"gguf": step}])).needs_text
+    assert not plan(read_spec(model), parse([{"gguf": {"type": "F16"}}])).needs_text
+    written(model, tmp_path / "out", **step)
+    about = json.loads((tmp_path / "out" / "slipstream-products.json").read_text())
+    assert about["blk.0.ffn_down.weight"]["rounding"] == "gptq"
+    assert "rounding" not in about["blk.0.ffn_up.weight"]
+
+
+def test_experts_without_tokens_are_said_to_have_the_nearest_codes(tmp_path, caplog, monkeypatch):
+    tiny_models.write_with_tokenizer(
+        tmp_path / "model", "qwen3_moe", hidden_size=64, moe_intermediate_size=64
+    )
+    observe = Stream.observe
+
+    def without_first(*given, **named):
+        return {n: s for n, s in observe(*given, **named).items() if not n.endswith("@0")}
+
+    monkeypatch.setattr(Stream, "observe", without_first)
+    written(tmp_path / "model", tmp_path / "out", type="Q8_0")
+    about = json.loads((tmp_path / "out" / "slipstream-products.json").read_text())
+    assert "experts, else nearest" in about["blk.0.ffn_up_exps.weight"]["rounding"]
+    assert about["blk.0.attn_q.weight"]["rounding"] == "gptq"
+    assert "nearest codes" in caplog.text
+    assert "token_embd" not in caplog.text
 
 
 def test_backing_off_takes_types_of_more_bits():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from slipstream.cli.optimize import _arranged, _print
 from slipstream.errors import ConfigError
 from slipstream.optimize import worker
-from slipstream.optimize.replicas import arrangements, verdict
+from slipstream.optimize.replicas import arrangements, keeps, verdict
 from slipstream.optimize.study import StudyOptions, prepare
 from tests.support import tiny_models
 
@@ -53,6 +55,32 @@ def test_replicas_are_alike_or_divided_in_a_few_ways():
 )
 def test_the_verdict_counts_objectives_before_throughput(rows, objectives, says):
     assert re.search(says, verdict(rows, objectives))
+
+
+def test_an_objective_that_was_not_measured_is_not_called_kept():
+    rows = [row(0, 2, 100), row(1, 1, 120)]
+    said = verdict(rows, {"ttft_s": 0.5, "tpot_s": 0.01})
+    assert said.endswith(
+        "give 1.20 x the output tokens/s of 2 replicas that do both; whether that keeps tpot_s was not measured"
+    )
+    assert not keeps(rows[0], {"tpot_s": 0.01})
+    assert keeps(rows[0], {"ttft_s": 0.5})
+    assert _arranged(rows[0]).endswith("TPOT p99 –")
+    assert _arranged({**rows[0], "tpot_s_p99": 0.012}).endswith("TPOT p99 12.00 ms")
+
+
+def test_a_folder_whose_answers_have_one_token_has_no_tpot_to_print(capsys):
+    space = SimpleNamespace(candidates=list)
+    search = SimpleNamespace(front=list, points=list, space=space, why_ended="all measured")
+    found = SimpleNamespace(
+        search=search,
+        again={"output_throughput": 12.0},
+        replicas=(),
+        chosen=SimpleNamespace(throughput=12.0),
+        at_start={},
+    )
+    _print(SimpleNamespace(out="made", objectives={}), found)
+    assert "the folder itself: 12.0 tok/s, TPOT p99 –\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("given", "says"), [(1, "take 2 or more"), (2, "several ranks has no")])

@@ -216,8 +216,8 @@ def _print(study: Study, found: Found) -> None:
         print("KL and perplexity: –, since random weights have no quality to measure")
         print(f"random weights: {out} holds what was measured, and no weights to serve")
         return
-    rate, tpot_ms = again["output_throughput"], again["tpot_s_p99"] * 1e3
-    print(f"the folder itself: {rate:,.1f} tok/s, TPOT p99 {tpot_ms:,.2f} ms")
+    rate = again["output_throughput"]
+    print(f"the folder itself: {rate:,.1f} tok/s, TPOT p99 {_ms(again.get('tpot_s_p99'))}")
     if rate < MIN_AGAIN * (found.chosen.throughput or 0):
         print(
             f"its candidate was faster: the machine was busier, or is. Again: slipstream bench folder {out}"
@@ -232,7 +232,7 @@ def _cells(result: TrialResult, is_chosen: bool) -> tuple[str, ...]:
         result.candidate.name,
         f"{result.throughput or 0:,.1f}",
         f"{f['predicted_throughput']:,.1f}",
-        f"{(result.tpot_s or 0) * 1e3:,.2f}",
+        _ms(result.tpot_s).removesuffix(" ms"),
         f"{f['ttft_s_p99'] * 1e3:,.1f}",
         "–"
         if guessed
@@ -246,11 +246,15 @@ def _arranged(row: Mapping[str, Any]) -> str:
     """A line of replicas that were measured together."""
     both = row["prompts"] + row["answers"]
     apart = f"{both} replicas, {row['prompts']} for prompts, {row['answers']} for answers"
-    tpot_ms = (row.get("tpot_s_p99") or 0.0) * 1e3
     return (
         f"{apart if row['prompts'] else str(row['answers']) + ' replicas, all alike'}: {row['output_throughput']:,.1f} tok/s, "
-        f"TTFT p99 {row['ttft_s_p99'] * 1e3:,.1f} ms, TPOT p99 {tpot_ms:,.2f} ms"
+        f"TTFT p99 {row['ttft_s_p99'] * 1e3:,.1f} ms, TPOT p99 {_ms(row.get('tpot_s_p99'))}"
     )
+
+
+def _ms(seconds: float | None) -> str:
+    """Milliseconds; a dash if there was nothing to measure, as TPOT of answers of one token."""
+    return "–" if seconds is None else f"{seconds * 1e3:,.2f} ms"
 
 
 def _line(result: TrialResult) -> str:
@@ -258,4 +262,4 @@ def _line(result: TrialResult) -> str:
     if result.error is not None:
         return f"{c.name}: {result.error}"
     kl = "KL –" if "not_measured" in result.figures else f"KL {result.kl:.4f}"
-    return f"{c.name}: {result.throughput or 0:,.1f} tok/s, TPOT p99 {(result.tpot_s or 0) * 1e3:,.2f} ms, {kl}"
+    return f"{c.name}: {result.throughput or 0:,.1f} tok/s, TPOT p99 {_ms(result.tpot_s)}, {kl}"

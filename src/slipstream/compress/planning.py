@@ -106,7 +106,7 @@ def plan(
             bytes_before=before,
             bytes_after=sum(tensor.num_bytes for tensor in made),
             scale_bytes=element,
-            needs_text=blocks.needs_text,
+            needs_text=blocks.needs_text(made),
             blocks=made,
         )
     if recipe.one(Rotate) is not None:

@@ -38,23 +38,29 @@ def arrangements(replicas: int) -> list[tuple[int, int]]:
 def verdict(found: Sequence[Mapping[str, Any]], objectives: Mapping[str, float]) -> str:
     """Says whether prefill and decode apart pays. The first of `found` is of replicas that are all alike.
 
-    It pays if it alone keeps all objectives, or else with 5 % more output tokens a second.
+    It pays if it alone keeps all objectives, or else with 5 % more output tokens a second. Nothing
+    is said of paying if an objective was not measured, as TPOT of answers of one token.
     """
     best = max(found[1:], key=lambda row: (keeps(row, objectives), row["output_throughput"]))
     together, more = found[0], best["output_throughput"] / found[0]["output_throughput"]
     how = f"prefill and decode apart ({best['prompts']} for prompts, {best['answers']} for answers)"
+    rate = f"{how} give {more:.2f} x the output tokens/s of {together['answers']} replicas that do both"
+    if unknown := sorted(
+        name for name in objectives if any(row.get(f"{name}_p99") is None for row in found)
+    ):
+        return f"{rate}; whether that keeps {', '.join(unknown)} was not measured"
     kept = keeps(best, objectives), keeps(together, objectives)
     if objectives and kept == (True, False):
         return f"{how} keep the objectives, and {together['answers']} replicas that do both don't: that pays"
     if objectives and kept == (False, True):
         return f"{how} miss the objectives, which {together['answers']} replicas that do both keep: that does not pay"
-    rate = f"{how} give {more:.2f} x the output tokens/s of {together['answers']} replicas that do both"
     return f"{rate}: that {'pays' if more > MORE else 'does not pay'}"
 
 
 def keeps(row: Mapping[str, Any], objectives: Mapping[str, float]) -> bool:
-    """Whether 99 % of the requests keep all objectives."""
-    return all((row.get(f"{name}_p99") or 0.0) <= most for name, most in objectives.items())
+    """Whether 99 % of the requests keep all objectives. One that was not measured is not kept."""
+    measured = ((row.get(f"{name}_p99"), most) for name, most in objectives.items())
+    return all(value is not None and value <= most for value, most in measured)
 
 
 class Replicas:

@@ -444,21 +444,32 @@ def test_a_shared_memory_is_for_its_largest_model_at_least(tiny):
     ) as e:
         room_of(fleet)
     assert e.value.field == "models_memory"
-    (spec,) = pools(fleet)
-    assert spec.args.kv_cache_bytes == ENGINE["kv_cache_bytes"]
 
 
-@pytest.mark.parametrize(("least", "cache"), [(0, 2**17), (1, None)])
-def test_a_model_that_may_be_out_of_a_shared_memory_has_a_cache_of_an_eighth(tiny, least, cache):
-    engine = {name: value for name, value in ENGINE.items() if name != "kv_cache_bytes"}
-    one = version(tiny, engine=engine, replicas={"min": least, "max": 2})
-    other = version(tiny, replicas={"min": 0, "max": 1})
+@pytest.mark.parametrize(
+    ("least", "memory", "given", "expected"),
+    [
+        (0, 2**20, {}, 2**17),
+        (0, 2**20, {"kv_cache_bytes": 2**16}, 2**16),
+        (1, 2**20, {}, None),
+        (0, None, {}, None),
+    ],
+)
+def test_a_model_that_may_have_no_replica_caches_in_an_eighth_of_the_shared_memory(
+    least, memory, given, expected
+):
+    engine = {k: v for k, v in ENGINE.items() if k != "kv_cache_bytes"} | given
+    replicas = ({"min": least, "max": 2}, {"min": 0, "max": 1})
     models = {
-        name: {"versions": [v], "autoscale": AUTOSCALE}
-        for name, v in (("one", one), ("other", other))
+        name: {
+            "versions": [version("x", engine=engine, replicas=own)],
+            "autoscale": AUTOSCALE,
+        }
+        for name, own in zip(("one", "other"), replicas, strict=True)
     }
-    found = pools(check({"port": 0, "models": models, "models_memory": 2**20}))
-    assert [spec.args.kv_cache_bytes for spec in found] == [cache, ENGINE["kv_cache_bytes"]]
+    shared = {} if memory is None else {"models_memory": memory}
+    fleet = check({"port": 0, "models": models, **shared})
+    assert pools(fleet)[0].args.kv_cache_bytes == expected
 
 
 TWO = {"min": 1, "max": 2}

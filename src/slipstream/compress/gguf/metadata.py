@@ -7,8 +7,10 @@ back (`same_model`), so that no family needs a list of its own, and none is writ
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,9 @@ from slipstream.kernels.positions import rope_angles
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import AttentionSpec, MoESpec
 from slipstream.spec.positions import Llama3Scaling, RopeSpec
+from slipstream.spec.stored.gguf_ends import END_NAMES
+
+_logger = logging.getLogger(__name__)
 
 OF_THE_FILE = (
     *("GGUF.", "split.", "quantize.", "general.architecture"),
@@ -35,7 +40,20 @@ SAMPLES = (
     "Größe, naïve café, 中文字符 and かな, עברית, 🙂🙂 — “quotes” 'S 'll DON'T\n \n\n  end ",
     "a_b-c/d\\e (f) [g] {h} <i> |j| 3.14 1,000 ½ x² ABCdef XMLHttp \u00a0nbsp\u3000wide",
 )
-"""Texts by which ways to split are told apart."""
+PROBES = (
+    *SAMPLES,
+    "".join(
+        a + b + c for a, b, c in itertools.product("aB1½é\u0301中かש'-_$.🙂 \n\r\t\u00a0", repeat=3)
+    ),
+)
+"""Texts by which ways to split are told apart: `SAMPLES`, and kinds of letters, marks, digits, signs
+and spaces in all orders of three."""
+
+END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<EOT>", "[EOT]", "_<EOT>")
+"""Names of the token that `eot` numbers."""
+
+END_OF_MESSAGE = ("<|eom_id|>",)
+"""Names of the token that `eom` numbers."""
 
 
 def add_metadata(writer: Any, source: ModelDescription) -> None:
@@ -145,8 +163,17 @@ def tokenizer_keys(source: ModelDescription) -> dict[str, Any]:
         for name, split in SPLITS.items()
         if split.whole_tokens == whole and _splits_alike(backend.pre_tokenizer, split.patterns)
     ]
-    if not names or data.get("normalizer"):
+    if not names:
         raise _unwritten(source, "its way to split text has no name in GGUF")
+    if kept := _normalizers(data.get("normalizer")):
+        if kept != {"NFC"}:
+            shown = ", ".join(sorted(kept))
+            raise _unwritten(source, f"its normalizer ({shown}) has no form in GGUF")
+        _logger.warning(
+            "%s: its tokenizer composes letters and marks (NFC) before it splits; GGUF can't say so, and "
+            "who reads the file gets other tokens for text that is not composed",
+            source.name,
+        )
     vocab = backend.get_vocab(with_added_tokens=True)
     texts = {i: text for text, i in vocab.items()}
     added = {t["id"]: t["special"] for t in data["added_tokens"]}
@@ -173,7 +200,9 @@ def tokenizer_keys(source: ModelDescription) -> dict[str, Any]:
     if special.bos_id is not None:
         found["bos_token_id"] = special.bos_id
     ends = source.eos_token_ids or special.eos_ids
-    found |= dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), ends, strict=False))
+    main = vocab.get(str(special.texts.get("eos_token")))
+    found |= {f"{name}_token_id": i for name, i in numbered_ends(source, ends, main, texts).items()}
+    found["add_eos_token"] = bool(special.suffix)
     for key, name in (("padding", "pad_token"), ("unknown", "unk_token")):
         if (text := special.texts.get(name)) in vocab:
             found[f"{key}_token_id"] = vocab[str(text)]
@@ -181,6 +210,45 @@ def tokenizer_keys(source: ModelDescription) -> dict[str, Any]:
     for name, text in templates.items():
         keys["tokenizer.chat_template" + ("" if name == "default" else f".{name}")] = text
     return keys
+
+
+def numbered_ends(
+    source: ModelDescription, ends: Sequence[int], main: int | None, texts: Mapping[int, str]
+) -> dict[str, int]:
+    """The ids of the file's numbered ends. `main` is the one that the tokenizer calls its own.
+
+    `eot` and `eom` go by the tokens' names. Readers know other ends by their names alone; one
+    without such a name takes a number that is free, or whose token has one. UnsupportedModelError
+    if there is none.
+    """
+    if not ends:
+        return {}
+    found = {"eos": main if main in ends and main is not None else ends[0]}
+    for key, names in (("eot", END_OF_TURN), ("eom", END_OF_MESSAGE)):
+        if (own := next((i for i in ends if texts.get(i) in names), None)) is not None:
+            found[key] = own
+    for i in ends:
+        if i in found.values() or texts.get(i) in END_NAMES:
+            continue
+        free = [key for key in ("eot", "eom") if key not in found]
+        free += [key for key in ("eot", "eom") if texts.get(found.get(key, -1)) in END_NAMES]
+        if not free:
+            raise UnsupportedModelError(
+                f"{source.name}: token {i} ({texts.get(i)!r}) ends answers, and GGUF has no number left for it "
+                f"beside {found}. Take it out of eos_token_id in generation_config.json, or another recipe",
+                field="eos_token_id",
+            )
+        found[free[0]] = i
+    return found
+
+
+def _normalizers(found: Any) -> set[str]:
+    """The kinds of normalizers in a tokenizer.json, sequences opened."""
+    if not found:
+        return set()
+    if found["type"] == "Sequence":
+        return set().union(*map(_normalizers, found["normalizers"]))
+    return {found["type"]}
 
 
 def _unwritten(source: ModelDescription, why: str) -> UnsupportedModelError:
@@ -197,18 +265,31 @@ def _splits_alike(theirs: Any, patterns: Iterable[str]) -> bool:
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     return theirs is not None and all(
-        ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text) for text in SAMPLES
+        ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text) for text in PROBES
     )
 
 
 def same_model(source: ModelDescription, written: ModelDescription) -> bool:
-    """Whether a written file describes the model, and has its tokenizer."""
+    """Whether a written file describes the model, and has its tokenizer: its tokens, ends and chat
+    templates. The file may have more ends, which GGUF's readers know by their names."""
     if not _same(source.spec, dataclasses.replace(written.spec, family=source.spec.family)):
         return False
     if source.gguf is not None:
         return True
     ours, theirs = Tokenizer.for_model(source), Tokenizer.for_model(written)
-    return all(ours.encode(text) == theirs.encode(text) for text in SAMPLES)
+    own, read = source.eos_token_ids or ours.eos_token_ids, theirs.eos_token_ids
+    if more := [f"{theirs.id_to_token(i)}" for i in read if i not in own]:
+        _logger.warning(
+            "%s: %s will end answers of the GGUF file, too: its readers know ends by such names",
+            source.name,
+            ", ".join(more),
+        )
+    return (
+        set(own) <= set(read)
+        and ours.bos_token_id == theirs.bos_token_id
+        and (ours.chat_template, ours.tool_template) == (theirs.chat_template, theirs.tool_template)
+        and all(ours.encode(text) == theirs.encode(text) for text in SAMPLES)
+    )
 
 
 def _same(a: Any, b: Any) -> bool:

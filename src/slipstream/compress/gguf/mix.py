@@ -7,26 +7,64 @@ matrix whose rows a type's blocks do not divide takes the next type that fits, a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.model import AttentionSpec
-from slipstream.spec.stored.gguf_types import BY_NAME, TYPES
+from slipstream.spec.model import AttentionSpec, MoESpec
+from slipstream.spec.stored.gguf_types import BY_NAME
 from slipstream.spec.stored.native_formats import is_product
 
-Which = int | Literal["all", "more", "grouped"]
-"""Layers of a rule: the first 1/n of them, all, those where more bits pay off (first and last
-eighth, and every third between), or all if four or more query heads share a key head."""
 
-Rule = tuple[str, Which, str]
-"""Part of a tensor's name, layers, type."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Position of a tensor. `index` of `count`: its layer, of attention's values the number among them."""
 
-FIRST_TWO = 0
-"""Stands for the first two layers in place of a share."""
+    index: int
+    count: int
+    grouped: bool
+    """Four or more query heads share a key head."""
+    weighed: bool
+    """A text's importances weigh the errors."""
+
+
+Where = Callable[[Place], bool]
+
+Rule = tuple[str, Where, str]
+"""Part of a tensor's name, places, type."""
+
+
+def everywhere(place: Place) -> bool:
+    return True
+
+
+def grouped(place: Place) -> bool:
+    return place.grouped
+
+
+def more_bits_pay(place: Place) -> bool:
+    """Whether more bits pay off: the first and last eighth, and every third between."""
+    eighth = place.count // 8
+    last = place.index >= 7 * place.count // 8
+    return place.index < eighth or last or (place.index - eighth) % 3 == 2
+
+
+def first(number: int) -> Where:
+    return lambda place: place.index < number
+
+
+def first_share(part: int, *, weighed: bool | None = None) -> Where:
+    """The first 1/`part` of the layers; `weighed`: only with importances, or only without."""
+    return lambda place: place.index < place.count // part and weighed in (None, place.weighed)
+
+
+VALUES = "values"
+"""Stand-in for a name: matrices that make attention's values, alone or with others."""
+
+_VALUES = re.compile(r"attn_(v|qkv|kv_b)\.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +77,37 @@ class Mix:
     head: str = "Q6_K"
 
 
-_MORE: tuple[Rule, ...] = (("attn_v", "more", "Q6_K"), ("ffn_down", "more", "Q6_K"))
-_V: Rule = ("attn_v", "grouped", "Q4_K")
+_MORE: tuple[Rule, ...] = ((VALUES, more_bits_pay, "Q6_K"), ("ffn_down", more_bits_pay, "Q6_K"))
+_IQ4: tuple[Rule, ...] = (
+    (VALUES, grouped, "Q5_K"),
+    ("ffn_down", first_share(8, weighed=False), "Q5_K"),
+)
 
 MIXES: dict[str, Mix] = {
-    "Q2_K": Mix("Q2_K", (_V, *((n, "all", "Q3_K") for n in ("attn_v", "ffn_down", "attn_output")))),
+    "Q2_K": Mix(
+        "Q2_K",
+        (
+            (VALUES, grouped, "Q4_K"),
+            *((name, everywhere, "Q3_K") for name in (VALUES, "ffn_down", "attn_output")),
+        ),
+    ),
     "Q3_K_S": Mix("Q3_K"),
     "Q3_K_M": Mix(
         "Q3_K",
         (
-            *(("attn_v", FIRST_TWO, "Q5_K"), ("attn_v", "all", "Q4_K")),
-            *(("ffn_down", 16, "Q5_K"), ("ffn_down", "more", "Q4_K")),
-            ("attn_output", "all", "Q4_K"),
+            (VALUES, first(2), "Q5_K"),
+            ("ffn_down", first_share(16), "Q5_K"),
+            *((name, everywhere, "Q4_K") for name in (VALUES, "ffn_down", "attn_output")),
         ),
     ),
-    "IQ4_XS": Mix("IQ4_XS", (("attn_v", "grouped", "Q5_K"),)),
-    "IQ4_NL": Mix("IQ4_NL", (("attn_v", "grouped", "Q5_K"),)),
-    "MXFP4": Mix("MXFP4"),
-    "Q4_0": Mix("Q4_0"),
-    "Q4_K_S": Mix("Q4_K", (("ffn_down", 8, "Q5_K"),)),
+    "IQ4_XS": Mix("IQ4_XS", _IQ4),
+    "IQ4_NL": Mix("IQ4_NL", _IQ4),
+    "MXFP4": Mix("Q8_0", (("_exps", everywhere, "MXFP4"),), head="Q8_0"),
+    "Q4_0": Mix("Q4_0", (("ffn_down", first_share(8, weighed=True), "Q4_1"),)),
+    "Q4_K_S": Mix("Q4_K", ((VALUES, first(4), "Q5_K"), ("ffn_down", first_share(8), "Q5_K"))),
     "Q4_K_M": Mix("Q4_K", _MORE),
     "Q4_1": Mix("Q4_1"),
-    "Q5_0": Mix("Q5_0"),
+    "Q5_0": Mix("Q5_0", (("ffn_down", first_share(8, weighed=True), "Q5_1"),)),
     "Q5_K_S": Mix("Q5_K"),
     "Q5_K_M": Mix("Q5_K", _MORE),
     "Q5_1": Mix("Q5_1"),
@@ -69,6 +116,9 @@ MIXES: dict[str, Mix] = {
     "F16": Mix("F16", head="F16"),
 }
 """Mixtures by name, in the order of their bits."""
+
+_EIGHT_EXPERTS = {"Q2_K", "Q3_K", "IQ4_XS", "IQ4_NL", "Q4_K"}
+"""Base types whose attn_output has Q5_K in a mixture of eight experts (Mixtral)."""
 
 SHORT = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 """llama.cpp's short names."""
@@ -118,9 +168,9 @@ class GGUF:
     def mix(self) -> Mix:
         return MIXES[SHORT.get(self.type, self.type)]
 
-    @property
-    def needs_text(self) -> bool:
-        return self.importance and self.type != "F16"
+    def needs_text(self, planned: Iterable[PlannedBlocks]) -> bool:
+        """Whether a tensor's codes depend on the calibration text."""
+        return self.importance and any(tensor.type not in ("F32", "F16") for tensor in planned)
 
 
 SINGLE = frozenset(
@@ -155,21 +205,29 @@ def plan_blocks(source: ModelDescription, step: GGUF) -> tuple[PlannedBlocks, ..
     from slipstream.compress.gguf.source import stored_shapes
 
     spec, found, used = source.spec, list[PlannedBlocks](), set[str]()
-    for name, (target, shape) in stored_shapes(source).items():
+    shapes, kind_of = stored_shapes(source), _types(step, source)
+    values = [name for name in sorted(shapes, key=_layer) if _VALUES.search(name)]
+    for name, (target, shape) in shapes.items():
         if not (is_product(target) or target == "embed.weight") or len(shape) < 2:
             found.append(PlannedBlocks(name, "F32", shape))
             continue
         is_head = target == ("embed.weight" if spec.tied_embeddings else "head.weight")
-        kind = step.mix.head if is_head else _type(step.mix, name, source)
+        kind = step.mix.head if is_head else kind_of(name, values)
         for pattern, given in step.types.items():
             if fnmatchcase(name, pattern):
                 kind = given
                 used.add(pattern)
         found.append(PlannedBlocks(name, fitting(kind, shape[-1]), shape))
-    if unused := sorted(step.types.keys() - used):
-        names = [p.name for p in found if p.type != "F32"]
+    if step.type == "MXFP4" and all(p.type != "MXFP4" for p in found):
         raise ConfigError(
-            f"types: {unused[0]!r} names no matrix of this model; they are called like {names[1]!r}",
+            "type=MXFP4 is for mixtures of experts, whose experts it rounds; all of this model would be Q8_0. "
+            "Take Q4_0 or IQ4_NL, or say types: {'blk.*': MXFP4}",
+            field="type",
+        )
+    if unused := sorted(step.types.keys() - used):
+        name = next(p.name for p in found if p.type != "F32")
+        raise ConfigError(
+            f"types: {unused[0]!r} names no matrix of this model; they are called like {name!r}",
             field=f"types.{unused[0]}",
         )
     return tuple(found)
@@ -183,24 +241,40 @@ def fitting(kind: str, inner: int) -> str:
     return "F16"
 
 
-def _type(mix: Mix, name: str, source: ModelDescription) -> str:
-    at, num_layers = re.match(r"blk\.(\d+)\.", name), source.spec.num_layers
-    if at is None:
-        return mix.base
-    index = int(at[1])
-    attention = source.spec.layers[index].attention
-    grouped = (
-        isinstance(attention, AttentionSpec) and attention.num_heads >= 4 * attention.num_kv_heads
+def _layer(name: str) -> int:
+    at = re.match(r"blk\.(\d+)\.", name)
+    return -1 if at is None else int(at[1])
+
+
+def _types(step: GGUF, source: ModelDescription) -> Callable[[str, list[str]], str]:
+    """Returns the function from a tensor's name, and the names that make attention's values, to
+    the type that llama.cpp would give it."""
+    from slipstream.compress.gguf.source import form_of
+
+    spec, mix = source.spec, step.mix
+    heads = [a for layer in spec.layers if isinstance(a := layer.attention, AttentionSpec)][:1]
+    is_grouped = any(a.num_heads >= 4 * a.num_kv_heads for a in heads)
+    is_70b = (
+        form_of(source).architecture in ("llama", "qwen2")
+        and spec.num_layers == 80
+        and any(a.num_heads != a.num_kv_heads for a in heads)
     )
-    eighth = num_layers // 8
-    more = index < eighth or index >= 7 * num_layers // 8 or (index - eighth) % 3 == 2
-    for part, which, kind in mix.rules:
-        if part not in name:
-            continue
-        applies = {"all": True, "more": more, "grouped": grouped, FIRST_TWO: index < 2}
-        if applies[which] if which in applies else index < num_layers // int(which):
-            return kind
-    return mix.base
+    experts = {m.num_experts for layer in spec.layers if isinstance(m := layer.mlp, MoESpec)}
+    is_mixtral = experts == {8} and mix.base != "F16" and step.type != "MXFP4"
 
+    def kind_of(name: str, values: list[str]) -> str:
+        is_value, index = bool(_VALUES.search(name)), _layer(name)
+        if index < 0:
+            return mix.base
+        if is_mixtral and (is_value or "attn_k.weight" in name):
+            return "Q8_0"
+        if is_mixtral and "attn_output.weight" in name:
+            return "Q5_K" if mix.base in _EIGHT_EXPERTS else mix.base
+        place = Place(index, spec.num_layers, is_grouped, step.importance)
+        if is_value:
+            place = Place(values.index(name), len(values), is_grouped, step.importance)
+        part = VALUES if is_value else name
+        kind = next((k for p, where, k in mix.rules if p in part and where(place)), mix.base)
+        return "Q5_K" if is_70b and is_value and kind in ("Q3_K", "Q4_K") else kind
 
-assert {t.name for t in TYPES.values()} >= SINGLE
+    return kind_of

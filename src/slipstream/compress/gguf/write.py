@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +35,16 @@ from slipstream.model.save import new_folder
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.parameters import Placement, orders_rows
 
+_logger = logging.getLogger(__name__)
+
 Progress = Callable[[int, int], None]
 Array = npt.NDArray[Any]
 
 PRODUCTS_NAME = "slipstream-products.json"
-"""File next to the model with the type of each tensor, and the error of rounding it."""
+"""File next to the model with the type of each tensor, how it was rounded, and the error of that."""
+
+About = dict[str, dict[str, Any]]
+"""Notes on rounded tensors, by name: `rounding`, and `error` if it was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,7 @@ def write_gguf(
         with TemporaryDirectory(dir=run.work.path) as trial:
             _write_file(run, Path(trial) / "trial.gguf", None)
     text = None
-    if windows and run.step.needs_text:
+    if windows and run.step.needs_text(run.planned):
         text = Stream(run.source, windows, device=run.device, dtype=run.dtype)
     total = run.num_layers + 1
     for index in range(run.num_layers):
@@ -106,17 +112,28 @@ def write_gguf(
     with new_folder(run.work.out) as folder:
         _write_file(run, folder / f"{run.work.out.name}.gguf", parts)
         (folder / RECIPE_NAME).write_text(json.dumps(recipe, indent=2) + "\n")
-        errors: dict[str, float] = {}
+        found: About = {}
         for part in parts:
-            errors |= (run.work.note(part) or {})["errors"]
-        about = {
-            t.name: {"format": t.type, **({"error": errors[t.name]} if t.name in errors else {})}
-            for t in run.planned
-        }
+            found |= (run.work.note(part) or {})["about"]
+        _warn_of_nearest(run, found)
+        about = {t.name: {"format": t.type, **found.get(t.name, {})} for t in run.planned}
         (folder / PRODUCTS_NAME).write_text(json.dumps(about, indent=1) + "\n")
         progress(total, total)
         finish(folder)
     run.work.clear()
+
+
+def _warn_of_nearest(run: GGUFRun, found: About) -> None:
+    """Say how many tensors have the nearest codes though GPTQ was asked for. Embeddings that are no
+    head have no inputs that GPTQ could read."""
+    expected = set() if run.source.spec.tied_embeddings else {"token_embd.weight"}
+    names = [n for n in found if found[n]["rounding"] != "gptq" and n not in expected]
+    if run.damping is not None and names:
+        _logger.warning(
+            "%s: %d of %d tensors, such as %s, have the nearest codes, or some of their experts do, and not GPTQ's: the text "
+            "did not reach them, or the file orders their columns otherwise. %s says which",
+            *(run.source.name, len(names), len(found), names[0], PRODUCTS_NAME),
+        )
 
 
 def require_gguf() -> None:
@@ -144,7 +161,7 @@ def _write_layer(run: GGUFRun, index: int, part: str, text: Stream | None) -> No
     own = [(tensor, _inside(at, index)) for tensor, at in run.tensors_of(f"layers.{index}.")]
     rounded = [at.target.removesuffix(".weight") for tensor, at in own if tensor.type in WRITABLE]
     products = list(dict.fromkeys(rounded))
-    exact, made, errors = dict(values), dict[str, Tensor](), dict[str, float]()
+    exact, made, about = dict(values), dict[str, Tensor](), About()
     groups = [[name] for name in products] if run.damping is not None else [products]
     for group in groups if text is not None else [products]:
         stats: Mapping[str, InputStats] = {}
@@ -156,14 +173,14 @@ def _write_layer(run: GGUFRun, index: int, part: str, text: Stream | None) -> No
                 value = read_tensor(run.source, tensor.name, _outside(at, index), {
                     f"layers.{index}.{n}": v for n, v in exact.items()
                 })  # fmt: skip
-                made[tensor.name], after = _rounded(run, tensor, at, value, stats, errors)
+                made[tensor.name], after = _rounded(run, tensor, at, value, stats, about)
                 put(values, at, after)
     for tensor, at in own:
         if tensor.name not in made:
             named = {f"layers.{index}.{n}": v for n, v in exact.items()}
             value = read_tensor(run.source, tensor.name, _outside(at, index), named)
             made[tensor.name] = _plain(value, tensor.type)
-    run.work.finish(part, made.items(), {"errors": errors})
+    run.work.finish(part, made.items(), {"about": about})
 
 
 def _outside(at: Placement, index: int) -> Placement:
@@ -176,12 +193,12 @@ def _rounded(
     at: Placement,
     value: Tensor,
     stats: Mapping[str, InputStats],
-    errors: dict[str, float],
+    about: About,
 ) -> tuple[Tensor, Tensor]:
     """(blocks, what they stand for) of a tensor. Experts come one by one; those that no token reached have no statistics."""
     product = at.target.removesuffix(".weight")
     parts = value.unbind(0) if value.ndim == 3 else (value,)
-    blocks, after, lost, whole = list[Tensor](), list[Tensor](), 0.0, 0.0
+    blocks, after, lost, whole, with_gptq = list[Tensor](), list[Tensor](), 0.0, 0.0, 0
     for i, part in enumerate(parts):
         own = stats.get(product if value.ndim == 2 else f"{product}@{i}")
         if own is not None and (not orders_rows(at.transform) or len(own.absmax) != part.shape[1]):
@@ -189,10 +206,13 @@ def _rounded(
         raw, made = round_blocks(part.float(), tensor.type, own, damping=run.damping)
         blocks.append(torch.from_numpy(raw))
         after.append(made)
+        with_gptq += run.damping is not None and own is not None and own.squares is None
         if own is not None:
             lost, whole = lost + own.energy(made - part), whole + own.energy(part)
-    if whole:
-        errors[tensor.name] = lost / whole
+    rounding = "gptq" if with_gptq == len(parts) else "nearest"
+    if 0 < with_gptq < len(parts):
+        rounding = f"gptq of {with_gptq} of {len(parts)} experts, else nearest"
+    about[tensor.name] = {"rounding": rounding, **({"error": lost / whole} if whole else {})}
     return torch.stack(blocks), torch.stack(after).view(value.shape)
 
 
@@ -227,15 +247,15 @@ def _write_ends(run: GGUFRun, text: Stream | None) -> None:
         device=run.device,
         wanted=lambda name: not name.startswith("layers."),
     )
-    made, errors = dict[str, Tensor](), dict[str, float]()
+    made, about = dict[str, Tensor](), About()
     for tensor, at in run.tensors_of(""):
         value = read_tensor(run.source, tensor.name, at, values)
         made[tensor.name] = (
-            _rounded(run, tensor, at, value, stats, errors)[0]
+            _rounded(run, tensor, at, value, stats, about)[0]
             if tensor.type in WRITABLE
             else _plain(value, tensor.type)
         )
-    run.work.finish("ends", made.items(), {"errors": errors})
+    run.work.finish("ends", made.items(), {"about": about})
 
 
 # --- The file ---------------------------------------------------------------------------------------------------------
