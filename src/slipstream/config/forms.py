@@ -256,7 +256,7 @@ def one_or_tensor(size: int) -> OneDevice | TensorParallel:
 
 
 def with_tensor_size(form: ParallelConfig, size: int) -> ParallelConfig:
-    """The form that a user gets who sets tensor_parallel_size to `size` as well."""
+    """Returns `form` with its tensor parallel size replaced by `size`."""
     match form:
         case Pipeline(TensorParallel() as inner, layers):
             return Pipeline(dataclasses.replace(inner, size=size), layers)

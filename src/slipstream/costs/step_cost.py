@@ -31,7 +31,7 @@ LABELS: tuple[Label, ...] = ("measured", "interpolated", "estimated")
 
 
 def worst(*labels: Label) -> Label:
-    """Returns the label of a figure that is made of figures with these labels."""
+    """Returns the least certain label: "estimated" before "interpolated" before "measured"."""
     return max(labels, key=LABELS.index)
 
 

@@ -1,4 +1,4 @@
-"""Cores that are built, that sleep, and that wake up."""
+"""Engine cores: building them, putting them to sleep, and waking them."""
 
 from __future__ import annotations
 

@@ -173,7 +173,8 @@ class SleepingScheduler(Scheduler):
         return StepPlan(this, ())
 
     def update(self, plan: StepPlan, result: StepResult | None = None) -> list[StepOutput]:
-        """Gives every request that sampled one token. `result` is ignored."""
+        """Appends one placeholder token to each request that the plan samples. `result` is
+        ignored."""
         last, caching = self._last, self.cache.enable_prefix_caching
         nobody = (
             not plan.scheduled

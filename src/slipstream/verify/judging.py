@@ -22,7 +22,7 @@ MISSED, LOST = 0.05, 0.6
 """Share of the needles that the model itself finds which is no fault, and which surely is one."""
 
 FINDS = 8
-"""Needles after which a model that found none is asked for no more."""
+"""Number of needles after which a model that has found none is asked for no more."""
 
 EXCESS = 0.1
 """Nats a token that answers may be less likely than the model's own, without log-probabilities."""

@@ -28,14 +28,14 @@ OF_THE_FILE = (
     *("GGUF.", "split.", "quantize.", "general.architecture"),
     *("general.file_type", "general.quantization_version"),
 )
-"""Beginnings of keys that say how a file was made, and not what the model is."""
+"""Prefixes of keys that say how a file was made, and not what the model is."""
 
 SAMPLES = (
     "Hello, world! It's 2026: we've 1234567 reasons.\n\n  def f(x):\n\treturn x**2  # ok\r\n",
     "Größe, naïve café, 中文字符 and かな, עברית, 🙂🙂 — “quotes” 'S 'll DON'T\n \n\n  end ",
     "a_b-c/d\\e (f) [g] {h} <i> |j| 3.14 1,000 ½ x² ABCdef XMLHttp \u00a0nbsp\u3000wide",
 )
-"""Texts by which ways to split are told apart."""
+"""Sample texts that tell pre-tokenizers apart."""
 
 
 def add_metadata(writer: Any, source: ModelDescription) -> None:

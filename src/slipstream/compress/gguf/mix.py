@@ -19,14 +19,15 @@ from slipstream.spec.stored.gguf_types import BY_NAME, TYPES
 from slipstream.spec.stored.native_formats import is_product
 
 Which = int | Literal["all", "more", "grouped"]
-"""Layers of a rule: the first 1/n of them, all, those where more bits pay off (first and last
-eighth, and every third between), or all if four or more query heads share a key head."""
+"""Layers that a rule applies to. An integer n stands for the first 1/n of the layers. "more" stands
+for the first and the last eighth, and every third layer between. "grouped" stands for all layers of
+a model with four or more query heads a key head, and for none of another."""
 
 Rule = tuple[str, Which, str]
-"""Part of a tensor's name, layers, type."""
+"""A rule of a `Mix`: a part of the tensor's name, the layers, and the GGUF type."""
 
 FIRST_TWO = 0
-"""Stands for the first two layers in place of a share."""
+"""Value of `Which` for the first two layers."""
 
 
 @dataclass(frozen=True, slots=True)

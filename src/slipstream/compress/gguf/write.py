@@ -178,7 +178,8 @@ def _rounded(
     stats: Mapping[str, InputStats],
     errors: dict[str, float],
 ) -> tuple[Tensor, Tensor]:
-    """(blocks, what they stand for) of a tensor. Experts come one by one; those that no token reached have no statistics."""
+    """Returns the blocks of a tensor, and the values that they stand for. Experts come one by one;
+    those that no token reached have no statistics."""
     product = at.target.removesuffix(".weight")
     parts = value.unbind(0) if value.ndim == 3 else (value,)
     blocks, after, lost, whole = list[Tensor](), list[Tensor](), 0.0, 0.0

@@ -86,7 +86,8 @@ class ValueOrder:
                 run.num_free -= len(same)
 
     def _by_run(self, blocks: Sequence[int]) -> Iterable[tuple[Run | None, Sequence[int]]]:
-        """Neighbours of one run together. No loop where they are a run's first in order, or back, as a session's mostly are."""
+        """Groups neighbouring blocks of one run. Needs no loop for a run's first blocks, in order
+        or reversed: a session's mostly are."""
         if isinstance(blocks, array) and blocks:
             for same in (blocks, blocks[::-1]):
                 run = self._owners[same[0]]
@@ -217,7 +218,7 @@ class ValueOrder:
         return run
 
     def apart(self, session: Session, blocks: Iterable[int], depth: int) -> Run:
-        """Move blocks to a run that depends on no other. `depth` is the number of tokens up to its end."""
+        """Moves blocks to a new run that depends on no other. The run ends after `depth` tokens."""
         run = Run(self, session, None, depth)
         for block in blocks:
             self._give(run, block)
@@ -233,7 +234,7 @@ class ValueOrder:
         return run
 
     def part(self, session: Session) -> None:
-        """Split a session's runs at the ends of the prefixes that it keeps."""
+        """Splits a session's runs at the ends of the prefixes that it keeps."""
         for end, _ in session.kept:
             for run in [*session.runs]:
                 index = (end - run.start) / self._size

@@ -54,7 +54,8 @@ def decode_audio(data: bytes, *, max_s: float) -> Samples:
 
 
 def read_samples(given: Any) -> Samples:
-    """`as_samples` of a path too, with a limit of a day."""
+    """Samples of the file at a path, or of anything that `as_samples` takes; at most a day of
+    sound."""
     if isinstance(given, (str, PathLike)):
         try:
             given = Path(given).read_bytes()
@@ -101,7 +102,7 @@ def resampled(samples: Samples, rate: int) -> Samples:
 
 
 def _filter(filters: Samples, part: int, up: int) -> Samples:
-    """The filter of the part / up of a sample, between two of the table where it has not all."""
+    """The filter for a shift of `part` / `up` of a sample, interpolated if the table lacks it."""
     at, rest = divmod(part * (len(filters) - 1), up)
     found: Samples = filters[at]
     if rest:
@@ -112,7 +113,7 @@ def _filter(filters: Samples, part: int, up: int) -> Samples:
 
 @lru_cache(maxsize=8)
 def _filters(up: int, down: int) -> tuple[Samples, int]:
-    """Filters [phases + 1, 2 · half + 1] for equal parts of a sample from 0 to 1, and half."""
+    """Filters [phases + 1, 2 · half + 1] for equidistant shifts from 0 to 1 sample, and `half`."""
     num_phases = up if up <= MAX_PHASES else NUM_PHASES
     cutoff = ROLLOFF * min(1.0, up / down)  # of the input's band
     half = math.ceil(CROSSINGS / cutoff)

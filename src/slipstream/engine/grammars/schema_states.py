@@ -124,7 +124,8 @@ class SchemaSpot:
 
 
 class Followed(Protocol):
-    """An answer, to choose who finds a mask."""
+    """An answer that follows the states of a schema. `choose` selects the answers whose matchers
+    compute masks."""
 
     untaken: list[int]
 

@@ -47,13 +47,14 @@ class Lanes:
     masks of many requests are found in parallel only by several."""
 
     def __init__(self, first: Lane, make: Callable[[], Lane], seconds: float) -> None:
-        """`make` makes another matcher, which takes about `seconds` of processor time."""
+        """`make` builds another matcher, in about `seconds` seconds of processor time."""
         self._made, self._make, self._seconds = [first], make, seconds
         self._counts = [0]
         self._is_growing = seconds > MAX_LANE_S
 
     def take(self, most: int) -> tuple[int, Lane]:
-        """The lane of a new request, and its number. With too many requests for the lanes, up to `most` are made."""
+        """Assigns a matcher to a new request. Returns its number and the matcher. If all are busy,
+        up to `most` are made."""
         least = min(range(len(self._made)), key=self._counts.__getitem__)
         if self._counts[least] >= PARALLEL_ROWS and len(self._made) < most and not self._is_growing:
             self._is_growing = True

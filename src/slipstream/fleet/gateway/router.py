@@ -391,8 +391,9 @@ class Router:
         return float(self._work.sum()) / max(1, len(self._by_slot))
 
     def _held(self, chains: Sequence[Sequence[bytes]], num_tokens: int, now: float) -> np.ndarray:
-        """Prompt tokens that each replica holds or is expected to hold, by slot. At least two
-        tokens are left to compute (`longest_hit` of the core)."""
+        """Number of prompt tokens that each replica has cached or will soon, an array by the
+        replica's slot. It is at most `num_tokens` − 2, because a hit leaves two to compute
+        (`longest_hit`)."""
         blocks = np.zeros(len(self._wait))
         while self._expiring and self._expiring[0][1].until <= now:
             keys, expected = self._expiring.popleft()

@@ -111,7 +111,7 @@ def _uniform(seed, counter):
 
 @triton.jit
 def _cuts(row, vocab, top_k_ptr, top_p_ptr):
-    """(top_k, 0 if it is off; top_p)"""
+    """Returns a row's (top_k, top_p). top_k is 0 if it is off."""
     k = tl.load(top_k_ptr + row).to(tl.int32)
     return tl.where((k > 0) & (k < vocab), k, 0), tl.load(top_p_ptr + row)
 
@@ -197,7 +197,8 @@ def _extent_kernel(
 
 @triton.jit
 def _thresholds(best, least, floor, temperature, sums_ptr, K: tl.constexpr, IS_FIRST: tl.constexpr):
-    """K logits that a level divides the bounds by, from above. The last of the first level is below all."""
+    """Returns the K logits at which a level of the search divides the range between the bounds, the
+    largest first. The last one of the first level is below all logits."""
     at = tl.arange(0, K)
     reach = tl.minimum(best - least, REACH * temperature)
     # below min_p is nothing that counts
@@ -219,8 +220,9 @@ def _level_kernel(
     MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr, LEVEL: tl.constexpr,
     FIRST: tl.constexpr, SUMS: tl.constexpr, SIZE: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Adds up what is at or above each of K logits: the number of tokens for top-k, their mass for top-p alone. Its sums
-    are from FIRST on. The last thread block sets the bounds."""
+    """Computes a level of the search for the cuts. For each of K logits it adds up the tokens at or
+    above it: their number for top-k, their mass for top-p alone. Its sums are from FIRST on. The
+    last thread block sets the bounds."""
     if PDL:
         pdl_wait()
     i, split = tl.program_id(0), tl.program_id(1)

@@ -194,10 +194,11 @@ def _rope_kernel(
     BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr,
     OWN_VALUES: tl.constexpr, NORM_VALUES: tl.constexpr, NORM_AFTER: tl.constexpr, STAGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries and keys, and cache keys and values, in three kinds of thread blocks. Those of
-    q and of k rotate STEPS times HEADS heads of TOKENS tokens: pairs of the first R numbers; the
-    others are copied. The last ⌈T / BLOCK_T⌉ · V thread blocks cache the values of BLOCK_T tokens
-    each (V = K, or 0: none). Without OWN_VALUES values are the row's keys."""
+    """Rotate queries and keys, and cache keys and values. There are three kinds of thread blocks.
+    Those of queries and those of keys process HEADS · STEPS heads of TOKENS tokens: they rotate the
+    first R elements of a head and copy the others. The last ⌈T / BLOCK_T⌉ · V thread blocks cache
+    one head's values of BLOCK_T tokens each (V = K, or 0: none). Without OWN_VALUES the values are
+    the row's keys."""
     if PDL:
         pdl_wait()
     pid = tl.program_id(0)

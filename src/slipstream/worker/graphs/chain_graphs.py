@@ -54,11 +54,9 @@ class ChainPasses(Protocol):
     def likeliest(
         self, token_ids: Tensor, meta: AttentionMetadata, states: Any, num: int
     ) -> tuple[Tensor, Any]:
-        """Run a pass over tokens [T], as device work only.
-
-        Returns the likeliest tokens [num] after the last `num` of them, and the `states` for the
-        pass over these. `states` is None in the first pass.
-        """
+        """Run a pass over tokens [T], as device work only. Returns the likeliest tokens [num] after
+        the last `num` tokens, and the states from which the next pass starts. `states` is None in
+        the first pass."""
 
 
 class ChainGraphs(GraphStore):
@@ -279,7 +277,7 @@ class ChainGraphs(GraphStore):
 
 
 def _some(meta: AttentionMetadata, begin: int, count: int) -> AttentionMetadata:
-    """A range of the sequences of one token each."""
+    """The metadata of a range of sequences of one token each."""
     parts = {name: getattr(meta, name)[begin : begin + count] for name in _OF_SEQUENCE}
     return dataclasses.replace(
         meta,

@@ -136,7 +136,7 @@ def mixed_inputs(
 def _put_states(
     table: RowTable, plan: StepPlan, to: MixedInputs, first: int, num_decodes: int
 ) -> None:
-    """Write what the sequences read and keep of recurrent states."""
+    """Writes the slots of recurrent states that the sequences read and keep."""
     starts, cuts = to.starts, np.zeros_like(to.write)
     for i, s in enumerate(plan.scheduled):
         place = i if i < num_decodes else first + i - num_decodes

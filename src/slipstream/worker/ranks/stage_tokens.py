@@ -37,11 +37,9 @@ Ended requests never fetch theirs.
 
 @dataclass(slots=True)
 class Due:
-    """Tokens that are expected.
-
-    `requests` sample `counts` of them each (None: one each), and had `rows` at that time. `places`,
-    int64 [2, N], has the row and position of each token.
-    """
+    """Sampled tokens that a stage will receive. Each of `requests` samples `counts` tokens (None:
+    one each), and had `rows` at that time. `places`, int64 [2, N], has the row and position of each
+    token."""
 
     requests: Sequence[str]
     rows: Sequence[Row]

@@ -39,8 +39,9 @@ def softcap_scores(s, factor):
 
 @gluon.jit
 def _online_softmax(s, m_i, l_i, tile):
-    """Step of the running softmax: scores, their factor to units of log 2, and the rows' maximum
-    and sum → weights, new maximum and sum, and the factor for earlier sums."""
+    """Computes a step of the running softmax. Takes scores, their factor to units of log 2, and the
+    rows' maximum and sum so far. Returns weights, the new maximum and sum, and the factor for
+    earlier sums."""
     new = gl.maximum(m_i, gl.max(s, 1) * tile)
     safe = gl.where(new == float("-inf"), 0.0, new)
     p = gl.exp2(s * tile - safe[:, None])

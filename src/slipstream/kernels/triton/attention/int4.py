@@ -143,7 +143,7 @@ def _sixteenths(codes):
 
 @triton.jit
 def _steps(k_ptr, v_ptr, base, slot, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Bytes of the scales of keys' halves, two in a number [N], and of values."""
+    """Loads scales as bytes [N]: those of both halves of a key in one integer, and a value's."""
     KEY: tl.constexpr = HALF + HALF // 4
     at = k_ptr + base * (BLOCK_SIZE * (KEY + 2)) + (BLOCK_SIZE * KEY + slot * 2)
     values = v_ptr + base * (BLOCK_SIZE * (HALF + 1)) + (BLOCK_SIZE * HALF + slot)

@@ -130,7 +130,7 @@ Of a recurrent layer `qkv` makes the inputs of the rule and its gate. Not pointe
 
 
 def form_of(product: Linear) -> int:
-    """The kernel's number of a weight's form."""
+    """Returns the number that the kernel's source has for a weight's format."""
     if isinstance(product, CodedLinear | JoinedLinear):
         return CODED
     if isinstance(product, Float4Linear):
@@ -202,7 +202,8 @@ def heads_per_block(shape: TokenShape) -> int:
 
 
 def delta_columns(d: GatedDeltaSpec, programs: int) -> int:
-    """Columns of a head's state that one program has: as few as there are programs for, of 1,024 numbers at least."""
+    """Number of columns of a head's state that one program computes. It is the smallest for which
+    there are enough programs, with 1,024 numbers or more."""
     parts = 1
     while (
         d.num_heads * parts * 2 <= programs
