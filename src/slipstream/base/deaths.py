@@ -22,7 +22,7 @@ def stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
 
 
 def describe_exit(code: int) -> str:
-    """The end of a process in words, from its return code."""
+    """Describes in words how a process ended, from its return code."""
     if code >= 0:
         return f"ended with code {code}"
     names = {number.value: f" ({number.name})" for number in signal.Signals}

@@ -216,7 +216,7 @@ def _float4_tensors(
 
 
 def apart(a: str, b: str) -> tuple[str, str]:
-    """The beginnings of two names that end alike, up to the part that they share."""
+    """Returns two names without the longest dotted suffix that they share."""
     x, y = a.split("."), b.split(".")
     while x and y and x[-1] == y[-1]:
         x.pop(), y.pop()

@@ -132,7 +132,8 @@ class _Form:
 
     @property
     def stage(self) -> Stage:
-        """The form in which ranks share a stage of the pipeline, or the whole model."""
+        """The form in which the ranks of a pipeline stage share it; without a pipeline, the whole
+        model."""
         return cast("Stage", self)  # but for forms of several stages
 
     @property
@@ -150,7 +151,7 @@ class _Form:
 
     @property
     def num_shares(self) -> int:
-        """Parts that the weights are cut into."""
+        """Number of parts into which the weights are cut."""
         return self.num_ranks
 
     def shard(self, rank: int) -> Shard:
@@ -218,7 +219,8 @@ Stage: TypeAlias = OneDevice | TensorParallel | DealtRequests | ContextParallel
 
 @dataclass(frozen=True, slots=True)
 class Pipeline(_Form):
-    """Stages with some of the layers each, which devices share in one form."""
+    """Pipeline stages, each with some of the layers. The devices of each stage share it in one
+    form."""
 
     inner: Stage
     layers: tuple[int, ...]

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Disable Python's cyclic garbage collection inside the block. With torch's million objects it stops a step for 50
-    ms, many times a second, and a step leaves no cycles."""
+    """Context manager without Python's cyclic garbage collection. With torch's million objects a
+    collection stops a step for 50 ms, many times a second, and a step leaves no cycles."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -239,8 +239,8 @@ class OfflineEngine:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Take the engine for one caller. Only one may step it, since that caller gets everything
-        the engine returns."""
+        """Context manager that holds the engine for one caller. Only one may step it, since that
+        caller gets everything the engine returns."""
         if not self._turn.acquire(blocking=False):
             raise RequestError(
                 "this LLM is in the middle of a stream or of another thread's call: finish or close that first, or use AsyncLLM"

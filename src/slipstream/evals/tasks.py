@@ -43,7 +43,7 @@ class RatedAnswer:
 
     @property
     def part(self) -> Part:
-        """The part that training and evaluation find the conversation in."""
+        """The part of the data that training and evaluation assign the conversation to."""
         turns = [(dict(m)["role"], dict(m)["content"]) for m in self.messages]
         return Document(turns=tuple(turns)).part
 

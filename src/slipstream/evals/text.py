@@ -56,7 +56,7 @@ class Document:
 
     @property
     def part(self) -> Part:
-        """The part that the document belongs to."""
+        """The part of the data that the document belongs to."""
         begins = (text for role, text in self.turns if role != "system")  # many share that one
         opening = next(begins, self.text[:OPENING])
         return (

@@ -242,7 +242,8 @@ class HubClient:
 
     @contextmanager
     def _get(self, url: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
-        """Stream a response, after redirects. The token is sent to the hub's own address only."""
+        """Context manager that streams a response, after redirects. The token is sent to the hub's
+        own address only."""
         for _ in range(MAX_REDIRECTS + 1):
             sent = {"User-Agent": f"slipstream/{__version__}", "Accept-Encoding": "identity"}
             if self._token and _origin(url) == _origin(self.url):

@@ -80,11 +80,8 @@ pooling."""
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Makes a folder next to `out` to write into. It becomes `out` if nothing fails, and is removed
-    otherwise.
-
-    ConfigError if `out` exists and is not empty.
-    """
+    """Context manager that makes a folder next to `out` to write into. On exit it becomes `out`, or
+    is removed after an error. ConfigError if `out` exists and is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"out={str(out)!r} already exists; remove it or name another folder", field="out"

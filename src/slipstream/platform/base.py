@@ -39,8 +39,8 @@ class CopyQueue(Protocol):
     """A stream of work that runs concurrently with the steps."""
 
     def behind(self) -> AbstractContextManager[None]:
-        """Queue the work inside on this stream: it runs after all work queued so far, and
-        concurrently with later work."""
+        """Context manager that queues work on this stream: it runs after all work queued so far,
+        and concurrently with later work."""
 
     def record(self) -> Event | None:
         """An event after the work queued here; None if nothing is ever queued."""

@@ -181,7 +181,8 @@ class Pipe:
 
 
 class PeerCollectives(Protocol):
-    """`RankGroup`'s sums, and what it scatters, gathers and exchanges, through other ranks' memory."""
+    """Sums of a `RankGroup` through other ranks' memory, and what it scatters, gathers and
+    exchanges."""
 
     def covers(
         self, x: Tensor, op: Literal["sum", "scatter", "gather", "exchange"] = "sum"

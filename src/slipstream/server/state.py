@@ -115,7 +115,8 @@ class IdleCheck(Protocol):
         """Check as long as the server runs."""
 
     async def interrupt(self) -> None:
-        """End its request: a pause of the engine would keep it, and a sleep would wait for it."""
+        """Ends the request of this check: a pause of the engine would keep it, and a sleep would
+        wait for it."""
 
     def families(self) -> Iterable[Metric]:
         """Metrics of the check."""

@@ -58,8 +58,8 @@ class SimulatedSleep(NamedTuple):
 
 
 class BlockCount(BlockPool):
-    """A pool without a prefix cache, which only counts. Blocks are never shared, so all of them are
-    block 1."""
+    """A pool of blocks without a prefix cache, which only counts them. Blocks are never shared, so
+    all of them are block 1."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)

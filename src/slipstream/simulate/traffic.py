@@ -176,12 +176,12 @@ class SessionWorkload(Workload):
 
     @property
     def turns_each(self) -> float:
-        """Mean turns of a session, subagents' included."""
+        """Mean number of turns of a session, subagents' included."""
         return len(self.requests) / len(self.sessions)
 
     @property
     def most_sessions(self) -> int:
-        """The most sessions that there can be."""
+        """Maximum number of sessions."""
         return MAX_SESSIONS if self.load is not None else len(self.sessions)
 
     def traffic(self, arrivals: Arrivals | None, count: int, *, seed: int = 0) -> Traffic:

@@ -112,7 +112,7 @@ class PoolingSpec:
         return self.dense[-1].num_outputs if self.dense else hidden_size
 
     def token_size(self, hidden_size: int) -> int:
-        """Numbers of a token's vector."""
+        """Size of a token's vector."""
         return self.token_dense[-1].num_outputs if self.token_dense else hidden_size
 
 

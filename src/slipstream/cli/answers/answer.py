@@ -56,7 +56,8 @@ class Speed:
 
 @contextmanager
 def open_llm(args: EngineArgs) -> Iterator[tuple[LLM, float | None]]:
-    """An engine in this process, and the seconds from the process's start until it was ready."""
+    """Context manager that starts an engine in this process and ends it. Yields the engine, and the
+    seconds from the process's start until it was ready."""
     # A start makes objects that all stay; the garbage collector's scans of them would take a tenth
     # of it.
     gc.disable()

@@ -38,7 +38,7 @@ WRITABLE = frozenset((*LEVELS, *HALVES, "MXFP4"))
 """Names of the block types that `compress` can write."""
 
 SHRINKS = tuple(0.75 + 0.025 * i for i in range(15))
-"""Factors by which the largest magnitude, or the range, is multiplied in search of the best scale."""
+"""Factors of the largest magnitude, or of the range, that the search for scales tries."""
 VALUES_AT_ONCE = 1 << 22
 """Weights whose grids are searched together, in whole rows."""
 

@@ -32,8 +32,8 @@ FIRST_TWO = 0
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The type of most matrices, and rules for others; the first
-    rule that applies holds. `head` is the output head's, or the embeddings' if they are the head."""
+    """A mixture of types: the type of most matrices, and rules for others. The first rule that
+    applies holds. `head` is the type of the output head, or of embeddings that are the head."""
 
     base: str
     rules: tuple[Rule, ...] = ()
@@ -72,7 +72,7 @@ MIXES: dict[str, Mix] = {
 """Mixtures by name, in the order of their bits."""
 
 SHORT = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
-"""llama.cpp's short names."""
+"""llama.cpp's short names of mixtures."""
 
 FITS = {
     **dict.fromkeys(("Q2_K", "Q3_K", "IQ4_XS"), "IQ4_NL"),
@@ -80,7 +80,7 @@ FITS = {
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
 }
-"""The type in place of one whose superblocks do not divide a matrix's rows."""
+"""Replacements for types whose superblocks do not divide a matrix's rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class GGUF:
 SINGLE = frozenset(
     kind for mix in MIXES.values() for kind in (mix.base, mix.head, *(r[2] for r in mix.rules))
 )
-"""Types of single tensors that can be written."""
+"""Types that `types` may give to single tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,8 @@ def plan_blocks(source: ModelDescription, step: GGUF) -> tuple[PlannedBlocks, ..
 
 
 def fitting(kind: str, inner: int) -> str:
-    """The type itself if its blocks divide a row of `inner` values, or the one in its place."""
+    """Returns `kind` if its blocks divide a row of `inner` values, else the first of `FITS` and F16
+    that does."""
     for name in (kind, FITS.get(kind, kind)):
         if inner % BY_NAME[name].block_size == 0:
             return name

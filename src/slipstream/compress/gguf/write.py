@@ -131,7 +131,7 @@ def require_gguf() -> None:
 
 
 def _inside(at: Placement, index: int) -> Placement:
-    """The place in a layer's own parameters."""
+    """Returns the placement with the parameter's name within its layer."""
     return Placement(
         at.target.removeprefix(f"layers.{index}."), at.start, at.rows, at.transform, at.copies
     )

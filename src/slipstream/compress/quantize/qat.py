@@ -48,7 +48,7 @@ class Trained:
 
     @classmethod
     def of(cls, weight: Tensor, grid: QuantGrid) -> Trained:
-        """Start at `weight`, which is on the grid."""
+        """Makes a trained weight that starts at `weight`, which is on the grid."""
         return cls(
             grid, weight.clone().requires_grad_(), grid.scales.float().log().requires_grad_()
         )

@@ -53,8 +53,9 @@ class TextCodec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptionOptions:
-    """`language`: a code or a name; None: the model tells it. `prompt`: a text before the first, for names and style.
-    `timestamps`: segments have times. `details`: segments have log-probabilities. `words`: they have times and words."""
+    """Options of a transcription. `language`: a code or a name; None: the model tells it. `prompt`:
+    a text before the first, for names and style. `timestamps`: segments have times. `details`:
+    segments have log-probabilities. `words`: they have times and words."""
 
     task: Task = "transcribe"
     language: str | None = None

@@ -423,9 +423,8 @@ class GrammarState:
         del self._answer[len(self._answer) - num_tokens :]
 
     def mask_drafts(self, masks: Bits, drafts: Sequence[int]) -> None:
-        """Write the masks after each guessed token into int32 [1 + drafts, words]. The first row is
-        written already. Rows after a wrong guess stay as they are: nothing that is drawn there
-        counts."""
+        """Write the masks after each draft into int32 [1 + drafts, words]. The first row is written
+        already. Rows after a wrong draft stay as they are: nothing that is drawn there counts."""
         assert len(masks) == 1 + len(drafts), "guessed tokens are not known"
         # a guess may be wrong, and a matcher in error stays so
         ahead = self.copy(borrow=True) if drafts else self

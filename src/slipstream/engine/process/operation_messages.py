@@ -21,7 +21,8 @@ class Sleep(msgspec.Struct, tag=True):
 
 
 class WakeUp(msgspec.Struct, tag=True):
-    """`soon`: a request waits. Sizes of steps are then prepared whenever there is nothing to do, not before the answer."""
+    """Wakes a sleeping engine. `soon`: a request waits. Sizes of steps are then prepared whenever
+    there is nothing to do, not before the answer."""
 
     ticket: int
     soon: bool = False

@@ -39,7 +39,8 @@ from slipstream.spec.stored.gguf_parts import model_files
 
 
 class Tokenizer:
-    """`backend` splits and merges; what surrounds a text, and the way back, are done here. `chat_templates` by name."""
+    """A model's tokenizer. `backend` splits and merges; what surrounds a text, and the way back,
+    are done here. `chat_templates` by name."""
 
     def __init__(
         self,

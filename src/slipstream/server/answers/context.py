@@ -53,6 +53,6 @@ async def shorten(
 
 
 def _question(text: str) -> int:
-    """Index at which the last paragraph begins."""
+    """Index, in characters, at which the last paragraph begins."""
     found = [m.end() for m in re.finditer(r"\n\s*\n", text.rstrip())]
     return found[-1] if found else 0

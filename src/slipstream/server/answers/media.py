@@ -118,7 +118,7 @@ async def _heard(state: ServerState, part: SoundPart) -> PreparedPicture:
 
 @contextmanager
 def _naming(part: PicturePart) -> Iterator[None]:
-    """Make engine errors name the part of the request."""
+    """Context manager that makes engine errors name the part of the request."""
     try:
         yield
     except RequestError as error:

@@ -172,8 +172,8 @@ def read(path: Path) -> dict[str, Key]:
 
 @contextlib.contextmanager
 def changing(path: Path, *, may_create: bool = False) -> Iterator[dict[str, Key]]:
-    """The keys of a file, written back when the code inside ends without an error. Other commands
-    that change them wait."""
+    """Context manager that yields the keys of a file, and writes them back unless an error is
+    raised. Other commands that change them wait."""
     if not may_create and not path.exists():
         raise ConfigError(
             f"{path} does not exist; create it with `slipstream keys add`", field="keys_file"

@@ -39,9 +39,10 @@ def too_large(name: str, need: int, memory: int) -> str:
 
 
 class ModelSlots:
-    """`memory_bytes` bounds what all models hold together on the device. A request waits `wait_s`
-    for its model at most. `changed` is called after each change of a state. `describe` fetches a model
-    and says what it needs: its name, and the model."""
+    """The models of a server, loaded and unloaded on demand. `memory_bytes` bounds what all models
+    hold together on the device. A request waits `wait_s` for its model at most. `changed` is called
+    after each change of a state. `describe` fetches a model and says what it needs: its name, and
+    the model."""
 
     def __init__(
         self,

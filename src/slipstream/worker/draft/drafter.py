@@ -196,7 +196,7 @@ class Chain(Drafter):
     """
 
     keeps_drafts = True
-    """True if its state of a draft stays valid when the draft was right."""
+    """True if the chain's state of a draft stays valid when the draft is accepted."""
     graphs: ChainGraphs | None = None
 
     def release(self) -> None:

@@ -43,7 +43,7 @@ _OF_SEQUENCE = ("seq_lens", "block_table", "positions", "slot_mapping")
 
 
 class ChainPasses(Protocol):
-    """The part of `drafter.Chain` that a graph needs."""
+    """The methods of `drafter.Chain` that a graph needs."""
 
     first: int
     keeps_drafts: bool

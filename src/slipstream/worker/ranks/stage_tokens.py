@@ -29,10 +29,8 @@ from slipstream.worker.draft.stages import ReceivedDrafts
 from slipstream.worker.inputs.rows import Row, RowTable
 
 MAX_DUE = 4
-"""Maximum number of steps whose tokens may stay at the last stage.
-
-Ended requests never fetch theirs.
-"""
+"""Maximum number of steps whose tokens may wait at the last stage. Ended requests never fetch
+theirs."""
 
 
 @dataclass(slots=True)

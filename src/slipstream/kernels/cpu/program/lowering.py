@@ -628,7 +628,8 @@ class Lowering:
 
     @contextmanager
     def _recurrence(self, op: Op) -> Iterator[tuple[tuple[int, int, int], ScratchBuffers]]:
-        """Yields (buffer, form, layer) of a recurrence's result, and its temporary buffers."""
+        """Context manager that yields (buffer, form, layer) of a recurrence's result, and its
+        temporary buffers."""
         form, scratch = self.form_for(op.out), ScratchBuffers(self)
         out = self.new(form, op.out.width)
         self.put(op.out, Stored(out))

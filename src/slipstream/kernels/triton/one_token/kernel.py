@@ -352,8 +352,8 @@ def by_rows(layer: LayerTensors) -> LayerTensors:
 
 
 class OneTokenStep:
-    """`OpSet.one_token`, run by `programs` thread blocks with `shared_bytes` of shared memory each.
-    The tensors of `layers` must not move. One stream only."""
+    """The function of `OpSet.one_token`, run by `programs` thread blocks with `shared_bytes` of
+    shared memory each. The tensors of `layers` must not move. One stream only."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Packing of GGUF's blocks for the kernels of `gguf.py`: codes by bits, then scales, in slabs of rows."""
+"""Packing of GGUF's blocks for the kernels of `gguf.py`: codes by bits, then scales, in slabs of
+`SLAB` rows."""
 
 from __future__ import annotations
 

@@ -138,7 +138,8 @@ def read_vision(
 
 
 def read_glm_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
-    """transformers counts the pixels of a picture once for each of the frames that it is repeated to."""
+    """Reads the preprocessing. transformers counts the pixels of a picture once for each of the
+    frames that it is repeated to."""
     c.assume(size={"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000})
     made = read_processing(c, vision)
     assert isinstance(made.sizes, PixelRange)

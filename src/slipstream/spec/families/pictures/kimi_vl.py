@@ -106,7 +106,7 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
 
 
 def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
-    """transformers' keys, or the authors' in `media_proc_cfg`."""
+    """Reads the preprocessing by transformers' keys, or the authors' in `media_proc_cfg`."""
     if "media_proc_cfg" in c:
         own = c.part("media_proc_cfg")
         own.ignore(
