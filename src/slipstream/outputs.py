@@ -91,7 +91,7 @@ class PositionLogprobs(_Late):
         return any(entry.token_id == token_id for entry in (self.chosen, *self.top))
 
     def __iter__(self) -> Iterator[int]:
-        """The token ids, the chosen one first."""
+        """Iterates over the token ids, the chosen one first."""
         return iter(dict.fromkeys(entry.token_id for entry in (self.chosen, *self.top)))
 
 
@@ -288,8 +288,8 @@ class ScoreOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerankResult:
-    """A document and how well it answers the query: the higher the better. `index`: its place in
-    the request."""
+    """A document and its score for the query: a higher score is a better answer. `index`: its index
+    in the request."""
 
     index: int
     document: str

@@ -84,9 +84,11 @@ def open_new(path: str | Path, mode: int = 0o666) -> int:
 @contextmanager
 def waited_for(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """Context manager that locks the file `path`, and waits until it is free. Yields False if
-    `wait` is false and another process holds it. OSError if that fails. The file is made, with its
-    folders, and removed at the end. So are the folders that this made, if nothing else came into
-    them."""
+    `wait` is false and another process holds it. OSError if that fails.
+
+    The file is made, with its folders, and removed at the end. So are the folders that this made,
+    if nothing else came into them.
+    """
     made = [folder for folder in path.parents if not folder.exists()]
     lock = _awaited(path, wait)
     try:

@@ -98,7 +98,7 @@ class InputStats:
         return float(((weight @ self.hessian) * weight).sum())
 
     def scaled(self, by: Tensor) -> InputStats:
-        """The statistics of the inputs times `by` [in]."""
+        """Returns the statistics of the inputs multiplied by `by` [in]."""
         shift = None if self.shift is None else self.shift * by * by[:, None]
         hessian = self.hessian * by * by[:, None] if self.squares is None else self.hessian
         return InputStats(

@@ -131,8 +131,9 @@ class Outcome:
     report: Report | None = None
 
     def estimate(self, *, is_planned: bool) -> tuple[Counter[str], int, float]:
-        """(number of products by format, bytes of the result, bits per weight). While a budget of bits is only
-        `is_planned`, its average stands for the bits that measuring will decide."""
+        """Returns (number of products by format, bytes of the result, bits per weight). While a
+        budget of bits is only `is_planned`, its average stands for the bits that measuring will
+        decide."""
         kinds: Counter[str] = Counter()
         after, bits = self.plan.bytes_after, self.plan.bits_per_weight
         for p in self.plan.weights:

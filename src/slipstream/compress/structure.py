@@ -80,7 +80,7 @@ def num_groups(a: AttentionSpec) -> int:
 
 
 def split_experts(spec: ModelSpec, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters, with a view of each expert's as "name#expert"."""
+    """Returns the parameters, with a view of each expert's as "name#expert"."""
     found: dict[str, Tensor] = {}
     for name, value in parameters.items():
         count = _num_experts(spec, name)
@@ -456,7 +456,7 @@ def _kinds_of_layers(
 
 
 def _not_expressed(family: Family, config: Mapping[str, Any], wanted: ModelSpec) -> str | None:
-    """How the config, when read, differs from `wanted`; None if it does not."""
+    """Describes how the config, when read, differs from `wanted`; None if it does not."""
     a = wanted.layers[0].attention
     if (
         isinstance(a, AttentionSpec)

@@ -116,9 +116,11 @@ class Request:
         )
 
     def guess(self, tokens: Sequence[int]) -> None:
-        """Set `tokens` as drafts after the last token. The next step computes them together with
-        that token and samples at each position. `update` accepts the drafts before the first wrong
-        one, and the token sampled there."""
+        """Set `tokens` as drafts after the last token.
+
+        The next step computes them together with that token and samples at each position. `update`
+        accepts the drafts before the first wrong one, and the token sampled there.
+        """
         self.guesses = tuple(tokens)
         if self.lease:
             self.kv.drop_lease(self)

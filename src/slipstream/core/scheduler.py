@@ -365,8 +365,10 @@ class Scheduler:
                 step.budget.bound(most)
 
     def _schedule_one(self, step: StepBuilder, request: Request) -> None:
-        """Schedule a decode, with as many certain tokens or drafts as the step has room for. If
-        blocks are missing, the last request is preempted."""
+        """Schedule a decode, with as many certain tokens or drafts as the step has room for.
+
+        If blocks are missing, the last request is preempted.
+        """
         position, kv = request.num_computed_tokens, request.kv
         added, is_certain = request.guesses, False
         if (
@@ -557,9 +559,11 @@ class Scheduler:
         added: tuple[int, ...] = (),
         is_certain: bool = False,
     ) -> None:
-        """Put the request's next `count` tokens into the step, for which it holds the blocks. The
-        last of them may be `added` after the known ones: drafts, or with `is_certain` tokens that
-        are known to follow."""
+        """Put the request's next `count` tokens into the step, for which it holds the blocks.
+
+        The last of them may be `added` after the known ones: drafts, or with `is_certain` tokens
+        that are known to follow.
+        """
         computed = request.num_computed_tokens
         end = request.num_computed_tokens = computed + count
         num_guesses = 0 if is_certain else len(added)

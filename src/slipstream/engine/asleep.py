@@ -22,7 +22,7 @@ def build_core(
 
 
 def core_of(executor: Executor, args: EngineArgs) -> EngineCore:
-    """The core of an executor that was made by `args`."""
+    """Makes the core of an executor that was made with `args`."""
     # a compilation that is stuck holds what loads the tokenizer, and no weights
     description = executor.description
     if description.spec.is_encoder:

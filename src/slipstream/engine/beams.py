@@ -217,7 +217,7 @@ class BeamSearches:
         return bool(self._running)
 
     def begin(self, request: BeamsRequest) -> EngineRequest:
-        """The first beam, which computes the prompt."""
+        """Adds a search's first beam, which computes the prompt."""
         params = request.params
         if len(self._free) < params.beam_width:
             self._grow(params.beam_width)

@@ -109,8 +109,7 @@ class EngineCore:
         self.executor.load_adapter(lora, tuple)
 
     def replace_adapter(self, lora: LoRARequest) -> None:
-        """Replace an adapter's weights by other files', from the next step on. After AdapterError
-        nothing has changed."""
+        """Replace an adapter's files from the next step on. AdapterError: nothing has changed."""
         self.executor.replace_adapter(lora)
 
     def unload_adapter(self, adapter_id: int) -> None:

@@ -510,7 +510,7 @@ class LLM(OfflineEngine):
     def _adapters(
         self, lora: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
     ) -> list[LoRARequest | None]:
-        """LoRA adapter of each prompt, None for the base model."""
+        """Returns the LoRA adapter of each prompt, None for the base model."""
         adapters = (
             [lora] * num_prompts if lora is None or isinstance(lora, LoRARequest) else list(lora)
         )

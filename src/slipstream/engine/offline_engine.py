@@ -178,7 +178,8 @@ class OfflineEngine:
         return self._change_weights(DropWeights())
 
     def weights(self, *, checksums: bool = False) -> WeightsInfo:
-        """The weights that run. With `checksums`, those of all parameters are computed."""
+        """The state of the running weights. With `checksums`, those of all parameters are
+        computed."""
         return weights_of(self.core).info(checksums=checksums)
 
     def _change_weights(self, op: WeightsOp | GivenPiece) -> WeightsInfo:

@@ -199,8 +199,11 @@ class DeviceStream:
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Context manager without copies, for steps whose results are not used. They compute with
-        whatever layers are in the places. Where layers have several layouts, one can't stand for
-        another, and they are copied all the same."""
+        whatever layers are in the places.
+
+        Where layers have several layouts, one can't stand for another, and they are copied all the
+        same.
+        """
         self._platform.synchronize()  # so that the places are full
         self._idle = len(self._layouts) == 1
         try:

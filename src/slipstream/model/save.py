@@ -81,7 +81,10 @@ pooling."""
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Context manager that makes a folder next to `out` to write into. On exit it becomes `out`, or
-    is removed after an error. ConfigError if `out` exists and is not empty."""
+    is removed after an error.
+
+    ConfigError if `out` exists and is not empty.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"out={str(out)!r} already exists; remove it or name another folder", field="out"

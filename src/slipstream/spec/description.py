@@ -371,7 +371,8 @@ def _read_folder(path: Path) -> ModelDescription:
 
 
 def _with_beginning(spec: ModelSpec, generation: Mapping[str, Any]) -> ModelSpec:
-    """An encoder-decoder of text whose answers begin with the tokens that the generation config names."""
+    """Returns an encoder-decoder of text whose answers begin with the tokens that the generation
+    config names."""
     encoder = spec.encoder
     if encoder is None or encoder.audio is not None:
         return spec

@@ -363,7 +363,7 @@ class CompressedAttentionSpec(LatentAttentionSpec):
         return math.gcd(self.rate, 4)
 
     def width(self, dim: int) -> int:
-        """Columns of a token's values, for compressed keys of `dim` numbers."""
+        """Number of columns of a token's values, for compressed keys of `dim` numbers."""
         return dim * (2 if self.overlaps else 1)
 
     @property

@@ -182,7 +182,8 @@ class Judge:
         return fitted < HOTTEST and measures.mean(means(at)).value < 0.2 * kl.value
 
     def _temperature(self) -> Finding:
-        """Whether answers were drawn at the temperatures that were asked for, or at others by one factor."""
+        """Judges whether answers were drawn at the temperatures asked for, or at others by one
+        factor."""
         check = "temperature"
         if "warm" in self.seen.refused:
             return Finding(check=check, outcome="not offered", why=self.seen.refused["warm"])

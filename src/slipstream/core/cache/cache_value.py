@@ -86,8 +86,7 @@ class ValueOrder:
                 run.num_free -= len(same)
 
     def _by_run(self, blocks: Sequence[int]) -> Iterable[tuple[Run | None, Sequence[int]]]:
-        """Groups neighbouring blocks of one run. Needs no loop for a run's first blocks, in order
-        or reversed: a session's mostly are."""
+        """Group neighbouring blocks by run; no loop for a run's first, in order or reversed."""
         if isinstance(blocks, array) and blocks:
             for same in (blocks, blocks[::-1]):
                 run = self._owners[same[0]]
@@ -218,7 +217,7 @@ class ValueOrder:
         return run
 
     def apart(self, session: Session, blocks: Iterable[int], depth: int) -> Run:
-        """Moves blocks to a new run that depends on no other. The run ends after `depth` tokens."""
+        """Move blocks to a new run that depends on no other. It ends after `depth` tokens."""
         run = Run(self, session, None, depth)
         for block in blocks:
             self._give(run, block)
@@ -234,7 +233,7 @@ class ValueOrder:
         return run
 
     def part(self, session: Session) -> None:
-        """Splits a session's runs at the ends of the prefixes that it keeps."""
+        """Split a session's runs at the ends of the prefixes that it keeps."""
         for end, _ in session.kept:
             for run in [*session.runs]:
                 index = (end - run.start) / self._size
@@ -306,7 +305,7 @@ class ValueOrder:
         return Run(self, session, above, index * self._size, writer)
 
     def _give(self, run: Run, block: int) -> None:
-        """Move a block to a run."""
+        """Add a block to a run, and remove it from its own."""
         old = self._owners[block]
         if old is not None:
             if not self._ref_counts[block]:

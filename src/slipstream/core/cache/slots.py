@@ -1,4 +1,5 @@
-"""Questions of the cache manager to a kind of cache besides blocks (`SlotKind`). A kind is a subclass, and one of `KINDS`."""
+"""Interface of the cache kinds other than blocks, as the cache manager calls them (`SlotKind`). A
+kind is a subclass of `Slots`, and one of `KINDS`."""
 
 from __future__ import annotations
 
@@ -14,9 +15,12 @@ from slipstream.messages.steps import StateMark, TableUpdate
 
 
 class Slots(ABC):
-    """The slots of one kind on one rank. Slot 0 is the null slot. `send` puts the slots that the
-    worker's row of a request lacks into `Request.slot_updates`: the one to read, then those to
-    write. With `sessions`, checkpoints are evicted by value, each as a whole."""
+    """The slots of one kind on one rank. Slot 0 is the null slot.
+
+    `send` puts the slots that the worker's row of a request lacks into `Request.slot_updates`: the
+    one to read, then those to write. With `sessions`, checkpoints are evicted by value, each as a
+    whole.
+    """
 
     def __init__(
         self,
@@ -57,9 +61,11 @@ class Slots(ABC):
 
     @abstractmethod
     def place(self, request: Request, computed: int, end: int, num_guesses: int) -> bool:
-        """Choose the slots that a step reads and writes. It computes tokens [computed, end), the
-        last `num_guesses` of them drafts. True if the next step may use the same slots, so that the
-        request may decode under a lease."""
+        """Choose the slots that a step reads and writes.
+
+        It computes tokens [computed, end), the last `num_guesses` of them drafts. True if the next
+        step may use the same slots, so that the request may decode under a lease.
+        """
 
     @abstractmethod
     def may_write(self, request: Request) -> bool:

@@ -102,8 +102,10 @@ class StateSlots(Slots):
         return max(2 if request.guide is not None else 1, 1 + self.most_guesses)
 
     def _marks_of(self, request: Request, computed: int) -> list[int]:
-        """Positions in the prompt, in tokens, whose states are kept. All end blocks. At least two
-        tokens follow the last one, as after any hit (`usable_prefix`)."""
+        """Positions in the prompt, in tokens, whose states are kept. All end blocks.
+
+        At least two tokens follow the last one, as after any hit (`usable_prefix`).
+        """
         size = self.block_size
         last = (len(request.token_ids) - 2) // size * size
         wanted = {last, request.num_hit_tokens}

@@ -38,7 +38,8 @@ _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 
 
 def decode_audio(data: bytes, *, max_s: float) -> Samples:
-    """Samples of a file. RequestError (field `file`) if it is none that can be read, or has more than `max_s` seconds."""
+    """Decodes a file to samples. RequestError (field `file`) if it can't be read, or has more than
+    `max_s` seconds."""
     if not data:
         raise _refused("is empty")
     if data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE":
@@ -65,7 +66,8 @@ def read_samples(given: Any) -> Samples:
 
 
 def as_samples(given: Any, *, max_s: float) -> Samples:
-    """Samples of a file's bytes, or of (array, rate) or an array at 16 kHz, as vLLM takes them."""
+    """Returns samples at 16 kHz of a file's bytes, of (array, rate) or of an array at 16 kHz, as
+    vLLM takes them."""
     if isinstance(given, (bytes, bytearray, memoryview)):
         return decode_audio(bytes(given), max_s=max_s)
     rate = SAMPLE_RATE
@@ -84,7 +86,7 @@ def as_samples(given: Any, *, max_s: float) -> Samples:
 
 
 def resampled(samples: Samples, rate: int) -> Samples:
-    """The sound at 16 kHz."""
+    """Resamples a sound to 16 kHz."""
     if rate == SAMPLE_RATE:
         return np.ascontiguousarray(samples, np.float32)
     shared = math.gcd(rate, SAMPLE_RATE)
@@ -124,7 +126,7 @@ def _filters(up: int, down: int) -> tuple[Samples, int]:
 
 
 def _wav(data: bytes, max_s: float) -> tuple[Samples, int]:
-    """Samples [N, channels] and the rate."""
+    """Reads a WAV file. Returns samples [N, channels] and the rate in Hz."""
     at, form = 12, None
     while at + 8 <= len(data):
         name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")

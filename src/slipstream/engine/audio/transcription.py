@@ -269,7 +269,8 @@ class Transcription:
         return self.tokenizer.decode([t for t in tokens if t < self.speech.end])
 
     def beginning(self, token_ids: Sequence[int]) -> str:
-        """The text at the beginning of an unfinished answer. What comes after a time may be read again."""
+        """The text at the beginning of an unfinished answer. Text after a time may be read again by
+        the next window."""
         own = token_ids[len(self._forced) :]
         return self.decoded(list(takewhile(lambda token: token < self.speech.end, own)))
 
@@ -303,7 +304,7 @@ class Transcription:
         return AudioWindow(num_mel_bins=self.audio.num_mel_bins, data=found.tobytes())
 
     def _prompt(self) -> tuple[int, ...]:
-        """Tokens of the prompt's end, as many as fit in half of the context."""
+        """Returns the last tokens of the prompt, as many as fit in half of the context."""
         text = self.options.prompt.strip()
         if not text:
             return ()

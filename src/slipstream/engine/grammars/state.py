@@ -232,7 +232,8 @@ class GrammarState:
         return self.known
 
     def look_inside(self, own: Bits) -> Bits | None:
-        """The mask inside a string, from one of the vocabulary of lengths; None if the answer is at no such place."""
+        """Finds the mask of a position inside a string, from a mask of the vocabulary of lengths.
+        None if the answer is at no such position."""
         assert self.lengths is not None
         mask = self.lengths.expand(own)
         if mask is not None and self.is_plain:  # no answer ends inside a string

@@ -147,7 +147,7 @@ def late_tokens(
 def sparse_embeddings(
     model: ModelDescription, vectors: Vectors, tokenizer: TokenIds | None
 ) -> list[SparseEmbeddingOutput]:
-    """Each text's weights of tokens above 0, without those of special tokens."""
+    """Returns the weights above 0 of each text's tokens, without special tokens."""
     special = np.array(sorted(tokenizer.special_ids if tokenizer is not None else ()), np.int64)
     found: list[SparseEmbeddingOutput] = []
     parts = zip(vectors.prompts, vectors.prompt_token_ids, rows_of_tokens(vectors), strict=True)

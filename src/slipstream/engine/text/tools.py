@@ -381,7 +381,7 @@ def message_of(events: Iterable[Event]) -> ChatMessage:
 
 
 def is_cut(reason: str | None) -> bool:
-    """Whether an answer that ended for this reason may go on."""
+    """Whether an answer with this finish reason may be continued."""
     return reason not in (None, FinishReason.STOP)
 
 

@@ -145,7 +145,7 @@ class MediaProcessor:
         self._pool.close()
 
     def submit(self, source: Any, detail: str = "auto") -> Future[PreparedPicture]:
-        """Prepare one in the pool."""
+        """Prepares one picture in the pool of threads."""
         raise NotImplementedError
 
     def prepare_all(self, sources: Sequence[Any]) -> list[PreparedPicture]:

@@ -83,7 +83,7 @@ def _ordered(x):
 
 @triton.jit
 def _extent(max_ptr, id_ptr, min_ptr, i, num_splits, MAX_SPLITS: tl.constexpr):
-    """(largest logit of a row, first token with it, smallest finite logit)"""
+    """Returns (largest logit of a row, first token with it, smallest finite logit)."""
     at = tl.arange(0, MAX_SPLITS)
     there = at < num_splits
     maxima = tl.load(max_ptr + i * num_splits + at, mask=there, other=float("-inf"))
@@ -125,7 +125,7 @@ def _floor(min_p_ptr, row):
 
 @triton.jit
 def _row(rows_ptr, i, INDEXED: tl.constexpr):
-    """Row of the parameters of row i of the logits."""
+    """Returns the row of the sampling parameters for row i of the logits."""
     row = i
     if INDEXED:
         row = tl.load(rows_ptr + i).to(tl.int32)
@@ -167,7 +167,8 @@ def _extent_kernel(
     logits_ptr, max_ptr, id_ptr, min_ptr, sums_ptr, state_ptr, vocab, row_stride, num_splits, num_blocks,
     BLOCK: tl.constexpr, SUMS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The extent of `num_blocks` blocks of a row. The first split also clears the row's state."""
+    """Finds `_extent` of `num_blocks` blocks of a row. The first split also clears the row's
+    state."""
     if PDL:
         pdl_wait()
     i, split = tl.program_id(0), tl.program_id(1)
@@ -388,7 +389,8 @@ def _cuts_kernel(
     MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SUMS: tl.constexpr, SIZE: tl.constexpr,
     LIST: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tokens between the bounds, and finds the cuts."""
+    """Lists the tokens whose logits are between the bounds, and finds the cuts of top-k and top-p
+    among them."""
     if PDL:
         pdl_wait()
     i, split = tl.program_id(0), tl.program_id(1)

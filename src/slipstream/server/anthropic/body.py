@@ -400,7 +400,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
         )
 
     def _thinking(self, state: ServerState) -> dict[str, Any]:
-        """`thinking` as fields of a chat."""
+        """Translates `thinking` to fields of a chat."""
         thinking = self.thinking
         if thinking is None or thinking.type == "adaptive" or self.ignores_thinking(state):
             return {}

@@ -95,7 +95,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def check(path: Path, endpoint: str, max_line_bytes: int) -> tuple[int, list[BatchError]]:
-    """(number of lines, errors in them)."""
+    """Returns (number of lines, errors in them)."""
     seen: set[str] = set()
     errors: list[BatchError] = []
     number = 0

@@ -116,9 +116,11 @@ class Exchange:
 async def in_flight(
     state: ServerState, receive: Receive, record: RequestRecord
 ) -> AsyncIterator[None]:
-    """Context manager that lasts while the client is connected. Raises ClientDisconnected, or the
-    reason given to `Exchange.cancel`. A separate task waits for the disconnect, so that watching
-    costs nothing per token."""
+    """Context manager that lasts while the client is connected.
+
+    Raises ClientDisconnected, or the reason given to `Exchange.cancel`. A separate task waits for
+    the disconnect, so that watching costs nothing per token.
+    """
     if state.draining:
         raise shutting_down()
     limit = state.settings.max_concurrent_requests

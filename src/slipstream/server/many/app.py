@@ -110,8 +110,8 @@ async def _refuse_when_draining(state: ServerState, slots: ModelSlots) -> None:
 
 
 def _dispatch(state: ServerState, slots: ModelSlots, number: int, route: Route) -> Route | None:
-    """The route that finds the model and calls its route of this number (in `model_routes`). None for
-    a route about an answer that is kept, or about all models."""
+    """Returns the route that finds the model and calls its route of this number (in
+    `model_routes`). None for a route about an answer that is kept, or about all models."""
     methods = sorted(route.methods or ())
     asks = "POST" in methods and not route.path.startswith(("/v1/responses/{id}", "/v2/repository"))
     if not asks and route.path not in _NEEDS_NO_ENGINE:

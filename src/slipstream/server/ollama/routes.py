@@ -160,7 +160,7 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
         return _checked(ChatRequest, messages=messages, **fields)
 
     def response_format(self) -> dict[str, Raw]:
-        """`format` as OpenAI's field `response_format`."""
+        """Translates `format` to OpenAI's field `response_format`."""
         raw = bytes(self.format)
         if raw in (b"", b"null", b'""'):
             return {}
@@ -173,7 +173,7 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
         }
 
     def thinking(self, state: ServerState) -> dict[str, Any]:
-        """`think` as fields of a chat. A 400 if the model can't do what it asks."""
+        """Translates `think` to fields of a chat. A 400 if the model can't do what it asks."""
         think = self.think
         if think is None:
             return {}

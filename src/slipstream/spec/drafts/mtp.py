@@ -129,7 +129,8 @@ def _head(
 
 
 def _with_one_position(layer: LayerSpec) -> LayerSpec:
-    """The layer without a picture's rows and columns: a head counts positions as tokens."""
+    """Returns the layer with one position per token, without a picture's rows and columns: a draft
+    head counts tokens."""
     a = layer.attention
     if not isinstance(a, AttentionSpec) or not isinstance(a.position, RopeSpec):
         return layer

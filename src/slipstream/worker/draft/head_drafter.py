@@ -253,8 +253,10 @@ class HeadBlock(HeadDrafter):
 
 
 class MedusaDrafter(HeadDrafter):
-    """Drafter of Medusa heads: one pass, from the state before the last token, for all places. A
-    place does not depend on the tokens at the places before it."""
+    """Drafter of Medusa heads: one pass, from the state before the last token, for all places.
+
+    A place does not depend on the tokens at the places before it.
+    """
 
     computes_all = False
 

@@ -106,8 +106,10 @@ class ExpertPlaces:
                 self._group.swap(x[mine - first], other)
 
     def _meet(self) -> None:
-        """Exchange a number with every rank. The communication library sets up its connection then,
-        which takes time and memory."""
+        """Exchange a number with every rank.
+
+        The communication library sets up its connection then, which takes time and memory.
+        """
         rank, size = self._group.rank, self._group.size
         x = torch.zeros(1, device=self._group.device)
         for a in range(size if self._mixtures else 0):

@@ -99,8 +99,10 @@ class OneToken(Eager):
 
 
 class Variant(Eager):
-    """Base of the paths whose layers do more, for the steps that need it. `base` runs other steps,
-    and computes the logits."""
+    """Base of the paths whose layers do more, for the steps that need it.
+
+    `base` runs other steps, and computes the logits.
+    """
 
     def __init__(self, base: PlainForward) -> None:
         super().__init__(base.decoder, base.states)

@@ -54,9 +54,11 @@ class ChainPasses(Protocol):
     def likeliest(
         self, token_ids: Tensor, meta: AttentionMetadata, states: Any, num: int
     ) -> tuple[Tensor, Any]:
-        """Run a pass over tokens [T], as device work only. Returns the likeliest tokens [num] after
-        the last `num` tokens, and the states from which the next pass starts. `states` is None in
-        the first pass."""
+        """Run a pass over tokens [T], as device work only.
+
+        Returns the likeliest tokens [num] after the last `num` tokens, and the states from which
+        the next pass starts. `states` is None in the first pass.
+        """
 
 
 class ChainGraphs(GraphStore):

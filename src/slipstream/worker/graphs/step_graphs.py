@@ -225,8 +225,11 @@ class StepGraphs(GraphStore, Forward):
     @contextlib.contextmanager
     def _compiling(self, size: Size) -> Iterator[None]:
         """Context manager that compiles with one layer of each kind, since layers of a kind run the
-        same kernels. The first graphs run all layers, because an op creates what it keeps for a
-        weight in that run. Graphs of one token also run all layers, for the one-token kernel."""
+        same kernels.
+
+        The first graphs run all layers, because an op creates what it keeps for a weight in that
+        run. Graphs of one token also run all layers, for the one-token kernel.
+        """
         decoder = self.forwards.decoder
         is_first = all(bool(known[1]) != bool(size[1]) for known in self._captured)
         is_special = any(x is not None for x in (decoder.tap, decoder.stream, decoder.partition))

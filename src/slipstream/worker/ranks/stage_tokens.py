@@ -29,15 +29,19 @@ from slipstream.worker.draft.stages import ReceivedDrafts
 from slipstream.worker.inputs.rows import Row, RowTable
 
 MAX_DUE = 4
-"""Maximum number of steps whose tokens may wait at the last stage. Ended requests never fetch
-theirs."""
+"""Maximum number of steps whose tokens may wait at the last stage.
+
+Ended requests never fetch theirs.
+"""
 
 
 @dataclass(slots=True)
 class Due:
-    """Sampled tokens that a stage will receive. Each of `requests` samples `counts` tokens (None:
-    one each), and had `rows` at that time. `places`, int64 [2, N], has the row and position of each
-    token."""
+    """Sampled tokens that a stage will receive.
+
+    Each of `requests` samples `counts` tokens (None: one each), and had `rows` at that time.
+    `places`, int64 [2, N], has the row and position of each token.
+    """
 
     requests: Sequence[str]
     rows: Sequence[Row]

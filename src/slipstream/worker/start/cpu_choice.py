@@ -293,8 +293,10 @@ def _spec() -> ModelSpec:
 
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Context manager with an exclusive lock on the folder; it gives up after `PATIENCE_S`. A
-    folder that can't be made stores nothing, so there is nothing to wait for."""
+    """Context manager with an exclusive lock on the folder; it gives up after `PATIENCE_S`.
+
+    A folder that can't be made stores nothing, so there is nothing to wait for.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(folder, os.O_RDONLY)

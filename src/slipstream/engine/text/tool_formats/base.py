@@ -123,7 +123,8 @@ class Parser:
         return self._go_on()
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """End the answer. `cut`: it had reached its length, so the beginning of a marker at its end is none of its text."""
+        """Ends the answer. `cut`: it reached its maximum length, so the beginning of a marker at
+        its end is dropped."""
         self._ended, self._cut = True, cut
         events = self._go_on()
         self._content.end()
@@ -591,7 +592,8 @@ class ToolFormat(ABC):
         return f"/{self.other}/"
 
     def carries(self, name: str, depth: int = 0) -> bool:
-        """Whether an argument's name, or at a depth an object's, is read as it was written."""
+        """Whether an argument, or at a depth an object's member, with this name is read as it was
+        written."""
         return True
 
     @abstractmethod

@@ -91,7 +91,7 @@ def _scores(
     s, start, positions, to_log2, cap_factor, m_i, l_i, window, masked,
     HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """A tile's weights from its products, as `_online_softmax` returns them."""
+    """Computes a tile's weights from its products, as `_online_softmax` returns them."""
     if HAS_SOFTCAP:
         if FP8:
             cap_factor = cap_factor[:, None]

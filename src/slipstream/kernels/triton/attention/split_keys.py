@@ -285,8 +285,8 @@ def _combine_kernel(
 
 
 def scratch(num_tokens: int, q: Tensor, width: int, splits: int) -> tuple[Tensor, Tensor]:
-    """Scratch for `num_tokens` tokens of q [T, H, D]: outputs, float32 [num_tokens, H, splits,
-    width], and the logarithms of their sums, float32 [num_tokens, H, splits]."""
+    """Allocates scratch for `num_tokens` tokens of q [T, H, D]: outputs, float32 [num_tokens, H,
+    splits, width], and the logarithms of their sums, float32 [num_tokens, H, splits]."""
     shape = (num_tokens, q.shape[1], splits)
     return q.new_empty(*shape, width, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
 

@@ -150,7 +150,7 @@ _vision = table(VISION, vision_layer=TOWER + "blocks.{i}.", only="vision.")
 
 
 def names(spec: ModelSpec) -> Names:
-    """The table of positions is stored by rows and columns."""
+    """Returns the names of tensors. The table of positions is stored by rows and columns."""
     found = deepseek.names(dataclasses.replace(spec, vision=None))
     if isinstance(vision := spec.vision, VisionSpec):
         found |= _vision(spec)
