@@ -32,6 +32,13 @@ def whisper(tmp_path_factory):
     return path, theirs
 
 
+def transformers_words(*given):
+    """The words of tokens and their times, as transformers joins them."""
+    from transformers.models.whisper.tokenization_whisper import _collate_word_timestamps
+
+    return _collate_word_timestamps(*given)
+
+
 def test_paths_equal_transformers():
     from transformers.models.whisper.generation_whisper import _dynamic_time_warping
 
@@ -48,7 +55,6 @@ def test_paths_equal_transformers():
 def expected_words(theirs, decode, samples, language):
     """Words of transformers' segments, as its pipeline makes them."""
     from transformers import WhisperFeatureExtractor
-    from transformers.models.whisper.tokenization_whisper import _collate_word_timestamps
 
     extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
     is_long = len(samples) > 16_000
@@ -70,7 +76,7 @@ def expected_words(theirs, decode, samples, language):
         kept = [i for i, t in enumerate(tokens) if t < end]
         rounded = [(round(spans[i][0], 2), round(spans[i][1], 2)) for i in kept]
         if tokenizer.decode([tokens[i] for i in kept]).strip():
-            words += _collate_word_timestamps(
+            words += transformers_words(
                 tokenizer, [tokens[i] for i in kept], rounded, "english", False
             )
     return [(w["text"], *w["timestamp"]) for w in words]
@@ -116,7 +122,7 @@ def test_words_of_characters_and_punctuation_equal_transformers(language):
         decode=lambda ids, **_: bytes(ids).decode(errors="replace"),
     )
     spans = [(float(i), i + 1.0) for i in range(len(tokens))]
-    exact = _collate_word_timestamps(tokenizer, tokens, spans, language, False)
+    exact = transformers_words(tokenizer, tokens, spans, language, False)
     own = words_of(tokens, spans, tokenizer.decode, language)
     assert [(w.text, (w.start, w.end)) for w in own] == [(w["text"], w["timestamp"]) for w in exact]
     assert len(own) > 6

@@ -96,15 +96,20 @@ def test_slow_is_later_than_predicted_and_many_times_the_others(ttft_s, predicte
     assert made.out(ttft_s) == ({"r0"} if is_out else set())
 
 
-@pytest.mark.parametrize(("num_waves", "is_out"), [(1, False), (MIN_SEEN, True)])
-def test_requests_that_waited_with_a_late_one_count_once(num_waves, is_out):
+@pytest.mark.parametrize("share", [1.0, 0.75])
+def test_a_slow_replica_is_out_and_not_one_whose_requests_waited_behind_one_prompt(share):
+    """Requests come ten times a second; `share` of them take 2 s instead of the 0.1 s predicted."""
     made = guard()
     for other in ("r1", "r2", "r3"):
-        answer(made, other, 0.1)
-    for wave in range(num_waves):  # one long prompt each, and what waited behind it
-        for i in range(20):
-            made.answered("r0", 2.0 - i / 100, 0.1, 2.0 * wave + i / 100)
-    assert made.slow() == ({"r0"} if is_out else set())
+        answer(made, other, 0.1, now=-1.0)
+    for i in range(20):  # sent while one long prompt was computed
+        made.answered("r0", 2.0 - i / 10, 0.1, i / 100)
+    answer(made, "r0", 0.1, 40, now=5.0)
+    assert made.slow() == set()
+    for i in range(60):
+        is_late = i * share % 1 + share >= 1
+        made.answered("r0", 2.0 if is_late else 0.1, 0.1, 8.0 + i / 10)
+    assert made.slow() == {"r0"}
 
 
 def test_half_of_the_replicas_stay_however_slow_they_are():

@@ -23,6 +23,10 @@ MIN_LATE = 0.5
 """A replica counts as slow only if more than this share of its requests was late: one prompt of
 100,000 tokens is late everywhere."""
 
+MIN_WAVES = 2
+"""A replica counts as slow only after so many waves of late requests. A wave is a late request and
+those sent before its first token: all that waited behind one long prompt are late together."""
+
 MAX_OUT = 0.5
 """Largest share of replicas that is taken out for being slow or wrong. With more, the cause is
 something else."""
@@ -65,7 +69,8 @@ class Watched:
     late_s: float = 0.0  # smoothed delay of first tokens beyond the predicted TTFT
     ttft_s: float = 0.0  # smoothed
     late_share: float = 0.0  # smoothed, of requests that were late by `SLOW_EXCESS_S`
-    late_at: float = -inf  # first token of the last late request that was counted
+    late_at: float = -inf  # first token of the request that began the last wave of late ones
+    late_waves: int = 0  # since `late_share` was last below half of `MIN_LATE`
     wrong: int = 0  # wrong probes in a row
 
 
@@ -137,15 +142,16 @@ class ReplicaGuard:
             return
         watched.failures, watched.trial = 0, False
         is_late = ttft_s - predicted_s > SLOW_EXCESS_S
-        if is_late and now - ttft_s < watched.late_at:
-            return  # it waited behind a late one: of one long prompt's delay all say the same
-        if is_late:
+        if is_late and now - ttft_s >= watched.late_at:
+            watched.late_waves += 1
             watched.late_at = now
         weight = max(_LEARN, 1 / (watched.seen + 1))
         watched.seen += 1
         watched.late_s += weight * (max(0.0, ttft_s - predicted_s) - watched.late_s)
         watched.ttft_s += weight * (ttft_s - watched.ttft_s)
         watched.late_share += weight * (is_late - watched.late_share)
+        if watched.late_share < MIN_LATE / 2:
+            watched.late_waves = 0
         if self._is_slow(replica, now):
             _, others = self._others(replica, now) or (0.0, 0.0)
             self._pause(
@@ -171,6 +177,7 @@ class ReplicaGuard:
         return (
             watched.ttft_s > self.slow_factor * ttft_s
             and watched.late_share > MIN_LATE
+            and watched.late_waves >= MIN_WAVES
             and watched.late_s > late_s + SLOW_EXCESS_S
         )
 
