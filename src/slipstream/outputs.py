@@ -275,7 +275,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOutput:
-    """How well two texts match: the higher the better."""
+    """The score of a pair of texts: a higher one is a better match."""
 
     score: float
     num_tokens: int  # computed for it

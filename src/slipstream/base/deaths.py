@@ -15,7 +15,8 @@ MAX_PAUSE_S = 30.0
 
 
 def stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
-    """The pipe to a process that was started with one. Our children end when it closes."""
+    """Returns the pipe to the standard input of a child process that has one. Our children end when
+    it closes."""
     if process.stdin is None:
         raise ValueError("the process was started without a pipe to it")
     return process.stdin

@@ -213,7 +213,7 @@ class CompressionRun:
         return found
 
     def input_rounding(self, index: int) -> dict[str, FakeInputs]:
-        """How the inputs of a finished layer's products are rounded. Slipstream does it token by
+        """The rounding of the inputs of a finished layer's products. Slipstream does it token by
         token, even if the checkpoint has a static scale."""
         note = self.work.note(f"layer-{index:05d}") or {}
         found = {}
@@ -428,7 +428,8 @@ def _columns(names: Names, notes: Sequence[dict[str, Any]]) -> dict[str, list[in
 
 
 def resolve_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """The device and type that "auto" or names stand for. ConfigError if they are not available."""
+    """Returns the device and the type for "auto" or names. ConfigError if they are not
+    available."""
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ConfigError(

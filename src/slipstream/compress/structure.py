@@ -438,8 +438,8 @@ def cut_config(
 def _kinds_of_layers(
     config: Mapping[str, Any], whole: ModelSpec, kept: PruneSelection
 ) -> dict[str, Any]:
-    """The lists by layer of a hybrid's config. Nemotron-H's have an entry for a mixer and one for
-    the MLP after it."""
+    """Returns the lists by layer of a hybrid's config, for the layers that are kept. Nemotron-H's
+    have an entry for a mixer and one for the MLP after it."""
     found: dict[str, Any] = {}
     for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         kinds: Any = config.get(key) or ()

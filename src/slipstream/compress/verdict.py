@@ -87,8 +87,8 @@ def headline(
 
 
 def rounded_before(source: ModelDescription) -> str | None:
-    """How a GGUF file's layers were rounded, such as "4-bit already: Q4_1, …"; None if they were
-    not. The type of most values gives the bits."""
+    """Describes the rounding of a GGUF file's layers, such as "4-bit already: Q4_1, …"; None if
+    they were not rounded. The type of most values gives the bits."""
     if source.gguf is None:
         return None
     products = [

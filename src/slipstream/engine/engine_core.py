@@ -243,7 +243,7 @@ class EngineCore:
 
     @cached_property
     def cache_news(self) -> CacheNews:
-        """News of the prefix cache for routers. Empty in this engine."""
+        """Changes of the prefix cache, for routers. Empty in this engine."""
         return CacheNews(self.config.cache.block_size, None, {})
 
     # --- From start to end --------------------------------------------------------------------------------------------

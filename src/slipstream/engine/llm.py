@@ -265,8 +265,8 @@ class LLM(OfflineEngine):
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest answers of each prompt, as transformers finds them; `engine/beams.py` says how. A RequestError names a
-        prompt that can't work before anything runs."""
+        """Finds the likeliest answers of each prompt, as transformers does; `engine/beams.py` says
+        how. A RequestError names a prompt that can't work before anything runs."""
         prompts = _listed(prompts)
         adapters = self._adapters(lora_request, len(prompts))
         searches = [

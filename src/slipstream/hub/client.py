@@ -296,7 +296,7 @@ class HubClient:
                 self._sleep(wait_s)
 
     def _refuse(self, response: httpx.Response, name: str, file: str | None = None) -> None:
-        """Raise the error that a status stands for."""
+        """Raises the error for a status."""
         status, code = response.status_code, response.headers.get("x-error-code", "")
         login = "log in with `hf auth login`"
         if code == "GatedRepo" or (status == 403 and code != "RepoNotFound"):

@@ -36,8 +36,8 @@ def list_models(download_dir: str | None = None) -> list[CachedModel]:
 
 
 def find_models(name: str, download_dir: str | None = None) -> list[CachedModel]:
-    """The models in the caches that a name stands for: each quant of ORG/NAME. DownloadError if there
-    is none."""
+    """Finds the models with a name in the caches: each quant of ORG/NAME. DownloadError if there is
+    none."""
     there = list_models(download_dir)
     try:
         source = parse_name(name)

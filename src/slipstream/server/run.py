@@ -234,7 +234,7 @@ def url(settings: ServerSettings, listener: socket.socket) -> str:
 
 
 def uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
-    """uvicorn's configuration for a server or a fleet's gateway."""
+    """Makes uvicorn's configuration for a server or a fleet's gateway."""
     # Everything was drained before; this is for clients that do not read their answer.
     return uvicorn.Config(
         app,

@@ -160,7 +160,7 @@ class AttentionSpec:
 
     @property
     def times(self) -> int:
-        """How often a head of the product is computed."""
+        """Number of times that the product computes each head."""
         return 1 if self.differential is None else 2
 
     @property
@@ -546,7 +546,7 @@ MLPSpec: TypeAlias = DenseSpec | MoESpec
 
 
 class TransformerBlock:
-    """How a layer's attention and MLP are normed and added to the residual."""
+    """The order of norms, attention, MLP and residual sums in a layer."""
 
     __slots__ = ()
 

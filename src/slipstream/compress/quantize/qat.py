@@ -147,7 +147,7 @@ def train(
         return found
 
     def backward(chosen: Sequence[int]) -> Tensor:
-        """Add the gradients of the loss on these windows. Returns the loss."""
+        """Adds the gradients of the loss on these windows. Returns the loss."""
         batch = SequenceBatch.of([list(windows[i]) for i in chosen], device)
         target = original_hidden(chosen)
         h = ends.embedded(batch.token_ids, batch.meta)

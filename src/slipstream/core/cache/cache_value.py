@@ -134,7 +134,7 @@ class ValueOrder:
         return taken
 
     def following(self, block: int) -> Sequence[int]:
-        """Blocks of the same chain from a cached one on, as far as they are known."""
+        """A cached block and those after it in the chain, as far as they are known."""
         run = self._owners[block]
         return (block,) if run is None or run.blocks[0] != block else run.blocks
 

@@ -338,7 +338,7 @@ class Sessions:
         self._changed(session)
 
     def pausing(self, kind: Kind) -> Session:
-        """A session that is not in use."""
+        """Makes a session that is not in use."""
         session = Session(kind)
         session.num_open = 1
         self.close(session, kind)

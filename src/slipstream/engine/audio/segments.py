@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptionWord:
-    """A word, with the space before it, and its times."""
+    """A word, with the space before it, and its start and end in seconds."""
 
     start: float
     end: float

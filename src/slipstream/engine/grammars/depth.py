@@ -76,7 +76,7 @@ class TooDeepError(ValueError):
 
 
 def check_json_text(text: str) -> None:
-    """Raise TooDeepError if objects and lists are in each other too deeply."""
+    """Raise TooDeepError if objects and lists are nested too deeply."""
     depth = 0
     for found in _BRACKETS.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)

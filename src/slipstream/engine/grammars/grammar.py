@@ -308,7 +308,7 @@ class Grammars:
         return bool(self._late)
 
     def arrived(self) -> list[str]:
-        """Requests whose late masks are there now."""
+        """Ids of the requests whose late masks have arrived."""
         found = [name for name, (_, mask) in self._late.items() if mask.done()]
         for name in found:
             state, mask = self._late.pop(name)

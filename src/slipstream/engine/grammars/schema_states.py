@@ -307,7 +307,8 @@ class SchemaStates:
         self._num_runs = 0
 
     def keep_run(self, spot: SchemaSpot, shared: object, run: Run) -> None:
-        """Keep what is forced at a spot for all answers there whose `shared` ends are the same."""
+        """Keep the tokens that are forced at a spot, for all answers there with the same `shared`
+        ends."""
         if self._num_runs < MAX_RUNS and self._may_share(spot.state):
             self._num_runs += 1
             spot.state.runs[spot.last, shared] = run

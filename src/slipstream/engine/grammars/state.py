@@ -178,7 +178,7 @@ class GrammarState:
 
     @property
     def _own(self) -> LLMatcher:
-        """The matcher as it is. Only a grammar has one."""
+        """Returns the matcher itself. Only a grammar has one."""
         if self._matcher is None:
             raise GrammarError("the answer has a budget of reasoning alone, and no grammar")
         return self._matcher

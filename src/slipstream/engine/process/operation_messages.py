@@ -39,7 +39,8 @@ class LoadAdapter(msgspec.Struct, tag=True):
 
 
 class UnloadAdapter(msgspec.Struct, tag=True):
-    """Requests that run end as they would; the adapter's memory goes when the last has ended and others need it."""
+    """Unloads an adapter. Requests that run end as they would; its memory goes when the last has
+    ended and others need it."""
 
     name: str
     ticket: int

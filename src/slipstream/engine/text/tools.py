@@ -164,7 +164,7 @@ class Reading:
     def reasoning(
         self, tokenizer: GrammarTokenizer, *, is_structured: bool = False
     ) -> ReasoningMarkers | None:
-        """How the tokens of reasoning are found. None: the model has none. With `is_structured` the
+        """Returns the markers of reasoning. None: the model has none. With `is_structured` the
         answer has a grammar, for which a call within reasoning is a part of it."""
         form = self.form
         if form is not None and (own := form.reasoning(self.offered)) is not None:

@@ -322,7 +322,7 @@ class PictureProcessor(MediaProcessor):
         return [*found, whole] if sizes.thumbnail else found, rows, columns
 
     def _ratio_tiles(self, source: OpenPicture, sizes: RatioTiles, *, splits: bool) -> list[Image]:
-        """The tiles row by row, with the whole picture after them if they are several."""
+        """Returns the tiles row by row, and the whole picture after them if there are several."""
         tile = sizes.tile
         rows, columns = tiles_by_ratio(source.height, source.width, sizes) if splits else (1, 1)
         whole = source.scaled(tile, tile, self._how)

@@ -251,7 +251,8 @@ class Forwarder:
         by_load: bool = False,
         also: Set[str] = frozenset(),
     ) -> Decision | None:
-        """`also`: replicas that may be chosen although the guard has taken them out."""
+        """Decides on a replica. `also`: replicas that may be chosen although the guard has taken
+        them out."""
         exclude = set(call.tried)
         if call.is_line:
             exclude |= {

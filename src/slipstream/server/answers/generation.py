@@ -186,7 +186,8 @@ class Answer:
         raise NotImplementedError
 
     def event(self, *choice: bytes, num_before: int = 0) -> bytes:
-        """`num_before`: tokens that are counted already and come after the event."""
+        """Makes the event of a delta. `num_before`: tokens that are counted already and come after
+        the event."""
         tail = self.tail
         if self.continuous_usage:
             usage = self.usage()

@@ -300,7 +300,7 @@ class Work:
         self._bytes = sum(path.stat().st_size for path in self.paths.values() if path.exists())
 
     def next(self) -> Line | None:
-        """The next line without an answer, suspects first; None after the last."""
+        """Takes the next line without an answer, suspects first; None after the last."""
         if self.suspects:
             return self.suspects.popleft()
         if self.again:

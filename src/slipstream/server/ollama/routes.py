@@ -278,8 +278,8 @@ def _chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def _content(text: str | None, images: list[str] | None) -> str | list[dict[str, Raw]] | None:
-    """A message's content as a chat has it: pictures, then the text. The format of a picture is
-    found in its data."""
+    """Converts a message's content to that of a chat: pictures, then the text. The format of a
+    picture is found in its data."""
     if not images:
         return text
     parts = [picture_part(f"data:image/png;base64,{image}", None) for image in images]

@@ -178,8 +178,8 @@ def _quantization(
     names: Mapping[str, Placement],
     stored: frozenset[str],
 ) -> StoredQuantization | None:
-    """How the part's weights are stored. Tools often leave layers that draft as they were, whatever
-    their config says, so the tensors decide."""
+    """The format in which the head's weights are stored. Tools often leave layers that draft as
+    they were, whatever their config says, so the tensors decide."""
     if whole is None or not stored:
         return whole
     modules = {name.removesuffix(".weight") for name in names}

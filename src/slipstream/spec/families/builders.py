@@ -248,7 +248,8 @@ def _labels_of(c: ConfigReader, end: str) -> int | None:
 
 
 def kinds_of_layers(c: ConfigReader, default: str | Callable[[int], str]) -> list[str]:
-    """`layer_types`: full_attention or sliding_attention for each layer. `default` is for configs without it."""
+    """Reads the kind of each layer from `layer_types`: full_attention or sliding_attention.
+    `default` is for configs without it."""
     return kinds(c, ("full_attention", "sliding_attention"), default)
 
 

@@ -248,7 +248,7 @@ class Chain(Drafter):
         return partial(self.graphs.kept_drafts, drafted)
 
     def see(self, requests: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        """Compute the unseen tokens before each request's last one."""
+        """Computes the tokens that the drafter has not seen, except each request's last one."""
         for shares in self.unseen(requests, rows, [0] * len(requests)):
             self.step(shares, rows)
         for s in requests:

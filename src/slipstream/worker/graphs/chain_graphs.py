@@ -127,7 +127,7 @@ class ChainGraphs(GraphStore):
         self._replay(drafted, [0] * len(drafted), depth)
 
     def kept_drafts(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
-        """Drafts [N] of the requests' last chains."""
+        """Returns the drafts [N] of the requests' last chains."""
         width = self._last_drafts.shape[1]
         begins = [self.rows.rows[s.request_id].index * width for s in drafted]
         where = [

@@ -53,7 +53,7 @@ class MixedInputs:
 
     @staticmethod
     def sampled(inputs: Any, size: Size) -> Any:
-        """`sample_index`, `sample_rows` and `sample_positions` as one array [3, T]."""
+        """The parts `sample_index`, `sample_rows` and `sample_positions` as one array [3, T]."""
         (begin, _), _, (_, end) = _bounds(size, 0)[2:5]
         return inputs[begin:end].reshape(3, -1)
 

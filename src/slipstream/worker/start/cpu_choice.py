@@ -93,7 +93,7 @@ class CpuChoice:
 
     @property
     def reason(self) -> str:
-        """Times of the types, for `doctor` and the log."""
+        """Describes the times of the types, for `doctor` and the log."""
         best = {
             t.weights: t
             for t in self.timings
@@ -287,7 +287,8 @@ _CONFIG = {
 
 @cache
 def _spec() -> ModelSpec:
-    """Two layers of 8M parameters: 34 MB in bfloat16, more than a core's own cache."""
+    """Spec of a test model: two layers of 8M parameters, 34 MB in bfloat16, more than a core's own
+    cache."""
     return find_family("llama", None).read(ConfigReader(_CONFIG))
 
 

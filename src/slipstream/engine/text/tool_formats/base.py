@@ -271,7 +271,7 @@ class Parser:
                 depth += (c in "{[") - (c in "}]")
 
     def value_after(self, begin: str, out: Callable[[str], None]) -> Script:
-        """`value`, of which `begin` was taken already."""
+        """Passes on a JSON value as `value` does; its `begin` was taken already."""
         self.put_back(begin)
         yield from self.value(out)
 
@@ -516,7 +516,7 @@ class Writer:
 
 
 class ToolFormat(ABC):
-    """How one family of models writes tool calls."""
+    """A format in which one family of models writes tool calls."""
 
     name: ClassVar[str]
     markers: ClassVar[tuple[str, ...]]
@@ -541,7 +541,7 @@ class ToolFormat(ABC):
 
     @classmethod
     def of(cls, template: str) -> ToolFormat:
-        """The format as a template has it, whose tags may have a part that differs by model."""
+        """Returns the format with the tags that the template has, which may differ by model."""
         return cls()
 
     @classmethod
@@ -584,7 +584,7 @@ class ToolFormat(ABC):
         return ()
 
     def reasoning(self, tools: Sequence[Tool]) -> ReasoningMarkers | None:
-        """How reasoning is found, where it is part of the format. None: by the model's markers."""
+        """The format's own way to find reasoning. None: by the model's markers."""
         return None
 
     def free(self, writer: Writer) -> str:

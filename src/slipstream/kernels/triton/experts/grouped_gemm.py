@@ -51,7 +51,7 @@ def _permute_kernel(
 
 
 def permute_rows(x: Activations, tiles: ExpertTiles, top_k: int) -> Activations:
-    """x [T, K] → [T · k, K], one row a pair, in the experts' order."""
+    """Copies rows to the experts' order: x [T, K] → [T · k, K], one row a pair."""
     assert tiles.inverse is not None
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     (num_tokens, inner), count = values.shape, tiles.inverse.numel()

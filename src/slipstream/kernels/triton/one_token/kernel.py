@@ -197,7 +197,7 @@ def covers_latents(shape: TokenShape, latent: MLAShape, form: int) -> bool:
 
 
 def heads_per_block(shape: TokenShape) -> int:
-    """Heads for which one program attends in a long sequence of latents."""
+    """Number of heads for which one program attends in a long sequence of latents."""
     return HEADS_PER_BLOCK if shape.num_heads % HEADS_PER_BLOCK == 0 else 1
 
 

@@ -85,7 +85,7 @@ def _iq4_number(code):
 
 @triton.jit
 def _number(code, BITS: tl.constexpr, ZERO: tl.constexpr, BOOK: tl.constexpr, kind: tl.constexpr):
-    """The value that a code stands for, exact in `kind`."""
+    """Converts a code to its value, exact in `kind`."""
     if BOOK == "linear":
         if BITS == 8:
             return code.to(tl.int8).to(kind)
