@@ -33,7 +33,8 @@ class Logprob:
 
 
 class _Hinting:
-    """A mixin: reading a field that vLLM's answer has, and this one has not, says what to read instead."""
+    """A mixin for answers: reading a field of vLLM's answer that this one lacks raises an error
+    with the field to read instead."""
 
     __slots__ = ()
 
@@ -63,9 +64,10 @@ class PositionLogprobs(_Late):
     def late(
         cls, made: Callable[[Any], tuple[Logprob, tuple[Logprob, ...]]], given: Any
     ) -> PositionLogprobs:
-        """Log-probabilities whose fields are `made(given)`, once somebody reads them.
+        """Returns log-probabilities whose fields are made by `made(given)` when they are first
+        read.
 
-        Their texts take several microseconds, which a step of many requests has not got.
+        Their texts take several microseconds, which a step of many requests does not have.
         """
         self = object.__new__(cls)
         object.__setattr__(self, "_late", (made, given))

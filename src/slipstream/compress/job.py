@@ -90,7 +90,7 @@ class CompressOptions:
             )
 
     def refuse_report(self, what: str) -> None:
-        """ConfigError if an option of the report is given: `what` has its own receipt."""
+        """Raises ConfigError if an option of the report is given: `what` has its own receipt."""
         names = (
             *("max_kl", "speed", "no_report", "back_off", "allow_any_quality", "dtype", "text"),
             *("eval_windows", "max_perplexity_ratio", "min_top1"),

@@ -17,7 +17,8 @@ Divergence: TypeAlias = Literal["forward", "reverse", "js"]
 
 
 def require(settings: Any, is_allowed: Callable[[Any], bool], what: str, *fields: str) -> None:
-    """ConfigError for the first of these fields whose value is not allowed; `what` says which values are."""
+    """Raises ConfigError for the first of these fields whose value is not allowed; `what` says
+    which values are."""
     for name in fields:
         if not is_allowed(value := getattr(settings, name)):
             raise ConfigError(f"{name}={value!r} must be {what}", field=name)

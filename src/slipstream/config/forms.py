@@ -190,7 +190,8 @@ class TensorParallel(_Form):
 
 @dataclass(frozen=True, slots=True)
 class DealtRequests(_Form):
-    """Ranks that have requests and a KV cache of their own each, and share out whole experts."""
+    """Ranks that have requests and a KV cache of their own each, and divide the experts among
+    them."""
 
     size: int
 

@@ -282,7 +282,8 @@ class BeamSearches:
         return taken
 
     def _noted(self, output: LikeliestTokens) -> list[PromptSearch]:
-        """Write the candidates of a step's beams to the table. Returns the searches whose beams have all come."""
+        """Writes the candidates of a step's beams to the table. Returns the searches all of whose
+        beams have arrived."""
         rows, ready = list[int](), list[PromptSearch]()
         for name, num_cached in zip(output.request_ids, output.num_cached_tokens, strict=True):
             owner = self._owners.get(name)

@@ -364,8 +364,8 @@ class Shortener:
         unit: Unit,
         protect: tuple[str, ...],
     ) -> Compressed:
-        """Shortens the texts of `parts`, each with whether it is protected. ConfigError or
-        RequestError say what is wrong."""
+        """Shortens the texts of `parts`, which are pairs (text, whether it is protected).
+        ConfigError or RequestError say what is wrong."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise RequestError(

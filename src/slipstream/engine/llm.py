@@ -464,7 +464,8 @@ class LLM(OfflineEngine):
         add_special_tokens: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
-        """One request's answer as it comes: each item holds what is new. Closing the iterator cancels the request."""
+        """Streams one request's answer: each item has the new output. Closing the iterator cancels
+        the request."""
         if sampling_params is not None and sampling_params.best_of is not None:
             refuse_best_of()
         request = self._input.prepare(

@@ -90,8 +90,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """A choice of text, its length and how it is cut: a perplexity depends on all of these.
-    `num_windows` of None takes the whole source."""
+    """Settings of a text: its source, its length and how it is cut. A perplexity depends on all of
+    them. `num_windows` of None takes the whole source."""
 
     source: str = DEFAULT_TEXT
     part: Part = "evaluation"

@@ -88,7 +88,8 @@ class _TryAgainError(Exception):
 
 
 class HubClient:
-    """A hub at an address, such as https://huggingface.co. `say` is told of waits."""
+    """A hub at an address, such as https://huggingface.co. `say` is called with a message about
+    each wait."""
 
     def __init__(
         self,

@@ -445,7 +445,7 @@ class ServerState:
         return self.observers.metrics
 
     def join(self, check: IdleCheck) -> None:
-        """Run a check as long as the server runs, and tell what it finds."""
+        """Runs a check as long as the server runs, and reports its findings."""
         self.checks.append(check)
         self.metrics.more.append(check.families)
         self.background.append(check.run)

@@ -158,8 +158,8 @@ def requests_of(turns: Sequence[PlannedTurn]) -> tuple[TrafficRequest, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionWorkload(Workload):
-    """Sessions without a load. Those of an agents' `load` go on for as many as are asked for;
-    a trace has what it has."""
+    """Sessions without a load. Sessions of an agents' `load` are drawn without end; those of a
+    trace are limited."""
 
     sessions: tuple[Session, ...]
     load: AgentLoad | None = None  # None: a trace's

@@ -282,7 +282,8 @@ def _token_dense(
 
 
 def _product(file: Path, activation: DenseActivation) -> DenseStep | None:
-    """The product whose weight and bias are a safetensors file; None if there is no such file."""
+    """Reads a product from a safetensors file of its weight and bias; None if there is no such
+    file."""
     if not file.is_file():
         return None
     shapes = file_shapes(file)

@@ -195,8 +195,8 @@ class Transcription:
         return prompt, sampling
 
     def question(self, token_ids: Sequence[int]) -> AlignmentQuestion | None:
-        """A question about what `take` has to know of the window to tell times of words. Like transformers it leaves out an
-        answer's last token."""
+        """Returns the question whose answer gives `take` the times of the window's words. Like
+        transformers it leaves out an answer's last token."""
         num_skipped = len(self._prompt_ids) + len(self._forced)
         read = (*self._prompt_ids, *token_ids[:-1])
         if not self.options.words or len(read) <= num_skipped:

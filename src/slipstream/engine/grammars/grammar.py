@@ -192,8 +192,8 @@ class Grammars:
         return bool(self._pending)
 
     def compiled(self) -> list[tuple[str, str | None]]:
-        """The requests whose grammar has become ready, or why it has not. Those in `overloaded` may come again: only their
-        turn did not come."""
+        """Takes the requests whose grammars are compiled, or failed, with the error. Those in
+        `overloaded` may come again: only their turn did not come."""
         found: list[tuple[str, str | None]] = []
         self.overloaded.clear()
         for request_id, (request, future) in list(self._pending.items()):

@@ -258,7 +258,8 @@ class SchemaStates:
         return made
 
     def choose(self, rows: Iterable[R]) -> list[tuple[SchemaSpot, R]]:
-        """The spots whose masks are unknown, each with the row there whose matcher lacks the fewest tokens."""
+        """Chooses the spots whose masks must be computed, each with the row whose matcher has the
+        fewest tokens to catch up on."""
         least: dict[tuple[SchemaState, int], tuple[SchemaSpot, R]] = {}
         for row in rows:
             spot = row.spot

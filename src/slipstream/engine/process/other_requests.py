@@ -34,7 +34,8 @@ T = TypeVar("T")
 
 
 class OtherRequests(WeightOperations):
-    """Requests whose outputs come to `take_others`, and the pictures of prompts."""
+    """The requests other than generation, whose outputs come to `take_others`, and the pictures of
+    prompts."""
 
     tokenizer: Tokenizer | None
     _input: InputProcessor

@@ -45,7 +45,8 @@ class SparseEmbeddingOutput:
 
 
 def text_task(model: ModelDescription, asked: str | None, field: str = "task") -> TextTask:
-    """The task that vLLM calls `asked`; None: the model's own. RequestError if the model does not do it."""
+    """Returns the task with vLLM's name `asked`; None: the model's own. RequestError if the model
+    does not do it."""
     own, classifier = model.text_task, model.spec.classifier
     names: dict[str, TextTask]
     if classifier is not None and own == "token_embed":

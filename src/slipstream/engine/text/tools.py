@@ -181,8 +181,8 @@ class Reading:
         )
 
     def call_tokens(self, tokenizer: GrammarTokenizer) -> tuple[int, ...]:
-        """Tokens such that each answer with a call contains at least one of them. Empty if there are no such tokens,
-        or no tools."""
+        """Returns tokens of which each answer with a call contains at least one. Empty if there are
+        no such tokens, or no tools."""
         form, found = self.form, set[int]()
         if form is None or not self.offered:
             return ()

@@ -70,7 +70,7 @@ class ClientThreads:
         return call.future
 
     def _begin(self) -> None:
-        """Begin the calls whose turn has come."""
+        """Begins the calls that are next in turn."""
         while True:
             with self._lock:
                 call = self._next()

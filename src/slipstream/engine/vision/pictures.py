@@ -472,7 +472,8 @@ def _decoded(file: PictureFile) -> Image:
 
 
 def _flat(image: Image, *, is_own: bool) -> Image:
-    """The image without transparency, whose first three bands are red, green and blue, or whose first is grey."""
+    """Returns the image without transparency: its first three bands are red, green and blue, or its
+    first is grey."""
     import PIL.Image
 
     if image.mode.startswith("I;16"):  # which `convert` would cut at 255

@@ -1,4 +1,4 @@
-"""A request at the gateway, its try at a replica, and what the two say to each other."""
+"""A request at the gateway, its try at a replica, and the headers that both exchange."""
 
 from __future__ import annotations
 

@@ -247,8 +247,9 @@ class Router:
     def reset(
         self, replica: str, sequence: int, stored: Iterable[bytes], *, has_states: bool = False
     ) -> None:
-        """Replace all that the replica holds; the report has this sequence number. With `has_states`
-        it goes on from checkpoints of recurrent states, which are among what it holds."""
+        """Replaces all keys that the replica holds; the report has this sequence number. With
+        `has_states` the replica continues only from checkpoints of recurrent states, which are
+        among its keys."""
         known = self._replicas[replica]
         if known.sequence is not None:
             self._take_slot(known, self._leave_slot(known))

@@ -315,8 +315,8 @@ def _store_head(x, at, mask, scale, out_ptr, SCALED: tl.constexpr, CACHED: tl.co
 
 @triton.jit
 def _to_cache(x, scale, cache_ptr, SCALED: tl.constexpr):
-    """x in the cache's dtype. Always finite: attention reads whole tiles and gives other sequences'
-    keys weight 0, and 0 · inf is NaN."""
+    """Converts x to the cache's dtype. The result is always finite: attention reads whole tiles and
+    gives other sequences' keys weight 0, and 0 · inf is NaN."""
     kind: tl.constexpr = cache_ptr.dtype.element_ty
     if SCALED:
         x = tl.where(tl.abs(x) < float("inf"), x, 0.0)

@@ -36,8 +36,8 @@ T = TypeVar("T", bound=Struct)
 
 
 async def read_body(scope: Scope, receive: Receive, settings: ServerSettings) -> bytes:
-    """The whole body. ApiError (413) as soon as it is known to be too long, or 408 if it takes too
-    long."""
+    """Reads the whole body. ApiError (413) as soon as it is known to be too long, or 408 if it
+    takes too long."""
     limit = settings.max_body_bytes
     why = f"the body is longer than the {limit} bytes this server takes (--max-body-bytes)"
     too_long = ApiError(413, why, code="request_too_large")

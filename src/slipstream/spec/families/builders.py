@@ -118,7 +118,7 @@ def before(norm: NormSpec) -> SequentialBlock:
 
 
 def after(norm: NormSpec) -> SequentialBlock:
-    """A block with a norm of what attention gives and one of what the MLP gives, before they are added (OLMo 2)."""
+    """Makes a block that norms the results of attention and MLP before they are added (OLMo 2)."""
     return SequentialBlock(post_attention=norm, post_mlp=norm)
 
 

@@ -665,7 +665,7 @@ def within_pinpoint(height: int, width: int, size: tuple[int, int]) -> tuple[int
 
 
 def without_padding(height: int, width: int, grid: PatchGrid) -> PatchGrid:
-    """The part of a grid in whose middle a picture of this height and width stands."""
+    """Returns the middle part of a grid that a picture of this height and width covers."""
     rows, columns = grid
     if width / height > columns / rows:
         return PatchGrid(

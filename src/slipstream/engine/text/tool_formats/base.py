@@ -68,7 +68,8 @@ Script: TypeAlias = Generator[None, None, None]
 
 
 class _Text:
-    """Text whose whitespace at the end is held back, until more text or the end of the answer comes."""
+    """Text whose trailing whitespace is held back, until more text or the end of the answer
+    comes."""
 
     def __init__(self, make: Callable[[str], Event], events: list[Event]) -> None:
         self._make, self._events = make, events

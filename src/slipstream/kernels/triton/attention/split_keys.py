@@ -117,8 +117,8 @@ class DecodeParts:
         splits: int,
         num_steps: int = 1,
     ) -> list[DecodeParts]:
-        """Parts of each of `num_steps` steps, whose `num_seqs` decodes stand at equal distances in
-        `lens`. Without `splits`, `num_extra` limits the parts after the first ones."""
+        """Finds the parts of each of `num_steps` steps, whose `num_seqs` decodes are at equal
+        distances in `lens`. Without `splits`, `num_extra` limits the parts after the first ones."""
         num_slots = 1
         if splits:
             num_extra = num_seqs * (splits - 1)
