@@ -148,7 +148,7 @@ class CompressionRun:
 
     @cached_property
     def source(self) -> ModelDescription:
-        """The original; with its own output head if the recipe rotates."""
+        """The original model; with its own output head if the recipe rotates."""
         return self.original if self.rotation is None else rotate.untied(self.original)
 
     @cached_property
@@ -312,7 +312,7 @@ def write_ends(run: CompressionRun) -> str:
 def compress_layer(
     run: CompressionRun, index: int, text: Stream | None, sparsity: float
 ) -> LayerState:
-    """Take one layer through the recipe's steps."""
+    """Compresses one layer by the recipe's steps."""
     prefix = f"layers.{index}."
     planned = {
         w.name.removeprefix(prefix): w

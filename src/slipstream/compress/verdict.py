@@ -19,7 +19,7 @@ DENSE_TYPES = frozenset(("F32", "F16", "BF16"))
 
 
 def check_max_kl(max_kl: float | None) -> None:
-    """ConfigError if a limit of the mean KL is negative or NaN."""
+    """Raises ConfigError if a limit of the mean KL is negative or NaN."""
     if max_kl is not None and not max_kl >= 0:
         raise ConfigError(
             f"--max-kl must be a number of nats of at least 0, got {max_kl}", field="max_kl"

@@ -87,7 +87,7 @@ class HeadDrafts(LearnedDrafts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MTPDrafts(LearnedDrafts):
-    """Drafts of the layers for it in the model's own checkpoint."""
+    """Drafts of the model's own layers for multi-token prediction, which its checkpoint has."""
 
     method: ClassVar[Literal["mtp"]] = "mtp"
 

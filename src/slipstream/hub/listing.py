@@ -166,7 +166,7 @@ def _removed(model: CachedModel, download_dir: str | None) -> int:
 
 
 def license_of(name: str, path: Path) -> str | None:
-    """The licence by the table of short names, or by the card that a hub's snapshot has."""
+    """Finds the licence in the table of short names, or in the card that a hub's snapshot has."""
     if (entry := named(name)) is not None:
         return entry.license
     for folder in (path, *path.parents[:2]) if path.is_dir() else path.parents[:2]:

@@ -527,7 +527,7 @@ def as_row(result: TrialResult) -> dict[str, Any]:
 
 
 def result_of(row: Mapping[str, Any], space: Space) -> TrialResult:
-    """The result in a row of `as_row`. KeyError if the row is from another space."""
+    """Reads the result in a row of `as_row`. KeyError if the row is from another space."""
     candidate = Candidate(
         row["compression"], tuple((name, row["settings"][name]) for name in space.axes)
     )

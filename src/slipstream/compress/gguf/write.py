@@ -120,7 +120,7 @@ def write_gguf(
 
 
 def require_gguf() -> None:
-    """ConfigError if the gguf package is not installed."""
+    """Raises ConfigError if the gguf package is not installed."""
     try:
         import gguf  # noqa: F401
     except ImportError as error:
@@ -212,7 +212,8 @@ def _read(run: GGUFRun, part: str, tensor: PlannedBlocks) -> Tensor:
 
 
 def _write_ends(run: GGUFRun, text: Stream | None) -> None:
-    """Embeddings, last norm and head. The head's inputs are the last states after the norm."""
+    """Writes embeddings, last norm and head. The head's inputs are the last states after the
+    norm."""
     spec, stats = run.source.spec, dict[str, InputStats]()
     if text is not None and spec.embed_size is None:
         ends = load_ends(run.source, device=run.device, dtype=run.dtype)

@@ -150,7 +150,7 @@ class Opened:
 
 
 def about(record: RequestRecord) -> bytes:
-    """The request's id, time, key and priority, encoded for its replica
+    """Encodes the request's id, time, key and priority for its replica
     (`server.operations.fleet`)."""
     found, key = f"{record.id} {record.created}", record.key
     if key is not None:

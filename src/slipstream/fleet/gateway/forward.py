@@ -132,7 +132,8 @@ class Forwarder:
         }
 
     async def see_through(self, version: Version, call: Call) -> None:
-        """Get a request answered, by as many replicas in turn as it takes and the limits allow."""
+        """Gets an answer to a request, from as many replicas in turn as it takes and the limits
+        allow."""
         if not call.is_line:
             self._shadow(version, call)
             self.members.hedges.request()

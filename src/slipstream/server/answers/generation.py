@@ -399,7 +399,7 @@ class Answer:
             )
 
     def push(self, outputs: list[CompletionOutput], *, finished: bool) -> None:
-        """Pass on new output. `finished`: it is a prompt's last."""
+        """Passes on new output. `finished`: it is the last output of a prompt."""
         self._num_running -= finished
         if self._replays:
             for new in outputs:

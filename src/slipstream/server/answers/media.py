@@ -75,7 +75,7 @@ async def read_pictures(state: ServerState, parts: Sequence[MediaPart]) -> list[
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all coroutines. If one fails the others are cancelled."""
+    """Awaits all coroutines and returns their results. If one fails the others are cancelled."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))

@@ -153,8 +153,8 @@ class LineRunner(Protocol):
     """Decides how many lines of batches run. An engine and a fleet have one each."""
 
     def look(self, running: Sequence[Scope]) -> tuple[int, Sequence[Scope]]:
-        """(number of lines that may start, running lines to cancel in order). `running` is ordered
-        oldest first."""
+        """Decides (number of lines that may start, running lines to cancel in order). `running` is
+        ordered oldest first."""
 
 
 class EngineLineRunner:
@@ -614,7 +614,7 @@ class BatchRunner:
         _logger.error("batch %s fails: %s", work.id, error)
 
     def _key(self, work: Work) -> tuple[Key | None, bool]:
-        """(key of the batch's owner, whether the batch may continue)."""
+        """Returns (key of the batch's owner, whether the batch may continue)."""
         if not self.state.keys:
             return None, not work.batch.owner
         key = self.state.keys.by_id(work.batch.owner)

@@ -132,7 +132,7 @@ def _digest(secret: str, salt: str) -> str:
 
 
 def new_secret(id_: str, salt: str | None = None) -> tuple[str, str, str]:
-    """(the key as its user sends it, the salt, the digest) of a new secret."""
+    """Makes a secret. Returns the key as its user sends it, the salt and the digest."""
     secret, salt = secrets.token_urlsafe(32), salt or secrets.token_hex(16)
     return f"sk-{id_}-{secret}", salt, _digest(secret, salt)
 

@@ -178,7 +178,7 @@ class Dispatch:
                     self.slots.release(slot, keep_alive)
 
     async def _acquire(self, slot: Slot, receive: Receive, record: RequestRecord) -> float | None:
-        """`ModelSlots.acquire`. A client that leaves, or the end of the server, ends the wait."""
+        """Calls `ModelSlots.acquire`. The wait ends when the client leaves or the server stops."""
         slot.note_death()
         if slot.state == "loaded" and not slot.is_closing and not slot.waiters:
             return await self.slots.acquire(slot)  # without a wait

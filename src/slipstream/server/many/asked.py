@@ -73,7 +73,7 @@ register(Asked)
 
 
 async def named_in_form(request: Request, settings: ServerSettings) -> tuple[Asked, bytes]:
-    """The field `model` of a form with a sound, and the whole body."""
+    """Reads the field `model` of a form with a sound, and the whole body."""
     chunks = list[bytes]()
     receive = request.receive
 

@@ -90,7 +90,7 @@ def plain(size: int, act: Activation, *, bias: bool = True) -> DenseSpec:
 
 
 def clamped(mlp: DenseSpec, limit: float) -> DenseSpec:
-    """The MLP with its activations clamped (Step 3.5), or as it is for 0."""
+    """Returns the MLP with its activations clamped (Step 3.5), or unchanged for 0."""
     return replace(mlp, activation=ClampedSilu(limit=limit)) if limit else mlp
 
 
@@ -113,7 +113,7 @@ def layer_norm(size: int, eps: float, *, bias: bool = True) -> NormSpec:
 
 
 def before(norm: NormSpec) -> SequentialBlock:
-    """A block with a norm before attention and one before the MLP."""
+    """Makes a block with a norm before attention and one before the MLP."""
     return SequentialBlock(pre_attention=norm, pre_mlp=norm)
 
 
