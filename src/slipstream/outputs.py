@@ -33,7 +33,8 @@ class Logprob:
 
 
 class _Hinting:
-    """A mixin: reading a field that vLLM's answer has, and this one has not, says what to read instead."""
+    """A mixin for answers: reading a field of vLLM's answer that this one lacks raises an error
+    with the field to read instead."""
 
     __slots__ = ()
 
@@ -63,9 +64,10 @@ class PositionLogprobs(_Late):
     def late(
         cls, made: Callable[[Any], tuple[Logprob, tuple[Logprob, ...]]], given: Any
     ) -> PositionLogprobs:
-        """Log-probabilities whose fields are `made(given)`, once somebody reads them.
+        """Returns log-probabilities whose fields are made by `made(given)` when they are first
+        read.
 
-        Their texts take several microseconds, which a step of many requests has not got.
+        Their texts take several microseconds, which a step of many requests does not have.
         """
         self = object.__new__(cls)
         object.__setattr__(self, "_late", (made, given))
@@ -91,7 +93,7 @@ class PositionLogprobs(_Late):
         return any(entry.token_id == token_id for entry in (self.chosen, *self.top))
 
     def __iter__(self) -> Iterator[int]:
-        """The token ids, the chosen one first."""
+        """Iterates over the token ids, the chosen one first."""
         return iter(dict.fromkeys(entry.token_id for entry in (self.chosen, *self.top)))
 
 
@@ -275,7 +277,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOutput:
-    """How well two texts match: the higher the better."""
+    """The score of a pair of texts: a higher one is a better match."""
 
     score: float
     num_tokens: int  # computed for it
@@ -288,8 +290,8 @@ class ScoreOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerankResult:
-    """A document and how well it answers the query: the higher the better. `index`: its place in
-    the request."""
+    """A document and its score for the query: a higher score is a better answer. `index`: its index
+    in the request."""
 
     index: int
     document: str

@@ -15,14 +15,15 @@ MAX_PAUSE_S = 30.0
 
 
 def stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
-    """The pipe to a process that was started with one. Our children end when it closes."""
+    """Returns the pipe to the standard input of a child process that has one. Our children end when
+    it closes."""
     if process.stdin is None:
         raise ValueError("the process was started without a pipe to it")
     return process.stdin
 
 
 def describe_exit(code: int) -> str:
-    """The end of a process in words, from its return code."""
+    """Describes in words how a process ended, from its return code."""
     if code >= 0:
         return f"ended with code {code}"
     names = {number.value: f" ({number.name})" for number in signal.Signals}

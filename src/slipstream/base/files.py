@@ -31,7 +31,7 @@ REFUSALS = frozenset(
 
 @contextmanager
 def writing(path: str | Path, field: str) -> Iterator[None]:
-    """Raise ConfigError, about the setting that named `path`, if the code inside can't write."""
+    """Context manager that turns OSError into a ConfigError about the setting that named `path`."""
     try:
         yield
     except OSError as error:
@@ -83,8 +83,8 @@ def open_new(path: str | Path, mode: int = 0o666) -> int:
 
 @contextmanager
 def waited_for(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Lock the file `path`, waiting until it is free. Gives False if `wait` is false and another
-    process holds it. OSError if that fails.
+    """Context manager that locks the file `path`, and waits until it is free. Yields False if
+    `wait` is false and another process holds it. OSError if that fails.
 
     The file is made, with its folders, and removed at the end. So are the folders that this made,
     if nothing else came into them.

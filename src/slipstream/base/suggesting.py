@@ -1,5 +1,5 @@
-"""Calls whose TypeError for an unknown argument names the likely one. Settings of other engines that ask for
-what is done anyway are taken without effect."""
+"""Wraps calls so that a TypeError for an unknown argument names the likely one. Settings of other
+engines that ask for what is done anyway are accepted without effect."""
 
 from __future__ import annotations
 

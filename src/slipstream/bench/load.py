@@ -52,26 +52,28 @@ class StreamingEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Burst:
-    """All requests at once."""
+    """Arrivals of all requests at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """`concurrency` users, each of whom sends the next request when the last one is answered."""
+    """Arrivals from `concurrency` users, each of whom sends the next request when the last one is
+    answered."""
 
     concurrency: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poisson:
-    """Independent users: exponential gaps, `rate` requests a second on average."""
+    """Arrivals from independent users: exponential gaps, `rate` requests a second on average."""
 
     rate: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ramp:
-    """Poisson whose rate grows linearly from `start_rate` to `end_rate` over `duration_s`, and stays there."""
+    """Poisson arrivals whose rate grows linearly from `start_rate` to `end_rate` over `duration_s`,
+    and stays there."""
 
     start_rate: float
     end_rate: float

@@ -11,7 +11,7 @@ from slipstream.costs.metrics import DEFINITIONS, DISTRIBUTIONS, PERCENTILES, Di
 
 
 def document(kind: str, **parts: Any) -> dict[str, Any]:
-    """`parts`, plus the data that is needed to interpret them later."""
+    """Adds to `parts` the data that is needed to interpret them later."""
     return {"benchmark": kind, **environment(), **parts, "definitions": DEFINITIONS}
 
 

@@ -19,9 +19,9 @@ AGENT_DEFINITIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRecord:
-    """A turn. `cacheable_tokens`: prompt tokens that a cache without end had. `asked_tokens`: the
-    answer's length that was asked for. `counts_cached`: the server says how many tokens were
-    cached."""
+    """The record of a turn. `cacheable_tokens`: prompt tokens that an infinite cache would have
+    held. `asked_tokens`: the answer's length that was asked for. `counts_cached`: the server says
+    how many tokens were cached."""
 
     session: int
     turn: int

@@ -261,7 +261,8 @@ class _Generator:
         return Part(next(self._keys), num_tokens, kind)
 
     def session(self, turns: Draw, *, last: int | None = None) -> Session:
-        """Draws a session. With `last` it is a subagent's, whose last answer has `last` tokens."""
+        """Draws a session. With `last` it is a subagent's, and its last answer has `last`
+        tokens."""
         load, rng = self.load, self.rng
         assert load.max_context is not None
         count, room = turns.count(rng), load.max_context

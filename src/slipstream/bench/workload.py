@@ -60,8 +60,8 @@ class BenchWorkload:
 
 
 def warmup(workload: BenchWorkload, count: int, *, output_tokens: int = 8) -> list[BenchRequest]:
-    """`count` short requests like those of `workload`, with reversed prompts so that they do not
-    fill the prefix cache."""
+    """Yields `count` short requests like those of `workload`, with reversed prompts so that they do
+    not fill the prefix cache."""
     return [
         replace(
             r,

@@ -204,7 +204,8 @@ def _trained(
 def _train_head(
     args: argparse.Namespace, recipe: Recipe, head: DraftHead, source: ModelDescription
 ) -> int:
-    """Train a draft head. It is no smaller checkpoint: it has its own receipt, and no report."""
+    """Trains a draft head. A head is no smaller checkpoint: it has its own receipt, and no
+    report."""
     from slipstream.compress.run import resolve_device
     from slipstream.compress.training.draft import train_head
 

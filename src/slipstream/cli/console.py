@@ -111,8 +111,8 @@ class Progress:
 
 @contextmanager
 def shown(progress: Progress) -> Iterator[Progress]:
-    """Show a task's progress: on a terminal one line that changes, elsewhere a new line every
-    `LINE_EVERY_S` seconds."""
+    """Context manager that shows a task's progress: on a terminal one line that changes, elsewhere
+    a new line every `LINE_EVERY_S` seconds."""
     ended = threading.Event()
     with _way_to_show(progress) as (interval_s, show):
 
@@ -131,7 +131,7 @@ def shown(progress: Progress) -> Iterator[Progress]:
 
 @contextmanager
 def _way_to_show(progress: Progress) -> Iterator[tuple[float, Callable[[], None]]]:
-    """(interval between lines, function that shows one)."""
+    """Context manager. Yields the seconds between two lines, and the function that shows a line."""
     if not sys.stderr.isatty():
         yield LINE_EVERY_S, lambda: say(f"slipstream: {progress.line()}")
         return
@@ -143,14 +143,15 @@ def _way_to_show(progress: Progress) -> Iterator[tuple[float, Callable[[], None]
 
 @contextmanager
 def phases(what: str) -> Iterator[Callable[[str], None]]:
-    """Show a task with several phases. Yields the function that names the current one."""
+    """Context manager that shows a task with several phases. Yields the function that names the
+    current one."""
     with shown(Progress(what)) as progress:
         yield progress.set_phase
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a task with many steps. Yields a function of (done, total)."""
+    """Context manager that shows a task with many steps. Yields a function of (done, total)."""
     with shown(Progress(what)) as progress:
         yield progress.set_done
 

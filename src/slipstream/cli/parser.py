@@ -49,7 +49,7 @@ class Rare(str):
 
 
 class _HelpAll(argparse.Action):
-    """`--help` with the rare options."""
+    """Option `--help` that also shows the rare options."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         assert isinstance(parser, ArgumentParser)

@@ -183,7 +183,7 @@ _OF_ONE: dict[str, Any] = {
 
 
 def run_several(args: argparse.Namespace, names: dict[str, str]) -> int:
-    """The plan of several models, which is about memory alone."""
+    """Plans several models; the plan is about memory alone."""
     from slipstream.simulate.several import plan_models
 
     values = {name: getattr(args, name) for name in _OF_ONE}

@@ -98,7 +98,7 @@ class InputStats:
         return float(((weight @ self.hessian) * weight).sum())
 
     def scaled(self, by: Tensor) -> InputStats:
-        """The statistics of the inputs times `by` [in]."""
+        """Returns the statistics of the inputs multiplied by `by` [in]."""
         shift = None if self.shift is None else self.shift * by * by[:, None]
         hessian = self.hessian * by * by[:, None] if self.squares is None else self.hessian
         return InputStats(
@@ -284,7 +284,8 @@ class Stream:
         ops: ObservingOps,
         states: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
-        """The outputs of layer `index` for `states`, or for its current inputs. A batch that stopped early gives its inputs."""
+        """Computes the outputs of layer `index` for `states`, or for its current inputs. A batch
+        that stopped early gives its inputs."""
         return list(self._each(index, parameters, ops, self.states if states is None else states))
 
     def _each(
@@ -378,7 +379,7 @@ def load_layer(
 def load_ends(
     description: ModelDescription, *, device: torch.device, dtype: torch.dtype
 ) -> Decoder:
-    """The model without its layers: embeddings, last norm and output head."""
+    """Loads the model without its layers: embeddings, last norm and output head."""
     own = load_parameters(
         description, dtype=dtype, device=device, wanted=lambda n: not n.startswith("layers.")
     )

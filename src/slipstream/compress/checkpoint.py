@@ -71,8 +71,8 @@ class Names:
         return [name for name, at in self.places.items() if at.target == target]
 
     def check(self, formats: Mapping[str, WeightFormat]) -> None:
-        """UnsupportedModelError if compressed-tensors has no format for one of these weights as it
-        is stored."""
+        """Raises UnsupportedModelError if compressed-tensors has no format for one of these weights
+        as it is stored."""
         for name, at in self.places.items():
             if (fmt := formats.get(at.target)) is None:
                 continue
@@ -216,7 +216,7 @@ def _float4_tensors(
 
 
 def apart(a: str, b: str) -> tuple[str, str]:
-    """The beginnings of two names that end alike, up to the part that they share."""
+    """Returns two names without the longest dotted suffix that they share."""
     x, y = a.split("."), b.split(".")
     while x and y and x[-1] == y[-1]:
         x.pop(), y.pop()
@@ -411,7 +411,8 @@ class WorkFolder:
         return self.path / f"{name}.safetensors"
 
     def note(self, name: str) -> dict[str, Any] | None:
-        """The note of a part; None if the part is not finished, or a file of it is damaged: then it is made again."""
+        """Reads the note of a part. None if the part is not finished, or a file of it is damaged:
+        then it is made again."""
         from safetensors import SafetensorError, safe_open
 
         file = self.path / f"{name}.json"

@@ -39,7 +39,8 @@ class DenseModel:
         return self.source.family
 
     def write(self, out: Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write a checkpoint folder, in `dtype` or the parameters' own. It appears whole or not at all."""
+        """Writes a checkpoint folder, in `dtype` or the parameters' own. On an error no folder is
+        left."""
         with new_folder(out) as folder:
             self.write_into(folder, dtype=dtype)
 

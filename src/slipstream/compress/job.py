@@ -90,7 +90,7 @@ class CompressOptions:
             )
 
     def refuse_report(self, what: str) -> None:
-        """ConfigError if an option of the report is given: `what` has its own receipt."""
+        """Raises ConfigError if an option of the report is given: `what` has its own receipt."""
         names = (
             *("max_kl", "speed", "no_report", "back_off", "allow_any_quality", "dtype", "text"),
             *("eval_windows", "max_perplexity_ratio", "min_top1"),
@@ -131,8 +131,9 @@ class Outcome:
     report: Report | None = None
 
     def estimate(self, *, is_planned: bool) -> tuple[Counter[str], int, float]:
-        """(number of products by format, bytes of the result, bits per weight). While a budget of bits is only
-        `is_planned`, its average stands for the bits that measuring will decide."""
+        """Returns (number of products by format, bytes of the result, bits per weight). While a
+        budget of bits is only `is_planned`, its average stands for the bits that measuring will
+        decide."""
         kinds: Counter[str] = Counter()
         after, bits = self.plan.bytes_after, self.plan.bits_per_weight
         for p in self.plan.weights:

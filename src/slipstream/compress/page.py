@@ -104,7 +104,7 @@ def percent(share: float, digits: int = 2) -> str:
 
 
 def change(ratio: float) -> str:
-    """A ratio as a change in percent; beyond tenfold as a multiple."""
+    """Formats a ratio as a change in percent; beyond tenfold as a multiple."""
     return f"{ratio - 1:+.2%}" if ratio < 10 else f"× {number(ratio)}"
 
 
@@ -227,7 +227,7 @@ def layers(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def pairs(rows: Sequence[tuple[str, float, float]], show: Any, names: tuple[str, str]) -> str:
-    """Two bars for each row: the first model's above the second's."""
+    """Draws two bars for each row: the first model's above the second's."""
     most = max(max(a, b) for _, a, b in rows) or 1.0
     width, bar, gap, left = 430, 15, 16, 78
     parts = []

@@ -203,7 +203,7 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
 def _check_parallel(
     layers: Sequence[LayerSpec], formats: Mapping[str, WeightFormat | None]
 ) -> None:
-    """Products that read the same norm's output must round their inputs alike."""
+    """Checks that products that read the same norm's output round their inputs alike."""
     for i, layer in enumerate(layers):
         if isinstance(layer.block, ParallelBlock) and "mlp_norm" not in layer.norms:
             forms = {

@@ -52,7 +52,8 @@ NEEDS_GRADIENTS = ("taylor", "wactigrad")
 
 @dataclass(frozen=True, slots=True)
 class UnitStats:
-    """Measurements on calibration text. The first three are by name of `structure.split_experts`, in float32."""
+    """Measurements on calibration text. The first three fields are by name of
+    `structure.split_experts`, in float32."""
 
     energy: dict[str, Tensor] = field(
         default_factory=dict
@@ -169,7 +170,8 @@ def _num_layers(spec: ModelSpec, settings: PruneSettings, units: Mapping[Units, 
 def choose(
     spec: ModelSpec, parameters: Mapping[str, Tensor], settings: PruneSettings, measured: UnitStats
 ) -> PruneSelection:
-    """The most important units of each kind, and the layers that change the residual most."""
+    """Chooses the most important units of each kind, and the layers that change the residual
+    most."""
     sizes = _sizes(spec, settings)
     layers = [i for i in range(spec.num_layers) if i not in settings.drop_layers]
     if measured.influence and not settings.drop_layers:

@@ -422,7 +422,7 @@ class Recipe:
         return any(isinstance(step, (PruneSettings, Distill)) for step in self.steps)
 
     def as_data(self) -> list[dict[str, Any]]:
-        """The data that `parse` takes, with every setting."""
+        """Returns the data that `parse` takes, with every setting."""
         return [{STEP_NAMES[type(step)]: _plain(step)} for step in self.steps]
 
 
@@ -465,8 +465,8 @@ BACK_OFF = ("Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
 
 
 def more_bits(recipe: Recipe) -> list[Recipe]:
-    """The recipe with one more bit, two more bits, … up to 8; a budget in steps of half a bit up to
-    its largest choice."""
+    """Returns the recipes with one more bit, two more bits, … up to 8; a budget in steps of half a
+    bit up to its largest choice."""
     quantize, blocks = recipe.one(Quantize), recipe.one(GGUF)
     if blocks is not None:
         kinds = [kind for kind in MIXES if kind in BACK_OFF]

@@ -148,7 +148,7 @@ class CompressionRun:
 
     @cached_property
     def source(self) -> ModelDescription:
-        """The original; with its own output head if the recipe rotates."""
+        """The original model; with its own output head if the recipe rotates."""
         return self.original if self.rotation is None else rotate.untied(self.original)
 
     @cached_property
@@ -213,7 +213,7 @@ class CompressionRun:
         return found
 
     def input_rounding(self, index: int) -> dict[str, FakeInputs]:
-        """How the inputs of a finished layer's products are rounded. Slipstream does it token by
+        """The rounding of the inputs of a finished layer's products. Slipstream does it token by
         token, even if the checkpoint has a static scale."""
         note = self.work.note(f"layer-{index:05d}") or {}
         found = {}
@@ -312,7 +312,7 @@ def write_ends(run: CompressionRun) -> str:
 def compress_layer(
     run: CompressionRun, index: int, text: Stream | None, sparsity: float
 ) -> LayerState:
-    """Take one layer through the recipe's steps."""
+    """Compresses one layer by the recipe's steps."""
     prefix = f"layers.{index}."
     planned = {
         w.name.removeprefix(prefix): w
@@ -428,7 +428,8 @@ def _columns(names: Names, notes: Sequence[dict[str, Any]]) -> dict[str, list[in
 
 
 def resolve_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """The device and type that "auto" or names stand for. ConfigError if they are not available."""
+    """Returns the device and the type for "auto" or names. ConfigError if they are not
+    available."""
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ConfigError(

@@ -62,7 +62,7 @@ def keep(score: Tensor, ratio: float, pattern: Pattern | None, *, by_row: bool) 
 
 
 def pattern_sizes(pattern: Pattern) -> tuple[int, int]:
-    """The (n, m) of a pattern "n:m", in which n of m weights stay."""
+    """Parses a pattern "n:m", in which n of m weights stay."""
     n, m = pattern.split(":")
     return int(n), int(m)
 

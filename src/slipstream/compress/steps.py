@@ -17,14 +17,16 @@ Divergence: TypeAlias = Literal["forward", "reverse", "js"]
 
 
 def require(settings: Any, is_allowed: Callable[[Any], bool], what: str, *fields: str) -> None:
-    """ConfigError for the first of these fields whose value is not allowed; `what` says which values are."""
+    """Raises ConfigError for the first of these fields whose value is not allowed; `what` says
+    which values are."""
     for name in fields:
         if not is_allowed(value := getattr(settings, name)):
             raise ConfigError(f"{name}={value!r} must be {what}", field=name)
 
 
 def warmup_cosine(step: int, num_steps: int, num_rising: int, final: float = 0.0) -> float:
-    """A learning rate's share of its maximum: it rises linearly over `num_rising` steps and falls along a cosine to `final`."""
+    """Returns a step's share of the maximum learning rate: it rises linearly over `num_rising`
+    steps and falls along a cosine to `final`."""
     if step < num_rising:
         return (step + 1) / num_rising
     done = (step - num_rising) / max(1, num_steps - num_rising)

@@ -80,7 +80,7 @@ def num_groups(a: AttentionSpec) -> int:
 
 
 def split_experts(spec: ModelSpec, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters, with a view of each expert's as "name#expert"."""
+    """Returns the parameters, with a view of each expert's as "name#expert"."""
     found: dict[str, Tensor] = {}
     for name, value in parameters.items():
         count = _num_experts(spec, name)
@@ -438,8 +438,8 @@ def cut_config(
 def _kinds_of_layers(
     config: Mapping[str, Any], whole: ModelSpec, kept: PruneSelection
 ) -> dict[str, Any]:
-    """The lists by layer of a hybrid's config. Nemotron-H's have an entry for a mixer and one for
-    the MLP after it."""
+    """Returns the lists by layer of a hybrid's config, for the layers that are kept. Nemotron-H's
+    have an entry for a mixer and one for the MLP after it."""
     found: dict[str, Any] = {}
     for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         kinds: Any = config.get(key) or ()
@@ -456,7 +456,7 @@ def _kinds_of_layers(
 
 
 def _not_expressed(family: Family, config: Mapping[str, Any], wanted: ModelSpec) -> str | None:
-    """How the config, when read, differs from `wanted`; None if it does not."""
+    """Describes how the config, when read, differs from `wanted`; None if it does not."""
     a = wanted.layers[0].attention
     if (
         isinstance(a, AttentionSpec)

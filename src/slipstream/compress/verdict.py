@@ -19,7 +19,7 @@ DENSE_TYPES = frozenset(("F32", "F16", "BF16"))
 
 
 def check_max_kl(max_kl: float | None) -> None:
-    """ConfigError if a limit of the mean KL is negative or NaN."""
+    """Raises ConfigError if a limit of the mean KL is negative or NaN."""
     if max_kl is not None and not max_kl >= 0:
         raise ConfigError(
             f"--max-kl must be a number of nats of at least 0, got {max_kl}", field="max_kl"
@@ -87,8 +87,8 @@ def headline(
 
 
 def rounded_before(source: ModelDescription) -> str | None:
-    """How a GGUF file's layers were rounded, such as "4-bit already: Q4_1, …"; None if they were
-    not. The type of most values gives the bits."""
+    """Describes the rounding of a GGUF file's layers, such as "4-bit already: Q4_1, …"; None if
+    they were not rounded. The type of most values gives the bits."""
     if source.gguf is None:
         return None
     products = [

@@ -102,8 +102,8 @@ def _words(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFolder:
-    """`settings` are serve.yaml's. `chosen` applies only on `machine`. `measured` are its maker's
-    results."""
+    """An engine folder. `settings` are serve.yaml's, of which `chosen` apply only on `machine`.
+    `measured` are its maker's results."""
 
     path: Path
     machine: Machine

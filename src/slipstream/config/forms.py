@@ -87,7 +87,7 @@ class HeadDrafts(LearnedDrafts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MTPDrafts(LearnedDrafts):
-    """Drafts of the layers for it in the model's own checkpoint."""
+    """Drafts of the model's own layers for multi-token prediction, which its checkpoint has."""
 
     method: ClassVar[Literal["mtp"]] = "mtp"
 
@@ -132,7 +132,8 @@ class _Form:
 
     @property
     def stage(self) -> Stage:
-        """The form in which ranks share a stage of the pipeline, or the whole model."""
+        """The form in which the ranks of a pipeline stage share it; without a pipeline, the whole
+        model."""
         return cast("Stage", self)  # but for forms of several stages
 
     @property
@@ -150,7 +151,7 @@ class _Form:
 
     @property
     def num_shares(self) -> int:
-        """Parts that the weights are cut into."""
+        """Number of parts into which the weights are cut."""
         return self.num_ranks
 
     def shard(self, rank: int) -> Shard:
@@ -189,7 +190,8 @@ class TensorParallel(_Form):
 
 @dataclass(frozen=True, slots=True)
 class DealtRequests(_Form):
-    """Ranks that have requests and a KV cache of their own each, and share out whole experts."""
+    """Ranks that have requests and a KV cache of their own each, and divide the experts among
+    them."""
 
     size: int
 
@@ -218,7 +220,8 @@ Stage: TypeAlias = OneDevice | TensorParallel | DealtRequests | ContextParallel
 
 @dataclass(frozen=True, slots=True)
 class Pipeline(_Form):
-    """Stages with some of the layers each, which devices share in one form."""
+    """Pipeline stages, each with some of the layers. The devices of each stage share it in one
+    form."""
 
     inner: Stage
     layers: tuple[int, ...]
@@ -256,7 +259,7 @@ def one_or_tensor(size: int) -> OneDevice | TensorParallel:
 
 
 def with_tensor_size(form: ParallelConfig, size: int) -> ParallelConfig:
-    """The form that a user gets who sets tensor_parallel_size to `size` as well."""
+    """Returns `form` with its tensor parallel size replaced by `size`."""
     match form:
         case Pipeline(TensorParallel() as inner, layers):
             return Pipeline(dataclasses.replace(inner, size=size), layers)

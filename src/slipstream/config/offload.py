@@ -86,7 +86,7 @@ def number_or_word(field: str, value: object, words: tuple[str, ...]) -> int | s
 
 
 def scheme_refusal(quantization: str | None) -> Refusal:
-    """The refusal of a scheme that the CPU of a GPU's host has no products for."""
+    """Words the refusal of a scheme that the CPU of a GPU's host has no products for."""
     scheme = SCHEMES.get(quantization or "")
     why = f"the host's kernels have no {quantization} products; use 'int8', 'int4' or 16 bits"
     return scheme is not None and scheme.name not in NATIVE_PRODUCTS["cpu"], why

@@ -1,4 +1,4 @@
-"""Coverage of `enable_return_routed_experts`."""
+"""Checks that a model and its settings allow `enable_return_routed_experts`."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class RefusedError(FailedError):
 
 @contextlib.contextmanager
 def offered(feature: str) -> Iterator[None]:
-    """Read a refusal of the client's wish as a feature that the server lacks. An error of the
-    server itself (500) still fails the check."""
+    """Context manager. Turns a refusal of the client's wish in its body into a feature that the
+    server lacks. An error of the server itself (500) still fails the check."""
     try:
         yield
     except RefusedError as error:

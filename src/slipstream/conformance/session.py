@@ -97,7 +97,7 @@ class Session:
 
     @asynccontextmanager
     async def streaming(self, ask: Ask) -> AsyncIterator[httpx.Response]:
-        """A stream that has begun. RefusedError if it is an error."""
+        """Context manager of a stream that has begun. RefusedError if the answer is an error."""
         http, url = self.endpoint.http, self.endpoint.url + self.protocol.path
         body = self.body(ask, stream=True)
         async with http.stream("POST", url, json=body, headers=self.headers) as reply:

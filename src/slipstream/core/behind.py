@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from slipstream.core.step import StepBuilder
 
 SHARE_BEHIND, MAX_BEHIND = 0.5, 16
-"""Share of a step's prompt tokens for short prompts behind a long one, and how many of the waiting ones are looked at."""
+"""Share of a step's prompt tokens for short prompts behind a long one, and the maximum number of
+waiting prompts that are examined."""
 
 
 def tokens_behind(scheduler: Scheduler, step: StepBuilder, unfinished: Sequence[Request]) -> int:

@@ -27,8 +27,8 @@ from slipstream.messages.steps import StepPlan, StepResult
 
 
 class InFlight(NamedTuple):
-    """A scheduled step: the requests that sample, their numbers of guesses, and certain tokens. The
-    results of those that are `dropped` don't count."""
+    """A scheduled step: the requests that sample, the number of drafts and the certain tokens of
+    each. The results of `dropped` requests are ignored."""
 
     requests: Sequence[Request]
     guesses: Mapping[Request, int]
@@ -64,7 +64,7 @@ class StepsInFlight:
 
     @property
     def unverified(self) -> set[Request]:
-        """Requests with guesses that are not verified yet."""
+        """Requests with drafts that are not verified yet."""
         return set().union(*[step.guesses for step in self.by_id.values() if step.guesses])
 
     @property

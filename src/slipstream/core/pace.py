@@ -105,7 +105,7 @@ class Pace:
     ) -> None:
         """Note a step. `longer` are its requests with more than one token.
 
-        A request that samples at every token verifies guesses; its tokens count as decodes.
+        A request that samples at every token verifies drafts; its tokens count as decodes.
         """
         prompts = [s for s in longer if s.num_sampled < s.num_tokens]
         num_tokens = sum(s.num_tokens for s in prompts)

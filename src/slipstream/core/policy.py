@@ -132,7 +132,7 @@ class CacheAware(InFlightPolicy):
         self._closed_until = -inf
 
     def _best(self, requests: Sequence[Request], now: float) -> Request | None:
-        """The one of an owner's requests that joins next. None if it has to wait for room."""
+        """The owner's request that joins next. None if it has to wait for room."""
         found = None
         for request in requests:
             lacking = self._lacking(request)

@@ -116,10 +116,10 @@ class Request:
         )
 
     def guess(self, tokens: Sequence[int]) -> None:
-        """Set `tokens` as guesses after the last token.
+        """Set `tokens` as drafts after the last token.
 
         The next step computes them together with that token and samples at each position. `update`
-        accepts the tokens up to the first wrong guess, and the token sampled there.
+        accepts the drafts before the first wrong one, and the token sampled there.
         """
         self.guesses = tuple(tokens)
         if self.lease:
@@ -143,7 +143,7 @@ class Request:
 
     @property
     def calls(self) -> bool:
-        """Whether its answer calls a tool, as far as its tokens tell: otherwise, whether it may."""
+        """Whether the answer calls a tool. If its tokens don't tell, whether it may call one."""
         hints = self.spec.cache_hints
         answer = self.token_ids[self.num_prompt_tokens :]
         return hints.calls and (

@@ -365,7 +365,7 @@ class Scheduler:
                 step.budget.bound(most)
 
     def _schedule_one(self, step: StepBuilder, request: Request) -> None:
-        """Schedule a decode, with as many certain tokens or guesses as the step has room for.
+        """Schedule a decode, with as many certain tokens or drafts as the step has room for.
 
         If blocks are missing, the last request is preempted.
         """
@@ -561,7 +561,7 @@ class Scheduler:
     ) -> None:
         """Put the request's next `count` tokens into the step, for which it holds the blocks.
 
-        The last of them may be `added` after the known ones: guesses, or with `is_certain` tokens
+        The last of them may be `added` after the known ones: drafts, or with `is_certain` tokens
         that are known to follow.
         """
         computed = request.num_computed_tokens
@@ -661,5 +661,5 @@ class Scheduler:
 
 
 def _is_closed(passed: Iterable[Request]) -> bool:
-    """True if one of them was overtaken as often as may be."""
+    """True if one of the requests was overtaken as often as the limit allows."""
     return any(request.num_overtaken >= MAX_OVERTAKES for request in passed)

@@ -38,7 +38,7 @@ def chunk_with_decodes(num_decodes: int, chunk: int, waiting: Iterable[Request])
 
 
 class StepBudget:
-    """Tokens that a step may still take, in all and on each rank, and guesses among them.
+    """Number of tokens, and of drafts among them, that a step may still take, in all and by rank.
 
     Every running request has one token of its own, so a plain decode takes nothing from the budget.
     Only tokens beyond these are counted, in `_extra`. What is left follows from that count, so a

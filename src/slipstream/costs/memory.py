@@ -398,8 +398,8 @@ class MemoryLedger:
 
     @property
     def has_cross(self) -> bool:
-        """True if prompts, of up to `max_model_len` tokens, have blocks of their own apart from the
-        answers' (cross attention)."""
+        """True if a prompt of up to `max_model_len` tokens has other blocks than the answer (cross
+        attention)."""
         return any(group.kind == "cross" for group in self.groups)
 
     def describe(self) -> list[str]:

@@ -235,7 +235,7 @@ def percentile(ordered: Sequence[float], q: float) -> float:
 
 
 def parse_objectives(text: str) -> dict[str, float]:
-    """`ttft_s=0.5,tpot_s=0.05` as a dict."""
+    """Parses `ttft_s=0.5,tpot_s=0.05` to a dict."""
     found: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")

@@ -31,7 +31,7 @@ LABELS: tuple[Label, ...] = ("measured", "interpolated", "estimated")
 
 
 def worst(*labels: Label) -> Label:
-    """Returns the label of a figure that is made of figures with these labels."""
+    """Returns the least certain label: "estimated" before "interpolated" before "measured"."""
     return max(labels, key=LABELS.index)
 
 
@@ -317,7 +317,7 @@ def _knots(values: Sequence[int], most: int) -> tuple[float, ...]:
 
 
 def _ramp(knots: Sequence[float], i: int, x: float) -> float:
-    """Length of the stretch from knot i to the next that lies below x. The last stretch has no
+    """Length of the interval from knot i to the next that lies below x. The last interval has no
     end."""
     end = float("inf") if i == len(knots) - 2 else knots[i + 1]
     return max(0.0, min(x, end) - knots[i])

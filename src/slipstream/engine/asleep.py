@@ -1,4 +1,4 @@
-"""Cores that are built, that sleep, and that wake up."""
+"""Engine cores: building them, putting them to sleep, and waking them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build_core(
 
 
 def core_of(executor: Executor, args: EngineArgs) -> EngineCore:
-    """The core of an executor that was made by `args`."""
+    """Makes the core of an executor that was made with `args`."""
     # a compilation that is stuck holds what loads the tokenizer, and no weights
     description = executor.description
     if description.spec.is_encoder:

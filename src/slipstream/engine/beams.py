@@ -87,7 +87,8 @@ Candidate: TypeAlias = tuple[float, int, int]
 
 @dataclass(slots=True)
 class BeamGroup:
-    """Beams that search by themselves: all of a search, or one of its `num_beam_groups`. Those of a step have places in it."""
+    """A group of beams that compete: all beams of a search, or one of its `num_beam_groups`. A beam
+    of a step has a place in its group."""
 
     params: BeamSearchParams
     rows: list[
@@ -216,7 +217,7 @@ class BeamSearches:
         return bool(self._running)
 
     def begin(self, request: BeamsRequest) -> EngineRequest:
-        """The first beam, which computes the prompt."""
+        """Adds a search's first beam, which computes the prompt."""
         params = request.params
         if len(self._free) < params.beam_width:
             self._grow(params.beam_width)
@@ -281,7 +282,8 @@ class BeamSearches:
         return taken
 
     def _noted(self, output: LikeliestTokens) -> list[PromptSearch]:
-        """Write the candidates of a step's beams to the table. Returns the searches whose beams have all come."""
+        """Writes the candidates of a step's beams to the table. Returns the searches all of whose
+        beams have arrived."""
         rows, ready = list[int](), list[PromptSearch]()
         for name, num_cached in zip(output.request_ids, output.num_cached_tokens, strict=True):
             owner = self._owners.get(name)
@@ -402,7 +404,7 @@ class BeamSearches:
         self._logprobs = np.pad(self._logprobs, ((0, more), (0, 0)))
 
     def _beam(self, search: PromptSearch, row: int, first: str = "") -> EngineRequest:
-        """One more beam of a search that has the `first`, or its first."""
+        """Makes a beam of a search: the first one, or one more next to `first`."""
         request, name = search.request, f"{search.request.request_id}/beam-{next(self._ids)}"
         self._names[row], self._owners[name] = name, (search, row)
         params = request.params

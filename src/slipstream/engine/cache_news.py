@@ -1,4 +1,4 @@
-"""News of the prefix cache, for routers that send a request where its prefix is cached."""
+"""Changes of the prefix cache, for routers that send a request where its prefix is cached."""
 
 from __future__ import annotations
 

@@ -56,8 +56,9 @@ class TextEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSettings:
-    """`keep` is the share of unprotected tokens that stay. `protect` are regular expressions of protected text. `segment` is
-    the number of tokens in a segment (iterative), `context` the number of tokens that the small model reads."""
+    """Settings of the shortening. `keep` is the share of unprotected tokens that stay. `protect`
+    are regular expressions of protected text. `segment` is the number of tokens in a segment
+    (iterative), `context` the number of tokens that the small model reads."""
 
     keep: float = 0.5
     method: Method = "iterative"
@@ -101,7 +102,7 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compressed:
-    """`parts` are the given parts, shortened. Tokens are the small model's."""
+    """A shortened prompt. `parts` are the given parts, shortened. Tokens are the small model's."""
 
     parts: tuple[str, ...]
     num_tokens_before: int
@@ -363,8 +364,8 @@ class Shortener:
         unit: Unit,
         protect: tuple[str, ...],
     ) -> Compressed:
-        """Shortens the texts of `parts`, each with whether it is protected. ConfigError or
-        RequestError say what is wrong."""
+        """Shortens the texts of `parts`, which are pairs (text, whether it is protected).
+        ConfigError or RequestError say what is wrong."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise RequestError(

@@ -109,7 +109,7 @@ class EngineCore:
         self.executor.load_adapter(lora, tuple)
 
     def replace_adapter(self, lora: LoRARequest) -> None:
-        """Replace an adapter by other files' from the next step on. AdapterError: nothing has changed."""
+        """Replace an adapter's files from the next step on. AdapterError: nothing has changed."""
         self.executor.replace_adapter(lora)
 
     def unload_adapter(self, adapter_id: int) -> None:
@@ -243,7 +243,7 @@ class EngineCore:
 
     @cached_property
     def cache_news(self) -> CacheNews:
-        """News of the prefix cache for routers. Empty in this engine."""
+        """Changes of the prefix cache, for routers. Empty in this engine."""
         return CacheNews(self.config.cache.block_size, None, {})
 
     # --- From start to end --------------------------------------------------------------------------------------------

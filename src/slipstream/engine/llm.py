@@ -265,8 +265,8 @@ class LLM(OfflineEngine):
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest answers of each prompt, as transformers finds them; `engine/beams.py` says how. A RequestError names a
-        prompt that can't work before anything runs."""
+        """Finds the likeliest answers of each prompt, as transformers does; `engine/beams.py` says
+        how. A RequestError names a prompt that can't work before anything runs."""
         prompts = _listed(prompts)
         adapters = self._adapters(lora_request, len(prompts))
         searches = [
@@ -464,7 +464,8 @@ class LLM(OfflineEngine):
         add_special_tokens: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
-        """One request's answer as it comes: each item holds what is new. Closing the iterator cancels the request."""
+        """Streams one request's answer: each item has the new output. Closing the iterator cancels
+        the request."""
         if sampling_params is not None and sampling_params.best_of is not None:
             refuse_best_of()
         request = self._input.prepare(
@@ -510,7 +511,7 @@ class LLM(OfflineEngine):
     def _adapters(
         self, lora: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
     ) -> list[LoRARequest | None]:
-        """LoRA adapter of each prompt, None for the base model."""
+        """Returns the LoRA adapter of each prompt, None for the base model."""
         adapters = (
             [lora] * num_prompts if lora is None or isinstance(lora, LoRARequest) else list(lora)
         )

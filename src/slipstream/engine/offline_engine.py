@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Disable Python's cyclic garbage collection inside the block. With torch's million objects it stops a step for 50
-    ms, many times a second, and a step leaves no cycles."""
+    """Context manager without Python's cyclic garbage collection. With torch's million objects a
+    collection stops a step for 50 ms, many times a second, and a step leaves no cycles."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -178,7 +178,8 @@ class OfflineEngine:
         return self._change_weights(DropWeights())
 
     def weights(self, *, checksums: bool = False) -> WeightsInfo:
-        """The weights that run. With `checksums`, those of all parameters are computed."""
+        """The state of the running weights. With `checksums`, those of all parameters are
+        computed."""
         return weights_of(self.core).info(checksums=checksums)
 
     def _change_weights(self, op: WeightsOp | GivenPiece) -> WeightsInfo:
@@ -239,8 +240,8 @@ class OfflineEngine:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Take the engine for one caller. Only one may step it, since that caller gets everything
-        the engine returns."""
+        """Context manager that holds the engine for one caller. Only one may step it, since that
+        caller gets everything the engine returns."""
         if not self._turn.acquire(blocking=False):
             raise RequestError(
                 "this LLM is in the middle of a stream or of another thread's call: finish or close that first, or use AsyncLLM"

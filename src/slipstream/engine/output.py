@@ -85,7 +85,7 @@ class OutputProcessor:
         return len(self._states)
 
     def use_version(self, version: str) -> None:
-        """Outputs from now on are made by weights of this version."""
+        """Note the version of the weights that make the outputs from now on."""
         if version == self.weight_version:
             return
         for choice in self._may_wait.values():
@@ -328,7 +328,7 @@ def raise_on_error(output: RequestOutput) -> RequestOutput:
 
 
 def merge(whole: RequestOutput | None, delta: RequestOutput) -> RequestOutput:
-    """`whole` with what `delta` adds, in place; the first delta starts a new whole. Choices are in order of index."""
+    """Adds `delta` to `whole`, or starts a new one, in place. Choices are in order of index."""
     if whole is None:
         whole = dataclasses.replace(delta, outputs=[])
     by_index = {c.index: c for c in whole.outputs}

@@ -155,8 +155,8 @@ def _refuse_unknown(info: Mapping[str, Any], known: set[str], what: str) -> None
 
 @contextmanager
 def as_message(piece: Piece | GivenPiece) -> Iterator[Piece]:
-    """The piece as a message can have it. Tensors of this process go through a file in the system's
-    memory, which is removed when the engine has opened it."""
+    """Context manager that yields the piece as a message can have it. Tensors of this process go
+    through a file in the system's memory, which is removed when the engine has opened it."""
     if not isinstance(piece, GivenPiece):
         yield piece
         return

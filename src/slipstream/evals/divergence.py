@@ -83,8 +83,8 @@ class WorstPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """`perplexity_ratio` is B's over A's; its standard error is over paired windows. If `layers` is empty, `why_no_layers` says
-    why."""
+    """The divergence of model B from model A on a text. `perplexity_ratio` is B's over A's; its
+    standard error is over paired windows. If `layers` is empty, `why_no_layers` says why."""
 
     kl: KLDistribution
     perplexity_a: float

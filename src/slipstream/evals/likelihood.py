@@ -1,4 +1,4 @@
-"""How likely a model finds a given continuation of a given context."""
+"""Likelihood of a given continuation of a given context."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ LOGITS_BYTES = 64 * 2**20
 
 @dataclasses.dataclass
 class Scorer:
-    """`kv` holds `context` tokens from block 1 on. `settings` describe the run for reports. Not thread-safe."""
+    """A loaded model that scores texts. `kv` holds `context` tokens from block 1 on. `settings`
+    describe the run for reports. Not thread-safe."""
 
     forwards: Forwards
     kv: Sequence[LayerKV]

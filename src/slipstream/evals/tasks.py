@@ -43,15 +43,16 @@ class RatedAnswer:
 
     @property
     def part(self) -> Part:
-        """The part that training and evaluation find the conversation in."""
+        """The part of the data that training and evaluation assign the conversation to."""
         turns = [(dict(m)["role"], dict(m)["content"]) for m in self.messages]
         return Document(turns=tuple(turns)).part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """`stderr` is None if the task has none, `higher_is_better` if it does not say. `num_pairs` is of rated answers; `also` has
-    other metrics of the same task."""
+    """The score of an evaluation task. `stderr` is None if the task gives none, and
+    `higher_is_better` if it does not say. `num_pairs` is the number of pairs of rated answers, None
+    if the task scores questions. `also` has other metrics of the same task."""
 
     name: str
     metric: str

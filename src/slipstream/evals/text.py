@@ -56,7 +56,7 @@ class Document:
 
     @property
     def part(self) -> Part:
-        """The part that the document belongs to."""
+        """The part of the data that the document belongs to."""
         begins = (text for role, text in self.turns if role != "system")  # many share that one
         opening = next(begins, self.text[:OPENING])
         return (
@@ -90,8 +90,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """A choice of text, its length and how it is cut: a perplexity depends on all of these.
-    `num_windows` of None takes the whole source."""
+    """Settings of a text: its source, its length and how it is cut. A perplexity depends on all of
+    them. `num_windows` of None takes the whole source."""
 
     source: str = DEFAULT_TEXT
     part: Part = "evaluation"

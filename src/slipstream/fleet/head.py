@@ -573,7 +573,7 @@ class Head:
         return surplus
 
     def _scale_now(self, spec: PoolSpec, replicas: int) -> bool:
-        """`scale` without waiting. False: another change is under way."""
+        """Scales without waiting. False: another change is under way."""
         if self._changing.locked() or self._server.state.draining:
             return False
         if self._ray is not None:

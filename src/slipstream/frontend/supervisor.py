@@ -143,7 +143,8 @@ class SharedCore:
 
 
 class Supervisor:
-    """`engines[0]` serves. A second one, or the first if `shortens`, shortens prompts."""
+    """Supervisor of a server's processes. `engines[0]` serves. A second one, or the first if
+    `shortens`, shortens prompts."""
 
     def __init__(
         self,

@@ -133,7 +133,8 @@ def local_path(name: str) -> Path | None:
 
 
 def check_name(name: str) -> Packaged | HubModel | Path:
-    """The source that a name stands for. DownloadError, without the network, if it can't be a model's."""
+    """Returns the source with this name. DownloadError, without the network, if it can't be a
+    model's."""
     if (path := local_path(name)) is not None:
         return path
     if named(name) is None and os.path.exists(os.path.expanduser(name)):

@@ -88,7 +88,8 @@ class _TryAgainError(Exception):
 
 
 class HubClient:
-    """A hub at an address, such as https://huggingface.co. `say` is told of waits."""
+    """A hub at an address, such as https://huggingface.co. `say` is called with a message about
+    each wait."""
 
     def __init__(
         self,
@@ -242,7 +243,8 @@ class HubClient:
 
     @contextmanager
     def _get(self, url: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
-        """Stream a response, after redirects. The token is sent to the hub's own address only."""
+        """Context manager that streams a response, after redirects. The token is sent to the hub's
+        own address only."""
         for _ in range(MAX_REDIRECTS + 1):
             sent = {"User-Agent": f"slipstream/{__version__}", "Accept-Encoding": "identity"}
             if self._token and _origin(url) == _origin(self.url):
@@ -295,7 +297,7 @@ class HubClient:
                 self._sleep(wait_s)
 
     def _refuse(self, response: httpx.Response, name: str, file: str | None = None) -> None:
-        """Raise the error that a status stands for."""
+        """Raises the error for a status."""
         status, code = response.status_code, response.headers.get("x-error-code", "")
         login = "log in with `hf auth login`"
         if code == "GatedRepo" or (status == 403 and code != "RepoNotFound"):

@@ -36,8 +36,8 @@ def list_models(download_dir: str | None = None) -> list[CachedModel]:
 
 
 def find_models(name: str, download_dir: str | None = None) -> list[CachedModel]:
-    """The models in the caches that a name stands for: each quant of ORG/NAME. DownloadError if there
-    is none."""
+    """Finds the models with a name in the caches: each quant of ORG/NAME. DownloadError if there is
+    none."""
     there = list_models(download_dir)
     try:
         source = parse_name(name)
@@ -166,7 +166,7 @@ def _removed(model: CachedModel, download_dir: str | None) -> int:
 
 
 def license_of(name: str, path: Path) -> str | None:
-    """The licence by the table of short names, or by the card that a hub's snapshot has."""
+    """Finds the licence in the table of short names, or in the card that a hub's snapshot has."""
     if (entry := named(name)) is not None:
         return entry.license
     for folder in (path, *path.parents[:2]) if path.is_dir() else path.parents[:2]:

@@ -93,7 +93,7 @@ def named(name: str) -> Named | None:
 
 
 def parse_name(name: str) -> Packaged | HubModel:
-    """The source that a name stands for. DownloadError says what is wrong with the name."""
+    """Parses a name to its source. DownloadError says what is wrong with the name."""
     if (entry := named(name)) is not None:
         return entry.source
     rest = name.removeprefix("https://")

@@ -79,7 +79,7 @@ class ContextOps(ABC):
         return self._merged(group.all_to_all(part), sinks)
 
     def _merged(self, parts: Tensor, sinks: Tensor | None) -> Tensor:
-        """`merge_parts`, in which sinks are a part without values."""
+        """Computes `merge_parts`, with sinks as a part without values."""
         if sinks is not None:
             _, num_tokens, num_heads, width = parts.shape
             out = parts.new_zeros(num_tokens, num_heads, width - 4 // parts.itemsize)

@@ -33,7 +33,7 @@ class TextsRequest:
 
 @dataclass(frozen=True, slots=True)
 class TextsPlan:
-    """A step of an encoder: whole texts, none of which is kept. Arrays are int32 as in
+    """A step of an encoder over whole texts. Nothing of them is kept. Arrays are int32 as in
     `TextsRequest`."""
 
     step_id: int

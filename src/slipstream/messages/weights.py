@@ -17,7 +17,8 @@ FIRST_VERSION = "0"
 
 @dataclass(frozen=True, slots=True)
 class GivenPiece:
-    """Tensors or arrays of this process, by name. No message has them."""
+    """A piece of an update: tensors or arrays of this process, by name. They can't be sent in a
+    message."""
 
     tensors: dict[str, Any]
 

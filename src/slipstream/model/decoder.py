@@ -344,8 +344,8 @@ class Decoder:
             layer.cross.remember(self.ops, states, cache, meta)
 
     def embedded(self, token_ids: Tensor, meta: AttentionMetadata) -> Tensor:
-        """token_ids [T] → the first layer's input [T, E]. A later pipeline stage receives it from
-        the stage before."""
+        """Embeds token_ids [T] → the first layer's input [T, E]. A later pipeline stage receives it
+        from the stage before."""
         if not self.spec.has_first:
             assert self.pipe is not None
             return self.pipe.receive((len(token_ids), self.spec.hidden_size), self.dtype)
@@ -364,8 +364,8 @@ class Decoder:
         return self.ops.linear(h, self.embed_in) if narrow and self.embed_in is not None else h
 
     def finished(self, h: Pending, residual: Tensor | None) -> Tensor:
-        """The last layer's output → the input of `logits`. A pipeline stage before the last sends
-        it on instead."""
+        """Finishes a forward: the last layer's output → the input of `logits`. A pipeline stage
+        before the last sends it on instead."""
         if not self.spec.has_last:
             assert self.pipe is not None
             return self.pipe.send(finished(self.ops, None, h, residual))
@@ -376,8 +376,8 @@ class Decoder:
         return self.vocabulary.gathered(self.ops, self._own_logits(hidden))
 
     def greedy(self, hidden: Tensor) -> Tensor | None:
-        """[N, E] → int64 [N], the tokens with the largest logits. None if the vocabulary is not
-        split over ranks."""
+        """Finds the tokens with the largest logits: [N, E] → int64 [N]. None if the vocabulary is
+        not split over ranks."""
         return (
             self.vocabulary.best(self.ops, self._own_logits(hidden))
             if self.vocabulary.is_shared

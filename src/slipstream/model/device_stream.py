@@ -198,7 +198,7 @@ class DeviceStream:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Stops copies in this context, for steps whose results are not used. They compute with
+        """Context manager without copies, for steps whose results are not used. They compute with
         whatever layers are in the places.
 
         Where layers have several layouts, one can't stand for another, and they are copied all the

@@ -346,7 +346,7 @@ class LayeredHead:
         return _like(hidden, self._logits(_floats(hidden)))
 
     def greedy(self, hidden: Any, place: int = 0, token_ids: Any = None) -> Any:
-        """[N, E] → int64 [N], the head's own tokens with the largest logits.
+        """Finds the head's own tokens with the largest logits: [N, E] → int64 [N].
 
         With `token_ids` [own vocabulary] they are mapped to the model's tokens.
         """
@@ -411,7 +411,7 @@ class MedusaHead:
         return y if isinstance(y, np.ndarray) else self._tokens.gathered(self.ops, y).float()
 
     def greedy(self, hidden: Any, place: int, token_ids: None = None) -> Any:
-        """[N, E] → int64 [N], the tokens with the largest logits. The heads have the model's
+        """Finds the tokens with the largest logits: [N, E] → int64 [N]. The heads have the model's
         vocabulary."""
         found = self._products(hidden, place)
         return found.argmax(-1) if isinstance(found, np.ndarray) else self.ops.argmax(found)

@@ -59,7 +59,7 @@ class AudioInput:
 
 @dataclass(frozen=True, slots=True)
 class TextInput:
-    """Positions of an encoder's own, and a norm, which its tokens' embeddings get."""
+    """An encoder's own positions and norm, which its tokens' embeddings get."""
 
     positions: Tensor  # [num_positions, E]
     offset: int

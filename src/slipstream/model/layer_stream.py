@@ -135,10 +135,8 @@ class LayerStream:
     # --- In a step ---
 
     def before(self, layer: int) -> None:
-        """Waits until the layer's weights are in its slot, and begins to read the next ones.
-
-        Called before each layer in turn, and after the last with the number of layers.
-        """
+        """Waits until layer `index` is in its slot, and begins to read the next ones. Called before
+        each layer in turn, and after the last with the number of layers."""
         at = self._spans.get(layer)
         if at is None:
             if layer > self._order[-1]:

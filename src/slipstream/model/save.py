@@ -80,8 +80,8 @@ pooling."""
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Makes a folder next to `out` to write into. It becomes `out` if nothing fails, and is removed
-    otherwise.
+    """Context manager that makes a folder next to `out` to write into. On exit it becomes `out`, or
+    is removed after an error.
 
     ConfigError if `out` exists and is not empty.
     """

@@ -193,7 +193,7 @@ def _product(ops: OpSet, x: Tensor, by: Linear | Clamped) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Projector:
-    """A connector's norm and products; None for those that it has not. `standard`: (shift,
+    """The products of a connector and its norm; None for those that it has not. `standard`: (shift,
     gain)."""
 
     spec: Connector

@@ -44,8 +44,8 @@ class Vocabulary:
         )
 
     def best(self, ops: OpSet, logits: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """[N, W] → int64 [N], the tokens with the largest logits over all ranks. `token_ids` int64
-        [V] maps each column to a token."""
+        """Finds the tokens with the largest logits over all ranks: [N, W] → int64 [N]. `token_ids`
+        int64 [V] maps each column to a token."""
         part = self.partition
         if part is None or not self.is_shared:
             return ops.argmax(logits, token_ids)

@@ -141,7 +141,7 @@ def _alike_parts(first: Sequence[Candidate], second: Sequence[Candidate]) -> Any
 
 
 def _table(first: Sequence[Any], second: Sequence[Any]) -> Any:
-    """`_alike` of each pair, computed once per distinct pair of values."""
+    """Returns `_alike` of each pair of settings, computed once per distinct pair of values."""
     rows, columns = list(dict.fromkeys(first)), list(dict.fromkeys(second))
     small = np.array([[_alike(x, y) for y in columns] for x in rows]).reshape(
         len(rows), len(columns)

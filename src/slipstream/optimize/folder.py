@@ -154,7 +154,7 @@ def kinds_of_gpus(capabilities: Iterable[tuple[int, int]]) -> list[str]:
 
 
 def described_gpu(name: str) -> DescribedGpu:
-    """The GPU that stands for a kind, such as "sm_90"."""
+    """Returns the description of the GPU of a kind, such as "sm_90"."""
     for gpu in DESCRIBED_GPUS.values():
         if name == "sm_{}{}".format(*gpu.capability):
             return gpu

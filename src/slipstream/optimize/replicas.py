@@ -27,8 +27,8 @@ MORE = 1.05
 
 
 def arrangements(replicas: int) -> list[tuple[int, int]]:
-    """Pairs (replicas that only compute prompts, the others) to be measured. (0, N) is all alike.
-    None without replicas."""
+    """Returns the pairs (replicas that only compute prompts, the others) to be measured. (0, N) is
+    all alike. Empty without replicas."""
     if not replicas:
         return []
     parts = sorted({max(1, replicas // part) for part in DIVISIONS})

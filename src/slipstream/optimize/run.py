@@ -59,7 +59,7 @@ class QualityLoss:
     tasks: tuple[tuple[str, float], ...] = ()
 
     def faults(self, found: Mapping[str, Any]) -> list[str]:
-        """Limits that the 95 % interval does not keep, in words."""
+        """Returns, in words, the limits that the 95 % interval exceeds."""
         faults = []
         if self.kl is not None and not (most := found["kl"] + SURE * found["kl_stderr"]) <= self.kl:
             faults.append(f"KL {found['kl']:.4g} (up to {most:.4g}), at most {self.kl:g} is wanted")
@@ -336,8 +336,8 @@ class Measurer:
         )
 
     def folder_args(self, candidate: Candidate) -> tuple[EngineArgs, dict[str, Any]]:
-        """(settings stored in the candidate's folder, settings that each start must give). A draft
-        model or head is not stored."""
+        """Splits settings into (those stored in the candidate's folder, those that each start must
+        give). A draft model or head is not stored."""
         args = EngineArgs(**self.args_of(candidate))
         draft = dict(candidate.settings).get("speculative_model")
         if draft is None or draft_path(draft) is None:
@@ -527,7 +527,7 @@ def as_row(result: TrialResult) -> dict[str, Any]:
 
 
 def result_of(row: Mapping[str, Any], space: Space) -> TrialResult:
-    """The result in a row of `as_row`. KeyError if the row is from another space."""
+    """Reads the result in a row of `as_row`. KeyError if the row is from another space."""
     candidate = Candidate(
         row["compression"], tuple((name, row["settings"][name]) for name in space.axes)
     )

@@ -237,7 +237,7 @@ class Search:
         return worst[0] + 0.1, worst[1] + 0.1, max(self._kl_limit, worst[2]) * 1.1 + 1e-9
 
     def _gains(self, waiting: Sequence[Candidate]) -> tuple[Any, float]:
-        """(expected hypervolume gain [N] of each candidate, hypervolume of the front)."""
+        """Returns (expected hypervolume gain [N] of each candidate, hypervolume of the front)."""
         known = Corrected(self._prior, self.results)
         mean, deviation = known.at(waiting)
         kl, spread = np.array([self._kl(c) for c in waiting]).T

@@ -177,8 +177,8 @@ def task_loss(original: TaskResult, found: TaskResult) -> dict[str, Any]:
 
 
 def end_with_parent() -> None:
-    """End this process when its parent is killed (prctl(2), PR_SET_PDEATHSIG), so that it does not
-    slow the next search down."""
+    """Makes the kernel end this process when its parent is killed (prctl(2), PR_SET_PDEATHSIG), so
+    that it does not slow the next search down."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 

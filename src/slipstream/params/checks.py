@@ -227,7 +227,8 @@ def is_whole(value: object) -> bool:
 
 
 def biases_of(given: Mapping[Any, Any]) -> dict[int, float]:
-    """`logit_bias` by token id. JSON has the ids as texts, so "0" and "00" are the same id."""
+    """Returns `logit_bias` by token id. JSON has the ids as texts, so "0" and "00" are the same
+    id."""
     try:
         made = {int(token): float(bias) for token, bias in given.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):

@@ -39,8 +39,8 @@ class CopyQueue(Protocol):
     """A stream of work that runs concurrently with the steps."""
 
     def behind(self) -> AbstractContextManager[None]:
-        """Queue the work inside on this stream: it runs after all work queued so far, and
-        concurrently with later work."""
+        """Context manager that queues work on this stream: it runs after all work queued so far,
+        and concurrently with later work."""
 
     def record(self) -> Event | None:
         """An event after the work queued here; None if nothing is ever queued."""
@@ -87,7 +87,8 @@ class Values(Protocol):
         """A copy of some rows, or of some columns (`dim` 1)."""
 
     def ranges(self, starts: Any, lengths: Any, total: int) -> Any:
-        """The numbers of ranges one after the other, int64 [total], of int64 `starts` and `lengths` on the device."""
+        """Joins ranges of integers: int64 [total], of int64 `starts` and `lengths` on the
+        device."""
 
     def put(self, x: Any, rows: Any, values: Any) -> None:
         """Write `values` to rows of `x`, in x's type."""

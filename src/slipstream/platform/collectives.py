@@ -181,7 +181,8 @@ class Pipe:
 
 
 class PeerCollectives(Protocol):
-    """`RankGroup`'s sums, and what it scatters, gathers and exchanges, through other ranks' memory."""
+    """Sums of a `RankGroup` through other ranks' memory, and what it scatters, gathers and
+    exchanges."""
 
     def covers(
         self, x: Tensor, op: Literal["sum", "scatter", "gather", "exchange"] = "sum"
@@ -208,7 +209,7 @@ class OverlappedSums(Protocol):
     """Sums of a step's tokens, piece by piece."""
 
     def pieces(self, num_tokens: int) -> Sequence[slice]:
-        """The pieces of a step's tokens; empty if pieces would not be faster."""
+        """Splits a step's tokens into pieces; empty if pieces would not be faster."""
 
     def begin(self, x: Tensor, *, place: int, index: int, rows: slice) -> OverlappedSum:
         """Begin the sum of x [R, E], of the tokens `rows`, which are piece number `index`. x may

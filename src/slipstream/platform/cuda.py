@@ -49,7 +49,8 @@ class CudaPlatform(Platform):
 
     @contextmanager
     def unsplit_products(self, dtype: torch.dtype) -> Iterator[None]:
-        """cuBLASLt, which can be told not to split K (cuBLAS can't)."""
+        """Context manager in which torch multiplies by cuBLASLt, which can be told not to split K
+        (cuBLAS can't)."""
         matmul, blas = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
         kind = "bf16" if dtype == torch.bfloat16 else "fp16"
         name = f"allow_{kind}_reduced_precision_reduction"

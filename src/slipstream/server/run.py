@@ -107,8 +107,8 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no handlers: the caller of the server calls `stop`. uvicorn's own would raise the
-        signal again at the end."""
+        """Context manager that installs no handlers: the caller of the server calls `stop`.
+        uvicorn's own would raise the signal again at the end."""
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -168,7 +168,8 @@ def _grpc_gateway(state: ServerState) -> GrpcServer:
 
 @contextmanager
 def needs_grpc() -> Iterator[None]:
-    """Turn an ImportError inside into a ConfigError that names the missing gRPC library."""
+    """Context manager that turns an ImportError into a ConfigError that names the missing gRPC
+    library."""
     try:
         yield
     except ImportError:
@@ -191,7 +192,7 @@ def settle() -> None:
 def stop_signals(
     stop: Callable[[], None], signals: Sequence[signal.Signals] = SIGNALS
 ) -> Iterator[None]:
-    """Call `stop` on the signals while the code inside runs."""
+    """Context manager in whose body the signals call `stop`."""
     loop = asyncio.get_running_loop()
     for number in signals:
         loop.add_signal_handler(number, stop)
@@ -233,7 +234,7 @@ def url(settings: ServerSettings, listener: socket.socket) -> str:
 
 
 def uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
-    """uvicorn's configuration for a server or a fleet's gateway."""
+    """Makes uvicorn's configuration for a server or a fleet's gateway."""
     # Everything was drained before; this is for clients that do not read their answer.
     return uvicorn.Config(
         app,

@@ -115,7 +115,8 @@ class IdleCheck(Protocol):
         """Check as long as the server runs."""
 
     async def interrupt(self) -> None:
-        """End its request: a pause of the engine would keep it, and a sleep would wait for it."""
+        """Ends the request of this check: a pause of the engine would keep it, and a sleep would
+        wait for it."""
 
     def families(self) -> Iterable[Metric]:
         """Metrics of the check."""
@@ -444,7 +445,7 @@ class ServerState:
         return self.observers.metrics
 
     def join(self, check: IdleCheck) -> None:
-        """Run a check as long as the server runs, and tell what it finds."""
+        """Runs a check as long as the server runs, and reports its findings."""
         self.checks.append(check)
         self.metrics.more.append(check.families)
         self.background.append(check.run)

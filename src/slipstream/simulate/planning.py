@@ -164,7 +164,7 @@ class PlanStudy:
         return {**self._head(), "devices": rows, "refused": refused, "measured": measured}
 
     def _head(self) -> dict[str, Any]:
-        """The question, as the answer repeats it."""
+        """The part of the answer that repeats the question."""
         load, spec = self.load, self.description.spec
         n_in, n_out = load.workload.mean_lengths
         return {
@@ -197,7 +197,7 @@ def _count(device: str, runs: itertools.count[int], on_phase: Callable[[str], No
 
 
 def prepare(settings: EngineArgs, options: PlanOptions) -> PlanStudy:
-    """Check what is asked for. ConfigError names what can't be."""
+    """Check the options. ConfigError names one that can't be met."""
     options.check(settings)
     given = options.draft_acceptance
     acceptance = None if given is None else parse_acceptance(given)

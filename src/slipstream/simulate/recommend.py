@@ -349,8 +349,8 @@ def by_context(
 def best_limits(
     engine: PlannedEngine, capacity: Capacity, load: OfferedLoad, on_run: Callable[[], None]
 ) -> Tuned:
-    """Tries fewer tokens in steps with decodes, and keeps a limit that carries `MORE` times the
-    rate.
+    """Tries lower limits of tokens in steps with decodes, and keeps a limit that carries `MORE`
+    times the rate.
 
     Shorter steps give even gaps between tokens; longer ones give more tokens per second.
     """

@@ -31,8 +31,7 @@ BALANCE = 1.25
 
 
 def make_router(name: RouterName, num_replicas: int, num_blocks: int) -> Router:
-    """Makes a router. `num_blocks` is the approximate number of prefix blocks that a replica's
-    cache holds."""
+    """Makes a router. A replica's cache holds approximately `num_blocks` blocks of prefixes."""
     if name == "round-robin":
         turn = count()
         return lambda prefix, num_open: next(turn) % num_replicas

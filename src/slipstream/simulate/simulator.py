@@ -569,8 +569,8 @@ def _run(
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disables garbage collection, which would scan all requests again and again. There are no
-    cycles among them."""
+    """Context manager without garbage collection, which would scan all requests again and again.
+    There are no cycles among them."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -58,8 +58,8 @@ class SimulatedSleep(NamedTuple):
 
 
 class BlockCount(BlockPool):
-    """A pool without a prefix cache, which only counts. Blocks are never shared, so all of them are
-    block 1."""
+    """A pool of blocks without a prefix cache, which only counts them. Blocks are never shared, so
+    all of them are block 1."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -173,7 +173,8 @@ class SleepingScheduler(Scheduler):
         return StepPlan(this, ())
 
     def update(self, plan: StepPlan, result: StepResult | None = None) -> list[StepOutput]:
-        """Gives every request that sampled one token. `result` is ignored."""
+        """Appends one placeholder token to each request that the plan samples. `result` is
+        ignored."""
         last, caching = self._last, self.cache.enable_prefix_caching
         nobody = (
             not plan.scheduled

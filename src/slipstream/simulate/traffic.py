@@ -158,8 +158,8 @@ def requests_of(turns: Sequence[PlannedTurn]) -> tuple[TrafficRequest, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionWorkload(Workload):
-    """Sessions without a load. Those of an agents' `load` go on for as many as are asked for;
-    a trace has what it has."""
+    """Sessions without a load. Sessions of an agents' `load` are drawn without end; those of a
+    trace are limited."""
 
     sessions: tuple[Session, ...]
     load: AgentLoad | None = None  # None: a trace's
@@ -176,12 +176,12 @@ class SessionWorkload(Workload):
 
     @property
     def turns_each(self) -> float:
-        """Mean turns of a session, subagents' included."""
+        """Mean number of turns of a session, subagents' included."""
         return len(self.requests) / len(self.sessions)
 
     @property
     def most_sessions(self) -> int:
-        """The most sessions that there can be."""
+        """Maximum number of sessions."""
         return MAX_SESSIONS if self.load is not None else len(self.sessions)
 
     def traffic(self, arrivals: Arrivals | None, count: int, *, seed: int = 0) -> Traffic:

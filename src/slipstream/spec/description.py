@@ -380,7 +380,8 @@ def _read_folder(path: Path) -> ModelDescription:
 
 
 def _with_beginning(spec: ModelSpec, generation: Mapping[str, Any]) -> ModelSpec:
-    """An encoder-decoder of text whose answers begin with the tokens that the generation config names."""
+    """Returns an encoder-decoder of text whose answers begin with the tokens that the generation
+    config names."""
     encoder = spec.encoder
     if encoder is None or encoder.audio is not None:
         return spec
@@ -482,8 +483,8 @@ def _with_stored_head(path: Path, family: Family, spec: ModelSpec, alone: bool) 
 def _with_images(
     path: Path, family: Family, config: Mapping[str, Any], own: Mapping[str, Any]
 ) -> tuple[ModelSpec, MediaProcessing | None]:
-    """The model of the decoder's `own` config, with the image encoder that the whole `config`
-    describes, if any."""
+    """Returns the model of the decoder's `own` config, with the image encoder that the whole
+    `config` describes, if any."""
     if family.vision is None or family.processing is None:
         return family.read(ConfigReader(own)), None
     outer = ConfigReader(config)

@@ -146,7 +146,7 @@ class AttentionSpec:
 
     @property
     def value_width(self) -> int:
-        """Numbers of a head's values and results."""
+        """Size of a head's values and results."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
@@ -155,12 +155,12 @@ class AttentionSpec:
 
     @property
     def out_size(self) -> int:
-        """Numbers that the output product reads."""
+        """Number of inputs of the output product."""
         return self.num_heads * self.value_width // self.times
 
     @property
     def times(self) -> int:
-        """How often a head of the product is computed."""
+        """Number of times that the product computes each head."""
         return 1 if self.differential is None else 2
 
     @property
@@ -173,7 +173,7 @@ class AttentionSpec:
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
-        """The numbers of weights in q's norm and in k's."""
+        """Sizes of the weights of q's norm and of k's."""
         if self.qk_norm is None or not self.qk_norm.learned:
             return 0, 0
         return (
@@ -184,7 +184,8 @@ class AttentionSpec:
 
     @property
     def cached_size(self) -> int:
-        """Numbers of a token that are read from the cache, and kept there by the layer that owns them."""
+        """Number of elements of a token that are read from the cache, and kept there by the layer
+        that owns them."""
         return 2 * self.kv_size
 
     def cached_bytes(self, element_bytes: float) -> int:
@@ -287,7 +288,7 @@ class LatentAttentionSpec:
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a cached key."""
+        """Size of a cached key."""
         return self.rotary_dim + self.kv_rank
 
     @property
@@ -296,7 +297,7 @@ class LatentAttentionSpec:
 
     @property
     def index_dim(self) -> int:
-        """Numbers of a cached index key; 0 without an index of the layer's own."""
+        """Size of a cached index key; 0 without an index of the layer's own."""
         return self.index.head_dim if isinstance(self.index, IndexSpec) else 0
 
     @property
@@ -362,7 +363,7 @@ class CompressedAttentionSpec(LatentAttentionSpec):
         return math.gcd(self.rate, 4)
 
     def width(self, dim: int) -> int:
-        """Columns of a token's values, for compressed keys of `dim` numbers."""
+        """Number of columns of a token's values, for compressed keys of `dim` numbers."""
         return dim * (2 if self.overlaps else 1)
 
     @property
@@ -381,7 +382,7 @@ class CompressedAttentionSpec(LatentAttentionSpec):
 
     @property
     def index_dim(self) -> int:
-        """Numbers of a token in the cache next to its key."""
+        """Number of elements of a token in the cache next to its key."""
         if not self.rate:
             return 0
         entry = self.head_dim + (0 if self.index_spec is None else self.index_spec.head_dim)
@@ -433,7 +434,8 @@ class DenseSpec:
 
     @property
     def width(self) -> int:
-        """Numbers of a token between the two products: gates and ups, and as many without a gate."""
+        """Elements of a token between the two products: gates and ups, and as many without a
+        gate."""
         return 2 * self.intermediate_size
 
     def shapes(self, hidden_size: int, name: str = "mlp", copies: int = 1) -> dict[str, Shape]:
@@ -544,7 +546,7 @@ MLPSpec: TypeAlias = DenseSpec | MoESpec
 
 
 class TransformerBlock:
-    """How a layer's attention and MLP are normed and added to the residual."""
+    """The order of norms, attention, MLP and residual sums in a layer."""
 
     __slots__ = ()
 
@@ -729,8 +731,8 @@ class LayerSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether what attention and the MLP give goes into the next norm, with the residual and nothing else done to it: so it
-        is in most models."""
+        """Whether the results of attention and MLP are only added to the residual before the next
+        norm, as in most models."""
         of_block = isinstance(self.block, SequentialBlock) and self.norms.keys() == {
             "pre_attention",
             "pre_mlp",

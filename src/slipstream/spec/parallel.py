@@ -186,7 +186,7 @@ class ParameterShard:
 
 
 def _filled(part: Range, size: int, offset: int = 0) -> tuple[Range, ...]:
-    """The range moved by `offset`, then zeros up to `size`."""
+    """Returns the range shifted by `offset`, then zeros up to `size`."""
     first, last = part
     own = ((first + offset, last + offset),) if first < last else ()
     missing = size - (last - first)

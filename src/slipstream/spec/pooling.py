@@ -112,7 +112,7 @@ class PoolingSpec:
         return self.dense[-1].num_outputs if self.dense else hidden_size
 
     def token_size(self, hidden_size: int) -> int:
-        """Numbers of a token's vector."""
+        """Size of a token's vector."""
         return self.token_dense[-1].num_outputs if self.token_dense else hidden_size
 
 
@@ -282,7 +282,8 @@ def _token_dense(
 
 
 def _product(file: Path, activation: DenseActivation) -> DenseStep | None:
-    """The product whose weight and bias are a safetensors file; None if there is no such file."""
+    """Reads a product from a safetensors file of its weight and bias; None if there is no such
+    file."""
     if not file.is_file():
         return None
     shapes = file_shapes(file)

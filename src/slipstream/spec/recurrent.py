@@ -62,7 +62,7 @@ class GatedDeltaSpec:
 
     @property
     def decay_size(self) -> int:
-        """Numbers of g for each token."""
+        """Number of elements of g for each token."""
         return self.num_heads * (self.key_dim if self.decay == "channel" else 1)
 
     @property

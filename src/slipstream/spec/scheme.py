@@ -193,7 +193,7 @@ class WeightFormat:
 
     @property
     def factor(self) -> str | None:
-        """The end of the name of the factor for the whole weight; None if there is none."""
+        """The last part of the name of the whole weight's factor; None if there is none."""
         if self.scale_type != "e4m3":
             return None
         return "weight_scale_2" if self.by_modelopt else "weight_global_scale"

@@ -1,4 +1,5 @@
-"""Asks a server what a verification's checks judge, and keeps its answers with the model's own view of them."""
+"""Asks a server the questions of a verification's checks, and keeps its answers with the model's
+own view of them."""
 
 from __future__ import annotations
 
@@ -151,7 +152,8 @@ class Asking:
         return answers
 
     def _first(self, ask: Callable[[], Answer]) -> Answer:
-        """Asks with all that helps, then with less, and remembers what the server takes."""
+        """Asks with all optional fields, then with fewer, and remembers those that the server
+        accepts."""
         while not self._form_is_known and self._form < len(FORMS) - 1:
             try:
                 answer = ask()

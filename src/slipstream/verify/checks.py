@@ -73,7 +73,7 @@ class Verification:
         return [*findings, self._schemas(), self._tools()]
 
     def counts(self) -> dict[str, Any]:
-        """Figures of what was asked and seen, for a report."""
+        """Numbers of questions and observations, for a report."""
         return self.asking.seen.report()
 
     def _schemas(self) -> Finding:

@@ -22,7 +22,7 @@ MISSED, LOST = 0.05, 0.6
 """Share of the needles that the model itself finds which is no fault, and which surely is one."""
 
 FINDS = 8
-"""Needles after which a model that found none is asked for no more."""
+"""Number of needles after which a model that has found none is asked for no more."""
 
 EXCESS = 0.1
 """Nats a token that answers may be less likely than the model's own, without log-probabilities."""
@@ -182,7 +182,8 @@ class Judge:
         return fitted < HOTTEST and measures.mean(means(at)).value < 0.2 * kl.value
 
     def _temperature(self) -> Finding:
-        """Whether answers were drawn at the temperatures that were asked for, or at others by one factor."""
+        """Judges whether answers were drawn at the temperatures asked for, or at others by one
+        factor."""
         check = "temperature"
         if "warm" in self.seen.refused:
             return Finding(check=check, outcome="not offered", why=self.seen.refused["warm"])

@@ -97,7 +97,7 @@ def mean(values: Sequence[float]) -> Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """`hits` of `count`, with a 95 % interval of the share."""
+    """A measured share: `hits` of `count`, with its 95 % interval."""
 
     value: float
     low: float

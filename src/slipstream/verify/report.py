@@ -28,7 +28,7 @@ def document(about: dict[str, Any], findings: Sequence[Finding]) -> dict[str, An
 
 
 def summary(found: dict[str, Any]) -> list[str]:
-    """The verdict, what it rests on, and what it excludes or leaves open, in sentences."""
+    """The verdict, its evidence, and the faults that it excludes or leaves open, in sentences."""
     lines = [
         f"{found['model']} is {found['verdict']}: {found['num_answers']} answers, "
         f"{found['num_tokens']:,} tokens, {found['num_prompt_tokens']:,} prompt tokens."

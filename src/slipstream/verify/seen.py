@@ -1,4 +1,4 @@
-"""How much a verification asks, and what it has seen so far."""
+"""The size of a verification, and the observations so far."""
 
 from __future__ import annotations
 
@@ -140,7 +140,8 @@ class Seen:
         }
 
     def _scores(self) -> dict[str, Share]:
-        """Agreement with the model's likeliest tokens and the tasks' shares, of what was asked."""
+        """Returns the shares of agreement with the model's likeliest tokens, and of tasks, among
+        those asked for."""
         drawn, needles = self.drawn, self.needles.values()
         agreed = [s.agreed for samples in drawn.values() for s in samples]
         greedy = [s.is_likeliest for s in drawn.get("greedy", [])]

@@ -125,7 +125,8 @@ def needed(value: float, limit: float, rate: float, rarest: float = RAREST) -> i
 
 
 def excluded_share(num_right: int, rate: float) -> float:
-    """The share of broken answers from which on `num_right` right ones in a row have a chance of at most `rate`."""
+    """The smallest share of broken answers with which `num_right` right ones in a row have a chance
+    of at most `rate`."""
     return float(1 - rate ** (1 / num_right)) if num_right else 1.0
 
 

@@ -319,7 +319,7 @@ class LoadedRunner(ABC):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a phase of the start."""
+        """Context manager that measures a phase of the start."""
         begin = time.perf_counter()
         yield
         self.phases[name] = time.perf_counter() - begin

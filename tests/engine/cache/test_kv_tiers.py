@@ -94,12 +94,8 @@ def test_a_later_engine_finds_the_blocks(made, tmp_path, monkeypatch, torchless)
         ("llama", dict(pipeline_parallel_size=2)),
         ("llama", dict(context_parallel_size=2, block_size=8)),
         ("deepseek_v3", dict(tensor_parallel_size=2, context_parallel_size=2, block_size=8)),
-        pytest.param(
-            "gemma2", dict(context_parallel_size=2, block_size=8), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "lfm3", dict(context_parallel_size=2, block_size=8), marks=pytest.mark.slow
-        ),
+        pytest.param("gemma2", dict(context_parallel_size=2, block_size=8), marks=pytest.mark.slow),
+        pytest.param("lfm3", dict(context_parallel_size=2, block_size=8), marks=pytest.mark.slow),
         ("mixtral", dict(tensor_parallel_size=2, expert_parallel_size=2)),
         ("granitemoehybrid", dict(pipeline_parallel_size=2)),  # a stage has no attention
         ("jamba", dict(tensor_parallel_size=2)),

@@ -29,8 +29,8 @@ def prompt_of(request: BenchRequest) -> Prompt:
 
 
 class OfflineSlipstream:
-    """`LLM` with all requests at once; the engine reports the times of each one's first and last
-    token."""
+    """Engine `LLM`, which gets all requests at once; it reports the times of each one's first and
+    last token."""
 
     def __init__(
         self, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None

@@ -56,7 +56,8 @@ class Speed:
 
 @contextmanager
 def open_llm(args: EngineArgs) -> Iterator[tuple[LLM, float | None]]:
-    """An engine in this process, and the seconds from the process's start until it was ready."""
+    """Context manager that starts an engine in this process and ends it. Yields the engine, and the
+    seconds from the process's start until it was ready."""
     # A start makes objects that all stay; the garbage collector's scans of them would take a tenth
     # of it.
     gc.disable()
@@ -75,7 +76,8 @@ def open_llm(args: EngineArgs) -> Iterator[tuple[LLM, float | None]]:
 
 
 def given_texts(words: list[str], what: str, field: str) -> list[str]:
-    """`words`, or the lines of standard input if they are a single `-`. ConfigError if there is no text."""
+    """Returns `words`, or the lines of standard input if they are a single `-`. ConfigError if
+    there is no text."""
     texts = [line for line in sys.stdin.read().splitlines() if line] if words == ["-"] else words
     if not texts:
         raise ConfigError(f"there is no {what} on standard input", field=field)

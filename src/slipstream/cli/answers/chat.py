@@ -322,8 +322,8 @@ class Conversation:
         say(f"now {name}")
 
     def content(self, text: str) -> str | list[dict[str, Any]]:
-        """A message's content: the text, or with the pictures whose paths stand in it, if the model
-        sees."""
+        """Returns a message's content: the text, or if the model takes pictures, the text and those
+        whose paths it contains."""
         words, pictures = [], []
         for word in text.split(" "):
             path = Path(os.path.expanduser(word.strip("'\"")))

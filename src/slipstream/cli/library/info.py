@@ -210,8 +210,8 @@ def describe_path(name: str, reason: Reason | None) -> str:
 
 
 def describe_split(config: EngineConfig, spec: ModelSpec) -> list[str]:
-    """How ranks share the model; empty if there is one rank. The sizes shown after it are one
-    rank's."""
+    """Describes how ranks share the model; empty if there is one rank. The sizes shown after it are
+    one rank's."""
     how, first, lines = config.parallel, config.parallel.shard(0), list[str]()
     if how.num_ranks == 1:
         return []

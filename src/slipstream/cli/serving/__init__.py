@@ -1,1 +1,1 @@
-"""Verbs on servers and fleets."""
+"""Commands about servers and fleets."""

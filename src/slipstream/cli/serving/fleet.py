@@ -133,8 +133,8 @@ def run_up(args: argparse.Namespace) -> int:
 def _connected(
     args: argparse.Namespace, order: dict[str, Any]
 ) -> Iterator[tuple[dict[str, Any], socket.socket, IO[bytes]]]:
-    """Send an order. Yields the head's answer, the connection, and a reader of the data after the
-    answer."""
+    """Context manager of a connection over which an order is sent. Yields the head's answer, the
+    connection, and a reader of the data after the answer."""
     path = _folder(args) / "control"
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_ORDER_S)

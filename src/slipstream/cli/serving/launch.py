@@ -113,7 +113,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 @contextlib.contextmanager
 def _ends() -> Iterator[None]:
-    """Signals that end this process raise SystemExit, so that the agent and the server end with it."""
+    """Context manager in whose body signals that end this process raise SystemExit, so that the
+    agent and the server end with it."""
 
     def end(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
@@ -129,8 +130,9 @@ def _ends() -> Iterator[None]:
 
 @contextlib.contextmanager
 def served(model: str, url: str) -> Iterator[None]:
-    """Run a server of the model for the duration of the context. Options of `serve` may follow the model.
-    ConfigError if another server answers at this address, or if it ends before it serves."""
+    """Context manager that runs a server of the model until its body ends. Options of `serve` may
+    follow the model. ConfigError if another server answers at this address, or if it ends before it
+    serves."""
     import httpx
 
     if _is_ready(url):

@@ -302,7 +302,7 @@ def logits_processors(names: Sequence[str]) -> dict[str, str]:
 
 
 def check_adapters(args: argparse.Namespace, settings: ServerSettings) -> None:
-    """ConfigError if an adapter can't be served by its name, or if none can be loaded."""
+    """Raises ConfigError if an adapter can't be served by its name, or if none can be loaded."""
     from slipstream.errors import ConfigError
 
     names = settings.served_model_names or (args.model,)
@@ -342,7 +342,7 @@ def make_watch(args: argparse.Namespace) -> ServerWatch:
 
 
 def check_watch(args: argparse.Namespace) -> None:
-    """ConfigError for options that don't work with --detect, or that need it."""
+    """Raises ConfigError for options that don't work with --detect, or that need it."""
     from slipstream.errors import ConfigError
 
     if args.detect and args.api_servers not in (None, 1):

@@ -40,7 +40,7 @@ _NOT_WITH_SEVERAL = {
 
 
 def check(args: argparse.Namespace) -> None:
-    """ConfigError for an option that a server of several models does not have."""
+    """Raises ConfigError for an option that a server of several models does not have."""
     for name, why in _NOT_WITH_SEVERAL.items():
         given = getattr(args, name, None)
         if not (given is None or given is False or given in ([], {})):

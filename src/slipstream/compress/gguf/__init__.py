@@ -1,1 +1,1 @@
-"""GGUF files out of `compress`."""
+"""Writes GGUF files for `compress`."""

@@ -31,14 +31,14 @@ LEVELS = {
     "Q2_K": (0, 15), "Q3_K": (-32, 31), "Q4_K": (0, 63), "Q5_K": (0, 63), "Q6_K": (-128, 127),
     "IQ4_XS": (-32, 31),
 }  # fmt: skip
-"""Lowest and highest scale of a group, in units of the superblock's float16."""
+"""Smallest and largest scale of a group, as multiples of its superblock's float16 scale."""
 
 HALVES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL")
 WRITABLE = frozenset((*LEVELS, *HALVES, "MXFP4"))
-"""The block types that can be made."""
+"""Names of the block types that `compress` can write."""
 
 SHRINKS = tuple(0.75 + 0.025 * i for i in range(15))
-"""Factors by which the largest magnitude, or the range, is multiplied in search of the best scale."""
+"""Factors of the largest magnitude, or of the range, that the search for scales tries."""
 VALUES_AT_ONCE = 1 << 22
 """Weights whose grids are searched together, in whole rows."""
 
@@ -61,7 +61,7 @@ class BlockGrid:
         return form_of(self.quant)
 
     def each(self, per_group: Tensor) -> Tensor:
-        """A group's number for each of its weights, [out, in]."""
+        """Repeats a number of each group for all of the group's weights, [out, in]."""
         return per_group.repeat_interleave(self.form.group, 1)
 
 
@@ -84,7 +84,7 @@ def codes_of(form: CodeForm, x: Tensor, scales: Tensor, mins: Tensor | None) -> 
 
 
 def values_of(form: CodeForm, codes: Tensor, scales: Tensor, mins: Tensor | None) -> Tensor:
-    """The numbers of codes, as readers compute them."""
+    """Returns the values that codes stand for, as readers of GGUF files compute them."""
     numbers = (
         codes - form.zero
         if form.book == "linear"
@@ -145,8 +145,8 @@ def _error(x: Tensor, w: Tensor, form: CodeForm, scales: Tensor, mins: Tensor | 
 
 
 def _scales(x: Tensor, w: Tensor, form: CodeForm) -> Tensor:
-    """Scales without minima. A search over shrinks of the largest magnitude on either end of the book, each with the scale
-    that suits its codes best."""
+    """Searches scales of a type without minima. Candidates put the largest magnitude, shrunk by
+    several factors, on either end of the codebook. Each is then fitted to its codes."""
     values = book(form)
     at = x.abs().argmax(-1, keepdim=True)
     top, weighed = x.gather(-1, at)[..., 0], w * x
@@ -166,8 +166,8 @@ def _scales(x: Tensor, w: Tensor, form: CodeForm) -> Tensor:
 
 
 def _ranges(x: Tensor, w: Tensor, form: CodeForm, *, below_zero: bool) -> tuple[Tensor, Tensor]:
-    """Scales and minima (of which superblocks have only those of 0 or more). From several ranges, codes and the line that suits
-    them best take turns."""
+    """Searches scales and minima; minima of superblock types are 0 or more. From several initial
+    ranges, codes and the line that fits them best take turns."""
     low, high = x.amin(-1), x.amax(-1)
     if below_zero:
         low = low.clamp(max=0)
@@ -204,13 +204,13 @@ def _ranges(x: Tensor, w: Tensor, form: CodeForm, *, below_zero: bool) -> tuple[
 def _levels(
     x: Tensor, w: Tensor, quant: QuantType, scales: Tensor, mins: Tensor | None
 ) -> BlockGrid:
-    """The grid of a superblock type: multiples of a float16. Each group takes the levels, of the nearest and their
-    neighbours, that cost least."""
+    """Makes the grid of a superblock type, whose scales are integers times a float16. Each group
+    takes the integers with the smallest error, of the nearest and their neighbours."""
     form, (lowest, highest) = form_of(quant), LEVELS[quant.name]
     per = quant.block_size // form.group
 
     def unit(values: Tensor) -> tuple[Tensor, Tensor]:
-        """(the float16 of each superblock, and for each group)."""
+        """Returns a float16 for each superblock, and the same for each of its groups."""
         blocks = values.unflatten(1, (-1, per))
         top = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))[..., 0]
         d = (top / (lowest if lowest else highest)).clamp(-65504, 65504).half()
@@ -252,7 +252,8 @@ def _levels(
 
 
 def _exponents(x: Tensor, w: Tensor, quant: QuantType) -> BlockGrid:
-    """MXFP4's powers of two: of three neighbours, the one that costs least."""
+    """Chooses MXFP4's scales: of three neighbouring powers of two, the one with the smallest
+    error."""
     form = form_of(quant)
     largest = x.abs().amax(-1)
     first = torch.where(largest == 0, -126.0, largest.clamp(min=2.0**-124).log2().floor() - 2)
@@ -270,8 +271,9 @@ def _exponents(x: Tensor, w: Tensor, quant: QuantType) -> BlockGrid:
 def round_blocks(
     weight: Tensor, kind: str, stats: InputStats | None, *, damping: float | None
 ) -> tuple[Blocks, Tensor]:
-    """The blocks of a float32 weight [out, in], uint8 [out, bytes], and what they stand for. With `damping` and products of
-    inputs, codes are GPTQ's, else the nearest."""
+    """Rounds a float32 weight [out, in]. Returns its blocks, uint8 [out, bytes], and the values
+    that they stand for. With `damping` and products of inputs, codes are GPTQ's, else the
+    nearest."""
     grid = fit(weight, kind, None if stats is None else stats.mean_square)
     step = max(1, VALUES_AT_ONCE // weight.shape[1])
     stretches = [slice(i, i + step) for i in range(0, len(weight), step)]
@@ -294,7 +296,7 @@ def _part(grid: BlockGrid, rows: slice) -> tuple[Tensor, Tensor | None]:
 
 
 def _gptq(weight: Tensor, grid: BlockGrid, stats: InputStats, damping: float) -> Tensor:
-    """GPTQ on fixed scales, columns of large inputs first."""
+    """Rounds by GPTQ with fixed scales, columns of large inputs first."""
     hessian = stats.hessian / max(1, stats.num_rows)
     dead = hessian.diagonal() == 0
     order = hessian.diagonal().argsort(descending=True)
@@ -322,7 +324,7 @@ def _gptq(weight: Tensor, grid: BlockGrid, stats: InputStats, damping: float) ->
 
 
 def pack(grid: BlockGrid, codes: Tensor) -> Blocks:
-    """The bytes of codes [out, in], uint8 [out, bytes]."""
+    """Packs codes [out, in] into blocks, uint8 [out, bytes]."""
     size, blocks = grid.quant.block_size, codes.shape[1] // grid.quant.block_size
     q = codes.reshape(-1, size)
     made: list[Tensor] = _PACKS[grid.quant.name](q, grid, len(q))
@@ -332,13 +334,13 @@ def pack(grid: BlockGrid, codes: Tensor) -> Blocks:
 
 
 def _halves(x: Tensor | None, count: int) -> Tensor:
-    """float16 bytes [N, 2] of a number a block."""
+    """Converts one number of each block to the bytes of a float16, [N, 2]."""
     assert x is not None
     return x.half().reshape(count, 1).contiguous().view(torch.uint8)
 
 
 def _ints(x: Tensor | None, count: int, shift: int = 0) -> Tensor:
-    """Levels of N blocks, moved to be 0 or more: int32 [N, groups]."""
+    """Levels of N blocks plus an offset that makes them 0 or more: int32 [N, groups]."""
     assert x is not None
     return x.reshape(count, -1).int() + shift
 
@@ -348,14 +350,15 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _joined(q: Tensor, size: int, width: int) -> Tensor:
-    """Values [N, n] → bytes: field j of `size` bytes in a row has the values j · size … of their stretch."""
+    """Packs codes [N, n] of `width` bits into bytes. Each run of `size` · 8 / `width` codes becomes
+    `size` bytes: bit field j of byte b is code j · `size` + b of the run."""
     parts = q.int().unflatten(1, (-1, 8 // width, size))
     shifts = torch.arange(0, 8, width, device=q.device)[:, None]
     return _bytes((parts << shifts).sum(2).flatten(1))
 
 
 def _in_turn(q: Tensor, width: int) -> Tensor:
-    """Values [N, n] → bytes that each hold 8 / width consecutive ones."""
+    """Packs codes [N, n] of `width` bits into bytes of 8 / `width` consecutive codes."""
     return _bytes(
         (q.int().unflatten(1, (-1, 8 // width)) << torch.arange(0, 8, width, device=q.device)).sum(
             2
@@ -364,7 +367,8 @@ def _in_turn(q: Tensor, width: int) -> Tensor:
 
 
 def _simple(q: Tensor, g: BlockGrid, n: int) -> list[Tensor]:
-    """Q4_0, Q4_1, Q5_0, Q5_1 and IQ4_NL: halves, the codes' fifth bits, their other bits."""
+    """Packs Q4_0, Q4_1, Q5_0, Q5_1 and IQ4_NL: float16 numbers, the codes' fifth bits, their other
+    bits."""
     heads = [_halves(g.scales, n)]
     if g.mins is not None:
         heads.append(_halves(-g.mins, n))

@@ -53,7 +53,8 @@ def stored_shapes(source: ModelDescription) -> dict[str, tuple[str, tuple[int, .
 def read_tensor(
     source: ModelDescription, name: str, at: Placement, values: Mapping[str, Tensor]
 ) -> Tensor:
-    """A tensor as the file has it, float32. `values` are the model's parameters, by their own names."""
+    """Returns a tensor as the file stores it, float32. `values` are the model's parameters, by
+    their own names."""
     device = values[at.target].device
     if source.gguf is not None:
         return to_tensor(dequantize_tensor(source.gguf, name, "float32")).to(device)

@@ -137,7 +137,7 @@ def _warn_of_nearest(run: GGUFRun, found: About) -> None:
 
 
 def require_gguf() -> None:
-    """ConfigError if the gguf package is not installed."""
+    """Raises ConfigError if the gguf package is not installed."""
     try:
         import gguf  # noqa: F401
     except ImportError as error:
@@ -148,7 +148,7 @@ def require_gguf() -> None:
 
 
 def _inside(at: Placement, index: int) -> Placement:
-    """The place in a layer's own parameters."""
+    """Returns the placement with the parameter's name within its layer."""
     return Placement(
         at.target.removeprefix(f"layers.{index}."), at.start, at.rows, at.transform, at.copies
     )
@@ -195,7 +195,8 @@ def _rounded(
     stats: Mapping[str, InputStats],
     about: About,
 ) -> tuple[Tensor, Tensor]:
-    """(blocks, what they stand for) of a tensor. Experts come one by one; those that no token reached have no statistics."""
+    """Returns the blocks of a tensor, and the values that they stand for. Experts come one by one;
+    those that no token reached have no statistics."""
     product = at.target.removesuffix(".weight")
     parts = value.unbind(0) if value.ndim == 3 else (value,)
     blocks, after, lost, whole, with_gptq = list[Tensor](), list[Tensor](), 0.0, 0.0, 0
@@ -231,7 +232,8 @@ def _read(run: GGUFRun, part: str, tensor: PlannedBlocks) -> Tensor:
 
 
 def _write_ends(run: GGUFRun, text: Stream | None) -> None:
-    """Embeddings, last norm and head. The head's inputs are the last states after the norm."""
+    """Writes embeddings, last norm and head. The head's inputs are the last states after the
+    norm."""
     spec, stats = run.source.spec, dict[str, InputStats]()
     if text is not None and spec.embed_size is None:
         ends = load_ends(run.source, device=run.device, dtype=run.dtype)

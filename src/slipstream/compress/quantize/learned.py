@@ -42,7 +42,7 @@ class Offsets:
 
     @classmethod
     def of(cls, compensated: Tensor, grid: QuantGrid) -> Offsets:
-        """Start at the result of `gptq_trace`; the grid stays."""
+        """Makes offsets that start at the result of `gptq_trace`; the grid stays."""
         offset = torch.zeros_like(compensated, requires_grad=True)
         return cls(
             compensated,
@@ -56,7 +56,7 @@ class Offsets:
     def fitted(
         cls, weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool
     ) -> Offsets:
-        """Start at rounding to nearest."""
+        """Makes offsets that start at rounding to nearest."""
         grid = fit(weight, fmt, dtype, clip=clip)
         offset, factor = torch.zeros_like(weight), torch.ones_like(grid.scales, dtype=torch.float32)
         return cls(weight, grid, offset.requires_grad_(), factor.requires_grad_())

@@ -48,7 +48,7 @@ class Trained:
 
     @classmethod
     def of(cls, weight: Tensor, grid: QuantGrid) -> Trained:
-        """Start at `weight`, which is on the grid."""
+        """Makes a trained weight that starts at `weight`, which is on the grid."""
         return cls(
             grid, weight.clone().requires_grad_(), grid.scales.float().log().requires_grad_()
         )
@@ -147,7 +147,7 @@ def train(
         return found
 
     def backward(chosen: Sequence[int]) -> Tensor:
-        """Add the gradients of the loss on these windows. Returns the loss."""
+        """Adds the gradients of the loss on these windows. Returns the loss."""
         batch = SequenceBatch.of([list(windows[i]) for i in chosen], device)
         target = original_hidden(chosen)
         h = ends.embedded(batch.token_ids, batch.meta)

@@ -116,8 +116,9 @@ def dense_readers(r: RecurrentSpec) -> tuple[str, ...]:
 
 
 def _of_recurrent(r: RecurrentSpec) -> Fold | None:
-    """The fold of `recurrent.out`: into the norm before it, whose weights the heads of a delta rule share, or into the
-    factor c of a short convolution. A scan has no such place."""
+    """Returns the place for the scales of `recurrent.out`'s inputs: the norm before it, whose
+    weights the heads of a delta rule share, or the factor c of a short convolution. A scan has no
+    such place."""
     match r:
         case GatedDeltaSpec():
             return Fold(norm="recurrent.norm", repeats=r.num_heads, head_dim=r.value_dim)

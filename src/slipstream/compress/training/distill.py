@@ -317,7 +317,7 @@ class DistillTraining:
         *,
         attention: bool,
     ) -> tuple[LayerOutputs, Callable[[slice], Tensor] | TopK]:
-        """(the teacher's layer outputs, its logits)."""
+        """Returns (the teacher's layer outputs, its logits)."""
         if self.cache is not None:
             return LayerOutputs(batch.lengths, {}, {}), self.cache.of(indices, self.device)
         teacher = self.teacher
@@ -518,7 +518,8 @@ def write(out: Path, found: Distilled, settings: DistillSettings, *, dtype: torc
 def _batch(
     examples: Sequence[Example], device: torch.device
 ) -> tuple[SequenceBatch, Tensor, Tensor]:
-    """(batch, the weight of each position's prediction, float32 [T], the tokens to predict [T])."""
+    """Returns (batch, the weight of each position's prediction, float32 [T], the tokens to predict
+    [T])."""
     batch = SequenceBatch.of([e.token_ids for e in examples], device)
     weights = []
     for e in examples:

@@ -376,7 +376,7 @@ class HeadTraining:
         return history
 
     def write(self, folder: Path) -> None:
-        """The head's files, in bfloat16."""
+        """Writes the head's files, in bfloat16."""
         spec = self.source.spec
         if isinstance(self.spec, MedusaSpec):
             values = {n.removeprefix("head"): p for n, p in self.net.named_parameters()}

@@ -84,7 +84,8 @@ class EagleNet(nn.Module):
         own: list[tuple[Tensor, Tensor]],
         step: int,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """(normed hidden states, the states for the next step, its keys and values [B, K, L, D])"""
+        """Runs a layer. Returns (normed hidden states, the states for the next step, its keys and
+        values [B, K, L, D])."""
         rows = self.norm(states, "hidden_norm")
         residual = rows if self.spec.norm_before_residual else states
         a = self.spec.layers[0].self_attention

@@ -414,7 +414,7 @@ class LoraTraining:
         return loss
 
     def _nll(self, some: Sequence[Sample]) -> Tensor:
-        """Nats of the learned tokens, summed."""
+        """Sum of the loss of the learned tokens, in nats."""
         batch = SequenceBatch.of([sample.token_ids for sample in some], self.device)
         learned = torch.tensor(
             [flag for sample in some for flag in (*sample.learned[1:], False)], device=self.device
@@ -479,7 +479,7 @@ def write_adapter(
     modules: Sequence[Module],
     values: Mapping[str, Tensor],
 ) -> None:
-    """PEFT's two files, in float32 as PEFT saves them."""
+    """Writes PEFT's two files, in float32 as PEFT saves them."""
     from safetensors.torch import save_file
 
     tensors = {

@@ -222,7 +222,8 @@ class Matching(nn.Module):
             self.mixtures.append(4.0 * F.one_hot(near, heads).float())
 
     def forward(self, student: LayerOutputs, teacher: LayerOutputs) -> tuple[Tensor, Tensor]:
-        """(states, attention): sums over tokens, means over pairs and heads. Attention is 0 if it is not matched."""
+        """Returns the losses (states, attention): sums over tokens, means over pairs and heads.
+        Attention is 0 if it is not matched."""
         states = attention = self.maps[0].new_zeros(())
         for i, (s, t) in enumerate(self.pairs):
             wanted = teacher.states[t].detach().float()

@@ -107,7 +107,8 @@ async def freed(session: Session, limit_s: float) -> float | None:
 async def running(
     session: Session, ask: Ask, limit_s: float, *, streams: bool
 ) -> AsyncIterator[None]:
-    """Holds `concurrency` long requests open inside; their clients go at the end."""
+    """Context manager that keeps `concurrency` long requests running. On exit it closes their
+    clients."""
     begun = asyncio.Event()
 
     async def one() -> None:

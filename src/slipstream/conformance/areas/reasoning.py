@@ -13,7 +13,8 @@ ASK = Ask(prompt="What is 17 times 3?", think=True, max_tokens=200)
 
 @check("reasoning.separated", *TALKING)
 async def reasoning_is_apart_from_text(session: Session) -> str:
-    """Reasoning has its own place, and the model's marks of it stand nowhere, whole or streamed."""
+    """Reasoning is in its own field, and the model's markers of it are in no field, whole or
+    streamed."""
     with offered("reasoning"):
         whole = await session.whole(ASK)
     answers = (whole, await session.streamed(ASK))

@@ -38,7 +38,7 @@ def arguments(text: str) -> Any:
 
 
 class Messages(Protocol):
-    """`POST /v1/messages`."""
+    """Anthropic's messages: `POST /v1/messages`."""
 
     name, path = "messages", "/v1/messages"
     long_prompt_words = ("prompt is too long", "exceed context limit")

@@ -21,7 +21,8 @@ from slipstream.conformance.registry import expect
 
 
 class Ollama(Protocol):
-    """`POST /api/chat`. Arguments of calls are objects, and calls may have no ids."""
+    """Ollama's chat: `POST /api/chat`. Arguments of calls are objects, and calls may have no
+    ids."""
 
     name, path, media_type = "ollama", "/api/chat", "application/x-ndjson"
     max_tokens = "num_predict"

@@ -45,7 +45,7 @@ def read_error(body: Any) -> tuple[str, str]:
 
 
 class Completions(Protocol):
-    """`POST /v1/completions`."""
+    """OpenAI's completions: `POST /v1/completions`."""
 
     name, path, prompt_field = "completions", "/v1/completions", "prompt"
     long_prompt_words = LONG_PROMPT
@@ -115,7 +115,7 @@ class Completions(Protocol):
 
 
 class Chat(Completions):
-    """`POST /v1/chat/completions`."""
+    """OpenAI's chat: `POST /v1/chat/completions`."""
 
     name, path, prompt_field = "chat", "/v1/chat/completions", "messages"
     object_name = "chat.completion.chunk"

@@ -30,7 +30,7 @@ DELTAS = {  # end of a run of deltas: (its field, the deltas)
 
 
 class Responses(Protocol):
-    """`POST /v1/responses`."""
+    """OpenAI's Responses API: `POST /v1/responses`."""
 
     name, path = "responses", "/v1/responses"
     max_tokens, prompt_field = "max_output_tokens", "input"

@@ -138,7 +138,7 @@ class BlockPool:
             self._link(free)
 
     def num_revived(self, blocks: Sequence[int]) -> int:
-        """Number of blocks that nobody holds."""
+        """Number of these blocks that nobody holds."""
         return len(blocks) - int(np.count_nonzero(self._counts[as_array(blocks)]))
 
     def num_leading_cached(self, blocks: Sequence[int]) -> int:

@@ -86,7 +86,7 @@ class ValueOrder:
                 run.num_free -= len(same)
 
     def _by_run(self, blocks: Sequence[int]) -> Iterable[tuple[Run | None, Sequence[int]]]:
-        """Neighbours of one run together. No loop where they are a run's first in order, or back, as a session's mostly are."""
+        """Group neighbouring blocks by run; no loop for a run's first, in order or reversed."""
         if isinstance(blocks, array) and blocks:
             for same in (blocks, blocks[::-1]):
                 run = self._owners[same[0]]
@@ -134,7 +134,7 @@ class ValueOrder:
         return taken
 
     def following(self, block: int) -> Sequence[int]:
-        """Blocks of the same chain from a cached one on, as far as they are known."""
+        """A cached block and those after it in the chain, as far as they are known."""
         run = self._owners[block]
         return (block,) if run is None or run.blocks[0] != block else run.blocks
 
@@ -217,7 +217,7 @@ class ValueOrder:
         return run
 
     def apart(self, session: Session, blocks: Iterable[int], depth: int) -> Run:
-        """Move blocks to a run that depends on no other. `depth` is the number of tokens up to its end."""
+        """Move blocks to a new run that depends on no other. It ends after `depth` tokens."""
         run = Run(self, session, None, depth)
         for block in blocks:
             self._give(run, block)
@@ -305,7 +305,7 @@ class ValueOrder:
         return Run(self, session, above, index * self._size, writer)
 
     def _give(self, run: Run, block: int) -> None:
-        """Move a block to a run."""
+        """Add a block to a run, and remove it from its own."""
         old = self._owners[block]
         if old is not None:
             if not self._ref_counts[block]:

@@ -12,7 +12,7 @@ KINDS: tuple[type[Slots], ...] = (StateSlots,)
 
 
 def make_kinds(cache: CacheConfig, most_guesses: int, sessions: Sessions | None) -> list[Slots]:
-    """The slots of one rank, of each kind of which there are some."""
+    """Makes one rank's slots, for each kind that has any."""
     return [
         made(number, num_slots, cache, most_guesses, sessions)
         for number, (made, num_slots) in enumerate(zip(KINDS, cache.slots, strict=True), 1)

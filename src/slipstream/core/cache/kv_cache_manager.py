@@ -286,7 +286,7 @@ class KVCacheManager:
         return not self.kinds or all([kind.place(*given) for kind in self.kinds])  # noqa: C419
 
     def verified(self, request: Request, num_guesses: int, num_right: int) -> None:
-        """Take back the tokens that were computed after the last right guess."""
+        """Take back the tokens that were computed after the last accepted draft."""
         request.num_computed_tokens -= num_guesses - num_right
         for kind in self.kinds:
             kind.verified(request, num_right)

@@ -94,8 +94,8 @@ def _keys_after(key: bytes, data: bytes, each: int) -> tuple[bytes, ...]:
 
 
 class _Stretches:
-    """Keys of the stretches that were used last. They are found by their ends and compared as a whole: to hash all of a
-    stretch takes ten times as long."""
+    """Cache of the keys of recently used stretches of tokens. They are found by their ends and
+    compared as a whole: to hash all of a stretch takes ten times as long."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, tuple[bytes, tuple[bytes, ...]]] = {}

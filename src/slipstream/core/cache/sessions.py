@@ -177,7 +177,7 @@ class Pauses:
 
 
 def rate(hazards: Sequence[float], bucket: int) -> float:
-    """Returns per second of keeping, at the best horizon from the beginning of `bucket` on."""
+    """Expected returns per second of keeping, at the best horizon from `bucket`'s beginning on."""
     best = chance = seconds = 0.0
     alive = 1.0
     for i in range(bucket, NUM_BUCKETS):
@@ -338,7 +338,7 @@ class Sessions:
         self._changed(session)
 
     def pausing(self, kind: Kind) -> Session:
-        """A session that is not in use."""
+        """Makes a session that is not in use."""
         session = Session(kind)
         session.num_open = 1
         self.close(session, kind)

@@ -1,4 +1,5 @@
-"""Questions of the cache manager to a kind of cache besides blocks (`SlotKind`). A kind is a subclass, and one of `KINDS`."""
+"""Interface of the cache kinds other than blocks, as the cache manager calls them (`SlotKind`). A
+kind is a subclass of `Slots`, and one of `KINDS`."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from slipstream.messages.steps import StateMark, TableUpdate
 
 
 class Slots(ABC):
-    """The slots of one kind, of one rank. Slot 0 is the null slot.
+    """The slots of one kind on one rank. Slot 0 is the null slot.
 
-    A request's slots that its row in the worker lacks go into `Request.slot_updates` (`send`): the one to read, then those to
-    write. With `sessions`, checkpoints are evicted by value, each as a whole.
+    `send` puts the slots that the worker's row of a request lacks into `Request.slot_updates`: the
+    one to read, then those to write. With `sessions`, checkpoints are evicted by value, each as a
+    whole.
     """
 
     def __init__(
@@ -28,7 +30,7 @@ class Slots(ABC):
         most_guesses: int,
         sessions: Sessions | None = None,
     ) -> None:
-        """`number`: of the kind. `most_guesses`: that a step may verify for a request."""
+        """`number` is the kind's. A step verifies at most `most_guesses` drafts of a request."""
         self.number, self.block_size, self.most_guesses = number, cache.block_size, most_guesses
         self.pool = BlockPool(num_slots)
         self.order: ValueOrder | None = None
@@ -49,17 +51,20 @@ class Slots(ABC):
 
     @abstractmethod
     def has_room(self, request: Request) -> bool:
-        """True if there are slots for a request that is to begin, and one more for what it begins with."""
+        """True if there are slots for a new request, and one for the checkpoint that it begins
+        with."""
 
     @abstractmethod
     def start(self, request: Request, computed: int) -> None:
-        """Give a request its slots, and the checkpoint after its first `computed` tokens, which `has` knew."""
+        """Give a request its slots, and begin it at the checkpoint after `computed` tokens, which
+        `has` found."""
 
     @abstractmethod
     def place(self, request: Request, computed: int, end: int, num_guesses: int) -> bool:
-        """Decide what a step reads and writes that computes the tokens [computed, end), `num_guesses` of them guesses.
+        """Choose the slots that a step reads and writes.
 
-        True if the next step may do the same, so that the request may decode under a lease.
+        It computes tokens [computed, end), the last `num_guesses` of them drafts. True if the next
+        step may use the same slots, so that the request may decode under a lease.
         """
 
     @abstractmethod
@@ -68,24 +73,25 @@ class Slots(ABC):
 
     @abstractmethod
     def next_mark(self, request: Request) -> int:
-        """The position at which a lease has to end, since a checkpoint may be kept there."""
+        """The token position at which a lease must end, because a checkpoint may be kept there."""
 
     @abstractmethod
     def verified(self, request: Request, num_right: int) -> None:
-        """Go on after the guesses that were right."""
+        """Continue after the first `num_right` drafts, which the model confirmed."""
 
     @abstractmethod
     def planned(self) -> tuple[StateMark, ...]:
-        """The checkpoints inside of its parts that the step keeps which was just planned. They can be found from now on, and
-        what the step reads may be let go."""
+        """The checkpoints that the newly planned step makes between its tokens. They can be found
+        from now on, and slots that the step only reads may be released."""
 
     @abstractmethod
     def may_share(self, parent: Request) -> bool:
-        """True if what was before the last token of the request's prompt is kept, for others to begin with."""
+        """True if the state before the prompt's last token is kept, so that others may begin with
+        it."""
 
     @abstractmethod
     def share(self, parent: Request, children: Sequence[Request]) -> None:
-        """Let `children` begin with that."""
+        """Let `children` begin with that state."""
 
     @abstractmethod
     def take_over(self, request: Request, source: Request) -> None:

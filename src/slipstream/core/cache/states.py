@@ -97,13 +97,14 @@ class StateSlots(Slots):
         state.sent = ()
 
     def _num_own(self, request: Request) -> int:
-        """One slot, and one for each guess. Others may take over the state of a guided request, so it has two."""
+        """Number of a request's slots: one, and one for each draft. A guided request has two,
+        because others may take over its state."""
         return max(2 if request.guide is not None else 1, 1 + self.most_guesses)
 
     def _marks_of(self, request: Request, computed: int) -> list[int]:
-        """Positions in the prompt whose states are worth keeping. All end blocks.
+        """Positions in the prompt, in tokens, whose states are kept. All end blocks.
 
-        The last one leaves two tokens to compute, as any hit does (`usable_prefix`).
+        At least two tokens follow the last one, as after any hit (`usable_prefix`).
         """
         size = self.block_size
         last = (len(request.token_ids) - 2) // size * size
@@ -163,7 +164,7 @@ class StateSlots(Slots):
         return new
 
     def _keep_current(self, request: Request, state: RequestState, computed: int) -> None:
-        """Makes the state that the step begins with a checkpoint, if there is a mark."""
+        """Makes a checkpoint of the state that the step begins with, if that is at a mark."""
         of_prompt = False
         while state.marks and state.marks[0] <= computed:
             of_prompt = state.marks.pop(0) == computed
@@ -199,7 +200,7 @@ class StateSlots(Slots):
         return state.read
 
     def _keep_inner(self, request: Request, state: RequestState, computed: int, end: int) -> None:
-        """Keeps states inside of the tokens that a step computes."""
+        """Keeps states at the marks, and the state to fork, between a step's tokens."""
         last = request.num_prompt_tokens - 1
         if request.forks and computed <= last < end and self._may_keep:
             if computed < last:

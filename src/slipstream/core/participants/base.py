@@ -108,7 +108,7 @@ class Participant:
         """Take a finished step's extras, before its tokens are processed."""
 
     def verified(self, request: Request, num_guesses: int, num_right: int) -> None:
-        """Called with the number of guessed tokens that were right."""
+        """Called with the number of accepted drafts."""
 
     def step_done(
         self, plan: StepPlan, result: StepResult, extras: Extras | None, now: float

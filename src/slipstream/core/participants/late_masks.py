@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def may_take_back(scheduler: Scheduler, share: ScheduledRequest) -> bool:
-    """Whether a request may compute the last token of its share of a step again. Not after a
-    prompt or guesses, nor where a step changes more than the cache's blocks."""
+    """Whether a request may compute the last token of its share of a step again. It may not after a
+    prompt or drafts, nor where a step changes more than the cache's blocks."""
     request = scheduler.requests.by_id.get(share.request_id)
     return (
         request is not None

@@ -11,7 +11,8 @@ class WholeImages(Participant):
         return bool(request.spec.images)
 
     def chunk(self, request: Request, computed: int, count: int, room: int) -> int:
-        """End the chunk before an image that it would split, or after it if it begins with it.
+        """Ends the chunk before an image that it would split, or after the image if it begins with
+        it.
 
         The latter may exceed the limit of a step with decodes, but not that of a step.
         """

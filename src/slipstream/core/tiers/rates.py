@@ -1,4 +1,4 @@
-"""How fast tiers load and the device computes, as measured; whether a load pays."""
+"""Measured rates of loading from tiers and of computing, and whether a load pays."""
 
 from __future__ import annotations
 

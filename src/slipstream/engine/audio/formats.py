@@ -10,7 +10,7 @@ from slipstream.engine.audio.transcription import Task
 
 
 def subtitles(segments: Sequence[TranscriptionSegment], kind: Literal["srt", "vtt"]) -> str:
-    """The text of an .srt or .vtt file."""
+    """Writes the text of an .srt or .vtt file."""
     point, numbered = (",", True) if kind == "srt" else (".", False)
     cues = (
         f"{i}\n" * numbered
@@ -52,7 +52,7 @@ def _segment(index: int, s: TranscriptionSegment) -> dict[str, Any]:
 
 
 def _clock(seconds: float, point: str) -> str:
-    """The time as subtitles write it: hours, minutes, seconds and milliseconds."""
+    """Formats a time as subtitles write it: hours, minutes, seconds and milliseconds."""
     ms = round(seconds * 1000)
     return (
         f"{ms // 3_600_000:02d}:{ms // 60_000 % 60:02d}:{ms // 1000 % 60:02d}{point}{ms % 1000:03d}"

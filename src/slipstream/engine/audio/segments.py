@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptionWord:
-    """A word, with the space before it, and its times."""
+    """A word, with the space before it, and its start and end in seconds."""
 
     start: float
     end: float
@@ -31,7 +31,8 @@ class TranscriptionSegment:
 
     @property
     def compression_ratio(self) -> float:
-        """Bytes of the text to those after compression. Above 2.4 the text repeats itself."""
+        """Ratio of the text's bytes to their number after compression. Above 2.4 the text repeats
+        itself."""
         data = self.text.encode()
         return len(data) / len(zlib.compress(data)) if data else 0.0
 

@@ -57,7 +57,8 @@ class SoundProcessor(MediaProcessor):
         return self._pool.submit(partial(self.prepare, source))
 
     def prepare(self, source: Any) -> PreparedPicture:
-        """A sound's piece. RequestError (field "file" or "audio") says what is wrong with it."""
+        """Reads a sound for the prompt. RequestError (field "file" or "audio") says what is wrong
+        with it."""
         sound, audio = self.vision, self.vision.audio
         samples = as_samples(source, max_s=audio.window_s)
         count = sound.num_states(len(samples))

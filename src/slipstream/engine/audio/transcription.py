@@ -53,8 +53,9 @@ class TextCodec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptionOptions:
-    """`language`: a code or a name; None: the model tells it. `prompt`: a text before the first, for names and style.
-    `timestamps`: segments have times. `details`: segments have log-probabilities. `words`: they have times and words."""
+    """Options of a transcription. `language`: a code or a name; None: the model tells it. `prompt`:
+    a text before the first, for names and style. `timestamps`: segments have times. `details`:
+    segments have log-probabilities. `words`: they have times and words."""
 
     task: Task = "transcribe"
     language: str | None = None
@@ -194,8 +195,8 @@ class Transcription:
         return prompt, sampling
 
     def question(self, token_ids: Sequence[int]) -> AlignmentQuestion | None:
-        """A question about what `take` has to know of the window to tell times of words. Like transformers it leaves out an
-        answer's last token."""
+        """Returns the question whose answer gives `take` the times of the window's words. Like
+        transformers it leaves out an answer's last token."""
         num_skipped = len(self._prompt_ids) + len(self._forced)
         read = (*self._prompt_ids, *token_ids[:-1])
         if not self.options.words or len(read) <= num_skipped:
@@ -268,7 +269,8 @@ class Transcription:
         return self.tokenizer.decode([t for t in tokens if t < self.speech.end])
 
     def beginning(self, token_ids: Sequence[int]) -> str:
-        """The text at the beginning of an unfinished answer. What comes after a time may be read again."""
+        """The text at the beginning of an unfinished answer. Text after a time may be read again by
+        the next window."""
         own = token_ids[len(self._forced) :]
         return self.decoded(list(takewhile(lambda token: token < self.speech.end, own)))
 
@@ -302,7 +304,7 @@ class Transcription:
         return AudioWindow(num_mel_bins=self.audio.num_mel_bins, data=found.tobytes())
 
     def _prompt(self) -> tuple[int, ...]:
-        """Tokens of the prompt's end, as many as fit in half of the context."""
+        """Returns the last tokens of the prompt, as many as fit in half of the context."""
         text = self.options.prompt.strip()
         if not text:
             return ()

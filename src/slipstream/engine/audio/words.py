@@ -53,7 +53,7 @@ def words_of(
     decode: Callable[[list[int]], str],
     language: str | None,
 ) -> list[TranscriptionWord]:
-    """Words of a text's tokens, each of which has a time of its beginning and of its end."""
+    """Returns the words of a text. `times` has each token's start and end in seconds."""
     parts = _characters(tokens, decode)
     if language not in WITHOUT_SPACES:
         parts = _joined(parts)
@@ -70,7 +70,7 @@ Part = tuple[str, list[int]]
 
 
 def _characters(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[Part]:
-    """Parts at the end of each of which all characters are whole."""
+    """Joins tokens into parts that end with a whole character."""
     whole, parts, own, offset = decode(list(tokens)), list[Part](), list[int](), 0
     for index in range(len(tokens)):
         own.append(index)
@@ -83,7 +83,7 @@ def _characters(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> li
 
 
 def _joined(parts: list[Part]) -> list[Part]:
-    """Parts up to each space, or sign of punctuation."""
+    """Joins parts into words. A space or a sign of punctuation begins a new part."""
     words = list[Part]()
     for text, own in parts:
         if not words or text.startswith(" ") or text.strip() in PUNCTUATION:
@@ -94,7 +94,8 @@ def _joined(parts: list[Part]) -> list[Part]:
 
 
 def _punctuated(words: list[Part]) -> None:
-    """Puts signs to the words that they belong to, and leaves empty parts in their places."""
+    """Moves signs of punctuation to the words that they belong to. Leaves empty parts in their
+    places."""
     j = len(words) - 1
     for i in range(len(words) - 2, -1, -1):
         (text, own), (after, later) = words[i], words[j]

@@ -84,8 +84,8 @@ _found_lock = threading.RLock()  # a check that is refused ends while another is
 
 
 class _PendingCheck:
-    """One check for all requests of a client that wait for it, of whom `num_waiting` are known. It is not begun once there are
-    none."""
+    """A grammar check that requests of one client wait for, `num_waiting` of them as far as known.
+    It is not begun if none waits any more."""
 
     def __init__(self, salted: _Salted, client: str) -> None:
         self._key, self.num_waiting = (client, salted), 0

@@ -170,7 +170,7 @@ def refused(message: str, name: str) -> RequestError:
 
 
 def readable(message: str) -> str:
-    """Error message of llguidance, replaced where it does not say what is wrong."""
+    """Returns an error message of llguidance, or a clearer one in its place."""
     if "NoExtensionBias" in message:
         return "the grammar has no end: it refers to itself before any text, or allows none; give it an alternative that ends"
     if "exceed" in message and "nest" in message:  # regex-syntax repeats the whole pattern

@@ -4,11 +4,11 @@ llguidance follows references recursively in C, and a stack that overflows there
 `MAX_DEPTH` is refused before llguidance sees it. A depth counts
 
 1. the schemas inside each other, and those that a `$ref` names;
-2. the rules and terminals of a Lark or GBNF grammar behind each other, with the groups that a reference stands in, and the
-   schemas behind `%json`.
+2. the rules and terminals of a Lark or GBNF grammar that refer to one another in a chain, the groups (parentheses) around
+   each reference, and the schemas that `%json` names.
 
-Of a terminal with n optional parts behind each other llguidance builds n² expressions at once, which no limit of it bounds:
-40,000 take 6 GB. So there is a bound of those, too.
+For a terminal with n optional parts in a row llguidance builds n² expressions at once, and has no limit for that:
+40,000 parts take 6 GB. So n is limited here, too.
 
 A reference back to where it comes from counts nothing: grammars may be recursive. What llguidance bounds itself (groups in each
 other, JSON text and regular expressions in each other) is refused here with the remedy.
@@ -76,7 +76,7 @@ class TooDeepError(ValueError):
 
 
 def check_json_text(text: str) -> None:
-    """Raise TooDeepError if objects and lists are in each other too deeply."""
+    """Raise TooDeepError if objects and lists are nested too deeply."""
     depth = 0
     for found in _BRACKETS.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)

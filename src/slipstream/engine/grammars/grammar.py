@@ -192,8 +192,8 @@ class Grammars:
         return bool(self._pending)
 
     def compiled(self) -> list[tuple[str, str | None]]:
-        """The requests whose grammar has become ready, or why it has not. Those in `overloaded` may come again: only their
-        turn did not come."""
+        """Takes the requests whose grammars are compiled, or failed, with the error. Those in
+        `overloaded` may come again: only their turn did not come."""
         found: list[tuple[str, str | None]] = []
         self.overloaded.clear()
         for request_id, (request, future) in list(self._pending.items()):
@@ -308,7 +308,7 @@ class Grammars:
         return bool(self._late)
 
     def arrived(self) -> list[str]:
-        """Requests whose late masks are there now."""
+        """Ids of the requests whose late masks have arrived."""
         found = [name for name, (_, mask) in self._late.items() if mask.done()]
         for name in found:
             state, mask = self._late.pop(name)

@@ -253,7 +253,7 @@ class ReasoningBudget:
         return num_given
 
     def settle(self) -> None:
-        """Forget how it came here: nothing before is taken back any more."""
+        """Forget the data for taking tokens back: none so far will be."""
         del self._spots[:-1]
         self._num_given.clear()
 

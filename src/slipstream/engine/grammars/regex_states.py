@@ -156,7 +156,8 @@ def parse(text: str) -> Part:
 
 
 class RegexAutomaton:
-    """Positions in an expression. `closed` sets of them follow an answer."""
+    """An automaton whose states are sets of positions in an expression. `closed` sets of them
+    follow an answer."""
 
     def __init__(self, text: str) -> None:
         self._empty: list[list[int]] = []  # edges without a character

@@ -116,7 +116,7 @@ _QUOTE = _text('"')
 
 
 def _plain(text: str) -> str:
-    """A text that JSON writes as it is."""
+    """Returns the text, which JSON writes without escapes; SchemaUnknownError for others."""
     if any(char in '"\\' or ord(char) < 32 or ord(char) == 127 for char in text):
         raise SchemaUnknownError
     return text
@@ -351,7 +351,8 @@ class _Writer:
     def _object(
         self, properties: dict[str, Any], required: Sequence[str], more: Expression | None
     ) -> Expression:
-        """`more`: the value of other properties, None if there are none."""
+        """Returns the expression of an object. `more`: the value of other properties, None if there
+        are none."""
         space, colon = self._space, _text(":")
         listed = {**properties, **{name: None for name in required if name not in properties}}
         items, needed = list[tuple[Expression, bool]](), set(required)
@@ -374,10 +375,11 @@ class _Writer:
         return _all(_text("{"), space, first, _text("}"))
 
     def _other_name(self, names: Sequence[str]) -> Expression:
-        """A string that is none of these."""
+        """Returns the expression of a string that is none of these."""
 
         def after(endings: list[str]) -> Expression:
-            """The rest of a string, so that the text is none of the `endings`."""
+            """Returns the expression of a string's rest, so that the text is none of the
+            `endings`."""
             if not endings:
                 return _all(self._chars, _QUOTE)
             by_byte: dict[int, list[str]] = {}

@@ -255,7 +255,7 @@ def _with(begun: _Begun, slot: SchemaPlace, count: int) -> _Begun:
 
 
 def having(places: frozenset[SchemaPlace], byte: int) -> tuple[SchemaPlace, ...]:
-    """Places right after those that have a byte."""
+    """Returns the places right after those that can match a byte."""
     found = [place.after for place in places if place.part.bits >> byte & 1]
     return tuple([place for place in found if place is not None])
 

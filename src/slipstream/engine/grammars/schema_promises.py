@@ -500,8 +500,9 @@ _TOKEN = re.compile(
 
 
 def translate(pattern: str, exact: bool = False) -> str:
-    """A regular expression of ECMA-262 as llguidance takes it. It matches what both ECMA-262 and Python match; if `exact`, what
-    ECMA-262 does. What is not known is left for llguidance to refuse."""
+    """Translates a regular expression of ECMA-262 for llguidance. It matches what both ECMA-262 and
+    Python match; if `exact`, what ECMA-262 does. What is not known is left for llguidance to
+    refuse."""
     out: list[str] = []
     tokens = _TOKEN.findall(pattern)
     at = 0

@@ -124,7 +124,8 @@ class SchemaSpot:
 
 
 class Followed(Protocol):
-    """An answer, to choose who finds a mask."""
+    """An answer that follows the states of a schema. `choose` selects the answers whose matchers
+    compute masks."""
 
     untaken: list[int]
 
@@ -257,7 +258,8 @@ class SchemaStates:
         return made
 
     def choose(self, rows: Iterable[R]) -> list[tuple[SchemaSpot, R]]:
-        """The spots whose masks are unknown, each with the row there whose matcher lacks the fewest tokens."""
+        """Chooses the spots whose masks must be computed, each with the row whose matcher has the
+        fewest tokens to catch up on."""
         least: dict[tuple[SchemaState, int], tuple[SchemaSpot, R]] = {}
         for row in rows:
             spot = row.spot
@@ -306,7 +308,8 @@ class SchemaStates:
         self._num_runs = 0
 
     def keep_run(self, spot: SchemaSpot, shared: object, run: Run) -> None:
-        """Keep what is forced at a spot for all answers there whose `shared` ends are the same."""
+        """Keep the tokens that are forced at a spot, for all answers there with the same `shared`
+        ends."""
         if self._num_runs < MAX_RUNS and self._may_share(spot.state):
             self._num_runs += 1
             spot.state.runs[spot.last, shared] = run

@@ -47,13 +47,14 @@ class Lanes:
     masks of many requests are found in parallel only by several."""
 
     def __init__(self, first: Lane, make: Callable[[], Lane], seconds: float) -> None:
-        """`make` makes another matcher, which takes about `seconds` of processor time."""
+        """`make` builds another matcher, in about `seconds` seconds of processor time."""
         self._made, self._make, self._seconds = [first], make, seconds
         self._counts = [0]
         self._is_growing = seconds > MAX_LANE_S
 
     def take(self, most: int) -> tuple[int, Lane]:
-        """The lane of a new request, and its number. With too many requests for the lanes, up to `most` are made."""
+        """Assigns a matcher to a new request. Returns its number and the matcher. If all are busy,
+        up to `most` are made."""
         least = min(range(len(self._made)), key=self._counts.__getitem__)
         if self._counts[least] >= PARALLEL_ROWS and len(self._made) < most and not self._is_growing:
             self._is_growing = True
@@ -177,7 +178,7 @@ class GrammarState:
 
     @property
     def _own(self) -> LLMatcher:
-        """The matcher as it is. Only a grammar has one."""
+        """Returns the matcher itself. Only a grammar has one."""
         if self._matcher is None:
             raise GrammarError("the answer has a budget of reasoning alone, and no grammar")
         return self._matcher
@@ -231,7 +232,8 @@ class GrammarState:
         return self.known
 
     def look_inside(self, own: Bits) -> Bits | None:
-        """The mask inside a string, from one of the vocabulary of lengths; None if the answer is at no such place."""
+        """Finds the mask of a position inside a string, from a mask of the vocabulary of lengths.
+        None if the answer is at no such position."""
         assert self.lengths is not None
         mask = self.lengths.expand(own)
         if mask is not None and self.is_plain:  # no answer ends inside a string
@@ -422,9 +424,8 @@ class GrammarState:
         del self._answer[len(self._answer) - num_tokens :]
 
     def mask_drafts(self, masks: Bits, drafts: Sequence[int]) -> None:
-        """Write the masks after each guessed token into int32 [1 + drafts, words]. The first row is
-        written already. Rows after a wrong guess stay as they are: nothing that is drawn there
-        counts."""
+        """Write the masks after each draft into int32 [1 + drafts, words]. The first row is written
+        already. Rows after a wrong draft stay as they are: nothing that is drawn there counts."""
         assert len(masks) == 1 + len(drafts), "guessed tokens are not known"
         # a guess may be wrong, and a matcher in error stays so
         ahead = self.copy(borrow=True) if drafts else self

@@ -97,7 +97,7 @@ def counts_only(schema: Any) -> CountedStrings | None:
 
 
 def _known(schema: Any, keywords: set[str]) -> bool:
-    """Whether a schema has known keywords alone. They are added to `keywords`, and "open" with them
+    """Whether a schema has only known keywords. They are added to `keywords`, and "open" with them
     if the schema names properties (by `required`, too) and may have others."""
     if isinstance(schema, bool):
         return True

@@ -1,4 +1,4 @@
-"""Questions of front ends about where in its audio a text is."""
+"""Operation of an engine: at which times of its audio the words of a text are spoken."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class CacheWatchers(Operation):
         self._numbers.discard(number)
 
     def tell(self, core: EngineCore, whole_to: frozenset[int] | set[int] = frozenset()) -> None:
-        """Send the changes. Those in `whole_to` get the whole content instead."""
+        """Sends the changes to each watcher; those in `whole_to` get the whole content instead."""
         news, states = core.cache_news, any(core.config.cache.slots)
         changes = news.changes()
         if changes is not None:

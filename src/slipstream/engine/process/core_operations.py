@@ -45,7 +45,8 @@ class Health:
 
 
 class CoreOperations:
-    """Questions to the core that `_core` is linked to. Their answers come to `core_answered`."""
+    """Operations of the core that `_core` is linked to, such as statistics. Their answers come to
+    `core_answered`."""
 
     def __init__(self, core: CoreClient) -> None:
         self._core = core
@@ -95,7 +96,7 @@ class CoreOperations:
         return Health(True)
 
     async def stats(self) -> EngineStats:
-        """The engine's numbers, taken between two steps. EngineDownError if it is down."""
+        """Statistics of the engine, taken between two steps. EngineDownError if it is down."""
         waiter = self._ask(GetStats(), self._stats_waiters)
         try:
             return await waiter

@@ -21,7 +21,8 @@ class Sleep(msgspec.Struct, tag=True):
 
 
 class WakeUp(msgspec.Struct, tag=True):
-    """`soon`: a request waits. Sizes of steps are then prepared whenever there is nothing to do, not before the answer."""
+    """Wakes a sleeping engine. `soon`: a request waits. Sizes of steps are then prepared whenever
+    there is nothing to do, not before the answer."""
 
     ticket: int
     soon: bool = False
@@ -38,7 +39,8 @@ class LoadAdapter(msgspec.Struct, tag=True):
 
 
 class UnloadAdapter(msgspec.Struct, tag=True):
-    """Requests that run end as they would; the adapter's memory goes when the last has ended and others need it."""
+    """Unloads an adapter. Requests that run end as they would; its memory goes when the last has
+    ended and others need it."""
 
     name: str
     ticket: int

@@ -34,7 +34,8 @@ T = TypeVar("T")
 
 
 class OtherRequests(WeightOperations):
-    """Requests whose outputs come to `take_others`, and the pictures of prompts."""
+    """The requests other than generation, whose outputs come to `take_others`, and the pictures of
+    prompts."""
 
     tokenizer: Tokenizer | None
     _input: InputProcessor
@@ -57,7 +58,8 @@ class OtherRequests(WeightOperations):
         self._input.prompts.media.check_pictures(count)
 
     async def measure_picture(self, data: bytes) -> PictureFile:
-        """Read a file's header: returns a checked picture file with its number of pixels, for `prepare_picture`."""
+        """Reads a picture file's header. Returns the checked file with its number of pixels, for
+        `prepare_picture`."""
         pictures = self._input.prompts.media.processor_of_files()
         return await asyncio.wrap_future(pictures.measure(data))
 

@@ -44,7 +44,7 @@ Adds = Add | AddTexts | AddBeams
 
 
 class GenerationPauses(Operation):
-    """Questions of front ends about pauses and weights.
+    """The core's part in pauses and changes of weights that front ends ask for.
 
     `send` sends a message to the front end of a number, `send_all` to all, and `deliver` sends
     outputs to whom they belong.

@@ -29,7 +29,8 @@ KNOW_S = 10.0
 
 @dataclass(slots=True)
 class _Change:
-    """A change of which some front ends have not said to know. Then the one that asked for it is answered."""
+    """A change of an adapter that some front ends have not confirmed yet. After the last one, the
+    front end that asked for it is answered."""
 
     asked_by: int
     ticket: int
@@ -115,7 +116,7 @@ class ServedAdapters(Operation):
         self.answer()
 
     def answer(self) -> None:
-        """Answer the changes of which all know, and those of which somebody has not heard in time."""
+        """Answers the changes that all front ends have confirmed, and those that timed out."""
         now, left = time.monotonic(), list[_Change]()
         for change in self.changes:
             if not change.unaware:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Sleeper(Operation):
-    """Questions of front ends about sleep. `send` sends a message to the front end of a number."""
+    """The core's part in the sleep that front ends ask for. `send` sends a message to the front end
+    of a number."""
 
     takes = (Sleep, WakeUp)
 

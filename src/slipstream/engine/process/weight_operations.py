@@ -1,4 +1,4 @@
-"""Questions of a front end to an engine core about its weights and pauses, by vLLM's names."""
+"""A front end's operations on an engine core's weights and pauses, by vLLM's names."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ class WeightOperations(CoreOperations):
         await self._ask_for(FlushCache)
 
     async def weights(self, *, checksums: bool = False) -> WeightsInfo:
-        """The weights that run. With `checksums`, those of all parameters are computed."""
+        """The state of the running weights. With `checksums`, those of all parameters are
+        computed."""
         info: WeightsInfo = await self._ask_for(lambda t: GetWeights(checksums, t))
         return info
 

@@ -54,7 +54,7 @@ def both_sides(
 
 
 def _language(tokenizer: Tokenizer | None, name: Any, field: str) -> tuple[int, str]:
-    """The token of a language, and the form in which the tokenizer has it."""
+    """Returns the token of a language, and the one of `FORMS` that the tokenizer has it in."""
     if tokenizer is None:
         raise RequestError(f"{field} needs a tokenizer (skip_tokenizer_init is set)", field=field)
     for form in FORMS if isinstance(name, str) and name else ():

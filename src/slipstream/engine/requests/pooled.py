@@ -227,7 +227,8 @@ def rerank_texts(
 def score_texts(
     model: ModelDescription, first: Sequence[str], second: Sequence[str]
 ) -> list[Prompt | tuple[str, str]]:
-    """The model's inputs to score first[i] with second[i]; `first` may be one text for all."""
+    """Makes the model's inputs to score first[i] with second[i]; `first` may be one text for
+    all."""
     classifier = model.spec.classifier
     if not second:
         raise RequestError(

@@ -29,8 +29,8 @@ MAX_BORDERS = 2
 
 
 class PromptReader:
-    """`tokenizer` None: prompts are token ids. `pictures`: the pictures' processor, for a model
-    that takes some."""
+    """Reader of prompts. `tokenizer` None: prompts are token ids. `pictures`: the pictures'
+    processor, for a model that takes some."""
 
     def __init__(
         self,

@@ -246,7 +246,7 @@ def _kind(text: object) -> type:
 
 @contextmanager
 def _named(index: int) -> Iterator[None]:
-    """Adds the index of the text to a RequestError that is raised inside."""
+    """Context manager that adds the index of the text to a RequestError of its body."""
     try:
         yield
     except RequestError as error:

@@ -45,7 +45,8 @@ class SparseEmbeddingOutput:
 
 
 def text_task(model: ModelDescription, asked: str | None, field: str = "task") -> TextTask:
-    """The task that vLLM calls `asked`; None: the model's own. RequestError if the model does not do it."""
+    """Returns the task with vLLM's name `asked`; None: the model's own. RequestError if the model
+    does not do it."""
     own, classifier = model.text_task, model.spec.classifier
     names: dict[str, TextTask]
     if classifier is not None and own == "token_embed":
@@ -147,7 +148,7 @@ def late_tokens(
 def sparse_embeddings(
     model: ModelDescription, vectors: Vectors, tokenizer: TokenIds | None
 ) -> list[SparseEmbeddingOutput]:
-    """Each text's weights of tokens above 0, without those of special tokens."""
+    """Returns the weights above 0 of each text's tokens, without special tokens."""
     special = np.array(sorted(tokenizer.special_ids if tokenizer is not None else ()), np.int64)
     found: list[SparseEmbeddingOutput] = []
     parts = zip(vectors.prompts, vectors.prompt_token_ids, rows_of_tokens(vectors), strict=True)

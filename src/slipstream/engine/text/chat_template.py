@@ -229,7 +229,7 @@ def _attributes(item: Any) -> Any:
 
 
 def _paid(value: Any) -> Any:
-    """`value`, whose size is taken off the budget."""
+    """Returns `value`, and takes its size off the budget."""
     budget = _budget.get()
     if isinstance(value, str):
         budget.spend(len(value))
@@ -415,7 +415,7 @@ def _environment() -> Any:
             return _paid(super().call(context, obj, *args, **kwargs))
 
     class PrivateNames(Namespace):
-        """Keeps names with _ before them out, as transformers' does."""
+        """Keeps names that begin with _ out of templates, as transformers does."""
 
         def __init__(*args: Any, **values: Any) -> None:  # so that `self` can be a name
             self, *given = args

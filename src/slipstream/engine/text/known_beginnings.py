@@ -71,7 +71,7 @@ class KnownBeginnings:
         return ids
 
     def _beginning(self, text: str, salt: str) -> tuple[Sequence[int], int]:
-        """Known tokens of the text's beginning, and where they end."""
+        """The token ids of a known beginning of `text`, and its length in characters."""
         for key in reversed([*self._known]):  # another thread may add some
             of, known = key
             ids, seams = self._known.get(key, (array("i"), []))

@@ -40,7 +40,7 @@ def build(
     add_space_prefix: bool,
     merges: list[tuple[str, str]] | None = None,
 ) -> tokenizers.Tokenizer:
-    """`merges`, if given, hold in the place of the scores."""
+    """Builds the tokenizer. `merges`, if given, replace the scores."""
     check_lengths(tokens)
     vocab = {token: i for i, token in enumerate(tokens)}
     merges = _by_scores(tokens, scores, kinds, vocab) if merges is None else merges

@@ -47,7 +47,8 @@ def is_tiktoken(path: Path) -> bool:
 
 
 def from_file(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """`config` is tokenizer_config.json. UnsupportedModelError for a class whose pattern is not known."""
+    """Reads a tokenizer's file. `config` is tokenizer_config.json. UnsupportedModelError for a
+    class whose pattern is not known."""
     kind = config.get("tokenizer_class")
     if kind not in PREFIXES:
         raise UnsupportedModelError(

@@ -39,7 +39,8 @@ from slipstream.spec.stored.gguf_parts import model_files
 
 
 class Tokenizer:
-    """`backend` splits and merges; what surrounds a text, and the way back, are done here. `chat_templates` by name."""
+    """A model's tokenizer. `backend` splits and merges; what surrounds a text, and the way back,
+    are done here. `chat_templates` by name."""
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ class Tokenizer:
         return self._encoded([text], add_special_tokens=False)[0].ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each with special tokens, on all cores where the library may use them."""
+        """Encodes each text with special tokens, on all cores where the library may use them."""
         if len(texts) == 1:
             return [self.encode(texts[0])]
         found = self._encoded(texts, add_special_tokens=False)

@@ -164,7 +164,7 @@ class Reading:
     def reasoning(
         self, tokenizer: GrammarTokenizer, *, is_structured: bool = False
     ) -> ReasoningMarkers | None:
-        """How the tokens of reasoning are found. None: the model has none. With `is_structured` the
+        """Returns the markers of reasoning. None: the model has none. With `is_structured` the
         answer has a grammar, for which a call within reasoning is a part of it."""
         form = self.form
         if form is not None and (own := form.reasoning(self.offered)) is not None:
@@ -181,8 +181,8 @@ class Reading:
         )
 
     def call_tokens(self, tokenizer: GrammarTokenizer) -> tuple[int, ...]:
-        """Tokens such that each answer with a call contains at least one of them. Empty if there are no such tokens,
-        or no tools."""
+        """Returns tokens of which each answer with a call contains at least one. Empty if there are
+        no such tokens, or no tools."""
         form, found = self.form, set[int]()
         if form is None or not self.offered:
             return ()
@@ -381,7 +381,7 @@ def message_of(events: Iterable[Event]) -> ChatMessage:
 
 
 def is_cut(reason: str | None) -> bool:
-    """Whether an answer that ended for this reason may go on."""
+    """Whether an answer with this finish reason may be continued."""
     return reason not in (None, FinishReason.STOP)
 
 

@@ -70,7 +70,7 @@ class ClientThreads:
         return call.future
 
     def _begin(self) -> None:
-        """Begin the calls whose turn has come."""
+        """Begins the calls that are next in turn."""
         while True:
             with self._lock:
                 call = self._next()
@@ -95,7 +95,7 @@ class ClientThreads:
         return len(self._running) >= self.num_threads
 
     def _next(self) -> ThreadCall | None:
-        """The call that may begin now, counted as running."""
+        """Takes the call that may begin now, and counts it as running."""
         no_room = False
         for name, own in list(self._clients.items()):
             while own.waiting and own.waiting[0].future.cancelled():

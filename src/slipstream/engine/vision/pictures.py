@@ -145,7 +145,7 @@ class MediaProcessor:
         self._pool.close()
 
     def submit(self, source: Any, detail: str = "auto") -> Future[PreparedPicture]:
-        """Prepare one in the pool."""
+        """Prepares one picture in the pool of threads."""
         raise NotImplementedError
 
     def prepare_all(self, sources: Sequence[Any]) -> list[PreparedPicture]:
@@ -322,7 +322,7 @@ class PictureProcessor(MediaProcessor):
         return [*found, whole] if sizes.thumbnail else found, rows, columns
 
     def _ratio_tiles(self, source: OpenPicture, sizes: RatioTiles, *, splits: bool) -> list[Image]:
-        """The tiles row by row, with the whole picture after them if they are several."""
+        """Returns the tiles row by row, and the whole picture after them if there are several."""
         tile = sizes.tile
         rows, columns = tiles_by_ratio(source.height, source.width, sizes) if splits else (1, 1)
         whole = source.scaled(tile, tile, self._how)
@@ -472,7 +472,8 @@ def _decoded(file: PictureFile) -> Image:
 
 
 def _flat(image: Image, *, is_own: bool) -> Image:
-    """The image without transparency, whose first three bands are red, green and blue, or whose first is grey."""
+    """Returns the image without transparency: its first three bands are red, green and blue, or its
+    first is grey."""
     import PIL.Image
 
     if image.mode.startswith("I;16"):  # which `convert` would cut at 255

@@ -123,7 +123,7 @@ def as_complaint(url: str, finding: dict[str, Any]) -> Complaint:
 
 
 def wrong(seen: Observation) -> list[tuple[str, str]]:
-    """(cause, description) of faults that one observation shows. Pure."""
+    """Returns (cause, description) of each fault that one observation shows. Pure."""
     if not seen.is_up:
         return [("engine_down", "the engine does not answer")]
     found = []

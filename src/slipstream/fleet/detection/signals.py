@@ -168,7 +168,7 @@ SIGNALS = (
 
 
 class Baseline:
-    """Robust level and noise of a series."""
+    """Estimates the level and the noise of a series robustly."""
 
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
@@ -294,7 +294,7 @@ def new_flags() -> list[Flag]:
 
 
 class SeriesWatch:
-    """One series of one replica. `recent`: the last values since it began to differ."""
+    """Observes one series of one replica. `recent`: the last values since it began to differ."""
 
     def __init__(self, signal: Signal) -> None:
         self.signal, self.name = signal, signal.name

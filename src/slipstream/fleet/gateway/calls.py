@@ -1,4 +1,4 @@
-"""A request at the gateway, its try at a replica, and what the two say to each other."""
+"""A request at the gateway, its try at a replica, and the headers that both exchange."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Opened:
 
 
 def about(record: RequestRecord) -> bytes:
-    """The request's id, time, key and priority, encoded for its replica
+    """Encodes the request's id, time, key and priority for its replica
     (`server.operations.fleet`)."""
     found, key = f"{record.id} {record.created}", record.key
     if key is not None:

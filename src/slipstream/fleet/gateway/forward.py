@@ -132,7 +132,8 @@ class Forwarder:
         }
 
     async def see_through(self, version: Version, call: Call) -> None:
-        """Get a request answered, by as many replicas in turn as it takes and the limits allow."""
+        """Gets an answer to a request, from as many replicas in turn as it takes and the limits
+        allow."""
         if not call.is_line:
             self._shadow(version, call)
             self.members.hedges.request()
@@ -251,7 +252,8 @@ class Forwarder:
         by_load: bool = False,
         also: Set[str] = frozenset(),
     ) -> Decision | None:
-        """`also`: replicas that may be chosen although the guard has taken them out."""
+        """Decides on a replica. `also`: replicas that may be chosen although the guard has taken
+        them out."""
         exclude = set(call.tried)
         if call.is_line:
             exclude |= {

@@ -376,8 +376,8 @@ class Members:
         return next((v for v in self.models.get(model, ()) if v.name == name), None)
 
     def find(self, name: str) -> tuple[str, str | None] | None:
-        """(model, None) for a model's name; (model, adapter) for an adapter's; None for an unknown
-        name."""
+        """Finds a name: (model, None) for a model's; (model, adapter) for an adapter's; None for an
+        unknown one."""
         if name in self.models:
             return name, None
         having = (

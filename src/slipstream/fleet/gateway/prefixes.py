@@ -200,7 +200,7 @@ class PrefixStore:
                 self._leave(number)
 
     def _use(self, mask: int) -> int:
-        """The number of the set `mask`, counted for one more block."""
+        """Returns the number of the set `mask`, and counts one more block for it."""
         number = self._numbers.get(mask)
         if number is None:
             if self._unused:
@@ -295,7 +295,7 @@ class PrefixStore:
 
 
 def slots_of(mask: int) -> list[int]:
-    """Numbers of the bits that are set in a mask."""
+    """Returns the indices of the bits that are set in a mask."""
     found = []
     while mask:
         low = mask & -mask

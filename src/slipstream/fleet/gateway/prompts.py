@@ -185,7 +185,7 @@ class Prompts:
 
 
 def _short(path: str) -> str:
-    """A KServe path without the model's name."""
+    """Returns a KServe path without the model's name."""
     return f"/v2/models/{path.rpartition('/')[2]}" if path.startswith("/v2/models/") else path
 
 

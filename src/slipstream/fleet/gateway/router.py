@@ -247,8 +247,9 @@ class Router:
     def reset(
         self, replica: str, sequence: int, stored: Iterable[bytes], *, has_states: bool = False
     ) -> None:
-        """Replace all that the replica holds; the report has this sequence number. With `has_states`
-        it goes on from checkpoints of recurrent states, which are among what it holds."""
+        """Replaces all keys that the replica holds; the report has this sequence number. With
+        `has_states` the replica continues only from checkpoints of recurrent states, which are
+        among its keys."""
         known = self._replicas[replica]
         if known.sequence is not None:
             self._take_slot(known, self._leave_slot(known))
@@ -391,8 +392,9 @@ class Router:
         return float(self._work.sum()) / max(1, len(self._by_slot))
 
     def _held(self, chains: Sequence[Sequence[bytes]], num_tokens: int, now: float) -> np.ndarray:
-        """Prompt tokens that each replica holds or is expected to hold, by slot. At least two
-        tokens are left to compute (`longest_hit` of the core)."""
+        """Number of prompt tokens that each replica has cached or will soon, an array by the
+        replica's slot. It is at most `num_tokens` − 2, because a hit leaves two to compute
+        (`longest_hit`)."""
         blocks = np.zeros(len(self._wait))
         while self._expiring and self._expiring[0][1].until <= now:
             keys, expected = self._expiring.popleft()

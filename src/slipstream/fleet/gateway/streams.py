@@ -58,7 +58,7 @@ class MarkedStream:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def broken(self) -> None:
-        """Drop the incomplete rest: the next replica sends it again."""
+        """Drops an incomplete event: the next replica sends it again."""
         self.rest = b""
 
     @property

@@ -63,7 +63,7 @@ class Directory:
         self._failed.clear()
 
     def replicas(self) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str, str | None]]]:
-        """(pool and URL by replica; why a pool could not start a replica)."""
+        """Returns (pool and URL by replica, reason why a pool could not start a replica)."""
         now = time.monotonic()
         self._places = {
             name: place for name, place in self._places.items() if now - place[2] < _SILENT_S

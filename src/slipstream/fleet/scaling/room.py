@@ -27,7 +27,8 @@ a replica's start takes longer than the waking of an engine."""
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """`limit`: bytes of all replicas together. `needs`: bytes of a replica, by pool."""
+    """Memory for the replicas of a fleet. `limit`: bytes of all replicas together. `needs`: bytes
+    of a replica, by pool."""
 
     limit: int
     needs: Mapping[str, int]

@@ -67,7 +67,7 @@ class Tally:
             self.learn(record.num_prompt_tokens, record.num_output_tokens)
 
     def take(self) -> tuple[int, int, int]:
-        """(arrivals, ends, ends within the objectives) since the last call."""
+        """Takes (arrivals, ends, ends within the objectives) since the last call."""
         taken = self.num_arrivals, self.num_finished, self.num_met
         self.num_arrivals = self.num_finished = self.num_met = 0
         return taken

@@ -15,7 +15,7 @@ WINDOW_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Percentiles of a figure, and the largest."""
+    """Percentiles of a figure, and its maximum."""
 
     p50: float
     p90: float

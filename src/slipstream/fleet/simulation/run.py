@@ -58,7 +58,7 @@ class ScalerRun:
 
 
 class _Place:
-    """A replica, from its start. `sequence` is of its last report of changes."""
+    """A replica, from its start. `sequence` is the number of its last report of changes."""
 
     __slots__ = ("id", "is_draining", "is_ready", "ready_at", "replica", "sequence", "started_at")
 

@@ -86,7 +86,7 @@ def write(kv: LayerKV, k: Tensor, v: Tensor, block: Tensor, offset: Tensor) -> N
 
 
 def read(kv: LayerKV, blocks: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Keys and values float32 [K, n · block_size, D] of n blocks, as they are in the cache."""
+    """Reads keys and values of n blocks from the cache, float32 [K, n · block_size, D]."""
     nibbles, more, steps = (x[blocks] for x in _planes(kv.k, head_dim, 5))
     bits = torch.arange(8, device=more.device).view(2, 4, 1)
     fifth = (more[..., None, None, :] >> bits & 1).flatten(-3)

@@ -238,7 +238,7 @@ class NativeLinear(Linear):
 
     @property
     def form(self) -> int:
-        """Form of the inputs, the same for every part."""
+        """Format of the inputs, the same for every part."""
         return self.parts[0].form
 
 

@@ -378,7 +378,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _head_slots(slot_mapping: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
-    """Slots [T] → rows [T · K] of a cache seen as [B · K · block_size, D]."""
+    """Converts slots [T] to rows [T · K] of a cache seen as [B · K · block_size, D]."""
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     return (
         (block[:, None] * num_kv_heads + torch.arange(num_kv_heads)) * block_size + offset[:, None]
@@ -451,7 +451,7 @@ def _alike(needed: list[int], max_blocks: int) -> list[list[int]]:
 
 
 def _decode(q: Tensor, kv: LayerKV, group: DecodeGroup, s: AttentionParams) -> Tensor:
-    """Attention for q [N, H, D], one token of each sequence of the group → [N, H, D]."""
+    """Computes attention for q [N, H, D], one token of each sequence of the group → [N, H, D]."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, size = kv.k.shape[1:3]
     # One gather lays a head's blocks end to end. The query heads of a kv head are rows of one

@@ -56,7 +56,7 @@ MIN_COPIED = 32
 
 
 class HostExpertOps:
-    """The op set `device`, with the experts that `host` has packed computed by the host."""
+    """An op set: `device`, but the host computes the experts that `host` has packed."""
 
     has_host_experts = True
 

@@ -30,13 +30,13 @@ def _rows(meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
 
 
 def _padded(x: Tensor, meta: AttentionMetadata) -> Tensor:
-    """[T, …] → float32 [S, L, …], zeros after a sequence's end."""
+    """Pads sequences: [T, …] → float32 [S, L, …], with zeros after a sequence's end."""
     made = x.new_zeros(len(meta.seq_lens), meta.max_seq_len, *x.shape[1:], dtype=torch.float32)
     return made.index_put(_rows(meta), x.float())
 
 
 def convolved(x: Tensor, meta: AttentionMetadata, params: ConvParams) -> Tensor:
-    """[T, C] → float32 [T, C]."""
+    """Applies the causal convolution: [T, C] → float32 [T, C]."""
     weight, bias = params.weight.float(), params.bias
     wide = F.pad(_padded(x, meta).mT, (weight.shape[1] - 1, 0))
     out = F.conv1d(
@@ -63,7 +63,7 @@ def _recurrence(
     wide = -meta.max_seq_len % size
 
     def chunks(x: Tensor) -> list[Tensor]:
-        """[T, H, N] → [S, H, C, N] for each chunk."""
+        """Cuts sequences into chunks of C tokens: [T, H, N] → [S, H, C, N] for each chunk."""
         return list(torch.split(F.pad(_padded(x, meta).transpose(1, 2), (0, 0, 0, wide)), size, 2))
 
     betas = repeat(None) if beta is None else chunks(beta[..., None])
@@ -77,7 +77,7 @@ def _recurrence(
         )  # [S, H, C, C, 1 or K]
 
         def scores(x: Tensor, k_: Tensor = k_, apart: Tensor = apart) -> Tensor:
-            """x_t · (decay from j to t) k_j, [S, H, C, C]."""
+            """Computes x_t · (decay from j to t) k_j, [S, H, C, C]."""
             if apart.shape[-1] == 1:
                 return (x @ k_.mT) * apart[..., 0].exp()
             return torch.einsum("shtk,shtjk,shjk->shtj", x, apart.exp(), k_)
@@ -152,7 +152,8 @@ def selective_scan(
     meta: AttentionMetadata,
     params: MambaParams,
 ) -> Tensor:
-    """Token by token: a chunk's products would be as many as its tokens' states."""
+    """Computes `OpSet.selective_scan` token by token: a chunk's products would be as many as its
+    tokens' states."""
     s, rate = params.spec, -params.decay.float().exp()
     dt, rows = F.softplus(dt.float() + params.time.float()), x.float()
     steps = [y.unbind(1) for y in (_padded(z, meta) for z in (dt, dt * rows, b, c))]

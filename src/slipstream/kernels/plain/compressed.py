@@ -100,7 +100,7 @@ def _sequences(meta: AttentionMetadata) -> Iterator[tuple[int, int, Tensor, int]
 
 
 def _places(first: int, last: int, blocks: Tensor, kv: LayerKV) -> tuple[Tensor, int, Tensor]:
-    """The index of the rows of positions [first, last) in a cache tensor."""
+    """Returns the index, in a cache tensor, of the rows of positions [first, last)."""
     at = torch.arange(first, last, device=blocks.device)
     return blocks[at // kv.block_size].long(), 0, at % kv.block_size
 
@@ -108,7 +108,8 @@ def _places(first: int, last: int, blocks: Tensor, kv: LayerKV) -> tuple[Tensor,
 def _entry_places(
     first: int, last: int, blocks: Tensor, kv: LayerKV, s: CompressedAttentionSpec
 ) -> tuple[Tensor, int, Tensor]:
-    """The index [entries, parts] of the rows with the entries [first, last): those of their last tokens."""
+    """Returns the index [entries, parts] of the rows that hold the compressed keys [first, last):
+    those of their last tokens."""
     ends = (torch.arange(first, last, device=blocks.device) + 1) * s.rate
     at = ends[:, None] - s.entry_rows + torch.arange(s.entry_rows, device=blocks.device)
     return blocks[at // kv.block_size].long(), 0, at % kv.block_size
@@ -172,7 +173,8 @@ def _entries(
 def _not_chosen(
     q: Tensor, weights: Tensor, keys: Tensor, later: Tensor, s: CompressedAttentionSpec
 ) -> Tensor:
-    """Entries [tokens, entries] that the index does not choose. Of equal scores it takes the earlier ones."""
+    """Returns a mask [tokens, entries] of the compressed keys that the index does not choose. Of
+    equal scores it takes the earlier ones."""
     assert s.index_spec is not None
     scores = torch.einsum("nhd,ld->nhl", q, keys).relu()
     scores = torch.einsum("nh,nhl->nl", weights, scores).masked_fill(later, -math.inf)

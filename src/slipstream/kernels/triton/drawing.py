@@ -83,7 +83,7 @@ def _ordered(x):
 
 @triton.jit
 def _extent(max_ptr, id_ptr, min_ptr, i, num_splits, MAX_SPLITS: tl.constexpr):
-    """(largest logit of a row, first token with it, smallest finite logit)"""
+    """Returns (largest logit of a row, first token with it, smallest finite logit)."""
     at = tl.arange(0, MAX_SPLITS)
     there = at < num_splits
     maxima = tl.load(max_ptr + i * num_splits + at, mask=there, other=float("-inf"))
@@ -111,7 +111,7 @@ def _uniform(seed, counter):
 
 @triton.jit
 def _cuts(row, vocab, top_k_ptr, top_p_ptr):
-    """(top_k, 0 if it is off; top_p)"""
+    """Returns a row's (top_k, top_p). top_k is 0 if it is off."""
     k = tl.load(top_k_ptr + row).to(tl.int32)
     return tl.where((k > 0) & (k < vocab), k, 0), tl.load(top_p_ptr + row)
 
@@ -125,7 +125,7 @@ def _floor(min_p_ptr, row):
 
 @triton.jit
 def _row(rows_ptr, i, INDEXED: tl.constexpr):
-    """Row of the parameters of row i of the logits."""
+    """Returns the row of the sampling parameters for row i of the logits."""
     row = i
     if INDEXED:
         row = tl.load(rows_ptr + i).to(tl.int32)
@@ -167,7 +167,8 @@ def _extent_kernel(
     logits_ptr, max_ptr, id_ptr, min_ptr, sums_ptr, state_ptr, vocab, row_stride, num_splits, num_blocks,
     BLOCK: tl.constexpr, SUMS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The extent of `num_blocks` blocks of a row. The first split also clears the row's state."""
+    """Finds `_extent` of `num_blocks` blocks of a row. The first split also clears the row's
+    state."""
     if PDL:
         pdl_wait()
     i, split = tl.program_id(0), tl.program_id(1)
@@ -197,7 +198,8 @@ def _extent_kernel(
 
 @triton.jit
 def _thresholds(best, least, floor, temperature, sums_ptr, K: tl.constexpr, IS_FIRST: tl.constexpr):
-    """K logits that a level divides the bounds by, from above. The last of the first level is below all."""
+    """Returns the K logits at which a level of the search divides the range between the bounds, the
+    largest first. The last one of the first level is below all logits."""
     at = tl.arange(0, K)
     reach = tl.minimum(best - least, REACH * temperature)
     # below min_p is nothing that counts
@@ -219,8 +221,9 @@ def _level_kernel(
     MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr, LEVEL: tl.constexpr,
     FIRST: tl.constexpr, SUMS: tl.constexpr, SIZE: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Adds up what is at or above each of K logits: the number of tokens for top-k, their mass for top-p alone. Its sums
-    are from FIRST on. The last thread block sets the bounds."""
+    """Computes a level of the search for the cuts. For each of K logits it adds up the tokens at or
+    above it: their number for top-k, their mass for top-p alone. Its sums are from FIRST on. The
+    last thread block sets the bounds."""
     if PDL:
         pdl_wait()
     i, split = tl.program_id(0), tl.program_id(1)
@@ -386,7 +389,8 @@ def _cuts_kernel(
     MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SUMS: tl.constexpr, SIZE: tl.constexpr,
     LIST: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tokens between the bounds, and finds the cuts."""
+    """Lists the tokens whose logits are between the bounds, and finds the cuts of top-k and top-p
+    among them."""
     if PDL:
         pdl_wait()
     i, split = tl.program_id(0), tl.program_id(1)

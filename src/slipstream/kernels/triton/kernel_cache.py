@@ -17,7 +17,7 @@ from triton.runtime.jit import DependenciesFinder
 
 
 class LayeredCache(FileCacheManager):  # type: ignore[misc]
-    """Triton's cache manager, which looks into `layers` for what its own folder lacks."""
+    """Triton's cache manager, with more folders (`layers`) that are searched after its own."""
 
     layers: tuple[Path, ...] = ()
 

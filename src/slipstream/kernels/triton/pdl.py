@@ -30,8 +30,8 @@ def pdl_wait():
 
 @triton.jit
 def pdl_wait_first():
-    """`pdl_wait`, but the next kernel starts after the wait, so this kernel's inputs are complete
-    when that one begins."""
+    """Does `pdl_wait`, but lets the next kernel start after the wait, so this kernel's inputs are
+    complete when that one begins."""
     gdc_wait()
     gdc_launch_dependents()
 

@@ -180,7 +180,7 @@ class CudaPeerCollectives:
         return as_activations(out, scales, inputs), total
 
     def _steps(self, x: Tensor) -> int:
-        """The steps of a sum: the only choice that depends on its size."""
+        """Number of exchanges in a sum: 1 or 2, the only choice that depends on its size."""
         one = x.numel() * x.element_size() <= self.one_step_rows * self.vectors * VECTOR
         return 1 if one else 2
 

@@ -194,10 +194,11 @@ def _rope_kernel(
     BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr,
     OWN_VALUES: tl.constexpr, NORM_VALUES: tl.constexpr, NORM_AFTER: tl.constexpr, STAGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries and keys, and cache keys and values, in three kinds of thread blocks. Those of
-    q and of k rotate STEPS times HEADS heads of TOKENS tokens: pairs of the first R numbers; the
-    others are copied. The last ⌈T / BLOCK_T⌉ · V thread blocks cache the values of BLOCK_T tokens
-    each (V = K, or 0: none). Without OWN_VALUES values are the row's keys."""
+    """Rotate queries and keys, and cache keys and values. There are three kinds of thread blocks.
+    Those of queries and those of keys process HEADS · STEPS heads of TOKENS tokens: they rotate the
+    first R elements of a head and copy the others. The last ⌈T / BLOCK_T⌉ · V thread blocks cache
+    one head's values of BLOCK_T tokens each (V = K, or 0: none). Without OWN_VALUES the values are
+    the row's keys."""
     if PDL:
         pdl_wait()
     pid = tl.program_id(0)
@@ -314,8 +315,8 @@ def _store_head(x, at, mask, scale, out_ptr, SCALED: tl.constexpr, CACHED: tl.co
 
 @triton.jit
 def _to_cache(x, scale, cache_ptr, SCALED: tl.constexpr):
-    """x in the cache's dtype. Always finite: attention reads whole tiles and gives other sequences'
-    keys weight 0, and 0 · inf is NaN."""
+    """Converts x to the cache's dtype. The result is always finite: attention reads whole tiles and
+    gives other sequences' keys weight 0, and 0 · inf is NaN."""
     kind: tl.constexpr = cache_ptr.dtype.element_ty
     if SCALED:
         x = tl.where(tl.abs(x) < float("inf"), x, 0.0)

@@ -93,7 +93,8 @@ class NotLaunched:
 def recording(
     capability: tuple[int, int], take: Callable[[KernelVariant], None] = lambda variant: None
 ) -> Iterator[set[KernelVariant]]:
-    """Collect the variants launched inside, and give each to `take`. None of them runs or compiles here."""
+    """Context manager that collects the variants that its body launches, and gives each to `take`.
+    None of them runs or compiles here."""
     found: set[KernelVariant] = set()
     touched: list[Any] = []
 
@@ -119,7 +120,8 @@ def recording(
 
 @contextlib.contextmanager
 def noting_new_kernels() -> Iterator[list[str]]:
-    """Collect descriptions of the kernels that this process compiles or loads inside."""
+    """Context manager that collects descriptions of the kernels that this process compiles or
+    loads."""
     found: list[str] = []
     before = knobs.runtime.jit_cache_hook
 
@@ -219,7 +221,8 @@ def _compile_launcher(kernel: Any) -> None:
 
 @contextlib.contextmanager
 def _driver_to_link() -> Iterator[None]:
-    """Make Triton link with an empty libcuda where the driver is not installed."""
+    """Context manager that makes Triton link with an empty libcuda where the driver is not
+    installed."""
     try:
         nvidia.library_dirs()
         found = True

@@ -261,7 +261,7 @@ def _nvfp4(b: Ints) -> Codes:
 
 @functools.cache
 def _e4m3_halves() -> npt.NDArray[np.int32]:
-    """The bits of the float16 that an unsigned e4m3 byte stands for. Its sign bit counts for
+    """Converts an unsigned e4m3 byte to the bits of its value as a float16. The sign bit counts for
     nothing, and the byte 0x7F is 0."""
     codes = np.arange(256, dtype=np.uint16)
     halves = ((codes & 0x7F) << 7).view(np.float16).astype(np.float32) * 256  # biases 15 and 7

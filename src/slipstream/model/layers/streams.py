@@ -40,7 +40,8 @@ class OwnInput:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The parts of a layer with several residuals (`StreamsSpec`)."""
+    """The residual streams of a layer with several (`StreamsSpec`): its parts that read and write
+    them."""
 
     spec: StreamsSpec
     router: Linear

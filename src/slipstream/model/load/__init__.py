@@ -1,1 +1,1 @@
-"""Loading a model: where its tensors come from, what is done with them, where they go."""
+"""Loading a model: the sources of its tensors, their transforms, and the devices that hold them."""

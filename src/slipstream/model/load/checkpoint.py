@@ -403,7 +403,7 @@ def safetensors_arrays(path: Path) -> Iterator[Stored]:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Turns errors of reading a safetensors file into CheckpointError."""
+    """Context manager that turns errors of reading a safetensors file into CheckpointError."""
     from safetensors import SafetensorError
 
     try:

@@ -165,7 +165,7 @@ def _random_rows(kind: str, rows: int, row_bytes: int, generator: np.random.Gene
     )
 
     def values(*scales: float) -> Any:
-        """The blocks' values with these scales."""
+        """Writes these scales to the random blocks, and returns the blocks' values."""
         if kind == "MXFP4":
             raw[:, 0] = 120
         elif kind == "NVFP4":

@@ -45,7 +45,7 @@ class Sharded:
     """A rank's part of a model.
 
     `names` maps the checkpoint's names to the places of the rank's tensors. `absent` has the names
-    of which it has nothing.
+    of tensors of which the rank holds no part.
     """
 
     def __init__(

@@ -111,7 +111,7 @@ class RoundedTensors:
         raise NotImplementedError
 
     def unpack(self, words: Array, bits: int, count: int) -> Array:
-        """int32 [rows, words] in host memory → [rows, count], codes whose zero is 8."""
+        """Unpacks int32 [rows, words] in host memory to codes [rows, count] whose zero is 8."""
         raise NotImplementedError
 
     def code_pairs(self, octets: Array) -> Array:

@@ -109,7 +109,7 @@ def _is_given(value: Any) -> bool:
 
 @contextmanager
 def named_as_in_body() -> Iterator[None]:
-    """Rename the engine's `beam_width` to the body's `n` in errors."""
+    """Context manager that renames the engine's `beam_width` to the body's `n` in errors."""
     try:
         yield
     except RequestError as error:

@@ -33,7 +33,7 @@ def dates_last(text: str) -> str:
 
 
 def in_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose system prompts have such lines at their ends."""
+    """Returns the messages with the changing lines of system prompts at the prompts' ends."""
     return [
         {**m, "content": dates_last(m["content"])}
         if m.get("role") in ("system", "developer") and isinstance(m.get("content"), str)

@@ -17,7 +17,7 @@ from slipstream.server.state import ServerState
 async def shorten(
     state: ServerState, messages: list[dict[str, Any]], wanted: PromptCompression
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The shortened messages, and their entry in `usage`."""
+    """Shortens the messages. Returns them and the entry of `usage` about it."""
     if state.shortener is None:
         raise bad_request(
             "compress_prompt needs a small model: start the server with --context-model MODEL",
@@ -53,6 +53,6 @@ async def shorten(
 
 
 def _question(text: str) -> int:
-    """Index at which the last paragraph begins."""
+    """Index, in characters, at which the last paragraph begins."""
     found = [m.end() for m in re.finditer(r"\n\s*\n", text.rstrip())]
     return found[-1] if found else 0

@@ -186,7 +186,8 @@ class Answer:
         raise NotImplementedError
 
     def event(self, *choice: bytes, num_before: int = 0) -> bytes:
-        """`num_before`: tokens that are counted already and come after the event."""
+        """Makes the event of a delta. `num_before`: tokens that are counted already and come after
+        the event."""
         tail = self.tail
         if self.continuous_usage:
             usage = self.usage()
@@ -245,7 +246,7 @@ class Answer:
 
     @property
     def num_written_tokens(self) -> int:
-        """Tokens of the prompts that were put into the prefix cache. It takes whole blocks."""
+        """Number of prompt tokens that were put into the prefix cache, which holds whole blocks."""
         cache = self.state.engine.config.cache
         if not cache.enable_prefix_caching:
             return 0
@@ -320,9 +321,10 @@ class Answer:
         metrics.answer_length.observe(self.record.num_output_tokens)
 
     async def prefill(self) -> bytes:
-        """Compute the prompt alone, whose blocks another replica takes over. Returns where they are.
+        """Computes the prompt alone, whose blocks another replica takes over. Returns where they
+        are.
 
-        The other replica draws the first token, with everything that the body asks for.
+        The other replica draws the first token, with all options of the body.
         """
         handover = self.state.engine.config.cache.handover
         if handover is None or len(self.parts) != 1:
@@ -397,7 +399,7 @@ class Answer:
             )
 
     def push(self, outputs: list[CompletionOutput], *, finished: bool) -> None:
-        """Pass on new output. `finished`: it is a prompt's last."""
+        """Passes on new output. `finished`: it is the last output of a prompt."""
         self._num_running -= finished
         if self._replays:
             for new in outputs:

@@ -75,7 +75,7 @@ async def read_pictures(state: ServerState, parts: Sequence[MediaPart]) -> list[
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all coroutines. If one fails the others are cancelled."""
+    """Awaits all coroutines and returns their results. If one fails the others are cancelled."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))
@@ -118,7 +118,7 @@ async def _heard(state: ServerState, part: SoundPart) -> PreparedPicture:
 
 @contextmanager
 def _naming(part: PicturePart) -> Iterator[None]:
-    """Make engine errors name the part of the request."""
+    """Context manager that makes engine errors name the part of the request."""
     try:
         yield
     except RequestError as error:

@@ -53,8 +53,8 @@ class Body(Protocol):
 
 @contextmanager
 def renamed(param: Callable[[str | None], str | None]) -> Iterator[None]:
-    """Rename the field that an error names by `param`, for a body translated from another
-    protocol."""
+    """Context manager that renames the field of an error by `param`, for a body translated from
+    another protocol."""
     try:
         yield
     except ApiError as error:

@@ -131,7 +131,7 @@ def call_dict(call: SentToolCall) -> dict[str, Any]:
 
 
 def tool_dicts(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
-    """Tools as chat templates take them."""
+    """Converts tools to the dicts that chat templates take."""
     return [{"type": "function", "function": msgspec.to_builtins(one.function)} for one in tools]
 
 

@@ -306,7 +306,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
             )
 
     def param(self, field: str | None) -> str | None:
-        """This body's own name of a chat's field."""
+        """Returns this body's own name of a chat's field."""
         if field is None:
             return None
         if field.startswith("structured_outputs"):
@@ -367,7 +367,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
         return self.functions[1]
 
     def chat(self, state: ServerState, **more: Any) -> ChatRequest:
-        """This body as a chat."""
+        """Translates this body to a chat's."""
         self.prompt = _system(self.system, billing=state.settings.changing_lines == "keep")
         messages = [Message(role="system", content=self.prompt)] if self.prompt else []
         for i, message in enumerate(self.messages):
@@ -400,7 +400,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
         )
 
     def _thinking(self, state: ServerState) -> dict[str, Any]:
-        """`thinking` as fields of a chat."""
+        """Translates `thinking` to fields of a chat."""
         thinking = self.thinking
         if thinking is None or thinking.type == "adaptive" or self.ignores_thinking(state):
             return {}

@@ -152,7 +152,7 @@ class FileStore:
             self._arriving += Counter()  # drops owners with no uploads
 
     async def used(self, owner: str) -> tuple[int, int]:
-        """(bytes of all files, bytes of the owner's)."""
+        """Returns (bytes of all files, bytes of the owner's)."""
         return await self.database.run(lambda db: _used(db, owner), writes=False)
 
     def _require_room(self, owner: str, used: tuple[int, int], more: tuple[int, int]) -> None:

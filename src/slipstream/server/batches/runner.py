@@ -95,7 +95,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def check(path: Path, endpoint: str, max_line_bytes: int) -> tuple[int, list[BatchError]]:
-    """(number of lines, errors in them)."""
+    """Returns (number of lines, errors in them)."""
     seen: set[str] = set()
     errors: list[BatchError] = []
     number = 0
@@ -153,8 +153,8 @@ class LineRunner(Protocol):
     """Decides how many lines of batches run. An engine and a fleet have one each."""
 
     def look(self, running: Sequence[Scope]) -> tuple[int, Sequence[Scope]]:
-        """(number of lines that may start, running lines to cancel in order). `running` is ordered
-        oldest first."""
+        """Decides (number of lines that may start, running lines to cancel in order). `running` is
+        ordered oldest first."""
 
 
 class EngineLineRunner:
@@ -300,7 +300,7 @@ class Work:
         self._bytes = sum(path.stat().st_size for path in self.paths.values() if path.exists())
 
     def next(self) -> Line | None:
-        """The next line without an answer, suspects first; None after the last."""
+        """Takes the next line without an answer, suspects first; None after the last."""
         if self.suspects:
             return self.suspects.popleft()
         if self.again:
@@ -614,7 +614,7 @@ class BatchRunner:
         _logger.error("batch %s fails: %s", work.id, error)
 
     def _key(self, work: Work) -> tuple[Key | None, bool]:
-        """(key of the batch's owner, whether the batch may continue)."""
+        """Returns (key of the batch's owner, whether the batch may continue)."""
         if not self.state.keys:
             return None, not work.batch.owner
         key = self.state.keys.by_id(work.batch.owner)

@@ -72,7 +72,7 @@ def check_depth(body: bytes, path: str = "") -> None:
 
 
 def decode(kind: type[T], body: bytes, path: str = "") -> T:
-    """The body as `kind`, or a 400 that names the wrong field."""
+    """Decodes a body as `kind`. A 400 names the wrong field."""
     check_depth(body, path)
     try:
         value: T = _DECODERS[kind].decode(body)

@@ -85,7 +85,7 @@ def _heading(name: str) -> str:
 
 
 def _place(name: str) -> str:
-    """The anchor of a group. It can't be a body's, which have no hyphen."""
+    """Returns the anchor of a group. It can't be a body's, which have no hyphen."""
     return "group-" + "-".join(re.findall(r"\w+", name.lower()))
 
 

@@ -133,7 +133,7 @@ def unavailable(message: str, code: str) -> ApiError:
 
 
 def storage_error(message: str, error: OSError) -> ApiError:
-    """507 if the disk is full, otherwise 503."""
+    """Returns the error for a failed write: 507 if the disk is full, otherwise 503."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ApiError(507, f"{message}: {error.strerror}", kind="server_error", code="disk_full")
     return unavailable(f"{message}: {error.strerror}", "storage_failed")
@@ -212,8 +212,8 @@ def wrong_method(methods: Set[str]) -> ApiError:
 
 
 def _no_route(request: Request, exc: HTTPException) -> ApiError:
-    """A 405 with the path's methods, or a 404 with the most similar route. It repeats nothing of
-    the client's text."""
+    """Answers a 405 with the path's methods, or a 404 with the most similar route. It repeats
+    nothing of the client's text."""
     path = request.scope["path"]
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     methods = {

@@ -51,7 +51,8 @@ def likely_name(kind: type, where: str, name: str) -> str:
 
 
 def allowed_values(kind: type, where: str) -> str:
-    """ "; it is one of text, json_object" for an enumeration at `where`; empty if there is none."""
+    """Returns the hint "; it is one of text, json_object" for an enumeration at `where`; empty if
+    there is none."""
     values = [
         str(value)
         for found in _types_at(kind, where)

@@ -132,7 +132,7 @@ def _digest(secret: str, salt: str) -> str:
 
 
 def new_secret(id_: str, salt: str | None = None) -> tuple[str, str, str]:
-    """(the key as its user sends it, the salt, the digest) of a new secret."""
+    """Makes a secret. Returns the key as its user sends it, the salt and the digest."""
     secret, salt = secrets.token_urlsafe(32), salt or secrets.token_hex(16)
     return f"sk-{id_}-{secret}", salt, _digest(secret, salt)
 
@@ -172,8 +172,8 @@ def read(path: Path) -> dict[str, Key]:
 
 @contextlib.contextmanager
 def changing(path: Path, *, may_create: bool = False) -> Iterator[dict[str, Key]]:
-    """The keys of a file, written back when the code inside ends without an error. Other commands
-    that change them wait."""
+    """Context manager that yields the keys of a file, and writes them back unless an error is
+    raised. Other commands that change them wait."""
     if not may_create and not path.exists():
         raise ConfigError(
             f"{path} does not exist; create it with `slipstream keys add`", field="keys_file"

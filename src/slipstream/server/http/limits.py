@@ -36,8 +36,8 @@ T = TypeVar("T", bound=Struct)
 
 
 async def read_body(scope: Scope, receive: Receive, settings: ServerSettings) -> bytes:
-    """The whole body. ApiError (413) as soon as it is known to be too long, or 408 if it takes too
-    long."""
+    """Reads the whole body. ApiError (413) as soon as it is known to be too long, or 408 if it
+    takes too long."""
     limit = settings.max_body_bytes
     why = f"the body is longer than the {limit} bytes this server takes (--max-body-bytes)"
     too_long = ApiError(413, why, code="request_too_large")
@@ -116,7 +116,7 @@ class Exchange:
 async def in_flight(
     state: ServerState, receive: Receive, record: RequestRecord
 ) -> AsyncIterator[None]:
-    """Run the code inside while the client is connected.
+    """Context manager that lasts while the client is connected.
 
     Raises ClientDisconnected, or the reason given to `Exchange.cancel`. A separate task waits for
     the disconnect, so that watching costs nothing per token.
@@ -165,8 +165,8 @@ async def end_revoked(state: ServerState) -> None:
 
 @contextmanager
 def admitted(state: ServerState, record: RequestRecord, model: str | None) -> Iterator[None]:
-    """Run the code inside within the limits of the request's key. ApiError (403, 429) if it may not
-    run."""
+    """Context manager that applies the limits of the request's key. ApiError (403, 429) if it may
+    not run."""
     record.model = model
     check_model(record.key, model)
     with limited(state, record):
@@ -174,7 +174,7 @@ def admitted(state: ServerState, record: RequestRecord, model: str | None) -> It
 
 
 def counted(state: ServerState, handler: Handler) -> Handler:
-    """A route without model work that still counts as a request of its key."""
+    """Wraps a route without model work, whose requests still count for their key's limits."""
 
     async def within_limits(request: Request) -> Response:
         with limited(state, request.scope["record"]):
@@ -185,8 +185,8 @@ def counted(state: ServerState, handler: Handler) -> Handler:
 
 @contextmanager
 def limited(state: ServerState, record: RequestRecord) -> Iterator[None]:
-    """Apply the key's limits without checking the model; see `admitted`. Within another `limited`
-    of the same request it does nothing, so a request counts once."""
+    """Context manager that applies the key's limits without checking the model; see `admitted`.
+    Within another `limited` of the same request it does nothing, so a request counts once."""
     key = record.key
     if key is None or not key.is_limited or record.is_limited:
         yield

@@ -110,7 +110,7 @@ class Table:
 
     @contextlib.contextmanager
     def row(self, id_: str) -> Iterator[memoryview]:
-        """The row of `id_`, locked."""
+        """Context manager that locks and yields the row of `id_`."""
         name = int.from_bytes(id_.encode()[:16].ljust(16, b"\0"), "little")
         words = (name & 2**63 - 1, name >> 64 & 2**63 - 1)
         while True:

@@ -48,8 +48,8 @@ def utc_time(seconds: float) -> str:
 def page_options(
     request: Request, *others: str, most: int, usual: int
 ) -> tuple[str | None, int, bool]:
-    """(after, limit, newest first) of a list request. ApiError (400) for other values. `others` are
-    parameters that the route reads itself."""
+    """Reads (after, limit, newest first) of a list request. ApiError (400) for other values.
+    `others` are parameters that the route reads itself."""
     query = request.query_params
     for name in query:
         if name not in ("after", "limit", "order", *others):

@@ -113,8 +113,8 @@ class WebGuard:
 
 
 def with_cors(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
-    """`app` with CORS headers, so that pages of the allowed origins may read its answers. It wraps
-    the key check: a preflight request has no key."""
+    """Wraps `app` with CORS headers, so that pages of the allowed origins may read its answers. It
+    wraps the key check: a preflight request has no key."""
     if not settings.cors_origins:
         return app
     return CORSMiddleware(

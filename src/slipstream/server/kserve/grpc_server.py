@@ -363,7 +363,8 @@ def _api_error(exc: Exception, record: RequestRecord) -> ApiError:
 
 
 def _record(context: Any) -> RequestRecord:
-    """The record of a request; its status is that of a client that left, until the request ends."""
+    """Makes the record of a request. Until the request ends, its status is that of a client that
+    left."""
     address = context.peer().rpartition(":")[0]
     return RequestRecord(status=CLIENT_CLOSED_REQUEST, address=address)
 

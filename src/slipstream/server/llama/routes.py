@@ -335,7 +335,7 @@ class LlamaAnswer(completions.CompletionAnswer):
         return encode(found if isinstance(self.body.prompt, list) and len(found) > 1 else found[0])
 
     def _chosen(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """The facts that `response_fields` names; all of them without it."""
+        """Returns the values that `response_fields` names; all of them without it."""
         if self.body.shows_fields is None:
             return facts
         chosen = dict[str, Any]()
@@ -419,7 +419,8 @@ class LlamaAnswer(completions.CompletionAnswer):
 
 
 def _rate(name: str, count: int, ms: float, steps: int | None = None) -> dict[str, Any]:
-    """A count, its time, and rates over `steps`: an answer's first token comes with the prompt."""
+    """Returns a count, its time, and rates over `steps`: an answer's first token comes with the
+    prompt."""
     over = max(0, count if steps is None else steps)
     return {
         f"{name}_n": count,

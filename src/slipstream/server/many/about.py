@@ -277,7 +277,7 @@ class About:
     # --- Operations ---------------------------------------------------------------------
 
     async def _stats(self) -> dict[str, EngineStats | None]:
-        """The numbers of the engines that are loaded; None: one that does not answer."""
+        """Statistics of each loaded engine; None for one that does not answer."""
         up = [slot for slot in self.slots.slots.values() if slot.is_up and slot.server_state]
         found = await asyncio.gather(*(engine_stats(s.server_state) for s in up if s.server_state))
         return {slot.name: stats for slot, stats in zip(up, found, strict=True)}

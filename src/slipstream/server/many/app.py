@@ -110,8 +110,8 @@ async def _refuse_when_draining(state: ServerState, slots: ModelSlots) -> None:
 
 
 def _dispatch(state: ServerState, slots: ModelSlots, number: int, route: Route) -> Route | None:
-    """The route that finds the model and calls its route of this number (in `model_routes`). None for
-    a route about an answer that is kept, or about all models."""
+    """Returns the route that finds the model and calls its route of this number (in
+    `model_routes`). None for a route about an answer that is kept, or about all models."""
     methods = sorted(route.methods or ())
     asks = "POST" in methods and not route.path.startswith(("/v1/responses/{id}", "/v2/repository"))
     if not asks and route.path not in _NEEDS_NO_ENGINE:
@@ -178,7 +178,7 @@ class Dispatch:
                     self.slots.release(slot, keep_alive)
 
     async def _acquire(self, slot: Slot, receive: Receive, record: RequestRecord) -> float | None:
-        """`ModelSlots.acquire`. A client that leaves, or the end of the server, ends the wait."""
+        """Calls `ModelSlots.acquire`. The wait ends when the client leaves or the server stops."""
         slot.note_death()
         if slot.state == "loaded" and not slot.is_closing and not slot.waiters:
             return await self.slots.acquire(slot)  # without a wait

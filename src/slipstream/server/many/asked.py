@@ -50,8 +50,8 @@ class Asked(Struct, kw_only=True):
         return decode(cls, raw)
 
     def keep_alive_s(self, path: str) -> float | None:
-        """How long the model stays loaded after the request; None: as the settings say. Only
-        Ollama's routes have it."""
+        """Seconds for which the model stays loaded after the request; None: as the settings say.
+        Only Ollama's routes have it."""
         if not path.startswith("/api/") or bytes(self.keep_alive) == b"null":
             return None
         found = parse_keep_alive(decode_raw(self.keep_alive, "keep_alive"))
@@ -73,7 +73,7 @@ register(Asked)
 
 
 async def named_in_form(request: Request, settings: ServerSettings) -> tuple[Asked, bytes]:
-    """The field `model` of a form with a sound, and the whole body."""
+    """Reads the field `model` of a form with a sound, and the whole body."""
     chunks = list[bytes]()
     receive = request.receive
 

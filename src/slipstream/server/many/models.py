@@ -60,7 +60,7 @@ def read_settings(file: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModels:
-    """How models become `ServedModel`s. `args` are settings for all, `settings` for single ones."""
+    """Makes `ServedModel`s of models. `args` are settings for all, `settings` for single ones."""
 
     args: EngineArgs
     device: DeviceInfo

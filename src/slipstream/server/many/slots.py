@@ -39,9 +39,10 @@ def too_large(name: str, need: int, memory: int) -> str:
 
 
 class ModelSlots:
-    """`memory_bytes` bounds what all models hold together on the device. A request waits `wait_s`
-    for its model at most. `changed` is called after each change of a state. `describe` fetches a model
-    and says what it needs: its name, and the model."""
+    """The models of a server, loaded and unloaded on demand. `memory_bytes` bounds what all models
+    hold together on the device. A request waits `wait_s` for its model at most. `changed` is called
+    after each change of a state. `describe` fetches a model and says what it needs: its name, and
+    the model."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class ModelSlots:
         return self.slots[name]
 
     def find(self, name: str | None) -> Slot | None:
-        """The model of a name that a request gives; the first one for none."""
+        """Finds the model of a name that a request gives; the first one for none."""
         if name is None:
             return next(iter(self.slots.values()), None)
         for known in (name, name.removesuffix(":latest")):
@@ -306,7 +307,8 @@ class ModelSlots:
         return self._begin(self._unload(slot, was_loaded))
 
     def _unload_idle(self, slot: Slot) -> bool:
-        """`_begin_unload` of a model without requests that holds memory. False for another one."""
+        """Calls `_begin_unload` for a model without requests that holds memory. False for another
+        one."""
         idle = slot.state == "asleep" or (slot.state == "loaded" and not slot.users)
         if idle:
             self._begin_unload(slot)
@@ -340,7 +342,7 @@ class ModelSlots:
     # --- Models -----------------------------------------------------------------------
 
     def add(self, model: ServedModel) -> None:
-        """Serve another model; one of the same name that is here stays."""
+        """Serves another model. One of the same name that is here already stays."""
         self.slots.setdefault(model.name, self._make_slot(model))
         self.changed()
 

@@ -160,7 +160,7 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
         return _checked(ChatRequest, messages=messages, **fields)
 
     def response_format(self) -> dict[str, Raw]:
-        """`format` as OpenAI's field `response_format`."""
+        """Translates `format` to OpenAI's field `response_format`."""
         raw = bytes(self.format)
         if raw in (b"", b"null", b'""'):
             return {}
@@ -173,7 +173,7 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
         }
 
     def thinking(self, state: ServerState) -> dict[str, Any]:
-        """`think` as fields of a chat. A 400 if the model can't do what it asks."""
+        """Translates `think` to fields of a chat. A 400 if the model can't do what it asks."""
         think = self.think
         if think is None:
             return {}
@@ -278,8 +278,8 @@ def _chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def _content(text: str | None, images: list[str] | None) -> str | list[dict[str, Raw]] | None:
-    """A message's content as a chat has it: pictures, then the text. The format of a picture is
-    found in its data."""
+    """Converts a message's content to that of a chat: pictures, then the text. The format of a
+    picture is found in its data."""
     if not images:
         return text
     parts = [picture_part(f"data:image/png;base64,{image}", None) for image in images]

@@ -288,7 +288,7 @@ class SpeechRoute:
                 yield tokens, await _sounds.run(partial(made.take, tokens, known, attention))
 
     async def _events(self, made: Transcription, record: RequestRecord) -> AsyncGenerator[bytes, None]:  # fmt: skip
-        """OpenAI's events: each piece of new text, and at the end the whole text."""
+        """Yields OpenAI's events: each piece of new text, and at the end the whole text."""
         sent, before = "", ""  # of the whole text; text of the windows that are done
         async with aclosing(self._windows(made, record)) as windows:
             async for tokens, segments in windows:

@@ -111,8 +111,8 @@ class CompletionAnswer(Answer):
         return self.tokenizer.decode(prompt, skip_special_tokens=self.sampling.skip_special_tokens)
 
     def _logprobs(self, index: int, new: list[PositionLogprobs]) -> dict[str, Any]:
-        """Log-probabilities in OpenAI's older format. With `echo`, the prompt's positions come
-        first."""
+        """Log-probabilities of a choice in OpenAI's older format. With `echo`, the prompt's
+        positions come first."""
         choice, info = self.choices[index], self.prompt_info[index // self.num_drawn]
         positions: list[PositionLogprobs | None] = list(new)
         if not choice.begun:
@@ -176,7 +176,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 
 async def read_prompts(state: ServerState, body: CompletionRequest) -> list[Prompt]:
-    """The prompts of a body, for the engine."""
+    """Reads the prompts of a body for the engine."""
     special = body.add_special_tokens is not False
     given = body.prompts()
     if any(isinstance(prompt, list) and str in map(type, prompt) for prompt in given):

@@ -272,7 +272,7 @@ def _without_start(state: ServerState, text: str) -> str | list[int]:
 
 
 class CohereEmbedRoute(PooledRoute):
-    """Cohere's /v2/embed."""
+    """Route of Cohere's /v2/embed."""
 
     def __init__(self, state: ServerState) -> None:
         super().__init__(state, CohereEmbedRequest, self.answered)
@@ -403,8 +403,8 @@ async def embed(
     task: TextTask = "embed",
     num_queries: int | None = None,
 ) -> Vectors:
-    """The engine's vectors for `texts`. A 400 that names `field` if there are more texts than
-    choices allowed."""
+    """Computes the engine's vectors for `texts`. A 400 that names `field` if there are more texts
+    than choices allowed."""
     if len(texts) > (limit := state.settings.max_choices_per_request):
         raise bad_request(
             f"{field} makes {len(texts)} texts for the model; this server takes at most {limit}",

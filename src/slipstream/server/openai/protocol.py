@@ -285,7 +285,7 @@ class ChatReasoning(Struct, kw_only=True):
 
 
 class ChatThinking(Struct, kw_only=True):
-    """`thinking` of DeepSeek's, GLM's and Kimi's APIs. Other members have no effect."""
+    """Field `thinking` of DeepSeek's, GLM's and Kimi's APIs. Other members have no effect."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"] | None = None
     budget_tokens: Int | None = None

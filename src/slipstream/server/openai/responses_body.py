@@ -571,7 +571,7 @@ register(
 
 
 def read_items(given: str | Sequence[Mapping[str, Any]], path: str) -> list[Item]:
-    """The items, decoded. A 400 names the first wrong one."""
+    """Decodes the items. A 400 names the first wrong one."""
     if isinstance(given, str):
         return [MessageItem(role="user", content=given)]
     found = []
@@ -644,8 +644,8 @@ def as_messages(items: Sequence[Item], path: str) -> list[tuple[Message, str]]:
 
 
 def _parts(content: str | list[dict[str, Raw]], path: str) -> str | list[dict[str, Raw]]:
-    """A message's content as a chat has it: one text, or parts if there are pictures or breakpoints
-    of the cache."""
+    """Converts a message's content to that of a chat: one text, or parts if there are pictures or
+    breakpoints of the cache."""
     if isinstance(content, str) or not any(
         _kind(part) == b'"input_image"' or _MARK in part for part in content
     ):

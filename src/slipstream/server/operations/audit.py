@@ -310,7 +310,7 @@ def _now() -> str:
 
 
 def rotated(path: Path) -> list[Path]:
-    """The rotated files of `path`, oldest first."""
+    """Lists the rotated files of `path`, oldest first."""
     found = [
         part
         for part in path.parent.glob(f"{path.name}.*")

@@ -90,7 +90,8 @@ def _opencode(server: Endpoint) -> tuple[dict[str, str], list[str]]:
 
 
 def _any(server: Endpoint) -> tuple[dict[str, str], list[str]]:
-    """The variables by which SDKs, and programs made with them, find a server and a model."""
+    """Returns the environment variables by which SDKs, and programs made with them, find a server
+    and a model."""
     url = f"{server.url}/v1"
     return {
         "OPENAI_BASE_URL": url,  # openai, the AI SDK, LangChain, Qwen Code

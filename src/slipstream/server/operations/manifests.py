@@ -122,9 +122,9 @@ class Deployment:
 
 
 def dockerfile(made: Deployment) -> str:
-    """A Dockerfile for `docker build -f FILE .` in a clone. The C++ compiler stays in the first
-    stage. On a GPU's machine the image has a C compiler, which Triton needs; CUDA's libraries come
-    with torch, and the driver's with NVIDIA's container toolkit."""
+    """Makes a Dockerfile for `docker build -f FILE .` in a clone. The C++ compiler stays in the
+    first stage. On a GPU's machine the image has a C compiler, which Triton needs; CUDA's libraries
+    come with torch, and the driver's with NVIDIA's container toolkit."""
     extras = ",".join(sorted({*made.extras, *(["gpu"] if made.gpus else [])}))
     wheel = f"slipstream{f'[{extras}]' if extras else ''} @ file://$(ls /wheels/slipstream-*.whl)"
 

@@ -242,7 +242,7 @@ class Stalls:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time of the code inside as waiting."""
+        """Context manager whose time counts as waiting."""
         own = object()
         self._waiting[own] = time.monotonic()
         try:

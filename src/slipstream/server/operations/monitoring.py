@@ -67,7 +67,7 @@ def _failed(window: str) -> str:
 
 
 def rules(objectives: ServiceObjectives) -> dict[str, Any]:
-    """A file of Prometheus rules."""
+    """Makes a file of Prometheus rules."""
     kinds = {
         "ttft": f"{objectives.ttft_s * 1e3:g} ms to the first token",
         "itl": f"{objectives.itl_s * 1e3:g} ms between tokens",

@@ -374,7 +374,7 @@ async def _is_free(state: ServerState) -> bool:
 async def _deltas(
     engine: EngineProtocol, prompt: list[int], sampling: SamplingParams
 ) -> list[RequestOutput] | None:
-    """The parts of an answer. None, and the request is cancelled, if another comes."""
+    """The deltas of an answer. None if another request comes; this one is then cancelled."""
     stream, found = OutputStream(), list[RequestOutput]()
     cancel = await engine.submit({"prompt_token_ids": prompt}, sampling, stream)
     try:

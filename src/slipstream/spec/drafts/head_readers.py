@@ -317,8 +317,8 @@ def _states_read(
 
 
 def _rising(c: ConfigReader, key: str, given: list[Any], shift: int, last: int) -> tuple[int, ...]:
-    """`given` + `shift` as numbers of states, where i is the state before layer i. They must rise
-    from at least 0 to at most `last`."""
+    """Returns `given` + `shift` as numbers of states, where state i is the one before layer i. They
+    must rise from at least 0 to at most `last`."""
     fits = all(
         isinstance(i, int) and not isinstance(i, bool) and 0 <= i + shift <= last for i in given
     )

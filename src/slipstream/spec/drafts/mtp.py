@@ -129,7 +129,8 @@ def _head(
 
 
 def _with_one_position(layer: LayerSpec) -> LayerSpec:
-    """The layer without a picture's rows and columns: a head counts positions as tokens."""
+    """Returns the layer with one position per token, without a picture's rows and columns: a draft
+    head counts tokens."""
     a = layer.attention
     if not isinstance(a, AttentionSpec) or not isinstance(a.position, RopeSpec):
         return layer
@@ -177,8 +178,8 @@ def _quantization(
     names: Mapping[str, Placement],
     stored: frozenset[str],
 ) -> StoredQuantization | None:
-    """How the part's weights are stored. Tools often leave layers that draft as they were, whatever
-    their config says, so the tensors decide."""
+    """The format in which the head's weights are stored. Tools often leave layers that draft as
+    they were, whatever their config says, so the tensors decide."""
     if whole is None or not stored:
         return whole
     modules = {name.removesuffix(".weight") for name in names}

@@ -109,7 +109,8 @@ def families() -> dict[str, Family]:
 
 
 def _entries() -> list[Any]:
-    """The entry points of the group. importlib.metadata is only asked where an installed package has one: it takes 40 ms."""
+    """Finds the entry points of the group. importlib.metadata is only asked where an installed
+    package has one: it takes 40 ms."""
     if not any(_names_families(Path(folder)) for folder in sys.path):
         return []
     from importlib.metadata import entry_points

@@ -114,7 +114,8 @@ class ConfigReader:
         return key in self._config
 
     def assume(self, **values: Any) -> None:
-        """Defaults of transformers' config class, for configs that list only what differs from them."""
+        """Sets defaults of transformers' config class, for configs that list only what differs from
+        them."""
         self._config = {
             **self._config,
             **{key: value for key, value in values.items() if key not in self},
@@ -129,7 +130,7 @@ class ConfigReader:
         self._config = {**self._config, **values}
 
     def alias(self, names: Mapping[str, str]) -> None:
-        """Other names of keys, by the key. Both may be there, with one value."""
+        """Sets other names of keys, by the key. Both may be there, with one value."""
         for key, other in names.items():
             if other in self:
                 self.assume(**{key: self._config[other]})
@@ -184,7 +185,7 @@ class ConfigReader:
             )
 
     def ignore(self, *keys: str) -> None:
-        """Keys that have no effect in this family."""
+        """Accepts keys that have no effect in this family."""
         self._read.update(keys)
 
     def part(self, key: str) -> ConfigReader:

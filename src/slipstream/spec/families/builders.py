@@ -90,7 +90,7 @@ def plain(size: int, act: Activation, *, bias: bool = True) -> DenseSpec:
 
 
 def clamped(mlp: DenseSpec, limit: float) -> DenseSpec:
-    """The MLP with its activations clamped (Step 3.5), or as it is for 0."""
+    """Returns the MLP with its activations clamped (Step 3.5), or unchanged for 0."""
     return replace(mlp, activation=ClampedSilu(limit=limit)) if limit else mlp
 
 
@@ -113,12 +113,12 @@ def layer_norm(size: int, eps: float, *, bias: bool = True) -> NormSpec:
 
 
 def before(norm: NormSpec) -> SequentialBlock:
-    """A block with a norm before attention and one before the MLP."""
+    """Makes a block with a norm before attention and one before the MLP."""
     return SequentialBlock(pre_attention=norm, pre_mlp=norm)
 
 
 def after(norm: NormSpec) -> SequentialBlock:
-    """A block with a norm of what attention gives and one of what the MLP gives, before they are added (OLMo 2)."""
+    """Makes a block that norms the results of attention and MLP before they are added (OLMo 2)."""
     return SequentialBlock(post_attention=norm, post_mlp=norm)
 
 
@@ -248,7 +248,8 @@ def _labels_of(c: ConfigReader, end: str) -> int | None:
 
 
 def kinds_of_layers(c: ConfigReader, default: str | Callable[[int], str]) -> list[str]:
-    """`layer_types`: full_attention or sliding_attention for each layer. `default` is for configs without it."""
+    """Reads the kind of each layer from `layer_types`: full_attention or sliding_attention.
+    `default` is for configs without it."""
     return kinds(c, ("full_attention", "sliding_attention"), default)
 
 

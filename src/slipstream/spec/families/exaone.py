@@ -1,5 +1,5 @@
-"""EXAONE 4: norms of what attention and MLP give, and of q and k. With windows, three layers of four have one, and the fourth
-has no position embedding."""
+"""EXAONE 4: norms of the results of attention and MLP, and of q and k. In a model with windows,
+three layers of four have one, and the fourth has no position embedding."""
 
 from __future__ import annotations
 

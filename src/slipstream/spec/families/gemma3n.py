@@ -207,8 +207,8 @@ def gguf_names(spec: ModelSpec) -> Names:
 
 
 def _without_layer(found: Names, spec: ModelSpec, *, stacked: bool) -> Names:
-    """`found`, with names that have no layer for the products that make streams. `stacked`: one
-    tensor has those of all streams."""
+    """Returns `found`, where the products that make streams get names without a layer. `stacked`:
+    one tensor has the products of all streams."""
     made, rows = {}, spec.hidden_size
     for name, place in found.items():
         end, s = OF_ENDS.fullmatch(name), spec.layers[0].streams

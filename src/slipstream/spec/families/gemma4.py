@@ -144,8 +144,8 @@ def read_unified(c: ConfigReader) -> ModelSpec:
 
 
 def _heads(c: ConfigReader, kinds: list[str], keys_as_values: bool) -> list[HeadCounts]:
-    """The heads of each layer. transformers 5 writes what differs between layers as `per_layer_config`; other writers give
-    numbers for layers without a window."""
+    """Reads the heads of each layer. transformers 5 writes the differences between layers as
+    `per_layer_config`; other writers give numbers for layers without a window."""
     queries, usual = c.size("num_attention_heads"), c.size("num_key_value_heads")
     head_dim, wide = c.size("head_dim"), c.size("global_head_dim", 512)
     few = c.maybe("num_global_key_value_heads", int)

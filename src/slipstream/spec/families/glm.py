@@ -149,7 +149,8 @@ def read_chatglm(c: ConfigReader) -> ModelSpec:
 
 
 def read_sarvam_moe(c: ConfigReader) -> ModelSpec:
-    """Sarvam 30B: GLM-4.5's layers whose heads are rotated whole. Its authors' config has other names for some keys."""
+    """Reads Sarvam 30B: GLM-4.5's layers whose heads are rotated whole. Its authors' config has
+    other names for some keys."""
     c.alias({**SARVAM_KEYS, "attention_bias": "use_qkv_bias"})
     c.assume_missing(
         **dict(

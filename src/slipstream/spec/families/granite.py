@@ -62,7 +62,8 @@ def read_hyperclovax(c: ConfigReader) -> ModelSpec:
 
 
 def _read_windows(c: ConfigReader, family: str, mlp: MoESpec | None, **more: Any) -> ModelSpec:
-    """Layers with sinks, of which three of four have a window, and each its own base of the rotary embedding or none."""
+    """Reads layers with sinks. Three of four have a window. Each has its own base of the rotary
+    embedding, or none."""
     head_dim, count = heads(c).head_dim, c.size("num_hidden_layers")
     longest = c.size("max_position_embeddings", more["max_position"])
     of_all = rope(c, head_dim, max_position=longest)

@@ -134,8 +134,8 @@ def read_cwm(c: ConfigReader) -> ModelSpec:
 
 
 def read_bitnet(c: ConfigReader) -> ModelSpec:
-    """BitNet b1.58: norms of what the output products read. The config's `quantization_config` tells
-    how its weights of −1, 0 and 1 are stored."""
+    """Reads BitNet b1.58, which norms the inputs of the output products. The config's
+    `quantization_config` tells how its weights of −1, 0 and 1 are stored."""
     h, eps = heads(c), c.take("rms_norm_eps", float, 1e-5)
     if h.num_heads * h.head_dim != c.size("hidden_size"):
         raise c.unsupported("head_dim", "heads must be as wide together as hidden_size")

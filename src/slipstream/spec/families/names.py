@@ -308,8 +308,8 @@ def canonical(
     names: Mapping[str, Placement],
     renamed: tuple[tuple[str, str], ...] = WRITTEN_AS,
 ) -> str | None:
-    """`name` as the family's table has it: some writers put a prefix before every name, some leave out the usual one.
-    Each pair of `renamed` is used once, in order."""
+    """Converts `name` to that of the family's table: some writers put a prefix before every name,
+    some leave out the usual one. Each pair of `renamed` is used once, in order."""
     for prefix in ("", *prefixes):
         if name.startswith(prefix) and (short := name[len(prefix) :]) in names:
             return short

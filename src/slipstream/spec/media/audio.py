@@ -80,7 +80,7 @@ class SpeechSpec:
 
     @property
     def first_timestamp(self) -> int:
-        """The token of the time 0. Those after it are `STATE_S` later each."""
+        """The token of time 0. Each token after it stands for `STATE_S` seconds more."""
         return self.no_timestamps + 1
 
     @property

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PatchGrid(NamedTuple):
-    """The number of a picture's patches in each direction."""
+    """Number of a picture's patches in each direction."""
 
     height: int
     width: int
@@ -352,7 +352,7 @@ class VisionSpec:
 
     @property
     def medium(self) -> Literal["image", "audio"]:
-        """The key of what it reads in a prompt's `multi_modal_data`."""
+        """The key of its inputs in a prompt's `multi_modal_data`."""
         return "image"
 
     @property
@@ -366,7 +366,7 @@ class VisionSpec:
 
     @property
     def patch_numbers(self) -> int:
-        """The count of a patch's numbers."""
+        """Number of elements of a patch."""
         return math.prod(self.kernel)
 
     def numbers(self, height: int, width: int) -> tuple[str, tuple[int, ...]]:
@@ -665,7 +665,7 @@ def within_pinpoint(height: int, width: int, size: tuple[int, int]) -> tuple[int
 
 
 def without_padding(height: int, width: int, grid: PatchGrid) -> PatchGrid:
-    """The part of a grid in whose middle a picture of this height and width stands."""
+    """Returns the middle part of a grid that a picture of this height and width covers."""
     rows, columns = grid
     if width / height > columns / rows:
         return PatchGrid(

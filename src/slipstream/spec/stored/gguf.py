@@ -206,8 +206,8 @@ class GGUFFile:
         return flat.reshape(-1, tensor.quant.block_bytes)
 
     def let_go(self, name: str | None = None) -> None:
-        """Give a tensor's pages, or the whole file's, back to the system after a read. Later reads
-        come from the file again."""
+        """Gives a tensor's memory pages, or the whole file's, back to the system after a read.
+        Later reads come from the file again."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         if name is None:

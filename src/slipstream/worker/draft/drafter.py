@@ -196,7 +196,7 @@ class Chain(Drafter):
     """
 
     keeps_drafts = True
-    """True if its state of a draft stays valid when the draft was right."""
+    """True if the chain's state of a draft stays valid when the draft is accepted."""
     graphs: ChainGraphs | None = None
 
     def release(self) -> None:
@@ -248,7 +248,7 @@ class Chain(Drafter):
         return partial(self.graphs.kept_drafts, drafted)
 
     def see(self, requests: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        """Compute the unseen tokens before each request's last one."""
+        """Computes the tokens that the drafter has not seen, except each request's last one."""
         for shares in self.unseen(requests, rows, [0] * len(requests)):
             self.step(shares, rows)
         for s in requests:

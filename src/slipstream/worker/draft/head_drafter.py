@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class HeadDrafter(Drafter):
-    """The part that all heads share."""
+    """Base of the drafters of all heads."""
 
     head: LayeredHead | MedusaHead
 
@@ -92,7 +92,8 @@ class HeadDrafter(Drafter):
 
 
 class HeadChain(Chain, HeadDrafter):
-    """EAGLE and MTP. `ends` has the state for the pair after each row's last one."""
+    """Drafter of EAGLE and MTP heads. `ends` has the state for the pair after each row's last
+    one."""
 
     first, keeps_drafts = 1, False
     head: LayeredHead
@@ -252,7 +253,7 @@ class HeadBlock(HeadDrafter):
 
 
 class MedusaDrafter(HeadDrafter):
-    """Medusa: one pass for all places, from the state before the last token.
+    """Drafter of Medusa heads: one pass, from the state before the last token, for all places.
 
     A place does not depend on the tokens at the places before it.
     """

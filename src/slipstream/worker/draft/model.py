@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class DraftModel(Chain):
-    """Draft model."""
+    """Drafter that runs a smaller model."""
 
     def __init__(
         self, config: EngineConfig, memory: DraftMemory, model: LoadedModel, forwards: ForwardTable

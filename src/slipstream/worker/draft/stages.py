@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class ReceivedDrafts(Drafter):
-    """The first stage's drafter. `stage` must be set before the first step."""
+    """Drafter of a pipeline's first stage: it receives the last stage's drafts. `stage` must be set
+    before the first step."""
 
     layers, computes_all = (), False
     weights_bytes = 0

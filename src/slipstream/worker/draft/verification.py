@@ -1,4 +1,4 @@
-"""Drafts against sampled tokens."""
+"""Comparison of drafts with the tokens that the model sampled."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ class ExpertLoad:
 
 
 class _Copy(NamedTuple):
-    """A host copy of all layers' counts by place, with the expert that was at each place."""
+    """A host copy of the token counts of all layers by place, with the expert that each place
+    had."""
 
     counts: Tensor
     event: Event | None

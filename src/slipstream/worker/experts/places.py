@@ -108,8 +108,7 @@ class ExpertPlaces:
     def _meet(self) -> None:
         """Exchange a number with every rank.
 
-        A communication library sets up its connection at the first exchange, which takes time and
-        memory.
+        The communication library sets up its connection then, which takes time and memory.
         """
         rank, size = self._group.rank, self._group.size
         x = torch.zeros(1, device=self._group.device)

@@ -22,7 +22,8 @@ class RoutedExpertsTap:
         self._platform = platform
 
     def __call__(self, plan: StepPlan, output: Output) -> Callable[[], RoutedExperts]:
-        """Launch the copy of a step's experts. The function returns them once the step is done."""
+        """Launches the copy of a step's experts. The function that it returns gives them once the
+        step is done."""
         rows = np.array([output.row(i) for i in range(plan.num_tokens)], np.int64)
         copied = self._platform.to_host(self._noted[:, self._platform.upload(rows)])
         return lambda: RoutedExperts.of(np.asarray(copied).transpose(1, 0, 2))

@@ -179,7 +179,7 @@ class BegunStep:
     logprobs: BestLogprobs | None = None
 
     def goes_on_in(self, plan: StepPlan) -> bool:
-        """Whether a plan computes the tokens that this step draws, one of each request, and nothing else."""
+        """Whether a plan computes exactly the tokens that this step draws, one of each request."""
         return (
             not (plan.new or plan.released or plan.block_copies)
             and self.sampled.num_tokens is None

@@ -99,9 +99,9 @@ class OneToken(Eager):
 
 
 class Variant(Eager):
-    """The layers with an addition, for steps that need it.
+    """Base of the paths whose layers do more, for the steps that need it.
 
-    `base`, which runs other steps, makes the logits.
+    `base` runs other steps, and computes the logits.
     """
 
     def __init__(self, base: PlainForward) -> None:
@@ -128,7 +128,7 @@ def adapters_of(batch: InputBatch, decoder: Decoder) -> LoRATokens:
 
 
 class Adapted(Variant):
-    """Steps of requests with adapters."""
+    """Path for steps of requests with adapters."""
 
     name = "adapters"
 
@@ -164,7 +164,8 @@ class Adapted(Variant):
 
 
 class WithImages(Variant):
-    """Steps with image embeddings in place of some tokens', and with the requests' adapters."""
+    """Path for steps with image embeddings in place of some tokens', and with the requests'
+    adapters."""
 
     name = "images"
 
@@ -212,7 +213,8 @@ class WithImages(Variant):
     def _with_inputs(
         self, h: Tensor, given: GatheredInputs, images: StepImages
     ) -> AttentionMetadata:
-        """The step's metadata with the layers' own inputs, in which pictures have a token's row."""
+        """The step's metadata with the layers' own inputs. A picture gets the row of its
+        placeholder token."""
         token_ids = given.token_ids
         if self.decoder.layer_inputs is not None and self.vision.own_input_id is not None:
             index = upload(images.tokens, h.device)

@@ -202,7 +202,8 @@ class ImageOps:
     def _to_ends(
         self, own: AttentionMetadata, block_size: int, group: RankGroup
     ) -> AttentionMetadata:
-        """A rank's keys, of which the images' tokens see those up to their image's end in the step."""
+        """Attention on a rank's keys, in which an image's tokens see the keys up to the image's end
+        in the step."""
         ends = [np.full(b - a, span.offset + b, np.int32) for span, a, b in self._images.parts]
         each = upload(np.concatenate(ends), own.positions.device)
         assert own.limits is not None

@@ -1,4 +1,4 @@
-"""The interface of what runs a loaded model."""
+"""Interface of the object that runs a loaded model."""
 
 from __future__ import annotations
 

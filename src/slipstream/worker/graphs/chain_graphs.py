@@ -43,7 +43,7 @@ _OF_SEQUENCE = ("seq_lens", "block_table", "positions", "slot_mapping")
 
 
 class ChainPasses(Protocol):
-    """The part of `drafter.Chain` that a graph needs."""
+    """The methods of `drafter.Chain` that a graph needs."""
 
     first: int
     keeps_drafts: bool
@@ -56,8 +56,8 @@ class ChainPasses(Protocol):
     ) -> tuple[Tensor, Any]:
         """Run a pass over tokens [T], as device work only.
 
-        Returns the likeliest tokens [num] after the last `num` of them, and the `states` for the
-        pass over these. `states` is None in the first pass.
+        Returns the likeliest tokens [num] after the last `num` tokens, and the states from which
+        the next pass starts. `states` is None in the first pass.
         """
 
 
@@ -127,7 +127,7 @@ class ChainGraphs(GraphStore):
         self._replay(drafted, [0] * len(drafted), depth)
 
     def kept_drafts(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
-        """Drafts [N] of the requests' last chains."""
+        """Returns the drafts [N] of the requests' last chains."""
         width = self._last_drafts.shape[1]
         begins = [self.rows.rows[s.request_id].index * width for s in drafted]
         where = [
@@ -279,7 +279,7 @@ class ChainGraphs(GraphStore):
 
 
 def _some(meta: AttentionMetadata, begin: int, count: int) -> AttentionMetadata:
-    """A range of the sequences of one token each."""
+    """The metadata of a range of sequences of one token each."""
     parts = {name: getattr(meta, name)[begin : begin + count] for name in _OF_SEQUENCE}
     return dataclasses.replace(
         meta,

@@ -64,7 +64,7 @@ class GraphInput:
         meta: AttentionMetadata,
         decoder: Decoder,
     ) -> Tensor:
-        """Runs what is captured."""
+        """Runs the forward that a graph captures."""
         return forwards.hidden(token_ids, kv, meta, decoder)
 
 

@@ -150,7 +150,7 @@ class GraphLadder:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the largest graph."""
+        """Number of tokens of the largest graph."""
         return max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
 
     def forget(self) -> None:

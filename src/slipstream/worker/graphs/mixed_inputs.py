@@ -53,7 +53,7 @@ class MixedInputs:
 
     @staticmethod
     def sampled(inputs: Any, size: Size) -> Any:
-        """`sample_index`, `sample_rows` and `sample_positions` as one array [3, T]."""
+        """The parts `sample_index`, `sample_rows` and `sample_positions` as one array [3, T]."""
         (begin, _), _, (_, end) = _bounds(size, 0)[2:5]
         return inputs[begin:end].reshape(3, -1)
 
@@ -136,7 +136,7 @@ def mixed_inputs(
 def _put_states(
     table: RowTable, plan: StepPlan, to: MixedInputs, first: int, num_decodes: int
 ) -> None:
-    """Write what the sequences read and keep of recurrent states."""
+    """Writes the slots of recurrent states that the sequences read and keep."""
     starts, cuts = to.starts, np.zeros_like(to.write)
     for i, s in enumerate(plan.scheduled):
         place = i if i < num_decodes else first + i - num_decodes

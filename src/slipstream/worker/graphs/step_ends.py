@@ -50,7 +50,7 @@ NUM_LOGPROBS = (0, 5, 20)
 
 
 class EndKind(NamedTuple):
-    """Work of an end beyond finding the likeliest tokens."""
+    """Work at the end of a step beyond finding the likeliest tokens."""
 
     draws: bool = False
     changes: bool = False  # applies biases and penalties
@@ -69,7 +69,7 @@ Record = Callable[[Callable[[], Values]], tuple[Graph, Values]]
 
 
 def end_kind(rows: RowTable, names: Sequence[str]) -> EndKind | None:
-    """Kind of the end of a step that samples for these requests. None: there is none."""
+    """Kind of step end that these requests need; None if no captured end has it."""
     if any(rows.wanted(want, names) for want in ("allowed", "chain")):
         return None
     masked = rows.wanted("grammar", names)

@@ -224,7 +224,8 @@ class StepGraphs(GraphStore, Forward):
 
     @contextlib.contextmanager
     def _compiling(self, size: Size) -> Iterator[None]:
-        """Compile with one layer of each kind, since layers of a kind run the same kernels.
+        """Context manager that compiles with one layer of each kind, since layers of a kind run the
+        same kernels.
 
         The first graphs run all layers, because an op creates what it keeps for a weight in that
         run. Graphs of one token also run all layers, for the one-token kernel.

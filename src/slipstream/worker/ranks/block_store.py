@@ -26,7 +26,8 @@ class RankDisks:
 
 
 class RankBlockStore:
-    """The copies of all ranks. `found` is each rank's report at the start."""
+    """The `BlockStore` of several ranks. Each rank copies its own part of a block, and a copy has
+    ended when all ranks have made it. `found` has each rank's tiers at the start."""
 
     exchange = None  # refused with ranks
 

@@ -311,7 +311,7 @@ class RankLink:
         return self._decoder.decode(self._connection.recv_bytes())
 
     def cut(self) -> None:
-        """Shut the connection down for all its readers."""
+        """Close the connection for all of its readers."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as same:
             same.shutdown(socket.SHUT_RDWR)
 

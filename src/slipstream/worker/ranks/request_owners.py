@@ -100,9 +100,9 @@ def masks_of_parts(parts: Sequence[StepPlan], plan: StepPlan, mask: TokenMask) -
 def joined_drafts(
     parts: Sequence[StepPlan], plan: StepPlan, proposed: Sequence[Sequence[int]]
 ) -> list[int]:
-    """Join what the parts' ranks propose, in the plan's order.
+    """Joins the drafts that the parts' ranks propose, in the plan's order.
 
-    A rank without grammars may tell none; nobody needs its drafts before the draw.
+    A rank without grammars may send none; nobody needs its drafts before the draw.
     """
     drafts = {
         s.request_id: [next(own, FROM_MODEL) for token in s.drafts if token == FROM_MODEL]

@@ -29,7 +29,7 @@ from slipstream.worker.draft.stages import ReceivedDrafts
 from slipstream.worker.inputs.rows import Row, RowTable
 
 MAX_DUE = 4
-"""Maximum number of steps whose tokens may stay at the last stage.
+"""Maximum number of steps whose tokens may wait at the last stage.
 
 Ended requests never fetch theirs.
 """
@@ -37,10 +37,10 @@ Ended requests never fetch theirs.
 
 @dataclass(slots=True)
 class Due:
-    """Tokens that are expected.
+    """Sampled tokens that a stage will receive.
 
-    `requests` sample `counts` of them each (None: one each), and had `rows` at that time. `places`,
-    int64 [2, N], has the row and position of each token.
+    Each of `requests` samples `counts` tokens (None: one each), and had `rows` at that time.
+    `places`, int64 [2, N], has the row and position of each token.
     """
 
     requests: Sequence[str]

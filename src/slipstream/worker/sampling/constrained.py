@@ -74,7 +74,8 @@ class AwaitingMask:
 
 
 def mask_bits(mask: TokenMask) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Positions and the row of bits of each as [2, N], and the rows of bits."""
+    """Returns int64 [2, N], the masked positions and the row of bits of each, and the rows of
+    bits."""
     if not mask.positions:  # its answers have ended, or may have any token
         return np.empty((2, 0), np.int64), np.empty((0, 0), np.int32)
     # torch needs writable memory

@@ -93,7 +93,7 @@ class CpuChoice:
 
     @property
     def reason(self) -> str:
-        """Times of the types, for `doctor` and the log."""
+        """Describes the times of the types, for `doctor` and the log."""
         best = {
             t.weights: t
             for t in self.timings
@@ -287,13 +287,14 @@ _CONFIG = {
 
 @cache
 def _spec() -> ModelSpec:
-    """Two layers of 8M parameters: 34 MB in bfloat16, more than a core's own cache."""
+    """Spec of a test model: two layers of 8M parameters, 34 MB in bfloat16, more than a core's own
+    cache."""
     return find_family("llama", None).read(ConfigReader(_CONFIG))
 
 
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock on the folder, or give up after `PATIENCE_S`.
+    """Context manager with an exclusive lock on the folder; it gives up after `PATIENCE_S`.
 
     A folder that can't be made stores nothing, so there is nothing to wait for.
     """

@@ -61,7 +61,8 @@ class EngineKernels:
 
 @dataclass(frozen=True, slots=True)
 class _Repeated:
-    """A layer that other layers stand for. It hands on what the layer before gave."""
+    """A placeholder of a layer that another one represents. It returns the output of the layer
+    before."""
 
     layer: Layer
 

@@ -169,7 +169,7 @@ class _Timer:
         self._ids = itertools.count()
 
     def seconds(self, step: Step, least_s: float) -> float:
-        """Mean seconds of a step over several equal ones."""
+        """Mean seconds of a step, measured over several equal steps."""
         scheduled, new = self._sequences(step)
         first = StepPlan(next(self._ids), scheduled, new)
         self.executor.launch(first).result()  # captures its graph and compiles its kernels

@@ -174,9 +174,9 @@ class HostBlockStore:
             self._note(disk, *found)
 
     def _note(self, disk: DiskTier, copy: BlockCopy, era: int | None) -> None:
-        """Write a block, or read it if `era` is None.
+        """Writes a block, or reads it if `era` is None, and reports the copy.
 
-        The copy is reported as done in any case, because a request may wait for it.
+        It is reported as done in any case, because a request may wait for it.
         """
         ok = False
         try:

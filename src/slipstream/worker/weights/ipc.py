@@ -20,7 +20,8 @@ from slipstream.worker.weights.pieces import Came
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """The parts of CUDA's handle of another process's storage, and the tensor's place in it."""
+    """A tensor of another process: the parts of CUDA's handle of its storage, and its place
+    there."""
 
     storage: bytes
     storage_bytes: int

@@ -68,7 +68,8 @@ Script: TypeAlias = Generator[None, None, None]
 
 
 class _Text:
-    """Text whose whitespace at the end is held back, until more text or the end of the answer comes."""
+    """Text whose trailing whitespace is held back, until more text or the end of the answer
+    comes."""
 
     def __init__(self, make: Callable[[str], Event], events: list[Event]) -> None:
         self._make, self._events = make, events
@@ -123,7 +124,8 @@ class Parser:
         return self._go_on()
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """End the answer. `cut`: it had reached its length, so the beginning of a marker at its end is none of its text."""
+        """Ends the answer. `cut`: it reached its maximum length, so the beginning of a marker at
+        its end is dropped."""
         self._ended, self._cut = True, cut
         events = self._go_on()
         self._content.end()
@@ -270,7 +272,7 @@ class Parser:
                 depth += (c in "{[") - (c in "}]")
 
     def value_after(self, begin: str, out: Callable[[str], None]) -> Script:
-        """`value`, of which `begin` was taken already."""
+        """Passes on a JSON value as `value` does; its `begin` was taken already."""
         self.put_back(begin)
         yield from self.value(out)
 
@@ -515,7 +517,7 @@ class Writer:
 
 
 class ToolFormat(ABC):
-    """How one family of models writes tool calls."""
+    """A format in which one family of models writes tool calls."""
 
     name: ClassVar[str]
     markers: ClassVar[tuple[str, ...]]
@@ -540,7 +542,7 @@ class ToolFormat(ABC):
 
     @classmethod
     def of(cls, template: str) -> ToolFormat:
-        """The format as a template has it, whose tags may have a part that differs by model."""
+        """Returns the format with the tags that the template has, which may differ by model."""
         return cls()
 
     @classmethod
@@ -583,7 +585,7 @@ class ToolFormat(ABC):
         return ()
 
     def reasoning(self, tools: Sequence[Tool]) -> ReasoningMarkers | None:
-        """How reasoning is found, where it is part of the format. None: by the model's markers."""
+        """The format's own way to find reasoning. None: by the model's markers."""
         return None
 
     def free(self, writer: Writer) -> str:
@@ -591,7 +593,8 @@ class ToolFormat(ABC):
         return f"/{self.other}/"
 
     def carries(self, name: str, depth: int = 0) -> bool:
-        """Whether an argument's name, or at a depth an object's, is read as it was written."""
+        """Whether an argument, or at a depth an object's member, with this name is read as it was
+        written."""
         return True
 
     @abstractmethod

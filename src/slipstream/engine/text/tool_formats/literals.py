@@ -121,7 +121,7 @@ class Literals:
 
 
 def number(word: str) -> int | float:
-    """The number that a word is. ValueError if it is none that JSON has."""
+    """Converts a word to its number. ValueError if it is none that JSON has."""
     if not re.fullmatch(r"[-+]?[0-9.][0-9._]*(?:[eE][-+]?[0-9]+)?", word):
         raise ValueError("no number")
     try:
@@ -133,7 +133,7 @@ def number(word: str) -> int | float:
 
 
 def string_end(text: str, begin: int, quote: str) -> int:
-    """Place of the quote that ends a string; -1 if it has no end."""
+    """Index of the quote that ends a string; -1 if it has no end."""
     if quote in RAW_QUOTES:
         return text.find(quote, begin)
     while (end := text.find(quote, begin)) >= 0:

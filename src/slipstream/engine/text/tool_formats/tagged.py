@@ -74,7 +74,7 @@ class Tagged(ToolFormat):
         return ""
 
     def escape(self, name: str) -> str:
-        """An argument's name as it stands in its tag."""
+        """Returns an argument's name as its tag spells it."""
         return name
 
     def unescape(self, name: str) -> str:

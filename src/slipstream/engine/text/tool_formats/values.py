@@ -102,7 +102,8 @@ MAX_ALTERNATIVES = 1024
 
 
 def alternatives(schema: Any) -> list[Mapping[str, Any]]:
-    """The simple schemas of which a value fits one: those of `anyOf`, `oneOf`, a list of types and `$ref`, taken apart."""
+    """Returns simple schemas, one of which a value must fit: those of `anyOf`, `oneOf`, a list of
+    types and `$ref`, taken apart."""
     found, todo, seen = list[Mapping[str, Any]](), deque([(schema, 0)]), 0
     while todo:
         part, depth = todo.popleft()
@@ -238,7 +239,7 @@ def _refused(word: str) -> None:
 
 
 class ArgumentsInParts:
-    """A call whose arguments come one by one. `end` is not called of one that was cut off."""
+    """A call whose arguments arrive one by one. `end` is not called if the call was cut off."""
 
     def __init__(self, parser: Parser, tools: Sequence[Tool], function: str) -> None:
         self._parser, self._tools, self._function = parser, tools, function

@@ -113,7 +113,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The value is in a buffer."""
+    """A value that is in a buffer."""
 
     buffer: Buffer
 
@@ -124,7 +124,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """The value was added into the buffer of another one."""
+    """A value that was added into the buffer of another one."""
 
     into: Buffer
     buffers: tuple[Buffer, ...] = ()
@@ -155,8 +155,8 @@ class Weighed:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Columns of a buffer from `start` on. As the value of a sigmoid they stand for their
-    sigmoids, which are computed later."""
+    """A value that is columns of a buffer, from `start` on. As the value of a sigmoid they stand
+    for their sigmoids, which are computed later."""
 
     buffer: Buffer
     start: int = 0
@@ -628,7 +628,8 @@ class Lowering:
 
     @contextmanager
     def _recurrence(self, op: Op) -> Iterator[tuple[tuple[int, int, int], ScratchBuffers]]:
-        """Yields (buffer, form, layer) of a recurrence's result, and its temporary buffers."""
+        """Context manager that yields (buffer, form, layer) of a recurrence's result, and its
+        temporary buffers."""
         form, scratch = self.form_for(op.out), ScratchBuffers(self)
         out = self.new(form, op.out.width)
         self.put(op.out, Stored(out))

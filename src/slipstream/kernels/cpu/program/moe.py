@@ -58,7 +58,7 @@ class NativeExperts(Linear):
 
     @property
     def form(self) -> int:
-        """Form of the inputs, the same for every part."""
+        """Format of the inputs, the same for every part."""
         return form_of(self.parts[0].kind)
 
     @property
@@ -241,13 +241,13 @@ def _round_floats(
 
 
 def pack4(codes: npt.NDArray[np.uint8], chunk: int) -> npt.NDArray[np.int16]:
-    """Codes 0 … 15 [out, in] → `GroupedLinear.weight`."""
+    """Packs codes 0 … 15 [out, in] into `GroupedLinear.weight`."""
     a, b, c, d = np.split(codes.astype(np.uint16).reshape(len(codes), -1, chunk), 4, axis=-1)
     return (a | b << 4 | c << 8 | d << 12).view(np.int16).reshape(len(codes), -1)
 
 
 def unpack4(words: npt.NDArray[np.int16], chunk: int) -> npt.NDArray[np.uint8]:
-    """`GroupedLinear.weight` → codes 0 … 15 [out, in]."""
+    """Unpacks `GroupedLinear.weight` to codes 0 … 15 [out, in]."""
     chunks = words.view(np.uint16).reshape(len(words), -1, chunk // 4)
     codes = np.concatenate([chunks >> shift & 15 for shift in (0, 4, 8, 12)], axis=-1)
     return codes.astype(np.uint8).reshape(len(words), -1)

@@ -49,8 +49,8 @@ class LinearProgram:
 
 
 class LinearArgmax:
-    """A product and the first maximum of each row: float32 [T, in] → int64 [T]. The full rows
-    [T, out] are never stored."""
+    """Program of a product and the first maximum of each of its rows: float32 [T, in] → int64 [T].
+    The full rows [T, out] are never stored."""
 
     def __init__(self, pool: ThreadPool, w: NativeLinear) -> None:
         (part,) = w.parts
@@ -85,7 +85,7 @@ class LinearArgmax:
 
 
 class Argmax:
-    """The first maximum of each row, float32 [T, V] → int64 [T]."""
+    """Program that finds the first maximum of each row, float32 [T, V] → int64 [T]."""
 
     def __init__(self, pool: ThreadPool, size: int) -> None:
         self._program = p = Program(pool)

@@ -112,7 +112,7 @@ def add_selective_scan(
 
 
 def add_gate(p: Program, x: int, z: int, column: int, out: int, form: int, size: int) -> None:
-    """Adds x · sigmoid(z), where z begins at a column of its buffer."""
+    """Adds the operator x · sigmoid(z), where z begins at a column of its buffer."""
     p.add("gated_norm", x, z, column, out, form, size, size, None, 0.0, False, True)
 
 

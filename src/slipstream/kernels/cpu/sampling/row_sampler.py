@@ -16,7 +16,7 @@ from slipstream.kernels.metadata import SamplingTensors
 
 
 class RowSampler:
-    """`OpSet`'s sampling over arrays. Programs are made for each size of a vocabulary."""
+    """The sampling of an `OpSet`, over arrays. Programs are made for each size of a vocabulary."""
 
     def __init__(self, pool: ThreadPool) -> None:
         self.pool = pool

@@ -172,5 +172,6 @@ def prefill(
 
 
 def num_parts(num_programs: int, num_processors: int) -> int:
-    """Parts per query tile's keys such that the chip has one work item for each thread block."""
+    """Number of parts into which a query tile's keys are split, so that each thread block of the
+    chip has one work item."""
     return max(1, min(int(MAX_PARTS.value), num_processors // num_programs))

@@ -39,8 +39,9 @@ def softcap_scores(s, factor):
 
 @gluon.jit
 def _online_softmax(s, m_i, l_i, tile):
-    """Step of the running softmax: scores, their factor to units of log 2, and the rows' maximum
-    and sum → weights, new maximum and sum, and the factor for earlier sums."""
+    """Computes a step of the running softmax. Takes scores, their factor to units of log 2, and the
+    rows' maximum and sum so far. Returns weights, the new maximum and sum, and the factor for
+    earlier sums."""
     new = gl.maximum(m_i, gl.max(s, 1) * tile)
     safe = gl.where(new == float("-inf"), 0.0, new)
     p = gl.exp2(s * tile - safe[:, None])
@@ -90,7 +91,7 @@ def _scores(
     s, start, positions, to_log2, cap_factor, m_i, l_i, window, masked,
     HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """A tile's weights from its products, as `_online_softmax` returns them."""
+    """Computes a tile's weights from its products, as `_online_softmax` returns them."""
     if HAS_SOFTCAP:
         if FP8:
             cap_factor = cap_factor[:, None]

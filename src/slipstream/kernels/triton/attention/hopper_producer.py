@@ -16,14 +16,14 @@ from slipstream.kernels.triton.attention.hopper_memory import (
 
 @gluon.jit
 def _num_tiles(starts_ptr, seq, TOKENS: gl.constexpr):
-    """Query tiles of a sequence, of TOKENS tokens each."""
+    """Number of query tiles of a sequence, of TOKENS tokens each."""
     return (gl.load(starts_ptr + seq + 1) - gl.load(starts_ptr + seq) + TOKENS - 1) // TOKENS
 
 
 @gluon.jit
 def _find_sequence(tile, seq, base, last_seq, starts_ptr, TOKENS: gl.constexpr):
-    """(sequence, first tile, number of tiles) of query tile `tile`, searched from `seq` on;
-    `last_seq` if there is none."""
+    """Finds the sequence of query tile `tile`: (sequence, its first tile, its number of tiles). The
+    search begins at `seq`; `last_seq` if there is none."""
     tiles = _num_tiles(starts_ptr, seq, TOKENS)
     while (tile >= base + tiles) & (seq < last_seq):
         base += tiles

@@ -45,7 +45,7 @@ from slipstream.platform import platform_of
 
 
 def _key_instructions(dim: int) -> tuple[str, str]:
-    """PTX of `_halves_of_keys`, four bytes at a time, and its registers."""
+    """Returns the PTX of `_halves_of_keys`, for four bytes at a time, and its registers."""
     chunk = max(16, dim // 8)
     chunks, each = dim // 2 // chunk, chunk * 8 // dim
     fifth = f"${5 * chunks}"
@@ -143,7 +143,7 @@ def _sixteenths(codes):
 
 @triton.jit
 def _steps(k_ptr, v_ptr, base, slot, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Bytes of the scales of keys' halves, two in a number [N], and of values."""
+    """Loads scales as bytes [N]: those of both halves of a key in one integer, and a value's."""
     KEY: tl.constexpr = HALF + HALF // 4
     at = k_ptr + base * (BLOCK_SIZE * (KEY + 2)) + (BLOCK_SIZE * KEY + slot * 2)
     values = v_ptr + base * (BLOCK_SIZE * (HALF + 1)) + (BLOCK_SIZE * HALF + slot)
@@ -154,7 +154,7 @@ def _steps(k_ptr, v_ptr, base, slot, HALF: tl.constexpr, BLOCK_SIZE: tl.constexp
 def _halves_of_values(
     v_ptr, base, slot, ds, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, ASM: tl.constexpr
 ):
-    """Values' numbers without their scales, float16 [HALF, N] twice."""
+    """Loads values without their scales, float16 [HALF, N] twice."""
     base *= BLOCK_SIZE * (HALF + 1)
     codes = tl.load(v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None])
     if ASM != "":
@@ -192,7 +192,7 @@ def _decode_kernel(
     MAX_PARTS: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr, KEY_ASM: tl.constexpr, REGISTERS: tl.constexpr,
     VALUE_ASM: tl.constexpr,
 ):  # fmt: skip
-    """`paged._decode_kernel` over codes."""
+    """Runs `paged._decode_kernel` over a cache of 4-bit codes."""
     if PDL:
         pdl_wait()
     HALF: tl.constexpr = D // 2
@@ -311,7 +311,7 @@ def _whole_keys(
     k_ptr, base, slot, ds,
     HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Keys' numbers without their scales, float16 [N, HALF] twice, and their scales [N] twice."""
+    """Loads keys without their scales, float16 [N, HALF] twice, and their scales [N] twice."""
     FIFTH: tl.constexpr = HALF // 4
     base *= BLOCK_SIZE * (HALF + FIFTH + 2)
     codes = tl.load(k_ptr + (base + slot * HALF)[:, None] + ds[None, :]).to(tl.uint16)
@@ -334,7 +334,7 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr, VALUE_ASM: tl.constexpr,
 ):  # fmt: skip
-    """`paged._prefill_kernel` over codes, with a causal mask."""
+    """Runs `paged._prefill_kernel` over a cache of 4-bit codes, with a causal mask."""
     HALF: tl.constexpr = D // 2
     head, seq = tl.program_id(0), tl.program_id(1) + first_seq
     tile = tl.num_programs(2) - 1 - tl.program_id(2)  # longest first

@@ -22,7 +22,7 @@ CANDIDATES = tl.constexpr(int4_cache.CANDIDATES)
 
 @triton.jit
 def hadamard(x, y, SIZE: tl.constexpr):
-    """Halves x, y [M, SIZE] of rows times the Hadamard matrix of 2 · SIZE."""
+    """Multiplies rows, given as halves x, y [M, SIZE], by the Hadamard matrix of size 2 · SIZE."""
     i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     odd = i & j
     odd ^= odd >> 8
@@ -72,7 +72,7 @@ def scale_of(byte):
 
 @triton.jit
 def load_halves(at, mask, HALF: tl.constexpr):
-    """Both halves of heads' numbers, float32."""
+    """Loads both halves of heads' numbers, float32."""
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     return x, tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
 
@@ -126,7 +126,8 @@ def _write_kernel(
     q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, fold_ptr, slots_ptr, num_tokens,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Fold BLOCK_T tokens of one head: queries in place, keys and values into the cache."""
+    """Processes BLOCK_T tokens of one head: folds queries in place, and writes keys and values to
+    the cache."""
     if PDL:
         pdl_wait()
     HALF: tl.constexpr = D // 2

@@ -79,7 +79,7 @@ def _part(
     BLOCK_D: tl.constexpr, BY_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Outputs, maxima and sums of one part's keys, `start` … `end`."""
+    """Computes outputs, maxima and sums over one part of the keys, `start` … `end`."""
     m = tl.full((q.shape[0],), float("-inf"), tl.float32)
     l = tl.zeros((q.shape[0],), tl.float32)
     acc = tl.zeros((q.shape[0], BLOCK_D), tl.float32)

@@ -55,7 +55,7 @@ THRESHOLDS = Thresholds(tokens=(SMALL_BATCH,), decodes=(SMALL_BATCH,))
 
 @triton.jit
 def _load_cos_sin(table_ptr, positions, live, R: tl.constexpr, HALF: tl.constexpr):
-    """Cosines and sines [N, HALF] of `positions` [N]; the first R // 2 exist."""
+    """Loads cosines and sines [N, HALF] of `positions` [N]; only the first R // 2 columns exist."""
     i = tl.arange(0, HALF)
     at, mask = (
         table_ptr + (positions * R)[:, None] + i[None, :],
@@ -66,8 +66,8 @@ def _load_cos_sin(table_ptr, positions, live, R: tl.constexpr, HALF: tl.constexp
 
 @triton.jit
 def _rotate(at, live, cos, sin, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The R rotary numbers at `at` [N], rotated: the first of each pair and the second, float32 [N,
-    HALF] each."""
+    """Loads R elements at `at` [N] and rotates them: the first of each pair and the second, float32
+    [N, HALF] each."""
     if INTERLEAVED:
         r = tl.arange(0, 2 * HALF)
         x = tl.load(at[:, None] + r[None, :], mask=live[:, None] & (r < R)[None, :], other=0.0)
@@ -83,7 +83,7 @@ def _rotate(at, live, cos, sin, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED
 
 @triton.jit
 def _interleave(a, b):
-    """Two [N, HALF] → [N, 2 HALF], pair by pair."""
+    """Interleaves two [N, HALF] → [N, 2 HALF], pair by pair."""
     return tl.reshape(tl.join(a, b), (a.shape[0], 2 * a.shape[1]))
 
 

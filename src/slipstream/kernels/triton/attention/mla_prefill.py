@@ -80,7 +80,8 @@ def _find_tile(index, starts_ptr, first_seq, last_seq, tiles_per_seq, BLOCK_M: t
 def _load_rows(
     ptr, keys, n, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The D numbers of each of `keys`. MASKED: zeros from key n on, which belong to another prompt."""
+    """Loads D numbers of each of `keys`. MASKED: zeros from key n on, which belong to another
+    prompt."""
     ds = tl.arange(0, BLOCK_D)
     at = ptr + keys.to(tl.int64)[:, None] * STRIDE + ds[None, :]
     if MASKED:

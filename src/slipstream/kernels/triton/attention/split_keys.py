@@ -117,8 +117,8 @@ class DecodeParts:
         splits: int,
         num_steps: int = 1,
     ) -> list[DecodeParts]:
-        """Parts of each of `num_steps` steps, whose `num_seqs` decodes stand at equal distances in
-        `lens`. Without `splits`, `num_extra` limits the parts after the first ones."""
+        """Finds the parts of each of `num_steps` steps, whose `num_seqs` decodes are at equal
+        distances in `lens`. Without `splits`, `num_extra` limits the parts after the first ones."""
         num_slots = 1
         if splits:
             num_extra = num_seqs * (splits - 1)
@@ -285,8 +285,8 @@ def _combine_kernel(
 
 
 def scratch(num_tokens: int, q: Tensor, width: int, splits: int) -> tuple[Tensor, Tensor]:
-    """Scratch for `num_tokens` tokens of q [T, H, D]: outputs, float32 [num_tokens, H, splits,
-    width], and the logarithms of their sums, float32 [num_tokens, H, splits]."""
+    """Allocates scratch for `num_tokens` tokens of q [T, H, D]: outputs, float32 [num_tokens, H,
+    splits, width], and the logarithms of their sums, float32 [num_tokens, H, splits]."""
     shape = (num_tokens, q.shape[1], splits)
     return q.new_empty(*shape, width, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
 

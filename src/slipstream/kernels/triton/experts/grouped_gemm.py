@@ -51,7 +51,7 @@ def _permute_kernel(
 
 
 def permute_rows(x: Activations, tiles: ExpertTiles, top_k: int) -> Activations:
-    """x [T, K] → [T · k, K], one row a pair, in the experts' order."""
+    """Copies rows to the experts' order: x [T, K] → [T · k, K], one row a pair."""
     assert tiles.inverse is not None
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     (num_tokens, inner), count = values.shape, tiles.inverse.numel()
@@ -78,7 +78,8 @@ def _tile_gemm(
     ACTIVATE: tl.constexpr, KIND: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows `first` … `end` of y (at most BLOCK_M), columns from `column`, by the weight's rows from `row`."""
+    """Computes rows `first` … `end` of y (at most BLOCK_M), columns from `column` on, with the
+    weight's rows from `row` on."""
     y = tl.zeros((BLOCK_M, BLOCK_N), ACC)
     up = y
     for k in range(0, K, BLOCK_K):

@@ -138,7 +138,7 @@ def masks(layers: Sequence[LayerTensors]) -> dict[str, int]:
 
 
 def factors(w: CodedLinear) -> Tensor:
-    """The factors int32 [slabs, units, words of 8 rows]."""
+    """Returns the scale factors, int32 [slabs of 8 rows, units, words of 8 rows]."""
     form = FORMS[w.type]
     units, words, rows = w.factors.shape
     own = w.factors  # [units, words, rows]

@@ -130,7 +130,7 @@ Of a recurrent layer `qkv` makes the inputs of the rule and its gate. Not pointe
 
 
 def form_of(product: Linear) -> int:
-    """The kernel's number of a weight's form."""
+    """Returns the number that the kernel's source has for a weight's format."""
     if isinstance(product, CodedLinear | JoinedLinear):
         return CODED
     if isinstance(product, Float4Linear):
@@ -197,12 +197,13 @@ def covers_latents(shape: TokenShape, latent: MLAShape, form: int) -> bool:
 
 
 def heads_per_block(shape: TokenShape) -> int:
-    """Heads for which one program attends in a long sequence of latents."""
+    """Number of heads for which one program attends in a long sequence of latents."""
     return HEADS_PER_BLOCK if shape.num_heads % HEADS_PER_BLOCK == 0 else 1
 
 
 def delta_columns(d: GatedDeltaSpec, programs: int) -> int:
-    """Columns of a head's state that one program has: as few as there are programs for, of 1,024 numbers at least."""
+    """Number of columns of a head's state that one program computes. It is the smallest for which
+    there are enough programs, with 1,024 numbers or more."""
     parts = 1
     while (
         d.num_heads * parts * 2 <= programs
@@ -351,8 +352,8 @@ def by_rows(layer: LayerTensors) -> LayerTensors:
 
 
 class OneTokenStep:
-    """`OpSet.one_token`, run by `programs` thread blocks with `shared_bytes` of shared memory each.
-    The tensors of `layers` must not move. One stream only."""
+    """The function of `OpSet.one_token`, run by `programs` thread blocks with `shared_bytes` of
+    shared memory each. The tensors of `layers` must not move. One stream only."""
 
     def __init__(
         self,

@@ -158,7 +158,7 @@ mul.rn.bf16x2 $3, $3, v;
 
 @triton.jit
 def scale_bits(exponents, i: tl.constexpr, NVFP4: tl.constexpr):
-    """The scale of group i as the bits of a float32, without the low 16."""
+    """Returns the scale of group i as an integer with the bits of a bfloat16."""
     byte = (exponents >> (8 * i)) & 0xFF
     if NVFP4:
         return byte << 4 | 0x7000
@@ -167,7 +167,7 @@ def scale_bits(exponents, i: tl.constexpr, NVFP4: tl.constexpr):
 
 @triton.jit
 def _number(bits, scale):
-    """A code whose bits are laid out as a bfloat16's, times its scale."""
+    """Returns code · scale in float32. Both are given as an integer with the bits of a bfloat16."""
     return (bits << 16).to(tl.float32, bitcast=True) * (scale << 16).to(tl.float32, bitcast=True)
 
 
@@ -180,8 +180,8 @@ def _pairs_of(scale):
 def expand(
     words, exponents, dtype: tl.constexpr, IN_PLACE: tl.constexpr, NVFP4: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """Words [N, group] → the numbers [N, group] of each of a word's four codes, divided by
-    `Float4Linear.factor`. IN_PLACE: by the instructions ASM."""
+    """Expands words of four codes [N, group] into four tensors of numbers [N, group], which are
+    divided by `Float4Linear.factor`. IN_PLACE: by the instructions ASM."""
     if IN_PLACE and NVFP4:
         a, b, c, d = tl.inline_asm_elementwise(
             ASM, "=r,=r,=r,=r,r,r,r", [words, exponents[:, None]],

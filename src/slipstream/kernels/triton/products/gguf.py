@@ -51,7 +51,8 @@ BLOCK_TYPES = frozenset(FORMS)
 
 @triton.jit
 def _code(low, more, i: tl.constexpr, BITS: tl.constexpr):
-    """Code i of each word, int32. `more`: the bits above, or the second words of 8 bits."""
+    """Extracts code i of each word, int32. `more` has the codes' high bits, or the second words of
+    codes of 8 bits."""
     if BITS == 8:
         word = low if i < 4 else more
         code = (word << (24 - 8 * (i % 4))) >> 24
@@ -84,7 +85,7 @@ def _iq4_number(code):
 
 @triton.jit
 def _number(code, BITS: tl.constexpr, ZERO: tl.constexpr, BOOK: tl.constexpr, kind: tl.constexpr):
-    """The value that a code stands for, exact in `kind`."""
+    """Converts a code to its value, exact in `kind`."""
     if BOOK == "linear":
         if BITS == 8:
             return code.to(tl.int8).to(kind)
@@ -111,7 +112,8 @@ def _number(code, BITS: tl.constexpr, ZERO: tl.constexpr, BOOK: tl.constexpr, ki
 
 @triton.jit
 def _factors(f_at, d_at, unit, NP, GROUP: tl.constexpr, SCALES: tl.constexpr, MINS: tl.constexpr):
-    """The words of a unit's scales (four, or two and two repeated), of its minima, and `d`."""
+    """Loads nine words of a unit: four with its scales (or two, repeated), four with its minima
+    likewise, and `d`."""
     WIDE: tl.constexpr = SCALES == "halves"
     WORDS: tl.constexpr = 4 if WIDE else 2
     OWN_MINS: tl.constexpr = MINS and SCALES != "nibbles"
@@ -134,13 +136,13 @@ def _factors(f_at, d_at, unit, NP, GROUP: tl.constexpr, SCALES: tl.constexpr, MI
 
 @triton.jit
 def _half(word, i: tl.constexpr):
-    """Half i of a word as a float16, in float32."""
+    """Returns the float16 in half i of a word, as float32."""
     return (word >> (16 * i)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _word(w0, w1, w2, w3, i: tl.constexpr, WIDE: tl.constexpr):
-    """The word that has the number of group i."""
+    """Selects the word with the scale or minimum of group i."""
     if WIDE:
         return w0 if i < 2 else w1 if i < 4 else w2 if i < 6 else w3
     return w0 if i < 4 else w1
@@ -171,8 +173,9 @@ def _minimum(words, i: tl.constexpr, SCALES: tl.constexpr):
 
 
 def _linear_codes(bits: int) -> str:
-    """PTX: four words (and the bits above them) → for each of their eight groups two pairs of
-    bfloat16, 128 plus the code."""
+    """Returns the PTX that unpacks linear codes of `bits` bits. Its inputs are four words and, for
+    3, 5 and 6 bits, the words of the high bits. It has two outputs for each of eight groups: a pair
+    of bfloat16, which are 128 plus a code."""
     wide = bits >= 4  # low bits in int32 words, of which two make a pair for each half
     operand = 16 + (4 if wide else 2)  # of the bits above
     lines = []
@@ -210,8 +213,9 @@ def _linear_codes(bits: int) -> str:
 
 
 def _book_codes(form: CodeForm) -> str:
-    """PTX: the same for codes of four bits with a book. The two bytes of a bfloat16 are looked up,
-    those of four groups of a word at once."""
+    """Returns the PTX that looks up codes of four bits in a book of bfloat16 values. Inputs and
+    outputs are those of `_linear_codes`. The high and the low byte of a value are looked up
+    separately, for four groups of a word at once."""
     numbers = torch.from_numpy(gguf_codes.book(form)).bfloat16().view(torch.int16).numpy()
     octets = numbers.view(np.uint8).reshape(16, 2)
     lines = []
@@ -244,7 +248,8 @@ def _book_codes(form: CodeForm) -> str:
 
 @functools.cache
 def _instructions(kind: str) -> tuple[str, str]:
-    """(PTX, its registers) of a type's codes; ("", "") if Triton's own code is used."""
+    """Returns (PTX that unpacks a type's codes, its registers); ("", "") if Triton's own code is
+    used."""
     form = FORMS[kind]
     if form.book == "linear" and form.bits < 8:
         text = _linear_codes(form.bits)
@@ -464,7 +469,7 @@ def _rows_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BOOK: tl.constexpr, SCALES: tl.constexpr, MINS: tl.constexpr,
     GATHER: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One unit of BLOCK_N rows: all rows in order, or with GATHER those of `ids`."""
+    """Expands one unit of BLOCK_N rows: of all rows in order, or with GATHER of the rows `ids`."""
     kind: tl.constexpr = out_ptr.dtype.element_ty
     at = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = at < N

@@ -1,4 +1,5 @@
-"""Packing of GGUF's blocks for the kernels of `gguf.py`: codes by bits, then scales, in slabs of rows."""
+"""Packing of GGUF's blocks for the kernels of `gguf.py`: codes by bits, then scales, in slabs of
+`SLAB` rows."""
 
 from __future__ import annotations
 
@@ -52,8 +53,9 @@ def pack(w: BlockLinear, *, dense: bool = False) -> CodedLinear | JoinedLinear:
 
 
 def pack_experts(w: BlockLinear, num_experts: int) -> Linear:
-    """Lay out the stacked weights of experts. Those in MXFP4 get the layout of their own kernel.
-    Those in several types, or with rows that are no whole slabs, are expanded."""
+    """Pack the stacked weights of experts. Those in MXFP4 get the layout of their own kernel.
+    Weights are expanded to dense ones if they mix types, or if an expert's number of rows is not a
+    multiple of `SLAB`."""
     device, dtype, (outer, inner) = torch.device(w.device or "cpu"), w.weight.dtype, w.weight.shape
     rows, types = outer // num_experts, {piece.type for piece in w.pieces}
     whole = len(types) == 1 and rows % SLAB == 0
@@ -145,7 +147,7 @@ def _write_some(w: CodedLinear, raw: Tensor, rows: Tensor) -> None:
         return F.pad(x, (0, size - x.shape[1]))
 
     def words(fields: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """Fields [count, units, n, …] → words [count, units, …]."""
+        """Packs n bit fields into each word: [count, units, n, …] → [count, units, …]."""
         made = fields[:, :, 0].clone()
         for i in range(1, fields.shape[2]):
             made |= fields[:, :, i] << width * i

@@ -64,13 +64,15 @@ ALL_ROWS = sys.maxsize
 
 
 class Libraries:
-    """Largest number of rows of inputs at which the library's product equals ours, by shape of the weight."""
+    """The largest numbers of input rows at which the library's product has the same bits as ours,
+    by shape of the weight."""
 
     def __init__(self) -> None:
         self._most: dict[tuple[object, ...], int] = {}
 
     def most_rows(self, w: Linear, scratch: ArrivalCounters) -> int:
-        """0 where it differs, and while a graph is captured in which a shape is met first."""
+        """Largest number of input rows for the library's product. It is 0 where the products
+        differ, and for a shape that is first met while a graph is captured."""
         if w.weight.is_meta:  # kernels are compiled ahead
             return ALL_ROWS
         if w.out_features < NARROW:

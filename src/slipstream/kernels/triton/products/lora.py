@@ -32,9 +32,9 @@ from slipstream.spec.scheme import FP8_TILE
 
 @dataclass(frozen=True, slots=True)
 class FewTiles:
-    """Work of a thread block for few tokens, held in registers: `ranks` × `inputs` numbers of
-    `down` in `shrink`, `expand_numbers` of `up` in `expand`. Chosen on an H200 (study
-    `kernels_cuda_lora`)."""
+    """Tile sizes of the LoRA kernels for few tokens. A thread block keeps a tile of weights in
+    registers: [`ranks`, `inputs`] of `down` in `shrink`, `expand_numbers` elements of `up` in
+    `expand`. Chosen on an H200 (study `kernels_cuda_lora`)."""
 
     ranks: int = 1
     inputs: int = 4096
@@ -312,8 +312,8 @@ def _expand_kernel(
 
 
 def num_splits(num_tiles: int, num_parts: int, inner: int, block_k: int) -> int:
-    """Thread blocks along the inputs. A power of two, because each number is a kernel of its own to
-    compile."""
+    """Number of thread blocks along the inputs. It is a power of two, because each number needs a
+    compiled kernel of its own."""
     wanted = THREAD_BLOCKS // max(1, num_tiles * num_parts)
     return 1 << (max(1, min(MAX_SPLITS, wanted, -(-inner // block_k))).bit_length() - 1)
 

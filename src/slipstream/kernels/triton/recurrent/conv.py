@@ -43,8 +43,8 @@ def convolve(
     C: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_STATE: tl.constexpr, BY_TAP: tl.constexpr,
 ):  # fmt: skip
-    """Float32 results for token `row`, or for a column of tokens. HAS_STATE: some of the inputs may lie in the state. BY_TAP:
-    the weights are [W, C]."""
+    """Convolves for token `row`, or for a column of tokens; float32. HAS_STATE: some of the inputs
+    may lie in the state. BY_TAP: the weights are [W, C]."""
     given = channel < C
     y = tl.load(bias_ptr + channel, mask=given, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
     for i in tl.static_range(W):

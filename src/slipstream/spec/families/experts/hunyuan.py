@@ -43,7 +43,7 @@ def read_moe(c: ConfigReader) -> ModelSpec:
 
 
 def _each(c: ConfigReader, key: str, default: int) -> int:
-    """A number, or a list that has the same for every layer."""
+    """Reads a number, or a list that has the same number for every layer."""
     given = c.value(key)
     if isinstance(given, list) and given and given == [given[0]] * len(given):
         given = given[0]

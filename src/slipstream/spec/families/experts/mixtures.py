@@ -48,7 +48,8 @@ def mixture(
     corrected: bool = True,
     weight_scale: float = 1.0,
 ) -> MoESpec:
-    """Experts by sigmoid scores. `num_experts`, `per_token`, `size`: defaults. `shared`: the size of the shared expert."""
+    """Reads experts with sigmoid scores. `num_experts`, `per_token`, `size`: defaults. `shared`:
+    the size of the shared expert."""
     c.ignore("output_router_logits", "router_aux_loss_coef")
     expert = dataclasses.replace(gated(c), intermediate_size=c.size("moe_intermediate_size", size))
     always = None if not shared else dataclasses.replace(expert, intermediate_size=shared)

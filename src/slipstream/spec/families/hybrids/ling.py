@@ -145,7 +145,7 @@ def _delta(c: ConfigReader, eps: float) -> GatedDeltaSpec:
 
 
 def _theirs(name: Theirs) -> Theirs:
-    """A name of Kimi Linear's as Ling has it."""
+    """Converts a tensor's name in Kimi Linear to that in Ling."""
     if isinstance(name, str):
         return name.replace("self_attn", "attention").replace("block_sparse_moe", "mlp")
     if isinstance(name, tuple):

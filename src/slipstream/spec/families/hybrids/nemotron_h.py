@@ -41,7 +41,7 @@ MIXERS = ("linear_attention", "full_attention")
 
 
 def kinds_of_blocks(c: ConfigReader) -> tuple[str, list[str]]:
-    """The key that names the kind of each of their layers, and the kinds."""
+    """Returns the config's key for the kinds of the layers, and the kinds."""
     key = called(c, "layers_block_type", "layer_types", "hybrid_override_pattern")
     kinds = list(LETTERS.values())
     if key == "hybrid_override_pattern":

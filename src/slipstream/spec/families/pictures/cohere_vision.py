@@ -62,7 +62,8 @@ def _read(
     norm_eps: float | None,
     image: int,
 ) -> VisionSpec:
-    """`size`: the connector's units, which are gate and up together. `image`: the default of `image_size`."""
+    """Reads the encoder of pictures. `size` is the connector's number of units, gate and up
+    together. `image` is the default of `image_size`."""
     v.require("model_type", "siglip_vision_model")
     hidden, merge = v.size("hidden_size"), c.size("downsample_factor", 2)
     patch, side = square(v, "patch_size", 14 if norm_eps else 16), square(v, "image_size", image)

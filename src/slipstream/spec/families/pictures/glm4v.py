@@ -62,7 +62,8 @@ ENDS = ("image_start_token_id", "image_end_token_id", "video_start_token_id", "v
 
 
 def read_text(c: ConfigReader, *, kinds: tuple[str, ...]) -> ModelSpec:
-    """`kinds`: the decoders that the model's type has; the first without a `model_type`."""
+    """Reads the language model. `kinds`: the decoders that the model's type has; the first without
+    a `model_type`."""
     kind = c.take("model_type", str, kinds[0])
     kind = f"{kind}_text" if f"{kind}_text" in READERS else kind
     if kind not in kinds:
@@ -73,8 +74,8 @@ def read_text(c: ConfigReader, *, kinds: tuple[str, ...]) -> ModelSpec:
 def read_vision(
     c: ConfigReader, text: ModelSpec, *, image: int, is_ocr: bool = False
 ) -> VisionSpec | None:
-    """`image`: the default placeholder. `is_ocr`: GLM-OCR's encoder has norms of q and k, more biases, and no learned
-    positions."""
+    """Reads the encoder of pictures. `image`: the default placeholder. `is_ocr`: GLM-OCR's encoder
+    has norms of q and k, more biases, and no learned positions."""
     token_id = c.take("image_token_id", int, image)
     c.ignore("text_config", "tie_word_embeddings", "use_cache", *OUTER, *ENDS)
     nested = c.value("text_config") is not None  # else the decoder's keys stand here
@@ -138,7 +139,8 @@ def read_vision(
 
 
 def read_glm_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
-    """transformers counts the pixels of a picture once for each of the frames that it is repeated to."""
+    """Reads the preprocessing. transformers counts the pixels of a picture once for each of the
+    frames that it is repeated to."""
     c.assume(size={"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000})
     made = read_processing(c, vision)
     assert isinstance(made.sizes, PixelRange)

@@ -38,7 +38,7 @@ def siglip_layers(c: ConfigReader) -> tuple[LayerSpec, ...]:
 
 
 def square(c: ConfigReader, key: str, default: int) -> int:
-    """A size that is a number, or two that are the same."""
+    """Reads a size: a number, or two that are the same."""
     value = c.value(key)
     if isinstance(value, list):
         if len(value) != 2 or value[0] != value[1] or not isinstance(value[0], int) or value[0] < 1:

@@ -106,7 +106,7 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
 
 
 def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
-    """transformers' keys, or the authors' in `media_proc_cfg`."""
+    """Reads the preprocessing by transformers' keys, or the authors' in `media_proc_cfg`."""
     if "media_proc_cfg" in c:
         own = c.part("media_proc_cfg")
         own.ignore(
@@ -150,7 +150,7 @@ _vision = table(VISION, vision_layer=TOWER + "blocks.{i}.", only="vision.")
 
 
 def names(spec: ModelSpec) -> Names:
-    """The table of positions is stored by rows and columns."""
+    """Returns the names of tensors. The table of positions is stored by rows and columns."""
     found = deepseek.names(dataclasses.replace(spec, vision=None))
     if isinstance(vision := spec.vision, VisionSpec):
         found |= _vision(spec)

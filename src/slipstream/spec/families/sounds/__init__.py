@@ -1,1 +1,1 @@
-"""Families that hear."""
+"""Families of models that take sounds."""

@@ -65,7 +65,7 @@ def read_sound(c: ConfigReader, text: ModelSpec) -> SoundSpec:
 
 
 def read_processing(c: ConfigReader, sound: SoundSpec) -> SoundProcessing:
-    """Whisper's feature extractor."""
+    """Reads the preprocessing, which is Whisper's feature extractor."""
     for key, only in (
         ("feature_size", sound.audio.num_mel_bins),
         ("sampling_rate", SAMPLE_RATE),
