@@ -80,6 +80,8 @@ class FakeEngine:
             num_parameters=9,
             layers=(),
             generates=True,
+            sees=False,
+            hears=False,
             vision=None,
             encoder=None,
         ),

@@ -178,8 +178,9 @@ def test_a_slow_replica_is_better_than_none(start, monkeypatch):
     async def find_slow():
         own = fleet.head.members.models["tiny"][0].guard
         for id_, ttft_s in ((one, 0.1), (two, 9.0)):
-            for _ in range(guard.MIN_SEEN):
-                own.answered(id_, ttft_s, 0.1, time.monotonic())
+            for i in range(guard.MIN_SEEN):  # one after the other, the last one now
+                before = (guard.MIN_SEEN - 1 - i) * ttft_s
+                own.answered(id_, ttft_s, 0.1, time.monotonic() - before)
 
     fleet.call(find_slow())
     assert states(fleet)[two][0] == "out"

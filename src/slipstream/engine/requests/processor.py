@@ -118,9 +118,8 @@ class InputProcessor:
         pictures: MediaProcessor | None = None,
     ) -> None:
         """Prepares requests for one model. Without a `description` the model is a decoder that is
-        not asked for vectors. `ids` yields the ids of engine requests. `in_process` says that the
-        model runs in this process, so that a request can hold functions. `pictures` is None for a
-        model that takes none."""
+        not asked for vectors. `ids` yields the ids of engine requests. With `in_process` the model
+        runs in this process, so a request can hold functions. `pictures` reads a prompt's media."""
         self.tokenizer = tokenizer
         self.description = description
         self._writes = description is None or description.spec.generates
