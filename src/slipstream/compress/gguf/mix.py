@@ -249,13 +249,13 @@ def _layer(name: str) -> int:
 def _types(step: GGUF, source: ModelDescription) -> Callable[[str, list[str]], str]:
     """Returns the function from a tensor's name, and the names that make attention's values, to
     the type that llama.cpp would give it."""
-    from slipstream.compress.gguf.source import form_of
+    from slipstream.compress.gguf.source import gguf_family_of
 
     spec, mix = source.spec, step.mix
     heads = [a for layer in spec.layers if isinstance(a := layer.attention, AttentionSpec)][:1]
     is_grouped = any(a.num_heads >= 4 * a.num_kv_heads for a in heads)
     is_70b = (
-        form_of(source).architecture in ("llama", "qwen2")
+        gguf_family_of(source).architecture in ("llama", "qwen2")
         and spec.num_layers == 80
         and any(a.num_heads != a.num_kv_heads for a in heads)
     )
