@@ -227,7 +227,10 @@ def test_the_usage_of_many_options_is_a_line(capsys, words):
             ["--trust-remote-code"],
             "--trust-remote-code; leave it out: a checkpoint's own code is never run",
         ),
-        (["-ngl", "99"], "-ngl 99; leave it out: a GPU holds all layers, but those of cpu_layers"),
+        (
+            ["-ngl", "99"],
+            "-ngl 99; leave it out: a GPU holds all but cpu_layers; without a GPU the CPU computes all (device='cuda' refuses)",
+        ),
         (
             ["--data-parallel-size", "2"],
             "(docs/fleet.md); expert_parallel_size alone distributes requests",

@@ -166,6 +166,9 @@ class FakeEngine:
 
     def _begin(self, prompt, sampling, priority):
         self.seen.append((prompt, sampling, priority))
+        languages = ("source_language", "target_language")
+        if field := next((x for x in languages if isinstance(prompt, dict) and x in prompt), None):
+            raise RequestError("this model translates nothing; leave it out", field=field)
         ids = (
             self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
         )

@@ -38,7 +38,11 @@ def test_a_published_config_is_read(tmp_path, name):
     file.write_text(json.dumps(config))
     plain = read_spec(tmp_path).spec
     assert plain.num_layers == next(config[key] for key in LAYERS if key in config)
-    for writer in WRITERS.values():
+    for given in WRITERS.values():
+        # an encoder-decoder's answers begin with this token
+        writer = {
+            k: given[k] for k in given if plain.encoder is None or not k.startswith("forced_")
+        }
         file.write_text(
             json.dumps({**writer, **config} | {k: v for k, v in writer.items() if "token" not in k})
         )
