@@ -13,34 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.config import EngineConfig
 from slipstream.engine.audio.sound import as_samples
 from slipstream.engine.audio.spectrogram import log_mel
 from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
 from slipstream.engine.vision.pictures import (
     KEY_BYTES,
     MediaProcessor,
-    PictureProcessor,
     Piece,
     PreparedPicture,
 )
 from slipstream.errors import RequestError
-from slipstream.spec.description import ModelDescription
 from slipstream.spec.media.audio import FRAMES_PER_STATE, HOP, SAMPLE_RATE
 from slipstream.spec.media.sound import SoundSpec
-from slipstream.spec.media.vision import ImageProcessing, VisionSpec
-
-
-def media_processor(description: ModelDescription, config: EngineConfig) -> MediaProcessor | None:
-    """Reader of a prompt's pictures or sounds; None for a model that takes neither."""
-    vision, images = description.spec.vision, description.images
-    if config.images is None:
-        return None
-    if isinstance(vision, SoundSpec):
-        return SoundProcessor(vision, config.images.max_images)
-    if isinstance(vision, VisionSpec) and isinstance(images, ImageProcessing):
-        return PictureProcessor(vision, images, config.images.max_images)
-    return None
 
 
 class SoundProcessor(MediaProcessor):

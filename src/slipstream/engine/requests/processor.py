@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.config import EngineConfig
-from slipstream.engine.audio.sounds import media_processor
 from slipstream.engine.grammars.check import check
 from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.requests.choices import check_answer, fork
 from slipstream.engine.requests.languages import both_sides
+from slipstream.engine.requests.media import media_processor
 from slipstream.engine.requests.over_context import over_context
 from slipstream.engine.requests.prompts import PromptReader
 from slipstream.engine.requests.reasoning_budgets import with_reasoning
