@@ -306,3 +306,11 @@ def teach_to_count(path: Path, *, by: str) -> None:
     config["tie_word_embeddings"] = False
     (path / "config.json").write_text(json.dumps(config))
     save_file({n: t.contiguous() for n, t in stored.items()}, path / "model.safetensors")
+
+
+def add_to_text(path: Path, model_type: str) -> dict[str, Any]:
+    """Adds a layer for drafts to the text model of a checkpoint with pictures. Returns the speculative config that uses it."""
+    config, stored = read(path)
+    new = drawn({**config["text_config"], "model_type": model_type}, 0)
+    save_file(stored | new, path / "model.safetensors")
+    return {"method": "mtp", "num_speculative_tokens": 3}

@@ -7,7 +7,6 @@ preemption. Weights are float32 and random.
 from __future__ import annotations
 
 import pytest
-from safetensors.torch import save_file
 
 from slipstream import LLM
 from tests.engine.drafts.test_draft_heads import Setup
@@ -155,10 +154,7 @@ def test_pictures_are_seen_by_all_ranks(tmp_path, family, drafts):
     build_vision(tmp_path, family, seed=3)
     how = dict(TWO)
     if drafts:
-        config, stored = mtp_layers.read(tmp_path)
-        new = mtp_layers.drawn({**config["text_config"], "model_type": "qwen3_5_text"}, 0)
-        save_file(stored | new, tmp_path / "model.safetensors")
-        how["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 3}
+        how["speculative_config"] = mtp_layers.add_to_text(tmp_path, "qwen3_5_text")
     prompts = [
         prompt_of(family, picture(1), picture(2, 30, 61)),
         prompt_of(family, picture(3)),

@@ -6,7 +6,6 @@ Each rank drafts for its own requests, and has a draft model, a head and an enco
 from __future__ import annotations
 
 import pytest
-from safetensors.torch import save_file
 
 from slipstream import LLM, SamplingParams
 from slipstream.config import EngineArgs, resolve
@@ -75,10 +74,7 @@ def test_pictures_are_read_by_the_rank_of_their_request(tmp_path, family, drafts
     build_vision(tmp_path, family, seed=3)
     how = {"expert_parallel_size": 2}
     if drafts:
-        config, stored = mtp_layers.read(tmp_path)
-        new = mtp_layers.drawn({**config["text_config"], "model_type": "qwen3_5_moe_text"}, 0)
-        save_file(stored | new, tmp_path / "model.safetensors")
-        how["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 3}
+        how["speculative_config"] = mtp_layers.add_to_text(tmp_path, "qwen3_5_moe_text")
     prompts = [
         prompt_of(family, picture(1), picture(2, 30, 61)),
         prompt_of(family, picture(3)),
