@@ -162,7 +162,7 @@ class LoRASettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSettings:
+class MediaSettings:
     """Bounds of pictures: of a prompt, and of their cached embeddings."""
 
     max_images: int = 16
@@ -194,7 +194,7 @@ class EngineConfig:
     device: DeviceConfig
     speculation: SpeculationConfig
     lora: LoRASettings | None = None  # None: no adapters
-    images: ImageSettings | None = None  # None: the model takes no pictures
+    media: MediaSettings | None = None  # None: the model takes no pictures
     parallel: ParallelConfig
     origins: dict[str, Origin] = field(default_factory=dict)
 

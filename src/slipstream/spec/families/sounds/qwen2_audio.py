@@ -17,8 +17,8 @@ from slipstream.spec.families.builders import (
 from slipstream.spec.families.encoders.whisper import LAYER
 from slipstream.spec.families.names import LLAMA, Theirs, table
 from slipstream.spec.media.audio import HOP, SAMPLE_RATE, WINDOW, AudioSpec
-from slipstream.spec.media.sound import SoundProcessing, SoundSpec
-from slipstream.spec.media.vision import PromptFormat
+from slipstream.spec.media.medium import PromptFormat
+from slipstream.spec.media.sound import SoundSpec
 from slipstream.spec.model import LayerSpec, ModelSpec
 from slipstream.spec.parameters import Flatten
 
@@ -64,8 +64,8 @@ def read_sound(c: ConfigReader, text: ModelSpec) -> SoundSpec:
     return made
 
 
-def read_processing(c: ConfigReader, sound: SoundSpec) -> SoundProcessing:
-    """Reads the preprocessing, which is Whisper's feature extractor."""
+def read_processing(c: ConfigReader, sound: SoundSpec) -> None:
+    """Checks the preprocessing, which is Whisper's feature extractor."""
     for key, only in (
         ("feature_size", sound.audio.num_mel_bins),
         ("sampling_rate", SAMPLE_RATE),
@@ -82,24 +82,23 @@ def read_processing(c: ConfigReader, sound: SoundSpec) -> SoundProcessing:
         c.require(key, only)
     c.ignore("processor_class", "feature_extractor_type", "return_attention_mask", "mel_filters")
     c.finish()
-    return SoundProcessing()
 
 
 SOUND: dict[str, Theirs] = {
-    "vision.first": "audio_tower.conv1",
-    "vision.second": "audio_tower.conv2",
-    "vision.positions": "audio_tower.embed_positions",
-    **{f"vision.{name}": theirs for name, theirs in LAYER.items()},
-    "vision.final_norm": "audio_tower.layer_norm",
-    "vision.connector.out": "multi_modal_projector.linear",
+    "media.audio.first": "audio_tower.conv1",
+    "media.audio.second": "audio_tower.conv2",
+    "media.positions": "audio_tower.embed_positions",
+    **{f"media.{name}": theirs for name, theirs in LAYER.items()},
+    "media.final_norm": "audio_tower.layer_norm",
+    "media.connector.out": "multi_modal_projector.linear",
 }
-_table = table({**LLAMA, **SOUND}, vision_layer="audio_tower.layers.{i}.")
+_table = table({**LLAMA, **SOUND}, media_layer="audio_tower.layers.{i}.")
 
 
 def names(spec: ModelSpec) -> Names:
     """Keys have no bias: a parameter's rows without a tensor are zeros."""
     found = _table(spec)
-    if isinstance(sound := spec.vision, SoundSpec):
+    if isinstance(sound := spec.media, SoundSpec):
         for i in range(len(sound.layers)):
             del found[f"audio_tower.layers.{i}.self_attn.k_proj.bias"]
         for conv, channels in (("1", sound.audio.num_mel_bins), ("2", sound.hidden_size)):
@@ -117,7 +116,7 @@ FAMILIES = (
         nested_config="text_config",
         prefixes=("language_model.", "model.language_model.", "model."),
         ignored=(r"(model\.)?(audio_tower|multi_modal_projector)\..*",),  # with max_images=0
-        vision=read_sound,
+        media=read_sound,
         processing=read_processing,
     ),
 )

@@ -6,9 +6,9 @@ from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request
 
 
-class WholeImages(Participant):
+class WholeMedia(Participant):
     def concerns(self, request: Request) -> bool:
-        return bool(request.spec.images)
+        return bool(request.spec.media)
 
     def chunk(self, request: Request, computed: int, count: int, room: int) -> int:
         """Ends the chunk before an image that it would split, or after the image if it begins with
@@ -17,7 +17,7 @@ class WholeImages(Participant):
         The latter may exceed the limit of a step with decodes, but not that of a step.
         """
         end = computed + count
-        cut = next((i for i in request.spec.images if i.offset < end < i.end), None)
+        cut = next((i for i in request.spec.media if i.offset < end < i.end), None)
         if cut is None:
             return count
         if cut.offset > computed:
