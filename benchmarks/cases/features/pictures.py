@@ -260,7 +260,7 @@ def texts(ours: Ours, without: Ours, args: argparse.Namespace) -> dict[str, floa
         return seconds(lambda: engine.llm.generate(words, sampling, progress=False))
 
     ways: dict[str, Callable[[int], float]] = {
-        "without_encoder": partial(alone, without), "alone": partial(alone, ours), "with_media": beside,
+        "without_encoder": partial(alone, without), "alone": partial(alone, ours), "with_pictures": beside,
     }  # fmt: skip
     rounds = [{way: measure(i) for way, measure in ways.items()} for i in range(args.rounds + 1)]
     return {way: statistics.median(r[way] for r in rounds[1:]) for way in ways}

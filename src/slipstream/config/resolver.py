@@ -281,7 +281,7 @@ def _media_section(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> Med
         ):
             if value is not None:
                 raise ConfigError(
-                    f"{name} has an effect only with a model that takes pictures; leave it out",
+                    f"{name} has an effect only with a model that takes pictures or sounds; leave it out",
                     field=name,
                 )
         return None
@@ -295,14 +295,15 @@ def _media_section(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> Med
             f"image_cache_bytes={args.image_cache_bytes} must not be negative",
             field="image_cache_bytes",
         )
-    alone = "max_images=0 serves the model without pictures"
+    alone = "max_images=0 serves the model without them"
     if args.deterministic:
         raise ConfigError(
-            f"deterministic=True does not cover image encoders; {alone}", field="deterministic"
+            f"deterministic=True does not cover encoders of pictures or sounds; {alone}",
+            field="deterministic",
         )
     size = (256 if device.is_cuda else 64) * 2**20
     return MediaSettings(
-        max_images=args.max_images or 16,
+        max_inputs=args.max_images or 16,
         cache_bytes=size if args.image_cache_bytes is None else args.image_cache_bytes,
     )
 

@@ -163,9 +163,9 @@ class LoRASettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaSettings:
-    """Bounds of pictures: of a prompt, and of their cached embeddings."""
+    """Bounds of a prompt's pictures or sounds, and of their cached embeddings."""
 
-    max_images: int = 16
+    max_inputs: int = 16
     cache_bytes: int = 64 * 2**20
 
 

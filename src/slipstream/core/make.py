@@ -40,7 +40,7 @@ def make_scheduler(
 
     `drafts_ahead`: the drafter begins the next drafts before these are verified. `max_adapters`: how
     many adapters may run at once, each of which `load_adapter` loads. `whole_media`: the tokens of
-    an image attend to one another. `routed_experts`: answers come with their tokens' experts.
+    a picture attend to one another. `routed_experts`: answers come with their tokens' experts.
     """
     participants: list[Participant] = []
     if isinstance(speculation, DraftSettings):

@@ -1,4 +1,4 @@
-"""What encoders of pictures and of sounds share: their layers, which have no cache, and passes over several inputs. Uses torch
+"""The common part of encoders of pictures and of sounds: layers without a cache, and passes over several inputs. Uses torch
 and the decoder's op set.
 
 Shapes: N patches or states of all inputs, E the encoder's hidden size.

@@ -55,7 +55,7 @@ _logger = logging.getLogger("slipstream.engine")
 
 
 class TorchLoaded(LoadedRunner):
-    """A model loaded with torch, with its adapters, image encoder and experts' places."""
+    """A model loaded with torch, with its adapters, media encoder and experts' places."""
 
     forwards: Forwards
 

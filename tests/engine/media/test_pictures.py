@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image, MediaOps
+from PIL import Image, ImageOps
 
 from slipstream.engine.media import pictures
 from slipstream.engine.media.picture_files import measured
@@ -433,7 +433,7 @@ def test_the_orientation_is_read_in_every_format():
     for order in range(1, 9):
         turned[0x0112] = order
         data = saved(image, "PNG", exif=turned)
-        theirs = MediaOps.exif_transpose(Image.open(io.BytesIO(data)))
+        theirs = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
         np.testing.assert_array_equal(np.asarray(whole(data)), np.asarray(theirs))
 
 

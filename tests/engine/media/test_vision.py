@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from slipstream import LLM, SamplingParams
 from slipstream.engine.media.prepared import PreparedMedia
 from slipstream.errors import ConfigError, RequestError
-from slipstream.model.vision import pass_ends
+from slipstream.model.media import pass_ends
 from slipstream.params.lora_request import LoRARequest
 from tests.model.formats.test_compressed import compress_gptq
 from tests.support import forked_ranks

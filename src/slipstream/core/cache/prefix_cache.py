@@ -54,8 +54,8 @@ def extend_keys(
 
     `tokens` must fill all of these blocks.
 
-    All `media` have the same placeholder tokens. A block that overlaps an image therefore also
-    hashes the image's key and its offset in the block.
+    All `media` have the same placeholder tokens. A block that overlaps a span therefore also
+    hashes the span's key and its offset in the block.
     """
     key, first = keys[-1] if keys else root, len(keys) * block_size
     end = num_blocks * block_size
@@ -85,7 +85,7 @@ def extend_keys(
 
 
 def _keys_after(key: bytes, data: bytes, each: int) -> tuple[bytes, ...]:
-    """Chain keys of blocks without images, of `each` bytes of `data`, after the block with `key`."""
+    """Chain keys of blocks without media, of `each` bytes of `data`, after the block with `key`."""
     keys = list[bytes]()
     for begin in range(0, len(data), each):
         key = blake2b(key + data[begin : begin + each], digest_size=KEY_BYTES).digest()

@@ -37,9 +37,9 @@ def media_processor(description: ModelDescription, config: EngineConfig) -> Medi
     if config.media is None:
         return None
     if isinstance(spec, SoundSpec):
-        return SoundProcessor(spec, config.media.max_images)
+        return SoundProcessor(spec, config.media.max_inputs)
     if isinstance(spec, VisionSpec) and isinstance(processing, ImageProcessing):
-        return PictureProcessor(spec, processing, config.media.max_images)
+        return PictureProcessor(spec, processing, config.media.max_inputs)
     return None
 
 

@@ -113,7 +113,7 @@ class InputBatch:
 
     @cached_property
     def has_media(self) -> bool:
-        """True if some request has image placeholders in this step."""
+        """True if some request has placeholders of media in this step."""
         if self.plan is None or self.table is None or not self.table.wanting["media"]:
             return False
         wanting, rows = self.table.wanting["media"], self.table.rows

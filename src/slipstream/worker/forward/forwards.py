@@ -2,7 +2,7 @@
 
     eager       the decoder's loop over its layers, op by op; covers every step without adapters
     adapters    the same loop, with the adapters of the step's requests
-    media       the same loop, with image embeddings among those of tokens; asked first
+    media       the same loop, with embeddings of media among those of tokens; asked first
     program     the whole step as one program of the CPU's C++ kernels
     one-token   all layers of a step of one token as one GPU kernel
     graphs      a captured CUDA graph of any of these (`worker/graphs/step_graphs.py`)
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("slipstream.engine")
 
-NO_MEDIA = Reason("no placeholder of a picture is in the step")
+NO_MEDIA = Reason("no placeholder of a picture or sound is in the step")
 NO_PLAN = Reason("the tokens are not a scheduled step")
 
 
@@ -164,7 +164,7 @@ class Adapted(Variant):
 
 
 class WithMedia(Variant):
-    """Path for steps with image embeddings in place of some tokens', and with the requests'
+    """Path for steps with embeddings of media in place of some tokens', and with the requests'
     adapters."""
 
     name = "media"

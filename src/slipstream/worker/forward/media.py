@@ -1,11 +1,11 @@
-"""Images in the worker: a cache of their embeddings, and the op set of steps with media.
+"""Pictures and sounds in the worker: a cache of their embeddings, and the op set of steps with media.
 
-1. `MediaEncoder` returns an image's embeddings from its cache or from the image encoder. The cache
-   is bounded. An image whose placeholders are in two chunks of a prompt is encoded once, unless the
+1. `MediaEncoder` returns a span's embeddings from its cache or from the encoder. The cache
+   is bounded. A span whose placeholders are in two chunks of a prompt is encoded once, unless the
    cache has dropped it in between.
 2. `step_media` finds the placeholders in a step.
 3. `MediaOps` is the op set of such a step. It adds rotations by three positions (M-RoPE) and
-   attention among an image's tokens.
+   attention among a picture's tokens.
 4. `stacked` makes the decoder's first layers add what DeepStack gives.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class MediaEncoder:
-    """Image encoder with a least-recently-used cache of at most `max_bytes`."""
+    """Encoder with a least-recently-used cache of at most `max_bytes`."""
 
     def __init__(self, tower: MediaTower, max_bytes: int) -> None:
         self.tower, self.max_bytes = tower, max_bytes
@@ -52,7 +52,7 @@ class MediaEncoder:
         return self.tower.spec
 
     def embeddings(self, media: StepMedia) -> list[Tensor]:
-        """The embeddings of each part's image, from the cache or computed by the tower."""
+        """The embeddings of each part's span, from the cache or computed by the tower."""
         spans = [span for span, _, _ in media.parts]
         found = {span.key: self._kept[span.key] for span in spans if span.key in self._kept}
         if missing := list({span.key: span for span in spans if span.key not in found}.values()):
@@ -65,7 +65,7 @@ class MediaEncoder:
         return [found[span.key] for span in spans]
 
     def probe(self) -> int:
-        """Encode an image so that its memory can be measured.
+        """Encode an input so that its memory can be measured.
 
         Returns how many times that memory a pass may take.
         """
@@ -88,9 +88,9 @@ class MediaEncoder:
 
 @dataclass(frozen=True, slots=True)
 class StepMedia:
-    """Image placeholders among a step's T tokens."""
+    """Placeholders among a step's T tokens."""
 
-    # (image, first, last + 1) of the image tokens that are in the step
+    # (span, first, last + 1) of the spans that are in the step
     parts: list[tuple[MediaSpan, int, int]]
     tokens: LongArray  # [N]: indices of the placeholders among the step's tokens, part by part
     sequences: IntArray  # sequence of each part
@@ -179,7 +179,7 @@ class MediaOps:
         out = self._ops.attention(q, kv, meta, params)
         if self._among is None or (self._among == "windowed" and params.window is None):
             return out
-        # Compute the media' tokens again, as sequences that end with them and are not causal.
+        # Compute the pictures' tokens again, as sequences that end with them and are not causal.
         index = upload(self._media.tokens, q.device)
         own = self._among_spans.get(id(meta))
         if own is None:
@@ -202,7 +202,7 @@ class MediaOps:
     def _to_ends(
         self, own: AttentionMetadata, block_size: int, group: RankGroup
     ) -> AttentionMetadata:
-        """Attention on a rank's keys, in which an image's tokens see the keys up to the image's end
+        """Attention on a rank's keys, in which a picture's tokens see the keys up to its end
         in the step."""
         ends = [np.full(b - a, span.offset + b, np.int32) for span, a, b in self._media.parts]
         each = upload(np.concatenate(ends), own.positions.device)

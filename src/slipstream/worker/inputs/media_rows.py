@@ -1,4 +1,4 @@
-"""Images of a request in a step: which of them it computes. No torch."""
+"""Media of a request in a step: which of them it computes. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def turned_positions(media: Sequence[MediaSpan]) -> tuple[LongArray, int]:
 
 
 def media_parts(row: Row, share: ScheduledRequest) -> list[tuple[MediaSpan, int, int]]:
-    """Images with placeholders in a step, as (span, first, last + 1) of the span's tokens."""
+    """Spans with placeholders in a step, as (span, first, last + 1) of the span's tokens."""
     begin, end = share.num_computed_tokens, share.num_computed_tokens + share.num_tokens
     return [
         (span, max(begin - span.offset, 0), min(end, span.end) - span.offset)

@@ -96,7 +96,7 @@ class Row:
     ahead: range = range(0)  # numbers of computed tokens for which a chain is already launched
     num_blocks: int = 0  # blocks in its first group
     media: tuple[MediaSpan, ...] = ()
-    # three positions [3, n] of its tokens up to the end of the last image, if they have three
+    # three positions [3, n] of its tokens up to the end of the last picture, if they have three
     places: LongArray | None = None
     # the only tokens that may be drawn, without duplicates
     allowed: LongArray | None = field(init=False)
@@ -146,7 +146,7 @@ class RowTable:
         """Allocate the tables.
 
         `scales`: what each group's block ids are multiplied by in its table (`ModelSpec.block_scales`); empty: nothing is.
-        `sectioned`: image tokens have three positions, and later text counts fewer positions than
+        `sectioned`: pictures' tokens have three positions, and later text counts fewer positions than
         tokens.
         """
         self.capacity = capacity
@@ -177,7 +177,7 @@ class RowTable:
         self._tables = PackedTables(tables, platform)
         self.tokens, self.block_tables = self._tables["tokens"], self._tables["block_tables"]
         self.encoder_lens = self._tables["encoder_lens"]
-        # shift of the positions after a row's images
+        # shift of the positions after a row's pictures
         self.position_shifts = self._tables["position_shifts"] if sectioned else None
         # slots of each kind: the one to read, then those to write, on the device and on the host
         self.slots = {kind: self._tables[f"slots {kind}"] for kind in columns}
@@ -334,7 +334,7 @@ class RowTable:
             self._tables.put(name, places.reshape(-1), values.reshape(-1))
 
     def _put_shifts(self, rows: Sequence[Row]) -> None:
-        """Compute three positions per token of images, and the shift of the text after them."""
+        """Compute three positions per token of pictures, and the shift of the text after them."""
         shifts = np.zeros(len(rows), np.int64)
         for i, row in enumerate(rows):
             if row.media:
