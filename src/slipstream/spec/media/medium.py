@@ -1,4 +1,4 @@
-"""The common part of encoders of pictures and of sounds: their embeddings stand in the place of placeholder tokens. No torch."""
+"""The common part of encoders of pictures and sounds: their embeddings stand in the place of placeholder tokens. No torch."""
 
 from __future__ import annotations
 
