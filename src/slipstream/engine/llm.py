@@ -498,7 +498,8 @@ class LLM(OfflineEngine):
     ) -> list[RequestOutput]:
         each = zip(self._each(sampling_params, len(prompts)), options, strict=True)
         requests = []
-        prompts = self._input.prompts.media.with_prepared(prompts)
+        if (processor := self._input.prompts.media.processor) is not None:
+            prompts = self._input.prompts.media.with_prepared(prompts, processor)
         for i, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
             try:
                 requests.append(self._input.prepare(prompt, *how))

@@ -123,18 +123,16 @@ class MediaReader:
         has = self.description is not None and self.description.family.media is not None
         return " with max_images=0" if has and self.processor is None else ""
 
-    def with_prepared(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+    def with_prepared(self, prompts: Sequence[Prompt], processor: MediaProcessor) -> list[Prompt]:
         """The prompts; the pictures or sounds of all of them are prepared side by side."""
         found: list[Any] = list(prompts)
-        if self.processor is None:
-            return found
         given = dict[int, list[Any]]()
         for i, prompt in enumerate(found):
             data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
             if isinstance(data, dict) and set(data) == {self.name}:
                 given[i] = _sources(data)
                 self.check_media(len(given[i]))
-        ready = iter(self.processor.prepare_all([x for own in given.values() for x in own]))
+        ready = iter(processor.prepare_all([x for own in given.values() for x in own]))
         for i, own in given.items():
             data = {self.name: list(islice(ready, len(own)))}
             found[i] = {**found[i], "multi_modal_data": data}
