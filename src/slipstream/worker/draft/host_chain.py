@@ -38,7 +38,7 @@ def check_num_drafts(speculation: LearnedDrafts, description: HeadDescription) -
     wanted, most = speculation.num_speculative_tokens, description.spec.most_drafts
     if most is not None and wanted is not None and wanted > most:
         raise ConfigError(
-            f"speculative_config: num_speculative_tokens={wanted}, but {description.path} guesses {most}; lower it",
+            f"speculative_config: num_speculative_tokens={wanted}, but {description.path} drafts {most}; lower it",
             field="speculative_config",
         )
 
@@ -49,7 +49,7 @@ def head_scheme(
     """Scheme of a head's products.
 
     Without a setting it is `default`, where that fits: a pass takes as long as reading its weights,
-    and 8 bits cost a head hardly any right guesses. An MTP layer keeps the format in which it is stored. 8-bit
+    and 8 bits cost a head hardly any right drafts. An MTP layer keeps the format in which it is stored. 8-bit
     products must have outputs in multiples of `rows`. ConfigError if the user's choice does not
     fit.
     """
