@@ -50,20 +50,11 @@ def read_sound(c: ConfigReader, text: ModelSpec) -> SoundSpec:
 
 def read_processing(c: ConfigReader, sound: SoundSpec) -> None:
     """Checks the preprocessing, which is Whisper's feature extractor."""
-    for key, only in (
-        ("feature_size", sound.audio.num_mel_bins),
-        ("sampling_rate", SAMPLE_RATE),
-        ("hop_length", HOP),
-        ("n_fft", WINDOW),
-        ("chunk_length", int(sound.audio.window_s)),
-        ("dither", 0.0),
-        ("padding_value", 0.0),
-        ("padding_side", "right"),
-        ("do_normalize", False),
-        ("n_samples", sound.audio.num_samples),
-        ("nb_max_frames", sound.audio.num_frames),
-    ):
-        c.require(key, only)
+    audio = sound.audio
+    c.require_all(feature_size=audio.num_mel_bins, chunk_length=int(audio.window_s), n_fft=WINDOW)
+    c.require_all(n_samples=audio.num_samples, nb_max_frames=audio.num_frames, hop_length=HOP)
+    c.require_all(sampling_rate=SAMPLE_RATE, padding_value=0.0, padding_side="right")
+    c.require_all(dither=0.0, do_normalize=False)
     c.ignore("processor_class", "feature_extractor_type", "return_attention_mask", "mel_filters")
     c.finish()
 
