@@ -2,7 +2,7 @@
 
 1. `bailing_moe` (Ling 2) has GLM-4.5's layers with Sarvam's names.
 2. `bailing_hybrid` (Ling 3) has delta rules with a bounded decay for each channel, and in the last layer of each group latent
-   attention with a gate for each head. Its experts are DeepSeek V3's, whose activations are clamped in some layers. transformers
+   attention with a gate for each head. Its experts are DeepSeek V3's, clamped in some layers. transformers
    has no such clamps. They are those of SGLang and llama.cpp, without which answers are worse. No torch.
 """
 
