@@ -99,9 +99,8 @@ class OneToken(Eager):
 
 
 class Variant(Eager):
-    """Base of the paths whose layers do more, for the steps that need it.
-
-    `base` runs other steps, and computes the logits.
+    """Base of paths whose layers do something in addition, such as applying adapters, for the steps
+    that need it. Other steps run on the path `base`, which also computes this path's logits.
     """
 
     def __init__(self, base: PlainForward) -> None:
@@ -154,9 +153,8 @@ class Adapted(Variant):
         tokens: LoRATokens,
         decoder: Decoder | None = None,
     ) -> Tensor:
-        """Compute hidden states [T, E] of token ids [T]; `tokens` has the adapters of these tokens.
-
-        `decoder` is a view of this path's, which is the default.
+        """Compute hidden states [T, E] of token ids [T]. `tokens` has their adapters. `decoder`, by
+        default this path's, may be a view of it.
         """
         decoder = decoder or self.decoder
         ops = cast("OpSet", AdapterOps(decoder.ops, self.adapters.weights, tokens))
@@ -213,8 +211,8 @@ class WithImages(Variant):
     def _with_inputs(
         self, h: Tensor, given: GatheredInputs, images: StepImages
     ) -> AttentionMetadata:
-        """The step's metadata with the layers' own inputs. A picture gets the row of its
-        placeholder token."""
+        """Adds to the step's metadata what layers read next to the residual. An image's tokens get
+        the row of the placeholder token."""
         token_ids = given.token_ids
         if self.decoder.layer_inputs is not None and self.vision.own_input_id is not None:
             index = upload(images.tokens, h.device)
@@ -284,7 +282,8 @@ class Forwards:
         self.refused[name] = reason
 
     def add(self, path: Forward) -> None:
-        """Ask `path` before all others except the one for images."""
+        """Insert `path` in the table before all others except the path for images, so that it is
+        asked first."""
         self.paths.insert(self.takes_images, path)
 
     @property

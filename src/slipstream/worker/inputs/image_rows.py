@@ -1,4 +1,4 @@
-"""Images of a request in a step: which of them it computes. No torch."""
+"""Finds which of a request's images have tokens in a step. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def turned_positions(images: Sequence[ImageSpan]) -> tuple[LongArray, int]:
-    """Three positions [3, n] of tokens up to the end of the last image, and the shift of the text after them."""
+    """Returns the three positions [3, n] of the tokens up to the end of the last image, and what is added to the index
+    of later tokens to get their position."""
     end = images[-1].end
     places = sectioned_positions(end, [(x.offset, x.rows, x.columns) for x in images])
     return places, int(places.max()) + 1 - end
