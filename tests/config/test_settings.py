@@ -1,4 +1,4 @@
-"""What `resolve` refuses, takes and chooses, by the rows of settings.txt."""
+"""Settings that `resolve` refuses, takes and chooses: the rows of settings.txt."""
 
 import math
 from operator import attrgetter

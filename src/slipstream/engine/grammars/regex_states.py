@@ -78,7 +78,7 @@ class UnknownSyntaxError(Exception):
 
 
 def _escaped(char: str) -> int:
-    """Returns the set of ASCII characters that an escape such as `\d` stands for, as bits. Other
+    r"""Returns the set of ASCII characters that an escape such as `\d` stands for, as bits. Other
     characters are left out."""
     if char in _ESCAPES:
         return _ESCAPES[char]
