@@ -9,7 +9,10 @@ from slipstream.errors import ConfigError
 from slipstream.messages.requests import EngineRequest
 from slipstream.params.answer_forms import StructuredOutputsParams
 from slipstream.worker.ranks import process_executor
+from tests.engine.drafts.test_draft_heads import Setup
 from tests.support import forked_ranks, tiny_models
+from tests.worker.ranks.test_context_extras import answers as several_answers
+from tests.worker.ranks.test_context_ranks import SETTINGS as SHARED
 from tests.worker.ranks.test_ranks import PROMPTS, SETTINGS, agree, answers
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -190,3 +193,45 @@ def test_the_last_stage_proposes_a_draft_models_tokens(tmp_path, monkeypatch, ho
     with LLM(model, speculative_config=drafts, **how, **few) as llm:
         assert more(llm) == also
         assert llm.stats().num_preemptions > 0
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("eagle3", {}),
+        *(
+            pytest.param(kind, how, marks=pytest.mark.slow)
+            for kind, how in (
+                *((k, {}) for k in ("eagle", "peagle", "dflash", "medusa", "mtp", "mtp-hybrid")),
+                *((k, {"pipeline_parallel_size": 3}) for k in ("eagle31", "dflash", "mtp-hybrid")),
+                *((k, {"tensor_parallel_size": 2}) for k in ("eagle", "eagle3", "dflash", "mtp")),
+                *(
+                    (k, {"tensor_parallel_size": 2, "sequence_parallel": True})
+                    for k in ("eagle3", "peagle")
+                ),
+                *((k, {"expert_parallel_size": 2}) for k in ("eagle3", "mtp", "mtp-hybrid")),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_a_head_on_the_last_stage_proposes_as_on_one_device(tmp_path, monkeypatch, kind, how):
+    """It has the embeddings, too, and reads states of earlier stages. As many drafts are right."""
+    monkeypatch.setattr(process_executor, "available_cores", lambda: 4)
+    mixture = "expert_parallel_size" in how and "mtp" not in kind
+    sizes = dict(family="qwen3_moe", num_hidden_layers=6) if mixture else {}
+    setup = Setup(tmp_path, kind, max_position_embeddings=256, **sizes)
+    tiny_models.write_tokenizer(tmp_path / "model")
+    given = {**SHARED, **({"state_slots": 96} if "hybrid" in kind else {})}
+    with LLM(setup.path, **given) as llm:
+        wanted = several_answers(llm)
+    counts = []
+    for stages in ({}, {"pipeline_parallel_size": 2, **how}):
+        with LLM(setup.path, speculative_config=setup.config, **given, **stages) as llm:
+            assert several_answers(llm) == wanted
+            counts.append((llm.stats().spec_draft_tokens, llm.stats().spec_accepted_tokens))
+            assert llm.stats().prefix_hits > 0
+            assert all(pool.num_free == pool.num_usable for pool in llm.core.scheduler.pools)
+    assert counts[0] == counts[1] or "hybrid" in kind  # slots of states bound the drafts of a step
+    assert all(accepted > 0 for _, accepted in counts)
