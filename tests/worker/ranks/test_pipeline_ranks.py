@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.core.step_times import StepCosts
 from slipstream.errors import ConfigError
 from slipstream.messages.requests import EngineRequest
 from slipstream.params.answer_forms import StructuredOutputsParams
@@ -235,3 +236,36 @@ def test_a_head_on_the_last_stage_proposes_as_on_one_device(tmp_path, monkeypatc
             assert all(pool.num_free == pool.num_usable for pool in llm.core.scheduler.pools)
     assert counts[0] == counts[1] or "hybrid" in kind  # slots of states bound the drafts of a step
     assert all(accepted > 0 for _, accepted in counts)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_preempted_requests_go_on_with_a_head_on_the_last_stage(tmp_path):
+    setup = Setup(tmp_path, "eagle3", max_position_embeddings=256)
+    given = {**SHARED, "skip_tokenizer_init": True}
+    ids = [{"prompt_token_ids": [(7 * i + s) % 250 + 4 for i in range(20 + s)]} for s in range(10)]
+    with LLM(setup.path, **given) as llm:
+        wanted = several_answers(llm, [GREEDY], ids)
+    stages = {"pipeline_parallel_size": 2, "speculative_config": setup.config, "max_model_len": 56}
+    with LLM(setup.path, **{**given, **stages}) as llm:
+        few = 26 * llm.core.executor.ledgers[-1].block_bytes
+    with LLM(setup.path, **{**given, **stages, "kv_cache_bytes": few}) as llm:
+        assert several_answers(llm, [GREEDY], ids) == wanted
+        assert llm.stats().num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_as_many_drafts_are_asked_for_as_the_ranks_head_has(tmp_path, monkeypatch):
+    """The number of drafts is chosen, and each token more costs a tenth of a plain step."""
+    add = StepCosts.add
+    monkeypatch.setattr(StepCosts, "add", lambda self, n, m, _: add(self, n, m, 0.9 + 0.1 * m / n))
+    setup = Setup(tmp_path, "medusa", max_position_embeddings=256)
+    config = {k: v for k, v in setup.config.items() if k != "num_speculative_tokens"}
+    given = {**SHARED, "skip_tokenizer_init": True}
+    with LLM(setup.path, **given) as llm:
+        wanted = several_answers(llm, [GREEDY])
+    with LLM(setup.path, speculative_config=config, tensor_parallel_size=2, **given) as llm:
+        assert llm.core.config.speculation.limit == 3
+        assert several_answers(llm, [GREEDY]) == wanted
+        assert llm.stats().spec_draft_tokens > 0
