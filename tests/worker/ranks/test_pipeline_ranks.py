@@ -218,7 +218,7 @@ def test_the_last_stage_proposes_a_draft_models_tokens(tmp_path, monkeypatch, ho
     ids=str,
 )
 def test_a_head_on_the_last_stage_proposes_as_on_one_device(tmp_path, monkeypatch, kind, how):
-    """It has the embeddings, too, and reads states of earlier stages. As many drafts are right."""
+    """The head reads embeddings and states of earlier stages, and as many drafts are right."""
     monkeypatch.setattr(process_executor, "available_cores", lambda: 4)
     mixture = "expert_parallel_size" in how and "mtp" not in kind
     sizes = dict(family="qwen3_moe", num_hidden_layers=6) if mixture else {}
