@@ -37,8 +37,11 @@ def parallel_section(
     model: ModelDescription,
     device: DeviceInfo,
     quantization: str | None,
+    *,
+    embeds: bool = False,
 ) -> ParallelConfig:
-    """The form in which ranks share the model. ConfigError names what they can't share."""
+    """The form in which ranks share the model. `embeds`: see `Pipeline`. ConfigError names what they
+    can't share."""
     ranks, spec = num_ranks(args), model.spec
     tensor, experts = args.tensor_parallel_size, args.expert_parallel_size
     for name, refused, why in (
@@ -97,7 +100,7 @@ def parallel_section(
         _check_dealt_requests(args, spec, device)
         form = DealtRequests(experts)
     stages = _stages(args, spec)
-    return Pipeline(form, stages) if stages else form
+    return Pipeline(form, stages, embeds) if stages else form
 
 
 def _check_ranks(args: EngineArgs, device: DeviceInfo) -> None:

@@ -125,6 +125,7 @@ class LoadedRunner(ABC):
                 seed=model.seed,
             )
             self.draft = head = load_drafter(self.config, speculation, description, memory, load)
+            head.pipe = None if self.partition is None else self.partition.pipe
             self.forwards.keep_states(head.states, head.head.tap)
             most = description.spec.most_drafts
             if self.config.drafts_ahead:  # a longer chain would run op by op

@@ -222,7 +222,7 @@ class ProcessExecutor(Executor):
         self.tiles = first.tiles
         self.canary = last.canary
         config = resolve(args, self.description, last.device if mixed else first.device)
-        self.config = config.with_memory_limits(
+        self.config = config.with_most_drafts(last.most_drafts).with_memory_limits(
             self.ledger.num_blocks - 1, self.ledger.block_bytes, self.ledger.num_slots
         )
         if config.lora is not None:
