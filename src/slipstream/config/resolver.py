@@ -20,7 +20,13 @@ from slipstream.config.formats import (
     parameters_of_8_bits,
     stored_scheme,
 )
-from slipstream.config.forms import Offload, ParallelConfig, StreamedLayers
+from slipstream.config.forms import (
+    HeadDrafts,
+    MTPDrafts,
+    Offload,
+    ParallelConfig,
+    StreamedLayers,
+)
 from slipstream.config.handover import check_handover
 from slipstream.config.offload import offload_section
 from slipstream.config.parallel import parallel_section
@@ -64,7 +70,8 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     _refuse_without_effect(args, device)
     check_formats(args, model, device, args.quantization or stored.value)
     model_config, model_origins = _model_section(args, model, device, stored)
-    parallel = parallel_section(args, model, device, model_config.quantization)
+    embeds = isinstance(speculation, HeadDrafts | MTPDrafts) and speculation.method != "medusa"
+    parallel = parallel_section(args, model, device, model_config.quantization, embeds=embeds)
     cache, cache_origins = cache_section(args, model, device, model_config.dtype)
     check_tiers(args, model.spec, device, parallel)
     check_handover(args, model.spec, device)

@@ -174,7 +174,7 @@ class ModelSpec:
     `folded`: numbers by which weights are multiplied when they are loaded, by the end of the checkpoint's name. Each pair has
     a count of rows and their number (Falcon-H1).
     `stage`: the layers [first, last) whose weights are here, if other ranks have the others. The first layer's rank has the
-    embeddings, too, and the last layer's what comes after it.
+    embeddings, too, and the last layer's what comes after it. With `embeds` a later stage has them, too, for a draft head.
     `groups`: if this is a rank's part (`spec.parallel`), the cache groups of the whole model, which all ranks share.
     """
 
@@ -200,6 +200,7 @@ class ModelSpec:
     folded: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
     layer_inputs: LayerInputsSpec | None = None
     stage: tuple[int, int] | None = None
+    embeds: bool = False
     groups: tuple[CacheGroup, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -495,7 +496,7 @@ def _is_held(name: str, spec: ModelSpec) -> bool:
     if name.startswith("layers."):
         return int(name.split(".")[1]) in spec.local_layers
     if name == "embed.weight":
-        return spec.has_first or (spec.tied_embeddings and spec.has_last)
+        return spec.has_first or spec.embeds or (spec.tied_embeddings and spec.has_last)
     first = ("embed_in.", "positions.", "token_types.", "embed_norm.", "media.", "layer_inputs.")
     if name.startswith(first):
         return spec.has_first
