@@ -140,14 +140,15 @@ def test_tokens_are_the_same_alone_in_64_and_in_512_with_hits_chunks_and_drafts(
 @pytest.mark.parametrize(
     ("family", "settings", "device"),
     [
-        ("qwen3_next", {}, GPU),
-        ("llama", {"quantization": "nvfp4"}, GPU),
+        *((family, {}, GPU) for family in ("qwen3_next", "kimi_linear", "lfm2_moe", "gpt_oss")),
+        *((family, {"quantization": "nvfp4"}, GPU) for family in ("llama", "mixtral")),
+        ("gpt_oss", {"quantization": "mxfp4"}, GPU),
         ("mixtral", {"quantization": "fp8"}, GPU),
         ("llama", {"tensor_parallel_size": 2}, CPU),
     ],
     ids=str,
 )
-def test_deterministic_covers_gated_delta_rules_and_dense_4_bit_floats_on_a_gpu_and_ranks_on_cpus(
+def test_deterministic_covers_what_ran_on_a_gpu_and_ranks_on_cpus(
     tmp_path, family, settings, device
 ):
     tiny_models.write(tmp_path, family, hidden_size=64)

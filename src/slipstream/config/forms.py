@@ -167,7 +167,8 @@ class _Form:
         if not self.stages:
             return shard
         layers = sum(self.stages[:number]), sum(self.stages[: number + 1])
-        return dataclasses.replace(shard, layers=layers)
+        embeds = isinstance(self, Pipeline) and self.embeds and layers[1] == sum(self.stages)
+        return dataclasses.replace(shard, layers=layers, embeds=embeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +228,12 @@ Stage: TypeAlias = OneDevice | TensorParallel | DealtRequests | ContextParallel
 
 @dataclass(frozen=True, slots=True)
 class Pipeline(_Form):
-    """Pipeline parallelism: each stage has some of the layers. The devices of a stage share its
-    layers in another form."""
+    """Pipeline stages, each with some of the layers. The devices of each stage share it in one
+    form. With `embeds` the last one has the embeddings, too, for a draft head."""
 
     inner: Stage
     layers: tuple[int, ...]
+    embeds: bool = False
 
     @property
     def stage(self) -> Stage:
@@ -268,10 +270,8 @@ def one_or_tensor(size: int) -> OneDevice | TensorParallel:
 def with_tensor_size(form: ParallelConfig, size: int) -> ParallelConfig:
     """Returns `form` with its tensor parallel size replaced by `size`."""
     match form:
-        case Pipeline(TensorParallel() as inner, layers):
-            return Pipeline(dataclasses.replace(inner, size=size), layers)
-        case Pipeline(inner, layers):
-            return Pipeline(TensorParallel(size, isinstance(inner, DealtRequests)), layers)
+        case Pipeline(inner):
+            return dataclasses.replace(form, inner=cast("Stage", with_tensor_size(inner, size)))
         case TensorParallel():
             return dataclasses.replace(form, size=size)
         case _:

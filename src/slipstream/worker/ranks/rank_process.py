@@ -148,8 +148,11 @@ class RankProcess:
             self._answered_by_all += (GetExpertLoad, ReportExpertLoad, GetProposed)
         elif isinstance(own.config.parallel, ContextParallel):  # each counts other tokens
             self._answered_by_all += (GetExpertLoad,)
+        config, most_drafts = own.config, getattr(own.config.speculation, "most_drafts", None)
         self._link.send(
-            Started(own.config.device.info, own.ledger, own.phases, own.tiles, own.canary)
+            Started(
+                *(config.device.info, own.ledger, own.phases, own.tiles, own.canary, most_drafts)
+            )
         )
         gc.freeze()
         gc.disable()  # a step leaves no cycles, and a search for them would pause it for 50 ms
