@@ -333,7 +333,8 @@ def build_norm(
     parameters: MutableMapping[str, Tensor],
     tables: PositionTables | None = None,
 ) -> NormParams:
-    """Builds a norm. One without weights takes them from `tables`."""
+    """Builds a norm. If the model has learned no weights for it, they are ones, shared through
+    `tables`."""
     if not spec.learned:
         assert tables is not None
         return NormParams(kind=spec.kind, weight=tables.ones(spec.size), eps=spec.eps)
