@@ -39,7 +39,16 @@ from slipstream.spec.families.classic import (
     stablelm,
     starcoder,
 )
-from slipstream.spec.families.encoders import bart, bert, deberta, modernbert, nomic, t5, whisper
+from slipstream.spec.families.encoders import (
+    bart,
+    bert,
+    bert_kin,
+    deberta,
+    modernbert,
+    nomic,
+    t5,
+    whisper,
+)
 from slipstream.spec.families.experts import (
     dbrx,
     deepseek_v4,
@@ -77,7 +86,7 @@ from slipstream.spec.families.pictures import (
 from slipstream.spec.families.sounds import qwen2_audio
 
 MODULES = (
-    apertus, bamba, bart, bert, deberta, bloom, cohere, cohere_vision, dbrx, deepseek, deepseek_v4, ernie,
+    apertus, bamba, bart, bert, bert_kin, deberta, bloom, cohere, cohere_vision, dbrx, deepseek, deepseek_v4, ernie,
     exaone, falcon, falcon_h1, gemma, gemma3n, gemma4, glm, glm4v, gpt, gpt_oss, granite, hunyuan, idefics3,
     internvl, jamba, kimi_linear, kimi_vl, lfm, lfm2_vl, ling, llama, llama4, mamba, minimax, mistral3, mixtures,
     modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, phi, qwen, qwen2_audio,
