@@ -38,6 +38,7 @@ FAMILIES = (
     "lfm2_vl",
     "aya_vision",
     "cohere2_vision",
+    "paligemma",
 )
 
 
@@ -177,6 +178,8 @@ def test_the_text_of_a_picture_is_that_of_transformers(processors, family):
             )
             num = LlavaNextProcessor._get_number_of_features(theirs, height, width, 24, 24)
             assert ours.text == "<image>" * num
+        elif family == "paligemma":
+            assert ours.text == "<image>" * 64
         elif family == "llava":
             assert ours.text == "<image>" * 36
         elif family == "internvl":

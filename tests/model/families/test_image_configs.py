@@ -181,6 +181,31 @@ CONFIGS = {
         },
         576,
     ),
+    "paligemma": (
+        {
+            **dict(bos_token_id=2, eos_token_id=1, hidden_size=2048, ignore_index=-100),
+            **dict(image_token_index=7, pad_token_id=0, projection_dim=2048),
+            "architectures": ["PaliGemmaForConditionalGeneration"],
+            "text_config": dict(
+                **dict(hidden_size=2048, intermediate_size=16384, model_type="gemma"),
+                **dict(num_attention_heads=8, num_hidden_layers=18, num_image_tokens=256),
+                **dict(num_key_value_heads=1, vocab_size=257216, torch_dtype="float32"),
+            ),
+            "vision_config": {
+                **dict(hidden_size=1152, intermediate_size=4304, model_type="siglip_vision_model"),
+                **dict(num_attention_heads=16, num_hidden_layers=27, num_image_tokens=256),
+                **dict(patch_size=14, projection_dim=2048, projector_hidden_act="gelu_fast"),
+                **dict(vision_use_head=False),
+            },
+        },
+        {
+            **dict(do_convert_rgb=None, do_normalize=True, do_rescale=True, do_resize=True),
+            **dict(image_mean=[0.5, 0.5, 0.5], image_processor_type="SiglipImageProcessor"),
+            **dict(image_seq_length=256, image_std=[0.5, 0.5, 0.5], resample=3),
+            **dict(processor_class="PaliGemmaProcessor", size={"height": 224, "width": 224}),
+        },
+        256,
+    ),
     "llava_next": (
         {
             **dict(ignore_index=-100, image_token_index=7, projector_hidden_act="gelu"),
@@ -487,6 +512,8 @@ def test_a_model_without_an_encoder_is_its_decoder(tmp_path, family):
         ("kimi_k25", "vision_config", {"merge_kernel_size": [2, 1]}),
         ("glm4v_moe", "text_config", {"use_qk_norm": True}),
         ("lfm2_vl", "vision_config", {"num_patches": 250}),
+        ("paligemma", "vision_config", {"projection_dim": 1024}),
+        ("paligemma", "text_config", {"model_type": "gemma3_text"}),
         ("aya_vision", "vision_config", {"image_size": 384}),
         ("glm4v_moe", "text_config", {"model_type": "glm4v_text"}),
     ],
@@ -504,6 +531,18 @@ def test_pinpoints_that_are_not_several_squares_are_refused(tmp_path, pinpoints)
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec(tmp_path)
     assert caught.value.field == "image_grid_pinpoints"
+
+
+def test_a_prompt_whose_tokens_see_each_other_must_fit_in_the_window(tmp_path):
+    text = dict(model_type="gemma2", hidden_size=2304, intermediate_size=9216, vocab_size=257216)
+    text |= dict(num_attention_heads=8, num_hidden_layers=26, num_key_value_heads=4)
+    text |= dict(query_pre_attn_scalar=256, sliding_window=4096)
+    vision = {**CONFIGS["paligemma"][0]["vision_config"], "projection_dim": 2304, "image_size": 896}
+    more = dict(text_config=text, vision_config=vision, hidden_size=2304, projection_dim=2304)
+    write(tmp_path, "paligemma", **more)
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tmp_path)
+    assert caught.value.field == "vision_config.image_size"
 
 
 def test_pictures_larger_than_the_window_are_refused_where_they_see_themselves(tmp_path):

@@ -30,6 +30,7 @@ FAMILIES = (
     "lfm2_vl",
     "aya_vision",
     "cohere2_vision",
+    "paligemma",
     "glm4v_moe",
     "glm46v",
     "glm_ocr",

@@ -26,7 +26,7 @@ from slipstream.engine.requests.texts import TextsProcessor
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import Formats
 from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
-from slipstream.engine.vision.pictures import MediaProcessor, PreparedPicture, placed
+from slipstream.engine.vision.pictures import MediaProcessor, PreparedPicture, joined, placed
 from slipstream.errors import AdapterError, RequestError
 from slipstream.messages.media import AudioWindow
 from slipstream.messages.requests import EngineRequest, pack_ids
@@ -198,6 +198,13 @@ class InputProcessor:
         )
         salt = options.cache_salt
         images = placed(tokens, pictures, self.prompts.media.vision, salt) if pictures else ()
+        if images and spec is not None and spec.joins_prompts:
+            window = min(getattr(a, "window", None) or len(tokens) for a in spec.attentions)
+            if len(tokens) > window:
+                why = f"the prompt's {len(tokens)} tokens see each other, and the model's window has {window}"
+                raise RequestError(f"{why}; send fewer pictures or words", field="prompt")
+            images, salted = joined(tokens, images, salt)
+            options = dataclasses.replace(options, cache_salt=salted)
         if images and any_length:
             raise RequestError(
                 "a prompt with pictures can't be cut", field="truncate_prompt_tokens"

@@ -674,9 +674,21 @@ def with_pictures(text: str, pictures: Sequence[PreparedPicture], vision: MediaS
             f"the prompt has {len(parts) - 1} places ({vision.prompt.placeholder}), and there are {len(pictures)} to put there",
             field=vision.medium,
         )
+    if pictures and vision.prompt.style == "prefix":
+        parts[-1] = f"{vision.prompt.begin}{parts[-1]}{vision.prompt.end}"
     return parts[0] + "".join(
         picture.text + part for picture, part in zip(pictures, parts[1:], strict=True)
     )
+
+
+def joined(
+    tokens: Sequence[int], images: Sequence[ImageSpan], cache_salt: str
+) -> tuple[tuple[ImageSpan, ...], str]:
+    """The pictures of a prompt whose tokens all attend to each other, and a salt for its cached blocks: no other prompt has
+    their keys and values."""
+    said = (np.array(tokens, np.uint32).tobytes(), *(x.key for x in images), cache_salt.encode())
+    salt = blake2b(b"".join(said), digest_size=16, person=b"whole prompt")
+    return tuple(dataclasses.replace(x, joined=len(tokens)) for x in images), salt.hexdigest()
 
 
 def expanded(

@@ -44,7 +44,7 @@ class SoundSpec:
 
     # What pictures of other models have, and no sound.
     @property
-    def bidirectional(self) -> Literal["all", "windowed"] | None:
+    def bidirectional(self) -> Literal["all", "windowed", "prompt"] | None:
         return None
 
     @property

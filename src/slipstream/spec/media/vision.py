@@ -89,11 +89,14 @@ class AxialRopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConcatConnector:
-    """One product without a bias on a group's concatenated states (Idefics 3's pixel shuffle,
-    arXiv:2408.12637)."""
+    """One product on a group's concatenated states (Idefics 3's pixel shuffle, arXiv:2408.12637). `bias`: PaliGemma's has
+    one."""
+
+    bias: bool = False
 
     def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
-        return {"vision.connector.out.weight": (text, merge * merge * hidden)}
+        found: dict[str, Shape] = {"vision.connector.out.weight": (text, merge * merge * hidden)}
+        return found | ({"vision.connector.out.bias": (text,)} if self.bias else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,12 +237,22 @@ class PromptFormat:
     5. `framed_tiles`: the same in one frame without ends of rows, with another name for the whole (LFM2-VL).
     6. `numbered`: tiles by number and the whole, in one frame (Aya Vision). `lined`: the same without numbers, with `row_end`
        after each (Command A Vision). Here `rows` is their number, with the whole.
+    7. `prefix`: the tokens alone; `begin` after the last picture, `end` after the whole prompt, nothing before it
+       (PaliGemma).
     """
 
     placeholder: str
     token: str
     style: Literal[
-        "plain", "framed", "surrounded", "rows", "tiles", "framed_tiles", "numbered", "lined"
+        "plain",
+        "framed",
+        "surrounded",
+        "rows",
+        "tiles",
+        "framed_tiles",
+        "numbered",
+        "lined",
+        "prefix",
     ]
     begin: str = ""
     end: str = ""
@@ -258,7 +271,7 @@ class PromptFormat:
             line = self.token * columns
             return f"{line}{self.row_end}" * (rows - 1) + line + self.end
         run = self.token * num_tokens
-        if self.style == "plain":
+        if self.style in ("plain", "prefix"):
             return run
         if self.style == "framed":
             return f"{self.begin}{run}{self.end}"
@@ -320,7 +333,7 @@ class VisionSpec:
       grid, without those of padding, with a learned row after each of its rows (LLaVA-NeXT).
     - `bidirectional`: the decoder's tokens of a picture attend to all of it, in all layers (Gemma 3)
       or in those with a window (Gemma 4). So a step holds all `whole_tokens` that a picture has at
-      most, which the preprocessing tells.
+      most, which the preprocessing tells. "prompt": all tokens of a prompt with pictures attend to each other (PaliGemma).
     """
 
     hidden_size: int
@@ -347,7 +360,7 @@ class VisionSpec:
     clipped: bool = False
     own_input_id: int | None = None
     pinpoints: tuple[tuple[int, int], ...] = ()
-    bidirectional: Literal["all", "windowed"] | None = None
+    bidirectional: Literal["all", "windowed", "prompt"] | None = None
     whole_tokens: int = 0
 
     @property

@@ -15,7 +15,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from slipstream.messages.steps import StepPlan
 from slipstream.model.sound import Tower
 from slipstream.spec.media.sound import MediaSpec
 from slipstream.worker.inputs.image_rows import image_parts, needs_images
-from slipstream.worker.inputs.rows import IntArray, LongArray, RowTable
+from slipstream.worker.inputs.rows import LongArray, RowTable
 from slipstream.worker.inputs.uploads import upload
 
 if TYPE_CHECKING:
@@ -86,6 +86,15 @@ class ImageEncoder:
             self.num_bytes -= gone.numel() * gone.element_size()
 
 
+class Together(NamedTuple):
+    """Tokens of a step that attend to each other and to all before them: an image's, or a prompt's."""
+
+    sequence: int
+    first: int  # among the step's tokens
+    count: int
+    end: int  # position after the last of them
+
+
 @dataclass(frozen=True, slots=True)
 class StepImages:
     """Image placeholders among a step's T tokens."""
@@ -93,24 +102,28 @@ class StepImages:
     # (image, first, last + 1) of the image tokens that are in the step
     parts: list[tuple[ImageSpan, int, int]]
     tokens: LongArray  # [N]: indices of the placeholders among the step's tokens, part by part
-    sequences: IntArray  # sequence of each part
+    groups: list[Together]
     # for three positions per token: (first token in the step, positions [3, n] from it on)
     places: tuple[tuple[int, LongArray], ...]
 
 
 def step_images(plan: StepPlan, table: RowTable) -> StepImages:
     parts = list[tuple[ImageSpan, int, int]]()
-    sequences = list[int]()
+    groups = list[Together]()
     places = list[tuple[int, LongArray]]()
     tokens = [np.empty(0, np.int64)]
     start = 0
     for i, s in enumerate(plan.scheduled):
         row = table.rows[s.request_id]
         if needs_images(row, s):
+            if whole := row.images[-1].joined:
+                count = min(s.num_tokens, whole - s.num_computed_tokens)
+                groups.append(Together(i, start, count, s.num_computed_tokens + count))
             for span, first, end in image_parts(row, s):
                 at = start + span.offset + first - s.num_computed_tokens
                 parts.append((span, first, end))
-                sequences.append(i)
+                if not span.joined:
+                    groups.append(Together(i, at, end - first, span.offset + end))
                 index = np.arange(first, end)
                 if span.gap:  # without the text after each row
                     index = index[index % (span.columns + span.gap) < span.columns]
@@ -123,7 +136,7 @@ def step_images(plan: StepPlan, table: RowTable) -> StepImages:
                     )
                 )
         start += s.num_tokens
-    return StepImages(parts, np.concatenate(tokens), np.array(sequences, np.int32), tuple(places))
+    return StepImages(parts, np.concatenate(tokens), groups, tuple(places))
 
 
 class ImageOps:
@@ -139,7 +152,7 @@ class ImageOps:
     ) -> None:
         """`axes` are the decoder's `RopeSpec.axes`."""
         self._ops, self._images, self._axes = ops, images, axes
-        self._among = spec.bidirectional if images.parts else None
+        self._among = spec.bidirectional if images.groups else None
         self._positions: Tensor | None = None  # int64 [3, T]
         if images.places:
             positions = meta.positions.expand(3, -1).clone()
@@ -179,13 +192,18 @@ class ImageOps:
         out = self._ops.attention(q, kv, meta, params)
         if self._among is None or (self._among == "windowed" and params.window is None):
             return out
-        # Compute the images' tokens again, as sequences that end with them and are not causal.
-        index = upload(self._images.tokens, q.device)
+        # Compute their tokens again, as sequences that end with them and are not causal.
+        index = upload(self._joined, q.device)
         own = self._pictures.get(id(meta))
         if own is None:
             own = self._pictures[id(meta)] = self._picture_meta(meta, index)
         seen = self._ops.attention(q[index], kv, own, dataclasses.replace(params, causal=False))
         return out.index_copy(0, index, seen)
+
+    @property
+    def _joined(self) -> LongArray:
+        """Indices of the tokens of all groups among the step's."""
+        return np.concatenate([np.arange(x.first, x.first + x.count) for x in self._images.groups])
 
     def own_keys(
         self,
@@ -202,20 +220,18 @@ class ImageOps:
     def _to_ends(
         self, own: AttentionMetadata, block_size: int, group: RankGroup
     ) -> AttentionMetadata:
-        """Attention on a rank's keys, in which an image's tokens see the keys up to the image's end
-        in the step."""
-        ends = [np.full(b - a, span.offset + b, np.int32) for span, a, b in self._images.parts]
+        """Attention on a rank's keys, in which a group's tokens see the keys up to its end in the
+        step."""
+        ends = [np.full(x.count, x.end, np.int32) for x in self._images.groups]
         each = upload(np.concatenate(ends), own.positions.device)
         assert own.limits is not None
-        index = upload(self._images.tokens, each.device)
+        index = upload(self._joined, each.device)
         seen = own_length(each, block_size, group.rank, group.size)
         return dataclasses.replace(own, limits=own.limits.index_copy(0, index, seen))
 
     def _picture_meta(self, meta: AttentionMetadata, index: Tensor) -> AttentionMetadata:
-        parts = self._images.parts
-        counts = [end - first for _, first, end in parts]
-        ends = [span.offset + end for span, _, end in parts]
-        sequences = upload(self._images.sequences, index.device).long()
+        sequences_, _, counts, ends = zip(*self._images.groups, strict=True)
+        sequences = upload(np.array(sequences_, np.int64), index.device)
         return AttentionMetadata(
             query_start_loc=upload(np.cumsum([0, *counts]).astype(np.int32), index.device),
             seq_lens=upload(np.array(ends, np.int32), index.device),

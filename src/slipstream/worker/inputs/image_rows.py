@@ -31,7 +31,9 @@ def image_parts(row: Row, share: ScheduledRequest) -> list[tuple[ImageSpan, int,
 
 
 def needs_images(row: Row, share: ScheduledRequest) -> bool:
-    """True if a step's part of the request has placeholders, or tokens with three positions."""
-    if not row.images or share.num_computed_tokens >= row.images[-1].end:
+    """True if a step's part of the request has placeholders, tokens with three positions, or tokens that see later ones."""
+    if not row.images or share.num_computed_tokens >= max(
+        row.images[-1].end, row.images[-1].joined
+    ):
         return False
-    return row.places is not None or bool(image_parts(row, share))
+    return row.places is not None or row.images[-1].joined > 0 or bool(image_parts(row, share))
