@@ -146,6 +146,9 @@ for _like in COHERE:
         + PLACEHOLDER[_like]
         + "{% else %}{{ item['text'] }}{% endif %}{% endfor %}{% endif %}<|END|>{% endfor %}"
     )
+for _table in (SPECIAL, IMAGE, PLACEHOLDER, TEMPLATES):
+    _table["llava_onevision"] = _table["llava"]
+SPECIAL["llava_onevision"] += ("<video>",)
 PALIGEMMA = ("paligemma", "paligemma2")
 for _like in PALIGEMMA:
     SPECIAL[_like] = ("<bos>", "<eos>", "<image>")
@@ -224,6 +227,8 @@ def _config(family: str, **more: Any) -> Any:
         return _with_class_token(family, image, more)
     if family in COHERE:
         return _cohere_config(family, image, more)
+    if family == "llava_onevision":
+        return _onevision_config(image, more)
     if family in PALIGEMMA:
         return _paligemma_config(family, image, more)
     if family == "lfm2_vl":
@@ -433,6 +438,18 @@ def _qwen3_config(family: str, rope: dict[str, Any], ids: dict[str, int], more: 
     return kind(text_config=text, vision_config=vision, **ids, **more)
 
 
+def _onevision_config(image: int, more: Any) -> Any:
+    import transformers as t
+
+    vision = {**_SIGLIP, "vision_use_head": False, "model_type": "siglip_vision_model"}
+    ids = {"image_token_index": image, "video_token_index": token_id("llava_onevision", "<video>")}
+    pinpoints = PROCESSING["llava_onevision"]["image_grid_pinpoints"]
+    own = dict(image_grid_pinpoints=pinpoints, vision_aspect_ratio="anyres_max_3")
+    vision["image_size"] = 26  # a tile's last pixels are in no patch, as in the published ones
+    text = {**_TEXT, "model_type": "qwen2"}
+    return t.LlavaOnevisionConfig(text_config=text, vision_config=vision, **ids, **own, **more)
+
+
 def _paligemma_config(family: str, image: int, more: Any) -> Any:
     import transformers as t
 
@@ -521,6 +538,13 @@ PROCESSING["lfm2_vl"] = {
     "max_tiles": 4,
     "tile_size": 24,
 }
+PROCESSING["llava_onevision"] = {
+    "image_processor_type": "LlavaOnevisionImageProcessor",
+    "size": {"height": 26, "width": 26},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "image_grid_pinpoints": [[26 * h, 26 * w] for h in range(1, 4) for w in range(1, 4)],
+}
 for _like in PALIGEMMA:
     PROCESSING[_like] = {
         "image_processor_type": "SiglipImageProcessor",
@@ -589,6 +613,7 @@ def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
         "qwen2_5_vl": t.Qwen2_5_VLForConditionalGeneration,
         **{k: getattr(t, f"{v}ForConditionalGeneration") for k, v in (QWEN3 | GLM).items()},
         **dict.fromkeys(GEMMA4, t.Gemma4ForConditionalGeneration),
+        "llava_onevision": t.LlavaOnevisionForConditionalGeneration,
         **dict.fromkeys(PALIGEMMA, t.PaliGemmaForConditionalGeneration),
         "kimi_k25": t.Kimi_K25ForConditionalGeneration,
         "lfm2_vl": t.Lfm2VlForConditionalGeneration,
@@ -798,6 +823,9 @@ def their_processor(family: str) -> Any:
     from transformers.models.llava_next.image_processing_pil_llava_next import (
         LlavaNextImageProcessorPil,
     )
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+        LlavaOnevisionImageProcessorPil,
+    )
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -811,6 +839,7 @@ def their_processor(family: str) -> Any:
         **dict.fromkeys(QWEN3, Qwen2VLImageProcessorPil),
         **dict.fromkeys(GEMMA4, Gemma4ImageProcessorPil),
         **dict.fromkeys(GLM, Glm4vImageProcessorPil),
+        "llava_onevision": LlavaOnevisionImageProcessorPil,
         **dict.fromkeys(PALIGEMMA, SiglipImageProcessorPil),
         "mistral3": PixtralImageProcessorPil,
         **dict.fromkeys(("internvl", "aya_vision"), GotOcr2ImageProcessorPil),
@@ -825,7 +854,9 @@ def their_processor(family: str) -> Any:
     return kinds[family](**own)
 
 
-def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[str, Any]:
+def their_inputs(
+    family: str, tokens: list[int], pictures: list[Any], *, of_one_prompt: bool = True
+) -> dict[str, Any]:
     """Inputs of transformers' model for a prompt that has all placeholders."""
     import torch
 
@@ -837,7 +868,8 @@ def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[st
     elif family.startswith("qwen") or family in (*GEMMA4, *GLM):
         given["mm_token_type_ids"] = kinds
     if pictures:
-        nested = [pictures] if family == "smolvlm" else pictures
+        is_nested = family == "smolvlm" or (family == "llava_onevision" and of_one_prompt)
+        nested = [pictures] if is_nested else pictures
         made = their_processor(family)(nested, return_tensors="pt")
         given |= {
             k: v
@@ -845,7 +877,7 @@ def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[st
             if k
             in (
                 *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids"),
-                *("image_sizes", "spatial_shapes"),
+                *("image_sizes", "spatial_shapes", "batch_num_images"),
             )
         }
     return given

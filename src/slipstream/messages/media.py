@@ -20,6 +20,7 @@ class ImageSpan:
     `key` is a hash of the pixels: spans with the same key have the same embeddings. `pixels` are
     uint8 [height, width, 3], in the image encoder's size; empty in a fork, which gets its parent's.
     `gap`: tokens of text after each row, which belong to the span (Pixtral).
+    `inner`: rows and columns of its grid that are no padding, if the tokens are made of them by scaling (LLaVA-OneVision).
     `joined`: the tokens of its prompt, if all of them attend to each other (PaliGemma); else 0.
     """
 
@@ -31,6 +32,7 @@ class ImageSpan:
     width: int
     pixels: bytes = field(repr=False)
     gap: int = 0
+    inner: tuple[int, ...] = ()
     joined: int = 0
 
     @property

@@ -53,6 +53,7 @@ FAMILIES = (
     "cohere2_vision",
     "paligemma",
     "paligemma2",
+    "llava_onevision",
 )
 LIKE_OTHERS = ("qwen3_vl_moe", "qwen3_5_moe", "qwen2_vl", "glm4v_moe", "glm46v", "glm_ocr")
 """Families of which a part alone differs from one above."""
@@ -125,6 +126,20 @@ def test_several_pictures_equal_transformers(models, family, kernels):
     most = 5e-4 if family in LIKE_OTHERS else 2e-4
     assert largest_difference(answer, their_logprobs(family, model, ids, pictures)) < most
     assert list(answer.outputs[0].token_ids) == their_greedy(family, model, ids, pictures)
+
+
+def test_one_picture_of_a_prompt_is_seen_in_squares(models):
+    """LLaVA-OneVision's, whose tokens are scaled where they are many. Of several pictures each is one square."""
+    path, model = models["llava_onevision"]
+    wanted, lengths = dataclasses.replace(GREEDY, prompt_logprobs=0), []
+    with engine(path) as llm:
+        for given in ([picture(1)], [picture(2, 97, 20)], [picture(3, 9, 70)], [picture(1)] * 2):
+            (answer,) = llm.generate(prompt_of("llava_onevision", *given), wanted)
+            ids = answer.prompt_token_ids
+            theirs = their_logprobs("llava_onevision", model, ids, given)
+            assert largest_difference(answer, theirs) < 2e-4
+            lengths.append(ids.count(token_id("llava_onevision", "<image>")))
+    assert min(lengths[:3]) > lengths[3] - 37 == 37
 
 
 def test_logits_of_cohere_are_scaled(models, tmp_path):

@@ -206,6 +206,34 @@ CONFIGS = {
         },
         256,
     ),
+    "llava_onevision": (
+        {
+            **dict(ignore_index=-100, image_token_index=7, projector_hidden_act="gelu"),
+            **dict(vision_feature_layer=-1, vision_feature_select_strategy="full"),
+            **dict(vision_aspect_ratio="anyres_max_9", tie_word_embeddings=False),
+            **dict(video_token_index=151647, use_image_newline_parameter=True),
+            "image_grid_pinpoints": [[384 * h, 384 * w] for h in range(1, 7) for w in range(1, 7)],
+            "architectures": ["LlavaOnevisionForConditionalGeneration"],
+            "text_config": dict(
+                **dict(model_type="qwen2", hidden_size=3584, intermediate_size=18944),
+                **dict(num_attention_heads=28, num_hidden_layers=28, num_key_value_heads=4),
+                **dict(rope_theta=1e6, vocab_size=152000, bos_token_id=151643),
+            ),
+            "vision_config": {
+                **dict(hidden_size=1152, intermediate_size=4304, model_type="siglip_vision_model"),
+                **dict(num_attention_heads=16, num_hidden_layers=26, image_size=384, patch_size=14),
+                **dict(vision_use_head=False),
+            },
+        },
+        {
+            **dict(do_convert_rgb=True, do_normalize=True, do_pad=True, do_rescale=True),
+            **dict(image_mean=[0.5, 0.5, 0.5], image_std=[0.5, 0.5, 0.5], resample=3),
+            **dict(image_processor_type="LlavaOnevisionImageProcessor", do_resize=True),
+            **dict(rescale_factor=1 / 255, size={"height": 384, "width": 384}),
+            "image_grid_pinpoints": [[384 * h, 384 * w] for h in range(1, 7) for w in range(1, 7)],
+        },
+        729,
+    ),
     "llava_next": (
         {
             **dict(ignore_index=-100, image_token_index=7, projector_hidden_act="gelu"),
@@ -471,7 +499,13 @@ def test_published_configs_are_read(tmp_path, family):
     pieces = processor.prepare(Image.new("RGB", (1280, 720))).pieces
     piece = pieces[0]
     # 2 × 4 tiles, and the whole; the whole, and a larger one
-    assert len(pieces) == {"internvl": 9, "llava_next": 2, "lfm2_vl": 3, **_TILES}.get(family, 1)
+    assert len(pieces) == {
+        "internvl": 9,
+        "llava_next": 2,
+        "llava_onevision": 2,
+        "lfm2_vl": 3,
+        **_TILES,
+    }.get(family, 1)
     processor.close()
     assert piece.num_tokens == CONFIGS[family][2]
     assert read_spec(tmp_path).taking_images(0).spec.vision is None
@@ -513,6 +547,7 @@ def test_a_model_without_an_encoder_is_its_decoder(tmp_path, family):
         ("glm4v_moe", "text_config", {"use_qk_norm": True}),
         ("lfm2_vl", "vision_config", {"num_patches": 250}),
         ("paligemma", "vision_config", {"projection_dim": 1024}),
+        ("llava_onevision", "text_config", {"model_type": "gemma"}),
         ("paligemma", "text_config", {"model_type": "gemma3_text"}),
         ("aya_vision", "vision_config", {"image_size": 384}),
         ("glm4v_moe", "text_config", {"model_type": "glm4v_text"}),

@@ -44,6 +44,7 @@ from slipstream.messages.media import ImageSpan
 from slipstream.spec.media.sound import MediaSpec
 from slipstream.spec.media.vision import (
     MAX_RATIO,
+    MAX_SIDE,
     CenterSquare,
     FixedSize,
     ImageProcessing,
@@ -100,6 +101,7 @@ class Piece:
     width: int
     pixels: bytes = field(repr=False)
     gap: int = 0
+    inner: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -115,15 +117,18 @@ class Piece:
             width=self.width,
             pixels=self.pixels,
             gap=self.gap,
+            inner=self.inner,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPicture:
-    """A picture's pieces in their order, and the text that stands for them in a prompt."""
+    """A picture's pieces in their order, and the text that stands for them in a prompt. `among`: the same where a prompt has
+    several pictures, if that is something else."""
 
     text: str
     pieces: tuple[Piece, ...]
+    among: PreparedPicture | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +232,7 @@ class PictureProcessor(MediaProcessor):
             case FixedSize() | CenterSquare():
                 tiles = [self._one_size(image, p.sizes)]
             case PinpointTiles() as sizes:
-                tiles = [image.scaled(sizes.tile, sizes.tile, self._how)]
+                tiles = [self._cut(image.scaled(sizes.tile, sizes.tile, self._how), sizes.tile)]
                 grid, whole = self._in_pinpoint(image, sizes)
             case PixelRange() as sizes:
                 longer, shorter = sorted((image.width, image.height), reverse=True)
@@ -263,8 +268,12 @@ class PictureProcessor(MediaProcessor):
                     limits = dataclasses.replace(limits, side=side)
                 tiles = [self._padded(image, limits)]
         pieces = tuple(self._piece(tile) for tile in tiles)
+        among = None
         if isinstance(p.sizes, PinpointTiles):
-            pieces = (*pieces, self._piece(whole, PatchGrid(grid.height, grid.width + 1)))
+            height, width = p.sizes.scaled(grid, pieces[0].rows)
+            inner = () if grid == (height, width) else (grid.height, grid.width)
+            pieces = (*pieces, self._piece(whole, PatchGrid(height, width + 1), inner))
+            among = self._one_square(image, p.sizes)
         if vision.prompt.gap:
             rows, columns = pieces[0].rows, pieces[0].columns
         count = pieces[0].num_tokens
@@ -275,7 +284,26 @@ class PictureProcessor(MediaProcessor):
             return PreparedPicture(vision.prompt.text(count, rows, columns, whole_count), pieces)
         if vision.prompt.style != "tiles":  # in one run
             count = sum(piece.num_tokens for piece in pieces)
-        return PreparedPicture(vision.prompt.text(count, rows, columns), pieces)
+        return PreparedPicture(vision.prompt.text(count, rows, columns), pieces, among)
+
+    def _one_square(self, source: OpenPicture, sizes: PinpointTiles) -> PreparedPicture | None:
+        """The picture in the middle of a square of the mean colour, in one tile, with a token after its rows."""
+        import PIL.Image
+
+        if sizes.most is None:
+            return None
+        height, width = source.height, source.width
+        if (side := max(height, width)) > MAX_SIDE:  # a square of a narrow one would be large
+            height, width = (max(1, x * MAX_SIDE // side) for x in (height, width))
+            side = MAX_SIDE
+        colour = tuple(int(x * 255) for x in self.processing.mean)
+        image = PIL.Image.new("RGB", (side, side), colour)
+        place = (side - width) // 2, (side - height) // 2
+        image.paste(source.scaled(height, width, self._how), place)
+        tile = self._cut(self._scaled(image, sizes.tile, sizes.tile), sizes.tile)
+        count = self.vision.num_tokens(self.vision.grid(tile.height, tile.width)) + 1
+        piece = self._piece(tile, PatchGrid(1, count))
+        return PreparedPicture(self.vision.prompt.text(count), (piece,))
 
     def _in_pinpoint(self, source: OpenPicture, sizes: PinpointTiles) -> tuple[PatchGrid, Image]:
         """The picture with black around, and the part of its grid that is not padding."""
@@ -286,7 +314,24 @@ class PictureProcessor(MediaProcessor):
         image = PIL.Image.new("RGB", (size[1], size[0]))
         place = (size[1] - width) // 2, (size[0] - height) // 2
         image.paste(source.scaled(height, width, self._how), place)
-        return without_padding(source.height, source.width, self.vision.grid(*size)), image
+        image = self._cut(image, sizes.tile)
+        grid = self.vision.grid(image.height, image.width)
+        return without_padding(source.height, source.width, grid), image
+
+    def _cut(self, image: Image, tile: int) -> Image:
+        """The image without the pixels of each tile that are beyond its last patch."""
+        import PIL.Image
+
+        kept = tile - tile % self.vision.patch_size
+        if kept == tile:
+            return image
+        rows, columns = image.height // tile, image.width // tile
+        found = PIL.Image.new("RGB", (columns * kept, rows * kept))
+        for y in range(rows):
+            for x in range(columns):
+                box = (x * tile, y * tile, x * tile + kept, y * tile + kept)
+                found.paste(image.crop(box), (x * kept, y * kept))
+        return found
 
     def _padded(self, source: OpenPicture, limits: PatchLimits) -> Image:
         """The picture with black to its right and below."""
@@ -366,18 +411,20 @@ class PictureProcessor(MediaProcessor):
 
         return Resampling[self.processing.resample.upper()]
 
-    def _piece(self, image: Image, tokens: PatchGrid | None = None) -> Piece:
+    def _piece(
+        self, image: Image, tokens: PatchGrid | None = None, inner: tuple[int, ...] = ()
+    ) -> Piece:
         """A picture or tile, ready for the encoder, with the key of its pixels. `tokens`: its rows and columns of tokens, if
-        they differ from its groups of patches."""
+        they differ from its groups of patches. `inner`: see `ImageSpan`."""
         pixels = np.asarray(image, np.uint8)
         height, width = pixels.shape[:2]
         grid, merge = self.vision.grid(height, width), self.vision.merge
         raw = pixels.tobytes()
         size = tokens or (grid.height // merge, grid.width // merge)
-        sides = (height, width, *(tokens or ()))
+        sides = (height, width, *(tokens or ()), *inner)
         head = b"".join(x.to_bytes(4, "little") for x in sides)
         key = blake2b(head + raw, digest_size=KEY_BYTES).digest()
-        return Piece(*size, key, height, width, raw, self.vision.prompt.gap)
+        return Piece(*size, key, height, width, raw, self.vision.prompt.gap, inner)
 
 
 class OpenPicture:
@@ -665,6 +712,11 @@ def _named(given: str | dict[str, Any], where: str) -> Any:
 # --- Prompts ------------------------------------------------------------------------------------------------------------
 
 
+def _of_prompt(pictures: Sequence[PreparedPicture]) -> Sequence[PreparedPicture]:
+    """What the pictures of one prompt are there."""
+    return pictures if len(pictures) < 2 else [x if x.among is None else x.among for x in pictures]
+
+
 def with_pictures(text: str, pictures: Sequence[PreparedPicture], vision: MediaSpec) -> str:
     """The prompt with each placeholder replaced by the text of its picture. RequestError if the numbers of
     placeholders and pictures differ."""
@@ -677,7 +729,7 @@ def with_pictures(text: str, pictures: Sequence[PreparedPicture], vision: MediaS
     if pictures and vision.prompt.style == "prefix":
         parts[-1] = f"{vision.prompt.begin}{parts[-1]}{vision.prompt.end}"
     return parts[0] + "".join(
-        picture.text + part for picture, part in zip(pictures, parts[1:], strict=True)
+        x.text + part for x, part in zip(_of_prompt(pictures), parts[1:], strict=True)
     )
 
 
@@ -699,7 +751,7 @@ def expanded(
 ) -> tuple[int, ...]:
     """A prompt's tokens with all placeholders of its pictures: as they are, or with one for each picture (of a model that
     writes a picture otherwise than by its placeholder: what `PromptFormat.placeholder` is)."""
-    count = tokens.count(vision.token_id)
+    count, pictures = tokens.count(vision.token_id), _of_prompt(pictures)
     if count == sum(piece.num_tokens for picture in pictures for piece in picture.pieces):
         return tuple(tokens)
     if tokenizer is None:
@@ -751,7 +803,7 @@ def placed(
     only with requests of the same salt."""
     places = [i for i, token in enumerate(tokens) if token == vision.token_id]
     spans, start = list[ImageSpan](), 0
-    for piece in (piece for picture in pictures for piece in picture.pieces):
+    for piece in (piece for picture in _of_prompt(pictures) for piece in picture.pieces):
         own = places[start : start + piece.num_tokens]
         if len(own) < piece.num_tokens or not _is_whole(own, piece, len(tokens)):
             raise RequestError(

@@ -80,6 +80,7 @@ from slipstream.spec.families.pictures import (
     internvl,
     kimi_vl,
     lfm2_vl,
+    llava_onevision,
     paligemma,
     qwen3_vl,
     qwen_vl,
@@ -89,8 +90,8 @@ from slipstream.spec.families.sounds import qwen2_audio
 MODULES = (
     apertus, bamba, bart, bert, bert_kin, deberta, bloom, cohere, cohere_vision, dbrx, deepseek, deepseek_v4, ernie,
     exaone, falcon, falcon_h1, gemma, gemma3n, gemma4, glm, glm4v, gpt, gpt_oss, granite, hunyuan, idefics3,
-    internvl, jamba, kimi_linear, kimi_vl, lfm, lfm2_vl, ling, llama, llama4, mamba, minimax, mistral3, mixtures,
-    modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, paligemma, phi, qwen, qwen2_audio,
+    internvl, jamba, kimi_linear, kimi_vl, lfm, lfm2_vl, ling, llama, llama4, llava_onevision, mamba, minimax, mistral3,
+    mixtures, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, paligemma, phi, qwen, qwen2_audio,
     qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, whisper,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {

@@ -330,7 +330,8 @@ class VisionSpec:
     - `clipped`: inputs and results of the layers' products are clamped to learned bounds (Gemma 4).
     - `own_input_id`: the token whose row of the layers' own inputs a picture's tokens read.
     - `pinpoints`: [height, width] of the pictures that are cut into squares of the position table's side. Their tokens form one
-      grid, without those of padding, with a learned row after each of its rows (LLaVA-NeXT).
+      grid, without those of padding, with a learned row after each of its rows (LLaVA-NeXT). `most_tiles`: they are
+      scaled to the tokens of about so many squares (`PinpointTiles.most`).
     - `bidirectional`: the decoder's tokens of a picture attend to all of it, in all layers (Gemma 3)
       or in those with a window (Gemma 4). So a step holds all `whole_tokens` that a picture has at
       most, which the preprocessing tells. "prompt": all tokens of a prompt with pictures attend to each other (PaliGemma).
@@ -360,6 +361,7 @@ class VisionSpec:
     clipped: bool = False
     own_input_id: int | None = None
     pinpoints: tuple[tuple[int, int], ...] = ()
+    most_tiles: int | None = None
     bidirectional: Literal["all", "windowed", "prompt"] | None = None
     whole_tokens: int = 0
 
@@ -493,10 +495,19 @@ class RatioTiles:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinpointTiles:
     """The whole picture in a square of `tile` pixels, whatever its proportions, and after it the picture in the middle of the
-    best of `sizes` [height, width], black around (LLaVA-NeXT)."""
+    best of `sizes` [height, width], black around (LLaVA-NeXT).
+
+    `most`: the tokens of the latter are scaled to those of about so many tiles, if they are 1.1² times as many, and several
+    pictures of a prompt have one square each, in their proportions (LLaVA-OneVision)."""
 
     tile: int
     sizes: tuple[tuple[int, int], ...]
+    most: int | None = None
+
+    def scaled(self, grid: PatchGrid, side: int) -> PatchGrid:
+        """The rows and columns of tokens of a picture without padding. A tile has `side` of each."""
+        ratio = math.sqrt(grid.num_patches / (self.most * side**2)) if self.most else 0.0
+        return PatchGrid(*(int(x // ratio) for x in grid)) if ratio > 1.1 else grid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

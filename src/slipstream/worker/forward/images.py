@@ -56,7 +56,7 @@ class ImageEncoder:
         spans = [span for span, _, _ in images.parts]
         found = {span.key: self._kept[span.key] for span in spans if span.key in self._kept}
         if missing := list({span.key: span for span in spans if span.key not in found}.values()):
-            sizes = [(span.rows, span.columns) for span in missing]
+            sizes = [(span.rows, span.columns, *span.inner) for span in missing]
             made = self.tower([self._pixels(span) for span in missing], sizes)
             # The clone owns its memory. A slice would keep the memory of the whole batch alive.
             found |= {span.key: x.clone() for span, x in zip(missing, made, strict=True)}
