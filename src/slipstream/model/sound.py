@@ -50,6 +50,7 @@ class SoundTower:
             norms = {k: build_norm(n, f"vision.{name}{k}", own) for k, n in layer.norms.items()}
             self.layers.append(VisionLayer(layer, qkv, out, up, down, norms))
         self.final_norm = build_norm(spec.final_norm, "vision.final_norm", own)
+        self.up = None if spec.activation is None else linear("connector.up")
         self.out = linear("connector.out")
         assert not own, f"unused: {list(own)}"
 
@@ -73,6 +74,10 @@ class SoundTower:
         parts = PackedParts.of(list(counts), self.device)
         for layer in self.layers:
             h = layer(ops, h, parts)
+        if self.up is not None and self.spec.activation is not None:  # of whole windows
+            rows = normed(ops, self.final_norm, h).reshape(-1, pool * h.shape[1])
+            rows = ops.activation(ops.linear(rows, self.up), self.spec.activation, gated=False)
+            return list(ops.linear(rows, self.out).split([n // pool for n in counts]))
         pooled = [
             own[: len(own) // pool * pool].unflatten(0, (-1, pool)).mean(1)
             for own in h.split(list(counts))

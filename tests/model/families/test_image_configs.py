@@ -589,6 +589,39 @@ def test_pictures_larger_than_the_window_are_refused_where_they_see_themselves(t
     assert caught.value.field == "max_soft_tokens"
 
 
+def test_voxtrals_published_config_is_read(tmp_path):
+    audio = {
+        **dict(model_type="voxtral_encoder", hidden_size=1280, intermediate_size=5120),
+        **dict(num_attention_heads=20, num_key_value_heads=20, num_hidden_layers=32, head_dim=64),
+        **dict(activation_function="gelu", layerdrop=0.0, max_source_positions=1500),
+        **dict(num_mel_bins=128, scale_embedding=False, vocab_size=51866, dropout=0.0),
+    }
+    text = {
+        **dict(model_type="llama", attention_bias=False, head_dim=128, hidden_size=3072),
+        **dict(intermediate_size=8192, max_position_embeddings=131072, mlp_bias=False),
+        **dict(num_attention_heads=32, num_hidden_layers=30, num_key_value_heads=8),
+        **dict(rms_norm_eps=1e-5, rope_theta=1e8, sliding_window=None, vocab_size=131072),
+    }
+    config = {
+        **dict(model_type="voxtral", audio_token_id=24, projector_hidden_act="gelu"),
+        **dict(architectures=["VoxtralForConditionalGeneration"], hidden_size=3072),
+        **dict(audio_config=audio, text_config=text, torch_dtype="bfloat16", vocab_size=131072),
+    }
+
+    def write_config(**changes):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+
+    write_config()
+    found = read_spec(tmp_path).spec
+    assert found.vision.num_states(1) == 1500
+    assert (found.vision.pool, found.vision.token_id) == (4, 24)
+    for wrong in ({"a_new_switch": 1}, {"intermediate_size": 5000}, {"num_key_value_heads": 4}):
+        write_config(audio_config={**audio, **wrong})
+        with pytest.raises(UnsupportedModelError) as caught:
+            read_spec(tmp_path)
+        assert caught.value.field == f"audio_config.{next(iter(wrong))}"
+
+
 def test_a_published_config_that_hears_is_read(tmp_path):
     audio = {
         **dict(model_type="qwen2_audio_encoder", num_mel_bins=128, encoder_layers=32),

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from slipstream.engine.audio.sound import as_samples
 from slipstream.engine.audio.spectrogram import log_mel
@@ -28,7 +29,7 @@ from slipstream.spec.media.sound import SoundSpec
 
 
 class SoundProcessor(MediaProcessor):
-    """Reader of sounds for one model: a file's bytes, samples at 16 kHz, or (samples, rate), of one window at most."""
+    """Reader of sounds for one model: a file's bytes, samples at 16 kHz, or (samples, rate)."""
 
     vision: SoundSpec
 
@@ -44,7 +45,7 @@ class SoundProcessor(MediaProcessor):
         """Reads a sound for the prompt. RequestError (field "file" or "audio") says what is wrong
         with it."""
         sound, audio = self.vision, self.vision.audio
-        samples = as_samples(source, max_s=audio.window_s)
+        samples = as_samples(source, max_s=audio.window_s * (sound.most_windows or 1))
         count = sound.num_states(len(samples))
         if count < sound.pool:
             shortest = ((sound.pool - 1) * FRAMES_PER_STATE * HOP + 1) / SAMPLE_RATE
@@ -52,11 +53,16 @@ class SoundProcessor(MediaProcessor):
                 f"the sound is shorter than {shortest:.3f} s, which gives no token; leave it out, or send a longer one",
                 field="audio",
             )
-        mel = log_mel(np.pad(samples, (0, audio.num_samples - len(samples))), audio.num_mel_bins)
-        frames = mel.T[: count * FRAMES_PER_STATE + 1]  # the last one is read by its neighbour
-        frames = np.pad(frames, ((0, count * FRAMES_PER_STATE + 1 - len(frames)), (0, 0)))
-        raw = np.ascontiguousarray(frames, np.float32).tobytes()
+        windows = -(-len(samples) // audio.num_samples)
+        whole = np.pad(samples, (0, windows * audio.num_samples - len(samples)))
+        frames = log_mel(whole, audio.num_mel_bins).T
+        pieces = tuple(self._piece(x, count) for x in np.split(frames, windows))
+        return PreparedPicture(sound.prompt.text(sum(piece.num_tokens for piece in pieces)), pieces)
+
+    def _piece(self, frames: npt.NDArray[np.float32], count: int) -> Piece:
+        """The first `count` states' frames of a window, and one more, which the last one reads."""
+        own = frames[: count * FRAMES_PER_STATE + 1]
+        own = np.pad(own, ((0, count * FRAMES_PER_STATE + 1 - len(own)), (0, 0)))
+        raw = np.ascontiguousarray(own, np.float32).tobytes()
         key = blake2b(raw, digest_size=KEY_BYTES, person=b"sound").digest()
-        num_tokens = count // sound.pool
-        piece = Piece(1, num_tokens, key, len(frames), audio.num_mel_bins, raw)
-        return PreparedPicture(sound.prompt.text(num_tokens), (piece,))
+        return Piece(1, count // self.vision.pool, key, len(own), own.shape[1], raw)

@@ -1,7 +1,7 @@
 """Sound encoders: the part of a model spec that turns sounds into embeddings of placeholder tokens. No torch.
 
-    states = layers(convolutions(log-mel frames) + positions)     Whisper's encoder, over the sound alone
-    tokens = out(norm(mean of `pool` neighbouring states))
+    states = layers(convolutions(log-mel frames) + positions)     Whisper's encoder, over the sound alone or whole windows
+    tokens = out(norm(mean of `pool` neighbouring states))        or an MLP of as many states, each of them normed
 
 A sound stands in a prompt as a picture does, in one row of tokens. So it joins through the same places: spans of placeholders,
 hashes in the prefix cache's keys, a cache of embeddings. The answers that a `VisionSpec` gives about a picture are here, too.
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.spec.functions import NormSpec, Shape
+from slipstream.spec.functions import Activation, NormSpec, Shape
+from slipstream.spec.layers import linear_shapes
 from slipstream.spec.media.audio import HOP, AudioSpec
 from slipstream.spec.media.vision import DeepStackSpec, ImageProcessing, PromptFormat, VisionSpec
 
@@ -23,11 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoundSpec:
-    """An encoder of sounds of one window at most.
+    """An encoder of sounds.
 
     - `audio`: the convolutions and the window's length.
     - `pool`: states whose mean is one token. States that are left over at the end have none.
     - `token_id`: the placeholder that an embedding replaces.
+    - `activation`: that of the MLP, as wide as the decoder and without biases, of `pool` states; without it there is one
+      product of their mean, with a bias.
+    - `most_windows`: the longest sound. None: one window, and the encoder reads the sound alone. Otherwise it reads each
+      window whole, with the silence after the sound (Voxtral).
     """
 
     hidden_size: int
@@ -37,6 +42,8 @@ class SoundSpec:
     pool: int
     token_id: int
     prompt: PromptFormat
+    activation: Activation | None = None
+    most_windows: int | None = None
 
     @property
     def medium(self) -> Literal["image", "audio"]:
@@ -60,7 +67,9 @@ class SoundSpec:
         return None
 
     def num_states(self, num_samples: int) -> int:
-        """States of a sound's own frames, without those of the silence after it."""
+        """States of a sound's own frames, without those of the silence after it; of a whole window."""
+        if self.most_windows is not None:
+            return self.audio.num_states
         num_frames = -(-num_samples // HOP)
         return (num_frames - 1) // 2 + 1
 
@@ -77,10 +86,13 @@ class SoundSpec:
             "vision.second.weight": (hidden, 3 * hidden),
             "vision.second.bias": (hidden,),
             "vision.positions.weight": (self.audio.num_states, hidden),
-            "vision.connector.out.weight": (text_size, hidden),
-            "vision.connector.out.bias": (text_size,),
             **self.final_norm.shapes("vision.final_norm"),
         }
+        if self.activation is None:
+            found |= linear_shapes("vision.connector.out", text_size, hidden, True)
+        else:
+            found |= linear_shapes("vision.connector.up", text_size, self.pool * hidden)
+            found |= linear_shapes("vision.connector.out", text_size, text_size)
         for i, layer in enumerate(self.layers):
             found |= {f"vision.layers.{i}.{k}": v for k, v in layer.shapes(hidden).items()}
         return found
@@ -99,7 +111,7 @@ class SoundSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoundProcessing:
-    """The preprocessing of a sound: Whisper's spectrogram of a whole window, with silence after the sound."""
+    """The preprocessing of a sound: Whisper's spectrogram of whole windows, with silence after the sound."""
 
     def most_tokens(self, sound: SoundSpec) -> int:
         return sound.audio.num_states // sound.pool

@@ -31,29 +31,32 @@ def read_text(c: ConfigReader) -> ModelSpec:
     return qwen.read_qwen2(c)
 
 
+def whisper_layer(a: ConfigReader) -> LayerSpec:
+    """A layer of Whisper's encoder."""
+    h = heads(a, hidden="d_model", num_heads="encoder_attention_heads", num_kv_heads=None)
+    act = activation(a, "activation_function", "gelu")
+    return LayerSpec(
+        attention=attention(h, None, causal=False, qkv_bias=True, out_bias=True),
+        mlp=plain(a.size("encoder_ffn_dim"), act),
+        block=before(layer_norm(a.size("d_model"), 1e-5)),
+    )
+
+
 def read_sound(c: ConfigReader, text: ModelSpec) -> SoundSpec:
     a = c.part("audio_config")
     a.require("model_type", "qwen2_audio_encoder")
     a.assume(d_model=1280, encoder_layers=32, encoder_attention_heads=20, encoder_ffn_dim=5120)
-    hidden = a.size("d_model")
-    h = heads(a, hidden="d_model", num_heads="encoder_attention_heads", num_kv_heads=None)
-    norm = layer_norm(hidden, 1e-5)
-    act = activation(a, "activation_function", "gelu")
-    layer = LayerSpec(
-        attention=attention(h, None, causal=False, qkv_bias=True, out_bias=True),
-        mlp=plain(a.size("encoder_ffn_dim"), act),
-        block=before(norm),
-    )
+    layer = whisper_layer(a)
     a.ignore("encoder_layerdrop", "scale_embedding", "num_hidden_layers")  # transformers ignores it
     c.alias({"audio_token_index": "audio_token_id"})
     made = SoundSpec(
-        hidden_size=hidden,
+        hidden_size=a.size("d_model"),
         audio=AudioSpec(
             num_mel_bins=a.size("num_mel_bins", 128),
             num_states=a.size("max_source_positions", 1500),
         ),
         layers=(layer,) * a.size("encoder_layers"),
-        final_norm=norm,
+        final_norm=layer_norm(a.size("d_model"), 1e-5),
         pool=2,
         token_id=c.take("audio_token_index", int, 151646),
         prompt=PromptFormat(placeholder="<|AUDIO|>", token="<|AUDIO|>", style="plain"),
@@ -97,8 +100,11 @@ _table = table({**LLAMA, **SOUND}, vision_layer="audio_tower.layers.{i}.")
 
 
 def names(spec: ModelSpec) -> Names:
-    """Keys have no bias: a parameter's rows without a tensor are zeros."""
-    found = _table(spec)
+    return of_tower(spec, _table(spec))
+
+
+def of_tower(spec: ModelSpec, found: Names) -> Names:
+    """Keys have no bias: a parameter's rows without a tensor are zeros. Convolutions are products."""
     if isinstance(sound := spec.vision, SoundSpec):
         for i in range(len(sound.layers)):
             del found[f"audio_tower.layers.{i}.self_attn.k_proj.bias"]
