@@ -21,7 +21,7 @@ from tests.support.vision_models import BYTES
 
 TOKEN = BYTES + VOXTRAL.index("[AUDIO]")
 SOUNDS = [sound(1), sound(2, 4.7), sound(3, 2.0), sound(4, 0.01)]
-"""Of one window, three, one that is full, and nearly nothing."""
+"""Sounds of one window, of three, of a full one, and one of nearly nothing."""
 
 
 @pytest.fixture(scope="module")

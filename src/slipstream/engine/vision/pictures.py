@@ -713,7 +713,7 @@ def _named(given: str | dict[str, Any], where: str) -> Any:
 
 
 def _of_prompt(pictures: Sequence[PreparedPicture]) -> Sequence[PreparedPicture]:
-    """What the pictures of one prompt are there."""
+    """The pictures of one prompt, as they are there."""
     return pictures if len(pictures) < 2 else [x if x.among is None else x.among for x in pictures]
 
 
