@@ -10,7 +10,7 @@ import torch
 
 from slipstream import AsyncLLM
 from slipstream.config import EngineArgs
-from slipstream.engine.audio.sounds import SoundProcessor
+from slipstream.engine.media.sounds import SoundProcessor
 from slipstream.errors import RequestError
 from slipstream.spec.description import read_spec
 from tests.engine.media.test_sounds import GREEDY, engine
@@ -57,13 +57,13 @@ def largest_difference(model, answer, sounds):
 
 
 def test_frames_equal_those_of_transformers(made):
-    processor = SoundProcessor(read_spec(made[0]).spec.vision, 16)
+    processor = SoundProcessor(read_spec(made[0]).spec.media, 16)
     pieces = [piece for x in SOUNDS for piece in processor.prepare(x).pieces]
     processor.close()
     theirs = their_windows(SOUNDS).numpy()
     assert len(pieces) == len(theirs) == 6
     for piece, exact in zip(pieces, theirs, strict=True):
-        frames = np.frombuffer(piece.pixels, np.float32).reshape(piece.height, piece.width)
+        frames = np.frombuffer(piece.data, np.float32).reshape(piece.height, piece.width)
         np.testing.assert_allclose(frames[:-1].T, exact, atol=2e-4)
         assert not frames[-1].any()  # as a convolution pads each window
 

@@ -12,12 +12,12 @@ from slipstream.spec.families.base import ConfigReader, Family, Names
 from slipstream.spec.families.builders import layer_norm
 from slipstream.spec.families.names import LLAMA, table
 from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names, square
+from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.vision import (
     ConcatConnector,
     FixedSize,
     GridPositionSpec,
     ImageProcessing,
-    PromptFormat,
     VisionSpec,
 )
 from slipstream.spec.model import AttentionSpec, ModelSpec
@@ -94,7 +94,7 @@ def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
 
 ENCODER: dict[str, Any] = siglip_names("vision_tower.", out="multi_modal_projector.linear")
 _names = {
-    family: table({**own, **ENCODER}, vision_layer="vision_tower.encoder.layers.{i}.")
+    family: table({**own, **ENCODER}, media_layer="vision_tower.encoder.layers.{i}.")
     for family, own in (("gemma", LLAMA), ("gemma2", gemma.SANDWICH))
 }
 
@@ -113,7 +113,7 @@ FAMILIES = (
         prefixes=("language_model.", "model.language_model.", "model."),
         # the pooling head, and all of the encoder with max_images=0
         ignored=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
-        vision=read_vision,
+        media=read_vision,
         processing=read_processing,
     ),
 )

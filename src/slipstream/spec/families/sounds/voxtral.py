@@ -5,16 +5,12 @@ from __future__ import annotations
 from slipstream.spec.families import llama
 from slipstream.spec.families.base import ConfigReader, Family, Names
 from slipstream.spec.families.builders import activation, layer_norm
+from slipstream.spec.families.encoders.whisper import of_audio, stack_layer
 from slipstream.spec.families.names import LLAMA, table
-from slipstream.spec.families.sounds.qwen2_audio import (
-    SOUND,
-    of_tower,
-    read_processing,
-    whisper_layer,
-)
+from slipstream.spec.families.sounds.qwen2_audio import SOUND, read_processing
 from slipstream.spec.media.audio import AudioSpec
+from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.sound import SoundSpec
-from slipstream.spec.media.vision import PromptFormat
 from slipstream.spec.model import ModelSpec
 
 MOST_WINDOWS = 80
@@ -45,7 +41,9 @@ def read_sound(c: ConfigReader, text: ModelSpec) -> SoundSpec:
     a.require("model_type", "voxtral_encoder")
     a.alias(KEYS)
     a.assume(d_model=1280, encoder_layers=32, encoder_attention_heads=20, encoder_ffn_dim=5120)
-    layer, hidden, inner = whisper_layer(a), a.size("d_model"), a.size("encoder_ffn_dim")
+    hidden, inner = a.size("d_model"), a.size("encoder_ffn_dim")
+    norm = layer_norm(hidden, 1e-5)
+    layer = stack_layer(a, "encoder", activation(a, "activation_function", "gelu"), norm)
     a.require("num_key_value_heads", a.size("encoder_attention_heads"))
     a.ignore("layerdrop", "encoder_layerdrop", "scale_embedding", "vocab_size")  # without effect
     num_states = a.size("max_source_positions", 1500)
@@ -58,7 +56,7 @@ def read_sound(c: ConfigReader, text: ModelSpec) -> SoundSpec:
         hidden_size=hidden,
         audio=AudioSpec(num_mel_bins=a.size("num_mel_bins", 128), num_states=num_states),
         layers=(layer,) * a.size("encoder_layers"),
-        final_norm=layer_norm(hidden, 1e-5),
+        final_norm=norm,
         pool=inner // hidden,
         token_id=c.take("audio_token_id", int, 24),
         prompt=PROMPT,
@@ -75,15 +73,18 @@ _table = table(
     {
         **LLAMA,
         **SOUND,
-        "vision.connector.up": "multi_modal_projector.linear_1",
-        "vision.connector.out": "multi_modal_projector.linear_2",
+        "media.connector.up": "multi_modal_projector.linear_1",
+        "media.connector.out": "multi_modal_projector.linear_2",
     },
-    vision_layer="audio_tower.layers.{i}.",
+    media_layer="audio_tower.layers.{i}.",
 )
 
 
 def names(spec: ModelSpec) -> Names:
-    return of_tower(spec, _table(spec))
+    found, sound = _table(spec), spec.media
+    if not isinstance(sound, SoundSpec):
+        return found
+    return of_audio(found, "audio_tower.", sound.audio, sound.hidden_size)
 
 
 FAMILIES = (
@@ -95,7 +96,7 @@ FAMILIES = (
         nested_config="text_config",
         prefixes=("language_model.", "model.language_model.", "model."),
         ignored=(r"(model\.)?(audio_tower|multi_modal_projector)\..*",),  # with max_images=0
-        vision=read_sound,
+        media=read_sound,
         processing=read_processing,
     ),
 )

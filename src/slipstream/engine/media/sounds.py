@@ -1,7 +1,7 @@
 """Prepares sounds of prompts for the engine: decodes them within bounds, makes their spectrograms, and hashes them. No torch.
 
-A sound becomes what a picture becomes (`engine/vision/pictures.py`): a piece with a key, in one row of tokens, and the text
-that stands for it in a prompt. Its numbers are the spectrogram's frames, float32 in the machine's byte order.
+A sound becomes a piece for each window, in one row of tokens. Its numbers are the spectrogram's frames, float32 in the
+machine's byte order.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from slipstream.engine.audio.sound import as_samples
 from slipstream.engine.audio.spectrogram import log_mel
-from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
-from slipstream.engine.vision.pictures import (
+from slipstream.engine.media.prepared import (
     KEY_BYTES,
+    MediaPiece,
     MediaProcessor,
-    Piece,
-    PreparedPicture,
+    PreparedMedia,
 )
+from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
 from slipstream.errors import RequestError
 from slipstream.spec.media.audio import FRAMES_PER_STATE, HOP, SAMPLE_RATE
 from slipstream.spec.media.sound import SoundSpec
@@ -31,20 +31,20 @@ from slipstream.spec.media.sound import SoundSpec
 class SoundProcessor(MediaProcessor):
     """Reader of sounds for one model: a file's bytes, samples at 16 kHz, or (samples, rate)."""
 
-    vision: SoundSpec
+    spec: SoundSpec
 
     def __init__(self, sound: SoundSpec, most: int) -> None:
-        self.vision, self.most = sound, most
+        self.spec, self.most = sound, most
         count = min(8, NUM_CORES)
         self._pool = FairThreads("sounds", count + 1, per_client=count)
 
-    def submit(self, source: Any, detail: str = "auto") -> Future[PreparedPicture]:
+    def submit(self, source: Any, detail: str = "auto") -> Future[PreparedMedia]:
         return self._pool.submit(partial(self.prepare, source))
 
-    def prepare(self, source: Any) -> PreparedPicture:
+    def prepare(self, source: Any) -> PreparedMedia:
         """Reads a sound for the prompt. RequestError (field "file" or "audio") says what is wrong
         with it."""
-        sound, audio = self.vision, self.vision.audio
+        sound, audio = self.spec, self.spec.audio
         samples = as_samples(source, max_s=audio.window_s * (sound.most_windows or 1))
         count = sound.num_states(len(samples))
         if count < sound.pool:
@@ -57,12 +57,12 @@ class SoundProcessor(MediaProcessor):
         whole = np.pad(samples, (0, windows * audio.num_samples - len(samples)))
         frames = log_mel(whole, audio.num_mel_bins).T
         pieces = tuple(self._piece(x, count) for x in np.split(frames, windows))
-        return PreparedPicture(sound.prompt.text(sum(piece.num_tokens for piece in pieces)), pieces)
+        return PreparedMedia(sound.prompt.text(sum(piece.num_tokens for piece in pieces)), pieces)
 
-    def _piece(self, frames: npt.NDArray[np.float32], count: int) -> Piece:
+    def _piece(self, frames: npt.NDArray[np.float32], count: int) -> MediaPiece:
         """The first `count` states' frames of a window, and one more, which the last one reads."""
         own = frames[: count * FRAMES_PER_STATE + 1]
         own = np.pad(own, ((0, count * FRAMES_PER_STATE + 1 - len(own)), (0, 0)))
         raw = np.ascontiguousarray(own, np.float32).tobytes()
         key = blake2b(raw, digest_size=KEY_BYTES, person=b"sound").digest()
-        return Piece(1, count // self.vision.pool, key, len(own), own.shape[1], raw)
+        return MediaPiece(1, count // self.spec.pool, key, len(own), own.shape[1], raw)
