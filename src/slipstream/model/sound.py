@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,8 +58,9 @@ class SoundTower(MediaTower):
         for layer in self.layers:
             h = layer(ops, h, parts)
         if self.up is not None and self.spec.activation is not None:  # of whole windows
-            h = h if self.final_norm is None else normed(ops, self.final_norm, h)
-            rows = ops.linear(h.reshape(-1, pool * h.shape[1]), self.up)
+            if self.final_norm is not None:
+                h = normed(ops, self.final_norm, h)
+            rows: Any = ops.linear(h.reshape(-1, pool * h.shape[1]), self.up)
             rows = ops.activation(rows, self.spec.activation, gated=False)
             return list(ops.linear(rows, self.out).split([n // pool for n in counts]))
         pooled = [

@@ -91,7 +91,7 @@ class Together(NamedTuple):
 
     sequence: int
     first: int  # among the step's tokens
-    count: int
+    size: int
     end: int  # position after the last of them
 
 
@@ -203,7 +203,7 @@ class MediaOps:
     @property
     def _joined(self) -> LongArray:
         """Indices of the tokens of all groups among the step's."""
-        return np.concatenate([np.arange(x.first, x.first + x.count) for x in self._media.groups])
+        return np.concatenate([np.arange(x.first, x.first + x.size) for x in self._media.groups])
 
     def own_keys(
         self,
@@ -222,7 +222,7 @@ class MediaOps:
     ) -> AttentionMetadata:
         """Attention on a rank's keys, in which a group's tokens see the keys up to its end in the
         step."""
-        ends = [np.full(x.count, x.end, np.int32) for x in self._media.groups]
+        ends = [np.full(x.size, x.end, np.int32) for x in self._media.groups]
         each = upload(np.concatenate(ends), own.positions.device)
         assert own.limits is not None
         index = upload(self._joined, each.device)

@@ -78,9 +78,12 @@ def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
     assert isinstance(vision.position, GridPositionSpec)
     size = c.take("size", dict, {"height": 384, "width": 384})
     side = size.get("height", size.get("shortest_edge"))
-    fits = type(side) is int and side // vision.patch_size == vision.position.side
-    are_tiles = fits and not any(x % side for both in vision.pinpoints for x in both)
-    if not are_tiles or size not in ({"height": side, "width": side}, {"shortest_edge": side}):
+    if (
+        not isinstance(side, int)
+        or size not in ({"height": side, "width": side}, {"shortest_edge": side})
+        or side // vision.patch_size != vision.position.side
+        or any(x % side for both in vision.pinpoints for x in both)
+    ):
         raise c.unsupported("size", "must be the encoder's image_size in both directions")
     c.require("image_grid_pinpoints", [list(x) for x in vision.pinpoints])
     c.ignore("aspect_ratio_setting")
