@@ -870,6 +870,11 @@ ENCODERS |= {
         "pos_att_type": ["c2p", "p2c"],
         "type_vocab_size": 2,
     },
+    "albert": {**_BERT, "model_type": "albert", "num_hidden_layers": 4, "embedding_size": 16}
+    | {"num_hidden_groups": 2, "classifier_dropout_prob": 0.0},
+    "rembert": {**_BERT, "model_type": "rembert", "input_embedding_size": 16},
+    "roformer": {**_BERT, "model_type": "roformer", "embedding_size": 16},
+    "megatron-bert": {**_BERT, "model_type": "megatron-bert"},
     "gemma3-encoder": {**FAMILIES["gemma3_text"], "use_bidirectional_attention": True},
     "t5-encoder": {**_T5, "model_type": "t5"},
     "umt5-encoder": {**_T5, "model_type": "umt5", "feed_forward_proj": "gated-gelu"},
@@ -923,11 +928,7 @@ def build_bart(
     model: Any = getattr(transformers, BARTS[family])(config).eval()
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias.copy_(torch.randn(1, VOCAB))
-    sines = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
-    _shaken(model, path, noise)
-    model.load_state_dict(sines, strict=False)
-    model.save_pretrained(path)
-    return model
+    return _shaken(model, path, noise)
 
 
 def build_encoder(
@@ -985,7 +986,8 @@ def _shaken(model: Any, path: Path, noise: float) -> Any:
 
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * noise)
+            noisy = torch.randn_like(parameter) * noise
+            parameter.add_(noisy * parameter.requires_grad)  # tables of sines stay
     model.save_pretrained(path)
     return model
 

@@ -700,7 +700,9 @@ class LayerSpec:
     learned number (Gemma 4).
 
     A hybrid's layer has a `recurrent` part in the place of attention, or next to it: then both read the same norm, and
-    their results are added (Falcon-H1). A layer without an `mlp` ends after them (Mamba)."""
+    their results are added (Falcon-H1). A layer without an `mlp` ends after them (Mamba).
+
+    `same_as`: the layer before it whose weights it uses, instead of its own (ALBERT)."""
 
     attention: AttentionKind | None = None
     mlp: MLPSpec | None
@@ -711,6 +713,7 @@ class LayerSpec:
     own_input: OwnInputSpec | None = None
     scaled: bool = False
     streams: StreamsSpec | HyperSpec | None = None
+    same_as: int | None = None
 
     @property
     def self_attention(self) -> AttentionKind:
@@ -749,8 +752,10 @@ class LayerSpec:
         )
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
-        """The shape of every parameter, in the order of computation."""
+        """The shape of every parameter of its own, in the order of computation."""
         found: dict[str, Shape] = {}
+        if self.same_as is not None:
+            return found
         for name, norm in self.norms.items():
             found |= norm.shapes(name)
         if self.attention is not None:

@@ -358,6 +358,11 @@ class ModelSpec:
         return self.is_encoder or self.encoder is not None
 
     @property
+    def joins_prompts(self) -> bool:
+        """Whether all tokens of a prompt with pictures attend to each other."""
+        return self.media is not None and self.media.bidirectional == "prompt"
+
+    @property
     def all_layers(self) -> tuple[LayerSpec, ...]:
         """The layers of the encoder, if there is one, then those of the decoder."""
         return (() if self.encoder is None else self.encoder.layers) + self.layers
