@@ -249,10 +249,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "zamba2": {
         **{k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"},
-        **dict(model_type="zamba2", num_hidden_layers=5, num_mem_blocks=2, adapter_rank=3),
-        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+        **dict(model_type="zamba2", num_hidden_layers=4, num_mem_blocks=2, adapter_rank=3),
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
         **dict(use_shared_attention_adapter=True, use_mem_rope=True, mamba_d_state=12),
-        **dict(n_mamba_heads=8, mamba_ngroups=2, chunk_size=16, initializer_range=0.2),
+        **dict(n_mamba_heads=8, mamba_ngroups=2, chunk_size=16, initializer_range=0.12),
     },
     "granitemoehybrid": {
         **_MAMBA2,

@@ -259,6 +259,7 @@ CASES = {
         {
             **dict(num_mem_blocks=1, use_shared_attention_adapter=False, use_mem_rope=False),
             **dict(num_key_value_heads=2, mamba_ngroups=1, mamba_d_conv=3),
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid", "linear_attention"],
         },
     ),
     "mamba-biased": ("mamba", {"use_bias": True, "use_conv_bias": False, "time_step_rank": None}),

@@ -39,7 +39,6 @@ def read(c: ConfigReader) -> ModelSpec:
         *(("head_dim", h.head_dim), ("mamba_headdim", width // num_heads)),
         *(("kv_channels", hidden // queries), ("num_query_groups", queries)),
         *(("add_bias_linear", False), ("use_long_context", False)),
-        ("tie_word_embeddings", True),  # without, transformers shares no transformers either
     ):
         c.require(key, value)
     c.ignore("use_conv_bias", "use_mamba_kernels", "use_mem_eff_path", "chunk_size")
@@ -58,7 +57,10 @@ def read(c: ConfigReader) -> ModelSpec:
     if attends and h.num_kv_heads != queries:
         raise c.unsupported("num_key_value_heads", "adapters of keys have all heads' rows")
     c.size("adapter_rank", 128)
-    shared = _shared(hybrids, c.size("num_mem_blocks", 1), attends)
+    # without tied embeddings transformers ties no transformers, either
+    count = len(hybrids) if c.value("tie_word_embeddings") is False else c.size("num_mem_blocks", 1)
+    c.ignore("num_mem_blocks")
+    shared = _shared(hybrids, count, attends)
     position = rope(c, h.head_dim, max_position=max_position)
     if not c.take("use_mem_rope", bool, False):
         position = None
@@ -144,5 +146,6 @@ FAMILIES = (
         architectures=("Zamba2ForCausalLM", "Zamba2ForSequenceClassification"),
         read=read,
         names=names,
+        ignored=(rf".*\.{SHARED}.*_adapter_list\..*",),  # of other layers
     ),
 )
