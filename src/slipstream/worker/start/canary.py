@@ -96,7 +96,9 @@ def make_canary(
 
 def layer_with_keys(spec: ModelSpec) -> int | None:
     """Place among this stage's layers of the first that keeps keys; None if all have states alone."""
-    kept = (i for i, layer in enumerate(spec.local_layers) if spec.layers[layer].recurrent is None)
+    kept = (
+        i for i, layer in enumerate(spec.local_layers) if spec.layers[layer].attention is not None
+    )
     return next(kept, None)
 
 

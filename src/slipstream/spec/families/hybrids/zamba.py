@@ -27,7 +27,10 @@ def read(c: ConfigReader) -> ModelSpec:
     c.assume(hidden_size=2560, num_hidden_layers=54, num_attention_heads=32, vocab_size=32000)
     c.assume(intermediate_size=4 * c.size("hidden_size"))
     hidden, queries = c.size("hidden_size"), c.size("num_attention_heads")
-    width, max_position = c.size("mamba_expand", 2) * hidden, c.size("max_position_embeddings", 4096)
+    width, max_position = (
+        c.size("mamba_expand", 2) * hidden,
+        c.size("max_position_embeddings", 4096),
+    )
     num_heads, groups = c.size("n_mamba_heads", 8), c.size("mamba_ngroups", 1)
     if 2 * hidden % queries:
         raise c.unsupported("num_attention_heads", f"must divide {2 * hidden}, twice hidden_size")
