@@ -65,10 +65,11 @@ def read(c: ConfigReader) -> ModelSpec:
     c.ignore("num_mem_blocks")
     shared = _shared(hybrids, count, attends)
     position = rope(c, h.head_dim, max_position=max_position)
-    if not c.take("use_mem_rope", bool, False):
-        position = None
+    rotated = c.take("use_mem_rope", bool, False)
     eps = c.take("rms_norm_eps", float, 1e-5)
-    of = attention(h, position, scale=(h.head_dim / 2) ** -0.5, reads=2 * hidden)
+    of = attention(
+        h, position if rotated else None, scale=(h.head_dim / 2) ** -0.5, reads=2 * hidden
+    )
     norm, mlp = rms(hidden, eps), gated(c, default="gelu")
     recurrent = Mamba2Spec(
         num_heads=num_heads,
