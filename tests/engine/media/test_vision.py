@@ -27,7 +27,6 @@ from tests.support import forked_ranks
 from tests.support.vision_models import (
     IMAGE,
     PALIGEMMA,
-    PLACEHOLDER,
     build_vision,
     largest_difference,
     picture,
