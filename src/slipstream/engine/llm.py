@@ -82,6 +82,10 @@ from slipstream.params.search import BeamSearchParams, PoolingParams
 if TYPE_CHECKING:
     pass
 
+QUEUED_TOKENS = 131_072
+"""Prompt tokens that are queued before a step of `generate`: the cached blocks that a step takes over (`MAX_ADOPTED` of
+`core/scheduler.py`), or as many tokens as sixteen steps compute."""
+
 Message = dict[str, Any]
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -487,7 +491,6 @@ class LLM(OfflineEngine):
             finally:
                 core.abort(self._output.discard(request.request_id))
 
-    @no_collections()
     def _run(
         self,
         prompts: Sequence[Prompt],
@@ -498,15 +501,16 @@ class LLM(OfflineEngine):
     ) -> list[RequestOutput]:
         each = zip(self._each(sampling_params, len(prompts)), options, strict=True)
         requests = []
-        if self._input.pictures is not None:
-            prompts = self._input.prompts.media.with_prepared(prompts)
-        for i, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
-            try:
-                requests.append(self._input.prepare(prompt, *how))
-            except RequestError as error:
-                error.add_note(f"in prompt {i} of {len(prompts)}")
-                raise
-        return self._finish_all(requests, progress=progress)
+        with no_collections() as collect_young:
+            if self._input.pictures is not None:
+                prompts = self._input.prompts.media.with_prepared(prompts)
+            for i, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
+                try:
+                    requests.append(self._input.prepare(prompt, *how))
+                except RequestError as error:
+                    error.add_note(f"in prompt {i} of {len(prompts)}")
+                    raise
+            return self._finish_all(requests, collect_young, progress=progress)
 
     def _adapters(
         self, lora: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
@@ -591,19 +595,20 @@ class LLM(OfflineEngine):
         return answer
 
     def _finish_all(
-        self, requests: Sequence[PreparedRequest], *, progress: bool
+        self,
+        requests: Sequence[PreparedRequest],
+        collect_young: Callable[[], object],
+        *,
+        progress: bool,
     ) -> list[RequestOutput]:
         """Run requests to their end. Returns their complete answers, in order."""
         done: dict[str, RequestOutput] = {}
         core = self.core  # an error before anything is queued
         with self._exclusive():
             try:
-                for request in requests:
-                    self._output.add(request)
-                    core.add(request.engine_requests)
                 with progress_bar(len(requests), shown=progress) as advance:
-                    while self._output:
-                        for delta in self._step(until_done=True):
+                    for deltas in self._steps(requests, collect_young):
+                        for delta in deltas:
                             done[delta.request_id] = merge(
                                 done.get(delta.request_id), raise_on_error(delta)
                             )
@@ -617,6 +622,25 @@ class LLM(OfflineEngine):
             done[r.request_id] if r.sampling.best_of is None else best_of(done[r.request_id], r)
             for r in requests
         ]
+
+    def _steps(
+        self, requests: Iterable[PreparedRequest], collect_young: Callable[[], object]
+    ) -> Iterator[list[RequestOutput]]:
+        """Each step's outputs, until all requests are done. A step begins with `QUEUED_TOKENS` more tokens in the queue, as
+        long as there are any: the device computes the first while the others are queued."""
+        num_tokens = 0
+        for request in requests:
+            self._output.add(request)
+            self.core.add(request.engine_requests)
+            num_tokens += request.engine_requests[0].num_prompt_tokens
+            if num_tokens >= QUEUED_TOKENS:
+                num_tokens = 0
+                yield self._step(until_done=True)
+        if self._output:
+            yield self._step(until_done=True)
+        collect_young()  # the last of them are in a step under way
+        while self._output:
+            yield self._step(until_done=True)
 
 
 def _truncates(asked: PoolingParams | None) -> bool:
