@@ -760,6 +760,12 @@ def test_the_first_step_begins_before_all_requests_are_queued(llm, monkeypatch):
     assert [[c.token_ids for c in o.outputs] for o in answers] == expected
     assert "".join(name[0] for name in calls).startswith("aaas" + "as" + "aas" + "a" + "s")
     assert idle(llm)
+    calls.clear()
+    with pytest.raises(RequestError, match="not a token id") as caught:
+        llm.generate([*PROMPTS, {"prompt_token_ids": [-1]}], GREEDY)
+    assert "step" in calls  # the first ones had begun
+    assert caught.value.__notes__ == [f"in prompt {len(PROMPTS)} of {len(PROMPTS) + 1}"]
+    assert idle(llm)
 
 
 def test_a_request_refused_after_the_first_steps_ends_the_others(llm, monkeypatch):
