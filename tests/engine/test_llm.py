@@ -18,6 +18,7 @@ from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.config.forms import HeadDrafts, ModelDrafts, MTPDrafts, StreamedLayers
 from slipstream.costs.memory import kv_budget
 from slipstream.engine import llm as llm_module
+from slipstream.engine.listeners import MaskingGrammars
 from slipstream.errors import (
     ConfigError,
     ContextLengthError,
@@ -781,6 +782,13 @@ def test_a_request_refused_after_the_first_steps_ends_the_others(llm, monkeypatc
     with pytest.raises(ContextLengthError, match="does not fit"):
         llm.generate(PROMPTS, GREEDY)
     assert idle(llm)
+
+
+def test_warming_a_core_warms_its_features(llm, monkeypatch):
+    warmed = []
+    monkeypatch.setattr(MaskingGrammars, "warm", lambda self: warmed.append(self))
+    llm.core.warm(0.0)
+    assert len(warmed) == 1
 
 
 @pytest.mark.parametrize("is_on", [True, False])
