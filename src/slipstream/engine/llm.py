@@ -82,9 +82,9 @@ from slipstream.params.search import BeamSearchParams, PoolingParams
 if TYPE_CHECKING:
     pass
 
-QUEUED_TOKENS = 131_072
-"""Prompt tokens that are queued before a step of `generate`: the cached blocks that a step takes over (`MAX_ADOPTED` of
-`core/scheduler.py`), or as many tokens as sixteen steps compute."""
+QUEUED_TOKENS = 262_144
+"""Prompt tokens that are queued before a step of `generate`: two steps' cached blocks (`MAX_ADOPTED` of `core/scheduler.py`),
+or as many tokens as 32 steps compute. With half of it steps are smaller, and a GPU's attention takes as long in each."""
 
 Message = dict[str, Any]
 P = ParamSpec("P")
