@@ -601,9 +601,8 @@ class Grammars:
             grammar = compose(params)
             states = self._states_of(params, grammar)
             counts = None if isinstance(states, SchemaStates) else _counts(params)
-            with self._lock:
-                if counts is not None and self._lengths is None:
-                    self._lengths = LengthVocabulary(*self._texts_read, self.num_rows)
+            if counts is not None:
+                self._read_lengths()
             if sampling is not None and sampling.reasoning is not None:
                 self._texts_of(
                     self._counter(sampling.reasoning, sampling.thinking_token_budget or 0)
@@ -666,6 +665,17 @@ class Grammars:
             llguidance_library().LLMatcher, classes[1], grammar, log_level=0, limits=limits()
         )
         return None if matcher.is_error() else RegexStates(automaton, classes[0], matcher)
+
+    def read_vocabulary(self) -> None:
+        """Read what all grammars need of the model's vocabulary. An error is raised by the first grammar, as without this."""
+        with contextlib.suppress(Exception):
+            self._compile(StructuredOutputsParams(json_object=True))
+            self._read_lengths()
+
+    def _read_lengths(self) -> None:
+        with self._lock:
+            if self._lengths is None:
+                self._lengths = LengthVocabulary(*self._texts_read, self.num_rows)
 
     def _states_of_schema(self, grammar: str) -> SchemaStates | None:
         with self._lock:
