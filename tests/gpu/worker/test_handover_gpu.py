@@ -1,4 +1,4 @@
-"""Prefill and decode apart on one GPU: two engines that share it, answers, prefix hits, and a death of either side in a hand-over.
+"""Prefill and decode apart on one GPU that two engines share: answers, prefix hits, and a death of either side in a hand-over.
 
 Run: pytest -m gpu tests/gpu/worker/test_handover_gpu.py. Models are tiny, and in float32.
 """
@@ -15,7 +15,7 @@ import torch
 from slipstream.platform import gpu_platform
 from tests.support import tiny_models
 from tests.engine.cache import test_handover as on_cpus
-from tests.engine.cache.test_handover import PROMPTS, answers, engine, nothing_is_held, prefill
+from tests.engine.cache.test_handover import answers, engine, nothing_is_held, prefill
 from tests.worker.test_disk_tier import check_handover_of_a_device
 
 pytestmark = [
