@@ -23,6 +23,7 @@ from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays
 from slipstream.worker.tiers.device_blocks import DeviceBlocks
 from slipstream.worker.tiers.disk_tier import HEADER, DiskTier
 from slipstream.worker.tiers.exchange import BlockExchange
+from tests.support.waiting import wait_for
 
 OURS, THEIRS = b"o" * 16, b"t" * 16
 SIZE = 3000
@@ -396,6 +397,8 @@ def check_handover_of_a_device(platform, ops):
             assert all(torch.equal(new[4 - i], old[i]) for i in (1, 2, 3))
     for store in (giver, taker):  # every pinned row is free again
         assert [len(t._free) for t in store._transits] == [2, 1]
+        held = store.exchange._entries.values()
+        wait_for(lambda held=held: not any(e.num_pins for e in held), "a reader holds blocks")
         store.exchange.check()
     giver.close()
     assert carried(taker, lost._replace(key=key(1))) == {20: False}
