@@ -384,8 +384,7 @@ def check_handover_of_a_device(platform, ops):
     more = dict(address=addresses[0])
     back = [BlockCopy(i, "peer", "device", key(i), block=9 - i, **more) for i in range(1, 8)]
     back += [
-        BlockCopy(10 + i, "peer", "device", key(10 + i), 4 - i, kind=1, **more)
-        for i in (1, 2, 3)
+        BlockCopy(10 + i, "peer", "device", key(10 + i), 4 - i, kind=1, **more) for i in (1, 2, 3)
     ]
     lost = BlockCopy(20, "peer", "device", key(99), block=1, **more)
     assert carried(taker, *back, lost) == {**{copy.number: True for copy in back}, 20: False}

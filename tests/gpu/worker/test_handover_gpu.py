@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from slipstream.platform import gpu_platform
-from tests.support import tiny_models
 from tests.engine.cache import test_handover as on_cpus
 from tests.engine.cache.test_handover import answers, engine, nothing_is_held, prefill
+from tests.support import tiny_models
 from tests.worker.test_disk_tier import check_handover_of_a_device
 
 pytestmark = [
