@@ -162,11 +162,11 @@ class DeviceBlocks(HostBlockStore):
             numbers = self._under_way.popleft()[1]
             self._release(numbers)
             self._done += [(number, True) for number in numbers]
-        ended, arrived = [], []
+        ended, arrived = list[tuple[int, bool]](), list[BlockCopy]()
         for number, ok in super().finished():
-            copy = self._coming.pop(number, None)
-            if ok and copy is not None:  # it is in its row, and not yet on the device
-                arrived.append(copy)
+            came = self._coming.pop(number, None)
+            if ok and came is not None:  # it is in its row, and not yet on the device
+                arrived.append(came)
                 continue
             self._release([number])
             ended.append((number, ok))
