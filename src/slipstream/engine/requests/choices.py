@@ -12,14 +12,15 @@ from slipstream.params.sampling import SamplingParams
 
 
 def fork(first: EngineRequest, index: int) -> EngineRequest:
-    """Choice `index`: the same prompt, its own seed, and no second look at the prompt's log-probabilities."""
+    """Makes the request of choice `index`. It has the same prompt and its own seed, and does not ask again for the
+    prompt's log-probabilities."""
     sampling = first.sampling
     seed = None if sampling.seed is None else (sampling.seed + index + 2**63) % 2**64 - 2**63
     return dataclasses.replace(
         first,
         request_id=f"{first.request_id}/{index}",
         fork_of=first.request_id,
-        images=tuple(dataclasses.replace(image, pixels=b"") for image in first.images),
+        media=tuple(dataclasses.replace(span, data=b"") for span in first.media),
         sampling=dataclasses.replace(sampling, seed=seed, prompt_logprobs=None),
     )
 
