@@ -75,7 +75,9 @@ def test_blocks_come_over_tcp(tmp_path):
 
 def test_a_cpus_blocks_are_refused_by_name(tmp_path, caplog):
     tiny_models.write(tmp_path, "llama", hidden_size=256)
-    on_cpu = dict(device="cpu", enforce_eager=False, num_threads=1, kernels="torch")
+    on_cpu = dict(
+        device="cpu", enforce_eager=False, num_threads=1, kernels="torch", deterministic=False
+    )
     with engine(tmp_path, **on_cpu) as first, engine(tmp_path) as second:
         answers(second, handover_from=prefill(first))
         assert "kind of device is cpu there" in caplog.text
