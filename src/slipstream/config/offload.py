@@ -106,7 +106,7 @@ def _streaming_refusals(
         (model.spec.kind != "a decoder", f"it is for decoders, and this is {model.spec.kind}"),
         (args.enable_lora, "adapters need all weights in memory; leave out enable_lora"),
         (
-            model.spec.vision is not None and args.max_images != 0,
+            model.spec.media is not None and args.max_images != 0,
             "a model with an image encoder needs all weights in memory; set max_images=0",
         ),
         (

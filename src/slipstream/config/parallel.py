@@ -130,7 +130,7 @@ def _check_dealt_requests(args: EngineArgs, spec: ModelSpec, device: DeviceInfo)
         found.append((spec.kind, "expert_parallel_size", "leave it at 1"))
     if args.enable_lora and device.is_cuda:  # one rank's graphs would have them, another's not
         found.append(("adapters on GPUs", "enable_lora", "leave it out"))
-    if spec.vision is not None and args.pipeline_parallel_size > 1:
+    if spec.media is not None and args.pipeline_parallel_size > 1:
         found.append(("pictures over stages", "max_images", "set it to 0"))
     for what, field, remedy in found[:1]:
         other = (
@@ -211,8 +211,8 @@ def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
             f"pipeline_parallel_size={size} is more than the model's layers ({spec.num_layers}); lower it",
             field="pipeline_parallel_size",
         )
-    vision = spec.vision
-    stacked = 0 if vision is None or vision.deepstack is None else len(vision.deepstack.layers)
+    media = spec.media
+    stacked = 0 if media is None else media.num_added
     if given is None:
         return _with_stacked(even_stages(spec, size), stacked)
     counts = tuple(int(text) if text.strip().isdecimal() else 0 for text in given.split(","))

@@ -162,10 +162,10 @@ class LoRASettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSettings:
-    """Bounds of pictures: of a prompt, and of their cached embeddings."""
+class MediaSettings:
+    """Bounds of a prompt's pictures or sounds, and of their cached embeddings."""
 
-    max_images: int = 16
+    max_inputs: int = 16
     cache_bytes: int = 64 * 2**20
 
 
@@ -194,7 +194,7 @@ class EngineConfig:
     device: DeviceConfig
     speculation: SpeculationConfig
     lora: LoRASettings | None = None  # None: no adapters
-    images: ImageSettings | None = None  # None: the model takes no pictures
+    media: MediaSettings | None = None  # None: the model takes no pictures
     parallel: ParallelConfig
     origins: dict[str, Origin] = field(default_factory=dict)
 

@@ -259,7 +259,7 @@ class EngineArgs:
     )
     max_images: int | None = setting(
         None,
-        "most pictures of a prompt, of models that see; 0: only text, and no image encoder is loaded",
+        "most pictures or sounds of a prompt; 0: only text, and their encoder is not loaded",
         unset="16",
     )
     image_cache_bytes: int | None = setting(

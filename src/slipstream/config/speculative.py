@@ -151,7 +151,7 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
         ),
         (
             "speculative_config",
-            config.images is not None and drafts.method != "mtp",
+            config.media is not None and drafts.method != "mtp",
             f"{drafts.method!r} drafts without seeing pictures; {others} (max_images=0 serves the model without pictures)",
         ),
     ):

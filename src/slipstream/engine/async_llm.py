@@ -120,7 +120,7 @@ class AsyncLLM(OtherRequests):
         path = resolve_model(args.model, download_dir=args.download_dir)
         # a GGUF file's header takes long, and other models may have streams on this loop
         read = await asyncio.to_thread(read_spec, path)
-        description = read.taking_images(args.max_images)
+        description = read.taking_media(args.max_images)
         joins = source is not None
         source = source or child_source(args)
         link = await source.connect()  # a child imports torch while we build the tokenizer

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from slipstream.worker.adapters import Adapters
     from slipstream.worker.experts.host import LoadFollower
     from slipstream.worker.experts.places import ExpertPlaces
-    from slipstream.worker.forward.images import ImageEncoder
+    from slipstream.worker.forward.media import MediaEncoder
     from slipstream.worker.weights.update import WeightUpdates
 
 
@@ -94,7 +94,7 @@ class LoadedRunner(ABC):
     kv_scales: list[tuple[Any, ...]] | None = None
     """Scales of an 8-bit cache, float32 [K] for each layer's keys and for its values; or the fold of an int4 cache."""
     adapters: Adapters | None = None
-    images: ImageEncoder | None = None
+    media: MediaEncoder | None = None
     follower: LoadFollower | None = None
     places: ExpertPlaces | None = None
     """Places of the experts, if they are distributed over ranks."""

@@ -68,7 +68,7 @@ class ModelRunner(Runner):
         )
 
     def _make_rows(self) -> RowTable:
-        sectioned = self.config.images is not None and any(
+        sectioned = self.config.media is not None and any(
             getattr(a.position, "sections", None) for a in self.model.spec.attentions
         )
         shard = None if self.partition is None else self.partition.shard

@@ -39,7 +39,7 @@ class Runner(ABC):
         self.model = loaded.model
         self.forwards = loaded.forwards
         self.adapters = loaded.adapters
-        self.images = loaded.images
+        self.media = loaded.media
         self.draft = loaded.draft
         self.phases = loaded.phases
         self._block_rows = loaded.ops.block_rows(cache_parts(kv))

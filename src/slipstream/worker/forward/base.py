@@ -17,13 +17,13 @@ from slipstream.model.decoder import Decoder
 from slipstream.platform import Event
 from slipstream.spec.reason import Reason
 from slipstream.worker.forward.state_cache import StateCache
-from slipstream.worker.inputs.image_rows import needs_images
 from slipstream.worker.inputs.input_batch import (
     NOTHING_SAMPLED,
     GatheredInputs,
     SampledRows,
     gather,
 )
+from slipstream.worker.inputs.media_rows import needs_media
 from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.inputs.step_shape import shape_of
 from slipstream.worker.sampling.draws import BestLogprobs, DrawnTokens
@@ -112,13 +112,13 @@ class InputBatch:
         return self.table.wanted("adapter", [s.request_id for s in self.plan.scheduled])
 
     @cached_property
-    def has_images(self) -> bool:
-        """True if some request has image placeholders in this step."""
-        if self.plan is None or self.table is None or not self.table.wanting["images"]:
+    def has_media(self) -> bool:
+        """True if some request has placeholders of media in this step."""
+        if self.plan is None or self.table is None or not self.table.wanting["media"]:
             return False
-        wanting, rows = self.table.wanting["images"], self.table.rows
+        wanting, rows = self.table.wanting["media"], self.table.rows
         return any(
-            needs_images(rows[s.request_id], s)
+            needs_media(rows[s.request_id], s)
             for s in self.plan.scheduled
             if s.request_id in wanting
         )

@@ -153,7 +153,7 @@ class ProcessExecutor(Executor):
         progress("model")
         # once, and not by all ranks at the same time
         path = resolve_model(args.model, download_dir=args.download_dir)
-        self.description = read_spec(path).taking_images(args.max_images)
+        self.description = read_spec(path).taking_media(args.max_images)
         self._parts, self._parallel = _check(args, self.description)
         self._ranks: list[Rank] = []
         self._dead: SlipstreamError | None = None
@@ -526,9 +526,9 @@ def settled(args: EngineArgs) -> EngineArgs:
 
     It is resolved once, because a GPU that has been filled would give another number.
     """
-    description = read_spec(
-        resolve_model(args.model, download_dir=args.download_dir)
-    ).taking_images(args.max_images)
+    description = read_spec(resolve_model(args.model, download_dir=args.download_dir)).taking_media(
+        args.max_images
+    )
     how = resolve(args, description, this_device(args.device)).parallel
     return replace(args, cpu_layers=how.on_host if isinstance(how, HostAndGpu) else None)
 

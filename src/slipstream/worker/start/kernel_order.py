@@ -101,7 +101,7 @@ def kernel_key(config: EngineConfig, spec: ModelSpec, tiles: TileTable, gpu: Des
         (model.dtype, model.quantization, model.max_model_len, model.offload),
         (cache.dtype, cache.block_size, cache.groups, cache.state_interval),
         (device.kernels, device.enforce_eager, device.deterministic, device.dense_copies),
-        (config.scheduling, config.speculation, config.lora, config.images, config.parallel),
+        (config.scheduling, config.speculation, config.lora, config.media, config.parallel),
         (spec, tiles.identity),
         (gpu.capability, gpu.multiprocessors, gpu.shared_bytes),
         (version("triton"), _sources()),

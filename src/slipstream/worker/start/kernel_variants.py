@@ -203,7 +203,7 @@ def carry_out(order: KernelOrder) -> None:
 def _key(args: EngineArgs, gpu: DescribedGpu) -> str:
     """The key of a start with these settings on this GPU."""
     description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
-    description = description.taking_images(args.max_images)
+    description = description.taking_media(args.max_images)
     info = detect("meta:{}{}".format(*gpu.capability), machine_folder())
     config = resolve(args, description, info).of_rank
     tiles = load_tiles(config.device.tile_table, info.name, tiles_folder())

@@ -94,7 +94,7 @@ def load_runner(
     if known is not None and known.gguf is not None and known.gguf.is_current:
         description = known
     else:
-        description = read_spec(path).taking_images(args.max_images)
+        description = read_spec(path).taking_media(args.max_images)
     progress("device")
     once = partial(progress, "how fast this CPU is, once a machine")
     folder, threads = machine_folder(), args.num_threads

@@ -53,9 +53,9 @@ def measure_activations(runner: TorchLoaded) -> int:
         num_tokens = min(num_tokens, max(MAX_PROBED, whole))
         scale = scheduling.max_num_batched_tokens / num_tokens
         few_rows = min(num_rows, max(FEW_ROWS, LOGITS_PROBED // runner.model.spec.vocab_size))
-    if runner.images is not None:
+    if runner.media is not None:
         before = runner.platform.start_peak()
-        passes = runner.images.probe()
+        passes = runner.media.probe()
         known += passes * max(0, runner.platform.peak() - before)
     length = min(runner.config.model.max_model_len, num_tokens)
     kv = runner.make_cache(1)
