@@ -1,4 +1,4 @@
-"""A disk below the caches of several ranks, next to drafts, adapters and pictures: a second engine finds the blocks of the first
+"""A disk below the caches of several ranks, next to drafts, adapters and pictures: a second engine finds the first one's blocks
 and answers as one device does. Beams, several choices and vectors on ranks."""
 
 from __future__ import annotations
