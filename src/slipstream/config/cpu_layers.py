@@ -51,7 +51,8 @@ def with_cpu_layers(
 def stage_args(
     args: EngineArgs, config: EngineConfig, num_threads: int
 ) -> tuple[EngineArgs, EngineArgs]:
-    """The settings of the CPU's stage and of the GPU's, as an ordinary pipeline of two.
+    """Returns the settings of the CPU's stage and of the GPU's stage. Together they are an ordinary
+    pipeline of two stages.
 
     Common settings come from `config`, which was resolved for the GPU, because a CPU would choose
     others.
@@ -115,8 +116,9 @@ def _refusals(
 def _least(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> int:
-    """The fewest layers on the host so that the others and the cache fit on the GPU. A GPU computes
-    a layer several times faster than the host, whatever the number of tokens."""
+    """Finds the smallest number of layers to put on the host so that the others and the cache fit
+    on the GPU. A GPU computes a layer several times faster than the host, whatever the number of
+    tokens."""
     on_gpu, of_layer = 0, [0] * model.spec.num_layers
     element = DTYPE_BYTES.get(args.dtype, DTYPE_BYTES[device.best_dtype])
     for name, size in weight_sizes(model, quantization, element).items():

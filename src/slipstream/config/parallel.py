@@ -173,7 +173,8 @@ def _check_context(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> Non
 
 
 def _attention_refusals(spec: ModelSpec, *, on_cpu: bool) -> list[tuple[str, bool]]:
-    """Kinds of attention whose keys can't be shared out by tokens, and whether the model has them."""
+    """Returns the kinds of attention whose keys can't be divided among ranks by tokens, each with
+    whether the model has it."""
     kinds = [a for a in spec.attentions if isinstance(a, AttentionSpec)]
     latents = [a for a in spec.attentions if isinstance(a, LatentAttentionSpec)]
     return [
@@ -225,7 +226,8 @@ def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
 
 
 def _with_stacked(counts: tuple[int, ...], stacked: int) -> tuple[int, ...]:
-    """The stages. ConfigError unless the first one has the layers that add an encoder's states."""
+    """Checks and returns the layers of each stage. ConfigError unless the first stage has all
+    layers that add an image encoder's outputs."""
     if counts[0] < stacked:
         raise ConfigError(
             f"pipeline_parallel_size={len(counts)}: the encoder's states are added behind the first {stacked} layers, and the "
@@ -238,8 +240,8 @@ def _with_stacked(counts: tuple[int, ...], stacked: int) -> tuple[int, ...]:
 def _units(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> SplitUnits:
-    """The number of inputs of attention's output product, and of an MLP's second one, that share a
-    scale."""
+    """Returns how many consecutive inputs share a scale in attention's output product, and in an
+    MLP's second product."""
     attention, mlp = [1], [1]
     if quantization is not None:
         scheme = SCHEMES[quantization]
@@ -264,5 +266,5 @@ def _units(
 
 
 def native_products(kernels: str, device: DeviceInfo) -> frozenset[str]:
-    """`OpSet.rounded` of the ops on a device."""
+    """Returns `OpSet.rounded` of the op set that a device uses."""
     return NATIVE_PRODUCTS["triton" if device.is_cuda else "cpu" if kernels == "auto" else kernels]

@@ -117,7 +117,8 @@ HOST_STATE_BYTES = 2**31
 
 
 AUTO_DRAFTS = 3
-"""Drafts of a sequence for whose states the default number of sequences leaves room, if their number is chosen."""
+"""Number of drafts per sequence whose states the default number of sequences allows for, if the engine chooses the
+number of drafts."""
 
 
 def _sequences_with_states(

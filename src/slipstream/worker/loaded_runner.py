@@ -70,7 +70,7 @@ class ExpertCounts(Protocol):
 
 
 class HostExpertCounts:
-    """`ExpertCounts` of arrays on a CPU."""
+    """`ExpertCounts` whose counters are arrays of a CPU, so that they are read at once."""
 
     def __init__(self, counts: Mapping[int, Any]) -> None:
         self.counts = counts
@@ -101,7 +101,8 @@ class LoadedRunner(ABC):
     draft: Drafter | None = None
     tap: RoutedExpertsTap | None = None
     is_woken = False
-    """The model slept in this process, which has its kernels. Requests wait for it."""
+    """True if the model has slept in this process, which therefore has the compiled kernels.
+    Requests are waiting for it."""
 
     def __init__(self, config: EngineConfig, partition: Partition | None = None) -> None:
         """Set up one rank of several if there is a `partition`."""
@@ -235,7 +236,8 @@ class LoadedRunner(ABC):
 
     @abstractmethod
     def as_value(self, value: Any) -> Any:
-        """A tensor or array as this loader takes it, over the same memory."""
+        """Converts to the kind of value that this loader uses, a tensor or an array, over the same
+        memory."""
 
     def weights_written(self) -> None:
         """Rebuild a CPU's forward paths, which keep copies of small weights, after the weights were

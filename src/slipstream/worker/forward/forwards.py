@@ -99,9 +99,8 @@ class OneToken(Eager):
 
 
 class Variant(Eager):
-    """Base of the paths whose layers do more, for the steps that need it.
-
-    `base` runs other steps, and computes the logits.
+    """Base of paths whose layers do something in addition, such as applying adapters, for the steps
+    that need it. Other steps run on the path `base`, which also computes this path's logits.
     """
 
     def __init__(self, base: PlainForward) -> None:
@@ -154,9 +153,8 @@ class Adapted(Variant):
         tokens: LoRATokens,
         decoder: Decoder | None = None,
     ) -> Tensor:
-        """Compute hidden states [T, E] of token ids [T]; `tokens` has the adapters of these tokens.
-
-        `decoder` is a view of this path's, which is the default.
+        """Compute hidden states [T, E] of token ids [T]. `tokens` has their adapters. `decoder`, by
+        default this path's, may be a view of it.
         """
         decoder = decoder or self.decoder
         ops = cast("OpSet", AdapterOps(decoder.ops, self.adapters.weights, tokens))

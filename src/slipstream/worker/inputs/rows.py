@@ -61,7 +61,7 @@ Want: TypeAlias = Literal[
     "min_p",
     "chain",
 ]
-"""Options of a request beyond the most likely token."""
+"""Options for which a request needs more than the most likely token."""
 
 NEEDS_LOGITS: tuple[Want, ...] = (
     "grammar",
@@ -75,12 +75,12 @@ NEEDS_LOGITS: tuple[Want, ...] = (
 """Options that need the logits, not only the index of the largest."""
 
 FEW_BLOCKS = 32
-"""Blocks that a loop takes in as fast as two arrays are made."""
+"""Number of blocks up to which a Python loop is as fast as making two arrays."""
 
 
 @dataclass(slots=True)
 class Row:
-    """The host's state of one running request."""
+    """Host-side state of one running request: its row number and what the host must know of it."""
 
     index: int
     sampling: SamplingParams
@@ -423,14 +423,13 @@ class RowTable:
             self.ops.write_tokens(table, rows, columns, tokens)
 
     def columns(self, table: Tensor, which: Tensor) -> Tensor:
-        """The columns `which` [N] of `table` [n, C + 1], as [n, N].
-
-        A column belongs to a row of the table.
+        """Selects columns `which` [N] of `table` [n, C + 1] → [n, N]. A column of this array
+        belongs to a row of the `RowTable`.
         """
         return self.platform.values.take(table, which, 1)  # type: ignore[no-any-return]
 
     def of_rows(self, table: Tensor, which: Tensor) -> Tensor:
-        """The rows `which` [N] of `table` [C + 1, n], as [N, n]."""
+        """Selects rows `which` [N] of `table` [C + 1, n] → [N, n]."""
         return self.platform.values.take(table, which)  # type: ignore[no-any-return]
 
 

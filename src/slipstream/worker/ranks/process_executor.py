@@ -109,7 +109,8 @@ _logger = logging.getLogger("slipstream.engine")
 T = TypeVar("T")
 
 OfRank: TypeAlias = tuple[EngineArgs, DeviceInfo | None]
-"""A rank's settings, and its CPU; None: it has a GPU."""
+"""A rank's settings and the device to use: the CPU, or None for a GPU that the rank looks up
+itself."""
 
 END_S = 5.0
 """Seconds that ranks have to end after the End message."""
@@ -117,7 +118,7 @@ END_S = 5.0
 
 @dataclass(slots=True)
 class RemoteStep:
-    """A step that was sent to the ranks."""
+    """Handle of a step that was sent to the ranks."""
 
     executor: ProcessExecutor
     plan: Plan

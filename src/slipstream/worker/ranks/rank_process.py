@@ -291,7 +291,8 @@ def join_executor(words: list[str]) -> int:
 
 
 def fork_ranks(asked: socket.socket) -> None:
-    """Be the process that forks ranks (`fork_server.py`), with all that a rank imports."""
+    """Import everything that a rank needs, then serve as the process that forks ranks
+    (`fork_server.py`)."""
     gc.disable()
     import slipstream.model.load.loader
     import slipstream.worker.torch_loading  # noqa: F401
@@ -303,7 +304,8 @@ def fork_ranks(asked: socket.socket) -> None:
 
 
 def main(words: list[str]) -> int:
-    """`DESCRIPTOR`: a rank. `--fork DESCRIPTOR`: the process that forks them. `--join …`: a rank of another host."""
+    """Run the command line: `DESCRIPTOR` runs a rank, `--fork DESCRIPTOR` the process that forks ranks, and `--join …`
+    a rank for an executor on another host."""
     bound_spinning()
     logging.basicConfig(format="%(levelname)s: %(message)s")
     if words[:1] != ["--fork"] and not (words[:1] and words[0].isdecimal()):

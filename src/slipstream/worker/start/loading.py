@@ -1,4 +1,4 @@
-"""The choice of how a model is loaded: without torch, where one C++ program covers it, or with torch.
+"""Chooses how a model is loaded: without torch if one C++ program covers it, otherwise with torch.
 
 `load_runner` finds the model and the device, resolves the settings, and loads the weights. A cache is not part of it.
 """
@@ -185,9 +185,8 @@ def _host_loaded(
     kept: Path,
     load_draft: Callable[[LoadedRunner], None],
 ) -> HostLoaded | None:
-    """Load without torch. None if this does not cover the model, its drafts or a setting.
-
-    The reason is logged.
+    """Load the model without torch. None if that is not possible for the model, its drafts or a
+    setting; the reason is logged.
     """
     reason = host_refusal(config, description)
     if reason is None:

@@ -129,7 +129,8 @@ def _probe_audio(runner: TorchLoaded, audio: AudioSpec) -> int:
 
 
 def compiled_steps(runner: LoadedRunner) -> list[tuple[int, int]]:
-    """(tokens, length of the prompts) of each step to compile."""
+    """Returns (tokens, length of the prompts) of each step that is run in order to compile
+    kernels."""
     steps = [(64, 64), (4, 1), (1, 1)]
     if runner.has_latents:
         # short and long prompts that begin at their first token have kernels of their own
