@@ -108,7 +108,10 @@ def test_chunks_prefixes_forks_and_drafts_give_the_same(made):
     assert list(guessed.outputs[0].token_ids) == tokens
 
 
-@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "split",
+    ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)],
+)
 def test_several_ranks_hear_the_same(made, split):
     path, model = made
     with forked_ranks.used(), engine(path, max_num_batched_tokens=24, **{split: 2}) as llm:
