@@ -141,6 +141,7 @@ def test_a_sound_beyond_the_last_window_is_refused(made):
     assert caught.value.field == "audio"
 
 
+@pytest.mark.slow
 def test_a_chat_over_http_hears_several_windows(made):
     path, _ = made
     content = [part(SOUNDS[1]), {"type": "text", "text": "what is it?"}]
