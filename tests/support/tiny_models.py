@@ -247,6 +247,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(model_type="bailing_hybrid", pad_token_id=None, q_lora_rank=None, head_dim=12),
         **dict(num_experts=8, n_shared_experts=1, n_group=4, topk_group=2, layer_group_size=3),
     },
+    "zamba2": {
+        **{k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"},
+        **dict(model_type="zamba2", num_hidden_layers=4, num_mem_blocks=2, adapter_rank=3),
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+        **dict(use_shared_attention_adapter=True, use_mem_rope=True, mamba_d_state=12),
+        **dict(n_mamba_heads=8, mamba_ngroups=2, chunk_size=16, initializer_range=0.12),
+    },
     "granitemoehybrid": {
         **_MAMBA2,
         "model_type": "granitemoehybrid",
@@ -598,7 +605,7 @@ GEMMA4_MOE = {
 
 RECURRENT = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h", "bamba"),
-    *("lfm3", "bailing_hybrid"),
+    *("lfm3", "bailing_hybrid", "zamba2"),
     *("granitemoehybrid", "falcon_h1", "jamba", "kimi_linear", "olmo_hybrid"),
     *("mamba", "falcon_mamba", "mamba2", "minimax"),
 )

@@ -678,6 +678,28 @@ def picture(seed: int, width: int = 50, height: int = 37) -> Any:
     return small.resize((width, height), Image.Resampling.BICUBIC)
 
 
+def prompt_of(family: str, *pictures: Any, words: str = "ab ", end: str = " cd?") -> dict[str, Any]:
+    text = words + " and ".join(PLACEHOLDER[family] for _ in pictures) + end
+    return {"prompt": text, "multi_modal_data": {"image": list(pictures)}}
+
+
+def mixed_prompts(family: str) -> list[dict[str, Any]]:
+    """Prompts with two pictures, one and none. The last one has a picture of the first."""
+    return [
+        prompt_of(family, picture(1), picture(2, 30, 61)),
+        prompt_of(family, picture(3)),
+        {"prompt_token_ids": [5, 6, 7]},
+        prompt_of(family, picture(1), words="ef "),
+    ]
+
+
+def largest_difference(answer: Any, theirs: Any) -> float:
+    """Largest difference of the log-probabilities of the prompt's tokens."""
+    ids = answer.prompt_token_ids
+    own = [position.chosen.logprob for position in answer.prompt_logprobs[1:]]
+    return max(abs(a - theirs[i, ids[i + 1]].item()) for i, a in enumerate(own))
+
+
 def from_source(module: str, *names: str) -> Any:
     """Functions and classes of a module that can't be imported here, because it needs torchvision."""
     import ast

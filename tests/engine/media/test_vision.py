@@ -27,9 +27,10 @@ from tests.support import forked_ranks
 from tests.support.vision_models import (
     IMAGE,
     PALIGEMMA,
-    PLACEHOLDER,
     build_vision,
+    largest_difference,
     picture,
+    prompt_of,
     their_inputs,
     token_id,
 )
@@ -88,11 +89,6 @@ def engine(path: Path, **settings: Any) -> Iterator[LLM]:
         yield llm
 
 
-def prompt_of(family: str, *pictures: Any, words: str = "ab ", end: str = " cd?") -> dict[str, Any]:
-    text = words + " and ".join(PLACEHOLDER[family] for _ in pictures) + end
-    return {"prompt": text, "multi_modal_data": {"image": list(pictures)}}
-
-
 def their_logprobs(family: str, model: Any, tokens: list[int], pictures: list[Any]) -> torch.Tensor:
     with torch.no_grad():
         return model(**their_inputs(family, tokens, pictures)).logits[0].log_softmax(-1)
@@ -103,13 +99,6 @@ def their_greedy(family, model, ids, pictures):
         given = their_inputs(family, ids, pictures)
         found = model.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)
     return found[0, len(ids) :].tolist()
-
-
-def largest_difference(answer: Any, theirs: torch.Tensor) -> float:
-    """Largest difference of the log-probabilities of the prompt's tokens."""
-    ids = answer.prompt_token_ids
-    own = [position.chosen.logprob for position in answer.prompt_logprobs[1:]]
-    return max(abs(a - theirs[i, ids[i + 1]].item()) for i, a in enumerate(own))
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ from slipstream.spec.families.hybrids import (
     nemotron_h,
     olmo_hybrid,
     qwen_next,
+    zamba,
 )
 from slipstream.spec.families.pictures import (
     cohere_vision,
@@ -92,7 +93,7 @@ MODULES = (
     exaone, falcon, falcon_h1, gemma, gemma3n, gemma4, glm, glm4v, gpt, gpt_oss, granite, hunyuan, idefics3,
     internvl, jamba, kimi_linear, kimi_vl, lfm, lfm2_vl, ling, llama, llama4, llava_onevision, mamba, minimax, mistral3,
     mixtures, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, paligemma, phi, qwen, qwen2_audio,
-    qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, voxtral, whisper,
+    qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, voxtral, whisper, zamba,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

@@ -23,7 +23,7 @@ from slipstream.spec.families.builders import (
     rms,
 )
 from slipstream.spec.families.names import LLAMA, table
-from slipstream.spec.families.pictures.images import processing, siglip_names, square
+from slipstream.spec.families.pictures.images import AS_LLAVA, processing, siglip_names, square
 from slipstream.spec.families.pictures.qwen_vl import CLIP_MEAN, CLIP_STD, quick_gelu
 from slipstream.spec.functions import NormSpec
 from slipstream.spec.media.medium import PromptFormat
@@ -289,10 +289,7 @@ _llava = table(
     media_layer="vision_tower.encoder.layers.{i}.",
     changes={"media.class_token": "vector", "media.row_end": "vector"},
 )
-TEXT = ("language_model.", "model.language_model.", "model.")
-UNREAD = (
-    r"(model\.)?((vision_tower|multi_modal_projector)\..*|image_newline)",
-)  # with max_images=0
+KIND = {**AS_LLAVA, "ignored": (*AS_LLAVA["ignored"], r"(model\.)?image_newline")}
 
 FAMILIES = (
     Family(
@@ -300,9 +297,7 @@ FAMILIES = (
         architectures=("InternVLForConditionalGeneration",),
         read=read_internvl,
         names=names_internvl,
-        nested_config="text_config",
-        prefixes=TEXT,
-        ignored=UNREAD,
+        **KIND,
         media=read_vision_internvl,
         processing=read_processing_internvl,
     ),
@@ -312,12 +307,7 @@ FAMILIES = (
             architectures=(architecture,),
             read=read_llava,
             names=_llava,
-            nested_config="text_config",
-            prefixes=TEXT,
-            ignored=(
-                *UNREAD,
-                r"(model\.)?vision_tower\.(vision_model\.)?(post_layernorm|encoder)\..*",
-            ),
+            **KIND,
             media=vision,
             processing=images,
         )
