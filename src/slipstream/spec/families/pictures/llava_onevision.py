@@ -12,9 +12,8 @@ from slipstream.spec.families.builders import activation
 from slipstream.spec.families.names import LLAMA, table
 from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names, square
 from slipstream.spec.families.pictures.internvl import (
+    KIND,
     LLAVA,
-    TEXT,
-    UNREAD,
     pinpoints_of,
     read_decoder,
 )
@@ -106,9 +105,7 @@ FAMILIES = (
             media_layer="vision_tower.encoder.layers.{i}.",
             changes={"media.row_end": "vector"},
         ),
-        nested_config="text_config",
-        prefixes=TEXT,
-        ignored=UNREAD,
+        **KIND,
         media=read_vision,
         processing=read_processing,
     ),
