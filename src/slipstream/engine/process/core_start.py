@@ -17,6 +17,7 @@ from slipstream.spec.description import ModelDescription
 
 if TYPE_CHECKING:
     from slipstream.engine.process.core_client import CoreLink
+    from slipstream.worker.ranks.fork_server import ForkedProcess
 
 MAX_FAST_DEATHS = 3
 MAX_RESTART_PAUSE_S = 30.0
@@ -62,7 +63,7 @@ def socket_folder() -> OwnedFolder:
     return folder
 
 
-def wait_or_kill(process: subprocess.Popen[bytes], seconds: float) -> int:
+def wait_or_kill(process: subprocess.Popen[bytes] | ForkedProcess, seconds: float) -> int:
     """The process's return code."""
     try:
         return process.wait(seconds)

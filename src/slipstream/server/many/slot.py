@@ -22,7 +22,7 @@ from slipstream.config import EngineArgs
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.folder import settled
-from slipstream.engine.process.child_source import child_source
+from slipstream.engine.process.child_source import CoreParent, child_source
 from slipstream.errors import EngineDeadError
 from slipstream.spec.description import ModelDescription
 
@@ -67,10 +67,10 @@ class ServedModel:
 
 class Slot:
     """A served model and its engine, if one is started. `users`: requests that run on it, or that
-    got it and are about to."""
+    got it and are about to. `parent` forks its process."""
 
-    def __init__(self, model: ServedModel) -> None:
-        self.model = model
+    def __init__(self, model: ServedModel, parent: CoreParent | None = None) -> None:
+        self.model, self._parent = model, parent
         self.state: State = "unloaded"
         self.engine: AsyncLLM | None = None  # made by the first load
         self.server_state: ServerState | None = None
@@ -127,7 +127,7 @@ class Slot:
     async def _load(self) -> None:
         args = settled(self.model.args)
         if self.engine is None:
-            source = child_source(args, pause=lambda deaths, error: None)
+            source = child_source(args, lambda deaths, error: None, self._parent)
             self.engine = await AsyncLLM.start(args, source=source)
         elif self.engine.is_alive and self.engine.is_sleeping:
             await self.engine.wake_up(soon=True)
@@ -192,10 +192,11 @@ def asleep_bytes(engine: AsyncLLM) -> int:
 
 
 def _resident_bytes(pid: int) -> int:
-    """A process's own memory that is resident; the pages of its files are the system's."""
+    """A process's own memory that is resident, with its part of what forks share; the pages of its files are the
+    system's."""
     try:
-        for line in Path(f"/proc/{pid}/status").read_text("ascii", errors="replace").splitlines():
-            if line.startswith("RssAnon:"):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines():
+            if line.startswith("Pss_Anon:"):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
