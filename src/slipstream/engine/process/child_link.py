@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
-from functools import partial
 
-from slipstream.base.deaths import describe_exit
+from slipstream.base.deaths import describe_exit, stdin_of
 from slipstream.config import EngineArgs
 from slipstream.engine.process.core_client import CoreLink
 from slipstream.engine.process.core_messages import Start, Stop
-from slipstream.engine.process.core_start import socket_folder, wait_or_kill
+from slipstream.engine.process.core_start import Process, socket_folder, start_process, wait_or_kill
 from slipstream.engine.temporary import OwnedFolder
 from slipstream.errors import EngineDeadError, EngineKilledError
 from slipstream.worker.executor import ForkServer
-from slipstream.worker.ranks.fork_server import ForkedProcess
-
-
-CORE_MODULE = "slipstream.engine.process.core_process"
 
 
 class ChildLink(CoreLink):
     """An engine process that we started. The caller must `end` it, whatever happens next."""
 
-    def __init__(self, process: subprocess.Popen[bytes] | ForkedProcess, folder: OwnedFolder):
+    def __init__(self, process: Process, folder: OwnedFolder):
         self.process, self._folder = process, folder
         try:
             self._folder.make()
@@ -39,27 +31,16 @@ class ChildLink(CoreLink):
 
     @classmethod
     async def start(
-        cls,
-        args: EngineArgs,
-        forks: ForkServer | None = None,
-        parent: ForkServer | None = None,
-    ) -> ChildLink:
+        cls, args: EngineArgs, forks: ForkServer | None = None,
+        parent: ForkServer | None = None, *, gently: bool = False,
+    ) -> ChildLink:  # fmt: skip
         """Start the process and send the first message as soon as it has connected. If the process ended before,
-        `receive` raises. `forks`: the fork server for its ranks. `parent`: the one that it is a fork of."""
+        `receive` raises. `forks`, `parent`: see `start_process`. `gently`: see `WakeUp`."""
         # The process comes before the folder: if we are killed, it is there to remove it.
         folder = socket_folder()
-        passed = [] if forks is None else [forks.fileno()]
-        words = [f"ipc://{folder.path}/engine", *map(str, passed)]
-        process: subprocess.Popen[bytes] | ForkedProcess
-        if parent is None:
-            command = [sys.executable, "-m", CORE_MODULE, *words]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=passed)
-        else:  # the first fork waits until all is imported
-            fork = partial(parent.fork, words, passed=passed, environment=os.environ)
-            process = await asyncio.to_thread(fork)
-        child = cls(process, folder)
+        child = cls(await start_process(f"{folder.path}/engine", forks, parent), folder)
         try:
-            while not child.send(Start(args)) and child.process.poll() is None:
+            while not child.send(Start(args, gently)) and child.process.poll() is None:
                 await asyncio.sleep(0.005)
         except BaseException:
             await child.end(at_once=True)
@@ -85,7 +66,6 @@ class ChildLink(CoreLink):
             await asyncio.to_thread(wait_or_kill, self.process, 5.0)
         finally:
             self.process.kill()  # nothing, if it has ended
-            if self.process.stdin is not None:
-                self.process.stdin.close()
+            stdin_of(self.process).close()
             await super().end(at_once=at_once)
             self._folder.remove()

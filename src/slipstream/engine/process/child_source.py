@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 
 from slipstream.config import EngineArgs, num_ranks
-from slipstream.engine.process.child_link import CORE_MODULE, ChildLink
-from slipstream.engine.process.core_start import CoreSource, restart_pause
+from slipstream.engine.process.child_link import ChildLink
+from slipstream.engine.process.core_start import CORE_MODULE, CoreSource, restart_pause
 from slipstream.worker.executor import ForkServer
 
 
@@ -31,16 +31,17 @@ def child_source(
     args: EngineArgs,
     pause: Callable[[int, Exception], float | None] = restart_pause,
     parent: CoreParent | None = None,
+    gently: Callable[[], bool] = lambda: False,
 ) -> CoreSource:
     """Engine processes with these settings, one after the other. Their ranks are forks of one process. With
-    `parent` they are forks themselves."""
+    `parent` they are forks themselves. `gently`: see `WakeUp`; not for ranks."""
     forks: ForkServer | None = None
 
     async def connect() -> ChildLink:
         nonlocal forks
         of = None if parent is None else parent.get()
         if num_ranks(args) == 1 and args.cpu_layers is None:
-            return await ChildLink.start(args, parent=of)
+            return await ChildLink.start(args, parent=of, gently=gently())
         if forks is None or not forks.is_alive:
             forks = ForkServer.start()
         return await ChildLink.start(args, forks, of)
