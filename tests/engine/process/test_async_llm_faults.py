@@ -108,7 +108,7 @@ class World:
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(async_llm.asyncio, "sleep", self._sleep)
 
-    async def _start_child(self, args):
+    async def _start_child(self, args, *forks, **how):
         self.num_spawns += 1
         if not self.scripts:
             raise OSError("no more processes")

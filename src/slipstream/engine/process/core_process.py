@@ -39,14 +39,10 @@ def fork_cores(asked: socket.socket) -> None:
     """Fork engine processes, with all that a core without torch imports."""
     import zmq  # noqa: F401
 
-    import slipstream.engine.asleep
-    import slipstream.worker.host_loading
-    import slipstream.worker.local_executor  # noqa: F401
-    from slipstream.worker.ranks.fork_server import serve
+    import slipstream.engine.asleep  # noqa: F401
+    from slipstream.worker.executor import serve_forks
 
-    gc.collect()
-    gc.freeze()  # forks have nothing to collect of it
-    serve(asked, main)
+    serve_forks(asked, main)
 
 
 def main(words: list[str]) -> int:
