@@ -172,7 +172,8 @@ class ForkServer:
         return ForkedProcess(ours, our_stdin, stays=self._forks_stay)
 
     def close(self) -> None:
-        """End it, if this process started it. Forks that don't stay are killed when they are waited for."""
+        """End the fork server, if this process started it. Forks that are waited for afterwards are
+        killed, unless they stay (`ForkedProcess`)."""
         self._finalizer()
 
 
@@ -227,7 +228,7 @@ def serve(asked: socket.socket, run: Callable[[list[str]], int]) -> None:
 
 
 def _become(request: int, folder: int, fds: list[int], run: Callable[[list[str]], int]) -> None:
-    """Be the process that was asked for. It does not return."""
+    """Turn this fork into the requested process: run it, then exit. It does not return."""
     code = 1
     try:
         for standard, own in enumerate(fds[:3]):
