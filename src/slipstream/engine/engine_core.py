@@ -194,7 +194,7 @@ class EngineCore:
         self._generated_tokens += sum(
             [len(o.token_ids) for o in outputs if isinstance(o, TokenOutput)]
         )
-        self._stalled = False  # guesses may follow
+        self._stalled = False  # drafts may follow
         return outputs
 
     def pass_on(self, outputs: list[StepOutput]) -> list[EngineOutput]:
@@ -223,8 +223,7 @@ class EngineCore:
         )
 
     def next_wakeup(self) -> float | None:
-        """Time, in time.monotonic(), at which a step may become possible without a new request.
-        None if there is none."""
+        """Time, in time.monotonic(), at which a step may become possible without a new request; None if never."""
         if self.is_paused:
             return None
         wakeup = self.scheduler.next_wakeup()
@@ -250,9 +249,10 @@ class EngineCore:
     # --- From start to end --------------------------------------------------------------------------------------------
 
     def warm(self, seconds: float) -> None:
-        """Compile, then prepare the commonest sizes of steps for `seconds`. Call it before there
-        are requests."""
+        """Compile, then prepare the commonest sizes of steps for `seconds`. Call it before there are requests."""
         self._expect(self.executor.warm_up())
+        for listener in self._all_listeners:
+            listener.warm()
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.executor.capture_next():
             pass

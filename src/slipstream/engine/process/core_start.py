@@ -43,8 +43,8 @@ def restart_pause(deaths: int, error: Exception) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class CoreSource:
-    """The way to get a link to a core: `connect`. `id_prefix` begins the ids of requests, so that several processes can use one
-    core."""
+    """Source of links to a core; `connect` makes one. All ids of requests begin with `id_prefix`, so that several
+    processes can use one core."""
 
     connect: Callable[[], Awaitable[CoreLink]]
     pause: Callable[[int, Exception], float | None] = restart_pause
@@ -85,7 +85,7 @@ async def start_process(
 
 
 def wait_or_kill(process: Process, seconds: float) -> int:
-    """The process's return code."""
+    """Wait for a process to end, and kill it if it does not. Returns its exit code."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
