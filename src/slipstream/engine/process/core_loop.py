@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from slipstream.base.priority import at_low_priority
 from slipstream.engine.process.alignments import AudioAlignments
 from slipstream.engine.process.cache_watchers import CacheWatchers
 from slipstream.engine.process.core_messages import (
@@ -115,7 +116,8 @@ class CoreProcess:
             from slipstream.worker.executor import ExecutorSource
 
             source = ExecutorSource(start.args, forks=self._forks)
-            self.core = build_core(source, lambda phase: self.send(Phase(phase)))
+            tell = lambda phase: self.send(Phase(phase))
+            self.core = at_low_priority(build_core, source, tell, low=start.gently)
             if (lora := self.core.config.lora) is not None:
                 self._adapters.begin(lora.requests)
             self.send(Phase("graphs"))
@@ -205,7 +207,8 @@ class CoreProcess:
             if not self._take_messages():
                 return False
             self._report()
-        self.core = sleeper.wake(asleep)
+        gently = any(question.gently for _, question in sleeper.to_wake)
+        self.core = at_low_priority(sleeper.wake, asleep, low=gently)
         if was_paused:
             self.core.pause()
         self._prepare(soon=any(question.soon for _, question in sleeper.to_wake))
@@ -254,8 +257,7 @@ class CoreProcess:
                 self.send(Outputs.of(some), number)
 
     def _patience_ms(self) -> int:
-        """Milliseconds to wait for a message: 0 while steps can be made, else until the next
-        wake-up or heartbeat."""
+        """Milliseconds to wait for a message: 0 if steps can be made, else until work is due."""
         core = self.core
         sleeper = self._sleeper
         if sleeper.to_wake or (sleeper.to_sleep and core is not None and not core.has_work):
