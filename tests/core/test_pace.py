@@ -164,7 +164,7 @@ def test_one_step_of_many_has_decodes_alone():
     assert [i for i, fits in enumerate(sizes) if not fits] == [0, PROBE_EVERY, 2 * PROBE_EVERY]
 
 
-def test_requests_that_check_guesses_are_decodes():
+def test_requests_that_check_drafts_are_decodes():
     checks = [ScheduledRequest("a", 20, 4, 4), ScheduledRequest("b", 30, 3, 3)]
     pace = Pace(1.0)
     assert pace.prompt_tokens(0, checks, 0, 9.0) == 0  # a step without prompts is due

@@ -194,7 +194,7 @@ class EngineCore:
         self._generated_tokens += sum(
             [len(o.token_ids) for o in outputs if isinstance(o, TokenOutput)]
         )
-        self._stalled = False  # guesses may follow
+        self._stalled = False  # drafts may follow
         return outputs
 
     def pass_on(self, outputs: list[StepOutput]) -> list[EngineOutput]:

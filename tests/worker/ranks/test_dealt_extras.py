@@ -13,12 +13,11 @@ from slipstream.costs.devices import find_device
 from slipstream.errors import ConfigError
 from slipstream.spec.description import read_spec
 from tests.engine.drafts.test_draft_heads import Setup
-from tests.engine.media.test_vision import prompt_of
 from tests.engine.test_adapters import ALL, adapter, build, check
 from tests.engine.test_adapters import PROMPTS as SHORT
 from tests.engine.test_adapters import SETTINGS as ADAPTED
 from tests.support import mtp_layers, tiny_models
-from tests.support.vision_models import build_vision, picture
+from tests.support.vision_models import build_vision, mixed_prompts
 from tests.worker.ranks.test_dealt_ranks import GREEDY, SAMPLINGS, SETTINGS, SIZES, answers, free
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -75,12 +74,7 @@ def test_pictures_are_read_by_the_rank_of_their_request(tmp_path, family, drafts
     how = {"expert_parallel_size": 2}
     if drafts:
         how["speculative_config"] = mtp_layers.add_to_text(tmp_path, "qwen3_5_moe_text")
-    prompts = [
-        prompt_of(family, picture(1), picture(2, 30, 61)),
-        prompt_of(family, picture(3)),
-        {"prompt_token_ids": [5, 6, 7]},
-        prompt_of(family, picture(1), words="ef "),
-    ]
+    prompts = mixed_prompts(family)
     sizes = {**SETTINGS, "block_size": 4, "kv_cache_bytes": 2**23, "max_num_seqs": 4}
     found = []
     for more in ({}, how):

@@ -337,7 +337,7 @@ class Grammars:
         Requests that `may_wait`, and whose mask takes long, are put into `late`: what the step
         samples for them must be thrown away, and they be held until their mask has `arrived`.
 
-        `drafts` are the forced tokens, then the guessed ones, of requests that have some. The first
+        `drafts` are the forced tokens, then those to verify, of requests that have some. The first
         token is sampled after the last forced one.
         """
         first = itertools.accumulate((s.num_sampled for s in plan.scheduled), initial=0)
@@ -444,7 +444,7 @@ class Grammars:
         ended: dict[str, str | None] = {}
         matchers, asked = list[tuple["LLMatcher", int]](), list[GrammarState]()
         for s, state, row, _ in own:
-            bits[row + 1 : row + s.num_sampled].fill(-1)  # after a wrong guess anything is allowed
+            bits[row + 1 : row + s.num_sampled].fill(-1)  # after a wrong draft anything is allowed
             try:
                 if not state.write_known(bits[row]):
                     matchers.append((state.matcher, row))

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 PARALLEL_ROWS = 8
-"""Number of masks from which on several threads compute them."""
+"""Minimum number of masks for which several threads are used."""
 
 MAX_COMPLETE = 256
-"""Complete masks that are kept for requests that end by the same tokens."""
+"""Maximum number of complete masks that are kept for requests with the same end tokens."""
 
 MAX_LANE_AT_ONCE_S, MAX_LANE_S = 0.005, 1.0
 """Seconds in which another matcher of a grammar is made at once, and in another thread. One that takes longer is not made."""
@@ -426,8 +426,8 @@ class GrammarState:
     def mask_drafts(self, masks: Bits, drafts: Sequence[int]) -> None:
         """Write the masks after each draft into int32 [1 + drafts, words]. The first row is written
         already. Rows after a wrong draft stay as they are: nothing that is drawn there counts."""
-        assert len(masks) == 1 + len(drafts), "guessed tokens are not known"
-        # a guess may be wrong, and a matcher in error stays so
+        assert len(masks) == 1 + len(drafts), "drafts are not known"
+        # a draft may be wrong, and a matcher in error stays so
         ahead = self.copy(borrow=True) if drafts else self
         for i, token in enumerate(drafts):
             if (
@@ -440,7 +440,7 @@ class GrammarState:
                 ahead.accept([token])
                 if not ahead.is_finished:
                     ahead.mask(masks[i + 1])
-            except GrammarError:  # it is an error once the guess turns out right
+            except GrammarError:  # it is an error once the draft turns out right
                 masks[i + 1] = -1
                 break
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.errors import RequestError
 from slipstream.messages.media import MediaSpan
@@ -33,6 +35,7 @@ class MediaPiece:
     width: int
     data: bytes = field(repr=False)
     gap: int = 0
+    inner: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -48,15 +51,18 @@ class MediaPiece:
             width=self.width,
             data=self.data,
             gap=self.gap,
+            inner=self.inner,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedMedia:
-    """The pieces of a picture or sound in their order, and the text that stands for them in a prompt."""
+    """The pieces of a picture or sound in their order, and the text that stands for them in a prompt. `among`: the same where
+    a prompt has several, if that is something else."""
 
     text: str
     pieces: tuple[MediaPiece, ...]
+    among: PreparedMedia | None = None
 
 
 class MediaProcessor:
@@ -85,6 +91,11 @@ class MediaProcessor:
                     x.cancel()
 
 
+def _of_prompt(media: Sequence[PreparedMedia]) -> Sequence[PreparedMedia]:
+    """The media of one prompt, as they are there."""
+    return media if len(media) < 2 else [x if x.among is None else x.among for x in media]
+
+
 def with_media(text: str, media: Sequence[PreparedMedia], spec: MediaSpec) -> str:
     """The prompt with each placeholder replaced by the text of its picture or sound. RequestError if
     their numbers differ."""
@@ -94,7 +105,20 @@ def with_media(text: str, media: Sequence[PreparedMedia], spec: MediaSpec) -> st
             f"the prompt has {len(parts) - 1} places ({spec.prompt.placeholder}), and there are {len(media)} to put there",
             field=spec.medium,
         )
-    return parts[0] + "".join(x.text + part for x, part in zip(media, parts[1:], strict=True))
+    if media and spec.prompt.style == "prefix":
+        parts[-1] = f"{spec.prompt.begin}{parts[-1]}{spec.prompt.end}"
+    own = zip(_of_prompt(media), parts[1:], strict=True)
+    return parts[0] + "".join(x.text + part for x, part in own)
+
+
+def joined(
+    tokens: Sequence[int], spans: Sequence[MediaSpan], cache_salt: str
+) -> tuple[tuple[MediaSpan, ...], str]:
+    """The pictures of a prompt whose tokens all attend to each other, and a salt for its cached blocks: no other prompt has
+    their keys and values."""
+    said = (np.array(tokens, np.uint32).tobytes(), *(x.key for x in spans), cache_salt.encode())
+    salt = blake2b(b"".join(said), digest_size=16, person=b"whole prompt")
+    return tuple(dataclasses.replace(x, joined=len(tokens)) for x in spans), salt.hexdigest()
 
 
 def expanded(
@@ -105,7 +129,7 @@ def expanded(
 ) -> tuple[int, ...]:
     """A prompt's tokens with all placeholders of its media: as they are, or with one for each (of a model that
     writes it otherwise than by its placeholder: what `PromptFormat.placeholder` is)."""
-    count = tokens.count(spec.token_id)
+    count, media = tokens.count(spec.token_id), _of_prompt(media)
     if count == sum(piece.num_tokens for x in media for piece in x.pieces):
         return tuple(tokens)
     if tokenizer is None:
@@ -157,7 +181,7 @@ def placed(
     only with requests of the same salt."""
     places = [i for i, token in enumerate(tokens) if token == spec.token_id]
     spans, start = list[MediaSpan](), 0
-    for piece in (piece for x in media for piece in x.pieces):
+    for piece in (piece for x in _of_prompt(media) for piece in x.pieces):
         own = places[start : start + piece.num_tokens]
         if len(own) < piece.num_tokens or not _is_whole(own, piece, len(tokens)):
             raise RequestError(

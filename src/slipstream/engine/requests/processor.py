@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from slipstream.config import EngineConfig
 from slipstream.engine.grammars.check import check
-from slipstream.engine.media.prepared import MediaProcessor, PreparedMedia, placed
+from slipstream.engine.media.prepared import MediaProcessor, PreparedMedia, joined, placed
 from slipstream.engine.media.reader import media_processor
 from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.requests.choices import check_answer, fork
@@ -197,6 +197,13 @@ class InputProcessor:
         )
         salt = options.cache_salt
         spans = placed(tokens, media, self.prompts.media.spec, salt) if media else ()
+        if spans and spec is not None and spec.joins_prompts:
+            window = min(getattr(a, "window", None) or len(tokens) for a in spec.attentions)
+            if len(tokens) > window:
+                why = f"the prompt's {len(tokens)} tokens see each other, and the model's window has {window}"
+                raise RequestError(f"{why}; send fewer pictures or words", field="prompt")
+            spans, salted = joined(tokens, spans, salt)
+            options = dataclasses.replace(options, cache_salt=salted)
         if spans and any_length:
             raise RequestError(
                 "a prompt with pictures or sounds can't be cut", field="truncate_prompt_tokens"
