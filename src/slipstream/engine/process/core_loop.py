@@ -59,8 +59,7 @@ WARM_S = 12.0
 sizes of an 8B model on an H200. The others follow whenever there is nothing to do."""
 
 HEARTBEAT_S = 1.0
-"""Interval, in seconds, of the child's heartbeats, whether it has work or not. A silent child
-counts as hung."""
+"""Interval, in seconds, of the child's heartbeats, whether it has work or not. A silent child counts as hung."""
 
 TEND_MS = 2
 """Milliseconds between two calls of `tend`, which stores blocks, while there are no requests."""
@@ -257,8 +256,7 @@ class CoreProcess:
                 self.send(Outputs.of(some), number)
 
     def _patience_ms(self) -> int:
-        """Milliseconds to wait for a message: 0 while steps can be made, else until the next
-        wake-up or heartbeat."""
+        """Milliseconds to wait for a message: 0 while steps can be made, else until the next wake-up or heartbeat."""
         core = self.core
         sleeper = self._sleeper
         if sleeper.to_wake or (sleeper.to_sleep and core is not None and not core.has_work):

@@ -52,8 +52,7 @@ class Program:
             self._library.ss_program_destroy(pointer)
 
     def buffer(self, form: int, size: int, rows_a_token: int = 1) -> int:
-        """Makes a buffer in the format `form`. It has one or several rows per token, and `size`
-        values in a row."""
+        """Makes a buffer in the format `form`. It has one or several rows per token, and `size` values in a row."""
         num_bytes = self._library.ss_form_bytes(form, size)
         self.token_bytes += num_bytes * rows_a_token
         return int(self._library.ss_buffer(self._pointer, num_bytes, rows_a_token))
@@ -101,8 +100,7 @@ class Program:
         return running
 
     def wait(self) -> None:
-        """Waits until the pool's last job is done. The caller computes meanwhile, as one of its
-        threads."""
+        """Waits until the pool's last job is done. The caller computes meanwhile, as one of its threads."""
         # the garbage collector may have destroyed it, which waits too
         if pointer := self.__dict__.get("_pointer"):
             self._library.ss_wait(pointer)
@@ -160,8 +158,7 @@ def run_job() -> int:
 
 
 def layer_pointers(kv: Sequence[LayerKV]) -> Any:
-    """Returns the layers' caches as an array of C structs. It must live as long as a program uses
-    it."""
+    """Returns the layers' caches as an array of C structs. It must live as long as a program uses it."""
     array = (LayerPointers * len(kv))()
     for pointers, layer in zip(array, kv, strict=True):
         assert lies_together(layer.k)
