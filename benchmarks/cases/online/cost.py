@@ -66,7 +66,7 @@ class Child:
         self.process = SimpleNamespace(poll=lambda: None)
 
     def death(self) -> None:
-        """It lives."""
+        """Cause of its death, None while it lives."""
 
     def send(self, message: object) -> bool:
         if isinstance(message, Add):
