@@ -65,6 +65,9 @@ class Child:
         self.keys: list[str] = []
         self.process = SimpleNamespace(poll=lambda: None)
 
+    def death(self) -> None:
+        """Cause of its death, None while it lives."""
+
     def send(self, message: object) -> bool:
         if isinstance(message, Add):
             self.keys += [request.request_id for request in message.requests]
@@ -303,9 +306,8 @@ async def whole(
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await until(lambda: server.started)
     body = json.dumps(body_of(engine)).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(
-        body
-    )
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += b"content-length: %d\r\n\r\n" % len(body)
     child.keys.clear()
     begin = time.process_time()
     process = start_client(listener.getsockname()[1], num_streams, head + body)

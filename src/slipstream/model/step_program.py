@@ -87,8 +87,7 @@ class StepProgram:
         )
 
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        """token_ids [T] → hidden states [T, E] after the final norm. Writes keys and values to the
-        cache."""
+        """token_ids [T] → hidden states [T, E] after the final norm. Writes keys and values to the cache."""
         return self.tapped(token_ids, kv, meta)[0]
 
     def tapped(
@@ -170,8 +169,7 @@ class StepProgram:
     def drawn(
         self, hidden: Tensor, params: SamplingTensors, beyond: Beyond
     ) -> tuple[Tensor, Tensor]:
-        """float32 [N, E] → the tokens and packed log-probabilities of `begin`, where it
-        `writes_no_logits`."""
+        """float32 [N, E] → the tokens and packed log-probabilities of `begin`, where it `writes_no_logits`."""
         tokens, packed = self._draws(self.platform.values.array(hidden), params, beyond)
         return self.platform.upload(tokens), self.platform.upload(packed)
 
@@ -181,8 +179,7 @@ class StepProgram:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a step needs per token: the programs' buffers, their inputs, and the hidden
-        states."""
+        """Bytes that a step needs per token: the programs' buffers, their inputs, and the hidden states."""
         reading = (
             0 if self._reading is None else self._reading.program.token_bytes + 4 * self.hidden_size
         )
@@ -211,8 +208,7 @@ class CompiledOps:
         out: Array | None,
         more: Sequence[Array] = (),
     ) -> None:
-        """Runs the program. `given` [T, E] is read and not changed; `out` [T, E] and `more` are
-        written."""
+        """Runs the program. `given` [T, E] is read and not changed; `out` [T, E] and `more` are written."""
         if given is not None and self.lowered.given is not None:
             given = np.array(given, np.float32, order="C")  # a copy, as layers add to it in place
         self.bind(given, out, more)

@@ -287,8 +287,7 @@ class ValueOrder:
         return self.sessions.rate_of(session, depth) * cost * (depth if self._is_whole else 1)
 
     def num_below(self, value: float) -> int:
-        """Number of free blocks that are worth less than `value`. Some that come later in the order
-        are not counted."""
+        """Number of free blocks that are worth less than `value`. Some that come later in the order are not counted."""
         self._refresh()
         counts, found = self._ref_counts, len(self._loose)
         for entry in self._heap:

@@ -100,8 +100,7 @@ class Program:
         return running
 
     def wait(self) -> None:
-        """Waits until the pool's last job is done. The caller computes meanwhile, as one of its
-        threads."""
+        """Waits until the pool's last job is done. The caller computes meanwhile, as one of its threads."""
         # the garbage collector may have destroyed it, which waits too
         if pointer := self.__dict__.get("_pointer"):
             self._library.ss_wait(pointer)

@@ -1,5 +1,4 @@
-"""Parts of the C++ kernels' programs: a layer's operators, and products as programs of their
-own."""
+"""Parts of the C++ kernels' programs: a layer's operators, and products as programs of their own."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class LinearArgmax:
         return found
 
     def of(self, x: Floats) -> npt.NDArray[np.int64]:
-        """Binds `x` and returns the array that the next run of `program` fills. Both must live
-        until then."""
+        """Binds `x` and returns the array that the next run of `program` fills. Both must live until then."""
         assert x.dtype == np.float32
         assert x.shape[1] == self._size
         found = np.empty((len(x), 1), np.int64)
