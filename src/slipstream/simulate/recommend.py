@@ -483,7 +483,7 @@ def recommended(
 
 
 def why_replicas(replicas: int, of_one: float | None, rate: float | None) -> str:
-    """Why so many: what one carries. More than as many times that, if the load is more."""
+    """Returns the reason for so many: what one carries, and whether the load is more than all carry."""
     if not of_one:
         return ""
     why = f"one carries {of_one:.3g} requests/s within the objectives"
