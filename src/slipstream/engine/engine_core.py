@@ -113,8 +113,7 @@ class EngineCore:
         self.executor.replace_adapter(lora)
 
     def unload_adapter(self, adapter_id: int) -> None:
-        """Free the adapter's memory at once if no request uses it; otherwise when other adapters
-        need the memory."""
+        """Free the adapter's memory: at once if no request uses it, else when it is needed."""
 
     def _join(self, kind: type[Listener]) -> None:
         """Activate the listener of this class, just before its first request is queued."""

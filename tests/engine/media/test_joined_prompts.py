@@ -98,6 +98,7 @@ def test_ranks_that_share_keys_see_the_whole_prompt(paligemma):
     assert [list(x.outputs[0].token_ids) for x in answers] == [exact] * 2
 
 
+@pytest.mark.slow
 def test_chats_over_http_have_the_prompts_of_generate(paligemma):
     path, _ = paligemma
     file = io.BytesIO()

@@ -52,11 +52,18 @@ FAMILIES = (
     "lfm2_vl",
     "aya_vision",
     "cohere2_vision",
-    "paligemma",
     "paligemma2",
     "llava_onevision",
 )
-LIKE_OTHERS = ("qwen3_vl_moe", "qwen3_5_moe", "qwen2_vl", "glm4v_moe", "glm46v", "glm_ocr")
+LIKE_OTHERS = (
+    "qwen3_vl_moe",
+    "qwen3_5_moe",
+    "qwen2_vl",
+    "glm4v_moe",
+    "glm46v",
+    "glm_ocr",
+    "paligemma",
+)
 """Families of which a part alone differs from one above."""
 HYBRIDS = ("qwen3_5", "lfm2_vl")
 STEP = {"gemma4_large": 80, "paligemma": 1024, "paligemma2": 1024}

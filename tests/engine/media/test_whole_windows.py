@@ -108,7 +108,10 @@ def test_chunks_prefixes_forks_and_drafts_give_the_same(made):
     assert list(guessed.outputs[0].token_ids) == tokens
 
 
-@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "split",
+    ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)],
+)
 def test_several_ranks_hear_the_same(made, split):
     path, model = made
     with forked_ranks.used(), engine(path, max_num_batched_tokens=24, **{split: 2}) as llm:
@@ -138,6 +141,7 @@ def test_a_sound_beyond_the_last_window_is_refused(made):
     assert caught.value.field == "audio"
 
 
+@pytest.mark.slow
 def test_a_chat_over_http_hears_several_windows(made):
     path, _ = made
     content = [part(SOUNDS[1]), {"type": "text", "text": "what is it?"}]

@@ -65,13 +65,26 @@ def test_heads_propose_for_each_ranks_requests(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("family", "drafts"),
-    [("qwen3_5_moe", True), pytest.param("qwen3_vl_moe", False, marks=pytest.mark.slow)],
+    ("family", "drafts", "stages"),
+    [
+        ("qwen3_5_moe", True, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen3_vl_moe", False, 1),
+                ("qwen3_5_moe", True, 2),
+                ("qwen3_vl_moe", False, 2),
+            )
+        ),
+    ],
 )
-def test_pictures_are_read_by_the_rank_of_their_request(tmp_path, family, drafts):
+def test_pictures_are_read_by_the_rank_of_their_request(
+    tmp_path, family, drafts, stages, monkeypatch
+):
     """Next to requests without pictures; with recurrent states, and with the model's own layer that drafts."""
+    monkeypatch.setattr("slipstream.worker.ranks.process_executor.available_cores", lambda: 4)
     build_vision(tmp_path, family, seed=3)
-    how = {"expert_parallel_size": 2}
+    how = {"expert_parallel_size": 2, "pipeline_parallel_size": stages}
     if drafts:
         how["speculative_config"] = mtp_layers.add_to_text(tmp_path, "qwen3_5_moe_text")
     prompts = mixed_prompts(family)
@@ -84,8 +97,9 @@ def test_pictures_are_read_by_the_rank_of_their_request(tmp_path, family, drafts
             assert (llm.stats().spec_draft_tokens > 0) == (drafts and bool(more))
             assert llm.core.stats().prefix_hits > 0
     assert found[0] == found[1]
-    with pytest.raises(ConfigError, match="does not cover pictures over stages; set it to 0"):
-        LLM(str(tmp_path), expert_parallel_size=2, pipeline_parallel_size=2, **sizes)
+    given = EngineArgs(str(tmp_path), expert_parallel_size=2, pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="does not cover pictures over stages on GPUs; set it"):
+        resolve(given, read_spec(tmp_path), find_device("h200").device_info())
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from slipstream.spec.media.medium import MediaSpec
 
 if TYPE_CHECKING:
     from slipstream.engine.text.tokenizer import Tokenizer
+    from slipstream.params.options import RequestOptions
+    from slipstream.spec.model import ModelSpec
 
 KEY_BYTES = 16
 PLURAL = {"image": "pictures", "audio": "sounds"}
@@ -112,13 +114,21 @@ def with_media(text: str, media: Sequence[PreparedMedia], spec: MediaSpec) -> st
 
 
 def joined(
-    tokens: Sequence[int], spans: Sequence[MediaSpan], cache_salt: str
-) -> tuple[tuple[MediaSpan, ...], str]:
-    """The pictures of a prompt whose tokens all attend to each other, and a salt for its cached blocks: no other prompt has
-    their keys and values."""
-    said = (np.array(tokens, np.uint32).tobytes(), *(x.key for x in spans), cache_salt.encode())
-    salt = blake2b(b"".join(said), digest_size=16, person=b"whole prompt")
-    return tuple(dataclasses.replace(x, joined=len(tokens)) for x in spans), salt.hexdigest()
+    tokens: Sequence[int], spans: Sequence[MediaSpan], options: RequestOptions, spec: ModelSpec
+) -> tuple[tuple[MediaSpan, ...], RequestOptions]:
+    """The pictures of a prompt whose tokens all attend to each other, and the options with a salt for its cached blocks: no
+    other prompt has their keys and values. RequestError if it is longer than the decoder's window."""
+    window = min(getattr(a, "window", None) or len(tokens) for a in spec.attentions)
+    if len(tokens) > window:
+        why = (
+            f"the prompt's {len(tokens)} tokens see each other, and the model's window has {window}"
+        )
+        raise RequestError(f"{why}; send fewer pictures or words", field="prompt")
+    said = (np.array(tokens, np.uint32).tobytes(), *(x.key for x in spans))
+    given = b"".join((*said, options.cache_salt.encode()))
+    salt = blake2b(given, digest_size=16, person=b"whole prompt").hexdigest()
+    whole = tuple(dataclasses.replace(x, joined=len(tokens)) for x in spans)
+    return whole, dataclasses.replace(options, cache_salt=salt)
 
 
 def expanded(

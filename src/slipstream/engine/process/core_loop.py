@@ -1,9 +1,8 @@
 """The main loop of an engine core in its own process.
 
 `core_messages.py` has the messages. Each front end has a pair of sockets of its own and a number. The parent process
-attaches it. Front ends send the same messages as the parent, except Start, Attach, Detach and Stop. They get Ready,
-AdaptersChanged, and the outputs of their own requests in one message a step. Ids of requests are unique over all of
-them.
+attaches it. Front ends send what the parent sends, except Start, Attach, Detach and Stop. They get Ready, AdaptersChanged,
+and the outputs of their own requests, one message a step. Request ids are unique over all of them.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ WARM_S = 12.0
 sizes of an 8B model on an H200. The others follow whenever there is nothing to do."""
 
 HEARTBEAT_S = 1.0
-"""Interval, in seconds, of the child's heartbeats, whether it has work or not. A silent child
-counts as hung."""
+"""Interval of the child's heartbeats in seconds, with or without work. A silent child is hung."""
 
 TEND_MS = 2
 """Milliseconds between two calls of `tend`, which stores blocks, while there are no requests."""
@@ -164,8 +162,7 @@ class CoreProcess:
         self.cache_watchers.begin(core)
 
     def note_version(self) -> None:
-        """Remember the version of the weights that run and of those before, to report them to front
-        ends that attach later."""
+        """Remember which weights run and ran before, to tell front ends that attach later."""
         state = self._running.executor.weight_state
         self.ready.weight_version, self.ready.used_versions = state.version, [*state.used]
 

@@ -191,23 +191,15 @@ class InputProcessor:
             audio = self.prompts.media.audio_of(prompt)
             prompt, media = self.prompts.media.parted(prompt)
         any_length = sampling.truncate_prompt_tokens is not None
-        special = options.add_special_tokens
+        special, salt = options.add_special_tokens, options.cache_salt
         text, tokens, packed = self.prompts.tokens(
-            prompt, special, any_length=any_length, media=media, salt=options.cache_salt
+            prompt, special, any_length=any_length, media=media, salt=salt
         )
-        salt = options.cache_salt
         spans = placed(tokens, media, self.prompts.media.spec, salt) if media else ()
         if spans and spec is not None and spec.joins_prompts:
-            window = min(getattr(a, "window", None) or len(tokens) for a in spec.attentions)
-            if len(tokens) > window:
-                why = f"the prompt's {len(tokens)} tokens see each other, and the model's window has {window}"
-                raise RequestError(f"{why}; send fewer pictures or words", field="prompt")
-            spans, salted = joined(tokens, spans, salt)
-            options = dataclasses.replace(options, cache_salt=salted)
+            spans, options = joined(tokens, spans, options, spec)
         if spans and any_length:
-            raise RequestError(
-                "a prompt with pictures or sounds can't be cut", field="truncate_prompt_tokens"
-            )
+            raise RequestError("a prompt with media can't be cut", field="truncate_prompt_tokens")
         if sampling.truncate_prompt_tokens is not None:
             tokens = self.prompts.cut(tokens, sampling, text is not None and special)
             packed = pack_ids(tokens)

@@ -11,7 +11,13 @@ from slipstream.spec.families import gemma
 from slipstream.spec.families.base import ConfigReader, Family, Names
 from slipstream.spec.families.builders import layer_norm
 from slipstream.spec.families.names import LLAMA, table
-from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names, square
+from slipstream.spec.families.pictures.images import (
+    AS_LLAVA,
+    processing,
+    siglip_layers,
+    siglip_names,
+    square,
+)
 from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.vision import (
     ConcatConnector,
@@ -109,10 +115,7 @@ FAMILIES = (
         architectures=("PaliGemmaForConditionalGeneration",),
         read=read_text,
         names=names,
-        nested_config="text_config",
-        prefixes=("language_model.", "model.language_model.", "model."),
-        # the pooling head, and all of the encoder with max_images=0
-        ignored=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+        **AS_LLAVA,
         media=read_vision,
         processing=read_processing,
     ),

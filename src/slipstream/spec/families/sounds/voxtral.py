@@ -7,6 +7,7 @@ from slipstream.spec.families.base import ConfigReader, Family, Names
 from slipstream.spec.families.builders import activation, layer_norm
 from slipstream.spec.families.encoders.whisper import of_audio, stack_layer
 from slipstream.spec.families.names import LLAMA, table
+from slipstream.spec.families.pictures.images import AS_LLAVA
 from slipstream.spec.families.sounds.qwen2_audio import SOUND, read_processing
 from slipstream.spec.media.audio import AudioSpec
 from slipstream.spec.media.medium import PromptFormat
@@ -93,9 +94,7 @@ FAMILIES = (
         architectures=("VoxtralForConditionalGeneration",),
         read=read_text,
         names=names,
-        nested_config="text_config",
-        prefixes=("language_model.", "model.language_model.", "model."),
-        ignored=(r"(model\.)?(audio_tower|multi_modal_projector)\..*",),  # with max_images=0
+        **AS_LLAVA,
         media=read_sound,
         processing=read_processing,
     ),
