@@ -14,6 +14,7 @@ from slipstream.base.priority import (
     after_low_priority,
     at_callers_priority,
     at_low_priority,
+    leave_low_priority,
 )
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 
@@ -46,6 +47,19 @@ def test_errors_come_through_and_what_is_left_for_later_is_done_by_the_caller():
         at_low_priority(work, True)
     assert done == [threading.current_thread()] * 2
     assert not after_low_priority(done.clear)
+
+
+def test_work_that_leaves_low_priority_is_done_anew_by_the_caller():
+    threads = []
+
+    def work(what):
+        threads.append(threading.current_thread())
+        leave_low_priority()
+        return what
+
+    assert at_low_priority(work, "made") == "made"
+    assert len(threads) == 2
+    assert threads[1] is threading.current_thread() is not threads[0]
 
 
 @linux

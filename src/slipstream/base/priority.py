@@ -18,6 +18,10 @@ NICENESS = 5
 all of one that is free."""
 
 
+class _LeftError(BaseException):
+    """Raised by `leave_low_priority`; no handler of errors is to catch it."""
+
+
 class _LowPriority(threading.Thread):
     """The thread that does `work`. It can't raise its priority again without privileges, and what it
     starts has the same. So the caller stays at its own, and does what is `asked` meanwhile."""
@@ -49,7 +53,17 @@ def at_low_priority(work: Callable[[*Ts], T], *given: *Ts, low: bool = True) -> 
     thread.join()
     for then in thread.later:
         then()
-    return done.result()
+    try:
+        return done.result()
+    except _LeftError:
+        return work(*given)
+
+
+def leave_low_priority() -> None:
+    """Have `at_low_priority` do its work anew at its caller's priority: it starts threads of a library
+    that would keep the low one. Does nothing outside of it."""
+    if isinstance(threading.current_thread(), _LowPriority):
+        raise _LeftError
 
 
 def at_callers_priority(work: Callable[[*Ts], T], *given: *Ts) -> T:

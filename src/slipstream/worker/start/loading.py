@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from slipstream.base.priority import leave_low_priority
 from slipstream.config import (
     DTYPE_BYTES,
     DeviceInfo,
@@ -137,6 +138,7 @@ def load_runner(
     if not by_torch and (host := _host_loaded(config, description, kept, load_draft)) is not None:
         host.phases["resolve"] = found
         return description, host, NO_TILES
+    leave_low_priority()  # torch's threads have the priority of the one that starts them
     try:
         from slipstream.worker.torch_loading import TorchLoaded
     except ModuleNotFoundError as error:
