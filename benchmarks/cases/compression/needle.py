@@ -3,8 +3,8 @@
     python benchmarks/compression.py --study needle --lengths 2048,4096,8000 --caches auto,fp8,int4
 
 A prompt is held-out conversations with one sentence at a depth from 5 to 95 %, "The secret number of CITY is NUMBER.", and the
-begin of that sentence again at its end. The number counts if the greedy continuation begins with its five digits. All caches get
-the same prompts. A CPU needs `--kernels reference` for fp8 and int4 caches.
+begin of that sentence again at its end. The number counts if the greedy continuation begins with its five digits. All caches
+get the same prompts. A CPU needs `--kernels reference` for fp8 and int4 caches.
 """
 
 from __future__ import annotations

@@ -63,12 +63,21 @@ def choose_types(step: GGUF, planned: Iterable[PlannedBlocks], costs: Costs) -> 
 
 
 def _worthwhile(tensor: PlannedBlocks, costs: Mapping[str, float]) -> list[Option]:
-    """A matrix's options, few bytes first, without those that cost no less than a smaller one."""
+    """A matrix's options, few bytes first, each of which saves less by its bytes than the one before."""
     found = list[Option]()
     for kind, kl in sorted(costs.items(), key=lambda item: (bits_of(item[0]), item[1])):
-        if not found or kl < found[-1].kl:
-            found.append(Option(kind, replace(tensor, type=kind).num_bytes, kl))
+        new = Option(kind, replace(tensor, type=kind).num_bytes, kl)
+        if found and kl >= found[-1].kl:
+            continue
+        while len(found) > 1 and _gain(found[-2], found[-1]) <= _gain(found[-1], new):
+            found.pop()
+        found.append(new)
     return found
+
+
+def _gain(less: Option, more: Option) -> float:
+    """The nats that a byte saves."""
+    return (less.kl - more.kl) / max(1, more.num_bytes - less.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,10 +195,7 @@ class GGUF:
 
     def fixed(self, name: str) -> str | None:
         """The type that `types` gives a tensor; the last pattern that matches holds."""
-        return next(
-            (t for p, t in reversed(self.types.items()) if fnmatchcase(name, p)),
-            None,
-        )
+        return next((t for p, t in [*self.types.items()][::-1] if fnmatchcase(name, p)), None)
 
     def options(self, inner: int) -> list[str]:
         """The types that a budget may give a matrix with rows of `inner` values, few bits first."""
