@@ -228,7 +228,7 @@ def test_picture_is_taken_by_its_path_if_the_model_sees(conversation, tmp_path, 
     text = f"what is in {tmp_path}/cat.png ?"
     assert conversation.content(text) == text  # this model sees nothing
     assert "sees no pictures: it gets the path" in "".join(capsys.readouterr())
-    config = type("Config", (), {"images": object()})
+    config = type("Config", (), {"media": object()})
     conversation.llm = type("Seeing", (), {"config": config})
     picture, words = conversation.content(text)
     assert picture["image_url"]["url"].startswith("data:image/png;base64,")

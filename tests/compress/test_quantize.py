@@ -234,10 +234,10 @@ def test_a_model_inside_another_one_keeps_its_names_and_the_rest(tmp_path, famil
     seeing = [n for n in before if n in after and ("visual" in n or "vision" in n)]
     assert len(seeing) > 8
     assert all(torch.equal(before[n], after[n]) for n in seeing)
-    assert read_spec(tmp_path / "out").spec.vision == source.spec.vision is not None
+    assert read_spec(tmp_path / "out").spec.media == source.spec.media is not None
     formats = read_spec(tmp_path / "out").quantization.formats
     found = run(load(tmp_path / "out"), WINDOWS[0])
-    blind = source.taking_images(0)
+    blind = source.taking_media(0)
     expected = fake_logits(blind, tmp_path / "out", formats, done, WINDOWS[0])
     torch.testing.assert_close(found, expected, atol=5e-4, rtol=5e-4)
     with pytest.raises(ConfigError, match="image encoder"):

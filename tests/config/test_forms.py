@@ -1,5 +1,6 @@
 """Forms of parallelism, and drafts next to forms of offloading."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -37,6 +38,7 @@ GPU = find_device("h200").device_info()
         (DealtRequests(2), 2, 2, Shard(1, 2, tensor=False, experts=True)),
         (Pipeline(TensorParallel(2), (3, 1)), 4, 1, Shard(1, 2, layers=(3, 4))),
         (Pipeline(DealtRequests(2), (2, 2)), 4, 2, Shard(1, 2, False, True, layers=(2, 4))),
+        (Pipeline(OneDevice(), (1, 2), True), 2, 1, Shard(0, 1, False, layers=(1, 3), embeds=True)),
         (HostAndGpu(3, 1), 2, 1, Shard(0, 1, tensor=False, layers=(3, 4))),
     ],
     ids=str,
@@ -59,8 +61,20 @@ def test_more_tensor_ranks_keep_the_rest_of_a_form():
     assert with_tensor_size(OneDevice(), 4) == TensorParallel(4)
     assert with_tensor_size(TensorParallel(2, sequence=True), 4) == TensorParallel(4, sequence=True)
     assert with_tensor_size(DealtRequests(2), 4) == TensorParallel(4, whole_experts=True)
-    piped = Pipeline(TensorParallel(4), (3, 1))
-    assert with_tensor_size(Pipeline(OneDevice(), (3, 1)), 4) == piped
+    piped = Pipeline(TensorParallel(4), (3, 1), embeds=True)
+    assert with_tensor_size(Pipeline(OneDevice(), (3, 1), embeds=True), 4) == piped
+
+
+def test_drafts_of_a_model_or_head_are_refused_over_stages_on_gpus(tmp_path):
+    tiny_models.write(tmp_path, "llama", num_hidden_layers=2)
+    drafts = {"method": "eagle", "model": "m"}
+    args = EngineArgs(str(tmp_path), pipeline_parallel_size=2, speculative_config=drafts)
+    with pytest.raises(ConfigError, match="does not run over stages on GPUs; use 'ngram'") as told:
+        resolve(args, read_spec(tmp_path), GPU)
+    assert told.value.field == "pipeline_parallel_size"
+    on_cpu = dataclasses.replace(args, device="cpu")
+    info = dataclasses.replace(GPU, device="cpu", best_dtype="bfloat16", num_threads=2)
+    assert resolve(on_cpu, read_spec(tmp_path), info).parallel.embeds
 
 
 def test_a_run_of_drafts_may_have_one_length_alone(tmp_path):

@@ -17,7 +17,7 @@ from tests.core.test_scheduler import Engine, request
 
 
 def test_a_plain_request_has_no_participants():
-    scheduler = make_scheduler(**config(), max_adapters=2, whole_images=True)
+    scheduler = make_scheduler(**config(), max_adapters=2, whole_media=True)
     scheduler.add(request("a", range(3)))
     own = scheduler.requests.by_id["a"]
     assert (own.participants, own.guide) == ((), None)

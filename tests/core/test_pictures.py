@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slipstream.core.cache.prefix_cache import extend_keys
 from slipstream.core.make import make_scheduler
-from slipstream.messages.media import ImageSpan
+from slipstream.messages.media import MediaSpan
 from slipstream.messages.requests import EngineRequest
 from slipstream.messages.steps import StepResult
 from slipstream.params.sampling import SamplingParams
@@ -19,14 +19,14 @@ HOLDER = 9
 
 def span(offset, num_tokens, key):
     pixels = b"\0" * num_tokens * 3
-    return ImageSpan(
+    return MediaSpan(
         offset=offset,
         rows=1,
         columns=num_tokens,
         key=bytes([key]) * 16,
         height=1,
         width=num_tokens,
-        pixels=pixels,
+        data=pixels,
     )
 
 
@@ -85,7 +85,7 @@ def test_blocks_hold_what_their_sequences_see(prompts, budget, mixed, num_blocks
         num_blocks=num_blocks,
         max_num_seqs=4,
     )
-    scheduler = make_scheduler(**settings_, whole_images=whole)
+    scheduler = make_scheduler(**settings_, whole_media=whole)
     requests = {}
     for n, (parts, end) in enumerate(prompts):
         tokens, images = prompt_of(parts, end)
@@ -94,7 +94,7 @@ def test_blocks_hold_what_their_sequences_see(prompts, budget, mixed, num_blocks
             prompt_token_ids=tokens,
             sampling=SamplingParams(),
             max_tokens=3,
-            images=images,
+            media=images,
             arrival=float(n),
         )
         scheduler.add(EngineRequest(request_id=str(n), **given_))
@@ -106,7 +106,7 @@ def test_blocks_hold_what_their_sequences_see(prompts, budget, mixed, num_blocks
         assert plan is not None
         assert plan.num_tokens <= budget
         tables |= {new.request_id: [] for new in plan.new}
-        assert all(new.images == requests[new.request_id][1] for new in plan.new)
+        assert all(new.media == requests[new.request_id][1] for new in plan.new)
         for s in plan.scheduled:
             table = tables[s.request_id]
             for update in s.table_updates:

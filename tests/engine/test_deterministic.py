@@ -143,12 +143,10 @@ def test_tokens_are_the_same_alone_in_64_and_in_512_with_hits_chunks_and_drafts(
     [
         ("llama", {"kernels": "torch"}, CPU, "kernels='torch', whose sums follow"),
         ("llama", {"kernels": "reference"}, GPU, "kernels='reference', whose sums follow"),
-        ("lfm2", {}, GPU, "recurrent layers of lfm2 on a GPU"),
-        ("kimi_linear", {}, GPU, "recurrent layers of kimi_linear on a GPU"),
-        ("gpt_oss", {"quantization": "mxfp4"}, GPU, "4-bit floats on a GPU, .* shown it yet"),
-        ("mixtral", {"quantization": "mxfp4"}, GPU, "4-bit floats on a GPU, .* shown it yet"),
-        ("mixtral", {"quantization": "nvfp4"}, GPU, "4-bit floats on a GPU, .* shown it yet"),
-        ("gpt_oss", {}, GPU, "gpt_oss on a GPU; a CPU covers it"),
+        *(
+            (x, {}, GPU, f"recurrent layers of {x} on a GPU")
+            for x in ("mamba2", "jamba", "minimax")
+        ),
         ("phimoe", {}, GPU, "the choice of experts of phimoe on a GPU"),
         ("mixtral", {"host_experts": 2}, GPU, "experts on the host"),
         ("deepseek_v32", {}, GPU, "attention to chosen or compressed keys on a GPU"),
@@ -177,14 +175,15 @@ def test_what_deterministic_does_not_cover_is_refused_by_name(
 @pytest.mark.parametrize(
     ("family", "settings", "device"),
     [
-        ("qwen3_next", {}, GPU),
-        ("llama", {"quantization": "nvfp4"}, GPU),
+        *((family, {}, GPU) for family in ("qwen3_next", "kimi_linear", "lfm2_moe", "gpt_oss")),
+        *((family, {"quantization": "nvfp4"}, GPU) for family in ("llama", "mixtral")),
+        ("gpt_oss", {"quantization": "mxfp4"}, GPU),
         ("mixtral", {"quantization": "fp8"}, GPU),
         ("llama", {"tensor_parallel_size": 2}, CPU),
     ],
     ids=str,
 )
-def test_deterministic_covers_gated_delta_rules_and_dense_4_bit_floats_on_a_gpu_and_ranks_on_cpus(
+def test_deterministic_covers_what_ran_on_a_gpu_and_ranks_on_cpus(
     tmp_path, family, settings, device
 ):
     tiny_models.write(tmp_path, family, hidden_size=64)

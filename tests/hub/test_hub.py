@@ -5,20 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import tempfile
 import threading
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slipstream import hub
 from slipstream.errors import ConfigError, DownloadError
 from slipstream.hub import (
     Packaged,
+    datasets,
     list_cached,
     names,
     packages,
+    read_objects,
     read_sharegpt,
     resolve_dataset,
     resolve_model,
@@ -265,3 +270,38 @@ def test_a_pull_does_not_follow_the_link_of_its_lock(tmp_path, pulls):
         resolve_model("tiny", download_dir=str(tmp_path / "mine"))
     assert victim.read_text() == "precious"
     assert not pulls
+
+
+ITEMS = st.lists(
+    st.one_of(st.integers(), st.text(max_size=6), st.dictionaries(st.text(max_size=3), st.none()))
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ITEMS, st.integers(4, 9), st.integers(0, 3), st.data())
+def test_items_of_an_array_are_read_one_by_one_however_the_file_is_cut(items, chunk, indent, data):
+    whole = json.dumps(items, indent=indent or None)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets, "CHUNK", chunk)
+        path = Path(folder, "a.json")
+        path.write_text(" \n" + whole)
+        assert list(read_objects(path, cut_off=False)) == items
+        end = data.draw(st.integers(1, len(whole) - 1))
+        path.write_text(whole[:end])
+        found = list(read_objects(path, cut_off=True))
+        assert items[: len(found)] == found
+        with pytest.raises(ConfigError, match="is damaged at character"):
+            list(read_objects(path, cut_off=False))
+
+
+def test_a_damaged_array_is_told_with_the_place(tmp_path, monkeypatch):
+    path, start = tmp_path / "a.json", "[1, 2, "
+    for chunk in (3, 1000):
+        monkeypatch.setattr(datasets, "CHUNK", chunk)
+        path.write_text(f"{start}oops]")
+        with pytest.raises(ConfigError, match=f"damaged at character {len(start)}:"):
+            list(read_objects(path, cut_off=False))
+    for text in ("", "  ", '{"a": [1]}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="is not a JSON array"):
+            list(read_objects(path, cut_off=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -11,8 +12,8 @@ import pytest
 from slipstream import hub
 from slipstream.base.files import waited_for
 from slipstream.errors import DownloadError
-from slipstream.hub import FetchOptions, check_name, find_cached, resolve_model
-from slipstream.hub.client import MAX_FAILURES, HubClient, _BrokenError
+from slipstream.hub import FetchOptions, check_name, find_cached, listing, resolve_model
+from slipstream.hub.client import MAX_FAILURES, MAX_WAIT_S, HubClient, _BrokenError, _TryAgainError
 from slipstream.hub.listing import find_models, list_models, remove_model
 from slipstream.hub.names import TABLE, HubModel, parse_name, quant_of
 from slipstream.hub.packages import Packaged
@@ -520,6 +521,34 @@ def test_a_fetch_that_gets_on_is_continued_however_often_it_breaks():
     failures += [_BrokenError(0, "it broke")] * (MAX_FAILURES + 2)
     with pytest.raises(DownloadError, match="it broke"):
         client._retried("org/m", work)
+
+
+def test_tries_are_further_and_further_apart_up_to_eight_seconds():
+    waits, said = [], []
+    client = HubClient("http://x", say=said.append, sleep=waits.append)
+
+    def fails():
+        raise _TryAgainError("no answer", asked)
+
+    for after, wanted in (
+        (None, [0.5, 1, 2, 4, 8]),
+        (MAX_WAIT_S / 2, [MAX_WAIT_S / 2] * 2),  # and no longer than this in all
+    ):
+        asked = after
+        waits.clear()
+        with pytest.raises(DownloadError, match="goes on where this one stopped"):
+            client._retried("m", fails)
+        assert waits == wanted
+    assert said[0] == "no answer; trying again in 1 s"  # shorter ones are not told
+
+
+def test_models_are_listed_by_their_last_use_and_those_of_one_time_by_name(monkeypatch):
+    made = [
+        SimpleNamespace(name=n, used_at=at) for n, at in zip("dbca", (None, 5, 9, 5), strict=True)
+    ]
+    monkeypatch.setattr(listing, "_packages", lambda download_dir: made[:1])
+    monkeypatch.setattr(listing, "_repositories", lambda download_dir: made[1:])
+    assert [m.name for m in list_models()] == ["c", "a", "b", "d"]
 
 
 def test_of_the_cached_types_the_largest_is_used(stand_in):

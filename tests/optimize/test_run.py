@@ -381,8 +381,15 @@ def test_forms_become_settings_and_do_not_change_what_quality_is_of(tmp_path):
 
 
 def test_what_several_ranks_cannot_do_is_left_out_in_the_engines_words(
-    tiny_model, tmp_path, capsys
+    tiny_model, tmp_path, capsys, monkeypatch
 ):
+    """A head over stages is refused on GPUs alone, which this machine is taken for."""
+    gpu, resolved = find_device("h200").device_info(), run.resolve
+
+    def on_gpu(args, description, info):
+        return resolved(dataclasses.replace(args, device="auto"), description, gpu)
+
+    monkeypatch.setattr(run, "resolve", on_gpu)
     description, info = read_spec(tiny_model), detect("cpu", machine_folder())
     base = EngineArgs(str(tiny_model), device="cpu")
     assert run.check_parallel(["tp2", "pp2"], base, description, info) == ("tp2", "tp1pp2")

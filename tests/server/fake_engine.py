@@ -82,7 +82,7 @@ class FakeEngine:
             generates=True,
             sees=False,
             hears=False,
-            vision=None,
+            media=None,
             encoder=None,
         ),
         pooling=PoolingSpec(kind="mean", normalize=True),
@@ -217,7 +217,7 @@ class FakeEngine:
                 ]
             yield output
 
-    def check_pictures(self, count):
+    def check_media(self, count):
         if count:
             raise RequestError("this model takes no pictures; leave them out", field="image")
 

@@ -196,3 +196,23 @@ def test_agreement_counts_the_likeliest_tokens_that_the_server_names():
     )
     assert measures.agreement(silent, token_id, is_greedy=True) == (1, 2)
     assert measures.agreement(silent, token_id, is_greedy=False) == (0, 0)
+
+
+def test_nothing_measured_is_said_as_nothing():
+    for nothing in (measures.mean([]), measures.temperature([], 1.0)):
+        assert (math.isnan(nothing.value), nothing.stderr, nothing.count) == (True, math.inf, 0)
+    unknown = measures.share(0, 0)
+    assert math.isnan(unknown.value)
+    assert (unknown.low, unknown.high, unknown.hits, unknown.count) == (0.0, 1.0, 0, 0)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(2, 1.0), (-1, 0.6), (-1, 0.5), (3, 0.9)])
+def test_the_models_distribution_after_cuts_is_that_of_the_kept_tokens(top_k, top_p):
+    row = [0.5, 0.25, 0.25, 0.0]  # equal ones are kept together
+    kept = {(2, 1.0): 3, (-1, 0.6): 3, (-1, 0.5): 1, (3, 0.9): 3}[top_k, top_p]
+    logprobs = torch.tensor([row]).clamp(min=1e-9).log()
+    found = measures._sampled(logprobs, 1.0, top_k, top_p).exp()[0]
+    wanted = [p / sum(row[:kept]) * (i < kept) for i, p in enumerate(row)]
+    assert found.tolist() == pytest.approx(wanted, abs=1e-6)
+    greedy = measures._sampled(logprobs, 0, -1, 1.0).exp()[0]
+    assert greedy.tolist() == pytest.approx([1, 0, 0, 0], abs=1e-6)

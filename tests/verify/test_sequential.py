@@ -195,3 +195,10 @@ def test_the_price_of_rare_faults_is_what_the_docs_say():
     for row, kl in zip(table, (0.0, 0.1, 0.3, 0.5), strict=True):
         needed = [sequential.needed(kl * 0.01, 0.01, 0.01, float(n)) for n in rows[at][1:]]
         assert [int(n) for n in row[1:]] == needed
+
+
+@pytest.mark.parametrize(("count", "share"), [(0, 1.0), (1, 0.99), (8, 0.4377), (919, 0.005)])
+def test_right_answers_in_a_row_exclude_a_share_of_broken_ones(count, share):
+    found = sequential.excluded_share(count, 0.01)
+    assert found == pytest.approx(share, rel=1e-3)
+    assert (1 - found) ** count <= 0.0101 or not count

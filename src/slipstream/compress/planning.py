@@ -97,7 +97,7 @@ def plan(
 ) -> CompressionPlan:
     """Apply the recipe. `bits`: those that a budget allocated, by product. ConfigError or
     UnsupportedModelError if the recipe can't be applied to the model."""
-    source = source.taking_images(0)
+    source = source.taking_media(0)
     check_writable(source, inside=True)
     quantize, sparsify = recipe.one(Quantize), recipe.one(Sparsify)
     before_shapes = parameters(source.spec)

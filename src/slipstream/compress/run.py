@@ -74,7 +74,7 @@ def compress(
     `windows` are token ids, cut to the model's context; `CompressionPlan.needs_text` says whether any are needed. If
     `QAT.num_windows` is set, training uses that many, and calibration the first of them. The model computes in `dtype`.
     `finish` gets the folder before it becomes `out`; if it raises, `out` is not made and the finished work is kept."""
-    source = source.taking_images(0)  # an image encoder stays as it is
+    source = source.taking_media(0)  # an image encoder stays as it is
     planned = plan(source, recipe)
     windows = [w[: source.spec.max_position] for w in windows]
     if planned.needs_text and not windows:

@@ -45,7 +45,8 @@ _LATE = {
     "resolve": "resolver",
     "stage_args": "cpu_layers",
 }
-"""Names whose files read families of models, so that a verb's help does without them."""
+"""Public names that are imported only when they are used, each with its module. These modules
+import all model families, which `--help` does not need."""
 
 __all__ = [
     "DTYPE_BYTES",

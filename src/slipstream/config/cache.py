@@ -132,7 +132,8 @@ def _cache_events(given: dict[str, Any] | None, prefixes: bool | None) -> CacheE
 
 
 INT4_HEAD_DIMS = (32, 64, 128, 256, 512)
-"""Sizes of heads that a Hadamard matrix and the kernels' tiles cover."""
+"""Head sizes that an int4 cache supports: those that have a Hadamard matrix and fit the kernels'
+tiles."""
 
 
 def _check_int4_cache(args: EngineArgs, device: DeviceInfo, spec: ModelSpec) -> None:
@@ -163,7 +164,8 @@ def _check_int4_cache(args: EngineArgs, device: DeviceInfo, spec: ModelSpec) -> 
 
 
 def _slots(args: EngineArgs, spec: ModelSpec, kind: SlotKind) -> int:
-    """Return the number of slots that was asked for, 0 for a model without such layers."""
+    """Return the number of slots of a kind that the user asked for; 0 for a model without layers of
+    that kind."""
     name, is_used = kind.setting, kind.is_used(spec)
     asked: int | None = None if name is None else getattr(args, name)
     if asked is None:

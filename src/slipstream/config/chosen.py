@@ -12,8 +12,8 @@ Origins: TypeAlias = dict[str, Origin]
 
 
 class Chosen:
-    """Takes the user's value of a setting, or else a chosen one. `origins` records which, and
-    why."""
+    """Resolver of open settings: it takes the user's value, or else a chosen one. `origins` records
+    which it was, and why."""
 
     def __init__(self, args: EngineArgs) -> None:
         self.args = args

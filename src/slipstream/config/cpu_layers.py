@@ -51,7 +51,8 @@ def with_cpu_layers(
 def stage_args(
     args: EngineArgs, config: EngineConfig, num_threads: int
 ) -> tuple[EngineArgs, EngineArgs]:
-    """The settings of the CPU's stage and of the GPU's, as an ordinary pipeline of two.
+    """Returns the settings of the CPU's stage and of the GPU's stage. Together they are an ordinary
+    pipeline of two stages.
 
     Common settings come from `config`, which was resolved for the GPU, because a CPU would choose
     others.
@@ -93,7 +94,7 @@ def _refusals(
             f"a CPU and a GPU use different kernels; leave out kernels={args.kernels!r}",
         ),
         (max(ranks) > 1, "it is for one GPU; leave the parallel sizes at 1"),
-        (model.spec.vision is not None, "pictures were not tried with it; set max_images=0"),
+        (model.spec.media is not None, "pictures were not tried with it; set max_images=0"),
         (args.weights_bytes is not None, "it does not go with weights_bytes; leave one out"),
         (args.host_experts is not None, "it does not go with host_experts; leave one out"),
         (model.spec.kind != "a decoder", f"it is for decoders, and this is {model.spec.kind}"),
@@ -115,8 +116,9 @@ def _refusals(
 def _least(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> int:
-    """The fewest layers on the host so that the others and the cache fit on the GPU. A GPU computes
-    a layer several times faster than the host, whatever the number of tokens."""
+    """Finds the smallest number of layers to put on the host so that the others and the cache fit
+    on the GPU. A GPU computes a layer several times faster than the host, whatever the number of
+    tokens."""
     on_gpu, of_layer = 0, [0] * model.spec.num_layers
     element = DTYPE_BYTES.get(args.dtype, DTYPE_BYTES[device.best_dtype])
     for name, size in weight_sizes(model, quantization, element).items():

@@ -11,8 +11,8 @@ from slipstream.spec.model import (
     LatentAttentionSpec,
     MoESpec,
     RecurrentSpec,
+    ShortConvSpec,
 )
-from slipstream.spec.scheme import SCHEMES
 
 
 def check_deterministic(
@@ -23,10 +23,8 @@ def check_deterministic(
     if not args.deterministic:
         return
     own = "triton" if device.is_cuda else "cpu"
-    layers, formats = model.spec.all_layers, frozenset({"nvfp4", "mxfp4"})
+    layers = model.spec.all_layers
     has_experts = any(isinstance(x.mlp, MoESpec) for x in layers)
-    scheme = args.quantization or scheme
-    floats = scheme is not None and SCHEMES[scheme].name in formats
     table: tuple[tuple[bool, str], ...] = (
         (
             args.kernels not in ("auto", own),
@@ -43,17 +41,6 @@ def check_deterministic(
         (
             device.is_cuda and has_experts and model.gguf is not None,
             "experts in GGUF's types on a GPU; a CPU covers them",
-        ),
-        (
-            device.is_cuda
-            and has_experts
-            and (floats or any(".experts." in name for name in model.native_formats(formats))),
-            "experts in 4-bit floats on a GPU, for which no whole model has shown it yet; "
-            "take 8 or 16 bits (not for gpt-oss), or a CPU",
-        ),
-        (
-            device.is_cuda and model.spec.family == "gpt_oss",
-            "gpt_oss on a GPU; a CPU covers it",
         ),
         *(
             (
@@ -76,7 +63,7 @@ def check_deterministic(
 
 
 def _is_covered(recurrent: RecurrentSpec) -> bool:
-    return isinstance(recurrent, GatedDeltaSpec) and recurrent.decay == "head"
+    return isinstance(recurrent, GatedDeltaSpec | ShortConvSpec)
 
 
 def _chooses_keys(attention: object) -> bool:

@@ -47,7 +47,7 @@ NOT_SAVED = (
     "rank_address",
     "local_ranks",
 )
-"""Settings of a start, not of a folder."""
+"""Settings that an engine folder does not store, because they belong to one start."""
 
 OF_SEVERAL_DEVICES = (
     "tensor_parallel_size",
@@ -81,7 +81,7 @@ class Machine:
     gpus: tuple[str, ...] = ()
 
     def differences(self, other: Machine) -> list[str]:
-        """The differences in words: this machine's properties, and `other`'s."""
+        """Describes in words how this machine's properties differ from `other`'s."""
         found = []
         for name, what in (
             ("gpus", "GPU"),
@@ -218,7 +218,8 @@ def read_engine_folder(path: Path) -> EngineFolder:
 
 
 def file_of(path: Path, setting: str) -> Path | None:
-    """The serve.yaml of an engine folder if it has this setting; otherwise None."""
+    """Returns the path of an engine folder's serve.yaml if that file has this setting; otherwise
+    None."""
     try:
         held = is_engine_folder(path) and setting in read_engine_folder(path).settings
     except (ConfigError, OSError):

@@ -23,12 +23,12 @@ CPU_SCHEMES = frozenset(
     name for name, scheme in SCHEMES.items() if scheme.name in NATIVE_PRODUCTS["cpu"]
 )
 FOUR_BITS = ("int4", "nvfp4", "mxfp4")
-"""Products whose steps of many tokens are faster with a dense copy."""
+"""Schemes of 4 bits. With a dense copy of such weights, steps of many tokens are faster."""
 
 
 def stored_scheme(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> Origin:
-    """The scheme in which the checkpoint's weights are used; None if they have several formats, or
-    are expanded."""
+    """Returns the scheme of the checkpoint's weights as they are used; None if they have several
+    formats or are expanded."""
     if not has_formats(model):
         return Origin(model.scheme, "model", "what the checkpoint holds")
     if args.quantization not in (None, model.scheme):

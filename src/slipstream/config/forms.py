@@ -16,11 +16,11 @@ from slipstream.spec.parallel import ONE_UNIT, Shard, SplitUnits
 # --- Speculation ---------------------------------------------------------------------
 
 MAX_STEP_DRAFTS = 512
-"""Most draft tokens of a step. Each has logits: 512 of a vocabulary of 128k take 400 MB, and no
-step wants more."""
+"""Maximum number of draft tokens in a step, over all requests. Each has logits: 512 of a vocabulary
+of 128k take 400 MB, and no step wants more."""
 
 MAX_DRAFTS = 16
-"""Most drafts of a request in a step, if the number is chosen."""
+"""Maximum number of drafts of a request in a step, if the engine chooses the number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +33,22 @@ NO_DRAFTS = NoDrafts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings:
-    """Settings of all methods that draft. `num_speculative_tokens` None: as many as pay off, chosen
-    at each step."""
+    """Settings that all speculation methods have. With `num_speculative_tokens` None, the engine
+    chooses at each step as many drafts as pay off."""
 
     num_speculative_tokens: int | None = None
     most_drafts: int = MAX_DRAFTS  # of a request in a step; a head may have fewer
 
     @property
     def limit(self) -> int:
-        """Most drafts of a request in a step."""
+        """Maximum number of drafts of a request in a step."""
         return self.num_speculative_tokens or self.most_drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NgramDrafts(DraftSettings):
-    """Drafts that followed the same run of tokens earlier in the request."""
+    """Settings of n-gram speculation: drafts are the tokens that followed the same run of tokens
+    earlier in the request."""
 
     method: ClassVar[str] = "ngram"
     prompt_lookup_min: int = 2  # lengths of the runs that are looked up
@@ -56,22 +57,23 @@ class NgramDrafts(DraftSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuffixDrafts(DraftSettings):
-    """Drafts from the request and from recent answers."""
+    """Settings of suffix speculation: drafts continue runs of tokens found in the request and in
+    recent answers."""
 
     method: ClassVar[str] = "suffix"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedDrafts(DraftSettings):
-    """Settings of all methods whose drafts the worker computes. `quantization`: the scheme to which
-    the weights are rounded at load; "none": a head's stay as they are."""
+    """Settings that all methods with a draft model or head have. `quantization`: the scheme to
+    which the weights are rounded at load; "none": a head's stay as they are."""
 
     quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDrafts(LearnedDrafts):
-    """Drafts of a smaller model."""
+    """Settings of speculation with a smaller draft model."""
 
     method: ClassVar[str] = "draft"
     model: str
@@ -79,7 +81,8 @@ class ModelDrafts(LearnedDrafts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadDrafts(LearnedDrafts):
-    """Drafts of a head, which reads states of the model and has a checkpoint of its own."""
+    """Settings of speculation with a draft head. It reads the model's hidden states and has a
+    checkpoint of its own."""
 
     method: FileMethod
     model: str
@@ -87,7 +90,8 @@ class HeadDrafts(LearnedDrafts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MTPDrafts(LearnedDrafts):
-    """Drafts of the model's own layers for multi-token prediction, which its checkpoint has."""
+    """Settings of speculation with the model's own layers for multi-token prediction, which are in
+    its checkpoint."""
 
     method: ClassVar[Literal["mtp"]] = "mtp"
 
@@ -101,20 +105,21 @@ SpeculationConfig: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """All weights are in the device's memory."""
+    """Offload setting for no offloading: all weights are in the device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedLayers:
-    """Layers beyond `weights_bytes` are read in each step, and not kept in the device's memory."""
+    """Offload setting for streamed layers: weights beyond `weights_bytes` are not kept in the
+    device's memory but read in each step."""
 
     weights_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class HostExperts:
-    """The first `mixtures` have their experts in the host's memory, and `hot_bytes` of the GPU's are
-    for copies of some."""
+    """Offload setting for experts on the host: those of the first `mixtures` mixtures are in host
+    memory. `hot_bytes` of GPU memory are for copies of some."""
 
     mixtures: int
     hot_bytes: int = 0
@@ -126,14 +131,15 @@ Offload: TypeAlias = InMemory | StreamedLayers | HostExperts
 
 
 class _Form:
-    """A form of parallelism: how many processes compute the model, and what each of them computes."""
+    """Base of the forms of parallelism. A form says how many processes compute the model, and what
+    each of them computes."""
 
     __slots__ = ()
 
     @property
     def stage(self) -> Stage:
-        """The form in which the ranks of a pipeline stage share it; without a pipeline, the whole
-        model."""
+        """Returns the form in which the ranks of one pipeline stage share its layers. Without a
+        pipeline it is the form itself."""
         return cast("Stage", self)  # but for forms of several stages
 
     @property
@@ -161,7 +167,8 @@ class _Form:
         if not self.stages:
             return shard
         layers = sum(self.stages[:number]), sum(self.stages[: number + 1])
-        return dataclasses.replace(shard, layers=layers)
+        embeds = isinstance(self, Pipeline) and self.embeds and layers[1] == sum(self.stages)
+        return dataclasses.replace(shard, layers=layers, embeds=embeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +182,7 @@ class OneDevice(_Form):
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel(_Form):
-    """Ranks that share each layer, of the same requests."""
+    """Tensor parallelism: all ranks compute the same requests, each a part of every layer."""
 
     size: int
     whole_experts: bool = False  # each rank has some of the experts, and not a part of each
@@ -190,8 +197,8 @@ class TensorParallel(_Form):
 
 @dataclass(frozen=True, slots=True)
 class DealtRequests(_Form):
-    """Ranks that have requests and a KV cache of their own each, and divide the experts among
-    them."""
+    """Data parallelism with shared experts: each rank has its own requests and KV cache, and the
+    experts are divided among the ranks."""
 
     size: int
 
@@ -205,7 +212,8 @@ class DealtRequests(_Form):
 
 @dataclass(frozen=True, slots=True)
 class ContextParallel(_Form):
-    """Ranks that hold some of the tokens' keys and values of each request, and all weights."""
+    """Context parallelism: each rank has all weights, but only some tokens' keys and values of each
+    request."""
 
     size: int
     num_caches: ClassVar[int] = 1
@@ -221,10 +229,11 @@ Stage: TypeAlias = OneDevice | TensorParallel | DealtRequests | ContextParallel
 @dataclass(frozen=True, slots=True)
 class Pipeline(_Form):
     """Pipeline stages, each with some of the layers. The devices of each stage share it in one
-    form."""
+    form. With `embeds` the last one has the embeddings, too, for a draft head."""
 
     inner: Stage
     layers: tuple[int, ...]
+    embeds: bool = False
 
     @property
     def stage(self) -> Stage:
@@ -261,10 +270,8 @@ def one_or_tensor(size: int) -> OneDevice | TensorParallel:
 def with_tensor_size(form: ParallelConfig, size: int) -> ParallelConfig:
     """Returns `form` with its tensor parallel size replaced by `size`."""
     match form:
-        case Pipeline(TensorParallel() as inner, layers):
-            return Pipeline(dataclasses.replace(inner, size=size), layers)
-        case Pipeline(inner, layers):
-            return Pipeline(TensorParallel(size, isinstance(inner, DealtRequests)), layers)
+        case Pipeline(inner):
+            return dataclasses.replace(form, inner=cast("Stage", with_tensor_size(inner, size)))
         case TensorParallel():
             return dataclasses.replace(form, size=size)
         case _:

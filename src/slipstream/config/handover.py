@@ -11,11 +11,12 @@ from slipstream.errors import ConfigError
 from slipstream.spec.model import ModelSpec
 
 HANDOVER_BYTES = 2**30
-"""Memory for blocks that are handed over, unless it is given."""
+"""Default size of the memory for blocks that are handed over to other engines."""
 
 
 def handover_section(args: EngineArgs) -> Handover | None:
-    """Returns the settings' hand-overs; None: there are none. ConfigError."""
+    """Returns how the settings ask for hand-overs; None if they ask for none. ConfigError if they
+    can't be used."""
     if args.kv_handover_address is None:
         if args.kv_handover_bytes is not None:
             raise ConfigError(

@@ -68,7 +68,7 @@ def offload_section(
 
 
 def refuse(field: str, refusals: Iterable[Refusal]) -> None:
-    """Raise ConfigError for the first that applies."""
+    """Raise ConfigError with the first of the given reasons that applies."""
     for applies, why in refusals:
         if applies:
             raise ConfigError(f"{field}: {why}", field=field)
@@ -86,7 +86,7 @@ def number_or_word(field: str, value: object, words: tuple[str, ...]) -> int | s
 
 
 def scheme_refusal(quantization: str | None) -> Refusal:
-    """Words the refusal of a scheme that the CPU of a GPU's host has no products for."""
+    """Returns the error text for a scheme whose products the CPU of a GPU's host can't compute."""
     scheme = SCHEMES.get(quantization or "")
     why = f"the host's kernels have no {quantization} products; use 'int8', 'int4' or 16 bits"
     return scheme is not None and scheme.name not in NATIVE_PRODUCTS["cpu"], why
@@ -106,7 +106,7 @@ def _streaming_refusals(
         (model.spec.kind != "a decoder", f"it is for decoders, and this is {model.spec.kind}"),
         (args.enable_lora, "adapters need all weights in memory; leave out enable_lora"),
         (
-            model.spec.vision is not None and args.max_images != 0,
+            model.spec.media is not None and args.max_images != 0,
             "a model with an image encoder needs all weights in memory; set max_images=0",
         ),
         (

@@ -37,8 +37,11 @@ def parallel_section(
     model: ModelDescription,
     device: DeviceInfo,
     quantization: str | None,
+    *,
+    embeds: bool = False,
 ) -> ParallelConfig:
-    """The form in which ranks share the model. ConfigError names what they can't share."""
+    """The form in which ranks share the model. `embeds`: see `Pipeline`. ConfigError names what they
+    can't share."""
     ranks, spec = num_ranks(args), model.spec
     tensor, experts = args.tensor_parallel_size, args.expert_parallel_size
     for name, refused, why in (
@@ -97,7 +100,7 @@ def parallel_section(
         _check_dealt_requests(args, spec, device)
         form = DealtRequests(experts)
     stages = _stages(args, spec)
-    return Pipeline(form, stages) if stages else form
+    return Pipeline(form, stages, embeds) if stages else form
 
 
 def _check_ranks(args: EngineArgs, device: DeviceInfo) -> None:
@@ -127,7 +130,7 @@ def _check_dealt_requests(args: EngineArgs, spec: ModelSpec, device: DeviceInfo)
         found.append((spec.kind, "expert_parallel_size", "leave it at 1"))
     if args.enable_lora and device.is_cuda:  # one rank's graphs would have them, another's not
         found.append(("adapters on GPUs", "enable_lora", "leave it out"))
-    if spec.vision is not None and args.pipeline_parallel_size > 1:
+    if spec.media is not None and args.pipeline_parallel_size > 1:
         found.append(("pictures over stages", "max_images", "set it to 0"))
     for what, field, remedy in found[:1]:
         other = (
@@ -170,7 +173,8 @@ def _check_context(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> Non
 
 
 def _attention_refusals(spec: ModelSpec, *, on_cpu: bool) -> list[tuple[str, bool]]:
-    """Kinds of attention whose keys can't be shared out by tokens, and whether the model has them."""
+    """Returns the kinds of attention whose keys can't be divided among ranks by tokens, each with
+    whether the model has it."""
     kinds = [a for a in spec.attentions if isinstance(a, AttentionSpec)]
     latents = [a for a in spec.attentions if isinstance(a, LatentAttentionSpec)]
     return [
@@ -208,8 +212,8 @@ def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
             f"pipeline_parallel_size={size} is more than the model's layers ({spec.num_layers}); lower it",
             field="pipeline_parallel_size",
         )
-    vision = spec.vision
-    stacked = 0 if vision is None or vision.deepstack is None else len(vision.deepstack.layers)
+    media = spec.media
+    stacked = 0 if media is None else media.num_added
     if given is None:
         return _with_stacked(even_stages(spec, size), stacked)
     counts = tuple(int(text) if text.strip().isdecimal() else 0 for text in given.split(","))
@@ -222,7 +226,8 @@ def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
 
 
 def _with_stacked(counts: tuple[int, ...], stacked: int) -> tuple[int, ...]:
-    """The stages. ConfigError unless the first one has the layers that add an encoder's states."""
+    """Checks and returns the layers of each stage. ConfigError unless the first stage has all
+    layers that add an image encoder's outputs."""
     if counts[0] < stacked:
         raise ConfigError(
             f"pipeline_parallel_size={len(counts)}: the encoder's states are added behind the first {stacked} layers, and the "
@@ -235,8 +240,8 @@ def _with_stacked(counts: tuple[int, ...], stacked: int) -> tuple[int, ...]:
 def _units(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> SplitUnits:
-    """The number of inputs of attention's output product, and of an MLP's second one, that share a
-    scale."""
+    """Returns how many consecutive inputs share a scale in attention's output product, and in an
+    MLP's second product."""
     attention, mlp = [1], [1]
     if quantization is not None:
         scheme = SCHEMES[quantization]
@@ -261,5 +266,5 @@ def _units(
 
 
 def native_products(kernels: str, device: DeviceInfo) -> frozenset[str]:
-    """`OpSet.rounded` of the ops on a device."""
+    """Returns `OpSet.rounded` of the op set that a device uses."""
     return NATIVE_PRODUCTS["triton" if device.is_cuda else "cpu" if kernels == "auto" else kernels]

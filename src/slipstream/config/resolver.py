@@ -20,7 +20,13 @@ from slipstream.config.formats import (
     parameters_of_8_bits,
     stored_scheme,
 )
-from slipstream.config.forms import Offload, ParallelConfig, StreamedLayers
+from slipstream.config.forms import (
+    HeadDrafts,
+    MTPDrafts,
+    Offload,
+    ParallelConfig,
+    StreamedLayers,
+)
 from slipstream.config.handover import check_handover
 from slipstream.config.offload import offload_section
 from slipstream.config.parallel import parallel_section
@@ -29,8 +35,8 @@ from slipstream.config.scheduling import scheduling_section
 from slipstream.config.sections import (
     DeviceConfig,
     EngineConfig,
-    ImageSettings,
     LoRASettings,
+    MediaSettings,
     ModelConfig,
     Origin,
 )
@@ -64,7 +70,8 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     _refuse_without_effect(args, device)
     check_formats(args, model, device, args.quantization or stored.value)
     model_config, model_origins = _model_section(args, model, device, stored)
-    parallel = parallel_section(args, model, device, model_config.quantization)
+    embeds = isinstance(speculation, HeadDrafts | MTPDrafts) and speculation.method != "medusa"
+    parallel = parallel_section(args, model, device, model_config.quantization, embeds=embeds)
     cache, cache_origins = cache_section(args, model, device, model_config.dtype)
     check_tiers(args, model.spec, device, parallel)
     check_handover(args, model.spec, device)
@@ -97,7 +104,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
         device=device_config,
         speculation=speculation,
         lora=_lora_section(args, model.spec),
-        images=_image_section(args, model.spec, device),
+        media=_media_section(args, model.spec, device),
         parallel=parallel,
         origins={**given, **model_origins, **cache_origins, **scheduling_origins, **device_origins},
     )
@@ -273,15 +280,15 @@ def _lora_section(args: EngineArgs, spec: ModelSpec) -> LoRASettings | None:
     return LoRASettings(max_loras=num, max_lora_rank=rank, max_cpu_loras=on_host, modules=modules)
 
 
-def _image_section(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> ImageSettings | None:
-    if spec.vision is None:
+def _media_section(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> MediaSettings | None:
+    if spec.media is None:
         for name, value in (
             ("max_images", args.max_images or None),
             ("image_cache_bytes", args.image_cache_bytes),
         ):
             if value is not None:
                 raise ConfigError(
-                    f"{name} has an effect only with a model that takes pictures; leave it out",
+                    f"{name} has an effect only with a model that takes pictures or sounds; leave it out",
                     field=name,
                 )
         return None
@@ -295,14 +302,15 @@ def _image_section(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> Ima
             f"image_cache_bytes={args.image_cache_bytes} must not be negative",
             field="image_cache_bytes",
         )
-    alone = "max_images=0 serves the model without pictures"
+    alone = "max_images=0 serves the model without them"
     if args.deterministic:
         raise ConfigError(
-            f"deterministic=True does not cover image encoders; {alone}", field="deterministic"
+            f"deterministic=True does not cover encoders of pictures or sounds; {alone}",
+            field="deterministic",
         )
     size = (256 if device.is_cuda else 64) * 2**20
-    return ImageSettings(
-        max_images=args.max_images or 16,
+    return MediaSettings(
+        max_inputs=args.max_images or 16,
         cache_bytes=size if args.image_cache_bytes is None else args.image_cache_bytes,
     )
 

@@ -55,7 +55,7 @@ def scheduling_section(
     # The encoder's whole prompt, with the others' tokens.
     needed = spec.encoder.longest(max_model_len) + seqs if spec.encoder is not None else 0
     tokens_auto = max(tokens_auto, needed)
-    picture = 0 if spec.vision is None else spec.vision.whole_tokens
+    picture = 0 if spec.media is None else spec.media.whole_tokens
     if picture:  # its tokens attend to each other
         tokens_auto = max(tokens_auto, picture + seqs)
     tokens = chosen(
@@ -117,7 +117,8 @@ HOST_STATE_BYTES = 2**31
 
 
 AUTO_DRAFTS = 3
-"""Drafts of a sequence for whose states the default number of sequences leaves room, if their number is chosen."""
+"""Number of drafts per sequence whose states the default number of sequences allows for, if the engine chooses the
+number of drafts."""
 
 
 def _sequences_with_states(

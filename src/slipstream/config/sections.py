@@ -64,7 +64,8 @@ class ModelConfig:
 
 
 SLOTS_TO_FIT = 1
-"""Number of slots that stands for as many as memory allows, until the cache is sized."""
+"""Placeholder for a number of slots before the cache is sized; it means as many as memory
+allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +149,7 @@ def drafts_with_slots(num_slots: int, num_seqs: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRASettings:
-    """Bounds of adapters: in a step, of their ranks, and on the host."""
+    """Limits on adapters: how many in a step, their maximum rank, and how many in host memory."""
 
     max_loras: int = 8
     max_lora_rank: int = 16
@@ -162,10 +163,10 @@ class LoRASettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSettings:
-    """Bounds of pictures: of a prompt, and of their cached embeddings."""
+class MediaSettings:
+    """Bounds of a prompt's pictures or sounds, and of their cached embeddings."""
 
-    max_images: int = 16
+    max_inputs: int = 16
     cache_bytes: int = 64 * 2**20
 
 
@@ -194,13 +195,14 @@ class EngineConfig:
     device: DeviceConfig
     speculation: SpeculationConfig
     lora: LoRASettings | None = None  # None: no adapters
-    images: ImageSettings | None = None  # None: the model takes no pictures
+    media: MediaSettings | None = None  # None: the model takes no pictures
     parallel: ParallelConfig
     origins: dict[str, Origin] = field(default_factory=dict)
 
     @property
     def slot_columns(self) -> list[int]:
-        """Slots of each kind that a row names: the one to read, and one to write for each token that a step samples."""
+        """Number of slots of each kind that a row of the worker refers to: one to read, and one to write for each
+        token that a step samples."""
         return [2 + self.speculation.limit if slots else 0 for slots in self.cache.slots]
 
     @property
@@ -246,7 +248,8 @@ class EngineConfig:
 
     @property
     def max_num_sampled(self) -> int:
-        """Most tokens that a step samples: one for each sequence, and one for each draft."""
+        """Maximum number of tokens that a step samples: one for each sequence, and one for each
+        draft."""
         num_seqs = self.scheduling.max_num_seqs
         return min(
             num_seqs + min(num_seqs * self.speculation.limit, MAX_STEP_DRAFTS),
@@ -255,7 +258,7 @@ class EngineConfig:
 
     @property
     def longest_seq_blocks(self) -> int:
-        """Most blocks that a sequence holds, in all groups together."""
+        """Maximum number of blocks that a sequence holds, in all groups together."""
         step = self.scheduling.tokens_of_rank
         return blocks_of_sequence(
             self.cache.groups, self.model.max_model_len, self.cache.block_size, step

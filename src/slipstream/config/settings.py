@@ -23,7 +23,7 @@ Kernels: TypeAlias = Literal["auto", "reference", "cpu", "torch", "triton"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 KV_BYTES: dict[str, float] = {**DTYPE_BYTES, "int4": INT4_BYTES}
-"""Bytes of a number in the cache, as the ledger takes them (`AttentionSpec.cached_bytes`)."""
+"""Bytes per number of each cache type, for the memory ledger (`AttentionSpec.cached_bytes`)."""
 
 GPU_MEMORY_SHARE = 0.9
 BATCH_WINDOW_S = 0.05
@@ -259,7 +259,7 @@ class EngineArgs:
     )
     max_images: int | None = setting(
         None,
-        "most pictures of a prompt, of models that see; 0: only text, and no image encoder is loaded",
+        "most pictures or sounds of a prompt; 0: only text, and their encoder is not loaded",
         unset="16",
     )
     image_cache_bytes: int | None = setting(
@@ -369,7 +369,7 @@ def num_ranks(args: EngineArgs) -> int:
 
 
 def split_setting(args: EngineArgs) -> str:
-    """The setting that asks for several ranks, for messages."""
+    """Name of the setting that asks for several ranks, for messages."""
     return (
         "cpu_layers"
         if args.cpu_layers is not None

@@ -129,7 +129,6 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
     if not isinstance(drafts, LearnedDrafts):
         return
     method, others = f"method {drafts.method!r} of speculation", "use 'ngram' or 'suffix'"
-    of_model = isinstance(drafts, ModelDrafts)
     untried = "drafts of a model were not tried with it; use speculative_model='ngram' or 'suffix'"
     for name, refused, why in (
         (
@@ -141,8 +140,8 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
         ("cpu_layers", isinstance(config.parallel, HostAndGpu), untried),
         (
             field,
-            isinstance(config.parallel, Pipeline) and (not of_model or config.device.info.is_cuda),
-            f"{method} does not run over stages{' on GPUs' * of_model}; {others} with {field}",
+            isinstance(config.parallel, Pipeline) and config.device.info.is_cuda,
+            f"{method} does not run over stages on GPUs; {others} with {field}",
         ),
         # Other CPUs or tile tables round differently, and each rank follows its own drafts.
         (
@@ -152,7 +151,7 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
         ),
         (
             "speculative_config",
-            config.images is not None and drafts.method != "mtp",
+            config.media is not None and drafts.method != "mtp",
             f"{drafts.method!r} drafts without seeing pictures; {others} (max_images=0 serves the model without pictures)",
         ),
     ):

@@ -11,7 +11,7 @@ from slipstream.core.participants.adapters import AdapterAdmission, LoadAdapter
 from slipstream.core.participants.base import Participant
 from slipstream.core.participants.routed_experts import KeptRoutedExperts
 from slipstream.core.participants.speculation import Speculation
-from slipstream.core.participants.whole_images import WholeImages
+from slipstream.core.participants.whole_media import WholeMedia
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.tiers.block_store import BlockStore
 from slipstream.costs.graph_sizes import Padding
@@ -28,7 +28,7 @@ def make_scheduler(
     drafts_ahead: bool = False,
     max_adapters: int = 0,
     load_adapter: LoadAdapter | None = None,
-    whole_images: bool = False,
+    whole_media: bool = False,
     routed_experts: bool = False,
     store: BlockStore | None = None,
     padded: Padding | None = None,
@@ -39,16 +39,16 @@ def make_scheduler(
     Grammars and beam searches join with their first request (`engine/listeners.py`).
 
     `drafts_ahead`: the drafter begins the next drafts before these are verified. `max_adapters`: how
-    many adapters may run at once, each of which `load_adapter` loads. `whole_images`: the tokens of
-    an image attend to one another. `routed_experts`: answers come with their tokens' experts.
+    many adapters may run at once, each of which `load_adapter` loads. `whole_media`: the tokens of
+    a picture attend to one another. `routed_experts`: answers come with their tokens' experts.
     """
     participants: list[Participant] = []
     if isinstance(speculation, DraftSettings):
         participants.append(Speculation(speculation))
     if max_adapters or load_adapter is not None:
         participants.append(AdapterAdmission(load_adapter or (lambda lora, keep: ""), max_adapters))
-    if whole_images:
-        participants.append(WholeImages())
+    if whole_media:
+        participants.append(WholeMedia())
     if routed_experts:
         participants.append(KeptRoutedExperts(num_blocks, cache.block_size))
     return Scheduler(

@@ -180,7 +180,7 @@ class StepBuilder:
             audio=spec.audio if encodes else None,
             lora=spec.lora,
             mirostat_mu=request.mirostat_mu,
-            images=spec.images,
+            media=spec.media,
             rank=request.kv.rank,
         )
         self.new.append(new)

@@ -25,7 +25,7 @@ from slipstream.spec.stored.native_formats import native_group_size
 def part_of(name: str) -> str:
     """Returns the part of a model that a parameter belongs to, as the ledger and `info` count
     it."""
-    if name.startswith("vision."):
+    if name.startswith("media."):
         return "media encoder"
     if name.startswith("layer_inputs."):
         return "layer inputs"
@@ -70,7 +70,7 @@ def weights_bytes(
     """
     found = dict.fromkeys(("embeddings", "attention", "mlp", "output head", "norms"), 0)
     shapes = parameters(spec) if shapes is None else shapes
-    if spec.vision is not None:
+    if spec.media is not None:
         found["media encoder"] = 0
     if spec.layer_inputs is not None:
         found["layer inputs"] = 0
@@ -491,8 +491,8 @@ def size_cache(
     if (ranks := config.parallel.num_ranks) > 1 and not config.device.info.is_cuda:
         free_bytes, total_bytes = free_bytes // ranks, total_bytes // ranks
         name = f"{name}, shared by {ranks} ranks"
-    pictures = 0 if config.images is None else config.images.cache_bytes
-    taken_bytes += pictures
+    media = 0 if config.media is None else config.media.cache_bytes
+    taken_bytes += media
     sizes = slot_sizes(spec, DTYPE_BYTES[config.model.dtype])
     allowed, budget = kv_budget(
         config,
@@ -567,7 +567,7 @@ def size_cache(
         forms=forms,
         adapter_bytes=adapter_bytes,
         peer_copy_bytes=peer_copy_bytes,
-        image_cache_bytes=pictures,
+        image_cache_bytes=media,
         state_bytes=slot_bytes,
         num_slots=tuple(num_slots),
         slot_sizes=tuple(sizes),

@@ -17,12 +17,13 @@ from slipstream.worker.executor import Executor, ExecutorSource
 def build_core(
     source: ExecutorSource, progress: Callable[[str], None] = lambda phase: None
 ) -> EngineCore:
-    """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins."""
+    """Build an engine core: find the model and the device, resolve the settings, and load the model. `progress` is
+    called with each phase as it begins."""
     return core_of(source.make(progress), source.args)
 
 
 def core_of(executor: Executor, args: EngineArgs) -> EngineCore:
-    """Makes the core of an executor that was made with `args`."""
+    """Makes the engine core that runs on an executor, which was made with `args`."""
     # a compilation that is stuck holds what loads the tokenizer, and no weights
     description = executor.description
     if description.spec.is_encoder:
@@ -56,7 +57,8 @@ class Asleep:
         collect_and_release(self._release)
 
     def wake(self) -> EngineCore:
-        """The core as it was, without requests and cached prefixes. If the weights were updated, level 2 has lost them."""
+        """Make a core like the one that fell asleep, but without its requests and cached prefixes. Level 2 has lost
+        updates of the weights."""
         if self._executor is None:
             executor = self._source.make()
             executor.weight_state.lose(self._versions)
@@ -65,7 +67,8 @@ class Asleep:
 
 
 def collect_and_release(release: Callable[[], None] | None) -> None:
-    """Free the memory of an engine without references. Its parts refer to each other, so a garbage collection is needed."""
+    """Free the memory of an engine that is no longer referenced. Its parts refer to each other, so this takes a
+    garbage collection."""
     gc.collect()
     if release is not None:
         release()

@@ -76,10 +76,9 @@ T = TypeVar("T")
 
 
 class AsyncLLM(OtherRequests):
-    """Made by `start`. All methods belong to the event loop that started it.
-
-    `OtherRequests` has those for vectors and beam searches, `CoreOperations` what is no request, `WeightOperations` pauses
-    and updates of the weights.
+    """The engine for servers. `start` makes it. All methods must be called from the event loop that started it.
+    Inherited methods: `OtherRequests` has vectors and beam searches, `CoreOperations` what is no request,
+    `WeightOperations` pauses and updates of the weights.
     """
 
     def __init__(
@@ -114,13 +113,13 @@ class AsyncLLM(OtherRequests):
         progress: Callable[[str], None] = lambda phase: None,
         source: CoreSource | None = None,
     ) -> AsyncLLM:
-        """Start the engine process, or take the engine core of `source`; return when it can take requests. Its errors are
-        raised here as they are."""
+        """Start the engine process, or use the engine core of `source`, and return once requests can be sent. Errors
+        of the start are raised here unchanged."""
         args = settled(args)
         path = resolve_model(args.model, download_dir=args.download_dir)
         # a GGUF file's header takes long, and other models may have streams on this loop
         read = await asyncio.to_thread(read_spec, path)
-        description = read.taking_images(args.max_images)
+        description = read.taking_media(args.max_images)
         joins = source is not None
         source = source or child_source(args)
         link = await source.connect()  # a child imports torch while we build the tokenizer
@@ -146,7 +145,7 @@ class AsyncLLM(OtherRequests):
         options: RequestOptions = DEFAULT_OPTIONS,
         **named: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Deltas, until one is `finished`. `named` are fields of `options`.
+        """Yield deltas of the answer until one is `finished`. `named` are fields of `options`.
 
         A RequestError or EngineDownError comes before anything is queued, and
         EngineOverloadedError if the queue is full. Closing the iterator cancels the request."""
@@ -220,7 +219,7 @@ class AsyncLLM(OtherRequests):
         return cancel
 
     def _forget(self, request_id: str) -> None:
-        """End a request that nobody waits for any more."""
+        """Cancel a request whose consumer is gone."""
         self._sinks.pop(request_id, None)
         self._abort(self._output.discard(request_id))
 
@@ -316,8 +315,9 @@ class AsyncLLM(OtherRequests):
             sink.fail(error)
 
     def _note_progress(self, stats: EngineStats) -> None:
-        """Note the time of progress. Only steps count, since a stuck scheduler still answers and
-        sends heartbeats. A pause is meant to make none."""
+        """Record the time of the engine's latest progress, for health checks. Only steps count,
+        because a stuck scheduler still answers and sends heartbeats. During a pause no steps are
+        expected."""
         idle = not self.num_requests and stats.num_running == stats.num_waiting == 0
         if idle or stats.is_paused or stats.num_steps != self._num_steps:
             self._last_progress = self._last_heard

@@ -70,8 +70,8 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A finished answer: a beam and one token more. The beam stands at `place` in its group and has
-    `length` − 1 new tokens."""
+    """A finished answer: a beam extended by its last token. The beam is at `place` in its group and
+    has `length` − 1 new tokens."""
 
     length: int  # new tokens
     place: int
@@ -82,7 +82,7 @@ class Ended:
 
 
 Candidate: TypeAlias = tuple[float, int, int]
-"""A sum, the place of the beam that goes on, and its next token."""
+"""A candidate: (sum of log-probabilities, place of the beam that it extends, next token)."""
 
 
 @dataclass(slots=True)
@@ -144,7 +144,8 @@ class BeamGroup:
         del self.answers[self.width :]
 
     def _is_done(self, best: float, length: int) -> bool:
-        """Whether all answers are there, and a beam with the sum `best` can't become one of them."""
+        """Tells whether there are `beam_width` answers, and a beam with the sum `best` can't become
+        better than any of them."""
         p = self.params
         if len(self.answers) < self.width:
             return False
@@ -189,7 +190,7 @@ def num_wanted(params: BeamSearchParams, num_ends: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BeamUpdates:
-    """Effects of a step's outputs on the searches."""
+    """Result of `BeamSearches` for a step: what the step's outputs change in the searches."""
 
     outputs: list[EngineOutput] = field(
         default_factory=list
@@ -200,9 +201,9 @@ class BeamUpdates:
 
 
 class BeamSearches:
-    """The searches of an engine core, and a table of the likeliest next tokens of their beams, whose row 0 is nobody's. A step
-    is chosen for all searches of a kind at once, by arrays: of R searches, each with up to P requests and B beams, of which
-    each has K next tokens."""
+    """All beam searches of an engine core, with a table of the likeliest next tokens of their beams. Row 0 of the
+    table is unused. A step is chosen for all searches of a kind at once, by arrays: of R searches, each with up to P
+    requests and B beams, of which each has K next tokens."""
 
     def __init__(self) -> None:
         self._running: dict[str, PromptSearch] = {}
@@ -304,8 +305,9 @@ class BeamSearches:
         return ready
 
     def _choose(self, searches: Sequence[PromptSearch], g: int) -> None:
-        """A step of the searches' groups g, of one kind and with as many beams. A sum is that of the beam's and the
-        token's log-probability, less the token's cost. Among equal sums the order is kept."""
+        """Computes a step for groups of several searches that have the same options and number of beams. A candidate's
+        sum is the beam's sum plus the token's log-probability, minus the token's diversity cost. Equal sums keep their
+        order."""
         groups = [search.groups[g] for search in searches]
         width, num_groups, eos = searches[0].kind
         width //= num_groups
@@ -347,8 +349,9 @@ class BeamSearches:
                 group.settle([*firsts], stops[r, :width].tolist(), zip(*chosen, strict=True))
 
     def _place(self, searches: Sequence[PromptSearch], taken: BeamUpdates) -> None:
-        """Assign rows to the chosen beams of searches with equal numbers of rows and beams. `BeamGroup.rows` are those
-        they come from. The first of a row stays there, and the others go to rows from which nobody goes on."""
+        """Assign table rows to the chosen beams, for searches with equal numbers of rows and beams. `BeamGroup.rows`
+        has the rows of the beams that they extend. The first successor of a beam keeps its row; further ones get rows
+        of beams that ended."""
         sources = np.array(
             [_joined([group.rows for group in s.groups]) for s in searches]
         )  # [R, B]
@@ -404,7 +407,8 @@ class BeamSearches:
         self._logprobs = np.pad(self._logprobs, ((0, more), (0, 0)))
 
     def _beam(self, search: PromptSearch, row: int, first: str = "") -> EngineRequest:
-        """Makes a beam of a search: the first one, or one more next to `first`."""
+        """Makes the request of a search's beam: the first beam, or another one that shares the
+        prompt of `first`."""
         request, name = search.request, f"{search.request.request_id}/beam-{next(self._ids)}"
         self._names[row], self._owners[name] = name, (search, row)
         params = request.params
@@ -427,7 +431,7 @@ class BeamSearches:
 
 
 def _along(values: npt.NDArray[Any], which: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    """Entries of `values` at the indices `which`, row by row."""
+    """Returns the entries of `values` at the indices `which`, for each row separately."""
     return values[np.arange(len(values))[:, None], which]
 
 

@@ -25,7 +25,7 @@ class CacheNews:
         self._scheduler = scheduler
 
     def listen(self, *, on: bool) -> None:
-        """Begin (`on`) or stop to note changes. While that is off it costs nothing."""
+        """Begin (`on`) or stop recording changes. It costs nothing while it is off."""
         for pool in (*self._pools, *self._slot_pools):
             if not on or pool.changes is None:
                 pool.listen(on)

@@ -46,7 +46,7 @@ _SENTENCE = re.compile(r".+?(?:[.!?…]+[\"'”’)\]]*\s+|\n+|\Z)", re.DOTALL)
 
 
 class TextEncoder(Protocol):
-    """The part of a tokenizer's interface that compression uses."""
+    """Interface of the tokenizer for prompt compression."""
 
     @property
     def bos_token_id(self) -> int | None: ...
@@ -94,7 +94,7 @@ class ContextSettings:
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """A part of a prompt. A protected one is read, and stays."""
+    """A part of a prompt. A protected part is never shortened, but the small model reads it."""
 
     text: str
     protected: bool = False
@@ -119,7 +119,7 @@ class Compressed:
 
 @dataclass(slots=True)
 class _TextUnit:
-    """A unit of the text, of the part with this index."""
+    """A unit of the text, and the index of the part that it belongs to."""
 
     part: int
     text: str
@@ -166,7 +166,8 @@ async def compress_async(
 def compressing(
     prompt: str | Sequence[PromptPart], tokenizer: TextEncoder, settings: ContextSettings
 ) -> Steps:
-    """The method as a generator, which yields token ids to score."""
+    """Runs the configured method as a generator: it yields token ids, is sent their scores, and
+    returns the result."""
     parts = [PromptPart(prompt)] if isinstance(prompt, str) else list(prompt)
     units = _split_units(parts, tokenizer, settings)
     before = sum(len(p.token_ids) for p in units)
@@ -220,7 +221,8 @@ def _segments(units: list[_TextUnit], size: int) -> list[list[_TextUnit]]:
 def _inform(
     before: Sequence[_TextUnit], chunk: Sequence[_TextUnit], first: list[int], context: int
 ) -> Generator[list[int], list[float], None]:
-    """Set the information of the units of `chunk`, read after as much of `before` as fits in the context."""
+    """Compute the information of the units of `chunk`. The small model reads as much of `before` as fits in its
+    context, then the chunk."""
     own = [i for p in chunk for i in p.token_ids]
     room = context - len(first) - len(own)
     past = [i for p in before for i in p.token_ids]
@@ -256,8 +258,8 @@ def _choose(units: Sequence[_TextUnit], keep: float) -> None:
 def _split_units(
     parts: Sequence[PromptPart], tokenizer: TextEncoder, settings: ContextSettings
 ) -> list[_TextUnit]:
-    """The units of all parts, with the tokens of the whole text that begin in each. A unit without tokens joins its
-    neighbour."""
+    """Returns the units of all parts. Each has the tokens of the whole text that begin in it. A unit in which no token
+    begins is joined to its neighbour."""
     spans = [span for i, part in enumerate(parts) for span in _spans(i, part, settings)]
     text = "".join(text for _, text, _ in spans)
     tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -299,7 +301,7 @@ def _split_units(
 
 
 def _spans(index: int, part: PromptPart, settings: ContextSettings) -> list[tuple[int, str, bool]]:
-    """(part, text, protected) of each unit of a part."""
+    """Yields (index of the part, text, whether it is protected) for each unit of a part."""
     if part.protected:
         return [(index, part.text, True)] if part.text else []
     guarded = [
@@ -414,7 +416,8 @@ class AnswerChange:
 
 
 def answer_change(llm: LLM, before: str, after: str, *, max_tokens: int = 64) -> AnswerChange:
-    """Compare the answers to two prompts, which are texts with any chat template applied."""
+    """Generates answers to two prompts and returns how they differ. The prompts are texts to which
+    a chat template, if any, is applied already."""
     tokenizer = llm.get_tokenizer()
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     first, second = llm.generate([before, after], params, progress=False)

@@ -52,7 +52,7 @@ class DecoderCore(EngineCore):
             drafts_ahead=config.drafts_ahead,
             max_adapters=0 if config.lora is None else config.lora.max_loras,
             load_adapter=None if config.lora is None else executor.load_adapter,
-            whole_images=spec.vision is not None and spec.vision.bidirectional is not None,
+            whole_media=spec.media is not None and spec.media.bidirectional is not None,
             routed_experts=config.model.routed_experts,
             store=executor.store,
             padded=padding(config, spec) if config.device.has_graphs else None,
@@ -84,9 +84,9 @@ class DecoderCore(EngineCore):
         requests = list(requests)
         for request in requests:
             # it comes with its parent, and without the pixels
-            if request.images and request.fork_of is not None:
+            if request.media and request.fork_of is not None:
                 parent = next(r for r in requests if r.request_id == request.fork_of)
-                request = dataclasses.replace(request, images=parent.images)
+                request = dataclasses.replace(request, media=parent.media)
             if is_masked := request.sampling.is_masked:
                 self._join(MaskingGrammars)
             self.scheduler.add(request, held=is_masked)  # one that is refused leaves no grammar

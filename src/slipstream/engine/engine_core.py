@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from slipstream.engine.live_weights import LiveWeights
 
 COMPILING_S = 0.001
-"""Seconds between two looks whether a grammar is compiled, while there is nothing else to do."""
+"""Interval, in seconds, at which an idle loop checks whether a grammar's compilation is done."""
 
 LAST_BLOCKS = 128
 """Blocks that may be stored before the last answer is returned. The rest are stored after it, so
@@ -50,7 +50,7 @@ that the answer does not wait for them. A prompt of 32,000 tokens leaves a thous
 take the host some 5 ms."""
 
 FLUSH_S = 10.0
-"""Seconds that a core's end waits for blocks that are not stored yet."""
+"""Maximum seconds that a shutdown waits for blocks to be stored."""
 
 
 class EngineCore:
@@ -101,7 +101,7 @@ class EngineCore:
         return self.scheduler.abort(request_ids, reason)
 
     def use_tokenizer(self, load: Callable[[], Tokenizer | None]) -> None:
-        """Take the tokenizer from `load`, where one is needed."""
+        """Remember `load`, which returns the tokenizer, for cores that need one."""
 
     def load_adapter(self, lora: LoRARequest) -> None:
         """Load the adapter into the host's memory. AdapterError if it is invalid; EngineOverloadedError if the memory
@@ -113,7 +113,8 @@ class EngineCore:
         self.executor.replace_adapter(lora)
 
     def unload_adapter(self, adapter_id: int) -> None:
-        """Free the adapter's memory, if no request needs it; else once others need that memory."""
+        """Free the adapter's memory at once if no request uses it; otherwise when other adapters
+        need the memory."""
 
     def _join(self, kind: type[Listener]) -> None:
         """Activate the listener of this class, just before its first request is queued."""
@@ -257,11 +258,11 @@ class EngineCore:
             pass
 
     def _expect(self, times: Sequence[StepTime]) -> None:
-        """Use step times that were measured before there are requests."""
+        """Give the scheduler step times that were measured before the first request."""
 
     def tend(self, at_once: int | None = None) -> bool:
-        """Go on storing blocks in the tiers below the device's cache, between requests. At most
-        `at_once` blocks are stored. Returns whether there is more to do."""
+        """Store at most `at_once` more blocks in the tiers below the device's cache, while there
+        are no requests. Returns whether more blocks wait."""
         return False
 
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""Settings from an engine folder (`config.engine_folder`), for whoever starts an engine here."""
+"""Applies an engine folder's settings (`config.engine_folder`) at the start of an engine."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _extra(request: Request, block: int, size: int) -> list[str] | None:
     """Keys that a block's content depends on next to its tokens: the salt's hash
     (in the first, as the salt is its clients' secret), and pictures."""
     begin = block * size
-    found = [i.key.hex() for i in request.spec.images if i.offset < begin + size and begin < i.end]
+    found = [i.key.hex() for i in request.spec.media if i.offset < begin + size and begin < i.end]
     if not block and request.spec.cache_salt:
         found.append(hashlib.sha256(request.spec.cache_salt.encode()).hexdigest())
     return found or None

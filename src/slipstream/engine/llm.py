@@ -25,6 +25,7 @@ from slipstream.engine.audio.transcription import (
     speech_of,
 )
 from slipstream.engine.beams import BeamSearchOutput
+from slipstream.engine.media.parts import without_media
 from slipstream.engine.offline_engine import OfflineEngine, no_collections
 from slipstream.engine.output import merge, raise_on_error
 from slipstream.engine.progress import progress_bar
@@ -60,7 +61,6 @@ from slipstream.engine.text.tools import (
     offer,
     reading,
 )
-from slipstream.engine.vision.pictures import without_pictures
 from slipstream.errors import RequestError
 from slipstream.messages.beams import BeamsOutput
 from slipstream.messages.outputs import vectors_of
@@ -213,7 +213,7 @@ class LLM(OfflineEngine):
                 field="chat_template_kwargs",
             )
         given |= chat_template_kwargs or {}
-        parted = [without_pictures(for_template(list(c), template)) for c in conversations]
+        parted = [without_media(for_template(list(c), template)) for c in conversations]
         texts = [tokenizer.apply_chat_template(plain, **given) for plain, _ in parted]
         to_name = "tool_call_parser"
         readings = [
@@ -229,8 +229,8 @@ class LLM(OfflineEngine):
         ]
         name = self._input.prompts.media.name
         prompts: list[Prompt] = [
-            {"prompt": text, "multi_modal_data": {name: pictures}} if pictures else text
-            for text, (_, pictures) in zip(texts, parted, strict=True)
+            {"prompt": text, "multi_modal_data": {name: media}} if media else text
+            for text, (_, media) in zip(texts, parted, strict=True)
         ]
         each = self._each(sampling_params, len(prompts))
         if readings and readings[0] is not None:
@@ -498,8 +498,8 @@ class LLM(OfflineEngine):
     ) -> list[RequestOutput]:
         each = zip(self._each(sampling_params, len(prompts)), options, strict=True)
         requests = []
-        if self._input.pictures is not None:
-            prompts = self._input.prompts.media.with_prepared(prompts)
+        if (processor := self._input.prompts.media.processor) is not None:
+            prompts = self._input.prompts.media.with_prepared(prompts, processor)
         for i, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
             try:
                 requests.append(self._input.prepare(prompt, *how))

@@ -45,7 +45,7 @@ class EarlyTokenizer:
         """Description of the model, if its file was read."""
         path = resolve_model(args.model, download_dir=args.download_dir)
         if path.suffix == ".gguf" and not args.skip_tokenizer_init:
-            self.known = read_spec(path).taking_images(args.max_images)
+            self.known = read_spec(path).taking_media(args.max_images)
             thread = ThreadPoolExecutor(1, "tokenizer")
             self._read = thread.submit(self._load, self.known)
             thread.shutdown(wait=False)

@@ -46,16 +46,22 @@ def read_objects(path: Path, *, cut_off: bool) -> Iterator[Any]:
                 at += 1
             if buffer[at : at + 1] == "]":
                 return
+            item, error = None, None
             try:
-                item, at = decoder.raw_decode(buffer, at)
-            except ValueError as error:
-                more = file.read(CHUNK)
-                if more:
-                    buffer, at, taken = buffer[at:] + more, 0, taken + at
-                    continue
+                item, end = decoder.raw_decode(buffer, at)
+            except ValueError as found:
+                error, end = found, len(buffer)
+            if end == len(buffer) and (more := file.read(CHUNK)):  # a number may go on there
+                buffer, at, taken = buffer[at:] + more, 0, taken + at
+                continue
+            if error is not None or (
+                end == len(buffer) and not isinstance(item, str | list | dict)
+            ):
                 if cut_off:
                     return
                 raise ConfigError(
-                    f"{path} is damaged at character {taken + at}: {error}", field="dataset"
+                    f"{path} is damaged at character {taken + at}: {error or 'it ends in an item'}",
+                    field="dataset",
                 ) from error
+            at = end
             yield item

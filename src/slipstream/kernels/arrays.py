@@ -46,7 +46,8 @@ def to_tensor(x: npt.NDArray[Any]) -> Tensor:
 
 
 def as_arrays(w: AnyLinear) -> AnyLinear:
-    """Returns the weight with arrays in place of its tensors."""
+    """Returns a copy of the weight whose tensors are replaced by NumPy arrays over the same
+    memory."""
     found: dict[str, Any] = {
         f.name: to_array(v)
         for f in dataclasses.fields(w)
@@ -58,5 +59,5 @@ def as_arrays(w: AnyLinear) -> AnyLinear:
 
 
 def meta(x: npt.NDArray[Any]) -> Tensor:
-    """Returns a tensor of that shape and type without memory."""
+    """Returns a tensor of that shape and type on torch's meta device, which holds no memory."""
     return torch.empty(x.shape, dtype=getattr(torch, str(x.dtype)), device="meta")

@@ -23,7 +23,8 @@ from slipstream.kernels.plain import compressed
 
 
 class AttentionOps(ABC):
-    """Ops of attention. `OpSet` has those that norm first (`mla_attention`)."""
+    """Attention ops. Those that also normalize their inputs, such as `mla_attention`, are in
+    `OpSet`."""
 
     def compressed_attention(
         self,
@@ -35,10 +36,11 @@ class AttentionOps(ABC):
         meta: AttentionMetadata,
         params: CompressedParams,
     ) -> Tensor:
-        """Attention to near keys and to compressed ones (`CompressedAttentionSpec`): q [T, H · D], key [T, D] → [T, H · D].
+        """Attention to the keys of nearby tokens and to compressed keys (`CompressedAttentionSpec`): q [T, H · D], key
+        [T, D] → [T, H · D].
 
-        `rows` are each token's inputs to compressed keys, `index` the queries [T, heads · I] and weights [T, heads] of
-        the index.
+        `rows` holds what each token contributes to compressed keys. `index` is the pair (queries [T, heads · I],
+        weights [T, heads]) of the index.
         """
         return compressed.attend(q, key, rows, index, kv, meta, params)
 
@@ -164,8 +166,8 @@ class AttentionOps(ABC):
     def best_keys(
         self, q: Tensor, weights: Tensor, kv: LayerKV, meta: AttentionMetadata, top_k: int
     ) -> Tensor:
-        """The keys of the cache with the highest scores for each token, as `choose_keys` returns them: q [T, H, D],
-        weights [T, H]."""
+        """Positions of the cached keys with the highest scores for each token, in the format of `choose_keys`: q [T,
+        H, D], weights [T, H]."""
 
     @abstractmethod
     def sparse_attention(
@@ -176,7 +178,7 @@ class AttentionOps(ABC):
     def mla_sparse_attention(
         self, q: Tensor, chosen: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
     ) -> Tensor:
-        """`mla_paged_attention` over the chosen keys."""
+        """Computes `mla_paged_attention` over the keys that `choose_keys` chose."""
         return self.mla_values(self.sparse_attention(q, chosen, kv, meta, params.scale), params)
 
     def mla_paged_attention(
@@ -184,12 +186,12 @@ class AttentionOps(ABC):
     ) -> Tensor:
         """Computes `attention` of `mla_queries`' q over a cache of latents.
 
-        `params.values` maps its sums [T, H, C] to values [T, H · V].
+        `params.values` maps the weighted sums of latents [T, H, C] to values [T, H · V].
         """
         return self.mla_values(
             self.attention(q, kv, meta, AttentionParams(scale=params.scale)), params
         )
 
     def mla_values(self, seen: Tensor, params: MLAParams) -> Tensor:
-        """Sums of latents [T, H, C] → values [T, H · V]."""
+        """Maps the weighted sums of latents [T, H, C] to values [T, H · V]."""
         return torch.bmm(seen.transpose(0, 1), params.values).transpose(0, 1).flatten(1)

@@ -45,8 +45,8 @@ def has_compiler() -> bool:
 
 
 def _origin() -> str:
-    """Returns what this package was installed from, as an argument of pip (PEP 610). Its name alone
-    is another's on the package index."""
+    """Returns what this package was installed from, as an argument of pip (PEP 610). The name alone
+    won't do: on the package index it belongs to another project."""
     try:
         recorded = distribution("slipstream").read_text("direct_url.json")
     except PackageNotFoundError:

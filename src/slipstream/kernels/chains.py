@@ -1,4 +1,5 @@
-"""Places where the passes of a draft chain compute. `worker/graphs/chain_graphs.py` runs the chains."""
+"""Positions, rows and slots of the tokens that each pass of a draft chain computes.
+`worker/graphs/chain_graphs.py` runs the chains."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class ChainPlaces:
 
 
 def num_places(size: int, room: int, num_drafts: int, num_again: int) -> tuple[int, int]:
-    """Returns (start of the second pass, T)."""
+    """Returns (index of the second pass's first token, number of tokens T of all passes)."""
     begin = -(-num_again * size // 4) * 4
     return begin, begin + (num_drafts - 1) * room
 

@@ -1,8 +1,8 @@
-"""Attention over keys that ranks share out by tokens (context parallelism).
+"""Context parallelism: attention over keys whose tokens are divided among ranks.
 
-1. Block i of a sequence is on rank i mod n, so at any length the ranks have about the same number of
-   keys. A block of the pool stands for n consecutive ones, of which each rank has the one at its
-   number. So the engine's block tables are those of one device with blocks n times as long.
+1. Block i of a sequence is on rank i mod n, so at any length the ranks have about the same number
+   of keys. A block number of the pool stands for n consecutive blocks of a sequence, one on each
+   rank. So the engine's block tables are those of one device with blocks n times as long.
 2. All ranks have all queries, or gather them: those of all tokens, or where they are tensor parallel
    those of all heads. Each attends to its own keys (`attention_part`), and its results are
    weighted by the sums of its softmax (`merge_parts`; Dao et al. 2023, flash-decoding). No key is sent.
@@ -29,7 +29,7 @@ heads. None: every rank has all of them."""
 
 
 class ContextOps(ABC):
-    """Ops of ranks that share out keys by tokens."""
+    """Ops for context parallelism: each rank has the keys of some of the tokens."""
 
     @abstractmethod
     def attention_part(
@@ -43,7 +43,7 @@ class ContextOps(ABC):
         """
 
     def merge_parts(self, parts: Tensor) -> Tensor:
-        """Ranks' results of `attention_part` [n, T, H, W + n] → [T, H, W]."""
+        """Combines the `attention_part` results of all ranks [n, T, H, W + n] → [T, H, W]."""
         out, sums = unpacked(parts)
         weights = (sums - sums.amax(0).clamp(min=-1e30)).exp()
         weights = weights / weights.sum(0).clamp(min=1e-30)
@@ -140,12 +140,12 @@ def _own_keys(
 
 
 def packed(out: Tensor, sums: Tensor) -> Tensor:
-    """Results [T, H, W] and the logarithms of their sums, float32 [T, H], as `attention_part` gives
-    them."""
+    """Joins results [T, H, W] and the logarithms of their softmax sums, float32 [T, H], into the
+    format that `attention_part` returns."""
     return torch.cat((out, sums.float()[..., None].view(out.dtype)), dim=-1)
 
 
 def unpacked(parts: Tensor) -> tuple[Tensor, Tensor]:
-    """The views of `packed` numbers: results, and the logarithms of their sums."""
+    """Splits the result of `packed` into views: (results, logarithms of their softmax sums)."""
     width = parts.shape[-1] - 4 // parts.itemsize
     return parts[..., :width], parts[..., width:].contiguous().view(torch.float32)[..., 0]

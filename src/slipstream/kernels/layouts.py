@@ -48,8 +48,9 @@ class NormParams:
 def norm_parts(
     spec: AttentionSpec, num_heads: int, weight: Any
 ) -> tuple[int, int, NormParams, int]:
-    """Returns how `OpSet.norm_qk` norms the rows of q or of k, in which `num_heads` heads lie side
-    by side: (pieces, the size of each, their norm, the distance of the pieces' weights)."""
+    """Returns how `OpSet.norm_qk` norms a row of q or of k, which has `num_heads` heads side by
+    side: (number of pieces that are normed separately, elements of a piece, their norm, elements
+    from one piece's weights to the next one's)."""
     norm, dim = spec.qk_norm, spec.head_dim
     assert norm is not None
     if norm.over == "row":
@@ -149,7 +150,7 @@ class MLAParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedParams:
-    """A layer's attention to compressed keys (`CompressedAttentionSpec`)."""
+    """Parameters of a layer's attention to compressed keys (`CompressedAttentionSpec`)."""
 
     spec: CompressedAttentionSpec
     norm: Tensor  # [D]
@@ -163,7 +164,8 @@ class CompressedParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HyperParams:
-    """The parameters of the coefficients of N streams, float32 (`HyperSpec`)."""
+    """Learned parameters, float32, from which the coefficients of N residual streams are computed
+    (`HyperSpec`)."""
 
     product: Tensor  # [N + N + N · N, N · E], or [N, N · E] after the last layer
     base: Tensor
@@ -176,7 +178,8 @@ class HyperParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexParams:
-    """A layer's index (`IndexSpec`): the layout of its queries and its one key, and how many keys it chooses."""
+    """Parameters of a layer's index, which chooses keys for sparse attention (`IndexSpec`): the layout of its queries
+    and its single key, and the number of keys to choose."""
 
     heads: QKVLayout
     top_k: int

@@ -57,7 +57,8 @@ class LayerKV:
 
     @property
     def of_index(self) -> LayerKV:
-        """The index's keys as a cache of latents, whose values are never read."""
+        """The same layer's index keys, presented as a cache of latents whose values are never
+        read."""
         assert self.index is not None
         return LayerKV(self.index, self.index[..., 1:])
 
@@ -74,7 +75,8 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, slots=True)
 class JoinedSteps:
-    """One of several steps that are known at once."""
+    """Position of this step among several steps whose inputs are all known before the first
+    runs."""
 
     all: AttentionMetadata  # the sequences of all steps, each step's at equal distances
     index: int  # of this step
@@ -137,7 +139,8 @@ class AttentionMetadata:
         return self.groups[group] if self.groups else self
 
     def of_tokens(self, rows: slice) -> AttentionMetadata:
-        """Returns metadata for ops that process some tokens one by one and use no sequences."""
+        """Returns metadata of some tokens for ops that treat each token separately and do not use
+        sequences."""
         return dataclasses.replace(
             self, positions=self.positions[rows], slot_mapping=self.slot_mapping[rows]
         )

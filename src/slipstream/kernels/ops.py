@@ -100,14 +100,12 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
         group: RankGroup | None = None,
         experts: Linear | None = None,
     ) -> Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor] | Reason:
-        """Makes a function for all layers of a one-token step: x [1, E] → the residual after the
-        last layer [1, E].
-
-        Returns a `Reason` if this op set has none. `layers` are each layer's tensors by name; a
-        layer with a "router" has experts. `product` is any of the products, as all have the same
-        format. `experts`, if given, is any of the experts', which have another format. With a
-        `group` this rank has a part of each layer, and all ranks must make this call and those of
-        the function.
+        """Makes a function that computes all layers for a step of one token: x [1, E] → the
+        residual after the last layer [1, E]. Returns a `Reason` if this op set can't. `layers` are
+        each layer's tensors by name; a layer with a "router" has experts. `product` is any of the
+        products, as all have the same format. `experts`, if given, is any of the experts', which
+        have another format. With a `group` this rank has a part of each layer, and all ranks must
+        make this call and those of the function.
         """
         return Reason(
             f"kernels={self.name!r} has no kernel for a whole step of one token", notable=False
@@ -162,8 +160,8 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
         return rows, residual
 
     def best_of_ranks(self, logits: Tensor, group: RankGroup, width: int) -> Tensor:
-        """Returns the index of the first maximum in the ranks' columns side by side: [N, W] → int64
-        [N].
+        """Returns the index of each row's first maximum, where every rank has W columns of the row:
+        [N, W] → int64 [N].
 
         Columns beyond `width` are ignored. A rank sends two numbers per row.
         """
@@ -178,12 +176,13 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
         return every[:, 1].gather(0, ranks)[0].long()
 
     def embed_positions(self, meta: AttentionMetadata, table: Tensor, offset: int) -> Tensor:
-        """Learned positions of the step's tokens: rows of `table` at position + offset, [T, E]."""
+        """Looks up learned position embeddings: the rows of `table` at each token's position +
+        offset, [T, E]."""
         return self.embed(meta.positions + offset, table)
 
     def embed_token_types(self, meta: AttentionMetadata, table: Tensor) -> Tensor:
-        """Rows of `table` by the tokens' types, [T, E]. If all tokens have the first type, it is
-        [E], for all of them."""
+        """Looks up the embedding of each token's type in `table`, [T, E]. If all tokens have the
+        first type, the result is its row [E]."""
         return table[0] if meta.token_types is None else self.embed(meta.token_types, table)
 
     def place(self, x: Tensor, into: Tensor | None, *, column: int, width: int) -> Tensor:
@@ -196,8 +195,8 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
         return rows
 
     def word_sums(self, values: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """The numbers of each tensor's checksum: sums of its 32-bit words, and of the words times
-        their number (from 1 on), modulo 2^64."""
+        """Computes two checksums of each tensor: the sum of its 32-bit words, and the sum of each
+        word times its number (from 1 on), both modulo 2^64."""
         return word_sums(values)
 
     @abstractmethod
@@ -259,8 +258,8 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
         """
 
     def joined(self, x: Tensor, y: Tensor) -> Tensor | Pair:
-        """Returns x + y of two branches of a layer, for a norm. It is a `Pair` if `norm_pair` is
-        faster."""
+        """Returns the sum of a layer's two branches for the norm that follows. It is an uncomputed
+        `Pair` if `norm_pair` is faster than adding first."""
         return x + y
 
     def norm_pair(
@@ -376,10 +375,9 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
         factor: float,
         limit: int | None = None,
     ) -> Tensor:
-        """(norm(projected) + scale · row) · factor, [T, L · P], for the tokens' rows of `table`.
-
-        The norm is over each P numbers, where P is its weight's size. `projected` may be overwritten.
-        Tokens from `limit` on have the table's first row.
+        """Computes (norm(projected) + scale · row) · factor, [T, L · P], where `row` is the token's
+        row of `table`. The norm is over groups of P elements, P being the size of its weight.
+        `projected` may be overwritten. Tokens from `limit` on have the table's first row.
         """
         if limit is not None:
             token_ids = token_ids.masked_fill(token_ids >= limit, 0)
@@ -389,13 +387,14 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
         return self.added(parts.view_as(projected), rows, factor)
 
     def gated_by(self, x: Tensor, inputs: Tensor, activation: Activation, *, column: int) -> Tensor:
-        """act(x) · inputs[:, column : column + P] for x [T, P]."""
+        """Computes act(x) · inputs[:, column : column + P] for x [T, P]."""
         gates = self.activation(x, activation)
         assert isinstance(gates, Tensor)
         return gates * inputs[:, column : column + x.shape[1]]
 
     def hashed_logits(self, logits: Tensor, meta: AttentionMetadata, table: Tensor) -> Tensor:
-        """Logits [T, X] of the experts that a token has in `table` [V, k], and −∞ of others."""
+        """Keeps the logits [T, X] of the k experts that `table` [V, k] lists for a token's id, and
+        sets others to −∞."""
         assert meta.token_ids is not None
         hidden = torch.ones_like(logits, dtype=torch.bool)
         chosen = table[meta.token_ids.long()].long()
@@ -488,8 +487,8 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
     def own_expert_load(
         self, load: ExpertCounters, group: RankGroup, num_tokens: int
     ) -> ExpertCounters:
-        """Returns `load` for a `moe` over the tokens of all ranks of `group`, `num_tokens` places
-        each.
+        """Returns the `load` to pass to `moe` when it computes the tokens of all ranks of `group`,
+        which have `num_tokens` places each.
 
         Only this rank's tokens count here. The others' count as padding, and are counted by their
         own ranks.
@@ -507,8 +506,8 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
         load: ExpertCounters | None = None,
         scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Makes the choice of `moe`: (weights float32, experts of any integer type),
-        [T, num_experts_per_token] each.
+        """Chooses each token's experts as `moe` does. Returns (weights float32, experts of any
+        integer type), [T, num_experts_per_token] each.
 
         With `spec.held` an implementation may renumber the experts.
         """

@@ -1,4 +1,4 @@
-"""Tokens in parts that don't see each other, without a cache."""
+"""Packed sequences without a cache: tokens of different parts don't attend to each other."""
 
 from __future__ import annotations
 

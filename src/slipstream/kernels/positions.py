@@ -39,7 +39,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def rope_table(spec: RopeSpec, num_positions: int) -> Tensor:
-    """Makes `rope_angles` as a tensor."""
+    """Returns `rope_angles` as a tensor on a device."""
     import torch
 
     return torch.from_numpy(rope_angles(spec, num_positions))
@@ -172,8 +172,8 @@ def distance_bias(spec: BucketSpec, weight: Floats) -> Floats:
     """weight [num_buckets, H] → float32 [H, 2R + 1], R = max_distance: the bias at each key
     position − query position.
 
-    Beyond R the bias is that of R. A causal stack has one bucket for all keys ahead, which are not
-    seen.
+    Beyond R the bias is that of R. In a causal stack all later keys, which are masked anyway, share
+    one bucket.
     """
     distance = np.arange(-spec.max_distance, spec.max_distance + 1)
     buckets = spec.num_buckets // 2 if spec.both_directions else spec.num_buckets
@@ -187,7 +187,8 @@ def distance_bias(spec: BucketSpec, weight: Floats) -> Floats:
 
 
 def distance_buckets(spec: DisentangledSpec) -> npt.NDArray[np.int32]:
-    """int32 [2R + 1]: the row of the table for each query position − key position from −R to R. Beyond it is that of R."""
+    """Returns the bucket of each distance (query position − key position) from −R to R, int32 [2R + 1]. Larger
+    distances have the bucket of ±R."""
     if spec.num_buckets is None:
         found = np.arange(-spec.max_distance, spec.max_distance + 1)
     else:
@@ -204,8 +205,8 @@ def distance_buckets(spec: DisentangledSpec) -> npt.NDArray[np.int32]:
 class PositionTables:
     """Rotary tables, ALiBi slopes and distance biases, shared by all layers with the same ones.
 
-    They are tensors on `device`, or without one NumPy arrays. `distances` are the stack's own
-    weights [buckets, H], set before its layers are built.
+    They are tensors on `device`, or without one NumPy arrays. `distances` is the table of biases
+    [buckets, H] that all layers of a stack share. It is set before they are built.
     """
 
     def __init__(self, max_model_len: int, device: torch.device | None) -> None:

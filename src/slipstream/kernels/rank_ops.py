@@ -30,13 +30,13 @@ class RankOps:
     def begin_sum(
         self, x: Tensor, group: RankGroup, *, place: int, index: int, rows: slice
     ) -> OverlappedSum:
-        """Begins the sum over `group` of x, this rank's part for a piece of the step's tokens
-        (`OverlappedSums.begin`)."""
+        """Starts summing x over `group` without waiting. x is this rank's part of the sum for a
+        piece of the step's tokens (`OverlappedSums.begin`)."""
         assert group.overlapped is not None
         return group.overlapped.begin(x, place=place, index=index, rows=rows)
 
     def sum_arriving(self, sums: Sequence[OverlappedSum]) -> Tensor:
-        """Returns the sums of neighbouring pieces: [T, E]."""
+        """Waits for the sums of consecutive pieces and returns them joined: [T, E]."""
         whole = [functools.reduce(torch.add, s.parts()) for s in sums]
         return whole[0] if len(whole) == 1 else torch.cat(whole)
 
@@ -58,7 +58,8 @@ class RankOps:
         return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
 
     def own_tokens(self, x: Tensor, group: RankGroup) -> Tensor:
-        """Returns this rank's part of x [T, …], which all ranks have: [⌈T / n⌉, …]."""
+        """Returns this rank's share of the tokens of x [T, …], a tensor that all ranks hold: [⌈T /
+        n⌉, …]."""
         each = -(-len(x) // group.size)
         return self.filled_up(x[group.rank * each : (group.rank + 1) * each], each)
 

@@ -19,15 +19,15 @@ class RowOps:
     """Ops on rows, streams and columns."""
 
     def added(self, x: Tensor, y: Tensor, factor: Tensor | float = 1.0) -> Tensor:
-        """(x + y) · factor for x, y [T, E], rounded once. y may be overwritten. A tensor has one
-        number."""
+        """(x + y) · factor for x, y [T, E], rounded once. y may be overwritten. A `factor` that is
+        a tensor has one element."""
         if isinstance(factor, float) and factor == 1.0:
             return x + y
         return ((x.float() + y.float()) * factor).to(x.dtype)
 
     def mixed_streams(self, h: Tensor, coefficients: Tensor) -> Tensor:
-        """h [T, N · E], coefficients [T, N · N] → h plus for each of its N streams j the sum of
-        coefficients[:, j · N + i] · stream i."""
+        """Mixes streams: h [T, N · E] and coefficients [T, N · N] → h, where each stream j gets Σᵢ
+        coefficients[:, j · N + i] · stream i added."""
         n = math.isqrt(coefficients.shape[1])
         mixed = coefficients.view(-1, n, n) @ h.view(len(h), n, -1)
         return h + mixed.view_as(h)
@@ -35,7 +35,8 @@ class RowOps:
     def corrected_streams(
         self, h: Tensor, made: Tensor, coefficients: Tensor, *, active: int
     ) -> Tensor:
-        """h [T, N · E] → each stream plus (1 + its coefficient [T, N]) · (made − stream `active`)."""
+        """Corrects streams by a layer's result `made`: each stream of h [T, N · E] gets (1 + its
+        coefficient [T, N]) · (made − stream `active`) added."""
         streams = h.view(len(h), coefficients.shape[1], -1)
         change = made - streams[:, active]
         return (streams + change[:, None] * (coefficients + 1)[..., None]).view_as(h)
@@ -45,21 +46,23 @@ class RowOps:
         return compressed.coefficients(h, params)
 
     def collapsed_streams(self, h: Tensor, coefficients: Tensor, *, count: int) -> Tensor:
-        """h [T, N · E] → the sum of its streams, times their first coefficients [T, E]."""
+        """Returns the sum of the streams of h [T, N · E], each weighted by its coefficient of the
+        first N: [T, E]."""
         return compressed.collapsed(h, coefficients, count)
 
     def merged_streams(
         self, h: Tensor, made: Tensor, coefficients: Tensor, *, count: int
     ) -> Tensor:
-        """h [T, N · E], made [T, E] → the streams mixed with each other, plus `made` times a coefficient each."""
+        """Mixes the streams of h [T, N · E] with each other, and adds `made` [T, E] to each, times its coefficient."""
         return compressed.merged(h, made, coefficients, count)
 
     def grouped_linear(self, x: Tensor, *, weight: Tensor) -> Tensor:
-        """x [T, G · F] → [T, G · R]: each of G parts of a row times rows of its own, of weight [G · R, F]."""
+        """Block-diagonal product: x [T, G · F] → [T, G · R]. Part g of a row is multiplied with rows g · R … of the
+        weight [G · R, F]."""
         return compressed.grouped_linear(x, weight)
 
     def widened(self, h: Tensor, x: Tensor) -> Tensor:
-        """h [T, N · E] → x [T, E] added to all streams but the first."""
+        """Adds x [T, E] to all streams of h [T, N · E] but the first."""
         streams = h.view(len(h), -1, x.shape[1])
         return torch.cat((streams[:, :1], streams[:, 1:] + x[:, None]), dim=1).view_as(h)
 
@@ -70,7 +73,7 @@ class RowOps:
         return torch.stack(x).mean(dim=0)
 
     def as_large_as(self, x: Tensor, y: Tensor) -> Tensor:
-        """x · rms(y) / rms(x) for each row."""
+        """Scales each row of x to the root mean square of y's row: x · rms(y) / rms(x)."""
         size = y.square().mean(dim=-1, keepdim=True).sqrt()
         return x * size / x.square().mean(dim=-1, keepdim=True).clamp(min=1e-5).sqrt()
 
@@ -81,8 +84,8 @@ class RowOps:
         return x.float().tanh().to(x.dtype)
 
     def sparse_gates(self, x: Tensor, *, spec: DenseSpec, group: RankGroup | None) -> Tensor:
-        """x [T, 2F] (gates, ups) with the gates of `DenseSpec.sparsity`, of which each rank of `group`
-        has a part. Padding gates are 0 and do not count."""
+        """Sparsifies the gates in x [T, 2F] (gates, then ups) as `DenseSpec.sparsity` says. Each
+        rank of `group` has a part of them. Padding gates are 0 and do not count."""
         gates, ups = x.chunk(2, dim=1)
         normal = torch.distributions.Normal(0.0, 1.0)
         deviations = normal.icdf(torch.tensor(spec.sparsity)).item()
@@ -101,8 +104,8 @@ class RowOps:
         return x[:, start:stop].contiguous()
 
     def resized_heads(self, x: Tensor, *, start: int, count: int, old: int, new: int) -> Tensor:
-        """x [T, start + count · old] → [T, start + count · new]: each of the last `count` parts
-        with zeros after it, or without its end."""
+        """Changes the width of heads: x [T, start + count · old] → [T, start + count · new]. Each
+        of the last `count` parts is padded with zeros or cut."""
         parts = x[:, start:].unflatten(1, (count, old))
         parts = torch.nn.functional.pad(parts, (0, new - old)).flatten(1)
         return torch.cat((x[:, :start], parts), 1) if start else parts
@@ -140,5 +143,5 @@ class RowOps:
         return F.softplus(x.float()).to(x.dtype)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        """tanh(x / cap) · cap, in float32."""
+        """Limits x smoothly to ±cap: tanh(x / cap) · cap, in float32."""
         return (x.float() / cap).tanh().mul(cap).to(x.dtype)

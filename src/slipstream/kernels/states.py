@@ -34,7 +34,7 @@ SHORT = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """One layer's states in all slots."""
+    """Tensors of one recurrent layer's states, with a row for each slot."""
 
     conv: Tensor  # [N, W − 1, C], the model's type: the last inputs of the convolution, the oldest first
     recurrent: Tensor | None = None  # float32 [N, *state_shape]
@@ -54,7 +54,7 @@ def layer_state(
 
 @dataclass(frozen=True, slots=True)
 class StateMetadata:
-    """The slots of a step's sequences.
+    """The state slots that a step's sequences read and write.
 
     1. A sequence begins with the state of slot `read`. The state after token t is kept in slot `write[t]`; 0: it is not.
     2. Sequences may read what they write themselves, but no sequence reads a slot that another one writes in the step.
@@ -101,7 +101,7 @@ def state_metadata(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvParams:
-    """A causal convolution over each channel."""
+    """Parameters of a causal convolution that treats each channel separately."""
 
     weight: Tensor  # [C, W], the model's type; the newest input's column is the last
     bias: Tensor | None = None  # [C]

@@ -14,19 +14,20 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """The last number of each choice. Powers of two need no declaration, nor does a choice that holds
-    from some number to half as many again."""
+    """Sizes of a step at which a kernel's launcher changes its choice: the last size of each
+    choice. Powers of two need not be declared, nor choices whose range reaches from n to at least
+    1.5 n."""
 
     tokens: tuple[int, ...] = ()
-    """Tokens of a step."""
+    """Thresholds in tokens of a step."""
     decodes: tuple[int, ...] = ()
-    """Sequences of one token."""
+    """Thresholds in sequences of one token."""
     queries: tuple[int, ...] = ()
-    """Tokens of the step's longest prompt."""
+    """Thresholds in tokens of the step's longest prompt."""
     keys: tuple[int, ...] = ()
-    """Tokens of the step's longest sequence, the cached ones included."""
+    """Thresholds in tokens of the step's longest sequence, cached ones included."""
     sampled: tuple[int, ...] = ()
-    """Rows of logits."""
+    """Thresholds in rows of logits."""
 
     @classmethod
     def union(cls, declared: Iterable[Thresholds]) -> Thresholds:

@@ -1,4 +1,4 @@
-"""Pictures and audio of a request. No torch."""
+"""Pictures, sounds and audio of a request. No torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ Matrix: TypeAlias = "npt.NDArray[np.float32]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSpan:
-    """A run of placeholders in a prompt, replaced by the embeddings of a picture or of one of its
-    tiles.
+class MediaSpan:
+    """A run of placeholders in a prompt, replaced by the embeddings of a sound, a picture or one of its tiles.
 
-    `key` is a hash of the pixels: spans with the same key have the same embeddings. `pixels` are
-    uint8 [height, width, 3], in the image encoder's size; empty in a fork, which gets its parent's.
+    `key` is a hash of `data`: spans with the same key have the same embeddings. `data` are pixels, uint8 [height, width, 3] in
+    the encoder's size, or a spectrogram's frames, float32 [height, width]; empty in a fork, which gets its parent's.
     `gap`: tokens of text after each row, which belong to the span (Pixtral).
     """
 
@@ -28,7 +27,7 @@ class ImageSpan:
     key: bytes
     height: int
     width: int
-    pixels: bytes = field(repr=False)
+    data: bytes = field(repr=False)
     gap: int = 0
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from slipstream.messages.media import AudioWindow, ImageSpan
+from slipstream.messages.media import AudioWindow, MediaSpan
 from slipstream.params.cache_hints import NO_HINTS, CacheHints
 from slipstream.params.lora_request import LoRARequest
 from slipstream.params.options import RequestOptions, Share
@@ -66,7 +66,7 @@ class EngineRequest:
     # The address of an engine that computed the prompt and hands over its blocks; empty: there is none.
     handover_from: str = ""
     hands_over: bool = False  # its prompt's blocks are for another engine
-    images: tuple[ImageSpan, ...] = ()  # in the order of their offsets
+    media: tuple[MediaSpan, ...] = ()  # in the order of their offsets
     # A beam of the same search; itself for the first one. `Scheduler.go_on` gives each token.
     beam_of: str | None = None
     # Positions of the prompt after which requests may differ: recurrent states are kept there.

@@ -21,13 +21,15 @@ class Phase(msgspec.Struct, tag=True):
 
 
 class Started(msgspec.Struct, tag=True):
-    """The model is loaded. `phases`: seconds of each phase. `tiles`: the tile table of a GPU."""
+    """The model is loaded. `phases`: seconds of each phase. `tiles`: the tile table of a GPU.
+    `most_drafts` of a rank: of a request in a step, which its draft head may bound."""
 
     device: DeviceInfo
     ledger: MemoryLedger
     phases: dict[str, float]
     tiles: str = ""
     canary: CanaryResult | None = None
+    most_drafts: int | None = None
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
 from slipstream.messages.logprobs import PromptLogprobs, SampledLogprobs
-from slipstream.messages.media import AudioWindow, ImageSpan
+from slipstream.messages.media import AudioWindow, MediaSpan
 from slipstream.messages.requests import TokenIds
 from slipstream.messages.routed_experts import RoutedExperts
 from slipstream.messages.texts import PooledVector, TextsPlan, TextVectors
@@ -36,7 +36,7 @@ class NewRequest:
     audio: AudioWindow | None = None
     lora: LoRARequest | None = None
     mirostat_mu: float | None = None  # state of its sampler, if it was here before
-    images: tuple[ImageSpan, ...] = ()
+    media: tuple[MediaSpan, ...] = ()
     rank: int = 0  # its rank, if requests are distributed
 
 

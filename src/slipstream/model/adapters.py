@@ -269,7 +269,7 @@ class AdapterLayout:
             why = f"this model ({self.description.spec.family}) has no such module; it was trained for another base model"
         elif part.target.startswith(("head.", "embed", "layer_inputs.")):
             why = "adapters of embeddings and output head are not supported; train without it"
-        elif part.target.startswith("vision."):
+        elif part.target.startswith("media."):
             why = "adapters of the image encoder are not supported; train without it"
         elif ".experts." in part.target:
             why = "adapters of experts are not supported; train without them"

@@ -281,7 +281,7 @@ def _their_states(
     if spec.encoder is not None:
         inputs["decoder_input_ids"] = ids
         watch(model.get_encoder(), spec.encoder.layers, "encoder: ")
-    has_more = spec.encoder is not None or spec.vision is not None
+    has_more = spec.encoder is not None or spec.media is not None
     watch(model.get_decoder() if has_more else model, spec.layers, "")
     try:
         output = model(**inputs) if spec.is_encoder else model(**inputs, use_cache=False)

@@ -22,7 +22,7 @@ from slipstream.model.building import build_layer, build_linear, build_norm
 from slipstream.model.encoder import AudioInput, Classifier, Encoder, TextInput
 from slipstream.model.layers.feed_forward import MoE
 from slipstream.model.layers.layer import Layer, Partition, run_layers
-from slipstream.model.layers.residual import finished, normed
+from slipstream.model.layers.residual import finished, normed, state_of
 from slipstream.model.layers.taps import AnyTap
 from slipstream.model.vocabulary import Vocabulary
 from slipstream.spec.model import (
@@ -160,7 +160,7 @@ class Decoder:
             by = scheme if scheme is not None and scheme.head else None
             self.head = build_linear("head", parameters, ops, by, products)
         self.embed: Any = None  # in this op set's layout
-        if spec.has_first:
+        if spec.has_first or spec.embeds:
             assert table is not None
             self.embed = ops.embedding(table, self.head if spec.tied_embeddings else None)
         self.layer_inputs: LayerInputs | None = None
@@ -175,6 +175,7 @@ class Decoder:
         self.reads_tokens = any(getattr(layer.mlp, "hashed", 0) for layer in spec.layers)
         self.encoder = self.classifier = None
         self.tap: AnyTap | None = None  # collects the states between layers that a draft head reads
+        self.relays: tuple[int, ...] = ()  # on all stages: the layers whose states such a tap reads
 
         def stack(own: Sequence[LayerSpec], name: str, held: range) -> list[Layer]:
             tables.distances = parameters.pop(f"{name}distances.weight", None)
@@ -242,7 +243,7 @@ class Decoder:
         """
         h = self.embedded(token_ids, meta)
         meta = self.with_inputs(token_ids, h, meta)
-        if self.stream is not None or self.sharing(h) is not None:
+        if self.stream is not None or self.relays or self.sharing(h) is not None:
             return self.run(h, kv, meta)[0]
         return self.finished(*run_layers(self.ops, self.layers, h, kv, meta))
 
@@ -275,6 +276,9 @@ class Decoder:
         `before(i)` is called before layer i, and after the last with i = the number of layers.
         """
         taken: Tensor | None = None
+        first, ranks = self.spec.local_layers.start, self.sharing(h)
+        num_tokens = 0 if ranks is None else len(h)
+        passed = self._received_states(h)
 
         def look(layer: int, pending: Pending, residual: Tensor | None) -> None:
             nonlocal taken
@@ -282,12 +286,20 @@ class Decoder:
                 self.stream.before(layer)
             before(layer)
             if self.tap is not None:
-                taken = self.tap.add(self.ops, taken, layer, pending, residual)
+                taken = self.tap.add(self.ops, taken, first + layer, pending, residual)
+            elif first + layer in self.relays and layer < len(self.layers):
+                state = state_of(self.ops, pending, residual)
+                passed.append(
+                    state.clone()
+                    if ranks is None
+                    else self.ops.gather_tokens(state, ranks, num_tokens)
+                )
 
-        if (
-            ranks := self.sharing(h)
-        ) is not None:  # each rank has some of the tokens between the products
-            num_tokens = len(h)
+        if self.tap is not None:  # it adds in the order of the layers, as on one device
+            for layer, whole in zip(self.relays, passed, strict=False):
+                state = whole if ranks is None else self.ops.own_tokens(whole, ranks)
+                taken = self.tap.add(self.ops, taken, layer, state, None)
+        if ranks is not None:  # each rank has some of the tokens between the products
             if meta.layer_inputs is not None:
                 inputs = self.ops.own_tokens(meta.layer_inputs, ranks)
                 meta = dataclasses.replace(meta, layer_inputs=inputs)
@@ -305,7 +317,16 @@ class Decoder:
                 hidden = self.finished(*together)
         else:
             hidden = self.finished(*run_layers(self.ops, self.layers, h, kv, meta, look))
+        if not self.spec.has_last:
+            for state in passed:  # behind what `finished` sent
+                self.pipe.send(state)  # type: ignore[union-attr]
         return hidden, hidden if taken is None else taken
+
+    def _received_states(self, h: Tensor) -> list[Tensor]:
+        """Receives the states of `relays` on earlier stages, which follow `h`, in the layers' order."""
+        earlier = [i for i in self.relays if i < self.spec.local_layers.start]
+        receive: Any = None if self.pipe is None else self.pipe.receive
+        return [receive(tuple(h.shape), self.dtype) for _ in earlier]
 
     def sharing(self, h: Tensor) -> RankGroup | None:
         """Returns the ranks that split a step's residual by tokens. None if each has all of it."""

@@ -104,7 +104,7 @@ def trace_encoder(decoder: Decoder) -> Trace:
 def named_decoder(spec: ModelSpec) -> Decoder:
     """Makes a decoder without weights; names and shapes stand in for them."""
     shapes = {
-        name: shape for name, shape in parameters(spec).items() if not name.startswith("vision.")
+        name: shape for name, shape in parameters(spec).items() if not name.startswith("media.")
     }
     named: Any = {name: NamedWeight(name, shape) for name, shape in shapes.items()}
     return Decoder(spec, named, cast("OpSet", RecordingOps()), max_model_len=spec.max_position)

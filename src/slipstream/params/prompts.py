@@ -19,8 +19,8 @@ class TextPrompt(TypedDict):
     target_language: NotRequired[str]
 
 
-class PicturesPrompt(TypedDict, total=False):
-    """A prompt with pictures, as in vLLM: a text or tokens, and {"image": a picture or a list of
+class MediaPrompt(TypedDict, total=False):
+    """A prompt with pictures or sounds, as in vLLM: a text or tokens, and {"image": a picture or a list of
     pictures}.
 
     A picture is a file's bytes, a PIL image, or an array uint8 [height, width, 3]. The prompt has
@@ -33,4 +33,4 @@ class PicturesPrompt(TypedDict, total=False):
     multi_modal_data: Required[dict[str, Any]]
 
 
-Prompt: TypeAlias = str | TokensPrompt | TextPrompt | PicturesPrompt
+Prompt: TypeAlias = str | TokensPrompt | TextPrompt | MediaPrompt

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from slipstream.simulate.recommend import OfferedLoad
 
 MEMORY_SHARE = 0.25
-"""Rate of a hand-over over that of the device's memory, where no link of the host's is known: each byte is read and written, at
-both ends."""
+"""Rate of a hand-over as a share of the device's memory rate, used if the host's link is unknown. Each byte is read
+and written at both ends."""
 
 
 DIVISIONS = (2, 3, 4, 8)
@@ -38,7 +38,8 @@ def simulate_apart(
     transfer_s: Callable[[int], float],
     objectives: dict[str, float] | None = None,
 ) -> Simulation:
-    """The run of `num_prompts` and `num_answers` replicas. Its figures of steps are of the answers' replicas.
+    """Simulates `num_prompts` replicas for prompts and `num_answers` for answers. The result's figures of steps are
+    those of the replicas for answers.
 
     `transfer_s` maps a prompt's tokens to the seconds of its hand-over.
     """

@@ -70,8 +70,8 @@ def parse_acceptance(text: str) -> AcceptanceRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """Drafts of a simulated engine. `cost` is that of the draft model's steps, or None without a
-    draft model."""
+    """Settings of speculation in a simulated engine. `cost` is the cost of the draft model's steps;
+    None without a draft model."""
 
     config: DraftSettings
     acceptance: AcceptanceRates

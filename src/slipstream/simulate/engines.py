@@ -53,8 +53,8 @@ def run_ahead(*, is_gpu: bool, num_threads: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledTable:
-    """The measured table of one GPU, scaled to several. The factor of each step is the ratio of the
-    analytic times."""
+    """Step cost of several GPUs: the measured time of one GPU, times the ratio of the two analytic
+    times for that step."""
 
     table: StepTable
     one: AnalyticCost
@@ -73,9 +73,8 @@ class ScaledTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedEngine:
-    """An engine on `num_gpus` that share the model by tensor parallelism.
-
-    The GPUs count as one device with all their memory.
+    """A planned engine. Its `num_gpus` GPUs share the model by tensor parallelism and are treated
+    as one device with the memory of all.
     """
 
     args: EngineArgs
@@ -309,8 +308,8 @@ def _analytic(
 
 
 def _read_s(config: EngineConfig, description: ModelDescription, hardware: Hardware) -> float:
-    """Seconds in which a step reads the layers that are not kept. ConfigError if the rate is not
-    known."""
+    """Returns the seconds that a step takes to read the layers that are not kept on the device.
+    ConfigError if the rate is unknown."""
     offload = estimate_offload(config, description)
     if offload is None:
         return 0.0

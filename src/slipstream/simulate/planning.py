@@ -35,7 +35,7 @@ from slipstream.spec.description import ModelDescription, read_spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Options of a plan, as `slipstream plan` has them, as text where it parses."""
+    """Options of `slipstream plan`. Options with a syntax of their own are kept as text."""
 
     workload: str = "sharegpt"
     rate: float | None = None
@@ -79,7 +79,8 @@ class PlanOptions:
             )
 
     def load(self, seed: int, max_model_len: int | None) -> OfferedLoad:
-        """The requests that are offered. ConfigError if there can't be such a load."""
+        """Returns the load to plan for. ConfigError if the options describe none that is
+        possible."""
         if self.agents is not None:
             workload: Workload = SessionWorkload.agents(self.agents.fitted(max_model_len), seed)
         else:
@@ -99,7 +100,7 @@ class PlanOptions:
 
 
 def parse_prices(text: str | None, count: int) -> list[float | None]:
-    """The price of an hour of each of `count` devices."""
+    """Parses prices: one price per hour for each of `count` devices."""
     if text is None:
         return [None] * count
     try:
@@ -116,7 +117,7 @@ def parse_prices(text: str | None, count: int) -> list[float | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStudy:
-    """A prepared plan."""
+    """A checked plan that is ready to be simulated."""
 
     settings: EngineArgs
     options: PlanOptions
@@ -129,7 +130,7 @@ class PlanStudy:
     def run(
         self, *, measured: dict[str, Any] | None = None, on_phase: Callable[[str], None]
     ) -> dict[str, Any]:
-        """The plan as data. OutOfMemoryError if no device holds the model.
+        """Simulates, and returns the plan as data. OutOfMemoryError if no device holds the model.
 
         `measured` is what `optimize.step_table.measure` has just found.
         """
@@ -164,7 +165,7 @@ class PlanStudy:
         return {**self._head(), "devices": rows, "refused": refused, "measured": measured}
 
     def _head(self) -> dict[str, Any]:
-        """The part of the answer that repeats the question."""
+        """Returns the part of the document that repeats the options."""
         load, spec = self.load, self.description.spec
         n_in, n_out = load.workload.mean_lengths
         return {

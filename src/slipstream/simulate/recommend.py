@@ -45,14 +45,15 @@ STEP_TOKENS = (512, 1024, 2048, 4096, 8192)
 """Tried token limits of steps with decodes, below the engine's own choice."""
 
 MORE = 1.1
-"""Minimum gain in rate for which a setting is changed. A smaller one is within a simulation's
-error."""
+"""Minimum ratio of the new rate to the old one for which a setting is changed. A smaller gain is
+within a simulation's error."""
 
 KEEPS_PREFIXES = 0.95
-"""Share of the prefixes of sessions that could be cached, below which memory is what binds."""
+"""Share of cacheable prefix tokens that are found in the cache, below which memory counts as the
+bottleneck of sessions."""
 
 LONG_CONTEXT = 8192
-"""Mean tokens of a request from which devices that share out keys by tokens are tried."""
+"""Mean length of a request, in tokens, from which context parallelism is tried."""
 
 SPARE = 1.25
 """Headroom factor over the peak number of sequences and the peak cache use."""
@@ -91,12 +92,12 @@ class DevicePlan:
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs in the run that the figures come from."""
+        """Number of GPUs in the simulation that this plan's figures come from."""
         return self.engine.num_gpus * self.load.num_replicas
 
     @property
     def load(self) -> Simulation:
-        """The run that the figures come from."""
+        """The simulation that this plan's figures come from."""
         return self.run or self.capacity.run or self.full
 
     @property
@@ -137,7 +138,7 @@ class OfferedLoad:
     router: RouterName = "least-loaded"
 
     def at_rate(self, replicas: int) -> Traffic:
-        """Requests at the `rate`, as many as show what `replicas` carry."""
+        """Makes traffic at `rate`, with enough requests to show what `replicas` replicas carry."""
         assert self.rate is not None
         count = max(400 * min(replicas, 4), min(6000, math.ceil(self.rate * 15)))
         return self.workload.at_rate(self.rate, count, seed=self.seed)
@@ -162,7 +163,8 @@ class OfferedLoad:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """An engine, what it carries, and its limits that a search changed; None: nothing was searched."""
+    """An engine, the load that it carries, and the limits that a search changed (None: no search
+    was made)."""
 
     engine: PlannedEngine
     capacity: Capacity
@@ -256,7 +258,8 @@ def plan_device(
 
 
 def sizes(args: EngineArgs, description: ModelDescription, max_gpus: int) -> list[int]:
-    """Returns the parallel sizes that divide the heads of all layers, or the one that is given."""
+    """Returns the tensor parallel sizes to try: those that divide the heads of all layers, or only
+    the given size."""
     if args.context_parallel_size > 1:
         return [args.context_parallel_size]
     heads = [a.num_heads for a in description.spec.attentions]
@@ -301,8 +304,8 @@ def by_context(
     on_run: Callable[[], None],
     tune: Callable[[PlannedEngine, Capacity], Tuned],
 ) -> tuple[Tuned, list[str]]:
-    """Returns an engine whose devices share out keys by tokens, if it carries more requests a device
-    within the objectives than the given one; else that. And what a reader is told.
+    """Tries context parallelism. Returns (that engine, if it carries more requests per device
+    within the objectives, else the given one; text for the reader).
 
     `tune` searches an engine's limits; those of `given` are searched. Only for long contexts: each
     device reads all weights, so short ones gain nothing.

@@ -24,8 +24,8 @@ from typing import Literal, TypeAlias
 
 RouterName: TypeAlias = Literal["round-robin", "least-loaded", "rendezvous", "longest-hit"]
 Router: TypeAlias = Callable[[Sequence[int], Sequence[int]], int]
-"""(the numbers of the prompt's first blocks, open requests of each replica) → the replica's
-number."""
+"""Function that chooses a replica: (numbers of the prompt's first blocks, open requests of each
+replica) → index of the replica."""
 
 BALANCE = 1.25
 

@@ -1,4 +1,4 @@
-"""Figures of simulated sessions of agents, as `slipstream bench` has them of measured ones."""
+"""Figures of simulated agent sessions, the same as `slipstream bench` reports for measured ones."""
 
 from __future__ import annotations
 

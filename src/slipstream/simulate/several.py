@@ -19,14 +19,15 @@ READ_BYTES_S = 2.8e9
 memory (benchmarks/results/start_kept.json: 2,403 MiB in 0.85 s)."""
 
 MAX_SETS = 12
-"""Maximum number of models. All their sets are looked at."""
+"""Maximum number of models. The limit exists because all subsets of them are examined."""
 
 
 def plan_models(
     models: Mapping[str, str], settings: EngineArgs, gpu: str | None, memory_bytes: int | None
 ) -> dict[str, Any]:
-    """The plan as data. ConfigError if a model alone does not fit. `models` are paths or known names
-    by name; `memory_bytes` is of all together (None: most of what is free)."""
+    """Plans several models and returns the plan as data. ConfigError if a model does not fit even
+    alone. `models` are paths or known names by name; `memory_bytes` is of all together (None: most
+    of what is free)."""
     if len(models) > MAX_SETS:
         message = f"a plan is of at most {MAX_SETS} models together, got {len(models)}"
         raise ConfigError(message, field="models")
@@ -72,8 +73,8 @@ def plan_models(
 
 
 def largest_sets(sizes: Mapping[str, int], memory_bytes: int) -> list[list[str]]:
-    """The sets of models that fit in the memory, with no room for another one; the largest
-    first."""
+    """Finds the sets of models that fit in the memory together and leave no room for another model;
+    the largest sets first."""
     names, found = list(sizes), list[frozenset[str]]()
     for count in range(len(names), 0, -1):
         for chosen in map(frozenset, itertools.combinations(names, count)):

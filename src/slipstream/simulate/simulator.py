@@ -135,7 +135,7 @@ class _InFlight(NamedTuple):
 
 
 class _Progress:
-    """State of an unanswered request."""
+    """State of a request whose answer is not complete."""
 
     __slots__ = ("cached", "first", "first_step", "index", "sent", "worst")
 
@@ -238,7 +238,8 @@ class SimulatedReplica:
             self.max_waiting = max(self.max_waiting, self.scheduler.num_waiting)
 
     def _cache_prompt(self, request: Request) -> None:
-        """Puts a prompt's blocks into the cache, as from another replica that computed them, if there is room."""
+        """Puts a prompt's blocks into the cache, if there is room, as if another replica had computed and sent
+        them."""
         kv, keys, pool = self.scheduler.kv, request.block_keys, self.scheduler.pool
         num_blocks = (request.num_prompt_tokens - 2) // kv.block_size
         extend_keys(keys, request.root_key, request.token_ids, kv.block_size, num_blocks)
@@ -397,7 +398,7 @@ class SimulatedReplica:
         return StepResult(step.plan.step_id, [ANY_TOKEN] * num_tokens, counts)
 
     def _note_preempted(self, plan: StepPlan) -> None:
-        """Notes the unanswered requests that `plan` preempts. Their last token is that of the step
+        """Records which unanswered requests `plan` preempts. Their latest token is from the step
         before."""
         for request_id in plan.released:
             request = self._open.get(request_id)
@@ -428,14 +429,15 @@ _NEVER = (1 << 62, 0.0)
 
 
 def _token(part: Part) -> int:
-    """Returns the token that stands for every token of a part. Negative tokens belong to requests
-    without a session."""
+    """Returns the token id that every token of a prompt part has. Ids of parts of requests without
+    a session are negative."""
     return ANY_TOKEN if part.kind in ("answer", "summary") else part.key % 2**30 + ANY_TOKEN + 1
 
 
 def _tokens(index: int, request: TrafficRequest) -> tuple[int, ...]:
-    """Returns prompt tokens that no other request begins with, after the shared prefix. A session's
-    turn has its parts: answers as the simulated engine gives them, others by their keys."""
+    """Makes the tokens of a request's prompt: the shared prefix, then tokens that no other request
+    has. A session's turn is made of its parts. Answers in it have the simulated engine's tokens,
+    other parts tokens that their keys decide."""
     if request.parts:
         return tuple(
             itertools.islice(

@@ -212,7 +212,7 @@ class SleepingScheduler(Scheduler):
             self._due[sleep.last + 1].append((request, sleep))
 
     def _pass(self, this: int) -> None:
-        """Advances the counts after step `this` is planned.
+        """Updates the counts of sleepers after step `this` is planned.
 
         Each sleeper attends to one more token in the next step, and some sleepers wake.
         """

@@ -26,7 +26,6 @@ from slipstream.spec.families.base import (
 from slipstream.spec.families.names import canonical
 from slipstream.spec.generation import Words, banned_words, not_applied
 from slipstream.spec.media.audio import SpeechSpec, read_speech
-from slipstream.spec.media.sound import MediaProcessing
 from slipstream.spec.media.vision import ImageProcessing, VisionSpec
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.parameters import Placement, Shape, orders_rows, parameters
@@ -90,20 +89,20 @@ class ModelDescription:
     # The generation config's, or the default.
     sampling: Mapping[str, float] = field(default_factory=usual_sampling)
     stored: tuple[StoredType, ...] = ()  # a GGUF file's types, the largest first
-    # How pictures are prepared, for a model with an image encoder.
-    images: MediaProcessing | None = None
+    # How pictures are prepared, for a model with an encoder of them.
+    processing: ImageProcessing | None = None
     speech: SpeechSpec | None = None  # the tokens of a model that reads audio
     banned: Words = ()  # the generation config's words that no answer has
     not_applied: tuple[str, ...] = ()  # what else it asks for
     gguf: GGUFFile | None = field(default=None, repr=False, compare=False)
 
-    def taking_images(self, most: int | None) -> ModelDescription:
-        """The model for prompts of up to `most` pictures. With 0 it is the decoder alone: the image
-        encoder is not loaded."""
+    def taking_media(self, most: int | None) -> ModelDescription:
+        """The model for prompts of up to `most` pictures or sounds. With 0 it is the decoder alone:
+        their encoder is not loaded."""
         if most != 0:
             return self
         return dataclasses.replace(
-            self, spec=dataclasses.replace(self.spec, vision=None), images=None
+            self, spec=dataclasses.replace(self.spec, media=None), processing=None
         )
 
     @property
@@ -319,7 +318,7 @@ def _read_folder(path: Path) -> ModelDescription:
         compressed = {"quant_method": "modelopt", **read_json(path / MODELOPT_CONFIG)}
     beside = CONFIG_KEYS | {*keys}
     own = {k: v for k, v in own.items() if k not in beside}
-    spec, images = _with_images(
+    spec, processing = _with_media(
         path, family, {k: v for k, v in config.items() if k not in beside}, own
     )
     alone = is_base(family, config.get("architectures"))
@@ -371,7 +370,7 @@ def _read_folder(path: Path) -> ModelDescription:
         quantization=quantization,
         pooling=pooling,
         sampling=_sampling(defaults),
-        images=images,
+        processing=processing,
         speech=_speech(path, defaults, spec),
         # a speech model's rules suppress its tokens
         banned=() if speaks else banned_words(of_answers, ends, spec.vocab_size),
@@ -415,7 +414,7 @@ def _ends(family: Family, spec: ModelSpec) -> Mapping[str, Placement]:
         layers=spec.layers[:1],
         encoder=encoder,
         tied_embeddings=False,
-        vision=None,
+        media=None,
         stage=None,
     )
     return family.names(first)
@@ -480,12 +479,12 @@ def _with_stored_head(path: Path, family: Family, spec: ModelSpec, alone: bool) 
     return dataclasses.replace(spec, headless=True, head_bias=False)
 
 
-def _with_images(
+def _with_media(
     path: Path, family: Family, config: Mapping[str, Any], own: Mapping[str, Any]
-) -> tuple[ModelSpec, MediaProcessing | None]:
-    """Returns the model of the decoder's `own` config, with the image encoder that the whole
+) -> tuple[ModelSpec, ImageProcessing | None]:
+    """Returns the model of the decoder's `own` config, with the encoder of media that the whole
     `config` describes, if any."""
-    if family.vision is None or family.processing is None:
+    if family.media is None or family.processing is None:
         return family.read(ConfigReader(own)), None
     outer = ConfigReader(config)
     if family.flat_config and not config.get(family.nested_config or ""):
@@ -496,8 +495,8 @@ def _with_images(
         }
         own = {k: v for k, v in own.items() if k not in beside}
     text = family.read(ConfigReader(own))
-    vision = family.vision(outer, text)
-    if vision is None:
+    media = family.media(outer, text)
+    if media is None:
         return text, None
     name, said = "preprocessor_config.json", dict[str, Any]()
     if (path / name).is_file():
@@ -505,11 +504,11 @@ def _with_images(
     elif (path / "processor_config.json").is_file():
         name = "processor_config.json"
         said = read_json(path / name).get("image_processor") or {}
-    images = family.processing(ConfigReader(said, name), vision)
-    if isinstance(vision, VisionSpec) and vision.bidirectional:
-        assert isinstance(images, ImageProcessing)
-        vision = dataclasses.replace(vision, whole_tokens=images.most_tokens(vision))
-    return dataclasses.replace(text, vision=vision), images
+    processing = family.processing(ConfigReader(said, name), media)
+    if isinstance(media, VisionSpec) and media.bidirectional:
+        assert isinstance(processing, ImageProcessing)
+        media = dataclasses.replace(media, whole_tokens=processing.most_tokens(media))
+    return dataclasses.replace(text, media=media), processing
 
 
 def _sampling(config: Mapping[str, Any]) -> dict[str, float]:

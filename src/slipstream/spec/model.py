@@ -48,7 +48,7 @@ from slipstream.spec.layers import StreamsSpec as StreamsSpec
 from slipstream.spec.layers import TwinBlock as TwinBlock
 from slipstream.spec.layers import linear_shapes as linear_shapes
 from slipstream.spec.media.audio import AudioSpec as AudioSpec
-from slipstream.spec.media.sound import MediaSpec as MediaSpec
+from slipstream.spec.media.medium import MediaSpec as MediaSpec
 from slipstream.spec.media.vision import VisionSpec as VisionSpec
 from slipstream.spec.positions import AlibiSpec as AlibiSpec
 from slipstream.spec.positions import BucketSpec as BucketSpec
@@ -161,7 +161,7 @@ class ModelSpec:
     2. An encoder (BERT) has `layers` that are not causal, no output head, and sometimes a `classifier`. Embeddings of
        `num_token_types` token types are added to the tokens' embeddings.
     3. An encoder-decoder (T5) has an `encoder`, and causal `layers` with cross attention. Its encoder may read audio (Whisper).
-    4. A decoder with an encoder of pictures or sounds (`vision`) reads these, too: their embeddings stand in the place of
+    4. A decoder with an encoder of pictures or sounds (`media`) reads these, too: their embeddings stand in the place of
        placeholders.
 
     `max_position`: the longest context that it was trained for; of an encoder-decoder the longest prompt and longest answer.
@@ -174,7 +174,7 @@ class ModelSpec:
     `folded`: numbers by which weights are multiplied when they are loaded, by the end of the checkpoint's name. Each pair has
     a count of rows and their number (Falcon-H1).
     `stage`: the layers [first, last) whose weights are here, if other ranks have the others. The first layer's rank has the
-    embeddings, too, and the last layer's what comes after it.
+    embeddings, too, and the last layer's what comes after it. With `embeds` a later stage has them, too, for a draft head.
     `groups`: if this is a rank's part (`spec.parallel`), the cache groups of the whole model, which all ranks share.
     """
 
@@ -196,10 +196,11 @@ class ModelSpec:
     num_token_types: int = 0
     classifier: ClassifierSpec | None = None
     encoder: EncoderSpec | None = None
-    vision: MediaSpec | None = None
+    media: MediaSpec | None = None
     folded: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
     layer_inputs: LayerInputsSpec | None = None
     stage: tuple[int, int] | None = None
+    embeds: bool = False
     groups: tuple[CacheGroup, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -225,12 +226,12 @@ class ModelSpec:
                 f"decoder_start_token_id ({self.encoder.start_token_id}) is no token of {self.vocab_size}",
                 field="decoder_start_token_id",
             )
-        if self.vision is not None:
-            self.vision.check(self.vocab_size)
+        if self.media is not None:
+            self.media.check(self.vocab_size)
             windows = [a.window for a in self.attentions if isinstance(a, AttentionSpec)]
-            if self.vision.whole_tokens > min((w for w in windows if w), default=2**31):
+            if self.media.whole_tokens > min((w for w in windows if w), default=2**31):
                 raise UnsupportedModelError(
-                    f"tokens of a picture see each other: {self.vision.whole_tokens} must fit in the decoder's window",
+                    f"tokens of a picture see each other: {self.media.whole_tokens} must fit in the decoder's window",
                     field="max_soft_tokens",
                 )
         for i, layer in enumerate(self.layers):
@@ -316,12 +317,12 @@ class ModelSpec:
     @property
     def sees(self) -> bool:
         """Whether prompts may have pictures."""
-        return self.vision is not None and self.vision.medium == "image"
+        return self.media is not None and self.media.medium == "image"
 
     @property
     def hears(self) -> bool:
         """Whether prompts may have sounds in the place of pictures."""
-        return self.vision is not None and self.vision.medium == "audio"
+        return self.media is not None and self.media.medium == "audio"
 
     @property
     def is_recurrent(self) -> bool:
@@ -495,8 +496,8 @@ def _is_held(name: str, spec: ModelSpec) -> bool:
     if name.startswith("layers."):
         return int(name.split(".")[1]) in spec.local_layers
     if name == "embed.weight":
-        return spec.has_first or (spec.tied_embeddings and spec.has_last)
-    first = ("embed_in.", "positions.", "token_types.", "embed_norm.", "vision.", "layer_inputs.")
+        return spec.has_first or spec.embeds or (spec.tied_embeddings and spec.has_last)
+    first = ("embed_in.", "positions.", "token_types.", "embed_norm.", "media.", "layer_inputs.")
     if name.startswith(first):
         return spec.has_first
     return name.startswith("distances") or spec.has_last
@@ -518,7 +519,7 @@ def _parameters(spec: ModelSpec) -> dict[str, Shape]:
         found |= spec.layer_inputs.shapes(hidden)
     if spec.encoder is not None:
         if spec.encoder.audio is not None:
-            found |= spec.encoder.audio.shapes(hidden)
+            found |= spec.encoder.audio.shapes("encoder", hidden)
         if spec.encoder.positions is not None:
             rows = spec.encoder.positions.num_positions
             found["encoder.positions.weight"] = (rows, hidden)
@@ -534,7 +535,7 @@ def _parameters(spec: ModelSpec) -> dict[str, Shape]:
         found["head.weight"] = (spec.vocab_size, width)
     if spec.head_bias:
         found["head.bias"] = (spec.vocab_size,)
-    return found if spec.vision is None else found | spec.vision.shapes(hidden)
+    return found if spec.media is None else found | spec.media.shapes(hidden)
 
 
 def _stack_shapes(

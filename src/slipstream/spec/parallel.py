@@ -87,6 +87,7 @@ class Shard:
     - `experts`: each rank has whole experts; otherwise a part of every expert. With `experts` alone
       each rank has its own requests (`deals_requests`).
     - `layers`: the layers of these ranks, if a pipeline's other stages compute the others.
+    - `embeds`: a later stage has the embeddings, too, for a draft head.
     """
 
     rank: int
@@ -95,6 +96,7 @@ class Shard:
     experts: bool = False
     units: SplitUnits = ONE_UNIT
     layers: Range | None = None
+    embeds: bool = False
 
     def dealt(self, total: int) -> Range:
         """This rank's range of `total` things (experts) that are not divided."""
@@ -338,7 +340,7 @@ def split_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
     """The spec of a rank's computation. `vocab_size` stays the whole one, because logits are
     gathered. `layers` stay all of them; `stage` says which the rank has."""
     if shard.layers is not None:
-        spec = dataclasses.replace(spec, stage=shard.layers)
+        spec = dataclasses.replace(spec, stage=shard.layers, embeds=shard.embeds)
     if shard.size == 1:
         return spec
     encoder = spec.encoder

@@ -10,7 +10,7 @@ from slipstream.params.lora_request import LoRARequest
 
 
 class AdapterPlaces:
-    """Places of up to `count` adapters."""
+    """Places of up to `count` adapters in host memory, in the order of their last use."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -66,7 +66,7 @@ class Adapters:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device."""
+        """Bytes of device memory that the slots take."""
         return self._slots.nbytes
 
     def load(self, request: LoRARequest, keep: Callable[[], Collection[int]] = tuple) -> str:
@@ -89,9 +89,10 @@ class Adapters:
         return version
 
     def replace(self, request: LoRARequest) -> str:
-        """Read an adapter's files, new ones or the same, and let all requests with its id go on with them.
+        """Read an adapter again, from new files or from the same ones. All requests with its id continue with the new
+        weights.
 
-        Returns their version. AdapterError, with nothing changed: they can't be read, or no adapter of this id is loaded.
+        Returns their version. AdapterError if they can't be read or no adapter has this id; nothing has changed then.
         """
         if request.id not in self._host:
             message = f"no adapter {request.name!r} is loaded that could be replaced in place"
@@ -159,7 +160,8 @@ class Adapters:
 
 
 def _version(folder: Path) -> str:
-    """A value that changes when the files are rewritten, from their times, sizes and inodes."""
+    """Returns a string that changes when the files are rewritten. It is made of their times, sizes
+    and inodes."""
     try:
         found = [(folder / name).stat() for name in (CONFIG_NAME, WEIGHTS_NAME)]
     except OSError:

@@ -1,4 +1,5 @@
-"""The attention of a text to its audio, for times of words, between two steps. See `model.alignment`."""
+"""Computes a text's attention to its audio, from which times of words are made. It runs between two steps. See
+`model.alignment`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from slipstream.worker.runner import Runner
 
 
 def attention_of(runner: Runner, asked: AlignmentQuestion) -> Matrix:
-    """The attention of the text's tokens to the audio's states [tokens, states]. EngineError if it can't be computed."""
+    """Returns the attention of each of the text's tokens to each encoder state of the audio, [tokens, states].
+    EngineError if it can't be computed."""
     description, decoder = runner.model.description, runner.model.decoder
     speech, encoder = description.speech, description.spec.encoder
     assert speech is not None

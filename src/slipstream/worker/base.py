@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Launched(Protocol):
-    """A launched step."""
+    """Handle of a launched step. Its result may not be computed yet."""
 
     plan: Plan
 
@@ -48,7 +48,8 @@ class Executor(ABC):
     """Configuration, with the context length that the cache has room for."""
     ledger: MemoryLedger
     tiles: str
-    """Description of the kernels' tiles for a person; empty if there is no choice."""
+    """Text for people on where the kernels' tile sizes come from; empty if the kernels have none to
+    choose."""
     phases: dict[str, float]
     """Seconds of each phase of the start."""
     store: HostBlockStore | RankBlockStore | None = None
@@ -68,9 +69,8 @@ class Executor(ABC):
 
     @abstractmethod
     def constrain(self, step: Launched, mask: TokenMask) -> None:
-        """Set the tokens that a step's requests with a grammar may draw.
-
-        Must precede the next launch.
+        """Set the tokens that requests with a grammar may draw in a launched step. Must be called
+        before the next launch.
         """
 
     @abstractmethod
@@ -114,13 +114,13 @@ class Executor(ABC):
     def change_weights(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
         """Carry out an operation on the weights, on all ranks. No step may be in flight.
 
-        Returns checksums by parameter, if the operation has any. An error but of WriteWeights has
-        changed nothing.
+        Returns checksums by parameter if the operation computes them. After an error nothing has
+        changed, except with WriteWeights.
         """
 
     def attention_of(self, asked: AlignmentQuestion) -> Matrix:
-        """The attention of a text to its audio, between two steps (`worker.alignment`). Only of one device: models that read
-        audio don't start on several ranks (`config.parallel`)."""
+        """Compute a text's attention to its audio, between two steps (`worker.alignment`). Only executors of one
+        device have it: models that read audio don't start on several ranks (`config.parallel`)."""
         raise NotImplementedError
 
     @abstractmethod
@@ -150,10 +150,9 @@ class Executor(ABC):
     @property
     @abstractmethod
     def release_unused(self) -> Callable[[], None] | None:
-        """Function that gives back device memory this process holds but no longer uses.
-
-        It outlives the executor. None if freed memory goes back at once, or other processes hold
-        it.
+        """Function that frees device memory which this process has reserved but no longer uses. It
+        may be called after the executor has shut down. None if freed memory goes back at once, or
+        other processes hold it.
         """
 
     @property
@@ -163,9 +162,8 @@ class Executor(ABC):
 
     @abstractmethod
     def sleep(self, level: int) -> Callable[[], Executor] | None:
-        """Shut down, keeping the weights at level 1 and nothing at level 2.
-
-        Returns a function that makes an executor of the kept weights. No other call may follow.
+        """Shut down. Level 1 keeps the weights in host memory, level 2 keeps nothing. Returns a
+        function that makes a new executor of the kept weights. No method may be called afterwards.
         """
 
     @abstractmethod

@@ -97,7 +97,7 @@ def detect(
 
 
 def _described(capability: int) -> DeviceInfo:
-    """A described GPU of a compute capability, such as 90 for 9.0. The machine need not have it
+    """Describe a GPU by its compute capability, such as 90 for 9.0. The machine need not have one
     (`platform/meta.py`)."""
     import torch
 

@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCache:
-    """Makes caches for the layers that this device holds, as listed in `spec`."""
+    """Allocator of the caches of the layers that this device holds. `spec` lists them."""
 
     spec: ModelSpec
     ops: OpSet
     platform: Platform
     config: CacheConfig
     dtype: str
-    """Type of the model, and of the convolutions' last inputs."""
+    """Type of the model's numbers, which is also the type in which convolutions' last inputs are
+    kept."""
 
     def shared(self, num_blocks: int, scales: Sequence[tuple[Tensor, ...]] | None) -> list[LayerKV]:
         """Zeroed keys and values of the layers, with a rounded cache's `scales` (`shared_caches`)."""
@@ -51,7 +52,8 @@ class DeviceCache:
     def _mixed(
         self, layout: MixedLayout, num_blocks: int, scales: Sequence[tuple[Tensor, ...]] | None
     ) -> list[LayerKV]:
-        """Keys and values of the layers of a model whose layers have keys of different sizes."""
+        """Allocates keys and values for a model whose layers have keys of different sizes, which
+        share memory."""
         values, size = self.platform.values, self.config.rank_block_size
         dtype, shape = values.dtype(self.config.dtype), (num_blocks, layout.width * size)
         wholes = {i: self.platform.zeros(shape, dtype) for i in layout.tensors}

@@ -19,10 +19,9 @@ from slipstream.worker.ranks.fork_server import ForkServer as ForkServer
 
 @dataclass(slots=True)
 class ExecutorSource:
-    """Makes the executors of an engine, one after the other: for its start, and when it wakes from a deep sleep.
-
-    `known` is the model's description, if it was read before; afterwards the last executor's. Ranks are forks of
-    `forks`; None: each executor starts a process for that.
+    """Maker of an engine's executors: one at its start, and one whenever it wakes from a sleep of level 2. `known` is
+    the model's description if it was read before, and later the one that the last executor read. Ranks are forked by
+    `forks`; if it is None, each executor starts a fork server of its own.
     """
 
     args: EngineArgs

@@ -1,6 +1,5 @@
-"""A launched step of any runner.
-
-Its values are tensors on their way to the host, or arrays. No torch.
+"""Handle of a launched step. Its values are tensors that are being copied to the host, or arrays.
+No torch.
 """
 
 from __future__ import annotations

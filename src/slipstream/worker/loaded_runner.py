@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from slipstream.worker.adapters import Adapters
     from slipstream.worker.experts.host import LoadFollower
     from slipstream.worker.experts.places import ExpertPlaces
-    from slipstream.worker.forward.images import ImageEncoder
+    from slipstream.worker.forward.media import MediaEncoder
     from slipstream.worker.weights.update import WeightUpdates
 
 
@@ -70,7 +70,7 @@ class ExpertCounts(Protocol):
 
 
 class HostExpertCounts:
-    """`ExpertCounts` of arrays on a CPU."""
+    """`ExpertCounts` whose counters are arrays of a CPU, so that they are read at once."""
 
     def __init__(self, counts: Mapping[int, Any]) -> None:
         self.counts = counts
@@ -94,14 +94,15 @@ class LoadedRunner(ABC):
     kv_scales: list[tuple[Any, ...]] | None = None
     """Scales of an 8-bit cache, float32 [K] for each layer's keys and for its values; or the fold of an int4 cache."""
     adapters: Adapters | None = None
-    images: ImageEncoder | None = None
+    media: MediaEncoder | None = None
     follower: LoadFollower | None = None
     places: ExpertPlaces | None = None
     """Places of the experts, if they are distributed over ranks."""
     draft: Drafter | None = None
     tap: RoutedExpertsTap | None = None
     is_woken = False
-    """The model slept in this process, which has its kernels. Requests wait for it."""
+    """True if the model has slept in this process, which therefore has the compiled kernels.
+    Requests are waiting for it."""
 
     def __init__(self, config: EngineConfig, partition: Partition | None = None) -> None:
         """Set up one rank of several if there is a `partition`."""
@@ -124,6 +125,7 @@ class LoadedRunner(ABC):
                 seed=model.seed,
             )
             self.draft = head = load_drafter(self.config, speculation, description, memory, load)
+            head.pipe = None if self.partition is None else self.partition.pipe
             self.forwards.keep_states(head.states, head.head.tap)
             most = description.spec.most_drafts
             if self.config.drafts_ahead:  # a longer chain would run op by op
@@ -234,7 +236,8 @@ class LoadedRunner(ABC):
 
     @abstractmethod
     def as_value(self, value: Any) -> Any:
-        """A tensor or array as this loader takes it, over the same memory."""
+        """Converts to the kind of value that this loader uses, a tensor or an array, over the same
+        memory."""
 
     def weights_written(self) -> None:
         """Rebuild a CPU's forward paths, which keep copies of small weights, after the weights were

@@ -173,7 +173,7 @@ class LocalExecutor(Executor):
 
 
 def _woken(loaded: LoadedRunner, canary: CanaryResult | None) -> LocalExecutor:
-    """Make an executor of a model whose cache was given back."""
+    """Make an executor of a model that slept with its weights kept. Its cache is allocated anew."""
     executor = LocalExecutor(loaded.config, loaded.model.description, loaded)
     executor.canary = canary
     return executor

@@ -68,7 +68,7 @@ class ModelRunner(Runner):
         )
 
     def _make_rows(self) -> RowTable:
-        sectioned = self.config.images is not None and any(
+        sectioned = self.config.media is not None and any(
             getattr(a.position, "sections", None) for a in self.model.spec.attentions
         )
         shard = None if self.partition is None else self.partition.shard
@@ -283,7 +283,7 @@ class ModelRunner(Runner):
         return InFlightStep(plan, sampled, copied, done, logprobs, extras, pooled)
 
     def _passed_on(self, plan: StepPlan, output: Output | BegunStep) -> InFlightStep:
-        """Make the handle of a step that the next stage continues."""
+        """Make the handle of a step whose result the next pipeline stage computes."""
         if self._first is not None and output.sampled.requests:
             self._first.expect(output.sampled.requests)
         return InFlightStep(plan, None, NO_ROWS, self.platform.record())

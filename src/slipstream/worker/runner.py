@@ -39,7 +39,7 @@ class Runner(ABC):
         self.model = loaded.model
         self.forwards = loaded.forwards
         self.adapters = loaded.adapters
-        self.images = loaded.images
+        self.media = loaded.media
         self.draft = loaded.draft
         self.phases = loaded.phases
         self._block_rows = loaded.ops.block_rows(cache_parts(kv))
@@ -66,9 +66,8 @@ class Runner(ABC):
         return False
 
     def forget_rows(self) -> None:  # noqa: B027 (texts have no rows)
-        """Drop every sequence after a step failed.
-
-        Nothing that the device still computes is read again.
+        """Drop every sequence after a step failed. Results of steps that the device still computes
+        are ignored.
         """
 
     def settle(self) -> None:  # noqa: B027 (texts are done when launched)
@@ -90,9 +89,10 @@ class Runner(ABC):
         exchange: BlockExchange | None = None,
         layout: Mapping[str, str] | None = None,
     ) -> HostBlockStore:
-        """Open the tiers below the cache: `slots` places of each kind in host memory (GPU only),
-        and disk. As many as `staged` says are copied at once. A block has its draft's numbers, too.
-        `exchange` and `layout` (CPU only) are for hand-overs between engines."""
+        """Open the tiers below the cache: host memory (GPU only) with `slots` places for each kind
+        of cache, and disk. `staged` says how many of each kind are copied at once. A block includes
+        the draft model's keys and values. `exchange` and `layout` (CPU only) are for hand-overs
+        between engines."""
         blocks = self._block_rows
         if self.draft is not None:
             blocks = self.ops.block_rows([*cache_parts(self.kv), *self.draft.block_parts()])
@@ -109,7 +109,7 @@ class Runner(ABC):
         return self.loaded.experts.read()
 
     def reset_expert_load(self) -> None:
-        """Reset the counts, which so far came from no request."""
+        """Reset the counts, to leave out dummy steps before the first request."""
         self.loaded.experts.reset()
 
     def movable_load(self) -> tuple[ExpertTokens, int]:

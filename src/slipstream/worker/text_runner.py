@@ -1,4 +1,4 @@
-"""Steps of an encoder."""
+"""Runs the steps of an encoder, which reads whole texts and has no cache."""
 
 from __future__ import annotations
 

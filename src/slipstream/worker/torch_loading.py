@@ -40,7 +40,7 @@ from slipstream.worker.experts.host import LoadFollower, settle_experts, with_ho
 from slipstream.worker.experts.load import ExpertLoad
 from slipstream.worker.experts.places import ExpertPlaces
 from slipstream.worker.forward.forwards import Forwards
-from slipstream.worker.forward.images import ImageEncoder
+from slipstream.worker.forward.media import MediaEncoder
 from slipstream.worker.forward.table import ForwardTable
 from slipstream.worker.forward.texts import TextGraphs, most_texts, text_ladder
 from slipstream.worker.loaded_runner import LoadedRunner
@@ -55,7 +55,7 @@ _logger = logging.getLogger("slipstream.engine")
 
 
 class TorchLoaded(LoadedRunner):
-    """A model loaded with torch, with its adapters, image encoder and experts' places."""
+    """A model loaded with torch, with its adapters, media encoder and experts' places."""
 
     forwards: Forwards
 
@@ -114,10 +114,10 @@ class TorchLoaded(LoadedRunner):
                 )
             self.forwards = Forwards(self.model.decoder, int4_cache=config.cache.dtype == "int4")
             self._take_adapters(description)
-            if config.images is not None:
+            if config.media is not None:
                 if (tower := self.model.tower) is not None:
-                    self.images = ImageEncoder(tower, config.images.cache_bytes)
-                self.forwards.take_images(self.images)
+                    self.media = MediaEncoder(tower, config.media.cache_bytes)
+                self.forwards.take_media(self.media)
             self.platform.synchronize()
             if self.ops.name == "triton":
                 hash_triton()()  # started when the device was found

@@ -13,7 +13,7 @@ from slipstream.core.cache.kv_cache_manager import KVCacheManager
 from slipstream.core.cache.prefix_cache import extend_keys, root_key, salted
 from slipstream.core.request import Request, Status
 from slipstream.core.step import StepBuilder
-from slipstream.messages.media import ImageSpan
+from slipstream.messages.media import MediaSpan
 from tests.core.configs import BLOCK, config
 from tests.core.test_scheduler import Engine, request
 
@@ -57,8 +57,8 @@ def test_a_picture_is_told_apart_by_where_it_begins():
     chains = set()
     for offset in (0, 1, 4, 5):
         keys = list[bytes]()
-        image = ImageSpan(
-            offset=offset, rows=1, columns=3, key=b"picture", height=1, width=1, pixels=b""
+        image = MediaSpan(
+            offset=offset, rows=1, columns=3, key=b"picture", height=1, width=1, data=b""
         )
         extend_keys(keys, root_key("model"), [9] * 8, 4, 2, [image])
         chains.add(tuple(keys))

@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from slipstream.engine.vision import pictures
-from slipstream.engine.vision.picture_files import measured
-from slipstream.engine.vision.pictures import PictureProcessor, opened
+from slipstream.engine.media import pictures
+from slipstream.engine.media.picture_files import measured
+from slipstream.engine.media.pictures import PictureProcessor, opened
+from slipstream.engine.media.prepared import MediaPiece, placed
 from slipstream.errors import RequestError
 from slipstream.spec.description import read_spec
 from tests.support.vision_models import IMAGE, build_vision, picture, their_processor
@@ -48,19 +49,17 @@ def processors(tmp_path_factory) -> dict[str, PictureProcessor]:
         path = tmp_path_factory.mktemp(family)
         build_vision(path, family)
         found = read_spec(path)
-        assert found.spec.vision is not None
-        assert found.images is not None
-        made[family] = PictureProcessor(found.spec.vision, found.images, 16)
+        assert found.spec.media is not None
+        assert found.processing is not None
+        made[family] = PictureProcessor(found.spec.media, found.processing, 16)
     return made
 
 
-def normalised(processor: PictureProcessor, piece: pictures.Piece) -> np.ndarray:
+def normalised(processor: PictureProcessor, piece: MediaPiece) -> np.ndarray:
     """[3, height, width], as the worker makes them."""
     p = processor.processing
     raw = (
-        np.frombuffer(piece.pixels, np.uint8)
-        .reshape(piece.height, piece.width, 3)
-        .astype(np.float32)
+        np.frombuffer(piece.data, np.uint8).reshape(piece.height, piece.width, 3).astype(np.float32)
     )
     return ((raw * np.float32(p.scale) - np.float32(p.mean)) / np.float32(p.std)).transpose(2, 0, 1)
 
@@ -331,10 +330,10 @@ def test_pictures_are_shared_within_a_salt(processors):
     """The keys are those of the embeddings that the worker keeps; requests with another salt must not notice them."""
     processor = processors["gemma3"]
     ready = processor.prepare(picture(1))
-    tokens = [processor.vision.token_id] * sum(piece.num_tokens for piece in ready.pieces)
+    tokens = [processor.spec.token_id] * sum(piece.num_tokens for piece in ready.pieces)
     salts = ("", "a", "b")
     keys = {
-        tuple(span.key for span in pictures.placed(tokens, [ready], processor.vision, salt))
+        tuple(span.key for span in placed(tokens, [ready], processor.spec, salt))
         for salt in (*salts, *salts)
     }
     assert len(keys) == len(salts)
@@ -343,22 +342,22 @@ def test_pictures_are_shared_within_a_salt(processors):
 
 def test_rows_of_a_picture_have_text_between_them_and_nowhere_else(processors):
     processor = processors["mistral3"]
-    vision, ready = processor.vision, processor.prepare(picture(1, 40, 30))
+    spec, ready = processor.spec, processor.prepare(picture(1, 40, 30))
     (piece,) = ready.pieces
-    row = [vision.token_id] * piece.columns
+    row = [spec.token_id] * piece.columns
     good = [1, 2, *([*row, 0] * piece.rows), 3]
-    (span,) = pictures.placed(good, [ready], vision)
+    (span,) = placed(good, [ready], spec)
     assert (span.offset, span.end) == (2, len(good) - 1)
     counts = [span.num_embeddings(i) for i in range(span.end - span.offset + 1)]
-    are_embedded = [token == vision.token_id for token in good[2:-1]]
+    are_embedded = [token == spec.token_id for token in good[2:-1]]
     assert counts == [sum(are_embedded[:i]) for i in range(len(are_embedded) + 1)]
     for wrong in (
         [*row * piece.rows, 0],
         good[2:-2],
-        [*row[1:], 0, vision.token_id, *good[2 + len(row) : -1]],
+        [*row[1:], 0, spec.token_id, *good[2 + len(row) : -1]],
     ):
         with pytest.raises(RequestError, match="placeholders are not those"):
-            pictures.placed(wrong, [ready], vision)
+            placed(wrong, [ready], spec)
 
 
 def exif(orientation: int, *, entries: int = 1, num_bytes: int = 0) -> bytes:

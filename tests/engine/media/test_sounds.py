@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.engine.vision.pictures import AUDIO_FORMATS, from_base64
+from slipstream.engine.media.parts import AUDIO_FORMATS, from_base64
 from slipstream.errors import RequestError
 from tests.support import forked_ranks, tiny_models
 from tests.support.sound_models import (

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import LLM, SamplingParams
-from slipstream.engine.vision.pictures import PreparedPicture
+from slipstream.engine.media.prepared import PreparedMedia
 from slipstream.errors import ConfigError, RequestError
-from slipstream.model.vision import pass_ends
+from slipstream.model.media import pass_ends
 from slipstream.params.lora_request import LoRARequest
 from tests.model.formats.test_compressed import compress_gptq
 from tests.support import forked_ranks
@@ -208,14 +208,14 @@ def test_a_small_cache_of_embeddings_only_costs_time(models, family):
     pictures = [picture(7), picture(8, 40, 40)]
     with engine(path, image_cache_bytes=64 * 2**20) as llm:
         (kept,) = llm.generate(prompt_of(family, *pictures), GREEDY)
-        encoder = llm.core.executor.runner.images
+        encoder = llm.core.executor.runner.media
         assert encoder.num_bytes > 0
         encoder._pixels = None  # no picture is read again
         llm.core.scheduler.reset_prefix_cache()
         llm.generate(prompt_of(family, *pictures, words="other "), GREEDY)
     with engine(path, image_cache_bytes=0, max_num_batched_tokens=STEP.get(family, 24)) as llm:
         (bare,) = llm.generate(prompt_of(family, *pictures), GREEDY)
-        assert llm.core.executor.runner.images.num_bytes == 0
+        assert llm.core.executor.runner.media.num_bytes == 0
         assert llm.ledger.image_cache_bytes == 0
     assert list(bare.outputs[0].token_ids) == list(kept.outputs[0].token_ids)
 
@@ -428,9 +428,9 @@ def test_a_chat_with_pictures(models):
 def test_prepared_pictures_are_plain_values(models):
     path, _ = models["smolvlm"]
     with engine(path) as llm:
-        assert llm._input.pictures is not None
-        prepared = llm._input.pictures.prepare(picture(1))
-        assert isinstance(prepared, PreparedPicture)
+        assert llm._input.prompts.media.processor is not None
+        prepared = llm._input.prompts.media.processor.prepare(picture(1))
+        assert isinstance(prepared, PreparedMedia)
         (answer,) = llm.generate(prompt_of("smolvlm", prepared), GREEDY)
         (direct,) = llm.generate(prompt_of("smolvlm", picture(1)), GREEDY)
     assert answer.outputs[0].token_ids == direct.outputs[0].token_ids

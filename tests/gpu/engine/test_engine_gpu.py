@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from slipstream import LLM, SamplingParams
 from slipstream.config import EngineArgs
@@ -258,6 +259,49 @@ def test_log_probabilities_are_the_same_bit_for_bit(tmp_path, family, quantizati
     assert answers(PROMPTS, speculative_config=drafts)[: len(PROMPTS)] == alone
 
 
+# Of published models, with few layers
+_WIDE = dict(vocab_size=32000, max_position_embeddings=8192, num_key_value_heads=8)
+REAL_SHAPES = {
+    "lfm2": {
+        **_WIDE,
+        **dict(hidden_size=2048, intermediate_size=8192, num_attention_heads=32),
+        **dict(num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"]),
+    },
+    "lfm2_moe": {
+        **_WIDE,
+        **dict(hidden_size=2048, intermediate_size=7168, num_attention_heads=32),
+        **dict(num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"]),
+        **dict(moe_intermediate_size=1792, num_experts=32, num_experts_per_tok=4),
+    },
+    "kimi_linear": {
+        **dict(vocab_size=32000, hidden_size=2304, num_attention_heads=32, intermediate_size=9216),
+        **dict(num_key_value_heads=32, max_position_embeddings=8192, kv_lora_rank=512),
+        **dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_experts=64),
+        **dict(moe_intermediate_size=1024, num_experts_per_tok=8, n_group=1, topk_group=1),
+        **dict(linear_num_heads=32, linear_head_dim=128),
+    },
+}
+
+
+def write_config(path, config, layers):
+    """Writes a published config.json with its first `layers` layers, or one of `REAL_SHAPES`."""
+    folder = Path(__file__).parents[3] / "benchmarks" / "configs" / config
+    if config in REAL_SHAPES:
+        settings = {**tiny_models.settings_of(config), **REAL_SHAPES[config]}
+        settings = {k: v for k, v in settings.items() if v is not None or k == "q_lora_rank"}
+        made = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+        made.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(made)].__name__]
+        made.save_pretrained(path)
+        return
+    given = json.loads((folder / "config.json").read_text())
+    of_text = given.get("text_config", given)
+    of_text["num_hidden_layers"] = layers
+    if "layer_types" in of_text:
+        of_text["layer_types"] = of_text["layer_types"][:layers]
+    given.pop("quantization_config", None)
+    (path / "config.json").write_text(json.dumps(given))
+
+
 @pytest.mark.parametrize(
     ("config", "layers", "settings"),
     [
@@ -267,23 +311,17 @@ def test_log_probabilities_are_the_same_bit_for_bit(tmp_path, family, quantizati
         ("qwen3.5-35b-a3b", 4, {"kv_cache_bytes": 2**34}),
         ("gpt-oss-20b", 4, {}),
         ("gpt-oss-20b", 4, {"quantization": "mxfp4"}),
+        ("qwen3-30b-a3b", 4, {"quantization": "mxfp4"}),
+        ("qwen3-30b-a3b", 4, {"quantization": "nvfp4"}),
+        *((config, 0, {"kv_cache_bytes": 2**34}) for config in REAL_SHAPES),
     ],
     ids=str,
 )
 def test_512_deterministic_answers_of_real_shapes_are_the_same_bits(
-    tmp_path, monkeypatch, config, layers, settings
+    tmp_path, config, layers, settings
 ):
-    """Bits in one batch, from the prefix cache, in 64, alone, and in chunks with drafts. Experts of
-    gpt-oss are refused until this has passed with them, so the refusal is left out here."""
-    monkeypatch.setattr("slipstream.config.resolver.check_deterministic", lambda *args: None)
-    folder = Path(__file__).parents[3] / "benchmarks" / "configs" / config
-    given = json.loads((folder / "config.json").read_text())
-    of_text = given.get("text_config", given)
-    of_text["num_hidden_layers"] = layers
-    if "layer_types" in of_text:
-        of_text["layer_types"] = of_text["layer_types"][:layers]
-    given.pop("quantization_config", None)
-    (tmp_path / "config.json").write_text(json.dumps(given))
+    """Bits in one batch, from the prefix cache, in 64, alone, and in chunks with drafts."""
+    write_config(tmp_path, config, layers)
     draw, prompts = random.Random(0), []
     for i in range(512):
         ids = [draw.randrange(1000, 30000) for _ in range(draw.choice((3, 30, 97, 260, 300, 530)))]

@@ -7,7 +7,7 @@ import json
 import pytest
 from PIL import Image
 
-from slipstream.engine.vision.pictures import PictureProcessor
+from slipstream.engine.media.pictures import PictureProcessor
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.description import read_spec
 
@@ -440,16 +440,16 @@ def write(folder, family, **changes):
 def test_published_configs_are_read(tmp_path, family):
     write(tmp_path, family)
     found = read_spec(tmp_path)
-    assert found.spec.vision is not None
-    assert found.spec.vision.token_id == 7
-    processor = PictureProcessor(found.spec.vision, found.images, 1)
+    assert found.spec.media is not None
+    assert found.spec.media.token_id == 7
+    processor = PictureProcessor(found.spec.media, found.processing, 1)
     pieces = processor.prepare(Image.new("RGB", (1280, 720))).pieces
     piece = pieces[0]
     # 2 × 4 tiles, and the whole; the whole, and a larger one
     assert len(pieces) == {"internvl": 9, "llava_next": 2, "lfm2_vl": 3, **_TILES}.get(family, 1)
     processor.close()
     assert piece.num_tokens == CONFIGS[family][2]
-    assert read_spec(tmp_path).taking_images(0).spec.vision is None
+    assert read_spec(tmp_path).taking_media(0).spec.media is None
 
 
 @pytest.mark.parametrize("family", [x for x in CONFIGS if x != "qwen2_vl"])
@@ -468,8 +468,8 @@ def test_an_unknown_key_of_the_encoder_is_refused(tmp_path, family):
 def test_a_model_without_an_encoder_is_its_decoder(tmp_path, family):
     write(tmp_path, family, vision_config=None)
     found = read_spec(tmp_path)
-    assert found.spec.vision is None
-    assert found.images is None
+    assert found.spec.media is None
+    assert found.processing is None
 
 
 @pytest.mark.parametrize(
@@ -548,8 +548,8 @@ def test_a_published_config_that_hears_is_read(tmp_path):
     found = read_spec(tmp_path).spec
     assert found.hears
     assert not found.sees
-    assert found.vision.num_states(30 * 16000) == 1500
-    assert read_spec(tmp_path).taking_images(0).spec.vision is None
+    assert found.media.num_states(30 * 16000) == 1500
+    assert read_spec(tmp_path).taking_media(0).spec.media is None
     write_both(audio_config={**audio, "a_new_switch": 1})
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec(tmp_path)

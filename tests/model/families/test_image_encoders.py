@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.vision.pictures import PictureProcessor
+from slipstream.engine.media.pictures import PictureProcessor
 from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.model.load.loader import load_model
@@ -64,12 +64,12 @@ def test_encoders_equal_those_of_transformers(family, ops, tmp_path):
         their_inputs(family, [token_id(family, "<bos>") if "gemma" in family else 1], pictures),
     )
     found = read_spec(tmp_path)
-    processor = PictureProcessor(found.spec.vision, found.images, 16)
+    processor = PictureProcessor(found.spec.media, found.processing, 16)
     pieces = [piece for x in pictures for piece in processor.prepare(x).pieces]
     processor.close()
     tower = load_model(tmp_path, ops=ops(), device=CPU, dtype=torch.float32).tower
     raw = [
-        torch.from_numpy(np.frombuffer(x.pixels, np.uint8).reshape(x.height, x.width, 3).copy())
+        torch.from_numpy(np.frombuffer(x.data, np.uint8).reshape(x.height, x.width, 3).copy())
         for x in pieces
     ]
     sizes = [(x.rows, x.columns) for x in pieces]

@@ -110,7 +110,7 @@ def close(path, theirs):
 def test_text_is_that_of_transformers(case, tmp_path):
     theirs = build(tmp_path, case)
     close(tmp_path, theirs)
-    assert read_spec(tmp_path).taking_images(0).spec.vision is None
+    assert read_spec(tmp_path).taking_media(0).spec.media is None
 
 
 @pytest.mark.parametrize("size", [2, 3])

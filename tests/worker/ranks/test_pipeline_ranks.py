@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.core.step_times import StepCosts
 from slipstream.errors import ConfigError
 from slipstream.messages.requests import EngineRequest
 from slipstream.params.answer_forms import StructuredOutputsParams
 from slipstream.worker.ranks import process_executor
+from tests.engine.drafts.test_draft_heads import Setup
 from tests.support import forked_ranks, tiny_models
+from tests.worker.ranks.test_context_extras import answers as several_answers
+from tests.worker.ranks.test_context_ranks import SETTINGS as SHARED
 from tests.worker.ranks.test_ranks import PROMPTS, SETTINGS, agree, answers
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -190,3 +194,78 @@ def test_the_last_stage_proposes_a_draft_models_tokens(tmp_path, monkeypatch, ho
     with LLM(model, speculative_config=drafts, **how, **few) as llm:
         assert more(llm) == also
         assert llm.stats().num_preemptions > 0
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("eagle3", {}),
+        *(
+            pytest.param(kind, how, marks=pytest.mark.slow)
+            for kind, how in (
+                *((k, {}) for k in ("eagle", "peagle", "dflash", "medusa", "mtp", "mtp-hybrid")),
+                *((k, {"pipeline_parallel_size": 3}) for k in ("eagle31", "dflash", "mtp-hybrid")),
+                *((k, {"tensor_parallel_size": 2}) for k in ("eagle", "eagle3", "dflash", "mtp")),
+                *(
+                    (k, {"tensor_parallel_size": 2, "sequence_parallel": True})
+                    for k in ("eagle3", "peagle")
+                ),
+                *((k, {"expert_parallel_size": 2}) for k in ("eagle3", "mtp", "mtp-hybrid")),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_a_head_on_the_last_stage_proposes_as_on_one_device(tmp_path, monkeypatch, kind, how):
+    """The head reads embeddings and states of earlier stages, and as many drafts are right."""
+    monkeypatch.setattr(process_executor, "available_cores", lambda: 4)
+    mixture = "expert_parallel_size" in how and "mtp" not in kind
+    sizes = dict(family="qwen3_moe", num_hidden_layers=6) if mixture else {}
+    setup = Setup(tmp_path, kind, max_position_embeddings=256, **sizes)
+    tiny_models.write_tokenizer(tmp_path / "model")
+    given = {**SHARED, **({"state_slots": 96} if "hybrid" in kind else {})}
+    with LLM(setup.path, **given) as llm:
+        wanted = several_answers(llm)
+    counts = []
+    for stages in ({}, {"pipeline_parallel_size": 2, **how}):
+        with LLM(setup.path, speculative_config=setup.config, **given, **stages) as llm:
+            assert several_answers(llm) == wanted
+            counts.append((llm.stats().spec_draft_tokens, llm.stats().spec_accepted_tokens))
+            assert llm.stats().prefix_hits > 0
+            assert all(pool.num_free == pool.num_usable for pool in llm.core.scheduler.pools)
+    assert counts[0] == counts[1] or "hybrid" in kind  # slots of states bound the drafts of a step
+    assert all(accepted > 0 for _, accepted in counts)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_preempted_requests_go_on_with_a_head_on_the_last_stage(tmp_path):
+    setup = Setup(tmp_path, "eagle3", max_position_embeddings=256)
+    given = {**SHARED, "skip_tokenizer_init": True}
+    ids = [{"prompt_token_ids": [(7 * i + s) % 250 + 4 for i in range(20 + s)]} for s in range(10)]
+    with LLM(setup.path, **given) as llm:
+        wanted = several_answers(llm, [GREEDY], ids)
+    stages = {"pipeline_parallel_size": 2, "speculative_config": setup.config, "max_model_len": 56}
+    with LLM(setup.path, **{**given, **stages}) as llm:
+        few = 26 * llm.core.executor.ledgers[-1].block_bytes
+    with LLM(setup.path, **{**given, **stages, "kv_cache_bytes": few}) as llm:
+        assert several_answers(llm, [GREEDY], ids) == wanted
+        assert llm.stats().num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_as_many_drafts_are_asked_for_as_the_ranks_head_has(tmp_path, monkeypatch):
+    """The number of drafts is chosen, and each token more costs a tenth of a plain step."""
+    add = StepCosts.add
+    monkeypatch.setattr(StepCosts, "add", lambda self, n, m, _: add(self, n, m, 0.9 + 0.1 * m / n))
+    setup = Setup(tmp_path, "medusa", max_position_embeddings=256)
+    config = {k: v for k, v in setup.config.items() if k != "num_speculative_tokens"}
+    given = {**SHARED, "skip_tokenizer_init": True}
+    with LLM(setup.path, **given) as llm:
+        wanted = several_answers(llm, [GREEDY])
+    with LLM(setup.path, speculative_config=config, tensor_parallel_size=2, **given) as llm:
+        assert llm.core.config.speculation.limit == 3
+        assert several_answers(llm, [GREEDY]) == wanted
+        assert llm.stats().spec_draft_tokens > 0

@@ -193,9 +193,6 @@ def test_a_draft_model_of_each_rank(tiny_model, tmp_path, count, monkeypatch):
     ) as llm:
         assert agree(answers(llm), wanted)
         assert llm.stats().spec_draft_tokens > 20
-    heads = {"method": "eagle", "model": str(tmp_path)}
-    with pytest.raises(ConfigError, match="does not run over stages; use 'ngram'"):
-        LLM(str(tiny_model), pipeline_parallel_size=2, speculative_config=heads, **SETTINGS)
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -110,9 +110,9 @@ def stream_answer(
 
 def pictured_prompt(llm: LLM, messages: Sequence[Message]) -> Prompt:
     """The engine's prompt for a conversation whose contents may have pictures."""
-    from slipstream.engine.vision.pictures import without_pictures
+    from slipstream.engine.media.parts import without_media
 
-    plain, pictures = without_pictures(list(messages))
+    plain, pictures = without_media(list(messages))
     text = apply_template(llm, plain)
     return {"prompt": text, "multi_modal_data": {"image": pictures}} if pictures else text
 

@@ -334,7 +334,7 @@ class Conversation:
                 pictures.append({"type": "image_url", "image_url": {"url": url}})
             else:
                 words.append(word)
-        if pictures and self.llm.config.images is None:
+        if pictures and self.llm.config.media is None:
             say(f"({self.model} sees no pictures: it gets the path)")
             return text
         if not pictures:

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 def read_picture(name: str) -> bytes:
     """A picture's bytes. ConfigError, before the model is loaded, names a file that is not a
     picture."""
-    from slipstream.engine.vision.pictures import opened
+    from slipstream.engine.media.pictures import opened
 
     if "://" in name:
         raise ConfigError(f"--image {name}: URLs are not downloaded; give a file", field="image")

@@ -304,7 +304,7 @@ class KVCacheManager:
             return
         full = len(request.token_ids) // self.block_size
         keys, spec = request.block_keys, request.spec
-        extend_keys(keys, request.root_key, request.token_ids, self.block_size, full, spec.images)
+        extend_keys(keys, request.root_key, request.token_ids, self.block_size, full, spec.media)
         request.session = self.sessions.arrived(keys, spec.cache_hints, spec.cache_salt)
 
     def _enter_order(
@@ -427,9 +427,9 @@ class KVCacheManager:
         if full <= request.num_registered or request.status is not Status.RUNNING:
             return
         self.arrived(request)
-        images, session = request.spec.images, request.session
+        media, session = request.spec.media, request.session
         extend_keys(
-            request.block_keys, request.root_key, request.token_ids, self.block_size, full, images
+            request.block_keys, request.root_key, request.token_ids, self.block_size, full, media
         )
         for g in self.own:
             took = list[int]()

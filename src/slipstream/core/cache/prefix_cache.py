@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 from slipstream.core.cache.block_pool import BlockPool
 from slipstream.core.request import Request
-from slipstream.messages.media import ImageSpan
+from slipstream.messages.media import MediaSpan
 from slipstream.spec.model import CacheGroup
 
 KEY_BYTES, MARK_BYTES = 16, 64
@@ -48,14 +48,14 @@ def extend_keys(
     tokens: Sequence[int],
     block_size: int,
     num_blocks: int,
-    images: Sequence[ImageSpan] = (),
+    media: Sequence[MediaSpan] = (),
 ) -> None:
     """Append chain keys to `keys` until it has `num_blocks`.
 
     `tokens` must fill all of these blocks.
 
-    All `images` have the same placeholder tokens. A block that overlaps an image therefore also
-    hashes the image's key and its offset in the block.
+    All `media` have the same placeholder tokens. A block that overlaps a span therefore also
+    hashes the span's key and its offset in the block.
     """
     key, first = keys[-1] if keys else root, len(keys) * block_size
     end = num_blocks * block_size
@@ -63,7 +63,7 @@ def extend_keys(
         return
     given = tokens[first:end]
     data, size = (given if isinstance(given, array) else array("i", given)).tobytes(), 4
-    if not images:
+    if not media:
         each, begin = block_size * size, 0
         while begin < len(data):  # up to the next multiple of STRETCH or SHORT blocks
             whole = len(keys) % STRETCH == 0 and len(data) - begin >= STRETCH * each
@@ -76,7 +76,7 @@ def extend_keys(
     for start in range(first, num_blocks * block_size, block_size):
         end = start + block_size
         block = data[(start - first) * size : (end - first) * size]
-        seen = [i for i in images if i.offset < end and start < i.end]
+        seen = [i for i in media if i.offset < end and start < i.end]
         block += b"".join(
             [i.key + (i.offset - start).to_bytes(8, "little", signed=True) for i in seen]
         )
@@ -85,7 +85,7 @@ def extend_keys(
 
 
 def _keys_after(key: bytes, data: bytes, each: int) -> tuple[bytes, ...]:
-    """Chain keys of blocks without images, of `each` bytes of `data`, after the block with `key`."""
+    """Chain keys of blocks without media, of `each` bytes of `data`, after the block with `key`."""
     keys = list[bytes]()
     for begin in range(0, len(data), each):
         key = blake2b(key + data[begin : begin + each], digest_size=KEY_BYTES).digest()
@@ -156,7 +156,7 @@ def longest_hit(
     """
     keys, num_tokens = request.block_keys, request.num_tokens
     extend_keys(
-        keys, request.root_key, request.token_ids, size, num_tokens // size, request.spec.images
+        keys, request.root_key, request.token_ids, size, num_tokens // size, request.spec.media
     )
     found: dict[int, Sequence[int | None]] = {}
     for g in own:

@@ -39,12 +39,12 @@ MAX_SECONDS = 10.0
 """Seconds that a compilation may take. A grammar within the limits below takes under one."""
 
 MAX_STUCK = 4
-"""Compilations beyond their time that still run. With this many of them no other grammar is
-begun."""
+"""Maximum number of compilations that still run after their time is over. With this many, no other
+grammar is compiled."""
 
 SMALL_CHARACTERS = 8 * 1024
-"""Characters of a small grammar, which waits for no larger one. Nearly all small ones compile in
-milliseconds, large ones take seconds."""
+"""Maximum characters of a small grammar. Small grammars don't wait for larger ones. Nearly all
+small ones compile in milliseconds, large ones take seconds."""
 
 CACHED_GRAMMARS = 64
 
@@ -74,18 +74,19 @@ class GrammarThreads(Generic[T]):
 
 _checks: GrammarThreads[None] = GrammarThreads("grammar checks", most_small=4)
 _Salted: TypeAlias = tuple[str, StructuredOutputsParams]
-"""A grammar with its request's `cache_salt`: how long a check takes tells nobody that others have sent the same."""
+"""Key of a checked grammar. It includes the request's `cache_salt`, so that the duration of a check tells no client
+that another one has sent the same grammar."""
 
 _found: OrderedDict[_Salted, tuple[str, str] | None] = OrderedDict()
-"""The grammars that were checked last, each with (its fault, the field at fault), or None if it is valid."""
+"""Results of the latest checks: for each grammar (error text, field at fault), or None if it is valid."""
 
 _pending_checks: dict[tuple[str, _Salted], _PendingCheck] = {}
 _found_lock = threading.RLock()  # a check that is refused ends while another is submitted
 
 
 class _PendingCheck:
-    """A grammar check that requests of one client wait for, `num_waiting` of them as far as known.
-    It is not begun if none waits any more."""
+    """A check that is queued for one client. `num_waiting` requests are known to wait for it. If
+    none is left when its turn comes, it is not begun."""
 
     def __init__(self, salted: _Salted, client: str) -> None:
         self._key, self.num_waiting = (client, salted), 0
@@ -133,7 +134,7 @@ async def check_in_thread(
 
 
 def _begin_check(salted: _Salted, client: str = "") -> _PendingCheck | None:
-    """Returns the check to wait for. None: it was done lately, and nothing is wrong."""
+    """Queues a check and returns it; None if the grammar was found valid by a recent check."""
     with _found_lock:
         if salted not in _found:
             pending = _pending_checks.get((client, salted))
@@ -203,7 +204,8 @@ def invalid(grammar: str) -> str | None:
 
 
 def _culprit(schema: Any, message: str, options: dict[str, Any]) -> str:
-    """The path of the smallest part of a schema, as `promise` left it, that is wrong by itself in the same way."""
+    """Finds the smallest part of a schema that by itself gives the same error, and returns its path. The schema is the
+    one that `promise` has rewritten."""
     around = {
         k: schema[k] for k in ("$defs", "definitions") if isinstance(schema, dict) and k in schema
     }

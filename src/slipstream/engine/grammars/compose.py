@@ -26,14 +26,14 @@ from slipstream.errors import RequestError
 from slipstream.params.answer_forms import StructuredOutputsParams
 
 MAX_CHARACTERS = 256 * 1024
-"""Characters of a schema, a regular expression, a grammar, or all choices together."""
+"""Maximum characters of a schema, a regular expression, a grammar, or of all choices together."""
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Whitespace between two tokens of JSON. Without a bound a model that has lost its way writes
 spaces until max_tokens."""
 
 MAX_WHITESPACE = 1000
-"""Characters of a request's own pattern of whitespace."""
+"""Maximum characters of a whitespace pattern that a request sets."""
 
 _SPACE = r"(?:[ \t\n\r]|\\[tnrs ]|\\x(?:20|0[9AaDd]))"
 _ONLY_SPACE = re.compile(rf"(?:{_SPACE}|\[{_SPACE}+\]|\((?:\?:)?|[)|?*+]|\{{\d+(?:,\d*)?\}})*")
@@ -42,7 +42,8 @@ T = TypeVar("T")
 
 
 def compose(params: StructuredOutputsParams) -> str:
-    """The grammar as llguidance takes it. RequestError if it can't be written."""
+    """Returns the request's structured outputs as a grammar for llguidance. RequestError if that is
+    not possible."""
     inner = compose_inner(params)
     if params.around is None:
         return inner
@@ -195,7 +196,7 @@ def _ambiguous(schema: Any, path: str = "") -> str | None:
 
 
 def inner_schemas(schema: Any) -> Iterator[tuple[str, Any]]:
-    """The schemas right inside a schema, with their paths."""
+    """Yields the schemas directly inside a schema, with their paths."""
     if not isinstance(schema, dict):
         return
     for key, value in schema.items():

@@ -25,24 +25,26 @@ from typing import Any
 from urllib.parse import unquote
 
 MAX_DEPTH = 400
-"""Schemas, rules and groups in each other. llguidance's compilation takes up to 5 KB of stack for each: objects behind each
-other are compiled to a depth of 1,700 on 8 MiB, the default of a thread, and of 420 on 2 MiB. A compiled grammar is flat. At a
-depth of 6,000 its masks and copies, and freeing it, take less than 256 KiB, so any thread may do that."""
+"""Maximum nesting of schemas, rules and groups. llguidance's compilation takes up to 5 KB of stack for each level:
+nested objects are compiled to a depth of 1,700 on 8 MiB, a thread's default, and of 420 on 2 MiB. A compiled grammar
+is flat. At a depth of 6,000 its masks and copies, and freeing it, take less than 256 KiB, so any thread may do
+that."""
 
 MAX_NESTED_JSON = 120
-"""Objects and lists in each other in the text of a schema. llguidance reads 123."""
+"""Maximum nesting of objects and lists in the text of a schema. llguidance reads 123 levels."""
 
 MAX_NESTED_GROUPS = 28
-"""Groups in each other in a rule: llguidance's own bound."""
+"""Maximum nesting of groups in a rule: llguidance's own limit."""
 
 MAX_NESTED_REGEX = 250
-"""Groups in each other in a regular expression: llguidance's own bound."""
+"""Maximum nesting of groups in a regular expression: llguidance's own limit."""
 
 MAX_OPTIONAL = 4000
-"""Optional parts of a regular expression, or of a terminal with those that it names. So many take half a second and 80 MB."""
+"""Maximum number of optional parts of a regular expression, or of a terminal including the terminals that it names.
+This many take half a second and 80 MB."""
 
 MAX_RESOURCES = 64
-"""Schemas with an `$id` that are tried for a reference which may be relative to any."""
+"""Maximum number of schemas with an `$id` that are tried as the base of a relative reference."""
 
 Edges = Iterable[tuple[Hashable, int]]
 
@@ -138,7 +140,8 @@ def is_lark(text: str) -> bool:
 
 
 def _longest(nodes: Iterable[Hashable], edges: Callable[[Any], Edges]) -> int:
-    """The longest path, or any above `MAX_DEPTH`. An edge has a length; one to a node on the way to it counts nothing."""
+    """Returns the length of the longest path in a graph whose edges have lengths, or any length above `MAX_DEPTH`. An
+    edge that closes a cycle counts nothing."""
     longest: dict[Hashable, int] = {}
     on_path: set[Hashable] = set()
     for first in nodes:
@@ -223,8 +226,8 @@ class _Document:
                         yield id(target), 1
 
     def _targets(self, reference: str) -> Iterable[Any]:
-        """Parts that a reference may name. There may be several where an `$id` changes what it is
-        relative to."""
+        """Returns the parts that a reference may refer to. There are several if an `$id` makes its
+        base ambiguous."""
         base, _, fragment = reference.partition("#")
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
@@ -355,7 +358,8 @@ def _check_terminals(
 
 
 def _json_at(text: str, at: int, keyword: str) -> tuple[Any, int]:
-    """The JSON after a keyword, and where it ends. ValueError if it is none."""
+    """Parses the JSON value after a keyword. Returns (value, index of the character after it).
+    ValueError if it is not JSON."""
     space = _SPACE.match(text, at)
     assert space is not None, "it matches nothing, too"
     try:

@@ -75,13 +75,14 @@ if TYPE_CHECKING:
 
 _CHARACTER = r'[^"\\\x00-\x1F\x7F\u2028\u2029]'
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(_CHARACTER + times for times in ("{1,10}", "{1,30}", "+"))]
-"""Sets of tokens that llguidance allows at once where all fit: its own, without the two ends of lines that `.` leaves out."""
+"""Expressions of llguidance's slices: sets of tokens that it allows at once where all of them fit. They are its
+defaults, but without the two line ends that `.` excludes."""
 
 CACHED_ENDS = 16
-"""Sets of tokens that end answers, whose complete masks are kept."""
+"""Number of sets of end tokens for which complete masks are cached."""
 
 CACHED_CLASSES = 8
-"""Vocabularies of byte classes that are kept."""
+"""Number of `ClassVocabulary` objects that are cached."""
 
 MAX_MASK_THREADS = 32
 
@@ -90,10 +91,11 @@ SLOW_S, PATIENCE_S = 0.003, 0.002
 next ones in a thread of their own."""
 
 MAX_SLOW, MAX_SLOW_THREADS = 32, 4
-"""Answers that find their masks so, at a time."""
+"""Maximum number of requests whose masks are computed in such threads at a time, and minimum number
+of these threads."""
 
 MAX_MASK_BYTES = 64 << 20
-"""Bytes of the masks that are kept for schemas."""
+"""Maximum bytes of cached masks for schemas."""
 
 
 class _Vocabulary:
@@ -111,8 +113,8 @@ class _Vocabulary:
 
 
 class Compiled(NamedTuple):
-    """A grammar's matcher, the one by the lengths of strings, and the states of its expression, where
-    these help. Without a grammar there is none."""
+    """A compiled grammar: its matcher, and where they help a matcher over string lengths and the
+    shared states of its expression. All are None without a grammar."""
 
     matcher: LLMatcher | None
     by_length: ByLength
@@ -192,8 +194,8 @@ class Grammars:
         return bool(self._pending)
 
     def compiled(self) -> list[tuple[str, str | None]]:
-        """Takes the requests whose grammars are compiled, or failed, with the error. Those in
-        `overloaded` may come again: only their turn did not come."""
+        """Takes the requests whose compilations have ended, each with its error if it failed.
+        Requests in `overloaded` may be retried, because their compilation was never begun."""
         found: list[tuple[str, str | None]] = []
         self.overloaded.clear()
         for request_id, (request, future) in list(self._pending.items()):
@@ -218,7 +220,8 @@ class Grammars:
         return found
 
     def close(self) -> None:
-        """Drop the masks that have not begun, so that a process need not wait for them at its end."""
+        """Cancel masks whose computation has not begun, so that the process need not wait for them
+        when it ends."""
         if self._slow is not None:
             self._slow.shutdown(wait=False, cancel_futures=True)
 
@@ -304,7 +307,7 @@ class Grammars:
 
     @property
     def is_late(self) -> bool:
-        """Whether masks are missing that steps did not wait for."""
+        """Tells whether late masks, for which steps did not wait, are still being computed."""
         return bool(self._late)
 
     def arrived(self) -> list[str]:
@@ -316,7 +319,7 @@ class Grammars:
         return found
 
     def is_over(self, request_id: str) -> bool:
-        """Whether nothing is ruled out for the request any more."""
+        """Tells whether the request's remaining tokens are unrestricted."""
         state = self._states.get(request_id)
         return state is not None and not state.has_matcher and state.budget is None
 
@@ -412,7 +415,8 @@ class Grammars:
     def _begin_slow(
         self, own: Iterable[tuple[ScheduledRequest, GrammarState, int, Sequence[int]]]
     ) -> dict[str, Future[Bits]]:
-        """Begin the masks of states whose last one was slow. Those in error are left out."""
+        """Begin computing the masks of requests whose latest mask was slow, in threads of their
+        own. States in error are skipped."""
         found = dict[str, Future[Bits]]()
         for s, state, _, _ in own:
             with contextlib.suppress(GrammarError):
@@ -435,8 +439,8 @@ class Grammars:
         bits: Bits,
         drafts: Mapping[str, Sequence[int]],
     ) -> dict[str, str | None]:
-        """Write the masks of requests that share none, each from its row on. Returns errors by request, as `masks`
-        does."""
+        """Compute the masks of requests that can't use shared ones, and write each request's from its row on. Returns
+        errors by request, as `masks` does."""
         ended: dict[str, str | None] = {}
         matchers, asked = list[tuple["LLMatcher", int]](), list[GrammarState]()
         for s, state, row, _ in own:
@@ -473,7 +477,7 @@ class Grammars:
         return ended
 
     def _compute(self, matchers: list[tuple[LLMatcher, int]], bits: Bits) -> None:
-        """The matchers' own masks, each into its row."""
+        """Computes masks by the matchers themselves, and writes each into its row."""
         size = bits.shape[1] * 4
         if len(matchers) < PARALLEL_ROWS:
             for matcher, row in matchers:
@@ -495,7 +499,7 @@ class Grammars:
         return self._executor
 
     def _find(self, states: Sequence[GrammarState]) -> None:
-        """Find the masks that positions share with others: those of an expression's states, and those inside strings."""
+        """Look up masks that several positions share: those of an expression's states, and those inside strings."""
         rows: dict[RegexStates | SchemaStates, list[GrammarState]] = {}
         for state in states:
             spot, of = state.spot, state.regex
@@ -522,7 +526,7 @@ class Grammars:
             state.look_inside(mask)
 
     def _bound_masks(self) -> None:
-        """Forget the masks of the schemas that were begun longest ago, if there are too many."""
+        """Drop cached masks of the oldest schemas if there are too many."""
         schemas = [c.regex for c in self._compiled.values() if isinstance(c.regex, SchemaStates)]
         num_bytes = sum(states.num_bytes for states in schemas)
         for states in schemas:
@@ -614,7 +618,8 @@ class Grammars:
         return Compiled(matcher, by_length, states, lanes)
 
     def _lane(self, grammar: str, counts: CountedStrings | None) -> Lane:
-        """The matchers of a grammar: the model's vocabulary's, and that of lengths where these help."""
+        """Makes the matchers of a grammar: one over the model's vocabulary and, where it helps, one
+        over string lengths."""
         make = partial(call_library, llguidance_library().LLMatcher)
         options = {"log_level": 0, "limits": limits()}
         matcher, second = make(self._vocabulary, grammar, **options), None
@@ -632,7 +637,8 @@ class Grammars:
     def _states_of(
         self, params: StructuredOutputsParams, grammar: str
     ) -> RegexStates | SchemaStates | None:
-        """The shared states of a regular expression or a schema, None if they can't be followed."""
+        """Returns the shared states of a regular expression or a schema; None if its syntax can't
+        be followed that way."""
         if params.around is not None:
             return None
         if given_form(params)[0] in ("json", "json_object"):

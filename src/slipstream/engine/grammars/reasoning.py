@@ -49,7 +49,7 @@ class Spot(NamedTuple):
 
 
 class MarkerTokenizer(Protocol):
-    """The part of a tokenizer's interface that markers use."""
+    """Interface of the tokenizer for markers of reasoning."""
 
     @property
     def special_ids(self) -> Collection[int]: ...
@@ -120,8 +120,8 @@ class ReasoningCounter:
         return Spot(DONE, num_tokens)
 
     def _limited(self, spot: Spot) -> Spot:
-        """The spot, or the beginning of the forced end. Of a marker that the model has begun only the
-        rest is forced."""
+        """Returns the spot unchanged, or the one at which the end marker is forced if the budget is
+        used up. If the model has begun the marker, only its rest is forced."""
         if (
             self.budget is None
             or spot.phase not in (OPENED, REASONING)
@@ -195,7 +195,8 @@ def counter(
 
 
 class ReasoningBudget:
-    """Position of one answer in its budget. `vocabulary` is for an answer with a grammar."""
+    """State of one answer's reasoning budget. `vocabulary` is given if the answer also has a
+    grammar."""
 
     def __init__(
         self,
@@ -253,7 +254,7 @@ class ReasoningBudget:
         return num_given
 
     def settle(self) -> None:
-        """Forget the data for taking tokens back: none so far will be."""
+        """Drop the data for `rollback`, because no token so far will be taken back."""
         del self._spots[:-1]
         self._num_given.clear()
 
@@ -291,7 +292,8 @@ class ReasoningVocabulary:
         return any(t in token and (t, token) != (self._by_text,) * 2 for t in self._texts)
 
     def mask(self, before: bytes) -> Bits:
-        """The tokens after the bytes `before`, in which a marker may have begun."""
+        """Returns the mask of the tokens that may follow the bytes `before`, in which a marker may
+        have begun."""
         rests = tuple(
             text[k:]
             for text in self._texts
@@ -312,14 +314,14 @@ class ReasoningVocabulary:
 
 
 def _bits(tokens: Iterable[int], words: int) -> Bits:
-    """A mask of these tokens."""
+    """Returns the bit mask that allows these tokens."""
     flags = np.zeros(words * 32, np.bool_)
     flags[list(tokens)] = True
     return np.packbits(flags, bitorder="little").view("<i4").astype(np.int32)
 
 
 class _Markers:
-    """Several texts that are looked for in the last tokens' bytes."""
+    """Searcher of several marker texts in the bytes of the latest tokens."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = tuple(text.encode() for text in texts)

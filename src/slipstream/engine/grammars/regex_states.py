@@ -34,16 +34,17 @@ if TYPE_CHECKING:
 Bits: TypeAlias = npt.NDArray[np.int32]
 
 MAX_NODES = 20_000
-"""Nodes of an automaton, with repetitions written out."""
+"""Maximum number of nodes of an automaton, with repetitions written out."""
 
 MAX_POSITIONS = 64
-"""Nodes that an answer may be at, at once."""
+"""Maximum number of nodes that an answer may be at simultaneously."""
 
 MAX_STATES = 4096
-"""States of an expression that are kept."""
+"""Maximum number of states that are kept for an expression."""
 
 MAX_MASKS = 128
-"""Different masks of an expression that are kept, 16 KB each for 128,000 tokens. States with others have no shared mask."""
+"""Maximum number of different masks that are kept for an expression, 16 KB each for 128,000 tokens. States with
+further masks have no shared one."""
 
 WALK_S = 0.002
 """Seconds of a step that one expression's new states may take. Others wait for the next step, and the requests' own matchers
@@ -77,7 +78,8 @@ class UnknownSyntaxError(Exception):
 
 
 def _escaped(char: str) -> int:
-    """Set of characters of an escape, as bits of ASCII. Those beyond it are left out."""
+    r"""Returns the set of ASCII characters that an escape such as `\d` stands for, as bits. Other
+    characters are left out."""
     if char in _ESCAPES:
         return _ESCAPES[char]
     if char.isalnum() or not char.isascii():
@@ -86,7 +88,7 @@ def _escaped(char: str) -> int:
 
 
 def _members(text: str) -> int:
-    """Set of a class in brackets."""
+    """Returns the set of characters of a class in brackets, such as `[a-z]`."""
     if any(operator in text for operator in ("&&", "--", "~~")):
         raise UnknownSyntaxError
     items = list(_MEMBER.finditer(text))
@@ -111,7 +113,8 @@ def _members(text: str) -> int:
 
 
 def parse(text: str) -> Part:
-    """An expression's parts. `UnknownSyntaxError` if there is syntax that is not known here."""
+    """Parses a regular expression into parts. `UnknownSyntaxError` if it has syntax that this
+    module does not know."""
     stack: list[list[list[Part]]] = [[[]]]  # groups, their alternatives, their parts
     at = 0
     while at < len(text):
@@ -218,7 +221,8 @@ class RegexAutomaton:
         return frozenset([n for n in seen if self._edges[n] or n == self._last])
 
     def after(self, nodes: frozenset[int], byte: int) -> frozenset[int] | None:
-        """The set after a character of ASCII. None if nothing can follow it, or if the set is too large."""
+        """Returns the set of nodes after one more ASCII character. None if the character does not fit, or if the set
+        is too large."""
         found = self.closed({to for n in nodes for own, to in self._edges[n] if own >> byte & 1})
         return found if self.can_follow(found) else None
 
@@ -253,8 +257,8 @@ class ClassVocabulary:
         self._masks: dict[bytes, Bits] = {}
 
     def expand(self, own: Bits) -> Bits | None:
-        """A mask of the model's vocabulary from one of this. None if a token may be forced: fewer than two characters can
-        follow."""
+        """Converts a mask of this vocabulary to one of the model's. None if fewer than two characters can follow,
+        because a token may be forced then."""
         if np.unpackbits(own[1:9].view(np.uint8)).sum() < 2:
             return None
         key = own.tobytes()
@@ -269,9 +273,9 @@ class ClassVocabulary:
 
 
 class RegexState:
-    """A state. `text` is a short answer that leads to it, in representatives. `mask` is that of the
-    model's vocabulary once `is_known`; None where there is no shared one. `accepts` whether the
-    answer may end here."""
+    """A state of an expression. `text` is a short answer that leads to it, written in
+    representatives of byte classes. `mask` is that of the model's vocabulary once `is_known`; None
+    where there is no shared one. `accepts` whether the answer may end here."""
 
     __slots__ = "accepts", "is_known", "mask", "next", "nodes", "text"
 

@@ -15,7 +15,7 @@ from slipstream.engine.grammars import regex_states
 from slipstream.engine.grammars.schema_promises import draft_of
 
 MAX_PARTS = 20_000
-"""Parts of a schema."""
+"""Maximum number of parts of a schema."""
 
 MAX_NAMES = 32_768
 """Limit of the characters of an object's names, up to which it may have other names too."""
@@ -153,7 +153,8 @@ def _texts(text: str) -> list[Expression]:
 
 
 def _padded(low: int, high: int, width: int) -> Expression:
-    """Numbers from `low` to `high` with leading zeros."""
+    """Expression of the numbers from `low` to `high`, written with `width` digits, leading zeros
+    included."""
     a, b = f"{low:0{width}}", f"{high:0{width}}"
     if a == b:
         return _text(a)
@@ -375,7 +376,7 @@ class _Writer:
         return _all(_text("{"), space, first, _text("}"))
 
     def _other_name(self, names: Sequence[str]) -> Expression:
-        """Returns the expression of a string that is none of these."""
+        """Returns the expression of a property name that is none of the given ones."""
 
         def after(endings: list[str]) -> Expression:
             """Returns the expression of a string's rest, so that the text is none of the
@@ -425,7 +426,8 @@ def _from_regex(part: regex_states.Part, within: int) -> Expression:
 
 
 def expression_of(grammar: str) -> Expression:
-    """A schema, given as llguidance's grammar. SchemaUnknownError if something of it is not written here."""
+    """Returns the expression of a schema, which is given as llguidance's grammar. SchemaUnknownError if it has
+    something that this module can't express."""
     [part, *others] = json.loads(grammar)["grammars"]
     if others or "json_schema" not in part:
         raise SchemaUnknownError

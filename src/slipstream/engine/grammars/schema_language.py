@@ -24,10 +24,10 @@ from slipstream.engine.grammars.schema_expressions import (
 )
 
 MAX_PLACES = 64
-"""Places that a text may be at, at once."""
+"""Maximum number of places that a text may be at simultaneously."""
 
 MAX_REACHED = 2048
-"""Places that are looked at to find those."""
+"""Maximum number of places that are visited to find those."""
 
 FAR_BELOW, FAR = -1, -2
 """Counts that are far below the least, and between least and most but far below the most."""

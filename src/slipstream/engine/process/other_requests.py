@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from slipstream.engine.beams import BeamSearchOutput
+from slipstream.engine.media.picture_files import PictureFile
+from slipstream.engine.media.prepared import PreparedMedia
 from slipstream.engine.process.core_client import CoreClient, CoreLink
 from slipstream.engine.process.core_messages import AddBeams, AddTexts, Outputs
 from slipstream.engine.process.operation_messages import AlignAudio
@@ -19,8 +21,6 @@ from slipstream.engine.requests.prepared_beams import PreparedBeams, prepare_bea
 from slipstream.engine.requests.processor import InputProcessor, in_thread_if_long, num_characters
 from slipstream.engine.requests.texts import PreparedTexts
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.engine.vision.picture_files import PictureFile
-from slipstream.engine.vision.pictures import PreparedPicture
 from slipstream.errors import EngineError
 from slipstream.messages.beams import BeamsOutput
 from slipstream.messages.media import AlignmentQuestion, Matrix
@@ -53,21 +53,21 @@ class OtherRequests(WeightOperations):
         """Cancel engine requests."""
         raise NotImplementedError
 
-    def check_pictures(self, count: int) -> None:
-        """Raise RequestError if a prompt can't have `count` pictures."""
-        self._input.prompts.media.check_pictures(count)
+    def check_media(self, count: int) -> None:
+        """Raise RequestError if a prompt can't have `count` pictures or sounds."""
+        self._input.prompts.media.check_media(count)
 
     async def measure_picture(self, data: bytes) -> PictureFile:
         """Reads a picture file's header. Returns the checked file with its number of pixels, for
-        `prepare_picture`."""
-        pictures = self._input.prompts.media.processor_of_files()
+        `prepare_media`."""
+        pictures = self._input.prompts.media.picture_processor()
         return await asyncio.wrap_future(pictures.measure(data))
 
-    async def prepare_picture(self, source: Any, detail: str = "auto") -> PreparedPicture:
+    async def prepare_media(self, source: Any, detail: str = "auto") -> PreparedMedia:
         """A picture for `multi_modal_data` of prompts, prepared in a pool of threads. RequestError says what is wrong with it.
         `detail` is OpenAI's: "low" reads it smaller."""
-        pictures = self._input.prompts.media.processor_for(1)
-        return await asyncio.wrap_future(pictures.submit(source, detail))
+        processor = self._input.prompts.media.processor_for(1)
+        return await asyncio.wrap_future(processor.submit(source, detail))
 
     async def attention_of(self, asked: AlignmentQuestion) -> Matrix:
         """The attention of a text's tokens to the states of its audio [tokens, states]."""

@@ -19,7 +19,7 @@ def fork(first: EngineRequest, index: int) -> EngineRequest:
         first,
         request_id=f"{first.request_id}/{index}",
         fork_of=first.request_id,
-        images=tuple(dataclasses.replace(image, pixels=b"") for image in first.images),
+        media=tuple(dataclasses.replace(span, data=b"") for span in first.media),
         sampling=dataclasses.replace(sampling, seed=seed, prompt_logprobs=None),
     )
 

@@ -65,7 +65,7 @@ def prepare_beams(
     )
     made = processor.prepare(prompt, sampling, options)
     (first,) = made.engine_requests
-    if first.images:
+    if first.media:
         raise RequestError(
             "beam search takes no pictures and no sounds; leave them out", field="multi_modal_data"
         )

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 from slipstream.config import EngineConfig
 from slipstream.engine.grammars.check import check
+from slipstream.engine.media.prepared import MediaProcessor, PreparedMedia, placed
+from slipstream.engine.media.reader import media_processor
 from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.requests.choices import check_answer, fork
 from slipstream.engine.requests.languages import both_sides
-from slipstream.engine.requests.media import media_processor
 from slipstream.engine.requests.over_context import over_context
 from slipstream.engine.requests.prompts import PromptReader
 from slipstream.engine.requests.reasoning_budgets import with_reasoning
@@ -26,7 +27,6 @@ from slipstream.engine.requests.texts import TextsProcessor
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.text.tools import Formats
 from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
-from slipstream.engine.vision.pictures import MediaProcessor, PreparedPicture, placed
 from slipstream.errors import AdapterError, RequestError
 from slipstream.messages.media import AudioWindow
 from slipstream.messages.requests import EngineRequest, pack_ids
@@ -73,12 +73,12 @@ def _listed(data: Any) -> list[Any]:
 
 
 def num_characters(prompt: Prompt | tuple[str, str]) -> int:
-    """Number of characters to tokenise, 0 for token ids. A prompt with pictures that are not
+    """Number of characters to tokenise, 0 for token ids. A prompt with media that are not
     prepared yet counts as a long text, so that their preparation runs in a thread."""
     if isinstance(prompt, dict):
         media = _listed(prompt.get("multi_modal_data"))
-        if not all(isinstance(x, PreparedPicture | AudioWindow) for x in media):
-            return INLINE_CHARS + 1  # pictures are waited for
+        if not all(isinstance(x, PreparedMedia | AudioWindow) for x in media):
+            return INLINE_CHARS + 1  # they are waited for
         prompt = prompt.get("prompt", "")  # type: ignore[assignment]
     return (
         sum(map(len, prompt))
@@ -115,11 +115,11 @@ class InputProcessor:
         ids: Iterator[str] | None = None,
         takes_adapters: bool = False,
         in_process: bool = True,
-        pictures: MediaProcessor | None = None,
+        media: MediaProcessor | None = None,
     ) -> None:
         """Prepares requests for one model. Without a `description` the model is a decoder that is
         not asked for vectors. `ids` yields the ids of engine requests. With `in_process` the model
-        runs in this process, so a request can hold functions. `pictures` reads a prompt's media."""
+        runs in this process, so a request can hold functions. `media` reads a prompt's pictures or sounds."""
         self.tokenizer = tokenizer
         self.description = description
         self._writes = description is None or description.spec.generates
@@ -132,9 +132,8 @@ class InputProcessor:
         self.takes_adapters = takes_adapters
         self.in_process = in_process
         self._breakers = Breakers(tokenizer, vocab_size)
-        self.pictures = pictures
         self._ids = ids or map(str, itertools.count())
-        self.prompts = PromptReader(tokenizer, vocab_size, max_model_len, description, pictures)
+        self.prompts = PromptReader(tokenizer, vocab_size, max_model_len, description, media)
         self.texts = TextsProcessor(self.prompts, self._ids)
 
     @classmethod
@@ -158,7 +157,7 @@ class InputProcessor:
             ids=ids,
             takes_adapters=config.lora is not None,
             in_process=in_process and config.parallel.num_ranks == 1,
-            pictures=media_processor(description, config),
+            media=media_processor(description, config),
         )
 
     def prepare(
@@ -187,20 +186,20 @@ class InputProcessor:
         if options.lora_request is not None and not self.takes_adapters:
             raise AdapterError("adapters are off; start with enable_lora", field="lora_request")
         audio: AudioWindow | None = None
-        pictures: Sequence[PreparedPicture] = ()
+        media: Sequence[PreparedMedia] = ()
         if self._reads_audio or (isinstance(prompt, dict) and "multi_modal_data" in prompt):
             audio = self.prompts.media.audio_of(prompt)
-            prompt, pictures = self.prompts.media.parted(prompt)
+            prompt, media = self.prompts.media.parted(prompt)
         any_length = sampling.truncate_prompt_tokens is not None
         special = options.add_special_tokens
         text, tokens, packed = self.prompts.tokens(
-            prompt, special, any_length=any_length, pictures=pictures, salt=options.cache_salt
+            prompt, special, any_length=any_length, media=media, salt=options.cache_salt
         )
         salt = options.cache_salt
-        images = placed(tokens, pictures, self.prompts.media.vision, salt) if pictures else ()
-        if images and any_length:
+        spans = placed(tokens, media, self.prompts.media.spec, salt) if media else ()
+        if spans and any_length:
             raise RequestError(
-                "a prompt with pictures can't be cut", field="truncate_prompt_tokens"
+                "a prompt with pictures or sounds can't be cut", field="truncate_prompt_tokens"
             )
         if sampling.truncate_prompt_tokens is not None:
             tokens = self.prompts.cut(tokens, sampling, text is not None and special)
@@ -270,7 +269,7 @@ class InputProcessor:
             max_tokens=max_tokens,
             encoder_token_ids=encoded,
             audio=audio,
-            images=images,
+            media=spans,
             marks=self.prompts.borders(tokens),
         )
         others = (fork(first, i) for i in range(1, sampling.num_drawn))

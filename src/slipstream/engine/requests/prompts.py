@@ -1,4 +1,4 @@
-"""Tokenises prompts: text, token ids, pictures. A prompt that this model can't take is a RequestError. No torch."""
+"""Tokenises prompts: text, token ids, pictures, sounds. A prompt that this model can't take is a RequestError. No torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.engine.media.prepared import (
+    MediaProcessor,
+    PreparedMedia,
+    expanded,
+    with_media,
+)
+from slipstream.engine.media.reader import MediaReader
 from slipstream.engine.requests.languages import LANGUAGES, without_languages
 from slipstream.engine.requests.over_context import MAX_CHARS_PER_TOKEN, hopeless
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.engine.vision.pictures import (
-    MediaProcessor,
-    PreparedPicture,
-    expanded,
-    with_pictures,
-)
-from slipstream.engine.vision.prompt_media import MediaReader
 from slipstream.errors import ContextLengthError, RequestError
 from slipstream.messages.requests import pack_ids
 from slipstream.params.prompts import Prompt
@@ -29,8 +29,8 @@ MAX_BORDERS = 2
 
 
 class PromptReader:
-    """Reader of prompts. `tokenizer` None: prompts are token ids. `pictures`: the pictures'
-    processor, for a model that takes some."""
+    """Reader of prompts. `tokenizer` None: prompts are token ids. `media`: the processor of
+    pictures or sounds, for a model that takes some."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class PromptReader:
         vocab_size: int,
         max_model_len: int,
         description: ModelDescription | None,
-        pictures: MediaProcessor | None,
+        media: MediaProcessor | None,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.description = description
-        self.media = MediaReader(description, pictures)
+        self.media = MediaReader(description, media)
 
     @property
     def of_texts(self) -> Tokenizer:
@@ -103,7 +103,7 @@ class PromptReader:
         add_special_tokens: bool,
         *,
         any_length: bool = False,
-        pictures: Sequence[PreparedPicture] = (),
+        media: Sequence[PreparedMedia] = (),
         salt: str | None = None,
     ) -> tuple[str | None, list[int], bytes]:
         """A prompt's text, if it has one, and its tokens, as a list and packed (`TokenIds`). `salt`: see `Tokenizer.encode`."""
@@ -114,7 +114,7 @@ class PromptReader:
             case {"prompt": str(said), **others} if not others:
                 prompt = said  # vLLM's other way to say a text
         if isinstance(prompt, str):
-            prompt = with_pictures(prompt, pictures, self.media.vision) if pictures else prompt
+            prompt = with_media(prompt, media, self.media.spec) if media else prompt
             tokenizer = self.check_text(prompt, any_length=any_length)
             text = prompt
             tokens = [*tokenizer.encode(prompt, add_special_tokens, salt=salt)]
@@ -122,8 +122,8 @@ class PromptReader:
         elif isinstance(given, dict) and set(given) == {"prompt_token_ids"}:
             given = given["prompt_token_ids"]
             text, (tokens, packed) = None, self.read_ids("prompt_token_ids", given)
-            if pictures:
-                tokens = [*expanded(tokens, pictures, self.media.vision, self.tokenizer)]
+            if media:
+                tokens = [*expanded(tokens, media, self.media.spec, self.tokenizer)]
                 packed = pack_ids(tokens)
         else:
             got = (

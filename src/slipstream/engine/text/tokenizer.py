@@ -81,7 +81,7 @@ class Tokenizer:
             tokenizer = cls.from_pretrained(model.path if path is None else path)
         rows = tokenizer._num_rows = model.spec.vocab_size
         tokenizer.image_placeholder = (
-            None if model.spec.vision is None else model.spec.vision.prompt.placeholder
+            None if model.spec.media is None else model.spec.media.prompt.placeholder
         )
         largest = max(
             [

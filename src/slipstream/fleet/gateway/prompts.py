@@ -45,7 +45,7 @@ class _Reading:
     input: InputProcessor
     adapters: dict[str, Any] = field(default_factory=dict)
 
-    def check_pictures(self, count: int) -> None:
+    def check_media(self, count: int) -> None:
         """Refuse to read a prompt with pictures: the replica decodes them, once."""
         if count:
             raise RequestError("pictures are read by a replica", field="image")

@@ -62,5 +62,5 @@ def _need(spec: PoolSpec) -> int:
     args = settled(spec.args)
     device = this_device(args.device)
     description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
-    _, ledger = estimate(args, description.taking_images(args.max_images), device, with_steps=True)
+    _, ledger = estimate(args, description.taking_media(args.max_images), device, with_steps=True)
     return needed_bytes(ledger, is_cuda=device.is_cuda)

@@ -1,4 +1,4 @@
-"""KV blocks as rows of many tensors, for copying from block to block."""
+"""Access to KV blocks for copying: a block is one row in each of many tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from slipstream.kernels.arrays import to_array
 
 
 class BlockTensors:
-    """The parts of blocks in several tensors. Row b of each tensor in `rows`, [B, n] of the widest
-    possible type, is a part of block b."""
+    """Tensors that together hold the KV blocks. Row b of every tensor in `rows` ([B, n], of the
+    widest possible type) is a part of block b."""
 
     def __init__(self, rows: Sequence[Tensor]) -> None:
         self.rows = list(rows)
@@ -46,8 +46,8 @@ class BlockTensors:
         return [to_array(rows) for rows in self.rows]
 
     def in_buffer(self, buffer: Tensor) -> BlockTensors:
-        """Returns the parts of blocks that are side by side in `buffer`, uint8
-        [blocks, num_bytes]."""
+        """Returns views of `buffer`, uint8 [blocks, num_bytes], in which a block's parts follow one
+        another."""
         return BlockTensors(
             [part.view(self.rows[0].dtype) for part in buffer.split(self.row_bytes, dim=1)]
         )

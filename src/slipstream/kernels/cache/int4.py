@@ -32,7 +32,8 @@ SHIFT = 7
 LARGEST = 0xF7
 """The largest scale. Bytes above stand for no finite number."""
 CANDIDATES = 3
-"""Scales that are tried: the smallest that cuts no number off, and those below it."""
+"""Number of scales that are tried: the smallest that represents the largest number without
+clipping, and the next lower ones."""
 
 
 @functools.cache
@@ -51,12 +52,13 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def fold_of(queries: Tensor, keys: Tensor, *, shifts: bool) -> Tensor:
-    """The `LayerKV.fold` of a layer, float32 [2, K, D]: factors of keys, then what is subtracted
-    from them before. `queries` float32 [K, D] are mean squares, keys [N, K, D].
+    """Returns `LayerKV.fold` for a layer, float32 [2, K, D]: the factors that keys are multiplied
+    by, and the values that are subtracted from keys before that. `queries` float32 [K, D] are mean
+    squares, keys [N, K, D].
 
     The error of a score is smallest if keys are multiplied by √(|q| / |k|), dimension by dimension
-    (by Cauchy and Schwarz). `shifts`: False if scores are changed further, so that none may be
-    subtracted from all."""
+    (by Cauchy and Schwarz). `shifts` is False if the scores are changed later, for example by a
+    soft cap: then nothing may be subtracted from the keys."""
     keys = keys.float()
     mean = keys.mean(0) if shifts else torch.zeros_like(keys[0])
     k, q = (x.sqrt() for x in ((keys - mean).square().mean(0), queries))
@@ -65,7 +67,8 @@ def fold_of(queries: Tensor, keys: Tensor, *, shifts: bool) -> Tensor:
 
 
 def folded_queries(q: Tensor, fold: Tensor) -> Tensor:
-    """q [T, H, D] as the cache's keys expect it, float32."""
+    """Transforms queries [T, H, D] to match the stored keys: float32, divided by the keys' factors
+    and rotated."""
     return rotated(q.float() / fold[0].repeat_interleave(q.shape[1] // fold.shape[1], 0))
 
 
@@ -98,7 +101,8 @@ def read(kv: LayerKV, blocks: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _planes(cache: Tensor, head_dim: int, bits: int) -> tuple[Tensor, ...]:
-    """Views of a cache [B, K, block_size, bytes]."""
+    """Views of the parts of an int4 cache [B, K, block_size, bytes]: codes, the fifth bits of keys,
+    and scales."""
     size, flat = cache.shape[2], cache.flatten(2)
     if bits == 4:
         codes, scales = flat.split((size * head_dim // 2, size), -1)
@@ -113,7 +117,7 @@ def _halves_in_bytes(codes: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, bits: int, num_scales: int) -> tuple[Tensor, Tensor]:
-    """Codes [..., D] as int32, and scales [..., num_scales] as bytes."""
+    """Quantizes to (codes [..., D] int32, scales [..., num_scales] as bytes)."""
     most, parts = 1 << (bits - 1), x.unflatten(-1, (num_scales, -1))
     half = (parts.abs().amax(-1) / most).clamp(max=60000).half()
     scales = ((half.view(torch.int16).int() + (1 << SHIFT) - 1) >> SHIFT).clamp(max=LARGEST)

@@ -58,11 +58,10 @@ def shared_caches(
     state: Callable[[int], LayerState | None] = lambda layer: None,
     index: Callable[[int], Tensor | None] = lambda layer: None,
 ) -> list[LayerKV]:
-    """Makes the caches of `layers`, with an 8-bit cache's `scales` or an int4 cache's folds, and the
-    states and index keys that `state` and `index` make for a layer.
-
-    `places` (`ModelSpec.cache_places`) are those of all layers. Layers of different groups at one
-    place share what `new` makes for the first of them.
+    """Makes the caches of `layers`. An 8-bit cache gets its `scales`, an int4 cache its folds.
+    `state` and `index` make a layer's states and index keys. `places` (`ModelSpec.cache_places`)
+    gives the place of every layer: layers of different groups at the same place share the tensors
+    that `new` makes for the first of them.
     """
     held = {i: places[i] for i in layers}
     made = {place: new(i) for i, place in reversed(held.items())}

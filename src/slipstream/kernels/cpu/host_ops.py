@@ -1,5 +1,5 @@
-"""Packs weights for a CPU's C++ kernels and copies blocks, all in NumPy arrays: the parts of an op set
-outside the layers. `row_sampler.py` samples.
+"""Packs weights for a CPU's C++ kernels and copies blocks, all in NumPy arrays. These are the parts
+of an op set that run outside the layers. `row_sampler.py` samples.
 
 So a step that is one C++ program (`model/step_program.py`) needs no torch. The ops themselves are
 in `cpu.py`. Weights are packed once, and the packed form replaces the dense one:
@@ -63,8 +63,9 @@ TOKENS, ROUNDS = (2, 4, 8, 12, 16, 24, 32, 64), 3
 """Tried token counts, and rounds of measurement, in `faster_from`."""
 
 COPIES_BYTES, MAX_COPIES = 32 * 2**20, 64
-"""Bytes to fill with copies of a dense weight that are multiplied in turn, because in a step a
-product's weights come from memory."""
+"""Total size and maximum number of the copies of a dense weight that a measurement multiplies in
+turn. Several are needed because in a step a product's weights come from memory, not from a
+processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +164,8 @@ class HostOps(RowSampler):
         return self._with_copy(sparse, dense) if self._dense_copies else sparse
 
     def _with_copy(self, sparse: Packed, dense: Packed) -> Packed:
-        """Adds a dense copy to the sparse weight for the steps in which that is faster on this
-        machine, if there are any."""
+        """Adds a dense copy to the sparse weight if this machine multiplies steps of some size
+        faster with it."""
         if self._dense_from == 0:
             self._dense_from = faster_from(self.pool, sparse, dense)
         if self._dense_from is None:
@@ -287,8 +288,8 @@ def _native(weight: Weights, bias: Any, parts: tuple[Packed, ...]) -> NativeLine
 
 
 def _pack_blocks(w: BlockLinear, arena: Arena) -> tuple[Packed, ...]:
-    """Packs blocks: one part if all rows have one type, else a part for each run of rows that a
-    tensor of the checkpoint fills."""
+    """Packs GGUF blocks. If all rows have one type, there is one part; otherwise there is one for
+    the rows of each of the checkpoint's tensors."""
     rows, inner = w.weight.shape
     if len({piece.type for piece in w.pieces}) == 1:
         packed = Packed.empty(native.BLOCK_KINDS[w.pieces[0].type], rows, inner, arena)
@@ -307,8 +308,8 @@ def _pack_blocks(w: BlockLinear, arena: Arena) -> tuple[Packed, ...]:
 
 
 def four_bits(scheme: Scheme) -> int:
-    """Returns the kind of an `int4` scheme's weights: groups of 32 as in GGUF's Q4_1, or of 128.
-    ConfigError for others."""
+    """Returns the kind (`native.Q4M`, …) for weights of an `int4` scheme, whose groups have 32
+    elements (as in GGUF's Q4_1) or 128. ConfigError for others."""
     kinds = {32: native.Q4M, 128: native.W4M}
     if scheme.group_size not in kinds:
         raise _no_product(scheme)

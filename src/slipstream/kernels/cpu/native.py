@@ -54,7 +54,7 @@ CEILINGS = ("read", "int8", "bfloat16", "float32", "int6")
 products are faster on some processors."""
 
 ROWS_F32, ROWS_BF16 = -1, -2
-"""Kinds of tables that only `embed` reads, in torch's layout."""
+"""Kinds of embedding tables in torch's layout, which only `embed` reads."""
 
 BLOCK_KINDS = {quant.name: quant.cpu_kind for quant in TYPES.values() if quant.cpu_kind is not None}
 """GGUF's types that are used as they are."""
@@ -71,7 +71,7 @@ KIND_NAMES = {kind: name for name, kind in BLOCK_KINDS.items()} | {
 """Names of the kinds, for messages."""
 
 FORM_F32, FORM_BF16, FORM_Q = range(3)
-"""Forms of activations that products read."""
+"""Formats in which products read activations."""
 
 ACTIVATIONS: dict[NamedActivation, int] = {
     "silu": 0,
@@ -85,8 +85,8 @@ CACHES = {"float32": 0, "bfloat16": 1, "int8": 2}
 
 
 def activation_of(activation: Activation) -> tuple[int, float, float] | None:
-    """Returns the operators' arguments (kind, alpha, limit), or None if they do not have this
-    activation."""
+    """Returns an activation as the operators' arguments (kind, alpha, limit); None if the library
+    lacks it."""
     if isinstance(activation, ClampedSwiglu):
         return CLAMPED_SWIGLU, activation.alpha, activation.limit
     if isinstance(activation, Xielu):
@@ -166,7 +166,7 @@ def instruction_sets(*, emulated: bool = False) -> list[str]:
 
 
 def without_tiles(isa: str | None) -> str:
-    """Returns `isa` (None: the machine's best) or, of one with matrix tiles, the same without."""
+    """Returns `isa` (None: the machine's best), but without matrix tiles if it has them."""
     isa = isa or instruction_sets()[-1]
     return CPU_ISAS[isa].without_tiles or isa
 

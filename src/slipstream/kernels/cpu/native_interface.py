@@ -9,7 +9,7 @@ from typing import Any
 
 
 class LayerPointers(ctypes.Structure):
-    """The struct `ss_layer_kv`."""
+    """The C struct `ss_layer_kv`: a layer's cache and states."""
 
     _fields_ = (
         *(
@@ -21,7 +21,7 @@ class LayerPointers(ctypes.Structure):
 
 
 class GroupInputs(ctypes.Structure):
-    """The struct `ss_group`."""
+    """The C struct `ss_group`: block tables and slots of one cache group."""
 
     _fields_ = (
         ("seq_lens", c_void_p),
@@ -32,7 +32,7 @@ class GroupInputs(ctypes.Structure):
 
 
 class StepInputs(ctypes.Structure):
-    """The struct `ss_step`."""
+    """The C struct `ss_step`: the inputs of one step."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_tokens", "num_seqs", "num_decodes", "block_size")),
@@ -46,7 +46,7 @@ class StepInputs(ctypes.Structure):
 
 
 class Job(ctypes.Structure):
-    """The struct `ss_job`."""
+    """The C struct `ss_job`: a program and the step that it is to compute."""
 
     _fields_ = (("program", c_void_p), ("num_tokens", c_int64))
 

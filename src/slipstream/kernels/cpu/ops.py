@@ -243,7 +243,8 @@ class NativeOps(CpuOps):
         experts: Experts,
         load: ExpertCounters | None,
     ) -> Tensor:
-        """`moe`. `made`: a choice that is made already, experts and then weights [T, 2 · k]."""
+        """Computes `OpSet.moe`. `made` is a choice of experts made before: [T, 2 · k], a token's
+        experts and then their weights."""
         up, down, spec = experts.up, experts.down, experts.spec
         assert isinstance(up, NativeExperts)
         assert isinstance(down, NativeExperts)
@@ -432,7 +433,7 @@ class NativeOps(CpuOps):
         return self.host.sample(logits, params)
 
     def _run_cached(self, program: Program, kv: LayerKV, meta: AttentionMetadata) -> None:
-        """Runs a program with this cache as its layer 0."""
+        """Runs a program whose layer 0 uses this cache."""
         inputs, kept = step_inputs(meta, layer_pointers([kv]), kv)
         program.run(inputs)
         del kept
@@ -440,7 +441,7 @@ class NativeOps(CpuOps):
     def _run_stateful(
         self, p: Program, state: LayerState, meta: AttentionMetadata, out: Tensor, x: Tensor
     ) -> Tensor:
-        """Runs a program with these states as its layer 0's → `out` in the type of `x`."""
+        """Runs a program whose layer 0 uses these states. Returns `out` in the type of `x`."""
         inputs, kept = state_inputs(meta, state)
         p.run(inputs)
         del kept
@@ -451,7 +452,7 @@ class NativeOps(CpuOps):
 
 
 def _held(w: AnyLinear) -> AnyLinear:
-    """Returns the weight with a torch placeholder instead of NumPy's."""
+    """Replaces the weight's NumPy placeholder, which has its shape and type, by a torch one."""
     return replace(w, weight=meta(to_array(w.weight) if isinstance(w.weight, Tensor) else w.weight))
 
 

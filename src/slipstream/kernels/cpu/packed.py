@@ -39,9 +39,8 @@ from slipstream.kernels.weights.forms import NO_ROWS, Linear
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [rows, inner] in the kernels' order.
-
-    A sparse one may also be held as I8, `dense`, which steps of `dense_from` tokens and more read.
+    """A weight [rows, inner] in the C++ kernels' memory order. A sparse weight may have a second
+    copy `dense`, of kind I8, which steps of at least `dense_from` tokens use.
     """
 
     kind: int
@@ -183,14 +182,15 @@ class Packed:
 
 
 def form_of(kind: int) -> int:
-    """Returns the form of activations that products with such weights read."""
+    """Returns the activation format (`native.FORM_*`) that products with weights of this kind
+    read."""
     return {F32: FORM_F32, BF16: FORM_BF16}.get(kind, FORM_Q)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """A part of the packed weights of all experts: the same rows of each, [rows, inner], one expert
-    after another."""
+    """Packed weights of all experts, or some rows of them: the same rows [rows, inner] of each
+    expert, one expert after another."""
 
     kind: int
     rows: int
@@ -217,16 +217,15 @@ class PackedExperts:
 
 
 def is_rounded(parts: Sequence[Packed | PackedExperts]) -> bool:
-    """Tells whether no part holds values of the model's own type."""
+    """Tells whether all parts are quantized."""
     return all(part.kind not in (F32, BF16) for part in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLinear(Linear):
-    """A packed weight.
-
-    `parts` follow one another in the rows; there are several if a checkpoint mixes types. `weight`
-    gives only the shape and type. `bias` is float32.
+    """A packed weight of a product. `parts` hold its rows, one part after another; there are
+    several if a checkpoint mixes types. `weight` is a placeholder with the shape and type. `bias`
+    is float32.
     """
 
     parts: tuple[Packed, ...]
@@ -243,5 +242,5 @@ class NativeLinear(Linear):
 
 
 def stand_in(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Returns an array of that shape and type that takes no memory."""
+    """Returns a placeholder: an array of that shape and type without memory of its own."""
     return np.broadcast_to(np.empty((), dtype), shape)

@@ -126,7 +126,7 @@ class HostExpertOps:
     def _begin(
         self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None
     ) -> Begun:
-        """Queues the host's work, which overlaps with what the device queues next."""
+        """Queues a call of the host. It overlaps with the device's next work."""
         weights, chosen = self._ops.route(
             router_logits, experts.spec, experts.correction, load, experts.scales
         )
@@ -199,7 +199,7 @@ class HostExpertOps:
         return self._biases.get(id(w))
 
     def _place(self, use: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        """Returns device memory that is reused for each layer."""
+        """Returns a buffer in the device's memory, which every layer reuses."""
         size = math.prod(shape) * dtype.itemsize
         held = self._copies.get(use)
         if held is None or held.numel() < size:
@@ -210,7 +210,8 @@ class HostExpertOps:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device of copies and of the experts that it holds."""
+        """Bytes of device memory for copies of weights and for the experts that the device
+        holds."""
         return sum(x.numel() for x in self._copies.values()) + sum(
             hot.num_bytes for hot in self._hot.values()
         )
@@ -222,8 +223,8 @@ class HostExpertOps:
         return bool(self._turns)
 
     def hold(self, mixtures: Mapping[int, Experts], num_bytes: int, dtype: torch.dtype) -> int:
-        """Holds experts of the host's mixtures (by layer) on the device too, as many of each as fit
-        in `num_bytes`.
+        """Copies some experts of each of the host's mixtures (by layer) to the device as well: the
+        same number of each, as many as fit in `num_bytes`.
 
         Returns the number per mixture.
         """
@@ -240,8 +241,8 @@ class HostExpertOps:
         return count
 
     def follow(self, load: Sequence[tuple[int, Sequence[int]]]) -> int:
-        """Updates the experts on the device by the load, for one layer, the next in turn. Returns
-        how many changed."""
+        """Replaces rarely chosen experts on the device by often chosen ones, in one layer per call,
+        all layers in turn. Returns the number of replaced experts."""
         if not self._turns:
             return 0
         self._turns.append(self._turns.pop(0))
@@ -250,10 +251,10 @@ class HostExpertOps:
         return 0 if counts is None else hot.follow(counts)
 
     def choose(self, mixtures: Iterable[Experts], dtype: torch.dtype, most_tokens: int) -> None:
-        """Measures from how many tokens on it is faster to copy the first mixture's experts, by the
-        faster of two runs each.
+        """Measures the number of tokens from which it is faster to copy the first mixture's experts
+        to the device than to compute on the host. Each way is run twice, and the faster run counts.
 
-        It is never if the device has no memory for a layer's.
+        Nothing is copied if the device has no memory for a layer's experts.
         """
         experts = next((e for e in mixtures if isinstance(e.up, NativeExperts)), None)
         if experts is None or not _can_copy(experts) or not self.arena.is_pinned:
@@ -297,10 +298,9 @@ def _can_copy(experts: Experts) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Work that the host was given.
-
-    `result`, float32 [T, E], is valid after the queue was joined; until then `given` must live.
-    `here` has the experts on the device, and the choice of them.
+    """Work that the host has begun. `result`, float32 [T, E], is valid once the device's queue has
+    waited for the host; until then `given` must live. `here` has the experts that the device
+    computes meanwhile, and which tokens chose them.
     """
 
     result: Tensor
@@ -309,7 +309,8 @@ class Begun:
 
 
 class HostMixture:
-    """A layer's experts as a program over memory that device and host share.
+    """A host program for one layer's experts, which reads and writes memory that device and host
+    share.
 
     `given`, float32 [SLICE, E + 2k], has a token's row, its experts and their weights. `result`,
     float32 [SLICE, E], has the output.
@@ -372,8 +373,8 @@ class SharedMemory:
         return self._pinned[name, width]
 
     def scratch(self, name: str, form: int, width: int, rows_a_token: int) -> Bytes:
-        """Returns a buffer of bytes with `rows_a_token` rows per token, of `width` elements in
-        `form`."""
+        """Returns a byte buffer for SLICE tokens with `rows_a_token` rows each; a row has `width`
+        elements in the activation format `form`."""
         row = int(native.load().ss_form_bytes(form, width))
         key = name, row, rows_a_token
         if key not in self._scratch:

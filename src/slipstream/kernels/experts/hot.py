@@ -69,8 +69,8 @@ class HotExperts:
         return sum(x.nbytes for x in (*self._weights, *self._biases) if x is not None)
 
     def follow(self, counts: Sequence[int]) -> int:
-        """Lets experts chosen more often replace others, by the counts since the start. Returns how
-        many changed."""
+        """Replaces experts on the device by others that were chosen more often lately. `counts` are
+        those since the start. Returns the number of replaced experts."""
         now = np.asarray(counts, np.int64)
         fresh = (
             now - self._seen if (now >= self._seen).all() else now
@@ -111,10 +111,8 @@ class HotExperts:
 
 
 def best_moves(load: npt.NDArray[np.float64], held: Sequence[int]) -> dict[int, int]:
-    """Returns {place: expert}: the most chosen experts outside `held` replace the least chosen
-    inside.
-
-    At most `MAX_MOVES`, each with a load ratio above `GAIN`.
+    """Returns the swaps as {place: new expert}: the most chosen experts outside `held` replace the
+    least chosen ones inside. There are at most `MAX_MOVES`, each with a load ratio above `GAIN`.
     """
     outside = np.setdiff1d(np.arange(len(load)), held)
     coming = outside[np.argsort(-load[outside], kind="stable")]

@@ -52,8 +52,8 @@ def expert_rows(w: Linear, num_experts: int) -> list[Tensor] | None:
 
 
 def layout(w: Linear, num_experts: int) -> str:
-    """Returns a description that must be equal for two weights to exchange experts: their bytes
-    then mean the same."""
+    """Returns a description of the weight's format. Two weights may exchange experts only if their
+    descriptions are equal, because then the bytes have the same meaning."""
     kinds = [part.kind for part in w.parts] if isinstance(w, NativeExperts | NativeLinear) else []
     own = {f.name: getattr(w, f.name) for f in dataclasses.fields(w)}
     said = [(name, x) for name, x in own.items() if isinstance(x, int | float | str)]

@@ -88,8 +88,8 @@ class AutogradOps(ReferenceOps):
 
     @staticmethod
     def _float32(x: Tensor) -> torch.autocast:
-        """Context that turns autocast off. Recurrences are computed in float32, because their
-        states collect the errors of all tokens."""
+        """Context manager that turns autocast off inside. Recurrences are computed in float32,
+        because their states collect the errors of all tokens."""
         return torch.autocast(x.device.type, enabled=False)
 
     def gated_delta(
@@ -175,7 +175,8 @@ def _mask(length: int, window: int | None, slopes: Tensor | None, q: Tensor) -> 
 
 
 def _each(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: AttentionParams) -> Tensor:
-    """Computes attention sequence by sequence, as no fused op has a soft cap or sinks."""
+    """Computes attention for each sequence separately. This supports soft caps and sinks, which
+    torch's fused op does not."""
     found = [
         attend(part, kv.k[i, :, : len(part)], kv.v[i, :, : len(part)], s)
         for i, part in enumerate(q.split(meta.seq_lens.tolist()))

@@ -21,7 +21,8 @@ from slipstream.kernels.plain.recurrent import L2_EPS, decay_logs
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 
 CHUNK, CHANNELS_CHUNK = 64, 16
-"""Tokens of a chunk, with a decay by head and by channel: the latter takes C² · K numbers a head."""
+"""Tokens of a chunk if the decay is one number per head, and if it is one per channel. The latter
+takes C² · K numbers for each head."""
 
 
 def _rows(meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
@@ -54,7 +55,7 @@ def short_conv(x: Tensor, meta: AttentionMetadata, params: ConvParams) -> Tensor
 def _recurrence(
     q: Tensor, k: Tensor, v: Tensor, logs: Tensor, meta: AttentionMetadata, beta: Tensor | None
 ) -> Tensor:
-    """Sᵀ q of S = exp(logs) · S + k uᵀ → [T, H, V].
+    """Computes Sᵀ q [T, H, V] at each token, where the state follows S ← exp(logs) · S + k uᵀ.
 
     q and k are [T, H, K], v [T, H, V], logs [T, H, 1 or K]. u is v, or with `beta` [T, H] the delta rule's
     β (v − Sᵀ k) of the decayed S.
@@ -77,7 +78,8 @@ def _recurrence(
         )  # [S, H, C, C, 1 or K]
 
         def scores(x: Tensor, k_: Tensor = k_, apart: Tensor = apart) -> Tensor:
-            """Computes x_t · (decay from j to t) k_j, [S, H, C, C]."""
+            """Computes the scores x_t · (decay from j to t) · k_j of a chunk's tokens t and j, [S,
+            H, C, C]."""
             if apart.shape[-1] == 1:
                 return (x @ k_.mT) * apart[..., 0].exp()
             return torch.einsum("shtk,shtjk,shjk->shtj", x, apart.exp(), k_)

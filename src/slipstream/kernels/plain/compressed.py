@@ -100,7 +100,7 @@ def _sequences(meta: AttentionMetadata) -> Iterator[tuple[int, int, Tensor, int]
 
 
 def _places(first: int, last: int, blocks: Tensor, kv: LayerKV) -> tuple[Tensor, int, Tensor]:
-    """Returns the index, in a cache tensor, of the rows of positions [first, last)."""
+    """Returns an index into a cache tensor that selects the rows of positions [first, last)."""
     at = torch.arange(first, last, device=blocks.device)
     return blocks[at // kv.block_size].long(), 0, at % kv.block_size
 
@@ -116,7 +116,8 @@ def _entry_places(
 
 
 def _close(first: int, length: int, blocks: Tensor, kv: LayerKV, p: CompressedParams) -> None:
-    """Writes the entries of the windows that end in this step, of positions [first, length)."""
+    """Writes the compressed keys of the windows that end at positions [first, length), those of
+    this step."""
     s, index = p.spec, kv.index
     assert index is not None
     assert p.entry_norm is not None

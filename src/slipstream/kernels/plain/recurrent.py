@@ -56,8 +56,8 @@ def short_conv(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Co
 
 
 def decay_logs(raw: Tensor, params: GatedDeltaParams) -> Tensor:
-    """Returns g, the logarithms of the factors by which a token decays the state, float32 [T, H,
-    K], or [T, H, 1]."""
+    """Returns the logarithms of the factors by which each token decays the state, float32 [T, H, K]
+    or [T, H, 1]."""
     s, rate = params.spec, params.decay.float().exp()[:, None]
     raw = (raw.float() + params.time.float()).unflatten(1, (s.num_heads, -1))
     return -rate * F.softplus(raw) if s.bound is None else s.bound * (rate * raw).sigmoid()

@@ -44,7 +44,7 @@ from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
 
 def activate_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Returns the inputs of the second product, float32."""
+    """Returns the input of an MLP's second product, float32: the gate's activation times up."""
     if isinstance(activation, ClampedSwiglu):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
@@ -131,7 +131,8 @@ def count_experts(chosen: Tensor, load: ExpertCounters | None) -> None:
 
 
 MIN_WEIGHT = 1e-20
-"""Added to the sum that weights are divided by, since all logistic functions may be 0."""
+"""Number added to the sum that experts' weights are divided by, because with logistic functions the
+sum may be 0."""
 
 
 ROUNDED = (ScaledLinear, TileScaledLinear, GroupedLinear)
@@ -442,8 +443,8 @@ def attend(
 
 
 def biases(distance_bias: Tensor, distance: Tensor) -> Tensor:
-    """Looks up [H, 2R + 1] at key position − query position, a tensor of any shape →
-    [H, *shape]."""
+    """Looks up `distance_bias` [H, 2R + 1] at each `distance` (key position − query position, a
+    tensor of any shape) → [H, *shape]."""
     reach = distance_bias.shape[1] // 2
     return distance_bias[:, distance.clamp(-reach, reach) + reach]
 
@@ -580,8 +581,8 @@ def nucleus(ordered: Tensor, probs: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """Draws for each row of weights [S, V] ≥ 0 the first kept token, in id order, where the running
-    sum exceeds u · total."""
+    """Draws a token for each row of weights [S, V] ≥ 0: the first one, in the order of ids, at
+    which the running sum exceeds u · total."""
     return first_beyond(
         weights, u.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64)
     )

@@ -1,1 +1,1 @@
-"""Recordings of the ops of a model, and what is read from them. No torch."""
+"""Recordings of a model's ops, and tests of which fast paths can run them. No torch."""

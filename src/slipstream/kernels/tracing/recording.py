@@ -74,7 +74,7 @@ class Value:
         return self._shaped(tuple(self.width // known if n == -1 else n for n in sizes))
 
     def _shaped(self, shape: tuple[int, ...]) -> Value:
-        """Returns a view: another value with the same index."""
+        """Returns a symbolic view: a value with another shape that refers to the same result."""
         return Value(self.index, shape, self.inputs, self.recorder)
 
     def __add__(self, other: Value) -> Value:
@@ -550,7 +550,7 @@ class RecordingOps:
         )
 
     def expert_load(self, counts: Any, kv: TracedKV, meta: TracedMeta) -> Any:
-        """Returns the given counts: tracing changes none."""
+        """Returns the given counts unchanged, because nothing is computed while recording."""
         return counts
 
     def moe(self, x: Value, router_logits: Value, experts: Experts, load: Any = None) -> Value:
@@ -570,8 +570,8 @@ class RecordingOps:
 
 
 def _inner(table: Any) -> int:
-    """Returns the width of a table, which is a tensor or a product's weight. A packed weight says it
-    itself, since its tensors have other shapes."""
+    """Returns the number of columns of a table, which is a tensor or a product's weight. A packed
+    weight has an attribute for it, because its tensors have other shapes."""
     first = getattr(table, "parts", (table,))[0]
     weight = getattr(first, "weight", first)
     for one in (first, weight):

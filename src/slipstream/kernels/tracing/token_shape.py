@@ -49,7 +49,7 @@ MAX_MIDS = 32768
 """Maximum inputs of a token's down products together, which the consumer threads hold in
 registers."""
 MAX_TABLES = 2
-"""Number of block tables that the kernel is given."""
+"""Maximum number of block tables: the kernel has this many parameters for them."""
 
 
 def widths(s: TokenShape) -> tuple[int, int, int]:
@@ -159,8 +159,8 @@ def match_layers(body: Sequence[Op]) -> tuple[TokenShape, list[LayerMatch]] | Re
 
 
 def _sums_apart(body: Sequence[Op]) -> Iterator[Op]:
-    """Yields the ops, with a sum over ranks and its norm as two ops. The sum belongs to the layer
-    that made its parts."""
+    """Yields the ops, but splits an op that sums over ranks and norms into two. The sum belongs to
+    the layer whose results it adds."""
     made: dict[int, int | None] = {}  # by value
     for op in body:
         made |= {x.index: op.layer for x in op.outputs}
@@ -180,11 +180,13 @@ OF_ATTENTION = (
     *("num_heads", "num_kv_heads", "head_dim", "latent", "interleaved", "qk_eps", "qk_offset"),
     *("scale", "output_gate"),
 )
-"""Fields of `TokenShape` that a recurrent layer takes from the layers with attention."""
+"""Fields of `TokenShape` that describe attention. A recurrent layer has none, so its shape takes
+them from the model's layers with attention."""
 
 
 def _with_attention(layers: Sequence[LayerMatch]) -> None:
-    """Completes the recurrent layers, and checks that all layers have the same recurrence, if any."""
+    """Fills in the attention fields of recurrent layers, and checks that all recurrent layers have
+    the same recurrence."""
     attended = [x for x in layers if x.shape.delta is None]
     deltas = {x.shape.delta for x in layers} - {None}
     if not attended or len(deltas) > 1:
@@ -274,7 +276,7 @@ class Matcher:
     window: int | None = None
     cache_group: int = 0
     groups: list[Any] = field(default_factory=list)
-    """Rank groups of the sums so far."""
+    """Rank groups of the sums that were read so far."""
 
     def layer(self) -> LayerMatch:
         if self._next != "norm":

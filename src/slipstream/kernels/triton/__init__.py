@@ -85,7 +85,7 @@ from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 DECLARING = (
     float4, fp8_block, gguf, linear, mla, mla_prefill, moe, paged, pointwise, sampling, split_keys,
 )  # fmt: skip
-"""Kernel files with choices by the size of a step."""
+"""Kernel files that declare `THRESHOLDS`, because they choose kernels by the size of a step."""
 
 
 def attention_kind(kv: LayerKV) -> str:
@@ -144,7 +144,7 @@ class TritonOps(OpSet):
         return dtype.itemsize == 1
 
     def with_tiles(self, tiles: TileTable) -> TritonOps:
-        """A copy of this op set, with the same weights and other tiles."""
+        """Returns a copy of this op set that uses other tiles. The weights are the same objects."""
         other = TritonOps(tiles, deterministic=self.deterministic, dense_copies=self.dense_copies)
         other._scratch = self._scratch
         return other
@@ -212,8 +212,8 @@ class TritonOps(OpSet):
         return self.pack_experts(made, num_experts=num_experts)
 
     def _sparse(self, w: Linear) -> Linear:
-        """`w` with a 2:4 copy if that is faster. `deterministic` gets no copy, because it sums in
-        another order."""
+        """Adds a 2:4 sparse copy to `w` if products are faster with it. With `deterministic` there
+        is none, because it sums in another order."""
         return w if self.deterministic else sparse24.with_sparse_copy(w, self.tiles)
 
     def linear(self, x: Activations, w: Linear) -> Tensor:

@@ -23,7 +23,7 @@ from slipstream.platform.cuda import CudaPlatform
 from slipstream.platform.meta import MetaPlatform
 
 MAX_DYNAMIC_SHARED = 8
-"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+"""The driver API's constant CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 LAUNCHES = {"cooperative": 2, "overlapped": 6, "after": None}
 """CUlaunchAttributeID by kind of launch:
 
@@ -135,7 +135,7 @@ def _arch(capability: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CudaSource:
-    """Source of one kernel: its text, the kernel's name in it, and definitions of names."""
+    """CUDA source of one kernel: the text, the kernel's name in it, and the macros to define."""
 
     text: str
     name: str
@@ -157,8 +157,8 @@ class CudaSource:
 
 
 class CudaKernel:
-    """One kernel compiled from CUDA source. `launch`: a key of `LAUNCHES`. On a described GPU only its
-    source is noted."""
+    """One kernel compiled from CUDA source. `launch`: a key of `LAUNCHES`. On a GPU that is only
+    described (`platform/meta.py`) nothing is compiled: the source is recorded for later."""
 
     def __init__(
         self,

@@ -35,9 +35,10 @@ MAX_LISTED = 4096
 TILE = 1024
 """Logits that a thread block of a level adds up at once, for each of its sums."""
 SPLIT_ROWS = 32
-"""Largest number of rows of which a thread block reads one block of tokens."""
+"""Largest number of rows for which each thread block reads a single block of tokens."""
 MAX_PROGRAMS = 1056
-"""Thread blocks that more rows are shared out to, eight for each of an H200's multiprocessors."""
+"""Number of thread blocks for more rows than SPLIT_ROWS: eight for each of an H200's
+multiprocessors."""
 
 ONE = tl.constexpr(float(2**42))
 """Count of a weight of 1. Sums of up to 2²⁰ tokens fit into 63 bits."""
@@ -45,9 +46,10 @@ ONE_BITS = tl.constexpr(0x3F800000)
 """The bits of 1.0. Weights are ordered like their bits."""
 LOWEST_KEY = tl.constexpr(-(2**31))
 REACH = tl.constexpr(24.0)
-"""Logarithm of the largest weight over the smallest that the first level tells from smaller ones."""
+"""Range of the first level: logarithm of the ratio between the largest weight and the smallest one
+that it distinguishes from smaller ones."""
 SURE = tl.constexpr(2e-5)
-"""Relative error allowed for in sums that are rounded."""
+"""Bound on the relative error of rounded sums."""
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_1, MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 
@@ -167,8 +169,8 @@ def _extent_kernel(
     logits_ptr, max_ptr, id_ptr, min_ptr, sums_ptr, state_ptr, vocab, row_stride, num_splits, num_blocks,
     BLOCK: tl.constexpr, SUMS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Finds `_extent` of `num_blocks` blocks of a row. The first split also clears the row's
-    state."""
+    """Finds the extent (`_extent`) of `num_blocks` blocks of a row. The row's first thread block
+    also clears its state."""
     if PDL:
         pdl_wait()
     i, split = tl.program_id(0), tl.program_id(1)
@@ -277,8 +279,9 @@ def _level_kernel(
 def _search(
     x_ptr, length, best, temperature, floor, k, p, num_above, mass_above, total, BLOCK: tl.constexpr
 ):
-    """The cuts of `length` logits, of which others are above: (least key for the k-th token, least
-    bits of a weight for top_p). Halving keeps the invariant that enough is at or above `low`."""
+    """Finds the cuts among `length` logits by halving: (least key that top_k keeps, least bits of a
+    weight that top_p keeps). Larger logits were counted before. The invariant is that enough tokens
+    are at or above `low`."""
     some_x = tl.zeros((BLOCK,), tl.int32)  # of all logits that count: the largest and smallest key
     high_keys, low_keys = some_x + LOWEST_KEY, some_x + 2147483647
     counts = some_x
@@ -340,7 +343,7 @@ def _search(
 def _search_list(
     x_ptr, length, best, temperature, floor, k, p, num_above, mass_above, total, LIST: tl.constexpr
 ):
-    """The result of `_search`, of logits that fit into registers; and whether the cuts are among them."""
+    """Runs `_search` on logits that fit into registers. Also returns whether the cuts are among them."""
     x = _logits(x_ptr, tl.arange(0, LIST), length)
     w = _weights(x, best, temperature)
     kept = _bits(w) >= floor

@@ -54,7 +54,8 @@ def use_layers(layers: Sequence[Path]) -> None:
 
 
 def _callee_first(update: Any) -> Any:
-    """Triton's step from a kernel to a function that it calls, after that function is hashed.
+    """Replacement for Triton's hashing of a function that a kernel calls: it hashes the function
+    first.
 
     Triton up to 3.6 takes the constants that the function uses before it hashes the function, which
     finds them. So a kernel's hash depended on whether another kernel had called the function before,

@@ -30,7 +30,8 @@ SOURCES = tuple(
 )
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Types that are moved, not added. Integers are not: one of them is `EMPTY`."""
+"""Types that can be scattered, gathered and exchanged but not added. Integers are not among them,
+because one value of theirs is `EMPTY`."""
 NORMS = {"rms": 1, "layer": 2}
 Op: TypeAlias = Literal["sum", "scatter", "gather", "exchange"]
 OPS: tuple[Op, ...] = ("sum", "scatter", "gather", "exchange")
@@ -154,14 +155,16 @@ class CudaPeerCollectives:
         return total
 
     def gather(self, x: Tensor) -> Tensor:
-        """[…] → [n, …], by rank. A float32 of −4.6e-41, as which two zeros with a sign are sent, is
-        0."""
+        """Gathers x of all ranks: […] → [n, …]. A float32 of −4.6e-41 becomes 0, because its bits
+        are also those of two negative zeros of 16 bits."""
         every = torch.empty(self.group.size, *x.shape, dtype=x.dtype, device=x.device)
         self._run(x, every, self._kernel("gather"))
         return every
 
     def exchange(self, x: Tensor) -> Tensor:
-        """[n · size, …] → [size, n, …]: by rank, its part of x for this rank; as in `gather`."""
+        """Exchanges parts of x: [n · size, …] → [size, n, …]. Each rank's x has a part of `size`
+        rows for every rank; the result has all ranks' parts for this one. Zeros are as in
+        `gather`."""
         size = self.group.size
         parts = torch.empty(size, len(x) // size, *x.shape[1:], dtype=x.dtype, device=x.device)
         self._run(x, parts, self._kernel("exchange"), part=parts[0])
@@ -170,7 +173,7 @@ class CudaPeerCollectives:
     def normed(
         self, x: Tensor, norm: NormParams, residual: Tensor | None, inputs: InputFormat | None
     ) -> tuple[Activations, Tensor]:
-        """`OpSet.norm` of the sum of x. The sum is rounded to x's type first."""
+        """Computes `OpSet.norm` of the sum of x over ranks, which is rounded to x's type before."""
         num_rows, size = x.shape
         out, scales = empty_rows(num_rows, size, x, inputs)
         total = torch.empty_like(x) if residual is None else residual.contiguous()

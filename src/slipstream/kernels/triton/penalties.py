@@ -19,7 +19,7 @@ from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 def _bias_kernel(
     logits_ptr, rows_ptr, tokens_ptr, values_ptr, count, row_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """logits[rows, tokens] += values, except values of 0."""
+    """Compute logits[rows, tokens] += values. Values of 0 are skipped."""
     if PDL:
         pdl_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -32,7 +32,7 @@ def _bias_kernel(
 
 @triton.jit
 def _is_first(bits_ptr, token, there):
-    """Sets the bits of tokens; true for each that was not set."""
+    """Sets the bits of tokens. Returns True for each token whose bit was not set before."""
     bit = (tl.full((), 1, tl.int32) << (token & 31)).to(tl.int32)
     before = tl.atomic_or(bits_ptr + token // 32, bit, mask=there, sem="relaxed")
     return there & ((before & bit) == 0)

@@ -57,7 +57,7 @@ def _store_row(y, out_ptr, scales_ptr, row, at, mask, size, FORMAT: tl.constexpr
 
 @triton.jit
 def _round(x, like_ptr, top):
-    """float32 → the 8-bit type of `like_ptr`, clamped to ± top."""
+    """Rounds float32 to the 8-bit type of `like_ptr`, after clamping to ±top."""
     x = tl.minimum(tl.maximum(x, -top), top)
     if like_ptr.dtype.element_ty == tl.int8:
         x = (x + 12582912.0) - 12582912.0  # 1.5 · 2^23: rounds to the nearest integer, ties to even
@@ -378,7 +378,7 @@ def _store_values(
 
 
 TOKENS_PER_PROGRAM = 16
-"""Tokens whose values one thread block caches."""
+"""Number of tokens whose values one thread block writes to the cache."""
 MANY_TOKENS, EIGHT_HEADS = 256, 4096
 """Numbers of tokens from which a thread block rotates 16 tokens: four heads one after another, then
 eight. Below MANY_TOKENS it rotates 16 heads of one token. It also does so at any number of tokens

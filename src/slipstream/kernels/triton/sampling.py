@@ -102,7 +102,8 @@ def argmax(logits: Tensor, token_ids: Tensor | None = None, *, block: int = 4096
 
 
 def _splits(num_rows: int, vocab: int, block: int) -> tuple[int, int, int]:
-    """(tokens that a thread block scans at a time, thread blocks per row, tokens of each)"""
+    """Division of rows among thread blocks: (tokens that a thread block scans at a time, thread
+    blocks per row, tokens of each)"""
     block = min(block, triton.next_power_of_2(vocab))
     span = vocab if num_rows > SPLIT_ROWS else 2 * block
     return block, triton.cdiv(vocab, span), span
@@ -171,7 +172,7 @@ def _pair_kernel(
     max_ptr, id_ptr, pairs_ptr, place, first,
     SPLITS: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`best_of_rank` from the best of each split."""
+    """Merges the best of each split of a row into the format of `best_of_rank`."""
     if PDL:
         pdl_wait()
     row, at, column = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BLOCK_P)
@@ -212,7 +213,7 @@ def _best_pair_kernel(
 TOP_BLOCK = 4096
 """Tokens of a row that a thread block of `_best_kernel` holds in registers."""
 MAX_TOP = 20
-"""Likeliest tokens that one compiled kernel merges."""
+"""Largest number of likeliest tokens for which all numbers share one compiled kernel."""
 MIN_KEY = tl.constexpr(-(2**63))
 """A key below every key of `_ordered`."""
 

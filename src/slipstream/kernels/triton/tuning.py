@@ -47,7 +47,8 @@ from slipstream.spec.scheme import RowFormat, Scheme
 
 Call: TypeAlias = Callable[[], Tensor]
 Calls: TypeAlias = Callable[[Tile | None], Sequence[Call]]
-"""The same work on different copies of its data, with a tile (None: the engine's present choice).
+"""Makes calls that do the same work on different copies of its data, with the given tile (None: the
+engine's present choice).
 """
 
 SEARCH: Mapping[str, tuple[Tile, tuple[tuple[int, ...], ...]]] = {
@@ -74,7 +75,7 @@ TOLERANCE = 0.02
 """Largest difference of results relative to the largest number. Another order of sums in 16 bits
 causes some."""
 SPLIT_INPUTS = 128
-"""Fewest inputs of a split of K."""
+"""Minimum number of inputs of each part when K is split."""
 L2_BYTES = 3e8
 """Least total bytes of the copies of a weight: several L2 caches."""
 PREFILL_TOKENS = 4096
@@ -86,7 +87,8 @@ CONTEXT_TOKENS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One key to measure. `prepare` makes its data, which lives as long as the calls."""
+    """One entry of the tile table to measure, with its key. `prepare` makes the data, which live as
+    long as the calls."""
 
     key: Key
     prepare: Callable[[Key], Calls]
@@ -396,14 +398,14 @@ class _Bench:
         return numbers if cache is None else (numbers * 16).clamp(-127, 127).to(DTYPES[cache])
 
     def _ops(self, key: Key, tile: Tile | None) -> TritonOps:
-        """The op set with this tile for `key`."""
+        """Returns an op set that uses this tile for `key`."""
         if tile is None:
             return self.ops
         return self.ops.with_tiles(TileTable(device="", entries={key: Measured(tile)}))
 
 
 def product_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
-    """(outer, inner) of every product of the layers, without experts."""
+    """Shapes (outer, inner) of all the layers' products except those of experts."""
     return {
         (p.rows, p.inner)
         for layer in spec.layers

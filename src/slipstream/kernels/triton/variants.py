@@ -35,7 +35,7 @@ from slipstream.kernels.triton.cuda import CudaSource
 
 @dataclass(frozen=True, slots=True, order=True)
 class KernelVariant:
-    """One kernel as Triton specialises it."""
+    """One variant of a Triton kernel: what it is specialised for."""
 
     module: str
     name: str
@@ -61,7 +61,7 @@ class KernelVariant:
 
 
 class TargetDriver:
-    """Triton's driver of a GPU that is not there. It launches nothing."""
+    """Stand-in for Triton's driver, for a GPU that this machine may lack. It launches nothing."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         major, minor = capability
@@ -78,7 +78,7 @@ class TargetDriver:
 
 
 class NotLaunched:
-    """Triton's compiled kernel, without one."""
+    """Stand-in for a compiled kernel while variants are only recorded."""
 
     function = packed_metadata = None
 
@@ -197,7 +197,7 @@ class _Unloaded:
 
 
 def _compiled(capability: tuple[int, int], job: Job) -> tuple[str, str]:
-    """(folder name, "") or ("", error)."""
+    """Result of a compilation: (folder name, "") or ("", error)."""
     try:
         if isinstance(job, CudaSource):
             job.cubin(capability)
@@ -210,8 +210,8 @@ def _compiled(capability: tuple[int, int], job: Job) -> tuple[str, str]:
 
 
 def _compile_launcher(kernel: Any) -> None:
-    """Compile what launches a kernel, in C, into Triton's cache: the module that loads kernels, and in Triton 3.6 one for each
-    signature. What fails here fails at the start, which says why."""
+    """Compile the C code that launches kernels into Triton's cache: the module that loads kernels, and in Triton 3.6
+    one for each signature. What fails here fails at the start, which says why."""
     with contextlib.suppress(Exception):
         nvidia.CudaUtils()
     if hasattr(nvidia, "make_launcher"):

@@ -18,7 +18,7 @@ from slipstream.kernels.weights.word_sums import words_of
 from slipstream.spec.scheme import FORMAT_MAX
 
 BLOCK, STEPS = 2048, 16
-"""Words that a thread block adds at once, and how often."""
+"""Number of words that a thread block adds at once, and how many times it does."""
 
 
 @triton.jit(do_not_specialize=["N"])

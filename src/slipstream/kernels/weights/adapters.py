@@ -82,7 +82,7 @@ class LoRATokens:
     """This rank's tokens, if ranks share out the step's. Some products read only these."""
 
     def of(self, x: Activations) -> LoRATokens:
-        """The tokens of a product's input."""
+        """Returns the tokens that a product reads: all, or this rank's share."""
         rows = x.values if isinstance(x, Quantized) else x
         return self.own if self.own is not None and len(rows) < len(self.slots) else self
 
@@ -116,7 +116,7 @@ def sort_tokens(
 
 
 def own_slots(slots: npt.NDArray[np.int32], ranks: RankGroup) -> npt.NDArray[np.int32]:
-    """This rank's part of the tokens' slots, as `RankOps.own_tokens` gives it."""
+    """Returns the slots of this rank's share of the tokens (`RankOps.own_tokens`)."""
     each = -(-len(slots) // ranks.size)
     own = slots[ranks.rank * each : (ranks.rank + 1) * each]
     return np.pad(own, (0, each - len(own)), constant_values=NO_ADAPTER)
@@ -127,7 +127,8 @@ def tokens_of(
     device: torch.device,
     ranks: RankGroup | None = None,
 ) -> LoRATokens:
-    """Makes the tokens of a step with the adapters in `slots` [T]. `ranks` share the tokens out."""
+    """Makes the `LoRATokens` of a step whose token t has the adapter in slot slots[t]. The tokens
+    are divided among `ranks` ranks."""
     given = np.asarray(slots, np.int32)
     order, tiles, groups = sort_tokens(given)
     there = (platform_of(device).upload(a) for a in (given, order, tiles))

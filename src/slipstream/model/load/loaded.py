@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.cpu.host_ops import HostOps
     from slipstream.kernels.ops import OpSet
     from slipstream.model.load.cache_scales import CacheScales
-    from slipstream.model.sound import Tower
+    from slipstream.model.media import MediaTower
 
 LEFT_ALONE = "leave the weights as they are"
 """Remedy where a scheme does not fit a model."""
@@ -47,7 +47,7 @@ class LoadedModel:
     forms: tuple[WeightForm, ...]
     cache_scales: CacheScales | None = None
     writer: Thread | None = None
-    tower: Tower | None = None
+    tower: MediaTower | None = None
     host_bytes: int = 0
 
 

@@ -36,7 +36,8 @@ from slipstream.model.load.random_weights import random_blocks, seed_of
 from slipstream.model.load.sharding import Sharded, check_formats, split_blocks
 from slipstream.model.load.streamed_loader import load_streamed
 from slipstream.model.load.weights import random_tensors, tensor_weights
-from slipstream.model.sound import SoundTower, Tower
+from slipstream.model.media import MediaTower
+from slipstream.model.sound import SoundTower
 from slipstream.model.stored.compressed import RoundedWeights
 from slipstream.model.stored.gguf_blocks import BlockWeights
 from slipstream.model.stored.mxfp4 import Mxfp4Weights
@@ -45,7 +46,7 @@ from slipstream.model.vision import ImageTower
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.host_experts import host_weights
 from slipstream.spec.media.sound import SoundSpec
-from slipstream.spec.media.vision import ImageProcessing
+from slipstream.spec.media.vision import VisionSpec
 from slipstream.spec.parallel import Shard
 from slipstream.spec.scheme import SCHEMES, Scheme, WeightFormat
 from slipstream.spec.stored.native_formats import rounds, scheme_formats
@@ -399,18 +400,19 @@ class _Load:
             weights.products[name] = packed
         self.ops.arena.pin()
 
-    def _tower(self, weights: Weights) -> Tower | None:
+    def _tower(self, weights: Weights) -> MediaTower | None:
         """Lays out the encoder of pictures or sounds, if the model has one."""
         spec, ops = self.spec, self.ops
-        if spec.vision is None or not spec.has_first:
+        if spec.media is None or not spec.has_first:
             return None
         # With thousands of patches at a time, oneDNN's products are faster than the C++ kernels,
         # which are made for few tokens.
         own = CpuOps() if ops.name == "cpu" else ops
-        if isinstance(spec.vision, SoundSpec):
-            return SoundTower(spec.vision, weights.values, own)
-        assert isinstance(self.description.images, ImageProcessing)
-        return ImageTower(spec.vision, self.description.images, weights.values, own)
+        if isinstance(spec.media, SoundSpec):
+            return SoundTower(spec.media, weights.values, own)
+        assert isinstance(spec.media, VisionSpec)
+        assert self.description.processing is not None
+        return ImageTower(spec.media, self.description.processing, weights.values, own)
 
 
 def _part(

@@ -33,7 +33,7 @@ ATOMS = (type(None), bool, int, float, str)
 NOT_WEIGHTS = frozenset(
     {
         *("layers", "ops", "partition", "vocabulary", "pipe", "tap", "stream", "device", "dtype"),
-        *("expert_counts", "group", "cross_group"),
+        *("relays", "expert_counts", "group", "cross_group"),
     }
 )
 """Attributes of a decoder and of its layers that hold no weights of their own."""

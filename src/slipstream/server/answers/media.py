@@ -1,4 +1,4 @@
-"""Pictures of a request: from data URIs, or fetched from hosts that the server's settings allow.
+"""Pictures and sounds of a request: from data URIs, or fetched from hosts that the server's settings allow.
 
 A fetch follows no redirect and uses no proxy. It is bounded by a picture's bytes, by FETCH_S
 seconds and by a minimum rate. Its errors reveal nothing about the host that answered. Fetches run
@@ -21,9 +21,10 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from slipstream.engine.media.parts import from_base64, from_data_uri
+from slipstream.engine.media.picture_files import MAX_FILE_BYTES, MAX_REQUEST_PIXELS, PictureFile
+from slipstream.engine.media.prepared import PreparedMedia
 from slipstream.engine.threads.fair_threads import FairThreads
-from slipstream.engine.vision.picture_files import MAX_FILE_BYTES, MAX_REQUEST_PIXELS, PictureFile
-from slipstream.engine.vision.pictures import PreparedPicture, from_base64, from_data_uri
 from slipstream.errors import RequestError
 from slipstream.server.http.errors import ApiError, bad_request
 from slipstream.server.openai.messages import MediaPart, PicturePart, SoundPart
@@ -40,7 +41,7 @@ _SHOWN = 80
 _fetches = FairThreads("fetches", 64, per_client=8)
 
 
-async def read_pictures(state: ServerState, parts: Sequence[MediaPart]) -> list[PreparedPicture]:
+async def read_media(state: ServerState, parts: Sequence[MediaPart]) -> list[PreparedMedia]:
     """The pictures or sounds of a request, ready for its prompt.
 
     A 400 names the part that is not valid. Nothing is decoded before all pictures are known
@@ -49,7 +50,7 @@ async def read_pictures(state: ServerState, parts: Sequence[MediaPart]) -> list[
     if not parts:
         return []
     try:
-        state.engine.check_pictures(len(parts))
+        state.engine.check_media(len(parts))
     except RequestError as error:
         raise bad_request(error.message, parts[0].path.rpartition(".")[0]) from error
     hears = state.engine.description.spec.hears
@@ -96,12 +97,12 @@ async def _measured(state: ServerState, part: PicturePart) -> PictureFile:
         return await state.engine.measure_picture(data)
 
 
-async def _prepared(state: ServerState, part: PicturePart, file: PictureFile) -> PreparedPicture:
+async def _prepared(state: ServerState, part: PicturePart, file: PictureFile) -> PreparedMedia:
     with _naming(part):
-        return await state.engine.prepare_picture(file, part.detail)
+        return await state.engine.prepare_media(file, part.detail)
 
 
-async def _heard(state: ServerState, part: SoundPart) -> PreparedPicture:
+async def _heard(state: ServerState, part: SoundPart) -> PreparedMedia:
     most = state.settings.max_audio_bytes
     if len(part.data) * 3 // 4 > most:
         message = f"the sound has more than {most} bytes (--max-audio-bytes)"
@@ -111,7 +112,7 @@ async def _heard(state: ServerState, part: SoundPart) -> PreparedPicture:
     except RequestError as error:
         raise bad_request(error.message, error.field) from error
     try:
-        return await state.engine.prepare_picture(data)
+        return await state.engine.prepare_media(data)
     except RequestError as error:
         raise bad_request(error.message, f"{part.path}.data") from error
 

@@ -111,7 +111,7 @@ class ServedModels:
             args = settled(dataclasses.replace(self.args, **{**own, "model": model}))
             more = {} if options is None else {"options": options}
             path = resolve_model(model, download_dir=args.download_dir, **more)
-            description = read_spec(path).taking_images(args.max_images)
+            description = read_spec(path).taking_media(args.max_images)
             config, ledger = estimate(args, description, self.device, with_steps=True)
             is_cuda = self.device.is_cuda
             least = needed_bytes(ledger, is_cuda=is_cuda) - ledger.kv_bytes

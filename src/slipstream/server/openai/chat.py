@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.engine.grammars.check import check_in_thread
 from slipstream.engine.grammars.reasoning import DONE, ReasoningCounter, counter
+from slipstream.engine.media.prepared import PreparedMedia
 from slipstream.engine.text.tool_formats.base import (
     Arguments,
     BeginCall,
@@ -18,10 +19,9 @@ from slipstream.engine.text.tool_formats.base import (
     Reasoning,
 )
 from slipstream.engine.text.tools import Reading, begun_text, call_id, finish_reason, is_cut
-from slipstream.engine.vision.pictures import PreparedPicture
 from slipstream.errors import RequestError
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
-from slipstream.params.prompts import PicturesPrompt, Prompt, TokensPrompt
+from slipstream.params.prompts import MediaPrompt, Prompt, TokensPrompt
 from slipstream.server.answers.beams import search
 from slipstream.server.answers.context import shorten
 from slipstream.server.answers.generation import Answer, encode
@@ -32,7 +32,7 @@ from slipstream.server.http.keys import prefix_salt
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.openai.messages import message_dict
 from slipstream.server.openai.protocol import ChatRequest, template_variables
-from slipstream.server.openai.tokens import pictured_tokens, template_tokens
+from slipstream.server.openai.tokens import template_tokens, tokens_with_media
 from slipstream.server.state import ServerState
 
 _ROLE = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
@@ -283,7 +283,7 @@ async def prepare(
         beams, sampling = search(body, max_tokens)
         prompt = await prompt_of(state, body)
         record.hints += prompt.hints
-        if prompt.pictures:
+        if prompt.media:
             raise bad_request(
                 "use_beam_search takes no pictures; leave one of them out", "use_beam_search"
             )
@@ -340,9 +340,9 @@ async def prepare(
         sampling = reading.applied(sampling, tokenizer)
     record.hints += prompt.hints
     given: Prompt = TokensPrompt(prompt_token_ids=tokens)
-    if prompt.pictures:
+    if prompt.media:
         name = "audio" if state.engine.description.spec.hears else "image"
-        given = PicturesPrompt(prompt_token_ids=tokens, multi_modal_data={name: prompt.pictures})
+        given = MediaPrompt(prompt_token_ids=tokens, multi_modal_data={name: prompt.media})
     made = answer(reading, state, body, [given], sampling, record)
     if body.echo and isinstance(made, ChatAnswer):
         made.echoed = prompt.begun
@@ -361,7 +361,7 @@ class ChatPrompt:
     tokens: list[int]
     template: str | None
     told: dict[str, Any] | None  # entry of `usage` about shortening
-    pictures: list[PreparedPicture] = dataclasses.field(default_factory=list)
+    media: list[PreparedMedia] = dataclasses.field(default_factory=list)
     # Fields that the template does not use.
     hints: list[str] = dataclasses.field(default_factory=list)
     begun: str = ""  # the part of the prompt that the answer goes on with
@@ -386,14 +386,14 @@ async def prompt_of(state: ServerState, body: ChatRequest) -> ChatPrompt:
         variables["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message:
         variables |= {"add_generation_prompt": False, "continue_final_message": True}
-    told, pictures, begun = None, list[PreparedPicture](), ""
+    told, media, begun = None, list[PreparedMedia](), ""
     if body.continue_final_message:
         last = f"messages[{len(body.messages) - 1}]"
         begun = begun_text([message_dict(body.messages[-1], last, [])])
     if body.compress_prompt is None:
-        tokens, pictures = await pictured_tokens(state, body.messages, **variables)
+        tokens, media = await tokens_with_media(state, body.messages, **variables)
     else:
         plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
         shorter, told = await shorten(state, plain, body.compress_prompt)
         tokens = await template_tokens(state, shorter, **variables)
-    return ChatPrompt(tokens, template, told, pictures, hints, begun)
+    return ChatPrompt(tokens, template, told, media, hints, begun)

@@ -144,10 +144,10 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def message_dict(
-    message: Message, path: str, pictures: list[MediaPart] | None = None
+    message: Message, path: str, media: list[MediaPart] | None = None
 ) -> dict[str, Any]:
     """The message as chat templates take it. `developer`, OpenAI's newer word for `system`, becomes
-    `system`, which templates know. Pictures and sounds are appended to `pictures`; None refuses them."""
+    `system`, which templates know. Pictures and sounds are appended to `media`; None refuses them."""
     if message.role not in ROLES:
         what = f"role {message.role!r} is not supported; use one of {', '.join(ROLES)}{likely_value(message.role, ROLES)}"
         raise bad_request(what, f"{path}.role")
@@ -166,7 +166,7 @@ def message_dict(
         [message.content or ""]
         if isinstance(message.content, str | None)
         else [
-            _part(part, f"{path}.content[{i}]", pictures is not None)
+            _part(part, f"{path}.content[{i}]", media is not None)
             for i, part in enumerate(message.content)
         ]
     )
@@ -176,8 +176,8 @@ def message_dict(
             f"only a user's message has pictures or sounds, not one of {message.role!r}",
             seen[0].path,
         )
-    if pictures is not None:
-        pictures += seen
+    if media is not None:
+        media += seen
     more = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
@@ -196,19 +196,19 @@ def message_dict(
 _MESSAGE_OFF = {"refusal": (b"null",), "function_call": (b"null",), "audio": (b"null",)}
 
 
-def _part(part: dict[str, Raw], path: str, with_pictures: bool) -> str | MediaPart:
+def _part(part: dict[str, Raw], path: str, with_media: bool) -> str | MediaPart:
     kind = bytes(part.get("type", b"null"))
-    if kind == b'"image_url"' and with_pictures:
+    if kind == b'"image_url"' and with_media:
         image = decode(ImagePart, msgspec.json.encode(part), path + ".").image_url
         image = ImageUrl(url=image) if isinstance(image, str) else image
         return PicturePart(image.url, image.detail or "auto", f"{path}.image_url")
-    if kind == b'"input_audio"' and with_pictures:
+    if kind == b'"input_audio"' and with_media:
         sound = decode(AudioPart, msgspec.json.encode(part), path + ".").input_audio
         return SoundPart(sound.data, sound.format, f"{path}.input_audio")
     if kind == b'"refusal"':
         return decode(RefusalPart, msgspec.json.encode(part), path + ".").refusal
     if kind != b'"text"':
-        known = "text, image_url and input_audio are" if with_pictures else "only text is"
+        known = "text, image_url and input_audio are" if with_media else "only text is"
         raise bad_request(f"content part of type {shorten(kind)}: {known} supported", path)
     return decode(TextPart, msgspec.json.encode(part), path + ".").text
 

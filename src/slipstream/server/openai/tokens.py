@@ -11,12 +11,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from slipstream.engine.media.prepared import PreparedMedia, with_media
 from slipstream.engine.requests.over_context import MAX_CHARS_PER_TOKEN, hopeless
 from slipstream.engine.requests.processor import in_thread_if_long
-from slipstream.engine.vision.pictures import PreparedPicture, with_pictures
 from slipstream.params.prompts import Prompt, TokensPrompt
 from slipstream.server.answers.changing_lines import in_order
-from slipstream.server.answers.media import read_pictures
+from slipstream.server.answers.media import read_media
 from slipstream.server.answers.tools import tool_dicts
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.limits import read_as
@@ -34,25 +34,25 @@ class _OfMessages(Protocol):
     chat_template_kwargs: dict[str, Any] | None
 
 
-async def pictured_tokens(
+async def tokens_with_media(
     state: ServerState,
     messages: list[Message],
     /,
     *,
     add_generation_prompt: bool = True,
     **given: Any,
-) -> tuple[list[int], list[PreparedPicture]]:
-    """The prompt's tokens with the placeholders of its pictures, and the pictures. `given` are
+) -> tuple[list[int], list[PreparedMedia]]:
+    """The prompt's tokens with the placeholders of its media, and these. `given` are
     `template_tokens`'s other arguments."""
     parts = list[MediaPart]()
     plain = [message_dict(message, f"messages[{i}]", parts) for i, message in enumerate(messages)]
     if state.settings.changing_lines == "dates":
         plain = in_order(plain)
-    pictures = await read_pictures(state, parts)
+    media = await read_media(state, parts)
     tokens = await template_tokens(
-        state, plain, add_generation_prompt=add_generation_prompt, pictures=pictures, **given
+        state, plain, add_generation_prompt=add_generation_prompt, media=media, **given
     )
-    return tokens, pictures
+    return tokens, media
 
 
 async def template_tokens(
@@ -63,7 +63,7 @@ async def template_tokens(
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
     any_length: bool = False,
-    pictures: Sequence[PreparedPicture] = (),
+    media: Sequence[PreparedMedia] = (),
     **variables: Any,
 ) -> list[int]:
     """The tokens of messages rendered by the chat template, which gets `variables`. The template
@@ -74,10 +74,10 @@ async def template_tokens(
         text = tokenizer.apply_chat_template(
             plain, add_generation_prompt=add_generation_prompt, **variables
         )
-        if pictures:
-            vision = state.engine.description.spec.vision
-            assert vision is not None
-            text = with_pictures(text, pictures, vision)
+        if media:
+            spec = state.engine.description.spec.media
+            assert spec is not None
+            text = with_media(text, media, spec)
         return _encode(
             state,
             tokenizer,
@@ -233,7 +233,7 @@ class Tokens:
                     raise bad_request("this model's chat template knows no tools", "tools")
                 variables["tools"] = tool_dicts(body.tools)
             variables["add_special_tokens"] = bool(body.add_special_tokens)
-            tokens, _ = await pictured_tokens(state, body.messages, **variables)
+            tokens, _ = await tokens_with_media(state, body.messages, **variables)
         strings = (
             [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
         )

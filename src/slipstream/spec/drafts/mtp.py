@@ -119,7 +119,7 @@ def _head(
         )
         for ours, theirs in _around(fmt, target, head).items()
     }
-    alone = dataclasses.replace(spec, layers=head.layers, vision=None, stage=None)
+    alone = dataclasses.replace(spec, layers=head.layers, media=None, stage=None)
     of = family.gguf if target.format == "gguf" and family.gguf is not None else family
     usual, own = (text.format(n=spec.num_layers) for text in fmt.renamed)
     for name, place in of.names(alone).items():
@@ -160,7 +160,7 @@ def _part(
         family, names=names_of_part, prefixes=prefixes, ignored=ignored, gguf=gguf, mtp=None
     )
     spec = dataclasses.replace(
-        target.spec, layers=head.layers, vision=None, stage=None, tied_embeddings=False
+        target.spec, layers=head.layers, media=None, stage=None, tied_embeddings=False
     )
     fields = {f.name: getattr(target, f.name) for f in dataclasses.fields(target)}
     fields |= {

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.families.mtp import MTPFormat
-from slipstream.spec.media.sound import MediaProcessing, MediaSpec
+from slipstream.spec.media.medium import MediaSpec
+from slipstream.spec.media.vision import ImageProcessing
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.parameters import Placement
 
@@ -249,10 +250,9 @@ class Family:
     gguf: GGUFFamily | None = None
     mtp: MTPFormat | None = None  # layers of safetensors checkpoints that draft
     nested_config: str | None = None  # the key that holds the language model's own config
-    flat_config: bool = False  # whose keys may also stand next to those that `vision` reads
-    vision: Callable[[ConfigReader, ModelSpec], MediaSpec | None] | None = (
+    flat_config: bool = False  # whose keys may also stand next to those that `media` reads
+    media: Callable[[ConfigReader, ModelSpec], MediaSpec | None] | None = (
         None  # from what stands next to the nested config, which may have no encoder
     )
-    processing: Callable[[ConfigReader, Any], MediaProcessing] | None = (
-        None  # from the image processor's config
-    )
+    # From the processor's config, all of which is checked. The preprocessing of sounds has no settings.
+    processing: Callable[[ConfigReader, Any], ImageProcessing | None] | None = None

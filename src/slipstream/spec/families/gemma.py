@@ -28,12 +28,12 @@ from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
 from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names, square
 from slipstream.spec.functions import NormSpec
+from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.vision import (
     FixedSize,
     GridPositionSpec,
     ImageProcessing,
     PoolConnector,
-    PromptFormat,
     VisionSpec,
 )
 from slipstream.spec.model import (
@@ -274,8 +274,8 @@ SANDWICH = {
 GEMMA3_NAMES = {
     **SANDWICH,
     **siglip_names("vision_tower.", out=""),
-    "vision.connector.norm": "multi_modal_projector.mm_soft_emb_norm",
-    "vision.connector.out": {"weight": "multi_modal_projector.mm_input_projection_weight"},
+    "media.connector.norm": "multi_modal_projector.mm_soft_emb_norm",
+    "media.connector.out": {"weight": "multi_modal_projector.mm_input_projection_weight"},
 }
 
 
@@ -381,14 +381,14 @@ FAMILIES = (
         read=read_gemma3,
         names=table(
             GEMMA3_NAMES,
-            changes={"vision.connector.out": "transpose"},
-            vision_layer="vision_tower.encoder.layers.{i}.",
+            changes={"media.connector.out": "transpose"},
+            media_layer="vision_tower.encoder.layers.{i}.",
         ),
         nested_config="text_config",
         prefixes=("language_model.", "model.language_model.", "model."),
         # the pooling head, and all of the encoder with max_images=0
         ignored=(r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
-        vision=read_gemma3_vision,
+        media=read_gemma3_vision,
         processing=read_gemma3_processing,
     ),
     Family(

@@ -312,7 +312,7 @@ def names(spec: ModelSpec) -> Names:
     """The table of a model that may have an image encoder."""
     made = table(
         {**GEMMA4, **gemma4_vision.VISION},
-        vision_layer=gemma4_vision.VISION_LAYER,
+        media_layer=gemma4_vision.VISION_LAYER,
         changes=gemma4_vision.CHANGES,
     )
     return gemma4_vision.with_bounds(made(spec))
@@ -357,7 +357,7 @@ FAMILIES = (
         nested_config="text_config",
         prefixes=PREFIXES,
         ignored=(*UNUSED, r"layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight", TOWERS),
-        vision=gemma4_vision.read_vision,
+        media=gemma4_vision.read_vision,
         processing=gemma4_vision.read_processing,
     ),
 )

@@ -58,8 +58,8 @@ def read_mistral3(c: ConfigReader) -> ModelSpec:
 
 def names(spec: ModelSpec) -> Names:
     is_latent = isinstance(spec.layers[0].attention, LatentAttentionSpec)
-    text = (deepseek.names if is_latent else llama.names)(dataclasses.replace(spec, vision=None))
-    return text if spec.vision is None else text | pixtral.names(spec)
+    text = (deepseek.names if is_latent else llama.names)(dataclasses.replace(spec, media=None))
+    return text if spec.media is None else text | pixtral.names(spec)
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
@@ -98,7 +98,7 @@ FAMILIES = (
         nested_config="text_config",
         prefixes=("language_model.", "model.language_model.", "model."),
         ignored=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
-        vision=pixtral.read_vision,
+        media=pixtral.read_vision,
         processing=pixtral.read_processing,
     ),
 )

@@ -118,7 +118,7 @@ def table(
     *,
     layer: str = "model.layers.{i}.",
     encoder_layer: str = "",
-    vision_layer: str = "",
+    media_layer: str = "",
     changes: Mapping[str, Change] | None = None,
     only: str = "",
 ) -> Callable[[ModelSpec], Names]:
@@ -130,7 +130,7 @@ def table(
     2. {e} stands for the index of an expert. Without it, one tensor has all experts.
     3. A mapping has the full names of `weight` and `bias`.
     4. Names of a layer's tensors follow `layer`, those of an encoder-decoder's encoder ("encoder." in our names)
-       `encoder_layer`, those of an image encoder ("vision.") `vision_layer`.
+       `encoder_layer`, those of an encoder of pictures or sounds ("media.") `media_layer`.
 
     `changes` names our parameters that the checkpoint stores in another form.
     """
@@ -148,11 +148,11 @@ def table(
                 layers, above = (
                     (spec.layers, layer) if not side else (spec.all_layers, encoder_layer)
                 )
-                if side == "vision." and spec.vision is not None:
-                    layers, above = spec.vision.layers, vision_layer
+                if side == "media." and spec.media is not None:
+                    layers, above = spec.media.layers, media_layer
                 below, of, stem = above.replace("{i}", index), layers[int(index)], side + stem
             change = (changes or {}).get(stem)
-            seen = spec.vision if target == "vision.patch.weight" else None
+            seen = spec.media if target == "media.patch.weight" else None
             patch = seen if isinstance(seen, VisionSpec) and not seen.channels_last else None
             parts, start = theirs[stem], 0
             copies = (

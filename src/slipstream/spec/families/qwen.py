@@ -146,10 +146,10 @@ def _read(
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    return llama_gguf_config(_without_pictures(m))
+    return llama_gguf_config(_without_media(m))
 
 
-def _without_pictures(m: ConfigReader) -> ConfigReader:
+def _without_media(m: ConfigReader) -> ConfigReader:
     """Reads a GGUF file of a Qwen VL, which has the language model alone. Without pictures its rotary embedding is the
     usual one."""
     m.ignore("rope.dimension_sections", "n_deepstack_layers")
@@ -169,7 +169,7 @@ def _moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
     """Reads a mixture's config from a GGUF file. The file does not say whether experts' weights are
     normalised: llama.cpp does so for Qwen 3, not for Qwen 2."""
     return {
-        **llama_gguf_config(_without_pictures(m), experts=True),
+        **llama_gguf_config(_without_media(m), experts=True),
         "num_experts": m.size("expert_count"),
         "num_experts_per_tok": m.size("expert_used_count"),
         "moe_intermediate_size": m.size("expert_feed_forward_length"),

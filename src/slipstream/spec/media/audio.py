@@ -47,13 +47,14 @@ class AudioSpec:
     def window_s(self) -> float:
         return self.num_states * STATE_S
 
-    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+    def shapes(self, encoder: str, hidden_size: int) -> dict[str, Shape]:
+        """The shapes of its parameters, whose names begin with `encoder`."""
         return {
-            "encoder.audio.first.weight": (hidden_size, 3 * self.num_mel_bins),
-            "encoder.audio.first.bias": (hidden_size,),
-            "encoder.audio.second.weight": (hidden_size, 3 * hidden_size),
-            "encoder.audio.second.bias": (hidden_size,),
-            "encoder.positions.weight": (self.num_states, hidden_size),
+            f"{encoder}.audio.first.weight": (hidden_size, 3 * self.num_mel_bins),
+            f"{encoder}.audio.first.bias": (hidden_size,),
+            f"{encoder}.audio.second.weight": (hidden_size, 3 * hidden_size),
+            f"{encoder}.audio.second.bias": (hidden_size,),
+            f"{encoder}.positions.weight": (self.num_states, hidden_size),
         }
 
 

@@ -1,63 +1,33 @@
-"""Sound encoders: the part of a model spec that turns sounds into embeddings of placeholder tokens. No torch.
+"""Sound encoders: the part of a model spec that turns sounds of a chat into embeddings of placeholder tokens. No torch.
 
     states = layers(convolutions(log-mel frames) + positions)     Whisper's encoder, over the sound alone
     tokens = out(norm(mean of `pool` neighbouring states))
 
-A sound stands in a prompt as a picture does, in one row of tokens. So it joins through the same places: spans of placeholders,
-hashes in the prefix cache's keys, a cache of embeddings. The answers that a `VisionSpec` gives about a picture are here, too.
+A sound is a part of a prompt, next to its text. Audio (`AudioSpec`) is what a window of one is made into, here as in a speech
+model, whose prompt is nothing else.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from slipstream.errors import UnsupportedModelError
 from slipstream.spec.functions import NormSpec, Shape
 from slipstream.spec.media.audio import HOP, AudioSpec
-from slipstream.spec.media.vision import DeepStackSpec, ImageProcessing, PromptFormat, VisionSpec
-
-if TYPE_CHECKING:
-    from slipstream.spec.model import LayerSpec
+from slipstream.spec.media.medium import MediaSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoundSpec:
+class SoundSpec(MediaSpec):
     """An encoder of sounds of one window at most.
 
     - `audio`: the convolutions and the window's length.
     - `pool`: states whose mean is one token. States that are left over at the end have none.
-    - `token_id`: the placeholder that an embedding replaces.
     """
 
-    hidden_size: int
+    medium = "audio"
     audio: AudioSpec
-    layers: tuple[LayerSpec, ...]
     final_norm: NormSpec
     pool: int
-    token_id: int
-    prompt: PromptFormat
-
-    @property
-    def medium(self) -> Literal["image", "audio"]:
-        return "audio"
-
-    # What pictures of other models have, and no sound.
-    @property
-    def bidirectional(self) -> Literal["all", "windowed"] | None:
-        return None
-
-    @property
-    def whole_tokens(self) -> int:
-        return 0
-
-    @property
-    def deepstack(self) -> DeepStackSpec | None:
-        return None
-
-    @property
-    def own_input_id(self) -> int | None:
-        return None
 
     def num_states(self, num_samples: int) -> int:
         """States of a sound's own frames, without those of the silence after it."""
@@ -65,45 +35,13 @@ class SoundSpec:
         return (num_frames - 1) // 2 + 1
 
     def numbers(self, height: int, width: int) -> tuple[str, tuple[int, ...]]:
-        """The type and shape of a span's numbers: frames by mel bands."""
+        """Frames by mel bands."""
         return "float32", (height, width)
 
     def shapes(self, text_size: int) -> dict[str, Shape]:
-        """The shapes of all parameters. `text_size` is the decoder's hidden size."""
-        hidden, bins = self.hidden_size, self.audio.num_mel_bins
-        found: dict[str, Shape] = {
-            "vision.first.weight": (hidden, 3 * bins),
-            "vision.first.bias": (hidden,),
-            "vision.second.weight": (hidden, 3 * hidden),
-            "vision.second.bias": (hidden,),
-            "vision.positions.weight": (self.audio.num_states, hidden),
-            "vision.connector.out.weight": (text_size, hidden),
-            "vision.connector.out.bias": (text_size,),
-            **self.final_norm.shapes("vision.final_norm"),
+        return {
+            **MediaSpec.shapes(self, text_size),
+            **self.audio.shapes("media", self.hidden_size),
+            "media.connector.out.weight": (text_size, self.hidden_size),
+            "media.connector.out.bias": (text_size,),
         }
-        for i, layer in enumerate(self.layers):
-            found |= {f"vision.layers.{i}.{k}": v for k, v in layer.shapes(hidden).items()}
-        return found
-
-    def check(self, vocab_size: int) -> None:
-        """Raise UnsupportedModelError for sizes that contradict each other."""
-        if not 0 <= self.token_id < vocab_size:
-            raise UnsupportedModelError(
-                f"the sound token {self.token_id} is not one of the {vocab_size} tokens",
-                field="audio_token_index",
-            )
-        if self.hidden_size % self.layers[0].self_attention.num_heads:
-            message = f"d_model ({self.hidden_size}) is not a multiple of the encoder's heads"
-            raise UnsupportedModelError(message, field="encoder_attention_heads")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SoundProcessing:
-    """The preprocessing of a sound: Whisper's spectrogram of a whole window, with silence after the sound."""
-
-    def most_tokens(self, sound: SoundSpec) -> int:
-        return sound.audio.num_states // sound.pool
-
-
-MediaSpec: TypeAlias = VisionSpec | SoundSpec
-MediaProcessing: TypeAlias = ImageProcessing | SoundProcessing

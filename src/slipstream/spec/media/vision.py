@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.functions import Activation, NormSpec, Shape
-
-if TYPE_CHECKING:
-    from slipstream.spec.model import LayerSpec
+from slipstream.spec.media.medium import MediaSpec
 
 
 class PatchGrid(NamedTuple):
@@ -93,7 +91,7 @@ class ConcatConnector:
     arXiv:2408.12637)."""
 
     def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
-        return {"vision.connector.out.weight": (text, merge * merge * hidden)}
+        return {"media.connector.out.weight": (text, merge * merge * hidden)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +101,8 @@ class PoolConnector:
     norm: NormSpec
 
     def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
-        return self.norm.shapes("vision.connector.norm") | {
-            "vision.connector.out.weight": (text, hidden)
+        return self.norm.shapes("media.connector.norm") | {
+            "media.connector.out.weight": (text, hidden)
         }
 
 
@@ -122,7 +120,7 @@ class MLPConnector:
     gated: bool = False
 
     def shapes(
-        self, hidden: int, merge: int, text: int, name: str = "vision.connector"
+        self, hidden: int, merge: int, text: int, name: str = "media.connector"
     ) -> dict[str, Shape]:
         group = merge * merge * hidden
         width = {"group": group, "text": text}.get(str(self.width)) or int(self.width)
@@ -145,8 +143,8 @@ class ScaledPoolConnector:
 
     def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
         learned = ("shift", "gain") if self.standardized else ()
-        found: dict[str, Shape] = {f"vision.connector.{x}.weight": (hidden,) for x in learned}
-        return found | {"vision.connector.out.weight": (text, hidden)}
+        found: dict[str, Shape] = {f"media.connector.{x}.weight": (hidden,) for x in learned}
+        return found | {"media.connector.out.weight": (text, hidden)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,15 +158,13 @@ class PatchMergeConnector:
 
     def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
         found = {
-            **self.norm.shapes("vision.connector.norm"),
-            "vision.connector.merge.weight": (hidden, merge * merge * hidden),
-            "vision.connector.up.weight": (text, hidden),
-            "vision.connector.out.weight": (text, text),
+            **self.norm.shapes("media.connector.norm"),
+            "media.connector.merge.weight": (hidden, merge * merge * hidden),
+            "media.connector.up.weight": (text, hidden),
+            "media.connector.out.weight": (text, text),
         }
         if self.bias:
-            found |= dict.fromkeys(
-                ("vision.connector.up.bias", "vision.connector.out.bias"), (text,)
-            )
+            found |= dict.fromkeys(("media.connector.up.bias", "media.connector.out.bias"), (text,))
         return found
 
 
@@ -183,12 +179,12 @@ class GatedMergeConnector:
 
     def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
         return {
-            "vision.connector.merge.weight": (text, merge * merge * hidden),
-            "vision.connector.merge.bias": (text,),
-            "vision.connector.in.weight": (text, text),
-            **self.norm.shapes("vision.connector.norm"),
-            "vision.connector.up.weight": (2 * self.intermediate_size, text),
-            "vision.connector.out.weight": (text, self.intermediate_size),
+            "media.connector.merge.weight": (text, merge * merge * hidden),
+            "media.connector.merge.bias": (text,),
+            "media.connector.in.weight": (text, text),
+            **self.norm.shapes("media.connector.norm"),
+            "media.connector.up.weight": (2 * self.intermediate_size, text),
+            "media.connector.out.weight": (text, self.intermediate_size),
         }
 
 
@@ -214,81 +210,8 @@ class DeepStackSpec:
     def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
         found: dict[str, Shape] = {}
         for i in range(len(self.layers)):
-            found |= self.connector.shapes(hidden, merge, text, f"vision.deepstack.{i}")
+            found |= self.connector.shapes(hidden, merge, text, f"media.deepstack.{i}")
         return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptFormat:
-    """The form of pictures in a prompt's text.
-
-    `placeholder` is a chat template's text for a picture. `token` is the token whose embeddings are
-    replaced. `style` says how the placeholder becomes a run of tokens:
-
-    1. `plain`: one token for each embedding (Qwen).
-    2. `framed`: `begin`, the tokens, `end` (Gemma 4). `surrounded`: with empty lines around (Gemma 3).
-    3. `rows`: a run for each row of tokens, each with `row_end` after it, the last with `end`
-    (Pixtral).
-    4. `tiles`: a run for each tile, in rows with names, and one for the whole picture (Idefics 3,
-       SmolVLM).
-    5. `framed_tiles`: the same in one frame without ends of rows, with another name for the whole (LFM2-VL).
-    6. `numbered`: tiles by number and the whole, in one frame (Aya Vision). `lined`: the same without numbers, with `row_end`
-       after each (Command A Vision). Here `rows` is their number, with the whole.
-    """
-
-    placeholder: str
-    token: str
-    style: Literal[
-        "plain", "framed", "surrounded", "rows", "tiles", "framed_tiles", "numbered", "lined"
-    ]
-    begin: str = ""
-    end: str = ""
-    row_end: str = ""
-
-    @property
-    def gap(self) -> int:
-        """Tokens of text after each row of a picture's tokens."""
-        return int(self.style == "rows")
-
-    def text(self, num_tokens: int, rows: int = 0, columns: int = 0, whole: int = 0) -> str:
-        """The text for a picture. Each of its `rows` × `columns` tiles, and the whole, have
-        `num_tokens` embeddings; in the style `rows` these are rows and columns of tokens. In `framed_tiles` the whole of a
-        picture in tiles has `whole`, 0 if it is left out."""
-        if self.style == "rows":
-            line = self.token * columns
-            return f"{line}{self.row_end}" * (rows - 1) + line + self.end
-        run = self.token * num_tokens
-        if self.style == "plain":
-            return run
-        if self.style == "framed":
-            return f"{self.begin}{run}{self.end}"
-        if self.style == "surrounded":
-            return f"\n\n{self.begin}{run}{self.end}\n\n"
-        if self.style == "numbered":
-            numbered = "".join(f"TILE_{i}{run}" for i in range(1, rows))
-            return f"{self.begin}{numbered}TILE_GLOBAL{run}{self.end}"
-        if self.style == "lined":
-            return f"{self.begin}{(run + self.row_end) * rows}{self.end}"
-        if self.style == "framed_tiles":
-            tiles = [
-                f"<|img_row_{row}_col_{column}|>{run}"
-                for row in range(1, rows + 1)
-                for column in range(1, columns + 1)
-            ]
-            if whole:
-                tiles.append("<|img_thumbnail|>" + self.token * whole)
-            return f"{self.begin}{''.join(tiles) or run}{self.end}"
-        last = f"{self.begin}<global-img>{run}{self.begin}"
-        if not rows and not columns:
-            return last
-        lines = (
-            "".join(
-                f"{self.begin}<row_{row}_col_{column}>{run}" for column in range(1, columns + 1)
-            )
-            + "\n"
-            for row in range(1, rows + 1)
-        )
-        return "".join(lines) + "\n" + last
 
 
 CLIPPED = ("q", "k", "v", "out", "gate", "up", "down")
@@ -298,7 +221,7 @@ BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VisionSpec:
+class VisionSpec(MediaSpec):
     """An image encoder.
 
     - `patch_size`: pixels on a patch's side.
@@ -312,27 +235,18 @@ class VisionSpec:
     - `position`: what is added to the patches; `rope`: how the layers rotate them.
     - `window`: groups on the side of a square whose patches attend to each other; layers in
       `full_layers` attend to the whole picture.
-    - `token_id`: the placeholder that an embedding replaces.
     - `channels_last`: a patch's numbers are ordered by pixel, then by channel.
     - `clipped`: inputs and results of the layers' products are clamped to learned bounds (Gemma 4).
-    - `own_input_id`: the token whose row of the layers' own inputs a picture's tokens read.
     - `pinpoints`: [height, width] of the pictures that are cut into squares of the position table's side. Their tokens form one
       grid, without those of padding, with a learned row after each of its rows (LLaVA-NeXT).
-    - `bidirectional`: the decoder's tokens of a picture attend to all of it, in all layers (Gemma 3)
-      or in those with a window (Gemma 4). So a step holds all `whole_tokens` that a picture has at
-      most, which the preprocessing tells.
     """
 
-    hidden_size: int
+    medium = "image"
     num_channels: int
     patch_size: int
     patch_bias: bool
-    layers: tuple[LayerSpec, ...]
-    final_norm: NormSpec | None
     merge: int
     connector: Connector
-    token_id: int
-    prompt: PromptFormat
     class_token: bool = False
     layer_scale: bool = False
     patch_norm: NormSpec | None = None
@@ -345,15 +259,11 @@ class VisionSpec:
     full_layers: frozenset[int] = frozenset()
     channels_last: bool = False
     clipped: bool = False
-    own_input_id: int | None = None
     pinpoints: tuple[tuple[int, int], ...] = ()
-    bidirectional: Literal["all", "windowed"] | None = None
-    whole_tokens: int = 0
 
     @property
-    def medium(self) -> Literal["image", "audio"]:
-        """The key of its inputs in a prompt's `multi_modal_data`."""
-        return "image"
+    def num_added(self) -> int:
+        return 0 if self.deepstack is None else len(self.deepstack.layers)
 
     @property
     def kernel(self) -> tuple[int, ...]:
@@ -370,7 +280,6 @@ class VisionSpec:
         return math.prod(self.kernel)
 
     def numbers(self, height: int, width: int) -> tuple[str, tuple[int, ...]]:
-        """The type and shape of a span's numbers: pixels."""
         return "uint8", (height, width, self.num_channels)
 
     def grid(self, height: int, width: int) -> PatchGrid:
@@ -381,50 +290,32 @@ class VisionSpec:
         return grid.num_patches // self.merge**2
 
     def shapes(self, text_size: int) -> dict[str, Shape]:
-        """The shapes of all parameters. `text_size` is the decoder's hidden size."""
-        found: dict[str, Shape] = {"vision.patch.weight": (self.hidden_size, self.patch_numbers)}
+        found = MediaSpec.shapes(self, text_size)
+        found["media.patch.weight"] = (self.hidden_size, self.patch_numbers)
         if self.patch_bias:
-            found["vision.patch.bias"] = (self.hidden_size,)
+            found["media.patch.bias"] = (self.hidden_size,)
         if self.patch_norm is not None:
-            found |= self.patch_norm.shapes("vision.patch_norm")
+            found |= self.patch_norm.shapes("media.patch_norm")
         if self.first_norm is not None:
-            found |= self.first_norm.shapes("vision.first_norm")
+            found |= self.first_norm.shapes("media.first_norm")
         if self.class_token:
-            found["vision.class_token.weight"] = (1, self.hidden_size)
+            found["media.class_token.weight"] = (1, self.hidden_size)
         if self.position is not None:
             rows, *size = self.position.shape(self.hidden_size)
-            found["vision.positions.weight"] = (rows + self.class_token, *size)
-        for i, layer in enumerate(self.layers):
-            found |= {
-                f"vision.layers.{i}.{name}": shape
-                for name, shape in layer.shapes(self.hidden_size).items()
-            }
+            found["media.positions.weight"] = (rows + self.class_token, *size)
+        for i in range(len(self.layers)):
             if self.layer_scale:
-                found[f"vision.layers.{i}.gains.weight"] = (2, self.hidden_size)
+                found[f"media.layers.{i}.gains.weight"] = (2, self.hidden_size)
             if self.clipped:
-                found[f"vision.layers.{i}.bounds.weight"] = (len(CLIPPED) * len(BOUNDS),)
+                found[f"media.layers.{i}.bounds.weight"] = (len(CLIPPED) * len(BOUNDS),)
         if self.pinpoints:
-            found["vision.row_end.weight"] = (1, text_size)
-        if self.final_norm is not None:
-            found |= self.final_norm.shapes("vision.final_norm")
+            found["media.row_end.weight"] = (1, text_size)
         if self.deepstack is not None:
             found |= self.deepstack.shapes(self.hidden_size, self.merge, text_size)
         return found | self.connector.shapes(self.hidden_size, self.merge, text_size)
 
     def check(self, vocab_size: int) -> None:
-        """Raise UnsupportedModelError for sizes that contradict each other."""
-        if not 0 <= self.token_id < vocab_size:
-            raise UnsupportedModelError(
-                f"the image token {self.token_id} is not one of the {vocab_size} tokens",
-                field="image_token_id",
-            )
-        if len(self.layers) == 0:
-            raise UnsupportedModelError(
-                "the image encoder has no layers", field="num_hidden_layers"
-            )
-        if self.hidden_size % self.layers[0].self_attention.num_heads:
-            message = f"hidden_size ({self.hidden_size}) is not a multiple of the encoder's heads"
-            raise UnsupportedModelError(message, field="num_attention_heads")
+        MediaSpec.check(self, vocab_size)
         grid = self.position
         if isinstance(grid, GridPositionSpec) and grid.fixed and grid.side % self.merge:
             message = f"{grid.side} patches on a side can't be merged {self.merge} by {self.merge}"

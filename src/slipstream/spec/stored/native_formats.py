@@ -28,7 +28,7 @@ def is_product(target: str) -> bool:
     """Whether `target` is a weight that may be quantised: a layer's product or the output head, not
     an image encoder's."""
     return target == "head.weight" or (
-        target.endswith(PRODUCTS) and not target.startswith("vision.")
+        target.endswith(PRODUCTS) and not target.startswith("media.")
     )
 
 

@@ -30,7 +30,7 @@ from slipstream.worker.base import Launched
 from slipstream.worker.model_runner import ModelRunner
 
 CONTEXT = 256
-"""Tokens of a sequence before its first step."""
+"""Number of cached tokens of a dummy sequence before its first measured step."""
 
 NUM_SEQS = (1, 4, 16, 32, 64, 128, 256, 512, 1024)
 NUM_DRAFTS = (0, 1, 2, 3, 5, 8)
@@ -79,7 +79,8 @@ def _counts(most: int) -> list[int]:
 
 
 class _Run:
-    """Steps of `num_seqs` sequences, with room for `room` tokens after their context."""
+    """One measured series of steps. It has `num_seqs` sequences, each with room for `room` tokens
+    after its context."""
 
     def __init__(
         self,

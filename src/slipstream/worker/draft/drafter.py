@@ -43,9 +43,10 @@ class Drafter(ABC):
 
     weights_bytes: int
     layers: tuple[LayerSpec, ...]
-    """Layers whose keys and values it keeps."""
+    """Layers of the drafter that have keys and values, which are kept in the requests' blocks."""
     first = 0
-    """First token of a request that it computes. This token's keys and values are at position 0."""
+    """Index of the first token of a request that the drafter computes. This token's keys and values
+    are at position 0."""
     computes_all = True
     """True if it computes all tokens of a request, and must catch up after steps without drafts."""
     num_cold = 0
@@ -67,7 +68,7 @@ class Drafter(ABC):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes added to each KV block."""
+        """Bytes that the drafter adds to each KV block."""
         return (
             sum(layer.self_attention.cached_size for layer in self.layers)
             * self.memory.itemsize
@@ -98,11 +99,11 @@ class Drafter(ABC):
         return [self.memory.layer(layer, num_blocks, self.block_size) for layer in self.layers]
 
     def graph_bytes(self, config: EngineConfig) -> int:
-        """Bytes to reserve for its graphs."""
+        """Bytes of memory to reserve for the drafter's graphs."""
         return 0
 
     def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:  # noqa: B027 (most have none)
-        """Capture its graphs, on a GPU."""
+        """Capture the drafter's graphs, on a GPU."""
 
     def copy_blocks(self, source: Tensor, target: Tensor) -> None:
         self.memory.ops.copy_blocks(self._block_rows, self._block_rows, source, target)
@@ -145,26 +146,26 @@ class Drafter(ABC):
     def kept_drafts(
         self, drafted: Sequence[ScheduledRequest], rows: RowTable
     ) -> Callable[[], Tensor] | None:
-        """Function that still gives the drafts after the draw, which overwrites those in the rows.
-
-        None if no copies of them are kept.
+        """Function that returns the drafts even after the draw, which overwrites those in the rows.
+        None if the drafter keeps no copies.
         """
         return None
 
     def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:  # noqa: B027 (most do not)
-        """Launch the start of the next `write_drafts`, as far as it is known after `plan`'s draw.
-
-        The host has time for it now, whereas the GPU waits for `write_drafts`.
+        """Launch the part of the next `write_drafts` that is already known after the draw of
+        `plan`. The GPU is busy now, so the launch delays nothing; during `write_drafts` it would be
+        idle.
         """
 
     @abstractmethod
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        """Write as many tokens after each request's last one as it has `drafts`."""
+        """Propose drafts and write them after each request's last token. A request gets as many as
+        its entry in the plan has `drafts`."""
 
     def unseen(
         self, drafted: Sequence[ScheduledRequest], rows: RowTable, counts: Sequence[int]
     ) -> Iterator[list[ScheduledRequest]]:
-        """Steps over the tokens that the drafter has not computed.
+        """Steps that compute the tokens which the drafter has not computed yet.
 
         Each request's steps end with `counts` tokens, beginning with its last known token. A token
         is drawn after each of these.
@@ -212,7 +213,8 @@ class Chain(Drafter):
     def likeliest(
         self, token_ids: Tensor, meta: AttentionMetadata, states: Any, num: int
     ) -> tuple[Tensor, Any]:
-        """Compute a step: the likeliest tokens [num] after the last ones, and the states that follow."""
+        """Run one pass. Returns the likeliest tokens [num] after the last ones, and the states from which the next
+        pass starts."""
 
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         left = [s for s in drafted if not self._is_ahead(s, rows)]
@@ -284,7 +286,7 @@ class Chain(Drafter):
 
     @staticmethod
     def _is_ahead(s: ScheduledRequest, rows: RowTable) -> bool:
-        """Tells whether the drafts of this request were proposed already."""
+        """Tells whether a chain launched ahead has already proposed this request's drafts."""
         row = rows.rows[s.request_id]
         return s.num_computed_tokens in row.ahead and len(s.drafts) <= row.num_kept
 

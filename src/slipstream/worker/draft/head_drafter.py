@@ -92,8 +92,8 @@ class HeadDrafter(Drafter):
 
 
 class HeadChain(Chain, HeadDrafter):
-    """Drafter of EAGLE and MTP heads. `ends` has the state for the pair after each row's last
-    one."""
+    """Drafter of EAGLE and MTP heads, which proposes token by token. `ends` [rows, E] has, for each
+    row, the state of the pair that comes next."""
 
     first, keeps_drafts = 1, False
     head: LayeredHead
@@ -151,7 +151,8 @@ class HeadChain(Chain, HeadDrafter):
 
 
 class HeadBlock(HeadDrafter):
-    """P-EAGLE and DFlash: one pass over all places, with a mask in place of each unknown token.
+    """Drafter of P-EAGLE and DFlash heads: one pass proposes all drafts. Each token that is not
+    known yet is replaced by a mask token.
 
     1. P-EAGLE: pairs of masks follow the pairs of known tokens. Each pair attends to those before
        it.
@@ -241,7 +242,8 @@ class HeadBlock(HeadDrafter):
         )
 
     def _masked(self, token_ids: Any, masks: Sequence[Any], states: Any, rows: RowTable) -> Any:
-        """Put masks at the given places of `token_ids`, and the masks' state in `states`."""
+        """Write the mask token to the given places of `token_ids`, and the head's state for masks
+        to the same places of `states`."""
         places = np.concatenate(masks)
         if len(places):
             where = rows.upload(places)
@@ -253,9 +255,8 @@ class HeadBlock(HeadDrafter):
 
 
 class MedusaDrafter(HeadDrafter):
-    """Drafter of Medusa heads: one pass, from the state before the last token, for all places.
-
-    A place does not depend on the tokens at the places before it.
+    """Drafter of Medusa heads: one pass proposes all drafts from the state before the last token. A
+    draft does not depend on the drafts before it.
     """
 
     computes_all = False

@@ -48,10 +48,9 @@ def head_scheme(
 ) -> Scheme | None:
     """Scheme of a head's products.
 
-    Without a setting it is `default`, where that fits: a pass takes as long as reading its weights,
-    and 8 bits cost a head hardly any right guesses. An MTP layer keeps the format in which it is stored. 8-bit
-    products must have outputs in multiples of `rows`. ConfigError if the user's choice does not
-    fit.
+    Without a setting it is `default`, where that fits: a pass takes as long as reading its weights, and rounding to 8
+    bits hardly lowers the share of accepted drafts. An MTP layer keeps the format in which it is stored. 8-bit
+    products must have outputs in multiples of `rows`. ConfigError if the user's choice does not fit.
     """
     chosen, source = speculation.quantization, description.source
     if source is not None and source.quantization is not None and source.quantization.rounds:
@@ -71,7 +70,7 @@ def head_scheme(
 
 
 ENDS = ("fc.weight", "join.weight")
-"""Products of a head outside its layers, besides its output head."""
+"""Names of a head's products outside its layers, except the output head."""
 
 
 def _misfit(spec: HeadSpec, scheme: Scheme, rows: int) -> str | None:
@@ -168,7 +167,7 @@ class HostChain:
         )
 
     def _first(self, s: ScheduledRequest, rows: RowTable) -> int:
-        """The first token that the head has not seen."""
+        """Index of the request's first token that the head has not computed."""
         return max(self.drafter.first, rows.rows[s.request_id].num_drafted)
 
     def _own(self, found: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -176,5 +175,5 @@ class HostChain:
 
 
 def _array(x: Any) -> Array:
-    """The memory of a tensor or an array, as an array."""
+    """Returns an array over the memory of a tensor or an array."""
     return x if isinstance(x, np.ndarray) else x.numpy()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class DraftMemory:
     def __init__(self, ops: OpSet, platform: Platform, dtype: str) -> None:
-        """Make memory for numbers of type `dtype`."""
+        """Make an allocator of keys, values and states of type `dtype`."""
         self.ops, self.platform, self.dtype = ops, platform, platform.values.dtype(dtype)
         self.itemsize: int = self.dtype.itemsize
 

@@ -1,7 +1,7 @@
 """Drafts of a pipeline: the last stage, which knows all tokens, proposes them and sends them to the first.
 
-1. The last stage has the draft model whole. It proposes as one device does, at the beginning of its step, and sends the drafts
-   over the way back (`Pipe.send_back`).
+1. The last stage has the draft model or head whole. It proposes as one device does, at the beginning of its step, and sends
+   the drafts over the way back (`Pipe.send_back`). Earlier stages pass on the states that a head reads (`Decoder.relays`).
 2. The first stage takes the tokens of all steps before, which were sent before, and then the drafts. So it waits for the last
    stage: while a request has drafts, steps do not overlap.
 3. Stages between them need no tokens, and have no drafter.

@@ -81,7 +81,7 @@ def rank_of_places(num_experts: int, num_ranks: int) -> npt.NDArray[np.int64]:
 
 
 def loads_of_ranks(load: Floats, rank_of: npt.NDArray[np.int64]) -> Floats:
-    """Load by rank, from the load by place."""
+    """Sums the load by place to the load by rank."""
     return np.asarray(np.bincount(rank_of, load), np.float64)
 
 
@@ -146,7 +146,7 @@ class _Layer:
         )
 
     def best(self) -> PlaceSwap:
-        """Best exchange, or `NO_EXCHANGE` if its gain is too small."""
+        """Finds a layer's best exchange; `NO_EXCHANGE` if its gain is too small."""
         if not self.is_uneven:
             return NO_EXCHANGE
         found = best_exchange(self.load[self.expert_at], self.rank_of, self.num_groups)
@@ -207,7 +207,8 @@ class ExpertBalancer:
         return swaps
 
     def home(self) -> list[LayerSwap]:
-        """Exchanges that bring every expert back to the place of its own number."""
+        """Finds the exchanges that bring every expert back to its original place, which has the
+        expert's number."""
         swaps = list[LayerSwap]()
         for i, layer in self._layers.items():
             at = layer.expert_at

@@ -57,8 +57,8 @@ class ExpertLoad:
 
 
 class _Copy(NamedTuple):
-    """A host copy of the token counts of all layers by place, with the expert that each place
-    had."""
+    """Host copy of all layers' token counts by place, with the expert that each place had at that
+    time."""
 
     counts: Tensor
     event: Event | None

@@ -119,7 +119,8 @@ class ExpertPlaces:
 
 
 def _mixture(mlp: MoE) -> _Mixture | None:
-    """The exchangeable parts of a mixture; None if some part can't be exchanged."""
+    """Returns views of a mixture's weights by which experts can be exchanged; None if some weight
+    does not allow it."""
     parts = [expert_rows(w, mlp.spec.num_local_experts) for w in (mlp.up, mlp.down)]
     if not can_swap_outputs(mlp.router) or any(part is None for part in parts):
         return None

@@ -1,4 +1,4 @@
-"""The experts of a step's tokens, on their way to the host (`enable_return_routed_experts`)."""
+"""Copies each token's chosen experts to the host (`enable_return_routed_experts`)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class RoutedExpertsTap:
         self._platform = platform
 
     def __call__(self, plan: StepPlan, output: Output) -> Callable[[], RoutedExperts]:
-        """Launches the copy of a step's experts. The function that it returns gives them once the
-        step is done."""
+        """Launches the copy of a step's experts to the host. Returns a function that gives them
+        once the step is done."""
         rows = np.array([output.row(i) for i in range(plan.num_tokens)], np.int64)
         copied = self._platform.to_host(self._noted[:, self._platform.upload(rows)])
         return lambda: RoutedExperts.of(np.asarray(copied).transpose(1, 0, 2))

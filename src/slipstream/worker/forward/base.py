@@ -17,13 +17,13 @@ from slipstream.model.decoder import Decoder
 from slipstream.platform import Event
 from slipstream.spec.reason import Reason
 from slipstream.worker.forward.state_cache import StateCache
-from slipstream.worker.inputs.image_rows import needs_images
 from slipstream.worker.inputs.input_batch import (
     NOTHING_SAMPLED,
     GatheredInputs,
     SampledRows,
     gather,
 )
+from slipstream.worker.inputs.media_rows import needs_media
 from slipstream.worker.inputs.rows import RowTable
 from slipstream.worker.inputs.step_shape import shape_of
 from slipstream.worker.sampling.draws import BestLogprobs, DrawnTokens
@@ -56,7 +56,7 @@ class InputBatch:
 
     @classmethod
     def of(cls, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> InputBatch:
-        """Make a batch of tokens [T] without a plan: of a canary, a measurement or a capture."""
+        """Make a batch of tokens [T] without a plan, for a canary, a measurement or a capture."""
         given = GatheredInputs(
             token_ids=token_ids, meta=meta, sample_index=None, sampled=NOTHING_SAMPLED
         )
@@ -112,13 +112,13 @@ class InputBatch:
         return self.table.wanted("adapter", [s.request_id for s in self.plan.scheduled])
 
     @cached_property
-    def has_images(self) -> bool:
-        """True if some request has image placeholders in this step."""
-        if self.plan is None or self.table is None or not self.table.wanting["images"]:
+    def has_media(self) -> bool:
+        """True if some request has placeholders of media in this step."""
+        if self.plan is None or self.table is None or not self.table.wanting["media"]:
             return False
-        wanting, rows = self.table.wanting["images"], self.table.rows
+        wanting, rows = self.table.wanting["media"], self.table.rows
         return any(
-            needs_images(rows[s.request_id], s)
+            needs_media(rows[s.request_id], s)
             for s in self.plan.scheduled
             if s.request_id in wanting
         )
@@ -179,7 +179,8 @@ class BegunStep:
     logprobs: BestLogprobs | None = None
 
     def goes_on_in(self, plan: StepPlan) -> bool:
-        """Whether a plan computes exactly the tokens that this step draws, one of each request."""
+        """Tells whether the next plan computes exactly the tokens that this step draws: one for
+        each of the same requests."""
         return (
             not (plan.new or plan.released or plan.block_copies)
             and self.sampled.num_tokens is None
@@ -218,7 +219,7 @@ class Forward(ABC):
         """Logits [N, V] of hidden states [N, E] from this path's `run`."""
 
     def take(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Selects rows of hidden states."""
+        """Returns the given rows of hidden states."""
         return hidden.index_select(0, rows)
 
     def greedy(self, hidden: Tensor) -> Tensor | None:
@@ -240,9 +241,8 @@ class Forward(ABC):
 
 
 class PlainForward(Forward):
-    """A path that runs the tokens it is given, of any step without adapters.
-
-    `states` is where a draft head's states go.
+    """A path that can run any tokens without adapters, not only those of a scheduled step. `states`
+    stores the hidden states that a draft head reads.
     """
 
     def __init__(self, decoder: Decoder, states: StateCache | None = None) -> None:

@@ -35,7 +35,8 @@ class EagerTexts:
         return True
 
     def run(self, plan: TextsPlan) -> Tensor:
-        """Vectors [S, …] of a step, or [T, …], valid until the next step."""
+        """Computes a step's vectors: [S, …] by text, or [T, …] by token. They are valid until the
+        next step."""
         token_ids, meta = text_batch(plan, self.config.cache.block_size, self.device)
         hidden = self.forwards.hidden(token_ids, self.kv, meta)
         return self.forwards.vectors(self.how, hidden, meta.query_start_loc, plan.task)

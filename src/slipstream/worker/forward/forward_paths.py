@@ -85,7 +85,7 @@ def load_refusal(description: ModelDescription, load_format: str) -> Reason | No
     spec, stored = description.spec, description.quantization
     table: tuple[tuple[bool, str], ...] = (
         (
-            spec.vision is not None,
+            spec.media is not None,
             "the model has an image encoder, which torch runs (max_images=0 leaves it out)",
         ),
         (

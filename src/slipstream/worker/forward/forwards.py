@@ -2,7 +2,7 @@
 
     eager       the decoder's loop over its layers, op by op; covers every step without adapters
     adapters    the same loop, with the adapters of the step's requests
-    images      the same loop, with image embeddings among those of tokens; asked first
+    media       the same loop, with embeddings of media among those of tokens; asked first
     program     the whole step as one program of the CPU's C++ kernels
     one-token   all layers of a step of one token as one GPU kernel
     graphs      a captured CUDA graph of any of these (`worker/graphs/step_graphs.py`)
@@ -38,12 +38,12 @@ from slipstream.worker.forward.base import BegunStep, PlainForward
 from slipstream.worker.forward.base import Forward as Forward
 from slipstream.worker.forward.base import InputBatch as InputBatch
 from slipstream.worker.forward.base import Output as Output
-from slipstream.worker.forward.images import (
-    ImageEncoder,
-    ImageOps,
-    StepImages,
+from slipstream.worker.forward.media import (
+    MediaEncoder,
+    MediaOps,
+    StepMedia,
     stacked,
-    step_images,
+    step_media,
 )
 from slipstream.worker.forward.program import ProgramForward
 from slipstream.worker.forward.state_cache import StateCache as StateCache
@@ -52,12 +52,12 @@ from slipstream.worker.inputs.uploads import upload
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
-    from slipstream.spec.media.sound import MediaSpec
+    from slipstream.spec.media.medium import MediaSpec
     from slipstream.worker.adapters import Adapters
 
 _logger = logging.getLogger("slipstream.engine")
 
-NO_IMAGES = Reason("no placeholder of a picture is in the step")
+NO_MEDIA = Reason("no placeholder of a picture or sound is in the step")
 NO_PLAN = Reason("the tokens are not a scheduled step")
 
 
@@ -99,9 +99,8 @@ class OneToken(Eager):
 
 
 class Variant(Eager):
-    """Base of the paths whose layers do more, for the steps that need it.
-
-    `base` runs other steps, and computes the logits.
+    """Base of paths whose layers do something in addition, such as applying adapters, for the steps
+    that need it. Other steps run on the path `base`, which also computes this path's logits.
     """
 
     def __init__(self, base: PlainForward) -> None:
@@ -154,71 +153,68 @@ class Adapted(Variant):
         tokens: LoRATokens,
         decoder: Decoder | None = None,
     ) -> Tensor:
-        """Compute hidden states [T, E] of token ids [T]; `tokens` has the adapters of these tokens.
-
-        `decoder` is a view of this path's, which is the default.
+        """Compute hidden states [T, E] of token ids [T]. `tokens` has their adapters. `decoder`, by
+        default this path's, may be a view of it.
         """
         decoder = decoder or self.decoder
         ops = cast("OpSet", AdapterOps(decoder.ops, self.adapters.weights, tokens))
         return Eager(decoder.with_ops(ops), self.states)._hidden(token_ids, kv, meta)
 
 
-class WithImages(Variant):
-    """Path for steps with image embeddings in place of some tokens', and with the requests'
+class WithMedia(Variant):
+    """Path for steps with embeddings of media in place of some tokens', and with the requests'
     adapters."""
 
-    name = "images"
+    name = "media"
 
     def __init__(
         self,
         base: PlainForward,
-        vision: MediaSpec,
-        encoder: ImageEncoder | None,
+        spec: MediaSpec,
+        encoder: MediaEncoder | None,
         adapters: Adapters | None,
     ) -> None:
         """`encoder` is None in later pipeline stages, which receive its output among embeddings."""
         super().__init__(base)
-        self.vision, self.encoder, self.adapters = vision, encoder, adapters
+        self.spec, self.encoder, self.adapters = spec, encoder, adapters
 
     def covers(self, batch: InputBatch) -> Reason | None:
-        return None if batch.has_images else NO_IMAGES
+        return None if batch.has_media else NO_MEDIA
 
     def run(self, batch: InputBatch) -> Output:
         given = batch.gathered
-        images = step_images(*batch.step)
+        media = step_media(*batch.step)
         ops: Any = self.decoder.ops
         if self.adapters is not None and batch.has_adapters:
             ops = AdapterOps(ops, self.adapters.weights, adapters_of(batch, self.decoder))
         axes = getattr(self.decoder.spec.attentions[0].position, "axes", None)
         decoder = self.decoder.with_ops(
-            cast("OpSet", ImageOps(ops, images, given.meta, self.vision, axes))
+            cast("OpSet", MediaOps(ops, media, given.meta, self.spec, axes))
         )
         h = self.decoder.embedded(given.token_ids, given.meta)
-        if images.parts and self.encoder is not None:
+        if media.parts and self.encoder is not None:
             rows = torch.cat(
                 [
                     x[span.num_embeddings(a) : span.num_embeddings(b)]
                     for x, (span, a, b) in zip(
-                        self.encoder.embeddings(images), images.parts, strict=True
+                        self.encoder.embeddings(media), media.parts, strict=True
                     )
                 ]
             )
-            size, tokens = h.shape[1], upload(images.tokens, h.device)
+            size, tokens = h.shape[1], upload(media.tokens, h.device)
             h = h.index_copy(0, tokens, rows[:, :size].to(h.dtype))
             if rows.shape[1] > size:
-                decoder = stacked(decoder, h, images.tokens, rows[:, size:].to(h.dtype))
-        hidden, states = decoder.run(h, batch.kv, self._with_inputs(h, given, images))
+                decoder = stacked(decoder, h, media.tokens, rows[:, size:].to(h.dtype))
+        hidden, states = decoder.run(h, batch.kv, self._with_inputs(h, given, media))
         return self._output(self._keep(hidden, states, given.meta), given)
 
-    def _with_inputs(
-        self, h: Tensor, given: GatheredInputs, images: StepImages
-    ) -> AttentionMetadata:
+    def _with_inputs(self, h: Tensor, given: GatheredInputs, media: StepMedia) -> AttentionMetadata:
         """The step's metadata with the layers' own inputs. A picture gets the row of its
         placeholder token."""
         token_ids = given.token_ids
-        if self.decoder.layer_inputs is not None and self.vision.own_input_id is not None:
-            index = upload(images.tokens, h.device)
-            token_ids = token_ids.index_fill(0, index, self.vision.own_input_id)
+        if self.decoder.layer_inputs is not None and self.spec.own_input_id is not None:
+            index = upload(media.tokens, h.device)
+            token_ids = token_ids.index_fill(0, index, self.spec.own_input_id)
         return self.decoder.with_inputs(token_ids, h, given.meta)  # type: ignore[no-any-return]
 
 
@@ -232,8 +228,8 @@ class Forwards:
         self.base: PlainForward = Eager(decoder)
         self.states: StateCache | None = None
         self.adapters: Adapters | None = None
-        self.images: ImageEncoder | None = None
-        self.takes_images = False
+        self.media: MediaEncoder | None = None
+        self.takes_media = False
         self.heads = TextHeads()
         self.rebuild()
 
@@ -242,9 +238,9 @@ class Forwards:
         self.adapters = adapters
         self.rebuild()
 
-    def take_images(self, encoder: ImageEncoder | None) -> None:
-        """Add the path for requests with images. `encoder`: see `WithImages`."""
-        self.images, self.takes_images = encoder, True
+    def take_media(self, encoder: MediaEncoder | None) -> None:
+        """Add the path for requests with media. `encoder`: see `WithMedia`."""
+        self.media, self.takes_media = encoder, True
         self.rebuild()
 
     def keep_states(self, states: StateCache, tap: AnyTap | None) -> None:
@@ -274,9 +270,9 @@ class Forwards:
                 self.paths = [OneToken(self.decoder, kernel, self.states), self.base]
         if self.adapters is not None:
             self.paths.append(Adapted(self.base, self.adapters))
-        vision = self.decoder.spec.vision
-        if self.takes_images and vision is not None:
-            self.paths.insert(0, WithImages(self.base, vision, self.images, self.adapters))
+        spec = self.decoder.spec.media
+        if self.takes_media and spec is not None:
+            self.paths.insert(0, WithMedia(self.base, spec, self.media, self.adapters))
 
     def _refuse(self, name: str, reason: Reason) -> None:
         if name not in self.refused and reason.notable:
@@ -284,8 +280,8 @@ class Forwards:
         self.refused[name] = reason
 
     def add(self, path: Forward) -> None:
-        """Ask `path` before all others except the one for images."""
-        self.paths.insert(self.takes_images, path)
+        """Ask `path` before all others except the one for media."""
+        self.paths.insert(self.takes_media, path)
 
     @property
     def num_cold(self) -> int:

@@ -34,5 +34,5 @@ class StateCache:
         return self.kept[meta.slot_mapping]
 
     def floats(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """States as an array [T, E]."""
+        """Converts states to a float32 array [T, E]."""
         return self.values.floats(self.kept[slots])

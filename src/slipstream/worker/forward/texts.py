@@ -79,11 +79,12 @@ class TextGraphs(GraphStore):
             self._of(size)
 
     def covers(self, plan: TextsPlan) -> bool:
-        """Whether the graphs have the plan's task. They have the model's own."""
+        """Tells whether the plan's task is the model's own one, for which graphs are captured."""
         return plan.task == self.task
 
     def run(self, plan: TextsPlan) -> Tensor:
-        """Vectors [S, …] of a step with `task`, or [T, …], valid until the next step."""
+        """Computes a step's vectors for `task`: [S, …] by text, or [T, …] by token. They are valid
+        until the next step."""
         size = next(n for n in self.sizes if n >= plan.num_tokens)
         captured = self._of(size)
         inputs = text_inputs(

@@ -88,7 +88,7 @@ class ChainGraphs(GraphStore):
 
     @classmethod
     def of(cls, drafter: ChainPasses, rows: RowTable, config: EngineConfig) -> ChainGraphs:
-        """All graphs that are needed, captured."""
+        """Makes the object and captures all graphs that are needed."""
         sizes = {
             "max_model_len": config.model.max_model_len,
             "max_num_seqs": config.scheduling.max_num_seqs,
@@ -261,7 +261,8 @@ class ChainGraphs(GraphStore):
         return drafts.T
 
     def _inputs(self, places: ChainPlaces) -> tuple[Tensor, AttentionMetadata]:
-        """The chain's tokens [T], as sequences with one computed token each, their last one."""
+        """Returns the inputs of the chain's tokens [T]. Each token is treated as a sequence of its
+        own, of which only the last token is computed."""
         return gather_inputs(
             self.rows,
             token_rows=places.rows,
@@ -279,7 +280,7 @@ class ChainGraphs(GraphStore):
 
 
 def _some(meta: AttentionMetadata, begin: int, count: int) -> AttentionMetadata:
-    """The metadata of a range of sequences of one token each."""
+    """Returns the metadata of some of the sequences, which have one token each."""
     parts = {name: getattr(meta, name)[begin : begin + count] for name in _OF_SEQUENCE}
     return dataclasses.replace(
         meta,

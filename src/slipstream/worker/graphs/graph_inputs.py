@@ -29,8 +29,8 @@ from slipstream.worker.inputs.step_shape import num_leading_decodes
 
 
 class GraphInput:
-    """The input of plain steps' graphs, which needs no buffers. Other kinds of input have a buffer
-    for each size."""
+    """Additional input of captured steps. This base class is for plain steps, which have none;
+    subclasses have a buffer for each graph size."""
 
     name = "graphs"
     waits = False
@@ -42,11 +42,12 @@ class GraphInput:
         return True
 
     def refusal(self, batch: InputBatch, plan: StepPlan) -> Reason | None:
-        """Reason why a step's graphs are not those with this input."""
+        """Reason why a step does not use the graphs with this input; None if it does."""
         return HAS_ADAPTERS if batch.has_adapters else None
 
     def has_changed(self) -> bool:
-        """Tells whether steps have other launches than when this was last asked."""
+        """Tells whether the kernels that a step launches have changed since the last call, so that
+        graphs must be captured again."""
         return False
 
     def allot(self, size: Size) -> None:
@@ -69,8 +70,8 @@ class GraphInput:
 
 
 class SharedPrefixInput(GraphInput):
-    """Decodes some of which begin with the same blocks. Until a size is captured, the graph without
-    shared prefixes runs."""
+    """Input that says which decodes begin with the same blocks. Until a size is captured, the graph
+    without shared prefixes runs."""
 
     name = "graphs with shared prefixes"
     waits = True
@@ -112,10 +113,9 @@ class SharedPrefixInput(GraphInput):
 
 
 class AdapterInput(GraphInput):
-    """The adapters of a step's tokens.
-
-    Graphs are captured when adapters are first used, and again when an adapter has weights for
-    products that had none before, because launches for products without weights are left out.
+    """Input that gives the adapter of each token. Graphs are captured when adapters are first used,
+    and again when an adapter has weights for products that had none before, because launches for
+    products without weights are left out.
     """
 
     name = "graphs with adapters"

@@ -1,4 +1,5 @@
-"""The store of captured work, by size: graphs of one memory pool, whose inputs stay in place."""
+"""Store of captured graphs by size. They share one memory pool, and their inputs stay at the same
+addresses."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Captured:
 
 
 class GraphStore:
-    """Captured work by size. What is captured, and when, its owner decides."""
+    """Store of captured work by size. Its owner decides what is captured, and when."""
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform

@@ -80,7 +80,8 @@ def num_marks(plan: StepPlan) -> int:
 
 @cache
 def _bounds(size: Size, num_seqs: int, num_chunks: int = 0) -> tuple[tuple[int, int], ...]:
-    """Begin and end of each part of `MixedInputs`. Those of states are empty without chunks."""
+    """Begin and end of each part of `MixedInputs` in the array. The parts of states are empty if
+    there are no chunks."""
     room, starts, num_tokens = padded_room(num_seqs), padded_room(num_seqs + 1), sum(size)
     of_states = (room, num_tokens, 3 * num_chunks) if num_chunks else (0, 0, 0)
     ends = accumulate((*(5 * [num_tokens]), room, room, starts, *of_states))

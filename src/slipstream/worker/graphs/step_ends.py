@@ -50,7 +50,7 @@ NUM_LOGPROBS = (0, 5, 20)
 
 
 class EndKind(NamedTuple):
-    """Work at the end of a step beyond finding the likeliest tokens."""
+    """Kind of a step's end: which work it does in addition to finding the likeliest tokens."""
 
     draws: bool = False
     changes: bool = False  # applies biases and penalties
@@ -125,9 +125,8 @@ class StepEnds:
         return torch.zeros(MAX_MASKS, words, dtype=torch.int32, device=self._which.device)
 
     def take(self, places: Tensor) -> None:
-        """Copy `places`, int32 [3, T], as device work of a step's graph.
-
-        After the sampled tokens, `places` has those of the null row.
+        """Copy `places`, int32 [3, T], to where the ends read them. This is captured as part of a
+        step's graph. After the sampled tokens' places come those of the null row.
         """
         count = min(places.shape[1], self.places.shape[1])
         self.places[:, :count].copy_(places[:, :count])

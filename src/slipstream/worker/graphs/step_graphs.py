@@ -68,9 +68,8 @@ TOO_MANY_MARKS = Reason("more kept states than a graph has room for")
 
 
 class StagePipe(Pipe):
-    """A pipe that sends nothing, for captured steps.
-
-    A stage's input is in `incoming`, and its result is sent after the replay.
+    """Stand-in for a pipeline stage's pipe while a step is captured: it sends nothing. The stage's
+    input is in `incoming`, and its result is sent after the replay.
     """
 
     def __init__(self, incoming: Tensor | None) -> None:

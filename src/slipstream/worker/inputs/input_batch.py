@@ -61,7 +61,7 @@ class SampledRows:
 
 NO_ROWS: Any = np.empty(0, np.int64)
 NOTHING_SAMPLED = SampledRows(requests=(), rows=NO_ROWS, positions=NO_ROWS)
-"""Sampled rows of tokens that belong to no plan."""
+"""`SampledRows` for tokens that belong to no plan: nothing is sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

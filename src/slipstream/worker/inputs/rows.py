@@ -26,13 +26,13 @@ import numpy.typing as npt
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import NO_ADAPTER
-from slipstream.messages.media import ImageSpan
+from slipstream.messages.media import MediaSpan
 from slipstream.messages.requests import pack_ids
 from slipstream.messages.steps import FROM_MODEL, NewRequest, ScheduledRequest, StepPlan
 from slipstream.params.sampling import SamplingParams
 from slipstream.platform import platform_of
 from slipstream.spec.model import CacheGroup
-from slipstream.worker.inputs.image_rows import turned_positions
+from slipstream.worker.inputs.media_rows import turned_positions
 from slipstream.worker.inputs.packed_tables import PackedTables
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ IntArray = npt.NDArray[np.int32]
 
 Want: TypeAlias = Literal[
     "adapter",
-    "images",
+    "media",
     "vector",
     "grammar",
     "logprobs",
@@ -61,7 +61,7 @@ Want: TypeAlias = Literal[
     "min_p",
     "chain",
 ]
-"""Options of a request beyond the most likely token."""
+"""Options for which a request needs more than the most likely token."""
 
 NEEDS_LOGITS: tuple[Want, ...] = (
     "grammar",
@@ -75,12 +75,12 @@ NEEDS_LOGITS: tuple[Want, ...] = (
 """Options that need the logits, not only the index of the largest."""
 
 FEW_BLOCKS = 32
-"""Blocks that a loop takes in as fast as two arrays are made."""
+"""Number of blocks up to which a Python loop is as fast as making two arrays."""
 
 
 @dataclass(slots=True)
 class Row:
-    """The host's state of one running request."""
+    """Host-side state of one running request: its row number and what the host must know of it."""
 
     index: int
     sampling: SamplingParams
@@ -95,8 +95,8 @@ class Row:
     num_kept: int = 0
     ahead: range = range(0)  # numbers of computed tokens for which a chain is already launched
     num_blocks: int = 0  # blocks in its first group
-    images: tuple[ImageSpan, ...] = ()
-    # three positions [3, n] of its tokens up to the end of the last image, if they have three
+    media: tuple[MediaSpan, ...] = ()
+    # three positions [3, n] of its tokens up to the end of the last picture, if they have three
     places: LongArray | None = None
     # the only tokens that may be drawn, without duplicates
     allowed: LongArray | None = field(init=False)
@@ -146,7 +146,7 @@ class RowTable:
         """Allocate the tables.
 
         `scales`: what each group's block ids are multiplied by in its table (`ModelSpec.block_scales`); empty: nothing is.
-        `sectioned`: image tokens have three positions, and later text counts fewer positions than
+        `sectioned`: pictures' tokens have three positions, and later text counts fewer positions than
         tokens.
         """
         self.capacity = capacity
@@ -177,7 +177,7 @@ class RowTable:
         self._tables = PackedTables(tables, platform)
         self.tokens, self.block_tables = self._tables["tokens"], self._tables["block_tables"]
         self.encoder_lens = self._tables["encoder_lens"]
-        # shift of the positions after a row's images
+        # shift of the positions after a row's pictures
         self.position_shifts = self._tables["position_shifts"] if sectioned else None
         # slots of each kind: the one to read, then those to write, on the device and on the host
         self.slots = {kind: self._tables[f"slots {kind}"] for kind in columns}
@@ -292,9 +292,9 @@ class RowTable:
                 self.wanting["adapter"].add(request.request_id)
             for want in (*row.wants(), *(("vector",) if request.pooled else ())):
                 self.wanting[want].add(request.request_id)
-            if request.images:
-                row.images = request.images
-                self.wanting["images"].add(request.request_id)
+            if request.media:
+                row.media = request.media
+                self.wanting["media"].add(request.request_id)
             starts.append(row.index * width)
         # `pack` takes half of the time that NumPy takes to read a tuple
         packed = [
@@ -334,11 +334,11 @@ class RowTable:
             self._tables.put(name, places.reshape(-1), values.reshape(-1))
 
     def _put_shifts(self, rows: Sequence[Row]) -> None:
-        """Compute three positions per token of images, and the shift of the text after them."""
+        """Compute three positions per token of pictures, and the shift of the text after them."""
         shifts = np.zeros(len(rows), np.int64)
         for i, row in enumerate(rows):
-            if row.images:
-                row.places, shifts[i] = turned_positions(row.images)
+            if row.media:
+                row.places, shifts[i] = turned_positions(row.media)
         self._tables.put("position_shifts", np.array([row.index for row in rows], np.int64), shifts)
 
     def is_greedy(self, request_ids: Sequence[str]) -> bool:
@@ -423,14 +423,13 @@ class RowTable:
             self.ops.write_tokens(table, rows, columns, tokens)
 
     def columns(self, table: Tensor, which: Tensor) -> Tensor:
-        """The columns `which` [N] of `table` [n, C + 1], as [n, N].
-
-        A column belongs to a row of the table.
+        """Selects columns `which` [N] of `table` [n, C + 1] → [n, N]. A column of this array
+        belongs to a row of the `RowTable`.
         """
         return self.platform.values.take(table, which, 1)  # type: ignore[no-any-return]
 
     def of_rows(self, table: Tensor, which: Tensor) -> Tensor:
-        """The rows `which` [N] of `table` [C + 1, n], as [N, n]."""
+        """Selects rows `which` [N] of `table` [C + 1, n] → [N, n]."""
         return self.platform.values.take(table, which)  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""One upload of several arrays."""
+"""Copies host arrays to the device, several in one copy."""
 
 from __future__ import annotations
 

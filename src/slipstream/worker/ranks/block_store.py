@@ -1,8 +1,8 @@
 """Tiers below the devices' caches of several ranks: each rank stores its part of every block. No torch.
 
-All ranks get the same copies, in order with the steps. A copy is done when all ranks have made it, and is good if it is good
-on all. The keys on the disk are those that all ranks had at the start, and those that all have written since. A file that one
-rank has removed is found out when it is read.
+All ranks get the same copies, in order with the steps. A copy is done when all ranks have made it, and is good if it
+is good on all. A block counts as stored on disk if all ranks had it at the start, or have written it since. That one
+rank has removed its file is noticed when it is read.
 """
 
 from __future__ import annotations

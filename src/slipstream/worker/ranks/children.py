@@ -29,7 +29,7 @@ consequence of another is passed on.
 
 @dataclass(slots=True)
 class Rank:
-    """One rank. On another host `process` is None, and `at` is its address."""
+    """A rank's process. If it runs on another host, `process` is None and `at` is its address."""
 
     number: int
     process: ForkedProcess | None
@@ -77,8 +77,8 @@ class RankProcesses:
     def describe_first(self, but: Collection[int]) -> str:
         """Describe how a rank ended that we did not kill. Empty if there is none.
 
-        A rank killed by a signal is preferred. `but` are ranks that are known to have ended because
-        of others.
+        A rank killed by a signal is preferred. `but` are ranks to ignore, because their ends are
+        only a consequence of others'.
         """
         with self._lock:
             codes = [

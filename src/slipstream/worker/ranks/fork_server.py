@@ -152,7 +152,8 @@ class ForkServer:
         return ForkedProcess(ours, our_stdin)
 
     def close(self) -> None:
-        """End it, if this process started it. Forks that are waited for are killed then."""
+        """End the fork server, if this process started it. A fork that is waited for afterwards is
+        killed (`ForkedProcess.wait`)."""
         self._finalizer()
 
 
@@ -207,7 +208,7 @@ def serve(asked: socket.socket, run: Callable[[list[str]], int]) -> None:
 
 
 def _become(request: int, folder: int, fds: list[int], run: Callable[[list[str]], int]) -> None:
-    """Be the process that was asked for. It does not return."""
+    """Turn this fork into the requested process: run it, then exit. It does not return."""
     code = 1
     try:
         for standard, own in enumerate(fds[:3]):

@@ -81,7 +81,8 @@ def accept_ranks(
 
 
 def _greet(connection: socket.socket, size: int) -> tuple[RankLink, Join] | None:
-    """Greet a rank that has connected. None if it was refused."""
+    """Exchange greetings with a rank that has connected, and return its link. None if the rank was
+    refused."""
     connection.settimeout(HELLO_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:

@@ -31,7 +31,7 @@ REASONS_S = 0.6
 
 
 def total_load(loads: Iterable[ExpertTokens]) -> ExpertTokens:
-    """Sum of the loads of ranks that counted their own tokens, or other layers."""
+    """Adds up expert loads that ranks counted for their own tokens or for their own layers."""
     total: dict[int, tuple[int, ...]] = {}
     for layer, counts in chain.from_iterable(loads):
         total[layer] = tuple(map(operator.add, counts, total.get(layer, (0,) * len(counts))))
@@ -39,9 +39,8 @@ def total_load(loads: Iterable[ExpertTokens]) -> ExpertTokens:
 
 
 class Mailbox:
-    """Messages from the ranks that were not taken yet.
-
-    A thread reads their links until all are closed.
+    """Store of the ranks' messages until they are taken. A thread reads the links to the ranks
+    until all are closed.
     """
 
     def __init__(self, ranks: Sequence[Rank], num_results: int = 1) -> None:

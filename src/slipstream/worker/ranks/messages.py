@@ -146,7 +146,8 @@ class CopyBlocks(msgspec.Struct, tag=True):
 
 
 class ReportTiers(msgspec.Struct, tag=True):
-    """Asks all ranks for a RankTiers, without waiting. `keys`: with those on the disk."""
+    """Asks all ranks for a RankTiers, without waiting. With `keys` the answer lists the keys on the
+    disk."""
 
     keys: bool = False
 
@@ -233,15 +234,16 @@ class Result(msgspec.Struct, tag=True):
 
 
 class RankExpertLoad(msgspec.Struct, tag=True):
-    """Load of the experts that can change ranks, and the bytes of one expert's weights."""
+    """Reports the load of the experts that can change ranks, and the bytes of one expert's
+    weights."""
 
     load: ExpertTokens
     expert_bytes: int
 
 
 class RankTiers(msgspec.Struct, tag=True):
-    """A rank's tiers: copies that ended since the last report, the disk's bytes, its sizes and, if
-    they were asked for, the keys of its files."""
+    """Reports on a rank's tiers: the copies that ended since the last report, the tiers' sizes and,
+    if asked for, the keys of the files on disk."""
 
     done: list[tuple[int, bool]]
     sizes: list[int]
@@ -276,7 +278,8 @@ class Reply(msgspec.Struct, tag=True):
 
 
 class RankFailed(Failed, tag=True):
-    """A rank's failure. `of_peer`: it failed because another rank was gone."""
+    """Reports that the sending rank fails. With `of_peer` the reason is that another rank is
+    gone."""
 
     of_peer: bool = False
 

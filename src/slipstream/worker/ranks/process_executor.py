@@ -109,7 +109,8 @@ _logger = logging.getLogger("slipstream.engine")
 T = TypeVar("T")
 
 OfRank: TypeAlias = tuple[EngineArgs, DeviceInfo | None]
-"""A rank's settings, and its CPU; None: it has a GPU."""
+"""A rank's settings and the device to use: the CPU, or None for a GPU that the rank looks up
+itself."""
 
 END_S = 5.0
 """Seconds that ranks have to end after the End message."""
@@ -117,7 +118,7 @@ END_S = 5.0
 
 @dataclass(slots=True)
 class RemoteStep:
-    """A step that was sent to the ranks."""
+    """Handle of a step that was sent to the ranks."""
 
     executor: ProcessExecutor
     plan: Plan
@@ -153,7 +154,7 @@ class ProcessExecutor(Executor):
         progress("model")
         # once, and not by all ranks at the same time
         path = resolve_model(args.model, download_dir=args.download_dir)
-        self.description = read_spec(path).taking_images(args.max_images)
+        self.description = read_spec(path).taking_media(args.max_images)
         self._parts, self._parallel = _check(args, self.description)
         self._ranks: list[Rank] = []
         self._dead: SlipstreamError | None = None
@@ -221,7 +222,7 @@ class ProcessExecutor(Executor):
         self.tiles = first.tiles
         self.canary = last.canary
         config = resolve(args, self.description, last.device if mixed else first.device)
-        self.config = config.with_memory_limits(
+        self.config = config.with_most_drafts(last.most_drafts).with_memory_limits(
             self.ledger.num_blocks - 1, self.ledger.block_bytes, self.ledger.num_slots
         )
         if config.lora is not None:
@@ -526,9 +527,9 @@ def settled(args: EngineArgs) -> EngineArgs:
 
     It is resolved once, because a GPU that has been filled would give another number.
     """
-    description = read_spec(
-        resolve_model(args.model, download_dir=args.download_dir)
-    ).taking_images(args.max_images)
+    description = read_spec(resolve_model(args.model, download_dir=args.download_dir)).taking_media(
+        args.max_images
+    )
     how = resolve(args, description, this_device(args.device)).parallel
     return replace(args, cpu_layers=how.on_host if isinstance(how, HostAndGpu) else None)
 

@@ -148,8 +148,11 @@ class RankProcess:
             self._answered_by_all += (GetExpertLoad, ReportExpertLoad, GetProposed)
         elif isinstance(own.config.parallel, ContextParallel):  # each counts other tokens
             self._answered_by_all += (GetExpertLoad,)
+        config, most_drafts = own.config, getattr(own.config.speculation, "most_drafts", None)
         self._link.send(
-            Started(own.config.device.info, own.ledger, own.phases, own.tiles, own.canary)
+            Started(
+                *(config.device.info, own.ledger, own.phases, own.tiles, own.canary, most_drafts)
+            )
         )
         gc.freeze()
         gc.disable()  # a step leaves no cycles, and a search for them would pause it for 50 ms
@@ -288,7 +291,8 @@ def join_executor(words: list[str]) -> int:
 
 
 def fork_ranks(asked: socket.socket) -> None:
-    """Be the process that forks ranks (`fork_server.py`), with all that a rank imports."""
+    """Import everything that a rank needs, then serve as the process that forks ranks
+    (`fork_server.py`)."""
     gc.disable()
     import slipstream.model.load.loader
     import slipstream.worker.torch_loading  # noqa: F401
@@ -300,7 +304,8 @@ def fork_ranks(asked: socket.socket) -> None:
 
 
 def main(words: list[str]) -> int:
-    """`DESCRIPTOR`: a rank. `--fork DESCRIPTOR`: the process that forks them. `--join …`: a rank of another host."""
+    """Run the command line: `DESCRIPTOR` runs a rank, `--fork DESCRIPTOR` the process that forks ranks, and `--join …`
+    a rank for an executor on another host."""
     bound_spinning()
     logging.basicConfig(format="%(levelname)s: %(message)s")
     if words[:1] != ["--fork"] and not (words[:1] and words[0].isdecimal()):

@@ -100,9 +100,8 @@ def masks_of_parts(parts: Sequence[StepPlan], plan: StepPlan, mask: TokenMask) -
 def joined_drafts(
     parts: Sequence[StepPlan], plan: StepPlan, proposed: Sequence[Sequence[int]]
 ) -> list[int]:
-    """Joins the drafts that the parts' ranks propose, in the plan's order.
-
-    A rank without grammars may send none; nobody needs its drafts before the draw.
+    """Joins the drafts that ranks propose for their parts, in the plan's order. A rank whose
+    requests have no grammars may send none, because its drafts are not needed before the draw.
     """
     drafts = {
         s.request_id: [next(own, FROM_MODEL) for token in s.drafts if token == FROM_MODEL]

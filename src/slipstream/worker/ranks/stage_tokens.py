@@ -37,10 +37,9 @@ Ended requests never fetch theirs.
 
 @dataclass(slots=True)
 class Due:
-    """Sampled tokens that a stage will receive.
-
-    Each of `requests` samples `counts` tokens (None: one each), and had `rows` at that time.
-    `places`, int64 [2, N], has the row and position of each token.
+    """Sampled tokens of one step that a stage will receive. Each of `requests` samples `counts`
+    tokens (None: one each). `rows` are the rows that they had when the step was launched. `places`,
+    int64 [2, N], has the row and position of each token.
     """
 
     requests: Sequence[str]
@@ -76,7 +75,7 @@ class FirstStage:
         )
 
     def before(self, plan: StepPlan) -> None:
-        """Receive the tokens that the requests of `plan` begin with.
+        """Receive the tokens that the requests of `plan` need as their first input.
 
         Call this before `plan` changes rows.
         """

@@ -29,9 +29,8 @@ class DrawnStep(Protocol):
 
 
 class AwaitingMask:
-    """A step whose hidden states are launched and whose tokens are not drawn yet.
-
-    `draw` samples and returns the whole step. `drafts` are on the host once the event `drafted` has
+    """Handle of a step whose forward is launched but whose tokens are not drawn yet. `draw` samples
+    and returns the handle of the whole step. `drafts` are on the host once the event `drafted` has
     happened.
     """
 
@@ -74,8 +73,8 @@ class AwaitingMask:
 
 
 def mask_bits(mask: TokenMask) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Returns int64 [2, N], the masked positions and the row of bits of each, and the rows of
-    bits."""
+    """Returns (indices, bits). `indices`, int64 [2, N], has each masked position and the number of
+    its row in `bits`."""
     if not mask.positions:  # its answers have ended, or may have any token
         return np.empty((2, 0), np.int64), np.empty((0, 0), np.int32)
     # torch needs writable memory

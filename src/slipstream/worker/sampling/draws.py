@@ -26,20 +26,20 @@ or of all; the number of alternatives that each wants."""
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """A runner's functions for its kind of values."""
+    """Functions by which a runner samples from its kind of values, tensors or arrays."""
 
     sample: Callable[[Any, SamplingTensors], Any]
     """`OpSet.sample`."""
     mask: Callable[[Any, TokenMask], None]
-    """Writes −∞ to logits that are not allowed."""
+    """Function that writes −∞ to the logits of forbidden tokens."""
     best_logprobs: Callable[[Any, Any, int], tuple[Any, ...]]
     packed_logprobs: Callable[[Any, Any, int], Any]
     to_host: Callable[[Any], Any]
-    """Starts a copy to the host, which may not be complete when this returns."""
+    """Function that starts a copy to the host and may return before the copy is complete."""
     as_array: Callable[[Any], Floats]
-    """Converts logits to a float32 array on the host; waits for them."""
+    """Function that converts logits to a float32 array on the host, after waiting for them."""
     on_host: Callable[[Any], Any]
-    """Copies to the host; waits for the copy."""
+    """Function that copies to the host and waits for the copy."""
 
 
 @dataclass(slots=True)

@@ -42,14 +42,15 @@ XTC_SALT = 0x5851F42D4C957F2D
 
 
 class Chained(NamedTuple):
-    """Tokens [M] of some of a step's positions, and details to report for their requests."""
+    """Result of `draw_chained`: tokens [M] of some of a step's positions, and details to report for
+    their requests."""
 
     tokens: Longs
     extras: list[Extra]
 
 
 def places(table: RowTable, sampled: SampledRows) -> list[int]:
-    """Indices of the N positions that are drawn here."""
+    """Returns which of the N sampled positions are drawn here."""
     if not table.wanted("chain", sampled.names):
         return []
     chained = table.wanting["chain"]

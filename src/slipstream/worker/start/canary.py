@@ -95,7 +95,8 @@ def make_canary(
 
 
 def layer_with_keys(spec: ModelSpec) -> int | None:
-    """Place among this stage's layers of the first that keeps keys; None if all have states alone."""
+    """Index, among this stage's layers, of the first one with keys; None if all have only recurrent
+    states."""
     kept = (i for i, layer in enumerate(spec.local_layers) if spec.layers[layer].recurrent is None)
     return next(kept, None)
 
@@ -139,7 +140,7 @@ def run_canary(
 
 
 def _block_size(forwards: ForwardTable, kv: Sequence[LayerKV]) -> int:
-    """Tokens of a block, over the ranks that share them out."""
+    """Tokens of a block, counted over all ranks if its tokens are divided among ranks."""
     part = forwards.decoder.partition
     size = block_size(forwards.decoder.spec, kv)
     return size * (1 if part is None or part.context is None else part.context.size)

@@ -74,7 +74,7 @@ def _gpu_ceilings(device: torch.device) -> dict[str, float]:
 
 
 def _seconds(platform: Platform, run: Callable[[], object], rounds: int = 5) -> float:
-    """Best time of several rounds; other processes can only add time."""
+    """Returns the shortest time of several rounds, because other processes can only add time."""
     run()
     platform.synchronize()
     best = float("inf")

@@ -170,7 +170,7 @@ def _measure(cores: int) -> CpuChoice:
 
 
 def _fastest(timings: Sequence[Timing]) -> Timing:
-    """The last candidate, unless another is faster by the margin."""
+    """Returns the last candidate, unless another one is faster by `MARGIN`."""
     best = min(timings, key=lambda t: t.score)
     return best if best.score < MARGIN * timings[-1].score else timings[-1]
 
@@ -200,7 +200,8 @@ def _time(candidates: Sequence[tuple[str | None, str, int]]) -> list[Timing]:
 def _steps(
     isa: str | None, weights: str, num_threads: int
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Functions that run one token after a prompt, and the prompt."""
+    """Returns two functions: one computes a step of one token after a prompt, the other computes
+    the prompt."""
     if isa is None:
         return _steps_by_torch(weights, num_threads)
     ops = HostOps(num_threads, isa)
@@ -269,7 +270,7 @@ def _cache_shape() -> tuple[int, int, int, int]:
 
 
 def _as_any(x: object) -> Any:
-    """Any, for arrays where a decoder's types say tensors."""
+    """Returns `x` as type Any, because it is an array where a decoder's annotations say tensor."""
     return x
 
 

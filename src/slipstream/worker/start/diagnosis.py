@@ -29,7 +29,7 @@ EXTRAS = {
     "gguf": ("gguf", "IQ1, IQ2 and IQ3 of GGUF files"),
     "transformers": ("dev", "check-model and bench --engine transformers"),
 }
-"""Packages of the extras: (extra, what needs it)."""
+"""Optional packages, each with (extra of this package that installs it, what needs it)."""
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", *EXTRAS)
 GPU_ONLY = ("triton",)

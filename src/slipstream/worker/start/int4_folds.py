@@ -1,4 +1,5 @@
-"""Measures what an int4 KV cache folds into its keys, on the random text that sets an 8-bit cache's scales."""
+"""Measures the factors and means by which an int4 KV cache transforms its keys, on the same random text as an 8-bit
+cache's scales."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from slipstream.worker.start.cache_scales import CALIBRATION_TOKENS
 
 
 class QueryWatchingOps:
-    """The op set `ops`, which keeps the mean squares of the queries of each cache, float32 [K, D]."""
+    """Wrapper of the op set `ops` that also records the mean squares of the queries to each cache,
+    float32 [K, D]."""
 
     def __init__(self, ops: OpSet) -> None:
         self._ops = ops
@@ -39,7 +41,8 @@ class QueryWatchingOps:
 def calibrated_folds(
     forwards: Forwards, cache: DeviceCache, model: ModelConfig
 ) -> list[tuple[Any, ...]]:
-    """The folds of the cache that `cache` makes, one for each layer; None without attention."""
+    """Measures `LayerKV.fold` for each layer of the cache that `cache` makes; None for a layer
+    without attention."""
     num_tokens = min(CALIBRATION_TOKENS, model.max_model_len)
     block_size, platform, spec = cache.config.block_size, cache.platform, cache.spec
     text = np.random.default_rng(0).integers(0, spec.vocab_size, num_tokens, dtype=np.int32)

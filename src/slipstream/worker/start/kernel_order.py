@@ -1,4 +1,5 @@
-"""Input and output of `kernel_variants.py`: an order, and a list of kernels. No torch."""
+"""Input and output of `kernel_variants.py`: the order to compile an engine's kernels, and the list
+of them. No torch."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ SOURCES = ("config", "core", "costs", "kernels", "model", "platform", "spec", "w
 class KernelOrder:
     """An order to find and compile the kernels of an engine with `settings` (`EngineArgs`) on `gpu`.
 
-    `manifest`: the file to write, with the variants and `key`, which is found if it is "". `folder`:
-    where the kernels go; None is Triton's cache. `layers`: read-only folders of kernels.
+    `manifest`: the file to write, with the variants and `key`. The process computes `key` if it is
+    "". `folder`: where the kernels go; None is Triton's cache. `layers`: read-only folders of
+    kernels.
     """
 
     settings: Mapping[str, Any]
@@ -58,7 +60,7 @@ class KernelList:
 
 
 KERNEL_COMMAND = (sys.executable, "-m", "slipstream.worker.start.kernel_variants")
-"""Carries out the order on its standard input."""
+"""Command line of a process that carries out the `KernelOrder` on its standard input."""
 
 
 class ListedKernel(NamedTuple):
@@ -94,14 +96,14 @@ def manifest_name(capability: tuple[int, int]) -> str:
 
 
 def kernel_key(config: EngineConfig, spec: ModelSpec, tiles: TileTable, gpu: DescribedGpu) -> str:
-    """Name of everything that decides an engine's kernels on a GPU. `config` is the one before the
-    cache is sized."""
+    """Digest of everything that an engine's kernels on a GPU depend on. `config` is the
+    configuration before the cache is sized."""
     model, cache, device = config.model, config.cache, config.device
     parts = (
         (model.dtype, model.quantization, model.max_model_len, model.offload),
         (cache.dtype, cache.block_size, cache.groups, cache.state_interval),
         (device.kernels, device.enforce_eager, device.deterministic, device.dense_copies),
-        (config.scheduling, config.speculation, config.lora, config.images, config.parallel),
+        (config.scheduling, config.speculation, config.lora, config.media, config.parallel),
         (spec, tiles.identity),
         (gpu.capability, gpu.multiprocessors, gpu.shared_bytes),
         (version("triton"), _sources()),

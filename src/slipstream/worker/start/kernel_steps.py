@@ -33,7 +33,7 @@ from slipstream.worker.sampling.constrained import AwaitingMask
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED_ROWS = (1, 3, 16, 80)
-"""Numbers of rows for each way to sample."""
+"""Numbers of sampled rows that are tried with each combination of sampling options."""
 TOP_LOGPROBS = (0, 1, 2, 3, 5, 9, 17, 20)
 """Numbers of log-probabilities: one in each range of powers of two, and the most."""
 FEW, MIDDLE = 8, 512
@@ -41,7 +41,8 @@ FEW, MIDDLE = 8, 512
 
 
 def samplings() -> list[SamplingParams]:
-    """One of each combination of options that changes what runs after the forward."""
+    """Returns sampling parameters for each combination of options that changes what runs after the
+    forward."""
     cuts: list[dict[str, Any]] = [
         {"top_k": k, "top_p": p, "min_p": m}
         for k, p, m in itertools.product((0, 20), (1.0, 0.9), (0.0, 0.05))
@@ -65,7 +66,8 @@ def samplings() -> list[SamplingParams]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One sequence of a step: `num_tokens` from position `begin` on, `drafts` of them proposed."""
+    """One sequence of a dummy step: `num_tokens` tokens from position `begin` on, of which `drafts`
+    are drafts."""
 
     begin: int
     num_tokens: int
@@ -73,10 +75,10 @@ class Part:
 
 
 class KernelSteps:
-    """The steps for one runner."""
+    """Maker of the dummy steps of one runner."""
 
     BESIDE = 3
-    """Decodes next to prompts, an odd number of them."""
+    """Number of decodes in the dummy steps that also have prompts."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner

@@ -44,9 +44,10 @@ from slipstream.worker.start.kernel_order import KernelOrder, kernel_key
 from slipstream.worker.start.kernel_steps import KernelSteps
 
 MAX_PROCESSES = 16
-"""Most processes that compile. A start has some 100 variants, of 0.1 to 2 s each."""
+"""Maximum number of processes that compile. A start has some 100 variants, of 0.1 to 2 s each."""
 MAX_FINDERS = 6
-"""Most processes that launch the steps of a described GPU: some 700, which take one process 10 s."""
+"""Maximum number of processes that launch the dummy steps on a described GPU. There are some 700
+steps, which take one process 10 s."""
 MAX_SILENT_S = 120
 """Seconds after which a search that finds nothing new counts as hung."""
 
@@ -168,8 +169,8 @@ def _in_parts(
 
 
 def _leave_out_torch_compiler() -> None:
-    """Keep torch from importing its compiler. Arithmetic on the meta device imports it, which takes three seconds, to be
-    left out of what it compiles."""
+    """Keep torch from importing its compiler. Arithmetic on the meta device would import it, only to exclude itself
+    from compilation, which takes three seconds."""
     compiler: Any = types.ModuleType("torch._dynamo")
     compiler.disable = lambda function, *_, **__: function
     sys.modules.setdefault("torch._dynamo", compiler)
@@ -203,7 +204,7 @@ def carry_out(order: KernelOrder) -> None:
 def _key(args: EngineArgs, gpu: DescribedGpu) -> str:
     """The key of a start with these settings on this GPU."""
     description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
-    description = description.taking_images(args.max_images)
+    description = description.taking_media(args.max_images)
     info = detect("meta:{}{}".format(*gpu.capability), machine_folder())
     config = resolve(args, description, info).of_rank
     tiles = load_tiles(config.device.tile_table, info.name, tiles_folder())

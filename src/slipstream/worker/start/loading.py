@@ -1,4 +1,4 @@
-"""The choice of how a model is loaded: without torch, where one C++ program covers it, or with torch.
+"""Chooses how a model is loaded: without torch if one C++ program covers it, otherwise with torch.
 
 `load_runner` finds the model and the device, resolves the settings, and loads the weights. A cache is not part of it.
 """
@@ -94,7 +94,7 @@ def load_runner(
     if known is not None and known.gguf is not None and known.gguf.is_current:
         description = known
     else:
-        description = read_spec(path).taking_images(args.max_images)
+        description = read_spec(path).taking_media(args.max_images)
     progress("device")
     once = partial(progress, "how fast this CPU is, once a machine")
     folder, threads = machine_folder(), args.num_threads
@@ -114,19 +114,25 @@ def load_runner(
         if not isinstance(how, LearnedDrafts):
             return
         pipe = None if loaded.partition is None else loaded.partition.pipe
-        if pipe is not None and not loaded.model.spec.has_last:
-            if loaded.model.spec.has_first:
-                loaded.receive_drafts(pipe)
-            return
-        progress("draft model")
-        if isinstance(how, MTPDrafts):
-            loaded.load_head(_read_head(how.method, path, description), how)
-            return
-        folder = resolve_model(how.model, download_dir=args.download_dir)
+        proposes = pipe is None or loaded.model.spec.has_last
+        if pipe is not None and loaded.model.spec.has_first:
+            loaded.receive_drafts(pipe)
+        if proposes:
+            progress("draft model")
         if isinstance(how, ModelDrafts):
-            loaded.load_draft(read_spec(folder), how, weights_folder(args.download_dir))
-        else:
-            loaded.load_head(_read_head(how.method, folder, description), how)
+            if proposes:
+                folder = resolve_model(how.model, download_dir=args.download_dir)
+                loaded.load_draft(read_spec(folder), how, weights_folder(args.download_dir))
+            return
+        folder = path
+        if not isinstance(how, MTPDrafts):
+            folder = resolve_model(how.model, download_dir=args.download_dir)
+        head = _read_head(how.method, folder, description)
+        if pipe is not None:  # all stages pass on the states of these layers
+            read = getattr(head.spec, "aux_layers", None)
+            loaded.model.decoder.relays = tuple(sorted(set(read or ())))
+        if proposes:
+            loaded.load_head(head, how)
 
     if not by_torch and (host := _host_loaded(config, description, kept, load_draft)) is not None:
         host.phases["resolve"] = found
@@ -179,9 +185,8 @@ def _host_loaded(
     kept: Path,
     load_draft: Callable[[LoadedRunner], None],
 ) -> HostLoaded | None:
-    """Load without torch. None if this does not cover the model, its drafts or a setting.
-
-    The reason is logged.
+    """Load the model without torch. None if that is not possible for the model, its drafts or a
+    setting; the reason is logged.
     """
     reason = host_refusal(config, description)
     if reason is None:

@@ -85,7 +85,8 @@ class PreparedKernels:
         process.stdin = None
 
     def finish(self) -> None:
-        """Load the kernels. What is not known then is compiled by the warm-up's steps; a warning says why."""
+        """Wait for the kernels and load them. Kernels that are missing are compiled later by the warm-up's steps; a
+        warning says why."""
         if self._process is not None:
             _, errors = self._process.communicate()
             if self._process.returncode:

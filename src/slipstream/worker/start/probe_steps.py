@@ -53,9 +53,9 @@ def measure_activations(runner: TorchLoaded) -> int:
         num_tokens = min(num_tokens, max(MAX_PROBED, whole))
         scale = scheduling.max_num_batched_tokens / num_tokens
         few_rows = min(num_rows, max(FEW_ROWS, LOGITS_PROBED // runner.model.spec.vocab_size))
-    if runner.images is not None:
+    if runner.media is not None:
         before = runner.platform.start_peak()
-        passes = runner.images.probe()
+        passes = runner.media.probe()
         known += passes * max(0, runner.platform.peak() - before)
     length = min(runner.config.model.max_model_len, num_tokens)
     kv = runner.make_cache(1)
@@ -129,7 +129,8 @@ def _probe_audio(runner: TorchLoaded, audio: AudioSpec) -> int:
 
 
 def compiled_steps(runner: LoadedRunner) -> list[tuple[int, int]]:
-    """(tokens, length of the prompts) of each step to compile."""
+    """Returns (tokens, length of the prompts) of each step that is run in order to compile
+    kernels."""
     steps = [(64, 64), (4, 1), (1, 1)]
     if runner.has_latents:
         # short and long prompts that begin at their first token have kernels of their own

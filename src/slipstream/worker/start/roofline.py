@@ -64,7 +64,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShare:
-    """All operators of one kind and size in a step.
+    """Time of all operators of one kind and size in a step, compared with the least possible time.
 
     `floor_s` and `bound` (read, int6, int8, bfloat16, float32) are None if there is no floor.
     """
@@ -84,7 +84,8 @@ class OperatorShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShares:
-    """A step of `num_seqs` sequences of `length` tokens each; the last `num_new` are computed."""
+    """Shares of a measured step's operators. The step has `num_seqs` sequences of `length` tokens
+    each, of which the last `num_new` are computed."""
 
     name: str
     num_seqs: int
@@ -237,7 +238,7 @@ def _shares(
 
 
 def _of_operator(op: Operator, num_tokens: int) -> tuple[str, str | None, int, int]:
-    """(label, multiplication type, bytes, operations) of an operator."""
+    """Returns (label, multiplication type, bytes read, operations) of an operator."""
     if op.weights is None:
         return op.name, None, 0, 0
     w = op.weights

@@ -34,7 +34,7 @@ VERIFIED = (3, 6)
 """Tokens per sequence in steps that verify drafts."""
 
 ONE_IN_8_BITS = 0x38
-"""Bits of 1.0 in float8 e4m3. As int8 they are a small number."""
+"""Byte that is 1.0 as float8 e4m3, and a small number as int8."""
 
 MIN_S = 0.03
 """Minimum seconds that each round repeats a shape, and at least twice."""

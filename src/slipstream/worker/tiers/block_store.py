@@ -40,9 +40,9 @@ NICENESS = 10
 class HostBlockStore:
     """Block copies of a CPU.
 
-    `kinds` are the memory of each kind of cache: of the blocks, arrays uint8 [B, n]; of each
-    `SlotKind`, [slots, n]. `settle` waits for the step under way. `exchange` has blocks for other
-    engines, and `layout` is what a peer's blocks must have in common with these.
+    `kinds` has the memory of each kind of cache: arrays uint8 [B, n] for blocks, [slots, n] for
+    each `SlotKind`. `settle` waits for the step under way. `exchange` has blocks for other engines,
+    and `layout` is what a peer's blocks must have in common with these.
     """
 
     def __init__(
@@ -160,7 +160,8 @@ class HostBlockStore:
             self._writes.put((copy, self.disk.era))
 
     def _pieces(self, copy: BlockCopy) -> list[memoryview]:
-        """Memory of a copy's other end, in the order of the file."""
+        """Returns the pieces of memory that a copy reads or writes, in the order of the file's
+        bytes."""
         return [row.data for row in self._rows(copy)]
 
     def _read_all(self, disk: DiskTier) -> None:

@@ -98,7 +98,7 @@ class DeviceBlocks(HostBlockStore):
 
     @torch.inference_mode()
     def _run(self, copies: Sequence[BlockCopy], *, outwards: bool) -> None:
-        """Copy things of one kind between the device and host memory."""
+        """Copy blocks, or slots of one kind, between the device and host memory."""
         kind = self._kinds[copies[0].kind]
         staged = kind.staging[: len(copies)]
         with self._copies.behind():

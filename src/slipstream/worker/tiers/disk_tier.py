@@ -305,7 +305,7 @@ def _write_all(file: int, pieces: list[memoryview]) -> None:
 
 
 def _behind(pieces: list[memoryview], count: int) -> list[memoryview]:
-    """The pieces that remain after the first `count` bytes."""
+    """Returns the pieces of memory without their first `count` bytes."""
     for i, piece in enumerate(pieces):
         if count < len(piece):
             return [piece[count:], *pieces[i + 1 :]]

@@ -39,10 +39,10 @@ TTL_S = 60.0
 """Seconds after which a block that nobody asks for is dropped."""
 
 FILL_S = 5.0
-"""Longest wait for blocks that are being filled, in seconds."""
+"""Maximum time in seconds to wait for blocks that are being filled."""
 
 _HELLO_S = 5.0
-"""Time for a whole greeting, in seconds, however it drips."""
+"""Maximum time in seconds for a whole greeting, even if its bytes arrive one by one."""
 
 _DONE_S = 30.0
 """Longest time for which a reader over TCP may hold blocks, in seconds. It gets copies, so it never reads a block that others
@@ -65,7 +65,8 @@ class _Entry:
 
 
 class BlockExchange:
-    """The blocks that this engine gives, at `address`. `sizes` are the bytes of a block, and of a slot of each `SlotKind`."""
+    """Store of the blocks that this engine hands over to others at `address`. `sizes` are the bytes of a block, and of
+    a slot of each `SlotKind`."""
 
     def __init__(
         self,
@@ -111,7 +112,8 @@ class BlockExchange:
     # --- Putting in ---------------------------------------------------------------------------------------------------
 
     def reserve(self, key: bytes, kind: int) -> bool | None:
-        """Take a slot for what the caller then fills. False if it is there already, None if there is no room."""
+        """Take a slot for a block that the caller then fills. False if the block is there already, None if there is no
+        room."""
         with self._changed:
             self._expire()
             if (entry := self._entries.get(key)) is not None:
@@ -132,7 +134,8 @@ class BlockExchange:
             return True
 
     def fill(self, key: bytes, pieces: Sequence[Bytes]) -> bool:
-        """Copy the contents of what was reserved. False if it was forgotten meanwhile."""
+        """Copy a block's contents into its reserved slot. False if the reservation was dropped
+        meanwhile."""
         with self._changed:
             if (entry := self._entries.get(key)) is None or entry.is_ready or entry.num_pins:
                 return False

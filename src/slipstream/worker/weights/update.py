@@ -287,8 +287,8 @@ class WeightUpdates:
     def _described(self, folder: Path) -> tuple[ModelDescription, Scheme | None]:
         """The folder's model, which must be the one that runs, and the scheme that quantizes it."""
         own = self._loaded.model.description
-        most = None if own.images is not None else 0
-        found = read_spec(folder).taking_images(most)
+        most = None if own.spec.media is not None else 0
+        found = read_spec(folder).taking_media(most)
         if found.spec != own.spec:
             field = _different(own.spec, found.spec)
             raise CheckpointError(

@@ -60,16 +60,17 @@ class ProgramEmitter:
         return self.program.buffer(form, size, rows_a_token)
 
     def bound(self) -> int:
-        """Makes a buffer that the caller binds."""
+        """Makes a buffer whose memory the caller supplies before each run."""
         return self.program.bound()
 
     def form(self, w: Any) -> int:
-        """Returns the form of rows that a product reads. `Refused` if the program can't hold the
-        weight."""
+        """Returns the format of the input rows of a product with this weight. `Refused` if the
+        program does not support the weight."""
         return _native(w).form
 
     def gates(self, w: Any) -> bool:
-        """Tells whether the weight's layout allows its activation as an epilogue."""
+        """Tells whether the weight's layout lets the product apply the gated activation to its own
+        result."""
         return len(_native(w).parts) == 1 and w.out_features % 64 == 0
 
     def embed(
@@ -113,11 +114,12 @@ class ProgramEmitter:
         self.program.add("convert", x, out, form, size, 1)
 
     def place(self, x: int, start: int, out: int, column: int, size: int) -> None:
-        """Writes a copy of `size` columns of x from `start` on to `column` of `out`."""
+        """Adds an operator that copies columns start … start + size − 1 of x to columns of `out`
+        from `column` on."""
         self.program.add("place", x, start, out, column, size)
 
     def gate(self, x: int, z: int, column: int, out: int, form: int, size: int) -> None:
-        """Writes x · sigmoid(z), where z begins at a column of its buffer."""
+        """Adds the operator x · sigmoid(z). z begins at `column` of its buffer."""
         add_gate(self.program, x, z, column, out, form, size)
 
     def linear(self, x: int, out: int, w: Any, accumulate: bool) -> None:
@@ -174,8 +176,8 @@ class ProgramEmitter:
         scratch: ScratchBuffers,
         chosen: tuple[int, int] | None = None,
     ) -> None:
-        """Writes latent attention. `size` is the size of all heads' queries. `chosen`: the buffer of
-        chosen keys, and their number."""
+        """Adds latent attention. `size` is the number of elements of a token's queries, all heads
+        together. `chosen`: the buffer of chosen keys, and their number."""
         queries = scratch("queries", FORM_F32, size)
         add_latent_queries(self.program, q, row, queries, layer, params, scratch)
         add_latent_attention(self.program, queries, out, layer, params, scratch, chosen)
@@ -225,7 +227,7 @@ class ProgramEmitter:
     def experts(
         self, x: int, logits: int, counts: int, experts: Experts, scratch: ScratchBuffers
     ) -> int:
-        """Writes routing, gathering and products.
+        """Adds the operators of a mixture: routing, gathering of rows, products.
 
         Returns the buffer of the results, with a row for each of a token's experts.
         """

@@ -38,7 +38,7 @@ LACKS = {
     "embed_token_types": "the C++ program has no embeddings of token types",
     "softcap": "the C++ program has no soft cap of hidden states",
 }
-"""Reasons for ops that the program does not have."""
+"""Ops that a C++ program can't have, with the reasons."""
 
 SUM = "the C++ program has no sum of two normed results (a branch without a norm before it)"
 
@@ -90,7 +90,7 @@ class ScratchBuffers:
         return self.taken[-1].number
 
     def take(self, number: int) -> Buffer:
-        """Takes this buffer out of the temporary ones, so that it is not freed."""
+        """Keeps this buffer: it is no longer freed with the temporary ones."""
         found = next(b for b in self.taken if b.number == number)
         self.taken.remove(found)
         return found
@@ -113,7 +113,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A value that is in a buffer."""
+    """A value of the recording that is stored in a buffer."""
 
     buffer: Buffer
 
@@ -124,7 +124,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """A value that was added into the buffer of another one."""
+    """A value that has no buffer of its own: it was added into another value's."""
 
     into: Buffer
     buffers: tuple[Buffer, ...] = ()
@@ -143,7 +143,8 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """x · sigmoid(weight), not yet multiplied; without x the sigmoid alone."""
+    """The value x · sigmoid(weight), whose multiplication is postponed. Without x it is the sigmoid
+    alone."""
 
     weight: Buffer
     x: Buffer | None = None
@@ -232,7 +233,8 @@ def sums_of_norms(ops: Sequence[Op]) -> list[Op]:
 
 
 def _made(x: Value, total: int, waiting: Sequence[Op]) -> bool:
-    """Tells whether `x` exists only after the sum `total`: it is the sum itself, or a `waiting` op computes it."""
+    """Tells whether `x` is available only after the sum `total`: it is the sum itself, or the result of a `waiting`
+    op."""
     return x.index == total or any(x == out for op in waiting for out in op.outputs)
 
 
@@ -361,7 +363,8 @@ class Lowering:
         return known
 
     def form_for(self, value: Value) -> int:
-        """Returns the one form in which all readers want the value, else float32."""
+        """Returns the format that all readers of the value want; float32 if they want different
+        ones."""
         if self._is_result(value.index) or self._is_kept(value.index):
             return F32
         readers = [self.ops[i] for i in self.uses.get(value.index, ())]
@@ -450,7 +453,7 @@ class Lowering:
         self.emit.norm(x.number, residual, out.number, form, op.out.width, op.arguments["norm"])
 
     def _added(self, op: Op) -> None:
-        """Writes a sum and its factor in place of the second value."""
+        """Adds the operator (a + b) · factor, which overwrites b's buffer."""
         total, place = self.stored(op.inputs[1]), self.places[op.x.index]
         if any(self.lives(v) for v in total.values):
             raise Refused("the C++ program keeps no value that is read again after an addition")
@@ -485,7 +488,8 @@ class Lowering:
         self.emit.place(x.number, 0, out.number, op.arguments["column"], op.x.width)
 
     def _columns(self, op: Op) -> None:
-        """Copies columns, except those that are only gates."""
+        """Handles an op that takes columns of a value: it copies them, unless they are only read as
+        gates."""
         x, start = self.stored(op.x), op.arguments["start"]
         if all(self.ops[i].name == "sigmoid" for i in self.uses.get(op.out.index, ())):
             self.put(op.out, Columns(x, start))

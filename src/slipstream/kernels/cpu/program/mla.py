@@ -27,7 +27,7 @@ NewBuffer = Callable[[str, int, int], int]
 
 
 def pack_head_weight(weight: npt.NDArray[Any], arena: Arena) -> NativeExperts:
-    """Packs a weight [H, in, out], a product per head."""
+    """Packs a weight [H, in, out]: one matrix for each head."""
     below: Any = np.ascontiguousarray(weight.swapaxes(1, 2)).reshape(-1, weight.shape[1])
     return pack_expert_weight(Linear(weight=below), len(weight), arena)
 
@@ -35,8 +35,8 @@ def pack_head_weight(weight: npt.NDArray[Any], arena: Arena) -> NativeExperts:
 def add_latent_queries(
     p: Program, q: int, row: int, queries: int, layer: int, params: MLAParams, new: NewBuffer
 ) -> None:
-    """Adds `OpSet.mla_queries`: float32 rows q [H · (P + R)] and row [C + R] → queries
-    [H · (R + C)], and `layer`'s cache."""
+    """Adds the operator of `OpSet.mla_queries`. It reads float32 rows q [H · (P + R)] and row [C +
+    R], and writes queries [H · (R + C)] and `layer`'s cache."""
     keys, cos_sin, rotary = params.keys, params.cos_sin, params.rotary_dim
     num_heads, nope_dim = _num_heads(keys), keys.inner
     plain = new("plain", keys.form, num_heads * nope_dim)
@@ -56,7 +56,8 @@ def add_choose_keys(
     params: IndexParams,
     new: NewBuffer,
 ) -> None:
-    """Adds `OpSet.choose_keys`: float32 rows q [H · D], k [D] and weights [H] → int32 [top_k], and `layer`'s index."""
+    """Adds the operator of `OpSet.choose_keys`. It reads float32 rows q [H · D], k [D] and weights [H], and writes
+    int32 rows [top_k] and `layer`'s index."""
     heads = params.heads
     q_size = heads.num_heads * heads.head_dim
     rows = new("index rows", native.FORM_F32, q_size + heads.head_dim)

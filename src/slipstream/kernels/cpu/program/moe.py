@@ -39,15 +39,14 @@ if TYPE_CHECKING:
     from slipstream.kernels.cpu.arrays import Array
 
 ROWS_AT_ONCE = 4096
-"""Rows of a weight whose float32 values are held at once while it is quantized."""
+"""Number of a weight's rows that are converted to float32 and quantized at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeExperts(Linear):
-    """The weights of all experts.
-
-    `parts` follow one another in each expert's rows; there are several if a checkpoint mixes types.
-    `weight` gives only the shape and type. `bias` is float32.
+    """Packed weights of all experts. `parts` hold each expert's rows, one part after another; there
+    are several if a checkpoint mixes types. `weight` is a placeholder with the shape and type.
+    `bias` is float32.
     """
 
     parts: tuple[PackedExperts, ...]
@@ -118,8 +117,8 @@ def _array(x: Any) -> npt.NDArray[Any]:
 
 
 def _of_blocks(w: BlockLinear, num_experts: int, arena: Arena) -> tuple[PackedExperts, ...]:
-    """Packs blocks: one part if all rows of an expert have one type, else a part for each tensor of
-    the checkpoint."""
+    """Packs GGUF blocks. If all rows of an expert have one type, there is one part; otherwise there
+    is one for each of the checkpoint's tensors."""
     rows, inner = w.out_features // num_experts, w.weight.shape[1]
     pieces = sorted(w.pieces, key=lambda piece: piece.start)
     assert all(piece.copies == num_experts and piece.order is None for piece in pieces)
@@ -222,8 +221,9 @@ def _round_floats(
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
     """Quantizes groups to e2m1, and returns (codes, scales).
 
-    The scale moves the power of two of the largest magnitude to 4, that of the largest code (OCP
-    Microscaling Formats 1.0, section 6.3). Of two equally near codes the larger is taken.
+    The scale is the power of two that brings the group's largest magnitude into [4, 8), where the
+    largest code, 6, lies (OCP Microscaling Formats 1.0, section 6.3). Of two equally near codes the
+    larger is taken.
     """
     groups = weight.astype(np.float32).reshape(len(weight), -1, size)
     exponents = np.floor(
@@ -302,8 +302,8 @@ def add_made_choice(
 def add_experts(
     p: Program, x: int, up: NativeExperts, down: NativeExperts, spec: MoESpec, new: NewBuffer
 ) -> int:
-    """Adds the two products and the activation between them, over gathered rows in `up.form`.
-    Returns the results' buffer."""
+    """Adds the experts' two products and the activation between them. They read the gathered rows,
+    whose format is `up.form`. Returns the results' buffer."""
     e, k = spec.expert, spec.num_experts_per_token
     activation = native.activation_of(e.activation)
     assert activation is not None
@@ -331,8 +331,8 @@ def add_expert_linear(
     form: int = -1,
     activation: tuple[int, float, float] = (0, 0.0, 0.0),
 ) -> None:
-    """Adds a product, part by part. With a form it is gate and up, and the result is their
-    activation in that form."""
+    """Adds a product, part by part. If `form` is given, the weight is gate and up, and the result
+    is their activation in that format."""
     for column, part in _columns(w.parts):
         bias = None if w.bias is None else w.bias[column:]
         weight = (part.kind, part.rows, part.inner, part.data, part.stride)

@@ -125,8 +125,8 @@ class Program:
 
 
 class RunningStep:
-    """A running step, with the memory that must live until it is done. Its deletion waits for the
-    step. `ended` is called once it was waited for."""
+    """A step that the thread pool is computing, with the memory that must live until its end.
+    Deleting the object waits for the step. `ended` is called after the first wait."""
 
     _program: Program | None = None
 
@@ -143,7 +143,7 @@ class RunningStep:
                 self.ended()
 
     def query(self) -> bool:
-        """Tells whether the step is known to be done."""
+        """Tells without waiting whether the step is done."""
         return self._program is None
 
     def wait(self) -> None:
@@ -159,7 +159,8 @@ def run_job() -> int:
 
 
 def layer_pointers(kv: Sequence[LayerKV]) -> Any:
-    """Returns an array of the layers' caches, which must live as long as it is used."""
+    """Returns the layers' caches as an array of C structs. It must live as long as a program uses
+    it."""
     array = (LayerPointers * len(kv))()
     for pointers, layer in zip(array, kv, strict=True):
         assert lies_together(layer.k)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def add_norm(
     program: Program, x: int, residual: int, out: int, form: int, size: int, norm: NormParams
 ) -> None:
-    """Adds a norm: float32 rows → rows in `form`. With a residual (else -1), x is added to it and
-    the sum is normed."""
+    """Adds a norm from float32 rows to rows in `form`. If `residual` is a buffer (not -1), x is
+    added into it and the sum is normed."""
     how = float32(norm.weight), _floats(norm.bias), norm.eps, norm.offset
     program.add("norm", x, residual, out, form, norm.kind == "layer", size, *how)
 
@@ -24,8 +24,9 @@ def add_norm(
 def add_norm_parts(
     program: Program, x: int, column: int, parts: int, size: int, norm: NormParams, step: int
 ) -> None:
-    """Adds a norm in place of `parts` pieces of a row, of `size` numbers each, from `column` on.
-    The weights of each lie `step` after the last one's."""
+    """Adds a norm that overwrites `parts` consecutive pieces of each row, which have `size` numbers
+    each and begin at `column`. The weights of a piece begin `step` elements after those of the
+    previous piece."""
     how = float32(norm.weight), _floats(norm.bias), step, norm.eps, norm.offset
     program.add("norm_parts", x, column, parts, norm.kind == "layer", size, *how)
 
@@ -33,8 +34,8 @@ def add_norm_parts(
 def add_rope_and_cache(
     program: Program, qkv: int, layer: int, h: QKVLayout, *, group: int = 0, index: bool = False
 ) -> None:
-    """Adds rotary and cache for float32 rows. q is rotated in place; k and v go to the step's slots
-    of `group` in the layer's cache, or k alone to its index."""
+    """Adds rotary embedding and the writes to the cache for float32 rows. q is rotated in place; k
+    and v go to the step's slots of `group` in the layer's cache, or k alone to its index."""
     norms = [_floats(t) for t in (h.q_norm, h.k_norm)]
     sizes = h.num_heads, h.num_kv_heads, h.head_dim
     turned = h.cos_sin, h.rotary_dim, h.interleaved

@@ -22,10 +22,8 @@ Floats = npt.NDArray[np.float32]
 
 
 class LinearProgram:
-    """One product as a program of its own: float32 [T, in] → [T, out].
-
-    For measurements, `more` weights of the same shape may be multiplied after it; the result is
-    then the last one's.
+    """A program of one product: float32 [T, in] → [T, out]. For measurements it may also multiply
+    `more` weights of the same shape, and then returns the last product.
     """
 
     def __init__(
@@ -111,11 +109,11 @@ DRAW_PARAMS = np.dtype(
 
 
 class Beyond(NamedTuple):
-    """Wishes of rows beyond a draw of their logits.
+    """Requirements of rows of logits other than a draw.
 
-    `mask` has rows and each one's row of bits, int64 [2, N], and the bits, int32 [U, words].
-    `logprobs` has rows that want the log-probabilities of their token and of `num_top` others.
-    `tokens`, int64 [S], are given, and none is drawn.
+    `mask` is the pair (row numbers and the number of each one's bits, int64 [2, N]; the bits, int32
+    [U, words]). `logprobs` has rows that want the log-probabilities of their token and of `num_top`
+    others. `tokens`, int64 [S], are given, and none is drawn.
     """
 
     mask: tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None = None
@@ -130,8 +128,8 @@ NOTHING_BEYOND = Beyond()
 def draw_params(
     count: int, params: SamplingTensors | None, beyond: Beyond = NOTHING_BEYOND
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
-    """The bytes [S, n] of a draw's parameters, without `params` a greedy one's, and where log-probabilities go, int32
-    [S, 2 + 2 · num_top]. Those of biases and penalties are not among them."""
+    """Returns the parameters of S draws as bytes [S, n] (greedy without `params`), and an array for log-probabilities,
+    int32 [S, 2 + 2 · num_top]. Biases and penalties are not included."""
     made = np.zeros((count, 1), DRAW_PARAMS)
     if params is not None and not params.all_greedy:
         for name in ("temperature", "top_p", "min_p", "top_k"):
@@ -153,9 +151,8 @@ def draw_params(
 
 
 class RowDraws:
-    """A token of each row, float32 [T, V] → int64 [T].
-
-    With a weight, which has one part, the rows are those of a product, float32 [T, in].
+    """Program that draws a token for each row of logits: float32 [T, V] → int64 [T]. With a weight,
+    which must have one part, it computes the logits first, from float32 [T, in].
     """
 
     def __init__(self, pool: ThreadPool, size: int, w: NativeLinear | None = None) -> None:
@@ -193,7 +190,8 @@ class RowDraws:
 
 
 def in_form(program: Program, x: int, w: NativeLinear) -> int:
-    """Adds a conversion of x, float32, to the type of the weight's inputs. Returns its buffer."""
+    """Adds a conversion of float32 x to the format that the weight's product reads. Returns the
+    buffer of the result."""
     if w.form == native.FORM_F32:
         return x
     inner = w.weight.shape[1]
@@ -205,7 +203,7 @@ def in_form(program: Program, x: int, w: NativeLinear) -> int:
 def add_linear(
     program: Program, x: int, y: int, w: NativeLinear, *, accumulate: bool = False
 ) -> None:
-    """Adds a product, part by part: x in the weight's form, y float32."""
+    """Adds a product, part by part. x has the format that the weight reads; y is float32."""
     row = 0
     for part in w.parts:
         bias = None if w.bias is None else w.bias[row : row + part.rows]

@@ -1,7 +1,7 @@
 """Ops of recurrent layers as operators of the C++ kernels' programs (csrc/cpu/recurrent.h). No torch.
 
-An op of the op set is up to three operators: convolution, recurrence, and gate with norm. Buffers are float32 where no
-form is named.
+An op of the op set is up to three operators: convolution, recurrence, and gate with norm. Buffers are float32 unless a
+format is named.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inputs of operators that read recurrent states alone."""
+"""Step inputs for programs that use recurrent states but no KV cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from slipstream.kernels.states import LayerState
 
 
 def state_inputs(meta: AttentionMetadata, state: LayerState) -> tuple[StepInputs, object]:
-    """Returns a step for operators that read the states of layer 0 alone, and an object that must
-    live while it runs."""
+    """Returns a step for a program whose only layer, number 0, has states, and an object that must
+    live while the step runs."""
     layers = (LayerPointers * 1)()
     point_at(layers[0], state)
     starts = ints(meta.query_start_loc)

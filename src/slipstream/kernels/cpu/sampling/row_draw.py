@@ -10,7 +10,8 @@ Longs = npt.NDArray[np.int64]
 
 
 NUCLEUS_STEPS = (64, 1024)
-"""Numbers of most likely tokens that top-p looks at before it sorts all of them."""
+"""How many of the most likely tokens top-p sorts: first 64, then 1,024 if their mass does not
+suffice, then all."""
 
 
 def draw(

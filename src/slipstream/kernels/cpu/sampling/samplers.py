@@ -17,10 +17,11 @@ MIN_LOGIT = np.float32(-1e29)
 """Logits at or below this were forbidden before: they are not drawn while another token is left."""
 
 NEAREST = (256, 4096)
-"""Numbers of tokens that `typical` looks at before it sorts all of them."""
+"""How many tokens `typical` sorts: first 256, then 4,096 if their mass does not suffice, then
+all."""
 
 MAX_MATCH = 1024
-"""Maximum tokens of a repeated run that DRY counts."""
+"""Longest repeated run, in tokens, that DRY distinguishes."""
 
 
 def drop_forbidden(logits: Floats) -> None:

@@ -161,7 +161,7 @@ def attend(
 
 
 def text_ends(meta: AttentionMetadata) -> Tensor:
-    """int32 [T]: the end of each token's text."""
+    """Returns the end of each token's text, int32 [T], as an index of the step's tokens."""
     ends = meta.query_start_loc[1:]
     tokens = torch.arange(len(meta.positions), dtype=torch.int32, device=ends.device)
     return ends[torch.bucketize(tokens, ends, right=True)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
 ROWS = 8
-"""Rows (a token and a head) of a thread block."""
+"""Rows that a thread block merges. A row is one head of one token."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -33,7 +33,8 @@ def mask_scores(s, start, positions, window, HAS_WINDOW: gl.constexpr):
 
 @gluon.jit
 def softcap_scores(s, factor):
-    """tanh of the scores times `factor`, which includes 2 log2 e."""
+    """Computes the tanh of a soft cap for scores. `factor` includes 2 · log2 e, since exponentials
+    of 2 are used."""
     return 1.0 - 2.0 / (gl.exp2(s * factor) + 1.0)
 
 
@@ -61,8 +62,8 @@ def _online_softmax_8bit(s, m_i, l_i, tile):
 
 @gluon.jit
 def _pack(p):
-    """Weights as e4m3, four in an int32 [M, N / 16, 4]. Columns change places within 16 as
-    `_in_order_of_weights` says, so no thread needs another's."""
+    """Converts weights to e4m3 and packs four into each int32 [M, N / 16, 4]. Columns change places
+    within 16 as `_in_order_of_weights` says, so no thread needs another's."""
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     parts = p.reshape([M, N // 16, 2, 4, 2]).permute([0, 1, 3, 4, 2])

@@ -37,8 +37,8 @@ def _tile_bounds(
     tile, seq, base, tiles, starts_ptr, lens_ptr, limits_ptr, window,
     TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, HAS_WINDOW: gl.constexpr, LIMITS: gl.constexpr,
 ):  # fmt: skip
-    """(first token, tokens left, first position, first key tile, end key tile, end of the keys) of
-    a query tile."""
+    """Bounds of a query tile: (first token, tokens left, first position, first key tile, end of its
+    key tiles, end of its keys)."""
     begin = gl.load(starts_ptr + seq)
     num_queries = gl.load(starts_ptr + seq + 1) - begin
     length = gl.load(lens_ptr + seq)
@@ -55,8 +55,8 @@ def _tile_bounds(
 
 @gluon.jit
 def _part_bounds(part, low, high, splits):
-    """(number of parts, first key tile, end key tile) of part `part` of a query tile with keys in
-    tiles low … high. The tiles are both 0 if there is no such part."""
+    """Bounds of part `part` of a query tile whose keys are in tiles low … high: (number of parts,
+    first key tile, end of its key tiles). The tiles are both 0 if there is no such part."""
     num = high - low
     parts = gl.maximum(gl.minimum(splits, num * splits // MAX_PARTS), 1)
     span = (num + parts - 1) // parts
@@ -85,8 +85,8 @@ def _copy_tile(
 
 @gluon.jit
 def _widen(x, IS_FP8: gl.constexpr):
-    """Four 8-bit numbers in each int32 [..., N] → float16 pairs in int32 [..., 2 N]. An int8's byte in the low half of
-    0x6400 is the float16 1024 + byte."""
+    """Converts 8-bit numbers, four in each int32 [..., N], to float16, two in each int32 [..., 2 N]. An int8's byte in
+    the low half of 0x6400 is the float16 1024 + byte."""
     if IS_FP8:
         low, high = gl.inline_asm_elementwise(
             "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
@@ -108,7 +108,8 @@ def _load_8bit(
     ptr, table, start, end, head,
     K: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """KV blocks of an 8-bit cache as stored: int32 [BLOCK_N // BLOCK_SIZE, ROWS, COLUMNS // 4], four numbers in each."""
+    """Loads KV blocks of an 8-bit cache unconverted: int32 [BLOCK_N // BLOCK_SIZE, ROWS, COLUMNS // 4], four numbers
+    in each."""
     ACROSS: gl.constexpr = COLUMNS // 16
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, 1, 4], [1, 32 // ACROSS, ACROSS], [1, 4, 1], [2, 1, 0]
@@ -129,8 +130,8 @@ def _load_8bit(
 
 @gluon.jit
 def _in_order_of_weights(words):
-    """Values [blocks, D, words], four keys in a word, in the order in which a thread of a consumer holds its weights: of a
-    product's accumulator it has columns 2t, 2t + 1, 8 + 2t and 9 + 2t, and of an 8-bit operand 4t … 4t + 3."""
+    """Reorders values [blocks, D, words], four keys in a word, to match the weights. A consumer's thread t holds
+    columns 2t, 2t + 1, 8 + 2t and 9 + 2t of an accumulator, but an 8-bit operand wants columns 4t … 4t + 3 from it."""
     shape: gl.constexpr = words.shape
     pairs = words.reshape([shape[0], shape[1] * shape[2] // 4, 2, 2]).permute([0, 1, 3, 2])
     low, high = gl.split(pairs)
@@ -145,8 +146,8 @@ def _in_order_of_weights(words):
 def _send_queries(
     q_desc, q_smem, q_full, q_empty, mailbox, item, round_, G: gl.constexpr, TOKENS: gl.constexpr
 ):
-    """Send a query tile to both consumers: the numbers that describe it, which begin with its first token and have its
-    kv head at place 5, and the queries."""
+    """Send a query tile to both consumers: its queries, and numbers that describe it. The first number is the tile's
+    first token, number 5 its kv head."""
     for c in gl.static_range(2):
         mbarrier.wait(q_empty.index(c), (round_ & 1) ^ 1)
         send(mailbox, 8 * c, item)

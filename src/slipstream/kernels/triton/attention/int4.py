@@ -76,7 +76,8 @@ CTAS_PER_SM = 16
 TWO, FOUR, EIGHT = (tl.constexpr((tl.float16,) * n) for n in (2, 4, 8))
 
 VALUE_SCALE = tl.constexpr(16.0)
-"""Weights times values' scales are multiplied by it, so that float16 holds them: 16 steps are twice the largest value."""
+"""Factor of the products of weights and values' scales, so that float16 represents them. The scale of 16 quantization
+steps is twice the largest value."""
 
 
 @triton.jit
@@ -98,8 +99,9 @@ def _halves_of_keys(
     k_ptr, base, slot,
     HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr, ASM: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """Keys' codes by chunks of CHUNK bytes: HALF / CHUNK halves of each kind, float16 [N, CHUNK], the
-    lower ones first. Code c is 64 + c / 16."""
+    """Loads keys' codes in chunks of CHUNK bytes: HALF / CHUNK tensors float16 [N, CHUNK] of the
+    lower half of the dimensions, then as many of the upper half. A code c is represented by 64 + c
+    / 16."""
     FIFTH: tl.constexpr = HALF // 4
     CHUNKS: tl.constexpr = HALF // CHUNK
     EACH: tl.constexpr = CHUNK // FIFTH  # fifth bits of a byte that a chunk has
@@ -143,7 +145,8 @@ def _sixteenths(codes):
 
 @triton.jit
 def _steps(k_ptr, v_ptr, base, slot, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Loads scales as bytes [N]: those of both halves of a key in one integer, and a value's."""
+    """Loads scales as bytes [N]: (those of a key's two halves in one integer, that of the
+    value)."""
     KEY: tl.constexpr = HALF + HALF // 4
     at = k_ptr + base * (BLOCK_SIZE * (KEY + 2)) + (BLOCK_SIZE * KEY + slot * 2)
     values = v_ptr + base * (BLOCK_SIZE * (HALF + 1)) + (BLOCK_SIZE * HALF + slot)
@@ -154,7 +157,8 @@ def _steps(k_ptr, v_ptr, base, slot, HALF: tl.constexpr, BLOCK_SIZE: tl.constexp
 def _halves_of_values(
     v_ptr, base, slot, ds, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, ASM: tl.constexpr
 ):
-    """Loads values without their scales, float16 [HALF, N] twice."""
+    """Loads values without their scales: the lower and the upper half of the dimensions, float16
+    [HALF, N] each."""
     base *= BLOCK_SIZE * (HALF + 1)
     codes = tl.load(v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None])
     if ASM != "":
@@ -311,7 +315,8 @@ def _whole_keys(
     k_ptr, base, slot, ds,
     HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Loads keys without their scales, float16 [N, HALF] twice, and their scales [N] twice."""
+    """Loads keys without their scales, and the scales: for the lower and the upper half of the
+    dimensions float16 [N, HALF] and [N] each."""
     FIFTH: tl.constexpr = HALF // 4
     base *= BLOCK_SIZE * (HALF + FIFTH + 2)
     codes = tl.load(k_ptr + (base + slot * HALF)[:, None] + ds[None, :]).to(tl.uint16)

@@ -38,8 +38,9 @@ def hadamard(x, y, SIZE: tl.constexpr):
 
 @triton.jit
 def _codes(x, y, MOST: tl.constexpr, CANDIDATES: tl.constexpr):
-    """Numbers x, y [M, N] → their codes, int32, and the bytes of their common scales [M]: of
-    CANDIDATES scales those with the least squared error."""
+    """Quantizes both halves x, y [M, N] of M rows. Returns their codes, int32, and the bytes of the
+    scales that the halves share [M]. Of CANDIDATES scales the one with the least squared error is
+    taken."""
     largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
     half = tl.minimum(largest * (1.0 / MOST), 60000.0).to(tl.float16)
     first = tl.minimum((half.to(tl.int16, bitcast=True).to(tl.int32) + 127) >> 7, 0xF7)
@@ -88,7 +89,7 @@ def _write_key(
     at, keys_ptr, fold, base, slot, inside, HALF: tl.constexpr, AWAY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Write BLOCK_T keys of a head. `fold` points to its factors, and AWAY numbers later to its means."""
+    """Write BLOCK_T keys of a head. `fold` points to the head's factors; its means follow AWAY numbers later."""
     FIFTH: tl.constexpr = HALF // 4
     ds, mask = tl.arange(0, HALF), inside[:, None]
     x, y = load_halves(at, mask, HALF)

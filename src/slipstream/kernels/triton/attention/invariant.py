@@ -55,7 +55,7 @@ MAX_SCRATCH = 2**24
 AT_ONCE = tl.constexpr(8)
 """Parts that a thread block loads at once when it folds those of others."""
 FOLDED = 512
-"""Numbers of such a part for each warp, in whole rows."""
+"""Numbers of outputs that each warp folds at once, in whole rows."""
 
 
 @triton.jit

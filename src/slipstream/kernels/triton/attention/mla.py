@@ -44,7 +44,7 @@ from slipstream.kernels.triton.pointwise import _to_cache
 from slipstream.platform import platform_of
 
 SPLIT_KEYS = 32
-"""Half of the fewest keys of a split."""
+"""Half of the minimum number of keys in a split."""
 SMALL_BATCH = 8
 """Largest number of tokens that are multiplied one by one, without tensor cores."""
 TOKENS_PER_PROGRAM = 4
@@ -83,7 +83,7 @@ def _rotate(at, live, cos, sin, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED
 
 @triton.jit
 def _interleave(a, b):
-    """Interleaves two [N, HALF] → [N, 2 HALF], pair by pair."""
+    """Interleaves the columns of two tensors [N, HALF] → [N, 2 · HALF]."""
     return tl.reshape(tl.join(a, b), (a.shape[0], 2 * a.shape[1]))
 
 

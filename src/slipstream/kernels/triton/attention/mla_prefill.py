@@ -52,8 +52,9 @@ THREE_STAGES_BYTES = 168 * 1024
 
 @triton.jit
 def _find_tile(index, starts_ptr, first_seq, last_seq, tiles_per_seq, BLOCK_M: tl.constexpr):
-    """(sequence, tile of BLOCK_M tokens) of tile `index`, longest first; `last_seq` if there is
-    none. Each sequence has `tiles_per_seq` tiles, some of them empty; with 0, as many as it needs.
+    """Finds tile `index` of a step, in the order of the longest first: (sequence, number of its
+    tile of BLOCK_M tokens). The sequence is `last_seq` if there is no such tile. Each sequence has
+    `tiles_per_seq` tiles, some of them empty; with 0, as many as it needs.
     """
     num_seqs = last_seq - first_seq
     seq, tile = first_seq + index % num_seqs, tiles_per_seq - 1 - index // num_seqs

@@ -66,7 +66,7 @@ def _scores(
     s, scale, softcap, slope, bias, reach, distance, live,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Query–key products s → scores, and the factor that brings them to units of log 2.
+    """Turns query–key products s into (scores, factor that converts them to units of log 2).
 
     A plain score takes one multiplication, which the subtraction in the exponent absorbs.
     `distance` is query position minus key position. `bias` points at a head's entry for distance 0.
@@ -104,8 +104,9 @@ def _online_softmax(s, to_log2, m_i, l_i):
 def _locate_keys(
     table, start, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """KV block numbers (int64), and slots within them, of keys start … start + BLOCK_N. `start` is
-    a multiple of BLOCK_N. The block number is a scalar if the keys are in one block."""
+    """Finds keys start … start + BLOCK_N in the cache: (KV block numbers int64, slots within the
+    blocks). `start` is a multiple of BLOCK_N. The block number is a scalar if the keys are in one
+    block."""
     keys = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
         block = tl.load(table + start // BLOCK_SIZE)
@@ -131,8 +132,8 @@ def _load_keys_and_values(
     k_ptr, v_ptr, table, start, end, head, ds, K: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BY_DIM: tl.constexpr, MASKED: tl.constexpr, TALL: tl.constexpr,
 ):  # fmt: skip
-    """Keys `start` … start + BLOCK_N of a kv head [BLOCK_N, D], and their values: [BLOCK_N, D], with
-    TALL [D, BLOCK_N]. MASKED: some may be at `end` or beyond.
+    """Loads keys `start` … start + BLOCK_N of a kv head, [BLOCK_N, D], and their values, [BLOCK_N,
+    D], or [D, BLOCK_N] with TALL. MASKED: some may be at `end` or beyond.
 
     The tiles are not masked: the cache has finite numbers only, and keys that a query does not see
     get weight 0."""
@@ -158,8 +159,8 @@ def _load_keys_and_values(
 
 @triton.jit
 def _to_dtype(x, kind: tl.constexpr):
-    """x as `kind`. int8 is converted by bits: 0x6400 with a byte in its low half is the float16
-    1024 + byte. That takes two instructions for two numbers."""
+    """Converts x to the type `kind`. int8 is converted by its bits: 0x6400 with a byte in its low
+    half is the float16 1024 + byte. That takes two instructions for two numbers."""
     if x.dtype == tl.int8:
         shifted = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
         return shifted.to(tl.float16, bitcast=True) - 1152.0

@@ -136,7 +136,7 @@ def sparse_attention(
 
 
 def _sequences(num_tokens: int, meta: AttentionMetadata) -> Tensor:
-    """The sequence of each token, int32 [T]; any for padding."""
+    """Returns the number of each token's sequence, int32 [T]. Padding tokens get any number."""
 
     def made() -> Tensor:
         tokens = torch.arange(num_tokens, dtype=torch.int32, device=meta.positions.device)

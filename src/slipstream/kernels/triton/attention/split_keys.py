@@ -24,8 +24,8 @@ from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
 MAX_SPLITS, CTAS_PER_SM = 64, 4
-"""Most equal parts of a sequence, and thread blocks per multiprocessor from which sequences are not
-split."""
+"""Maximum number of equal parts of a sequence's keys, and the thread blocks per multiprocessor from
+which keys are not split."""
 PARTS_PER_SM = 16
 """Thread blocks of further parts of decodes per multiprocessor, in addition to the sequences' first
 parts."""
@@ -33,8 +33,8 @@ MAX_PARTS, MIN_KEYS = 32, 128
 """Most parts of a decode's keys, and fewest keys of a part. The thread block that ends last merges
 the parts alone."""
 FEW_SEQUENCES = 4
-"""Largest number of decodes that get equal numbers of parts. These are many, so a separate kernel
-merges them."""
+"""Largest number of decodes whose keys are all cut into the same number of parts. There are many
+parts then, so a separate kernel merges them."""
 THRESHOLDS = Thresholds(decodes=(FEW_SEQUENCES, 128))
 
 
@@ -206,8 +206,9 @@ def merge_parts(
     partial_ptr, lse_ptr, out_ptr, first, num, row, heads, live,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MAX: tl.constexpr, SUMS: tl.constexpr = 0,
 ):  # fmt: skip
-    """Merge parts `first` … `first` + num of these query heads into row `row` of `out`. The scratch
-    is [slots, H], written by other thread blocks. SUMS: as in `_combine_kernel`."""
+    """Merge the results of parts `first` … `first` + num for these query heads into row `row` of
+    `out`. The scratch is [slots, H], written by other thread blocks. SUMS: as in
+    `_combine_kernel`."""
     ds, ss = tl.arange(0, BLOCK_D), tl.arange(0, MAX)
     at = (first + ss)[:, None] * H + heads[None, :]
     mask = (ss < num)[:, None] & live[None, :]

@@ -27,9 +27,10 @@ from slipstream.platform import platform_of
 from slipstream.spec.model import DenseSpec, MoESpec
 
 GROUP_M = 8
-"""Tiles of pairs that pass over the weight together."""
+"""Number of tiles of pairs that walk over the weight at the same time, so that they share its reads
+in L2."""
 BLOCK_K_BYTES = 128
-"""Bytes of a row per K step."""
+"""Bytes of a row that one step along K multiplies."""
 
 
 @triton.jit
@@ -154,8 +155,8 @@ def covers(x: Activations, up: Linear, down: Linear, tiles: ExpertTiles) -> bool
 def grouped_mlp(
     x: Activations, up: Linear, down: Linear, tiles: ExpertTiles, spec: MoESpec, dtype: torch.dtype
 ) -> Tensor:
-    """Both products: x [T, E] → [T · k, E], one row per pair in the experts' order, not yet
-    weighted."""
+    """Computes both products of the experts: x [T, E] → [T · k, E]. The result has an unweighted
+    row for each pair, in the experts' order."""
     permuted = permute_rows(x, tiles, spec.num_experts_per_token)
     expert, count = spec.expert, spec.num_local_experts
     inner = grouped_gemm(permuted, up, tiles, expert.intermediate_size, count, dtype, expert)

@@ -132,7 +132,7 @@ def moe_of_choice(
 def _one_product(
     x: Activations, w: Linear, tiles: ExpertTiles, spec: MoESpec, num_rows: int, *, gather: bool
 ) -> Tensor:
-    """A product of experts of which some have weights in a GGUF type."""
+    """Computes one product where some experts' weights are in a GGUF type."""
     assert isinstance(x, Tensor)
     if isinstance(w, CodedLinear):
         return gguf.expert_gemm(x, w, tiles, spec, num_rows, gather=gather)

@@ -23,9 +23,9 @@ MANY_CHUNKS = 128
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """Pairs by expert. Expert e has order[starts[e] : starts[e + 1]], in tiles up to tile_ends[e]
-    of all experts' tiles. Pair i is at position inverse[i]. Without `inverse` each pair is a tile,
-    in token order, and `order` has the pairs' experts."""
+    """Token–expert pairs sorted by expert, in tiles. Expert e has the pairs order[starts[e] :
+    starts[e + 1]]; its tiles end before number tile_ends[e]. Pair i is at position inverse[i].
+    Without `inverse` each pair is a tile, in token order, and `order` has the pairs' experts."""
 
     order: Tensor  # int32 [T · k]
     inverse: Tensor | None  # int32 [T · k]
@@ -103,7 +103,8 @@ def _sort_kernel(
 
 @triton.jit
 def tile_of(tile, starts_ptr, ends_ptr, X, BLOCK_M: tl.constexpr, BLOCK_X: tl.constexpr):
-    """A tile's expert (X: no such tile), its first position, and the end of the expert's positions."""
+    """Finds a tile: (its expert, or X if there is no such tile; its first position; the end of the
+    expert's positions)."""
     xs = tl.arange(0, BLOCK_X)
     ends = tl.load(ends_ptr + xs, mask=xs < X, other=2147483647)
     expert = tl.sum((ends <= tile).to(tl.int32), 0)
@@ -121,8 +122,8 @@ def pairs_of_tile(
     tile, order_ptr, starts_ptr, ends_ptr, X,
     BLOCK_M: tl.constexpr, BLOCK_X: tl.constexpr, UNSORTED: tl.constexpr,
 ):  # fmt: skip
-    """A tile's expert (X: no such tile), and its pairs' positions, which of them exist, and the pairs. UNSORTED: each pair
-    is a tile."""
+    """Finds a tile's pairs: (its expert, or X if there is no such tile; positions; which of them exist; the pairs).
+    UNSORTED: each pair is a tile."""
     ms = tl.arange(0, BLOCK_M)
     if UNSORTED:
         expert = tl.load(order_ptr + tile)

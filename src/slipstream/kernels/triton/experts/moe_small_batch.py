@@ -21,7 +21,8 @@ from slipstream.kernels.weights.forms import Linear
 from slipstream.spec.model import MoESpec
 
 TILE_SIZE = 2048
-"""Numbers of a weight loaded at once; with a gate, from each of its halves."""
+"""Elements of a weight that a thread block loads at once; with a gate, as many of gate and of
+up."""
 
 
 @triton.jit

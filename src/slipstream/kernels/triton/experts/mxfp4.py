@@ -208,7 +208,8 @@ def _mxfp4_gemm_kernel(
 class Tile:
     """Sizes of a tile. `rows`: weight rows per thread block. `pairs`: most pairs of an expert.
     `small`: if a tile has no more pairs than this, it multiplies only this many (0: never). `more`:
-    pairs beyond `pairs`, which spare an expert a tile whose codes are expanded again."""
+    how many pairs a tile may have beyond `pairs`. Without them a few surplus pairs would need a
+    tile of their own, for which the codes are expanded again."""
 
     pairs: int
     rows: int
@@ -272,8 +273,9 @@ def mxfp4_mlp(
     small_batch: bool,
     invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Both products: x [T, E] → the input of `moe.combine` [T · k · parts, E], and the pairs'
-    positions. `small_batch`: nothing is sorted. `invariant`: one tile for all numbers of pairs."""
+    """Computes both products of the experts: x [T, E] → (input of `moe.combine` [T · k · parts, E],
+    the pairs' positions). `small_batch`: nothing is sorted. `invariant`: one tile for all numbers
+    of pairs."""
     first, second = step_tiles(chosen.numel(), spec.num_experts, small_batch=small_batch)
     if invariant:
         first = second = ONE_TILE

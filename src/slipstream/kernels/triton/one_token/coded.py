@@ -26,10 +26,11 @@ from slipstream.spec.stored.gguf_types import FORMS
 CODED = ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_0", "Q8_0")
 """The types, in the order of the source's numbers."""
 PRODUCTS = {"qkv": 0, "latent": 4, "out": 8, "up": 12, "down": 16}
-"""A product's four bits in `form_numbers`. `latent` has the rows of values."""
+"""First of the four bits of `form_numbers` that give the type of each product. `latent` stands for
+the rows of values."""
 UNITS_IN_STAGE = 8
 SLAB = 8
-"""Rows whose codes lie together."""
+"""Number of rows whose codes are stored together."""
 
 
 def factor_bytes(kind: str) -> int:
@@ -88,7 +89,8 @@ def _products(layer: LayerTensors, s: TokenShape) -> dict[str, CodedLinear | Non
 
 
 def _rows(w: CodedLinear | JoinedLinear, start: int, stop: int) -> CodedLinear | None:
-    """Some rows as a weight that shares its memory; None if they have several types."""
+    """Returns some rows of a weight as a weight over the same memory; None if the rows have several
+    types."""
     for part in w.parts if isinstance(w, JoinedLinear) else (w,):
         if start >= 0 and stop <= part.rows:
             if start % SLAB or stop % SLAB:
@@ -109,7 +111,7 @@ def _rows(w: CodedLinear | JoinedLinear, start: int, stop: int) -> CodedLinear |
 
 
 def tensors(layer: LayerTensors, s: TokenShape) -> LayerTensors:
-    """A layer with tensors in the place of its weights."""
+    """Returns the layer with each weight replaced by the tensors that the kernel reads."""
     made: dict[str, Any] = dict(layer)
     numbers = 0
     for name, w in _products(layer, s).items():
@@ -127,7 +129,7 @@ def tensors(layer: LayerTensors, s: TokenShape) -> LayerTensors:
 
 
 def masks(layers: Sequence[LayerTensors]) -> dict[str, int]:
-    """Types of each product in the layers, one bit a type."""
+    """Types that each product has in any layer, as a bit mask with one bit per type."""
     found = dict.fromkeys(PRODUCTS, 0)
     for layer in layers:
         numbers = layer["form_numbers"]

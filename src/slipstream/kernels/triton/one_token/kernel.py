@@ -215,8 +215,8 @@ def delta_columns(d: GatedDeltaSpec, programs: int) -> int:
 
 
 def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
-    """Stages that the ring has room for in shared memory, next to a product's input or attention,
-    for any cache type. The kernel needs three. `products.cu` computes the same sizes at
+    """Number of the ring's stages that fit in shared memory next to a product's input, or next to
+    attention with any cache type. The kernel needs three. `products.cu` computes the same sizes at
     its top."""
     s, heads = shape, shape.num_heads // shape.num_kv_heads
     values = 0 if s.delta is None else s.delta.v_size
@@ -459,7 +459,7 @@ class OneTokenStep:
         )
 
     def definitions(self, cache: torch.dtype, block_size: int) -> dict[str, int | float]:
-        """Values for the names in capitals in the kernel's source."""
+        """C macros: the values of the names in capitals in the kernel's source."""
         s, w = self.shape, self.product
         layer = next(x for x in self.layers if x.get("gates") is None)  # with attention
         dense, expert, _ = widths(s)
@@ -543,7 +543,7 @@ class OneTokenStep:
         }
 
     def _mixture(self) -> dict[str, int | float]:
-        """Definitions for layers with experts."""
+        """C macros for layers with experts."""
         m, (dense, expert, shared) = self.shape.experts, widths(self.shape)
         return {
             "X": 0 if m is None else m.num_experts,
@@ -560,7 +560,7 @@ class OneTokenStep:
         }
 
     def _delta(self) -> dict[str, int | float]:
-        """Definitions for layers with the gated delta rule."""
+        """C macros for layers with the gated delta rule."""
         d = self.shape.delta
         if d is None:
             names = "HEADS KEY_HEADS K V WIDTH COLUMNS SCALE EPS TWICE SIGMOID CONV_BIAS"

@@ -27,7 +27,7 @@ from slipstream.platform import platform_of
 CHUNK = 128
 """Inputs of a row whose codes are stored together: 64 bytes. The last chunk may be half empty."""
 SLAB = 8
-"""Rows whose chunks are stored together."""
+"""Number of rows whose chunks are stored together."""
 CODES_AT_ONCE = 2**24
 """Codes that are laid out together. They temporarily take some tens of bytes each."""
 MAX_TOKENS = 192
@@ -84,7 +84,8 @@ def pack_float4(w: GroupedLinear) -> Float4Linear:
 
 
 def _five_exponent_bits(scales: Tensor) -> Tensor:
-    """Numbers of e4m3 from 2^-9 on, or 0, as bytes of five exponent bits and three of a mantissa.
+    """Converts e4m3 numbers (0, or at least 2^-9) to bytes of five exponent bits and three mantissa
+    bits.
 
     The exponent's bias is 21: with 0x7000 above it, 16 times the byte is the number · 2^118 as a
     bfloat16."""
@@ -180,8 +181,8 @@ def _pairs_of(scale):
 def expand(
     words, exponents, dtype: tl.constexpr, IN_PLACE: tl.constexpr, NVFP4: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """Expands words of four codes [N, group] into four tensors of numbers [N, group], which are
-    divided by `Float4Linear.factor`. IN_PLACE: by the instructions ASM."""
+    """Expands words of four codes [N, group] into four tensors of numbers [N, group]. The numbers
+    still lack the factor `Float4Linear.factor`. IN_PLACE: by the instructions ASM."""
     if IN_PLACE and NVFP4:
         a, b, c, d = tl.inline_asm_elementwise(
             ASM, "=r,=r,=r,=r,r,r,r", [words, exponents[:, None]],
@@ -221,7 +222,8 @@ def expands_in_place(x: Tensor) -> bool:
 
 @triton.jit
 def inputs(at, live, js, left, GROUP: tl.constexpr, EVEN: tl.constexpr):
-    """Inputs of four groups, of which `left` are in the row, by groups [GROUP, BLOCK_M]."""
+    """Loads the inputs of four groups, a tensor [GROUP, BLOCK_M] for each. Only the first `left`
+    inputs exist."""
     if EVEN:
         x0 = tl.load(at, mask=live[None, :], other=0.0)
         x1 = tl.load(at + GROUP, mask=live[None, :], other=0.0)
@@ -327,7 +329,7 @@ def default_tile(num_tokens: int, outer: int, inner: int) -> LinearTile:
 def float4_linear(
     x: Tensor, w: Float4Linear, scratch: ArrivalCounters, *, tile: LinearTile | None = None
 ) -> Tensor:
-    """x [T, K] → [T, N], whose codes are expanded for each tile of tokens."""
+    """Product x [T, K] → [T, N] whose codes are expanded again for each tile of tokens."""
     (num_tokens, inner), outer = x.shape, w.out_features
     t = tile or default_tile(num_tokens, outer, inner)
     y = torch.empty(num_tokens, outer, dtype=x.dtype, device=x.device)

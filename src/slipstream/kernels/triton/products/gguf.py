@@ -76,7 +76,8 @@ _IQ4_0, _IQ4_1, _IQ4_2, _IQ4_3 = (
 
 @triton.jit
 def _iq4_number(code):
-    """A value of IQ4's book, from its bytes in four words (`gguf_codes.IQ4`)."""
+    """Looks up a code in IQ4's table of values, whose bytes are in four words
+    (`gguf_codes.IQ4`)."""
     low = tl.where((code & 4) == 0, _IQ4_0, _IQ4_1)
     high = tl.where((code & 4) == 0, _IQ4_2, _IQ4_3)
     word = tl.where((code & 8) == 0, low, high)
@@ -150,7 +151,7 @@ def _word(w0, w1, w2, w3, i: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _scale(words, i: tl.constexpr, SCALES: tl.constexpr):
-    """The scale of a unit's group i, float32."""
+    """Returns the scale of group i of a unit, float32."""
     word = _word(words[0], words[1], words[2], words[3], i, SCALES == "halves")
     if SCALES == "halves":
         return _half(word, i % 2)
@@ -163,7 +164,7 @@ def _scale(words, i: tl.constexpr, SCALES: tl.constexpr):
 
 @triton.jit
 def _minimum(words, i: tl.constexpr, SCALES: tl.constexpr):
-    """The minimum of a unit's group i, float32."""
+    """Returns the minimum of group i of a unit, float32."""
     word = _word(words[4], words[5], words[6], words[7], i, SCALES == "halves")
     if SCALES == "halves":
         return _half(word, i % 2)
@@ -271,10 +272,10 @@ def _sum_units(
     EVEN: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr, REGISTERS: tl.constexpr,
     PRECISION: tl.constexpr, kind: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_N, BLOCK_M] plus the units `begin` … `end` of W · xᵀ. Addresses are those of a row's
-    start: x_at [GROUP, BLOCK_M], w_at and h_at [BLOCK_N, GROUP], f_at and d_at [BLOCK_N]. `ahead`: the
-    factors of the first unit. SCALED:
-    sums are scaled, not weights. EVEN: rows are whole units."""
+    """Adds units `begin` … `end` of the product W · xᵀ to acc [BLOCK_N, BLOCK_M]. Addresses are
+    those of a row's start: x_at [GROUP, BLOCK_M], w_at and h_at [BLOCK_N, GROUP], f_at and d_at
+    [BLOCK_N]. `ahead`: the factors of the first unit. SCALED: sums are scaled, not weights. EVEN:
+    rows are whole units."""
     UNIT: tl.constexpr = 8 * GROUP
     IN_REGISTERS: tl.constexpr = ASM != ""
     # what codes have too much: the bits of a bfloat16 that they are set into
@@ -325,7 +326,8 @@ def _sum_units(
 
 @triton.jit
 def _weight_rows(n, w_ptr, h_ptr, units, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """The addresses of the first words of rows n, low bits and high bits [BLOCK_N, GROUP]."""
+    """Returns the addresses of the first words of rows n: (low bits, high bits), [BLOCK_N, GROUP]
+    each."""
     slab = (n // 8).to(tl.int64)[:, None] * (units * (8 * GROUP))
     within = (n % 8)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     return w_ptr + slab * (2 if BITS == 8 else 1) + within, h_ptr + slab + within
@@ -453,7 +455,7 @@ def _multiply(
 
 
 def expanded(w: CodedLinear | JoinedLinear) -> Linear:
-    """The dense product with the same values."""
+    """Returns the same weight as a dense product's."""
     return Linear(weight=expand(w) if w.dense is None else w.dense, bias=_bias(w))
 
 

@@ -98,7 +98,8 @@ def _pack_rows(
 def empty(
     kind: str, rows: int, inner: int, device: torch.device, dtype: torch.dtype, bias: Tensor | None
 ) -> CodedLinear:
-    """A weight of zeros. They stay where rows or inputs are padded."""
+    """Allocates a packed weight filled with zeros, which remain where rows or inputs are
+    padding."""
     form = FORMS[kind]
     slabs, units = -(-rows // SLAB), -(-inner // (8 * form.group))
     words = slabs, units, SLAB, form.group
@@ -120,13 +121,13 @@ def empty(
 
 
 def num_words(form: CodeForm) -> int:
-    """Words of a unit's scales and minima."""
+    """Number of words that hold a unit's scales and minima."""
     own = 4 if form.scales == "halves" else 2
     return own * (2 if form.mins and form.scales != "nibbles" else 1)
 
 
 def _write(w: CodedLinear, blocks: np.ndarray, rows: np.ndarray) -> None:
-    """Write file rows `blocks` [n, bytes] to the weight's `rows` [n]."""
+    """Pack rows of a GGUF file, `blocks` [n, bytes], into the rows `rows` [n] of the weight."""
     if w.weight.device.type == "meta":
         return
     at = max(1, PACKED_VALUES // w.inner)

@@ -36,7 +36,7 @@ from slipstream.kernels.triton.products.split_k import ArrivalCounters
 from slipstream.kernels.weights.forms import Activations, Linear, Quantized, ScaledLinear
 
 ROWS = gl.constexpr(64)
-"""Outputs of a consumer."""
+"""Number of outputs that one consumer computes."""
 TILES = {1: gl.NVMMASharedLayout(128, 8, 2), 2: gl.NVMMASharedLayout(128, 16, 2)}
 """Shared-memory layout of a tile, by bytes of a value."""
 SHARED_BYTES, MAX_STAGES = 225_000, 8
@@ -55,8 +55,8 @@ HALVED_ROWS = 4224
 """Most rows of a weight that an unsplit product shares out to thread blocks by 32: by 64 they would
 occupy half of the multiprocessors."""
 WIDE = 65_536
-"""Rows of a 16-bit weight below which an unsplit product copies 512 bytes of a row at once, not
-256."""
+"""Number of rows of a 16-bit weight below which a product without split K copies 512 bytes of a row
+at a time, and from which it copies 256."""
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.9
 
 

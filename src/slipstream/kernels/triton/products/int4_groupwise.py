@@ -121,8 +121,9 @@ def int4_linear(
 
 @triton.jit
 def _dot_codes(words, base, x0, x1, x2, x3, off0, off1, off2, off3, scale0, scale1, scale2, scale3):
-    """Words [R, 8] of one row times the four inputs of each word → [R]. A code at bit 16 of `base`
-    is the float32 128 + code. `off` is the contribution of 128 and the zero to the sum."""
+    """Multiplies words [R, 8] of one weight row, four codes each, with their inputs → partial sums
+    [R]. A code at bit 16 of `base` is the float32 128 + code. `off` is the contribution of 128 and
+    the zero to the sum."""
     bits = words.to(tl.uint16, bitcast=True).to(tl.uint32)
     y = (
         tl.sum(((bits << 16) & 0xF0000 | base).to(tl.float32, bitcast=True) * x0, 1) - off0

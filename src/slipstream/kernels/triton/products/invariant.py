@@ -48,7 +48,7 @@ from slipstream.platform import platform_of
 
 _logger = logging.getLogger(__name__)
 FEW = 64
-"""Most rows of our kernels for few rows."""
+"""Largest number of rows of inputs for which our kernels for few rows are used."""
 NARROW = 16
 """Outputs of a weight below which no library is used, such as the gate of a shared expert. With one
 output cuBLASLt's sums were others at most numbers of rows of inputs; with 8 and more they were ours
@@ -56,7 +56,7 @@ at all numbers above `FEW`, below which no library runs (`kernels_deterministic_
 COMPARED = (65, 96, 128, 200, 256, 384, 512, 1024, 2048)
 """Numbers of rows at which a library is compared."""
 COMPARED_NUMBERS = 2**26
-"""Most outputs of such a comparison: 128 MB."""
+"""Largest number of outputs that such a comparison computes: 128 MB."""
 
 
 ALL_ROWS = sys.maxsize
@@ -143,7 +143,8 @@ def _librarys(x: Activations, w: Linear) -> Tensor:
 
 
 def _compare(w: Linear, scratch: ArrivalCounters) -> int:
-    """The most rows at which the library may be used: 0 if a bit differs."""
+    """Compares the products. Returns the largest number of rows at which the library may be used, 0
+    if any bit differs."""
     outer, inner = w.weight.shape
     most = max(COMPARED_NUMBERS // outer, 2 * FEW)
     sizes = [n for n in COMPARED if n <= most]

@@ -52,7 +52,8 @@ FEW_TILES = FewTiles()
 def _products(
     a, x_ptr, scales_ptr, token, ks, K, x_stride, scales_stride, SCALES: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """a [ranks, inputs] · x of the token. Bypasses L1: before the wait it may hold stale data."""
+    """Multiplies a [ranks, inputs] with a token's x. The loads bypass the L1 cache, which may have
+    stale data from before the wait."""
     x = tl.load(x_ptr + token * x_stride + ks, mask=ks < K, other=0.0, cache_modifier=".cg").to(
         tl.float32
     )
@@ -77,11 +78,11 @@ def _shrink_few_kernel(
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner [SPLITS, T, PARTS · R]: row i is for position i of `order`. A thread block has BLOCK_R
-    ranks and BLOCK_K inputs of a part; BLOCKS · SPLITS thread blocks make a part. SCALES: 0 none, 1
-    one per row, 2 one per GROUP inputs. BESIDE: the preceding kernel is a product of the same
-    inputs and lets this one start when they are there (`pdl_wait_first`), so only the end waits for
-    it."""
+    """Compute `inner` [SPLITS, T, PARTS · R], where row i belongs to position i of `order`. A
+    thread block multiplies BLOCK_R ranks and BLOCK_K inputs of a part, which takes BLOCKS · SPLITS
+    thread blocks. SCALES: 0 none, 1 one per row, 2 one per GROUP inputs. BESIDE: the preceding
+    kernel is a product of the same inputs, which lets this one start once they are written
+    (`pdl_wait_first`). So this kernel waits for it only at its end."""
     if PDL:
         gdc_launch_dependents()
     split, block, tile = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS, tl.program_id(1)
@@ -204,7 +205,8 @@ def _add(
     SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Add b [rows, ranks] · the sum of position `at`'s splits to the numbers at `to`."""
+    """Sum the splits of position `at`, multiply by b [rows, ranks], and add the result to the
+    numbers at `to`."""
     y = tl.load(to, mask=mask, other=0.0)
     inner = tl.zeros((BLOCK_R,), tl.float32)
     for split in tl.static_range(SPLITS):
@@ -226,8 +228,9 @@ def _shrink_kernel(
     SCALES: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner [SPLITS, T, PARTS · R]: row i is for position i of `order`. SCALES: 0 none, 1 one per
-    row, 2 one per BLOCK_K. The grid computes the parts LIVE_0, LIVE_1, …, as many as its size says.
+    """Compute `inner` [SPLITS, T, PARTS · R], where row i belongs to position i of `order`. SCALES:
+    0 none, 1 one per row, 2 one per BLOCK_K. The grid's size says how many of the parts LIVE_0,
+    LIVE_1, … are computed.
     """
     if PDL:
         pdl_wait()
@@ -377,7 +380,7 @@ def shrink(
 
 
 def expand(y: Tensor, inner: Tensor, w: LoRAWeights, tokens: LoRATokens) -> Tensor:
-    """y [T, out] + up · the sum of `inner`'s splits, in place of `y`."""
+    """Add up · (the sum of `inner`'s splits) to y [T, out], in place."""
     num_tiles, num_parts, rank, out = len(tokens.tiles), len(w.starts), w.rank, w.up.shape[1]
     if not num_tiles:
         return y

@@ -33,8 +33,9 @@ def reduce_splits(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """(sum of all splits, whether this thread block holds it). `at`: this thread block's elements of a split's partial
-    sums; `size`: elements of one split; `pid_n`: its counter."""
+    """Adds the partial sums of all splits. Returns (their sum, whether this thread block is the one that has it).
+    `at`: this thread block's elements of a split's partial sums; `size`: elements of one split; `pid_n`: its
+    counter."""
     tl.store(partial_ptr + pid_k * size + at, acc)
     tl.debug_barrier()
     last = tl.atomic_add(counter_ptr + pid_n, 1, sem="acq_rel") == SPLITS - 1

@@ -1,6 +1,6 @@
 """The gated delta rule and Mamba-2 for prompts: products inside a chunk on tensor cores, states from chunk to chunk.
 
-G is the log of what remains of the state after a token since the chunk's begin. With P = (q kᵀ) ⊙ exp(Gᵢ − Gⱼ) for i ≥ j:
+G is the sum of the log decays from the chunk's begin to a token. With P = (q kᵀ) ⊙ exp(Gᵢ − Gⱼ) for i ≥ j:
 
 1. Inside a chunk the result is exp(G) q S + P u, and the next state is exp(G_end) S + Σ exp(G_end − Gⱼ) kⱼ uⱼ.
 2. Mamba-2: u = dt · v. The gated delta rule (Yang et al. 2024, arXiv:2412.06464): u = U − W S, where (U, W) are
@@ -69,7 +69,8 @@ def prepare_kernel(
     K_AT: tl.constexpr, V_AT: tl.constexpr, DELTA: tl.constexpr, TWICE: tl.constexpr, BOUND: tl.constexpr, SHORT: tl.constexpr,
     LEVELS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a head of a chunk. Writes G [T, H] and P [T, H, CHUNK], and with DELTA U [T, H, V] and W [T, H, K]."""
+    """Process a head of a chunk in each thread block. Writes G [T, H] and P [T, H, CHUNK]; with DELTA also U [T, H, V]
+    and W [T, H, K]."""
     head = tl.program_id(0)
     rate, bias = tl.load(decay_ptr + head), tl.load(time_ptr + head)
     if PDL:
@@ -175,7 +176,7 @@ def prepare_channels_kernel(
 
 @triton.jit
 def _chunks_of(chunks_ptr, num_chunks, seq):
-    """(first chunk of a sequence, one past its last)."""
+    """Finds a sequence's chunks: (number of the first, number after the last)."""
     first, end = 0, 0
     for begin in range(0, num_chunks, 256):
         at = begin + tl.arange(0, 256)
@@ -190,7 +191,7 @@ def _chunks_of(chunks_ptr, num_chunks, seq):
 
 @triton.jit
 def _chunk_at(chunks_ptr, write_ptr, chunk, end_chunk):
-    """(first token, end, the slot in which the state after it is kept)."""
+    """Finds a chunk: (first token, end, slot that keeps the state after it)."""
     given = chunk < end_chunk
     first = tl.load(chunks_ptr + 3 * chunk + 1, mask=given, other=0)
     end = tl.load(chunks_ptr + 3 * chunk + 2, mask=given, other=0)
@@ -205,8 +206,8 @@ def pass_kernel(
     SHORT: tl.constexpr, LEVELS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EXACT: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_V columns of a head's state, through all chunks of a sequence. Writes results before norm and gate.
-    CHANNEL: q and k are each head's own, and already have their decays."""
+    """Carry BLOCK_V columns of a head's state through all chunks of a sequence in each thread block. Writes results
+    before norm and gate. CHANNEL: q and k are each head's own, and already have their decays."""
     head, seq = tl.program_id(1), tl.program_id(2)
     rate, bias = tl.load(decay_ptr + head), tl.load(time_ptr + head)
     if PDL:

@@ -22,8 +22,8 @@ def input_at(
     x_ptr, conv_ptr, row, begin, slot, channel, mask, stride, C: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr,
     HAS_STATE: tl.constexpr,
 ):  # fmt: skip
-    """Inputs of the convolution: those of token `row`, from the state in `slot` if it lies before the step's first token
-    `begin`. GATED: they are products of x's first and third C columns."""
+    """Loads a token's inputs of the convolution: those of row `row`, or from the state in `slot` if the row is before
+    the sequence's first token of the step, `begin`. GATED: they are products of x's first and third C columns."""
     at = x_ptr + row.to(tl.int64) * stride + channel
     given = mask & (row >= begin) if HAS_STATE else mask
     x = tl.load(at, mask=given, other=0.0)
@@ -90,8 +90,8 @@ def keep_all(
 
 @triton.jit
 def find_tokens(starts_ptr, read_ptr, write_ptr, seq, ONE: tl.constexpr):
-    """(first token and end of a sequence, the slot that it reads, the slot of its first token). ONE: each sequence has one
-    token; then no load waits for another."""
+    """Finds a sequence: (first token, end, slot that it reads, slot that keeps the state after its first token). ONE:
+    each sequence has one token; then no load waits for another."""
     if ONE:
         begin, end = seq, seq + 1
     else:
@@ -134,7 +134,8 @@ def _conv_tokens_kernel(
 
 @triton.jit
 def find_chunk(chunks_ptr, starts_ptr, chunk, SHORT: tl.constexpr):
-    """(sequence, first token, end of the chunk; first token of the sequence). An empty chunk if the sequence is short."""
+    """Finds a chunk: (sequence, first token and end of the chunk, first token of the sequence). The chunk is empty if
+    the sequence is short."""
     seq = tl.load(chunks_ptr + 3 * chunk)
     first, end = tl.load(chunks_ptr + 3 * chunk + 1), tl.load(chunks_ptr + 3 * chunk + 2)
     begin = tl.load(starts_ptr + seq)
@@ -148,9 +149,9 @@ def _conv_chunks_kernel(
     C: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, SHORT: tl.constexpr,
     CHUNK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, Q: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: SIZE channels of a chunk. The first Q parts are queries and the next Q keys, which are
-    L2-normed; queries are also multiplied by `scale`. States that no other program reads, and that `_keep_chunks_kernel`
-    cannot write, are written."""
+    """Convolve SIZE channels of a chunk in each thread block. The first Q of these parts are queries and the next Q
+    are keys. Both are L2-normed; queries are also multiplied by `scale`. States that no other program reads, and that
+    `_keep_chunks_kernel` cannot write, are written."""
     if PDL:
         pdl_wait()
     part = tl.program_id(0)

@@ -31,13 +31,13 @@ from slipstream.platform import platform_of
 
 ANY_LENGTH = 1 << 30
 VALUES = 32
-"""Columns of a state in a program that passes states from chunk to chunk."""
+"""Columns of a state that one thread block carries from chunk to chunk."""
 PER_WARP = 4096
-"""Numbers of a state for each warp of a program that has a head's."""
+"""Elements of a head's state per warp, where a thread block holds the whole state."""
 SPARE_BYTES = 4096
 """Shared memory of `pass_kernel` for other things than rows and states."""
 FINISHED = 4096
-"""Numbers that a program norms."""
+"""Number of elements that a thread block norms."""
 
 
 def gated_delta(

@@ -24,7 +24,7 @@ def _scan_kernel(
     x_stride, dt_stride, b_stride, c_stride, z_stride,
     C: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK channels of a sequence, TOKENS tokens at a time."""
+    """Scan BLOCK channels of a sequence, TOKENS tokens at a time, in each thread block."""
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ks, tokens = tl.arange(0, BLOCK_K), tl.arange(0, TOKENS)
     mask = channel < C

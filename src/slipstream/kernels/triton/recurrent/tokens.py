@@ -1,6 +1,7 @@
 """The gated delta rule and Mamba-2 for a few tokens of a sequence: one kernel from the convolution to the norm.
 
-A program has a head's state in registers. It reads it once, and writes it once for each token after which it is kept.
+A thread block has a head's state in registers. It reads it once, and writes it once for each token after which it is
+kept.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def softplus(x):
 
 @triton.jit
 def time_and_decay(raw, bias, rate, low, high, BOUND: tl.constexpr = 0.0):
-    """(dt, the log of what a token keeps of the state): dt = softplus(raw + bias), clamped. BOUND: see `GatedDeltaSpec`."""
+    """Returns (dt, log of the factor by which a token decays the state). dt is softplus(raw + bias), clamped. BOUND:
+    see `GatedDeltaSpec`."""
     if BOUND < 0.0:
         dt = raw.to(tl.float32) + bias
         return dt, BOUND * tl.sigmoid(tl.exp(rate) * dt)
@@ -39,8 +41,8 @@ def tokens_kernel(
     TWICE: tl.constexpr, BOUND: tl.constexpr, SIGMOID: tl.constexpr, FINISH: tl.constexpr, SHORT: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a head of a short sequence. R heads share q and k. DELTA: the gated delta rule; else Mamba-2 with C, B, x
-    as q, k, v. FINISH: norm the result (DELTA) and multiply it by the gate."""
+    """Compute a head of a short sequence in each thread block. R heads share q and k. DELTA: the gated delta rule;
+    else Mamba-2 with C, B, x as q, k, v. FINISH: norm the result (DELTA) and multiply it by the gate."""
     head, seq = tl.program_id(0), tl.program_id(1)
     ks, vs = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     is_k, is_v = ks < K, vs < V

@@ -18,17 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from slipstream.spec.families.base import ConfigReader, Family, Names
-from slipstream.spec.families.builders import activation, attention, heads, layer_norm, plain
-from slipstream.spec.families.encoders.whisper import WHISPER
+from slipstream.spec.families.builders import activation, layer_norm
+from slipstream.spec.families.encoders.whisper import WHISPER, both_layers
 from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.model import (
-    BlockSpec,
     EncoderSpec,
-    LayerSpec,
     LearnedPositionSpec,
     ModelSpec,
-    PostNormBlock,
-    SequentialBlock,
     SinusoidSpec,
 )
 from slipstream.spec.parameters import OneRow
@@ -88,30 +84,7 @@ def read(c: ConfigReader, *, family: str) -> ModelSpec:
     hidden, vocab = c.size("d_model"), c.size("vocab_size")
     c.require("decoder_vocab_size", vocab)
     norm, act = layer_norm(hidden, 1e-5), activation(c, "activation_function", kind.act)
-
-    def block(*, cross: bool) -> BlockSpec:
-        if kind.before:
-            of_cross = norm if cross else None
-            return SequentialBlock(pre_attention=norm, pre_cross=of_cross, pre_mlp=norm)
-        return PostNormBlock(attention_norm=norm, cross_norm=norm if cross else None, mlp_norm=norm)
-
-    def layer(side: str, *, causal: bool) -> LayerSpec:
-        h = heads(c, hidden="d_model", num_heads=f"{side}_attention_heads", num_kv_heads=None)
-        own = attention(h, None, causal=causal, qkv_bias=True, out_bias=True)
-        return LayerSpec(
-            attention=own,
-            mlp=plain(c.size(f"{side}_ffn_dim"), act),
-            block=block(cross=causal),
-            cross=dataclasses.replace(own, causal=False) if causal else None,
-        )
-
-    reader, writer = layer("encoder", causal=False), layer("decoder", causal=True)
-    num_heads = reader.self_attention.num_heads
-    if writer.self_attention.num_heads != num_heads:
-        raise c.unsupported(
-            "decoder_attention_heads",
-            f"only as many as encoder_attention_heads ({num_heads}) are supported",
-        )
+    reader, writer = both_layers(c, act, norm, norms_first=kind.before)
     longest = c.size("max_position_embeddings", kind.longest)
     pad = c.take("pad_token_id", int, 1)
     offset = pad + 1 if family == "m2m_100" else kind.offset  # the first comes after the padding's

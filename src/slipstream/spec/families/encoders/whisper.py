@@ -7,15 +7,51 @@ import dataclasses
 from slipstream.spec.families.base import ConfigReader, Family, Names
 from slipstream.spec.families.builders import activation, attention, heads, layer_norm, plain
 from slipstream.spec.families.names import Theirs, table
+from slipstream.spec.functions import Activation, NormSpec
 from slipstream.spec.media.audio import AudioSpec
 from slipstream.spec.model import (
     EncoderSpec,
     LayerSpec,
     LearnedPositionSpec,
     ModelSpec,
+    PostNormBlock,
     SequentialBlock,
 )
 from slipstream.spec.parameters import Flatten
+
+
+def stack_layer(
+    c: ConfigReader, side: str, act: Activation, norm: NormSpec, *, norms_first: bool = True
+) -> LayerSpec:
+    """A layer of the `side` "encoder" or "decoder", with biases. A decoder's attends to the encoder's states, too."""
+    writes = side == "decoder"
+    h = heads(c, hidden="d_model", num_heads=f"{side}_attention_heads", num_kv_heads=None)
+    own = attention(h, None, causal=writes, qkv_bias=True, out_bias=True)
+    of_cross = norm if writes else None
+    return LayerSpec(
+        attention=own,
+        mlp=plain(c.size(f"{side}_ffn_dim"), act),
+        block=SequentialBlock(pre_attention=norm, pre_cross=of_cross, pre_mlp=norm)
+        if norms_first
+        else PostNormBlock(attention_norm=norm, cross_norm=of_cross, mlp_norm=norm),
+        cross=dataclasses.replace(own, causal=False) if writes else None,
+    )
+
+
+def both_layers(
+    c: ConfigReader, act: Activation, norm: NormSpec, *, norms_first: bool = True
+) -> tuple[LayerSpec, LayerSpec]:
+    """The encoder's layer and the decoder's. The encoder uses the decoder's cache for the time of a layer."""
+    reader, writer = (
+        stack_layer(c, side, act, norm, norms_first=norms_first) for side in ("encoder", "decoder")
+    )
+    num_heads = reader.self_attention.num_heads
+    if writer.self_attention.num_heads != num_heads:
+        raise c.unsupported(
+            "decoder_attention_heads",
+            f"only as many as encoder_attention_heads ({num_heads}) are supported",
+        )
+    return reader, writer
 
 
 def read(c: ConfigReader) -> ModelSpec:
@@ -30,27 +66,7 @@ def read(c: ConfigReader) -> ModelSpec:
         raise c.unsupported("scale_embedding", "only False is supported")
     hidden, act = c.size("d_model"), activation(c, "activation_function", "gelu")
     norm = layer_norm(hidden, 1e-5)
-
-    def layer(side: str, *, causal: bool) -> LayerSpec:
-        h = heads(c, hidden="d_model", num_heads=f"{side}_attention_heads", num_kv_heads=None)
-        own = attention(h, None, causal=causal, qkv_bias=True, out_bias=True)
-        return LayerSpec(
-            attention=own,
-            mlp=plain(c.size(f"{side}_ffn_dim"), act),
-            block=SequentialBlock(
-                pre_attention=norm, pre_cross=norm if causal else None, pre_mlp=norm
-            ),
-            cross=dataclasses.replace(own, causal=False) if causal else None,
-        )
-
-    num_heads = c.size("encoder_attention_heads")
-    if (
-        c.size("decoder_attention_heads") != num_heads
-    ):  # the encoder uses the decoder's cache for the time of a layer
-        raise c.unsupported(
-            "decoder_attention_heads",
-            f"only as many as encoder_attention_heads ({num_heads}) are supported",
-        )
+    reader, writer = both_layers(c, act, norm)
     longest, median = c.size("max_target_positions", 448), c.size("median_filter_width", 7)
     if median % 2 == 0:
         raise c.unsupported("median_filter_width", "must be odd")
@@ -59,12 +75,12 @@ def read(c: ConfigReader) -> ModelSpec:
         vocab_size=c.size("vocab_size"),
         hidden_size=hidden,
         max_position=longest,
-        layers=(layer("decoder", causal=True),) * c.size("decoder_layers"),
+        layers=(writer,) * c.size("decoder_layers"),
         final_norm=norm,
         learned_positions=LearnedPositionSpec(num_positions=longest),
         tied_embeddings=c.take("tie_word_embeddings", bool, True),
         encoder=EncoderSpec(
-            layers=(layer("encoder", causal=False),) * c.size("encoder_layers"),
+            layers=(reader,) * c.size("encoder_layers"),
             final_norm=norm,
             start_token_id=c.take("decoder_start_token_id", int, 50257),
             audio=AudioSpec(
@@ -110,15 +126,25 @@ _table = table(
 )
 
 
+def of_audio(found: Names, side: str, audio: AudioSpec, hidden_size: int) -> Names:
+    """The table with the convolutions as products, and without biases of keys in tensors that begin with `side`: a parameter's
+    rows without a tensor are zeros."""
+    channels = {"first": audio.num_mel_bins, "second": hidden_size}
+    made: Names = {}
+    for name, at in found.items():
+        if name.startswith(side) and name.endswith("k_proj.bias"):
+            continue
+        if at.target.endswith((".first.weight", ".second.weight")):
+            size = (channels[at.target.split(".")[-2]], 3)
+            at = dataclasses.replace(at, transform=Flatten(size))
+        made[name] = at
+    return made
+
+
 def names(spec: ModelSpec) -> Names:
-    """The table of tensors. Keys have no bias: a parameter's rows without a tensor are zeros."""
-    found = {name: at for name, at in _table(spec).items() if not name.endswith("k_proj.bias")}
     assert spec.encoder is not None
     assert spec.encoder.audio is not None
-    for conv, channels in (("1", spec.encoder.audio.num_mel_bins), ("2", spec.hidden_size)):
-        name = f"model.encoder.conv{conv}.weight"
-        found[name] = dataclasses.replace(found[name], transform=Flatten((channels, 3)))
-    return found
+    return of_audio(_table(spec), "", spec.encoder.audio, spec.hidden_size)
 
 
 FAMILIES = (

@@ -170,7 +170,7 @@ NEXT: dict[str, Theirs] = {
 
 NAMES_3_5 = table(
     {**LLAMA, **DELTA, **qwen3_vl.VISION},
-    vision_layer=qwen3_vl.VISION_LAYER,
+    media_layer=qwen3_vl.VISION_LAYER,
     changes={"recurrent.conv": of_conv, "attention.qkv": gate_first},
 )
 NAMES_NEXT = table(
@@ -328,7 +328,7 @@ FAMILIES = (
             gguf=GGUFS.get(name),
             nested_config=nested,
             prefixes=("model.", "language_model.", "model.language_model.") if nested else ("",),
-            vision=qwen3_vl.read_vision_3_5 if nested else None,
+            media=qwen3_vl.read_vision_3_5 if nested else None,
             processing=read_processing if nested else None,
         )
         for name, architecture, read, nested in (

@@ -9,11 +9,11 @@ from slipstream.spec.families.builders import layer_norm
 from slipstream.spec.families.names import LLAMA, table
 from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names, square
 from slipstream.spec.families.pictures.qwen_vl import CLIP_MEAN, CLIP_STD
+from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.vision import (
     GridPositionSpec,
     ImageProcessing,
     MLPConnector,
-    PromptFormat,
     RatioTiles,
     VisionSpec,
 )
@@ -124,8 +124,8 @@ NAMES = {
     **LLAMA,
     "norm": "input_layernorm",
     **siglip_names("vision_tower.", out="multi_modal_projector.linear_2"),
-    "vision.connector.norm": "multi_modal_projector.layernorm",
-    "vision.connector.up": "multi_modal_projector.linear_1",
+    "media.connector.norm": "multi_modal_projector.layernorm",
+    "media.connector.up": "multi_modal_projector.linear_1",
 }
 
 FAMILIES = tuple(
@@ -135,8 +135,8 @@ FAMILIES = tuple(
         read=read_text,
         names=table(
             NAMES,
-            vision_layer="vision_tower.encoder.layers.{i}.",
-            changes={"vision.connector.up": "swap"},
+            media_layer="vision_tower.encoder.layers.{i}.",
+            changes={"media.connector.up": "swap"},
         ),
         nested_config="text_config",
         prefixes=("language_model.", "model.language_model.", "model."),
@@ -144,7 +144,7 @@ FAMILIES = tuple(
             r"(model\.)?(vision_tower|multi_modal_projector)\..*",  # with max_images=0
             r"(model\.)?vision_tower\.(vision_model\.)?(head|post_layernorm)\..*",
         ),
-        vision=vision,
+        media=vision,
         processing=images,
     )
     for name, architecture, vision, images in (

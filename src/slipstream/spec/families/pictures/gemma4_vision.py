@@ -8,12 +8,12 @@ from slipstream.spec.families.base import ConfigReader, Names
 from slipstream.spec.families.builders import activation, attention, heads, rms
 from slipstream.spec.families.names import Theirs
 from slipstream.spec.families.pictures.images import HALF, axial_rope, processing
+from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.vision import (
     BOUNDS,
     CLIPPED,
     AxisPositionSpec,
     ImageProcessing,
-    PromptFormat,
     ScaledPoolConnector,
     TokenBudget,
     VisionSpec,
@@ -128,22 +128,22 @@ def _linear(*products: str) -> tuple[str, ...]:
 
 
 VISION: dict[str, Theirs] = {
-    "vision.patch": "vision_tower.patch_embedder.input_proj",
-    "vision.positions": {"weight": "vision_tower.patch_embedder.position_embedding_table"},
-    "vision.pre_attention": "input_layernorm",
-    "vision.attention.qkv": _linear("q", "k", "v"),
-    "vision.attention.q_norm": "self_attn.q_norm",
-    "vision.attention.k_norm": "self_attn.k_norm",
-    "vision.attention.out": _linear("out")[0],
-    "vision.post_attention": "post_attention_layernorm",
-    "vision.pre_mlp": "pre_feedforward_layernorm",
-    "vision.mlp.up": _linear("gate", "up"),
-    "vision.mlp.down": _linear("down")[0],
-    "vision.post_mlp": "post_feedforward_layernorm",
-    "vision.bounds": {"weight": "bounds"},
-    "vision.connector.shift": {"weight": "vision_tower.std_bias"},
-    "vision.connector.gain": {"weight": "vision_tower.std_scale"},
-    "vision.connector.out": "embed_vision.embedding_projection",
+    "media.patch": "vision_tower.patch_embedder.input_proj",
+    "media.positions": {"weight": "vision_tower.patch_embedder.position_embedding_table"},
+    "media.pre_attention": "input_layernorm",
+    "media.attention.qkv": _linear("q", "k", "v"),
+    "media.attention.q_norm": "self_attn.q_norm",
+    "media.attention.k_norm": "self_attn.k_norm",
+    "media.attention.out": _linear("out")[0],
+    "media.post_attention": "post_attention_layernorm",
+    "media.pre_mlp": "pre_feedforward_layernorm",
+    "media.mlp.up": _linear("gate", "up"),
+    "media.mlp.down": _linear("down")[0],
+    "media.post_mlp": "post_feedforward_layernorm",
+    "media.bounds": {"weight": "bounds"},
+    "media.connector.shift": {"weight": "vision_tower.std_bias"},
+    "media.connector.gain": {"weight": "vision_tower.std_scale"},
+    "media.connector.out": "embed_vision.embedding_projection",
 }
 VISION_LAYER = "vision_tower.encoder.layers.{i}."
 
@@ -157,9 +157,9 @@ def by_halves_of_one(layer: LayerSpec, part: int) -> Transform:
 
 
 CHANGES = {
-    "vision.attention.qkv": by_halves,
-    "vision.attention.q_norm": by_halves_of_one,
-    "vision.attention.k_norm": by_halves_of_one,
+    "media.attention.qkv": by_halves,
+    "media.attention.q_norm": by_halves_of_one,
+    "media.attention.k_norm": by_halves_of_one,
 }
 
 

@@ -23,12 +23,12 @@ from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.families.pictures.images import axial_rope, square
 from slipstream.spec.families.pictures.qwen3_vl import VISION_LAYER, VISUAL
 from slipstream.spec.families.pictures.qwen_vl import OUTER, check_width, read_processing
+from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.vision import (
     GatedMergeConnector,
     GridPositionSpec,
     ImageProcessing,
     PixelRange,
-    PromptFormat,
     VisionSpec,
 )
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, MoESpec, QKNormSpec
@@ -154,26 +154,26 @@ def read_glm_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
 
 
 VISION: dict[str, Theirs] = {
-    "vision.patch": "visual.patch_embed.proj",
-    "vision.patch_norm": "visual.post_conv_layernorm",
-    "vision.positions": "visual.embeddings.position_embedding",
-    "vision.pre_attention": "norm1",
-    "vision.attention.qkv": "attn.qkv",
-    "vision.attention.q_norm": "attn.q_norm",
-    "vision.attention.k_norm": "attn.k_norm",
-    "vision.attention.out": "attn.proj",
-    "vision.pre_mlp": "norm2",
-    "vision.mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
-    "vision.mlp.down": "mlp.down_proj",
-    "vision.final_norm": "visual.post_layernorm",
-    "vision.connector.merge": "visual.downsample",
-    "vision.connector.in": "visual.merger.proj",
-    "vision.connector.norm": "visual.merger.post_projection_norm",
-    "vision.connector.up": "visual.merger.up_proj",
-    "vision.connector.out": "visual.merger.down_proj",
+    "media.patch": "visual.patch_embed.proj",
+    "media.patch_norm": "visual.post_conv_layernorm",
+    "media.positions": "visual.embeddings.position_embedding",
+    "media.pre_attention": "norm1",
+    "media.attention.qkv": "attn.qkv",
+    "media.attention.q_norm": "attn.q_norm",
+    "media.attention.k_norm": "attn.k_norm",
+    "media.attention.out": "attn.proj",
+    "media.pre_mlp": "norm2",
+    "media.mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "media.mlp.down": "mlp.down_proj",
+    "media.final_norm": "visual.post_layernorm",
+    "media.connector.merge": "visual.downsample",
+    "media.connector.in": "visual.merger.proj",
+    "media.connector.norm": "visual.merger.post_projection_norm",
+    "media.connector.up": "visual.merger.up_proj",
+    "media.connector.out": "visual.merger.down_proj",
 }
 _dense, _moe = (
-    table({**text, **VISION}, vision_layer=VISION_LAYER) for text in (glm.SANDWICH, SHARED)
+    table({**text, **VISION}, media_layer=VISION_LAYER) for text in (glm.SANDWICH, SHARED)
 )
 
 
@@ -181,17 +181,17 @@ def names(spec: ModelSpec) -> Names:
     """The product that merges patches is a convolution, and gate and up of the MLP after it are two tensors."""
     has_experts = any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
     found = (_moe if has_experts else _dense)(spec)
-    if isinstance(vision := spec.vision, VisionSpec):
+    if isinstance(vision := spec.media, VisionSpec):
         assert isinstance(vision.connector, GatedMergeConnector)
         kernel, size = (
             (vision.hidden_size, vision.merge, vision.merge),
             vision.connector.intermediate_size,
         )
         found["visual.downsample.weight"] = Placement(
-            "vision.connector.merge.weight", transform=Flatten(kernel)
+            "media.connector.merge.weight", transform=Flatten(kernel)
         )
         for i, part in enumerate(("gate", "up")):
-            place = Placement("vision.connector.up.weight", i * size, size)
+            place = Placement("media.connector.up.weight", i * size, size)
             found[f"visual.merger.{part}_proj.weight"] = place
     return found
 
@@ -206,7 +206,7 @@ FAMILIES = tuple(
         flat_config=name == "glm4v",
         prefixes=("model.", "language_model.", "model.language_model."),
         ignored=VISUAL if name != "glm_ocr" else (*VISUAL, r"(model\.)?layers\.16\..*"),
-        vision=partial(read_vision, image=image, is_ocr=name == "glm_ocr"),
+        media=partial(read_vision, image=image, is_ocr=name == "glm_ocr"),
         processing=read_glm_processing,
     )
     for name, architecture, kinds, image in (

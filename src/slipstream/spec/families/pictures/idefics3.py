@@ -10,11 +10,11 @@ from slipstream.spec.families.llama import read as read_llama
 from slipstream.spec.families.names import LLAMA, table
 from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names, square
 from slipstream.spec.functions import NormSpec
+from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.vision import (
     ConcatConnector,
     GridPositionSpec,
     ImageProcessing,
-    PromptFormat,
     TileSizes,
     VisionSpec,
 )
@@ -117,11 +117,11 @@ FAMILIES = tuple(
         names=table(
             NAMES,
             layer="model.text_model.layers.{i}.",
-            vision_layer="model.vision_model.encoder.layers.{i}.",
+            media_layer="model.vision_model.encoder.layers.{i}.",
         ),
         nested_config="text_config",
         ignored=(r"model\.vision_model\..*", r"model\.connector\..*"),  # with max_images=0
-        vision=read_vision,
+        media=read_vision,
         processing=read_processing,
     )
     for kind, architecture in (

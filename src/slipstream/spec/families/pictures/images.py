@@ -145,9 +145,9 @@ def siglip_names(tower: str, *, out: str) -> dict[str, Theirs]:
         "mlp.down": "mlp.fc2",
     }
     return {
-        "vision.patch": f"{tower}embeddings.patch_embedding",
-        "vision.positions": f"{tower}embeddings.position_embedding",
-        **{f"vision.{name}": theirs for name, theirs in layer.items()},
-        "vision.final_norm": f"{tower}post_layernorm",
-        "vision.connector.out": out,
+        "media.patch": f"{tower}embeddings.patch_embedding",
+        "media.positions": f"{tower}embeddings.position_embedding",
+        **{f"media.{name}": theirs for name, theirs in layer.items()},
+        "media.final_norm": f"{tower}post_layernorm",
+        "media.connector.out": out,
     }

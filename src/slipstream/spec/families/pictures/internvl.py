@@ -26,13 +26,13 @@ from slipstream.spec.families.names import LLAMA, table
 from slipstream.spec.families.pictures.images import processing, siglip_names, square
 from slipstream.spec.families.pictures.qwen_vl import CLIP_MEAN, CLIP_STD, quick_gelu
 from slipstream.spec.functions import NormSpec
+from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.vision import (
     CenterSquare,
     GridPositionSpec,
     ImageProcessing,
     MLPConnector,
     PinpointTiles,
-    PromptFormat,
     RatioTiles,
     VisionSpec,
 )
@@ -238,27 +238,27 @@ def _row(layer: LayerSpec, part: int) -> Transform:
 
 
 VISION_INTERNVL: dict[str, Any] = {
-    "vision.patch": "vision_tower.embeddings.patch_embeddings.projection",
-    "vision.class_token": {"weight": "vision_tower.embeddings.cls_token"},
-    "vision.positions": {"weight": "vision_tower.embeddings.position_embeddings"},
-    "vision.pre_attention": "layernorm_before",
-    "vision.attention.qkv": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
-    "vision.attention.q_norm": "attention.q_norm",
-    "vision.attention.k_norm": "attention.k_norm",
-    "vision.attention.out": "attention.projection_layer",
-    "vision.pre_mlp": "layernorm_after",
-    "vision.mlp.up": "mlp.fc1",
-    "vision.mlp.down": "mlp.fc2",
-    "vision.gains": ("lambda_1", "lambda_2"),
-    "vision.final_norm": "vision_tower.layernorm",
-    "vision.connector.norm": "multi_modal_projector.layer_norm",
-    "vision.connector.up": "multi_modal_projector.linear_1",
-    "vision.connector.out": "multi_modal_projector.linear_2",
+    "media.patch": "vision_tower.embeddings.patch_embeddings.projection",
+    "media.class_token": {"weight": "vision_tower.embeddings.cls_token"},
+    "media.positions": {"weight": "vision_tower.embeddings.position_embeddings"},
+    "media.pre_attention": "layernorm_before",
+    "media.attention.qkv": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    "media.attention.q_norm": "attention.q_norm",
+    "media.attention.k_norm": "attention.k_norm",
+    "media.attention.out": "attention.projection_layer",
+    "media.pre_mlp": "layernorm_after",
+    "media.mlp.up": "mlp.fc1",
+    "media.mlp.down": "mlp.fc2",
+    "media.gains": ("lambda_1", "lambda_2"),
+    "media.final_norm": "vision_tower.layernorm",
+    "media.connector.norm": "multi_modal_projector.layer_norm",
+    "media.connector.up": "multi_modal_projector.linear_1",
+    "media.connector.out": "multi_modal_projector.linear_2",
 }
 _internvl = table(
     {**LLAMA, **VISION_INTERNVL},
-    vision_layer="vision_tower.encoder.layer.{i}.",
-    changes={"vision.class_token": "one_row", "vision.positions": "one_row", "vision.gains": _row},
+    media_layer="vision_tower.encoder.layer.{i}.",
+    changes={"media.class_token": "one_row", "media.positions": "one_row", "media.gains": _row},
 )
 
 
@@ -273,13 +273,13 @@ _llava = table(
     {
         **LLAMA,
         **CLIP,
-        "vision.class_token": {"weight": "vision_tower.embeddings.class_embedding"},
-        "vision.first_norm": "vision_tower.pre_layrnorm",
-        "vision.row_end": {"weight": "image_newline"},
-        "vision.connector.up": "multi_modal_projector.linear_1",
+        "media.class_token": {"weight": "vision_tower.embeddings.class_embedding"},
+        "media.first_norm": "vision_tower.pre_layrnorm",
+        "media.row_end": {"weight": "image_newline"},
+        "media.connector.up": "multi_modal_projector.linear_1",
     },
-    vision_layer="vision_tower.encoder.layers.{i}.",
-    changes={"vision.class_token": "vector", "vision.row_end": "vector"},
+    media_layer="vision_tower.encoder.layers.{i}.",
+    changes={"media.class_token": "vector", "media.row_end": "vector"},
 )
 TEXT = ("language_model.", "model.language_model.", "model.")
 UNREAD = (
@@ -295,7 +295,7 @@ FAMILIES = (
         nested_config="text_config",
         prefixes=TEXT,
         ignored=UNREAD,
-        vision=read_vision_internvl,
+        media=read_vision_internvl,
         processing=read_processing_internvl,
     ),
     *(
@@ -310,7 +310,7 @@ FAMILIES = (
                 *UNREAD,
                 r"(model\.)?vision_tower\.(vision_model\.)?(post_layernorm|encoder)\..*",
             ),
-            vision=vision,
+            media=vision,
             processing=images,
         )
         for kind, architecture, vision, images in (

@@ -21,12 +21,12 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.families.pictures.images import axial_rope, processing
+from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.vision import (
     GridPositionSpec,
     ImageProcessing,
     MLPConnector,
     PatchLimits,
-    PromptFormat,
     VisionSpec,
 )
 from slipstream.spec.model import LayerSpec, ModelSpec
@@ -133,29 +133,29 @@ def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
 
 TOWER = "vision_tower.encoder."
 VISION: dict[str, Theirs] = {
-    "vision.patch": "vision_tower.patch_embed.proj",
-    "vision.positions": "vision_tower.patch_embed.pos_emb",
-    "vision.pre_attention": "norm0",
-    "vision.attention.qkv": {"weight": "wqkv.weight", "bias": "wqkv.bias"},
-    "vision.attention.out": "wo",
-    "vision.pre_mlp": "norm1",
-    "vision.mlp.up": "mlp.fc0",
-    "vision.mlp.down": "mlp.fc1",
-    "vision.final_norm": f"{TOWER}final_layernorm",
-    "vision.connector.norm": "mm_projector.pre_norm",
-    "vision.connector.up": "mm_projector.proj.0",
-    "vision.connector.out": "mm_projector.proj.2",
+    "media.patch": "vision_tower.patch_embed.proj",
+    "media.positions": "vision_tower.patch_embed.pos_emb",
+    "media.pre_attention": "norm0",
+    "media.attention.qkv": {"weight": "wqkv.weight", "bias": "wqkv.bias"},
+    "media.attention.out": "wo",
+    "media.pre_mlp": "norm1",
+    "media.mlp.up": "mlp.fc0",
+    "media.mlp.down": "mlp.fc1",
+    "media.final_norm": f"{TOWER}final_layernorm",
+    "media.connector.norm": "mm_projector.pre_norm",
+    "media.connector.up": "mm_projector.proj.0",
+    "media.connector.out": "mm_projector.proj.2",
 }
-_vision = table(VISION, vision_layer=TOWER + "blocks.{i}.", only="vision.")
+_vision = table(VISION, media_layer=TOWER + "blocks.{i}.", only="media.")
 
 
 def names(spec: ModelSpec) -> Names:
     """Returns the names of tensors. The table of positions is stored by rows and columns."""
-    found = deepseek.names(dataclasses.replace(spec, vision=None))
-    if isinstance(vision := spec.vision, VisionSpec):
+    found = deepseek.names(dataclasses.replace(spec, media=None))
+    if isinstance(vision := spec.media, VisionSpec):
         found |= _vision(spec)
         assert isinstance(vision.position, GridPositionSpec)
-        side, name = vision.position.side, VISION["vision.positions"]
+        side, name = vision.position.side, VISION["media.positions"]
         place = found[f"{name}.weight"]
         how = Reshape((side, side, vision.hidden_size), vision.hidden_size)
         found[f"{name}.weight"] = dataclasses.replace(place, transform=how)
@@ -171,7 +171,7 @@ FAMILIES = (
         nested_config="text_config",
         prefixes=("language_model.", "model."),
         ignored=(r"(model\.)?(vision_tower|mm_projector)\..*",),  # with max_images=0
-        vision=read_vision,
+        media=read_vision,
         processing=read_processing,
     ),
 )

@@ -10,12 +10,12 @@ from slipstream.spec.families.builders import activation, layer_norm
 from slipstream.spec.families.hybrids import lfm
 from slipstream.spec.families.names import of_conv, table
 from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names
+from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.vision import (
     GridPositionSpec,
     ImageProcessing,
     MLPConnector,
     PixelRange,
-    PromptFormat,
     RatioTiles,
     VisionSpec,
     WholeOrTiles,
@@ -115,8 +115,8 @@ def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
 NAMES = {
     **lfm.NAMES,
     **siglip_names("vision_tower.", out="multi_modal_projector.linear_2"),
-    "vision.connector.norm": "multi_modal_projector.layer_norm",
-    "vision.connector.up": "multi_modal_projector.linear_1",
+    "media.connector.norm": "multi_modal_projector.layer_norm",
+    "media.connector.up": "multi_modal_projector.linear_1",
 }
 
 FAMILIES = (
@@ -126,7 +126,7 @@ FAMILIES = (
         read=read_text,
         names=table(
             NAMES,
-            vision_layer="vision_tower.encoder.layers.{i}.",
+            media_layer="vision_tower.encoder.layers.{i}.",
             changes={"recurrent.conv": of_conv},
         ),
         nested_config="text_config",
@@ -135,7 +135,7 @@ FAMILIES = (
             r"(model\.)?(vision_tower|multi_modal_projector)\..*",  # with max_images=0
             r"(model\.)?vision_tower\.(vision_model\.)?head\..*",
         ),
-        vision=read_vision,
+        media=read_vision,
         processing=read_processing,
     ),
 )

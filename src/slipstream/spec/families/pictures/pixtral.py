@@ -10,11 +10,11 @@ from slipstream.spec.families.builders import activation, attention, before, gat
 from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.families.pictures.images import axial_rope, processing, square
 from slipstream.spec.families.pictures.qwen_vl import CLIP_MEAN, CLIP_STD
+from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.vision import (
     ImageProcessing,
     LongestSide,
     PatchMergeConnector,
-    PromptFormat,
     VisionSpec,
 )
 from slipstream.spec.model import LayerSpec, ModelSpec
@@ -95,18 +95,18 @@ def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
 
 
 VISION: dict[str, Theirs] = {
-    "vision.patch": "vision_tower.patch_conv",
-    "vision.first_norm": "vision_tower.ln_pre",
-    "vision.pre_attention": "attention_norm",
-    "vision.attention.qkv": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
-    "vision.attention.out": "attention.o_proj",
-    "vision.pre_mlp": "ffn_norm",
-    "vision.mlp.up": ("feed_forward.gate_proj", "feed_forward.up_proj"),
-    "vision.mlp.down": "feed_forward.down_proj",
-    "vision.connector.norm": "multi_modal_projector.norm",
-    "vision.connector.merge": "multi_modal_projector.patch_merger.merging_layer",
-    "vision.connector.up": "multi_modal_projector.linear_1",
-    "vision.connector.out": "multi_modal_projector.linear_2",
+    "media.patch": "vision_tower.patch_conv",
+    "media.first_norm": "vision_tower.ln_pre",
+    "media.pre_attention": "attention_norm",
+    "media.attention.qkv": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    "media.attention.out": "attention.o_proj",
+    "media.pre_mlp": "ffn_norm",
+    "media.mlp.up": ("feed_forward.gate_proj", "feed_forward.up_proj"),
+    "media.mlp.down": "feed_forward.down_proj",
+    "media.connector.norm": "multi_modal_projector.norm",
+    "media.connector.merge": "multi_modal_projector.patch_merger.merging_layer",
+    "media.connector.up": "multi_modal_projector.linear_1",
+    "media.connector.out": "multi_modal_projector.linear_2",
 }
 
-names = table(VISION, vision_layer="vision_tower.transformer.layers.{i}.", only="vision.")
+names = table(VISION, media_layer="vision_tower.transformer.layers.{i}.", only="media.")

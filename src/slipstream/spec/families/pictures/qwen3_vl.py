@@ -97,17 +97,17 @@ def _read(
 
 
 VISION: dict[str, Theirs] = {
-    "vision.patch": "visual.patch_embed.proj",
-    "vision.positions": "visual.pos_embed",
-    "vision.pre_attention": "norm1",
-    "vision.attention.qkv": "attn.qkv",
-    "vision.attention.out": "attn.proj",
-    "vision.pre_mlp": "norm2",
-    "vision.mlp.up": "mlp.linear_fc1",
-    "vision.mlp.down": "mlp.linear_fc2",
-    "vision.connector.norm": "visual.merger.norm",
-    "vision.connector.up": "visual.merger.linear_fc1",
-    "vision.connector.out": "visual.merger.linear_fc2",
+    "media.patch": "visual.patch_embed.proj",
+    "media.positions": "visual.pos_embed",
+    "media.pre_attention": "norm1",
+    "media.attention.qkv": "attn.qkv",
+    "media.attention.out": "attn.proj",
+    "media.pre_mlp": "norm2",
+    "media.mlp.up": "mlp.linear_fc1",
+    "media.mlp.down": "mlp.linear_fc2",
+    "media.connector.norm": "visual.merger.norm",
+    "media.connector.up": "visual.merger.linear_fc1",
+    "media.connector.out": "visual.merger.linear_fc2",
 }
 VISION_LAYER = "visual.blocks.{i}."
 VISUAL = (r"(model\.)?visual\..*",)
@@ -115,15 +115,14 @@ VISUAL = (r"(model\.)?visual\..*",)
 
 
 def names(spec: ModelSpec) -> Names:
-    stack = spec.vision.deepstack if spec.vision is not None else None
     stacked = {
-        f"vision.deepstack.{i}.{ours}": f"visual.deepstack_merger_list.{i}.{theirs}"
-        for i in range(len(stack.layers) if stack is not None else 0)
+        f"media.deepstack.{i}.{ours}": f"visual.deepstack_merger_list.{i}.{theirs}"
+        for i in range(0 if spec.media is None else spec.media.num_added)
         for ours, theirs in (("norm", "norm"), ("up", "linear_fc1"), ("out", "linear_fc2"))
     }
     made = table(
         {**QWEN3_VL, **VISION, **stacked},
-        vision_layer=VISION_LAYER,
+        media_layer=VISION_LAYER,
         changes=dict.fromkeys(("experts.up", "experts.down"), "turn"),
     )
     return made(spec)
@@ -138,7 +137,7 @@ FAMILIES = tuple(
         nested_config="text_config",
         prefixes=("model.", "language_model.", "model.language_model."),
         ignored=VISUAL,
-        vision=read_vision,
+        media=read_vision,
         processing=read_processing,
     )
     for name, architecture, read in (

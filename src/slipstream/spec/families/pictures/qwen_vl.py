@@ -23,11 +23,11 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.names import LLAMA, Theirs, table
 from slipstream.spec.families.pictures.images import axial_rope, processing, square
+from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.vision import (
     ImageProcessing,
     MLPConnector,
     PixelRange,
-    PromptFormat,
     VisionSpec,
 )
 from slipstream.spec.model import Activation, DenseSpec, LayerSpec, ModelSpec, OwnActivation
@@ -228,31 +228,31 @@ OUTER = (
 READ_2 = partial(read_text, kind="qwen2_vl")
 
 VISION: dict[str, Theirs] = {
-    "vision.patch": "visual.patch_embed.proj",
-    "vision.pre_attention": "norm1",
-    "vision.attention.qkv": "attn.qkv",
-    "vision.attention.out": "attn.proj",
-    "vision.pre_mlp": "norm2",
-    "vision.mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
-    "vision.mlp.down": "mlp.down_proj",
-    "vision.connector.norm": "visual.merger.ln_q",
-    "vision.connector.up": "visual.merger.mlp.0",
-    "vision.connector.out": "visual.merger.mlp.2",
+    "media.patch": "visual.patch_embed.proj",
+    "media.pre_attention": "norm1",
+    "media.attention.qkv": "attn.qkv",
+    "media.attention.out": "attn.proj",
+    "media.pre_mlp": "norm2",
+    "media.mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "media.mlp.down": "mlp.down_proj",
+    "media.connector.norm": "visual.merger.ln_q",
+    "media.connector.up": "visual.merger.mlp.0",
+    "media.connector.out": "visual.merger.mlp.2",
 }
 
-VISION_2 = {**VISION, "vision.mlp.up": "mlp.fc1", "vision.mlp.down": "mlp.fc2"}
+VISION_2 = {**VISION, "media.mlp.up": "mlp.fc1", "media.mlp.down": "mlp.fc2"}
 
 FAMILIES = tuple(
     Family(
         model_type=name,
         architectures=(architecture,),
         read=read,
-        names=table({**LLAMA, **theirs}, vision_layer="visual.blocks.{i}."),
+        names=table({**LLAMA, **theirs}, media_layer="visual.blocks.{i}."),
         nested_config="text_config",
         flat_config=True,
         prefixes=("model.", "language_model.", "model.language_model."),
         ignored=(r"(model\.)?visual\..*",),  # with max_images=0
-        vision=vision,
+        media=vision,
         processing=read_processing,
     )
     for name, architecture, read, theirs, vision in (

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from slipstream.spec.families import qwen
 from slipstream.spec.families.base import ConfigReader, Family, Names
-from slipstream.spec.families.builders import (
-    activation,
-    attention,
-    before,
-    heads,
-    layer_norm,
-    plain,
-)
-from slipstream.spec.families.encoders.whisper import LAYER
+from slipstream.spec.families.builders import activation, layer_norm
+from slipstream.spec.families.encoders.whisper import LAYER, of_audio, stack_layer
 from slipstream.spec.families.names import LLAMA, Theirs, table
 from slipstream.spec.media.audio import HOP, SAMPLE_RATE, WINDOW, AudioSpec
-from slipstream.spec.media.sound import SoundProcessing, SoundSpec
-from slipstream.spec.media.vision import PromptFormat
-from slipstream.spec.model import LayerSpec, ModelSpec
-from slipstream.spec.parameters import Flatten
+from slipstream.spec.media.medium import PromptFormat
+from slipstream.spec.media.sound import SoundSpec
+from slipstream.spec.model import ModelSpec
 
 
 def read_text(c: ConfigReader) -> ModelSpec:
@@ -36,14 +26,8 @@ def read_sound(c: ConfigReader, text: ModelSpec) -> SoundSpec:
     a.require("model_type", "qwen2_audio_encoder")
     a.assume(d_model=1280, encoder_layers=32, encoder_attention_heads=20, encoder_ffn_dim=5120)
     hidden = a.size("d_model")
-    h = heads(a, hidden="d_model", num_heads="encoder_attention_heads", num_kv_heads=None)
     norm = layer_norm(hidden, 1e-5)
-    act = activation(a, "activation_function", "gelu")
-    layer = LayerSpec(
-        attention=attention(h, None, causal=False, qkv_bias=True, out_bias=True),
-        mlp=plain(a.size("encoder_ffn_dim"), act),
-        block=before(norm),
-    )
+    layer = stack_layer(a, "encoder", activation(a, "activation_function", "gelu"), norm)
     a.ignore("encoder_layerdrop", "scale_embedding", "num_hidden_layers")  # transformers ignores it
     c.alias({"audio_token_index": "audio_token_id"})
     made = SoundSpec(
@@ -64,8 +48,8 @@ def read_sound(c: ConfigReader, text: ModelSpec) -> SoundSpec:
     return made
 
 
-def read_processing(c: ConfigReader, sound: SoundSpec) -> SoundProcessing:
-    """Reads the preprocessing, which is Whisper's feature extractor."""
+def read_processing(c: ConfigReader, sound: SoundSpec) -> None:
+    """Checks the preprocessing, which is Whisper's feature extractor."""
     for key, only in (
         ("feature_size", sound.audio.num_mel_bins),
         ("sampling_rate", SAMPLE_RATE),
@@ -82,30 +66,24 @@ def read_processing(c: ConfigReader, sound: SoundSpec) -> SoundProcessing:
         c.require(key, only)
     c.ignore("processor_class", "feature_extractor_type", "return_attention_mask", "mel_filters")
     c.finish()
-    return SoundProcessing()
 
 
 SOUND: dict[str, Theirs] = {
-    "vision.first": "audio_tower.conv1",
-    "vision.second": "audio_tower.conv2",
-    "vision.positions": "audio_tower.embed_positions",
-    **{f"vision.{name}": theirs for name, theirs in LAYER.items()},
-    "vision.final_norm": "audio_tower.layer_norm",
-    "vision.connector.out": "multi_modal_projector.linear",
+    "media.audio.first": "audio_tower.conv1",
+    "media.audio.second": "audio_tower.conv2",
+    "media.positions": "audio_tower.embed_positions",
+    **{f"media.{name}": theirs for name, theirs in LAYER.items()},
+    "media.final_norm": "audio_tower.layer_norm",
+    "media.connector.out": "multi_modal_projector.linear",
 }
-_table = table({**LLAMA, **SOUND}, vision_layer="audio_tower.layers.{i}.")
+_table = table({**LLAMA, **SOUND}, media_layer="audio_tower.layers.{i}.")
 
 
 def names(spec: ModelSpec) -> Names:
-    """Keys have no bias: a parameter's rows without a tensor are zeros."""
-    found = _table(spec)
-    if isinstance(sound := spec.vision, SoundSpec):
-        for i in range(len(sound.layers)):
-            del found[f"audio_tower.layers.{i}.self_attn.k_proj.bias"]
-        for conv, channels in (("1", sound.audio.num_mel_bins), ("2", sound.hidden_size)):
-            name = f"audio_tower.conv{conv}.weight"
-            found[name] = dataclasses.replace(found[name], transform=Flatten((channels, 3)))
-    return found
+    found, sound = _table(spec), spec.media
+    if not isinstance(sound, SoundSpec):
+        return found
+    return of_audio(found, "audio_tower.", sound.audio, sound.hidden_size)
 
 
 FAMILIES = (
@@ -117,7 +95,7 @@ FAMILIES = (
         nested_config="text_config",
         prefixes=("language_model.", "model.language_model.", "model."),
         ignored=(r"(model\.)?(audio_tower|multi_modal_projector)\..*",),  # with max_images=0
-        vision=read_sound,
+        media=read_sound,
         processing=read_processing,
     ),
 )

@@ -1,4 +1,4 @@
-"""Images whose tokens attend to one another, so that one step must compute all of them."""
+"""Pictures whose tokens attend to one another, so that one step must compute all of them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request
 
 
-class WholeImages(Participant):
+class WholeMedia(Participant):
     def concerns(self, request: Request) -> bool:
-        return bool(request.spec.images)
+        return bool(request.spec.media)
 
     def chunk(self, request: Request, computed: int, count: int, room: int) -> int:
-        """Ends the chunk before an image that it would split, or after the image if it begins with
+        """Ends the chunk before a picture that it would split, or after the picture if it begins with
         it.
 
         The latter may exceed the limit of a step with decodes, but not that of a step.
         """
         end = computed + count
-        cut = next((i for i in request.spec.images if i.offset < end < i.end), None)
+        cut = next((i for i in request.spec.media if i.offset < end < i.end), None)
         if cut is None:
             return count
         if cut.offset > computed:

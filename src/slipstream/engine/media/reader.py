@@ -1,52 +1,69 @@
-"""Pictures and audio of prompts. A RequestError says what this model can't take. No torch."""
+"""Pictures and sounds of prompts: what reads them, and errors that say what this model can't take. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import islice
 from numbers import Number
 from typing import Any
 
 import numpy as np
 
+from slipstream.config import EngineConfig
 from slipstream.engine.audio.sound import as_samples
 from slipstream.engine.audio.spectrogram import log_mel
-from slipstream.engine.text.chat_template import TAKES_TEXT
-from slipstream.engine.vision.pictures import (
+from slipstream.engine.media.pictures import PictureProcessor
+from slipstream.engine.media.prepared import (
+    PLURAL,
     MediaProcessor,
-    PictureProcessor,
-    PreparedPicture,
+    PreparedMedia,
     placed,
-    with_pictures,
+    with_media,
 )
+from slipstream.engine.media.sounds import SoundProcessor
+from slipstream.engine.text.chat_template import TAKES_TEXT
 from slipstream.errors import RequestError
 from slipstream.messages.media import AudioWindow
 from slipstream.params.prompts import Prompt
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.media.sound import MediaSpec
+from slipstream.spec.media.medium import MediaSpec
+from slipstream.spec.media.sound import SoundSpec
+from slipstream.spec.media.vision import ImageProcessing, VisionSpec
+
+
+def media_processor(description: ModelDescription, config: EngineConfig) -> MediaProcessor | None:
+    """Reader of a prompt's pictures or sounds; None for a model that takes neither."""
+    spec, processing = description.spec.media, description.processing
+    if config.media is None:
+        return None
+    if isinstance(spec, SoundSpec):
+        return SoundProcessor(spec, config.media.max_inputs)
+    if isinstance(spec, VisionSpec) and isinstance(processing, ImageProcessing):
+        return PictureProcessor(spec, processing, config.media.max_inputs)
+    return None
 
 
 class MediaReader:
-    """Reads the pictures and audio of prompts for one model. `pictures` prepares pictures; None if
+    """Reads the pictures and sounds of prompts for one model. `processor` prepares them; None if
     the model takes none."""
 
     def __init__(
-        self, description: ModelDescription | None, pictures: MediaProcessor | None
+        self, description: ModelDescription | None, processor: MediaProcessor | None
     ) -> None:
         self.description = description
-        self.pictures = pictures
+        self.processor = processor
 
     @property
-    def vision(self) -> MediaSpec:
+    def spec(self) -> MediaSpec:
         """RequestError if the model takes no pictures and no sounds."""
-        return self.processor_for(0).vision
+        return self.processor_for(0).spec
 
     @property
     def name(self) -> str:
         """The key of a prompt's pictures, or of its sounds, in `multi_modal_data`."""
-        return "image" if self.pictures is None else self.pictures.vision.medium
+        return "image" if self.processor is None else self.processor.spec.medium
 
-    def parted(self, prompt: Prompt) -> tuple[Prompt, Sequence[PreparedPicture]]:
+    def parted(self, prompt: Prompt) -> tuple[Prompt, Sequence[PreparedMedia]]:
         """A prompt without its pictures or sounds, and these. They are prepared here, if they are not yet."""
         given: Any = prompt
         if not isinstance(given, dict) or "multi_modal_data" not in given:
@@ -64,14 +81,14 @@ class MediaReader:
         processor = self._processor_of(data, len(sources))
         if not sources:  # a place in the prompt would be read as a word
             text, ids = rest.get("prompt"), rest.get("prompt_token_ids")
-            with_pictures(text if isinstance(text, str) else "", (), processor.vision)
-            placed(ids if isinstance(ids, list | tuple) else (), (), processor.vision)
+            with_media(text if isinstance(text, str) else "", (), processor.spec)
+            placed(ids if isinstance(ids, list | tuple) else (), (), processor.spec)
         return rest, processor.prepare_all(sources)
 
     def _processor_of(self, data: dict[str, Any], count: int) -> MediaProcessor:
         """The processor of a prompt's pictures or sounds. RequestError if the model takes the others."""
         (name,) = data
-        if self.pictures is not None and name != self.name:
+        if self.processor is not None and name != self.name:
             takes = "sounds, not pictures" if self.name == "audio" else "pictures, not sounds"
             raise RequestError(f"this model takes {takes}; leave them out", field=name)
         return self.processor_for(count)
@@ -103,52 +120,44 @@ class MediaReader:
 
     @property
     def _off(self) -> str:
-        has = self.description is not None and self.description.family.vision is not None
-        return " with max_images=0" if has and self.pictures is None else ""
+        has = self.description is not None and self.description.family.media is not None
+        return " with max_images=0" if has and self.processor is None else ""
 
-    def with_prepared(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts; pictures of all of them are prepared side by side."""
+    def with_prepared(self, prompts: Sequence[Prompt], processor: MediaProcessor) -> list[Prompt]:
+        """The prompts; the pictures or sounds of all of them are prepared side by side."""
         found: list[Any] = list(prompts)
-        begun: dict[int, list[Any]] = {}
+        given = dict[int, list[Any]]()
         for i, prompt in enumerate(found):
             data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
-            if self.pictures is not None and isinstance(data, dict) and set(data) == {self.name}:
-                sources = _sources(data)
-                pictures = self.processor_for(len(sources))
-                begun[i] = [
-                    x if isinstance(x, PreparedPicture) else pictures.submit(x) for x in sources
-                ]
-        try:
-            for i, waiting in begun.items():
-                ready = [x if isinstance(x, PreparedPicture) else x.result() for x in waiting]
-                found[i] = {**found[i], "multi_modal_data": {self.name: ready}}
-        finally:
-            for x in chain.from_iterable(begun.values()):
-                if not isinstance(x, PreparedPicture):
-                    x.cancel()
+            if isinstance(data, dict) and set(data) == {self.name}:
+                given[i] = _sources(data)
+                self.check_media(len(given[i]))
+        ready = iter(processor.prepare_all([x for own in given.values() for x in own]))
+        for i, own in given.items():
+            data = {self.name: list(islice(ready, len(own)))}
+            found[i] = {**found[i], "multi_modal_data": data}
         return found
 
-    def check_pictures(self, count: int) -> None:
-        """Raise RequestError if a prompt can't have this number of pictures."""
+    def check_media(self, count: int) -> None:
+        """Raise RequestError if a prompt can't have this number of pictures or sounds."""
         if count:
             self.processor_for(count)
 
     def processor_for(self, count: int) -> MediaProcessor:
-        """Processor of `count` pictures of a prompt. RequestError if it can't have that many."""
-        if self.pictures is None:
-            has = self.description is not None and self.description.family.vision is not None
+        """Processor of `count` pictures or sounds of a prompt. RequestError if it can't have that many."""
+        if self.processor is None:
+            has = self.description is not None and self.description.family.media is not None
             off = "pictures and sounds are off (max_images=0); leave them out"
             why = off if has else TAKES_TEXT
             raise RequestError(why, field="image")
-        if count > self.pictures.most:
-            what = "sounds" if self.name == "audio" else "pictures"
+        if count > self.processor.most:
             raise RequestError(
-                f"{count} {what}, and a prompt may have {self.pictures.most} (max_images)",
+                f"{count} {PLURAL[self.name]}, and a prompt may have {self.processor.most} (max_images)",
                 field=self.name,
             )
-        return self.pictures
+        return self.processor
 
-    def processor_of_files(self) -> PictureProcessor:
+    def picture_processor(self) -> PictureProcessor:
         """Processor of picture files. RequestError if the model takes none."""
         if isinstance(found := self.processor_for(1), PictureProcessor):
             return found

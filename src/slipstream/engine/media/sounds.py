@@ -1,7 +1,6 @@
 """Prepares sounds of prompts for the engine: decodes them within bounds, makes their spectrograms, and hashes them. No torch.
 
-A sound becomes what a picture becomes (`engine/vision/pictures.py`): a piece with a key, in one row of tokens, and the text
-that stands for it in a prompt. Its numbers are the spectrogram's frames, float32 in the machine's byte order.
+A sound becomes one piece, in one row of tokens. Its numbers are the spectrogram's frames, float32 in the machine's byte order.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import numpy as np
 
 from slipstream.engine.audio.sound import as_samples
 from slipstream.engine.audio.spectrogram import log_mel
-from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
-from slipstream.engine.vision.pictures import (
+from slipstream.engine.media.prepared import (
     KEY_BYTES,
+    MediaPiece,
     MediaProcessor,
-    Piece,
-    PreparedPicture,
+    PreparedMedia,
 )
+from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
 from slipstream.errors import RequestError
 from slipstream.spec.media.audio import FRAMES_PER_STATE, HOP, SAMPLE_RATE
 from slipstream.spec.media.sound import SoundSpec
@@ -30,20 +29,20 @@ from slipstream.spec.media.sound import SoundSpec
 class SoundProcessor(MediaProcessor):
     """Reader of sounds for one model: a file's bytes, samples at 16 kHz, or (samples, rate), of one window at most."""
 
-    vision: SoundSpec
+    spec: SoundSpec
 
     def __init__(self, sound: SoundSpec, most: int) -> None:
-        self.vision, self.most = sound, most
+        self.spec, self.most = sound, most
         count = min(8, NUM_CORES)
         self._pool = FairThreads("sounds", count + 1, per_client=count)
 
-    def submit(self, source: Any, detail: str = "auto") -> Future[PreparedPicture]:
+    def submit(self, source: Any, detail: str = "auto") -> Future[PreparedMedia]:
         return self._pool.submit(partial(self.prepare, source))
 
-    def prepare(self, source: Any) -> PreparedPicture:
+    def prepare(self, source: Any) -> PreparedMedia:
         """Reads a sound for the prompt. RequestError (field "file" or "audio") says what is wrong
         with it."""
-        sound, audio = self.vision, self.vision.audio
+        sound, audio = self.spec, self.spec.audio
         samples = as_samples(source, max_s=audio.window_s)
         count = sound.num_states(len(samples))
         if count < sound.pool:
@@ -58,5 +57,5 @@ class SoundProcessor(MediaProcessor):
         raw = np.ascontiguousarray(frames, np.float32).tobytes()
         key = blake2b(raw, digest_size=KEY_BYTES, person=b"sound").digest()
         num_tokens = count // sound.pool
-        piece = Piece(1, num_tokens, key, len(frames), audio.num_mel_bins, raw)
-        return PreparedPicture(sound.prompt.text(num_tokens), (piece,))
+        piece = MediaPiece(1, num_tokens, key, len(frames), audio.num_mel_bins, raw)
+        return PreparedMedia(sound.prompt.text(num_tokens), (piece,))

@@ -11,37 +11,30 @@ normalises them, as `ImageProcessing` says.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import dataclasses
 import io
 import logging
 import os
-import re
 import warnings
-from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
-from urllib.parse import unquote_to_bytes
 
 import numpy as np
 
-from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
-from slipstream.engine.vision.picture_files import (
-    MAX_FILE_BYTES,
+from slipstream.engine.media.picture_files import (
     MAX_PIXELS,
     PictureFile,
     bad,
     check_size,
     measured,
 )
+from slipstream.engine.media.prepared import KEY_BYTES, MediaPiece, MediaProcessor, PreparedMedia
+from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
 from slipstream.errors import RequestError
-from slipstream.messages.media import ImageSpan
-from slipstream.spec.media.sound import MediaSpec
 from slipstream.spec.media.vision import (
     MAX_RATIO,
     CenterSquare,
@@ -73,7 +66,6 @@ from slipstream.spec.media.vision import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from slipstream.engine.text.tokenizer import Tokenizer
 
 _logger = logging.getLogger("slipstream.engine")
 _NO_PILLOW = "pictures are read by Pillow, which is not installed here: the extra vision"
@@ -83,47 +75,8 @@ MAX_DECODED_PIXELS = 96 * 2**20
 there is room for another client. A pixel takes some 6 bytes."""
 
 _STRIP_PIXELS = 2**20
-KEY_BYTES = 16
-PLURAL = {"image": "pictures", "audio": "sounds"}
 LOW_DETAIL_PIXELS, LOW_DETAIL_TOKENS, LOW_DETAIL_SIDE = 512 * 512, 70, 512
 Detail: TypeAlias = Literal["auto", "low", "high"]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A picture, or a tile of one, as the encoder reads it: `ImageSpan` without its place."""
-
-    rows: int
-    columns: int
-    key: bytes
-    height: int
-    width: int
-    pixels: bytes = field(repr=False)
-    gap: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows * self.columns
-
-    def at(self, offset: int) -> ImageSpan:
-        return ImageSpan(
-            offset=offset,
-            rows=self.rows,
-            columns=self.columns,
-            key=self.key,
-            height=self.height,
-            width=self.width,
-            pixels=self.pixels,
-            gap=self.gap,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPicture:
-    """A picture's pieces in their order, and the text that stands for them in a prompt."""
-
-    text: str
-    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,41 +87,15 @@ class DetailedPicture:
     detail: str
 
 
-class MediaProcessor:
-    """Reader of pictures or of sounds for one model. `most`: how many a prompt may have."""
-
-    vision: MediaSpec
-    most: int
-    _pool: FairThreads
-
-    def close(self) -> None:
-        self._pool.close()
-
-    def submit(self, source: Any, detail: str = "auto") -> Future[PreparedPicture]:
-        """Prepares one picture in the pool of threads."""
-        raise NotImplementedError
-
-    def prepare_all(self, sources: Sequence[Any]) -> list[PreparedPicture]:
-        """Prepare them in the pool, and pass those through that are prepared already. RequestError for the first that can't
-        be prepared."""
-        begun = [x if isinstance(x, PreparedPicture) else self.submit(x) for x in sources]
-        try:
-            return [x if isinstance(x, PreparedPicture) else x.result() for x in begun]
-        finally:
-            for x in begun:
-                if isinstance(x, Future):
-                    x.cancel()
-
-
 class PictureProcessor(MediaProcessor):
     """Reader of pictures for one model. Without Pillow a warning is logged, text is served, and
     pictures are refused."""
 
-    vision: VisionSpec
+    spec: VisionSpec
 
     def __init__(
         self,
-        vision: VisionSpec,
+        spec: VisionSpec,
         processing: ImageProcessing,
         most: int,
         *,
@@ -177,7 +104,7 @@ class PictureProcessor(MediaProcessor):
         self._has_pillow = find_spec("PIL") is not None
         if not self._has_pillow:
             _logger.warning("%s; until then only text is served", _NO_PILLOW)
-        self.vision, self.processing, self.most = vision, processing, most
+        self.spec, self.processing, self.most = spec, processing, most
         count = num_threads or min(8, NUM_CORES)
         self._pool = FairThreads(
             "pictures",
@@ -193,16 +120,16 @@ class PictureProcessor(MediaProcessor):
         takes the result in place of the file's bytes."""
         return self._pool.submit(partial(measured, data))
 
-    def submit(self, source: Any, detail: str = "auto") -> Future[PreparedPicture]:
+    def submit(self, source: Any, detail: str = "auto") -> Future[PreparedMedia]:
         try:
             source = _with_file(source)
         except RequestError as error:
-            refused: Future[PreparedPicture] = Future()
+            refused: Future[PreparedMedia] = Future()
             refused.set_exception(error)
             return refused
         return self._pool.submit(partial(self.prepare, source, detail), weight=_num_pixels(source))
 
-    def prepare(self, source: Any, detail: str = "auto") -> PreparedPicture:
+    def prepare(self, source: Any, detail: str = "auto") -> PreparedMedia:
         """A picture's pieces. RequestError says what is wrong with it."""
         source = _with_file(source)
         if isinstance(source, DetailedPicture):
@@ -212,7 +139,7 @@ class PictureProcessor(MediaProcessor):
         if detail not in get_args(Detail):
             raise RequestError(f"detail must be auto, low or high, got {detail!r}", field="detail")
         image = opened(source)
-        p, vision = self.processing, self.vision
+        p, spec = self.processing, self.spec
         rows = columns = 0
         match p.sizes:
             case TileSizes() as sizes:
@@ -265,17 +192,17 @@ class PictureProcessor(MediaProcessor):
         pieces = tuple(self._piece(tile) for tile in tiles)
         if isinstance(p.sizes, PinpointTiles):
             pieces = (*pieces, self._piece(whole, PatchGrid(grid.height, grid.width + 1)))
-        if vision.prompt.gap:
+        if spec.prompt.gap:
             rows, columns = pieces[0].rows, pieces[0].columns
         count = pieces[0].num_tokens
-        if vision.prompt.style in ("numbered", "lined"):
-            return PreparedPicture(vision.prompt.text(count, len(pieces)), pieces)
-        if vision.prompt.style == "framed_tiles":
+        if spec.prompt.style in ("numbered", "lined"):
+            return PreparedMedia(spec.prompt.text(count, len(pieces)), pieces)
+        if spec.prompt.style == "framed_tiles":
             whole_count = pieces[-1].num_tokens * (len(pieces) > rows * columns > 0)
-            return PreparedPicture(vision.prompt.text(count, rows, columns, whole_count), pieces)
-        if vision.prompt.style != "tiles":  # in one run
+            return PreparedMedia(spec.prompt.text(count, rows, columns, whole_count), pieces)
+        if spec.prompt.style != "tiles":  # in one run
             count = sum(piece.num_tokens for piece in pieces)
-        return PreparedPicture(vision.prompt.text(count, rows, columns), pieces)
+        return PreparedMedia(spec.prompt.text(count, rows, columns), pieces)
 
     def _in_pinpoint(self, source: OpenPicture, sizes: PinpointTiles) -> tuple[PatchGrid, Image]:
         """The picture with black around, and the part of its grid that is not padding."""
@@ -286,7 +213,7 @@ class PictureProcessor(MediaProcessor):
         image = PIL.Image.new("RGB", (size[1], size[0]))
         place = (size[1] - width) // 2, (size[0] - height) // 2
         image.paste(source.scaled(height, width, self._how), place)
-        return without_padding(source.height, source.width, self.vision.grid(*size)), image
+        return without_padding(source.height, source.width, self.spec.grid(*size)), image
 
     def _padded(self, source: OpenPicture, limits: PatchLimits) -> Image:
         """The picture with black to its right and below."""
@@ -366,18 +293,18 @@ class PictureProcessor(MediaProcessor):
 
         return Resampling[self.processing.resample.upper()]
 
-    def _piece(self, image: Image, tokens: PatchGrid | None = None) -> Piece:
+    def _piece(self, image: Image, tokens: PatchGrid | None = None) -> MediaPiece:
         """A picture or tile, ready for the encoder, with the key of its pixels. `tokens`: its rows and columns of tokens, if
         they differ from its groups of patches."""
         pixels = np.asarray(image, np.uint8)
         height, width = pixels.shape[:2]
-        grid, merge = self.vision.grid(height, width), self.vision.merge
+        grid, merge = self.spec.grid(height, width), self.spec.merge
         raw = pixels.tobytes()
         size = tokens or (grid.height // merge, grid.width // merge)
         sides = (height, width, *(tokens or ()))
         head = b"".join(x.to_bytes(4, "little") for x in sides)
         key = blake2b(head + raw, digest_size=KEY_BYTES).digest()
-        return Piece(*size, key, height, width, raw, self.vision.prompt.gap)
+        return MediaPiece(*size, key, height, width, raw, self.spec.prompt.gap)
 
 
 class OpenPicture:
@@ -531,228 +458,3 @@ def _num_pixels(source: Any) -> int:
         case np.ndarray():
             return source.size // 3
     return int(getattr(source, "width", 0)) * int(getattr(source, "height", 0))
-
-
-# --- Conversations ------------------------------------------------------------------------------------------------------
-
-_DATA = re.compile(
-    r"(?s)data:(image/[a-z0-9.+-]{1,40})?((?:;[a-z0-9=._-]{1,60})*?)(;base64)?,(.*)", re.IGNORECASE
-)
-_SHOWN = 80
-
-
-def from_data_uri(url: str) -> bytes:
-    """The bytes of a data: URI (RFC 2397) of an image. RequestError (field "image") if it is none."""
-    match = _DATA.fullmatch(url)
-    if match is None or match[1] is None:
-        raise bad(f"{url[:_SHOWN]!r} is no data:image/… URI")
-    if len(match[4]) > MAX_FILE_BYTES * 3:
-        raise bad(f"it has more than {MAX_FILE_BYTES} bytes")
-    if not match[3]:
-        return unquote_to_bytes(match[4])
-    try:
-        return base64.b64decode(re.sub(r"\s", "", match[4]), validate=True)
-    except (binascii.Error, ValueError):
-        raise bad("the data URI's base64 is broken; encode the file's bytes again") from None
-
-
-AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
-
-
-def from_base64(data: str, form: str, where: str) -> bytes:
-    """The file of OpenAI's `input_audio`. RequestError (field `where`) if it is broken or not as `form` says."""
-    if form not in AUDIO_FORMATS:
-        what = f"format must be one of {', '.join(AUDIO_FORMATS)}, got {form[:_SHOWN]!r}"
-        raise RequestError(what, field=f"{where}.format")
-    try:
-        found = base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError):
-        raise RequestError(
-            "the base64 is broken; send the file's bytes in standard base64, without a data: URI's head",
-            field=f"{where}.data",
-        ) from None
-    if not found:
-        raise RequestError("the audio file is empty", field=f"{where}.data")
-    if (begins := audio_format(found)) != form:
-        what = f"begins as {begins}" if begins else f"does not begin as {form}"
-        raise RequestError(
-            f"format is {form!r}, and the file {what}; send what it is", field=f"{where}.format"
-        )
-    return found
-
-
-def audio_format(data: bytes) -> str | None:
-    """The one of `AUDIO_FORMATS` as which a file begins; None if as none of them."""
-    if data[:4] in (b"RIFF", b"RF64"):
-        return "wav"
-    if data[:4] == b"OggS":
-        return "ogg"
-    tagged = data[:3] == b"ID3" and len(data) >= 10
-    size = (
-        sum((byte & 127) << 7 * (3 - i) for i, byte in enumerate(data[6:10])) + 10 if tagged else 0
-    )
-    if data[size : size + 4] == b"fLaC":  # some writers put ID3 tags before it
-        return "flac"
-    # MPEG audio: eleven bits of synchronization, layer I to III
-    is_frame = len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0 and data[1] & 0x06
-    return "mp3" if tagged or is_frame else None
-
-
-def without_pictures(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages for a chat template, with {"type": "image"} in the place of their pictures, {"type": "audio"} in that of sounds,
-    and these. RequestError (field "messages") for a part of another type."""
-    plain, pictures = list[dict[str, Any]](), list[Any]()
-    for i, message in enumerate(messages):
-        content = message.get("content")
-        if not isinstance(content, list):
-            plain.append(message)
-            continue
-        parts = []
-        for k, part in enumerate(content):
-            where, medium = f"messages[{i}].content[{k}]", "image"
-            match part:
-                case {"type": "text", "text": str()}:
-                    parts.append(part)
-                    continue
-                case {"type": "image_url", "image_url": str() | {"url": str()} as given}:
-                    pictures.append(_named(given, where))
-                case {"type": "image_pil", "image_pil": given} | {"type": "image", "image": given}:
-                    pictures.append(given)
-                case {
-                    "type": "input_audio",
-                    "input_audio": {"data": str() as data, "format": str() as form},
-                }:
-                    pictures.append(from_base64(data, form, f"{where}.input_audio"))
-                    medium = "audio"
-                case {"type": "audio", "audio": given}:
-                    pictures.append(given)
-                    medium = "audio"
-                case _:
-                    kind = part.get("type") if isinstance(part, dict) else part
-                    known = "text, image_url, image_pil, input_audio and audio"
-                    raise RequestError(
-                        f"{where}: a part of type {kind!r}; the types are {known}", field="messages"
-                    )
-            if message.get("role") != "user":
-                what = "pictures" if medium == "image" else "sounds"
-                raise RequestError(f"{where}: only a user's message has {what}", field="messages")
-            parts.append({"type": medium})
-        plain.append({**message, "content": parts})
-    return plain, pictures
-
-
-def _named(given: str | dict[str, Any], where: str) -> Any:
-    """The picture of OpenAI's `image_url`, or of vLLM's short form: the URL alone."""
-    url, more = (
-        (given, {})
-        if isinstance(given, str)
-        else (given["url"], {k: v for k, v in given.items() if k != "url"})
-    )
-    detail = more.pop("detail", None)
-    if more:
-        raise RequestError(
-            f"{where}.image_url: unknown key {min(map(str, more))!r}; it has url and detail",
-            field="messages",
-        )
-    if url[:5].lower() != "data:":
-        raise RequestError(
-            f"{where}: nothing is fetched here; give a data: URI or the picture", field="messages"
-        )
-    data = from_data_uri(url)
-    return data if detail is None else DetailedPicture(data, detail)
-
-
-# --- Prompts ------------------------------------------------------------------------------------------------------------
-
-
-def with_pictures(text: str, pictures: Sequence[PreparedPicture], vision: MediaSpec) -> str:
-    """The prompt with each placeholder replaced by the text of its picture. RequestError if the numbers of
-    placeholders and pictures differ."""
-    parts = text.split(vision.prompt.placeholder)
-    if len(parts) - 1 != len(pictures):
-        raise RequestError(
-            f"the prompt has {len(parts) - 1} places ({vision.prompt.placeholder}), and there are {len(pictures)} to put there",
-            field=vision.medium,
-        )
-    return parts[0] + "".join(
-        picture.text + part for picture, part in zip(pictures, parts[1:], strict=True)
-    )
-
-
-def expanded(
-    tokens: Sequence[int],
-    pictures: Sequence[PreparedPicture],
-    vision: MediaSpec,
-    tokenizer: Tokenizer | None,
-) -> tuple[int, ...]:
-    """A prompt's tokens with all placeholders of its pictures: as they are, or with one for each picture (of a model that
-    writes a picture otherwise than by its placeholder: what `PromptFormat.placeholder` is)."""
-    count = tokens.count(vision.token_id)
-    if count == sum(piece.num_tokens for picture in pictures for piece in picture.pieces):
-        return tuple(tokens)
-    if tokenizer is None:
-        raise RequestError(
-            "without a tokenizer a prompt must have all placeholders of its pictures",
-            field="prompt_token_ids",
-        )
-    mark = tokenizer.encode(vision.prompt.placeholder, add_special_tokens=False)
-    if len(mark) != 1 or tokens.count(mark[0]) != len(pictures):
-        raise RequestError(
-            f"the prompt must have {vision.prompt.placeholder} once for each of {len(pictures)}, or all of their "
-            "placeholders",
-            field="prompt_token_ids",
-        )
-    found, left = list[int](), iter(pictures)
-    for token in tokens:
-        found += (
-            tokenizer.encode(next(left).text, add_special_tokens=False)
-            if token == mark[0]
-            else [token]
-        )
-    return tuple(found)
-
-
-def _salted(key: bytes, cache_salt: str) -> bytes:
-    return blake2b(key + cache_salt.encode(), digest_size=len(key), person=b"cache_salt").digest()
-
-
-def _is_whole(own: Sequence[int], piece: Piece, num_tokens: int) -> bool:
-    """Whether placeholders of a piece stand together, with text after each row if the model has
-    some, in a prompt of `num_tokens`."""
-    width, first = piece.columns + piece.gap, own[0]
-    if first + piece.rows * width > num_tokens:
-        return False
-    if not piece.gap:
-        return own[-1] - first == piece.num_tokens - 1
-    at = (divmod(i, piece.columns) for i in range(piece.num_tokens))
-    return all(x == first + row * width + column for x, (row, column) in zip(own, at, strict=True))
-
-
-def placed(
-    tokens: Sequence[int],
-    pictures: Sequence[PreparedPicture],
-    vision: MediaSpec,
-    cache_salt: str = "",
-) -> tuple[ImageSpan, ...]:
-    """Places of the pictures' pieces in a prompt that has all its placeholders. RequestError if
-    placeholders and pictures do not match. With a salt, the worker's cached embeddings are shared
-    only with requests of the same salt."""
-    places = [i for i, token in enumerate(tokens) if token == vision.token_id]
-    spans, start = list[ImageSpan](), 0
-    for piece in (piece for picture in pictures for piece in picture.pieces):
-        own = places[start : start + piece.num_tokens]
-        if len(own) < piece.num_tokens or not _is_whole(own, piece, len(tokens)):
-            raise RequestError(
-                f"the prompt's placeholders are not those of its {PLURAL[vision.medium]}",
-                field=vision.medium,
-            )
-        span = piece.at(own[0])
-        if cache_salt:
-            span = dataclasses.replace(span, key=_salted(span.key, cache_salt))
-        spans.append(span)
-        start += piece.num_tokens
-    if start != len(places):
-        raise RequestError(
-            f"the prompt has {len(places) - start} placeholders too many", field=vision.medium
-        )
-    return tuple(spans)

@@ -1,11 +1,11 @@
-"""Images in the worker: a cache of their embeddings, and the op set of steps with images.
+"""Pictures and sounds in the worker: a cache of their embeddings, and the op set of steps with media.
 
-1. `ImageEncoder` returns an image's embeddings from its cache or from the image encoder. The cache
-   is bounded. An image whose placeholders are in two chunks of a prompt is encoded once, unless the
+1. `MediaEncoder` returns a span's embeddings from its cache or from the encoder. The cache
+   is bounded. A span whose placeholders are in two chunks of a prompt is encoded once, unless the
    cache has dropped it in between.
-2. `step_images` finds the placeholders in a step.
-3. `ImageOps` is the op set of such a step. It adds rotations by three positions (M-RoPE) and
-   attention among an image's tokens.
+2. `step_media` finds the placeholders in a step.
+3. `MediaOps` is the op set of such a step. It adds rotations by three positions (M-RoPE) and
+   attention among a picture's tokens.
 4. `stacked` makes the decoder's first layers add what DeepStack gives.
 """
 
@@ -24,11 +24,11 @@ from torch import Tensor
 from slipstream.kernels.context_ops import own_length
 from slipstream.kernels.layouts import AttentionParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.messages.media import ImageSpan
+from slipstream.messages.media import MediaSpan
 from slipstream.messages.steps import StepPlan
-from slipstream.model.sound import Tower
-from slipstream.spec.media.sound import MediaSpec
-from slipstream.worker.inputs.image_rows import image_parts, needs_images
+from slipstream.model.media import MediaTower
+from slipstream.spec.media.medium import MediaSpec
+from slipstream.worker.inputs.media_rows import media_parts, needs_media
 from slipstream.worker.inputs.rows import IntArray, LongArray, RowTable
 from slipstream.worker.inputs.uploads import upload
 
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from slipstream.platform.collectives import RankGroup
 
 
-class ImageEncoder:
-    """Image encoder with a least-recently-used cache of at most `max_bytes`."""
+class MediaEncoder:
+    """Encoder with a least-recently-used cache of at most `max_bytes`."""
 
-    def __init__(self, tower: Tower, max_bytes: int) -> None:
+    def __init__(self, tower: MediaTower, max_bytes: int) -> None:
         self.tower, self.max_bytes = tower, max_bytes
         self.num_bytes = 0
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
@@ -51,13 +51,13 @@ class ImageEncoder:
     def spec(self) -> MediaSpec:
         return self.tower.spec
 
-    def embeddings(self, images: StepImages) -> list[Tensor]:
-        """The embeddings of each part's image, from the cache or computed by the tower."""
-        spans = [span for span, _, _ in images.parts]
+    def embeddings(self, media: StepMedia) -> list[Tensor]:
+        """The embeddings of each part's span, from the cache or computed by the tower."""
+        spans = [span for span, _, _ in media.parts]
         found = {span.key: self._kept[span.key] for span in spans if span.key in self._kept}
         if missing := list({span.key: span for span in spans if span.key not in found}.values()):
             sizes = [(span.rows, span.columns) for span in missing]
-            made = self.tower([self._pixels(span) for span in missing], sizes)
+            made = self.tower([self._numbers(span) for span in missing], sizes)
             # The clone owns its memory. A slice would keep the memory of the whole batch alive.
             found |= {span.key: x.clone() for span, x in zip(missing, made, strict=True)}
         for key in found:
@@ -65,15 +65,15 @@ class ImageEncoder:
         return [found[span.key] for span in spans]
 
     def probe(self) -> int:
-        """Encode an image so that its memory can be measured.
+        """Encode an input so that its memory can be measured.
 
         Returns how many times that memory a pass may take.
         """
         return self.tower.probe()
 
-    def _pixels(self, span: ImageSpan) -> Tensor:
+    def _numbers(self, span: MediaSpan) -> Tensor:
         kind, shape = self.spec.numbers(span.height, span.width)
-        raw = np.frombuffer(span.pixels, kind).reshape(shape)
+        raw = np.frombuffer(span.data, kind).reshape(shape)
         return upload(raw.copy(), self.tower.device)
 
     def _keep(self, key: bytes, value: Tensor) -> None:
@@ -87,27 +87,27 @@ class ImageEncoder:
 
 
 @dataclass(frozen=True, slots=True)
-class StepImages:
-    """Image placeholders among a step's T tokens."""
+class StepMedia:
+    """Placeholders among a step's T tokens."""
 
-    # (image, first, last + 1) of the image tokens that are in the step
-    parts: list[tuple[ImageSpan, int, int]]
+    # (span, first, last + 1) of the spans that are in the step
+    parts: list[tuple[MediaSpan, int, int]]
     tokens: LongArray  # [N]: indices of the placeholders among the step's tokens, part by part
     sequences: IntArray  # sequence of each part
     # for three positions per token: (first token in the step, positions [3, n] from it on)
     places: tuple[tuple[int, LongArray], ...]
 
 
-def step_images(plan: StepPlan, table: RowTable) -> StepImages:
-    parts = list[tuple[ImageSpan, int, int]]()
+def step_media(plan: StepPlan, table: RowTable) -> StepMedia:
+    parts = list[tuple[MediaSpan, int, int]]()
     sequences = list[int]()
     places = list[tuple[int, LongArray]]()
     tokens = [np.empty(0, np.int64)]
     start = 0
     for i, s in enumerate(plan.scheduled):
         row = table.rows[s.request_id]
-        if needs_images(row, s):
-            for span, first, end in image_parts(row, s):
+        if needs_media(row, s):
+            for span, first, end in media_parts(row, s):
                 at = start + span.offset + first - s.num_computed_tokens
                 parts.append((span, first, end))
                 sequences.append(i)
@@ -123,27 +123,27 @@ def step_images(plan: StepPlan, table: RowTable) -> StepImages:
                     )
                 )
         start += s.num_tokens
-    return StepImages(parts, np.concatenate(tokens), np.array(sequences, np.int32), tuple(places))
+    return StepMedia(parts, np.concatenate(tokens), np.array(sequences, np.int32), tuple(places))
 
 
-class ImageOps:
-    """The op set `ops` for a step with images. `meta` is the step's metadata."""
+class MediaOps:
+    """The op set `ops` for a step with media. `meta` is the step's metadata."""
 
     def __init__(
         self,
         ops: OpSet,
-        images: StepImages,
+        media: StepMedia,
         meta: AttentionMetadata,
         spec: MediaSpec,
         axes: tuple[int, ...] | None,
     ) -> None:
         """`axes` are the decoder's `RopeSpec.axes`."""
-        self._ops, self._images, self._axes = ops, images, axes
-        self._among = spec.bidirectional if images.parts else None
+        self._ops, self._media, self._axes = ops, media, axes
+        self._among = spec.bidirectional if media.parts else None
         self._positions: Tensor | None = None  # int64 [3, T]
-        if images.places:
+        if media.places:
             positions = meta.positions.expand(3, -1).clone()
-            for start, own in images.places:
+            for start, own in media.places:
                 positions[:, start : start + own.shape[1]] = upload(
                     np.ascontiguousarray(own), positions.device
                 )
@@ -151,7 +151,7 @@ class ImageOps:
             self._each = torch.arange(positions.shape[1], device=positions.device)
         self._tables: dict[int, Tensor] = {}
         self._turned: dict[int, AttentionMetadata] = {}
-        self._pictures: dict[int, AttentionMetadata] = {}
+        self._among_spans: dict[int, AttentionMetadata] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
@@ -179,11 +179,11 @@ class ImageOps:
         out = self._ops.attention(q, kv, meta, params)
         if self._among is None or (self._among == "windowed" and params.window is None):
             return out
-        # Compute the images' tokens again, as sequences that end with them and are not causal.
-        index = upload(self._images.tokens, q.device)
-        own = self._pictures.get(id(meta))
+        # Compute the pictures' tokens again, as sequences that end with them and are not causal.
+        index = upload(self._media.tokens, q.device)
+        own = self._among_spans.get(id(meta))
         if own is None:
-            own = self._pictures[id(meta)] = self._picture_meta(meta, index)
+            own = self._among_spans[id(meta)] = self._span_meta(meta, index)
         seen = self._ops.attention(q[index], kv, own, dataclasses.replace(params, causal=False))
         return out.index_copy(0, index, seen)
 
@@ -197,25 +197,25 @@ class ImageOps:
         own = self._ops.own_keys(meta, block_size, group, window)
         if self._among is None or (self._among == "windowed" and window is None):
             return own
-        return own.once("pictures", lambda: self._to_ends(own, block_size, group))
+        return own.once("media", lambda: self._to_ends(own, block_size, group))
 
     def _to_ends(
         self, own: AttentionMetadata, block_size: int, group: RankGroup
     ) -> AttentionMetadata:
-        """Attention on a rank's keys, in which an image's tokens see the keys up to the image's end
+        """Attention on a rank's keys, in which a picture's tokens see the keys up to its end
         in the step."""
-        ends = [np.full(b - a, span.offset + b, np.int32) for span, a, b in self._images.parts]
+        ends = [np.full(b - a, span.offset + b, np.int32) for span, a, b in self._media.parts]
         each = upload(np.concatenate(ends), own.positions.device)
         assert own.limits is not None
-        index = upload(self._images.tokens, each.device)
+        index = upload(self._media.tokens, each.device)
         seen = own_length(each, block_size, group.rank, group.size)
         return dataclasses.replace(own, limits=own.limits.index_copy(0, index, seen))
 
-    def _picture_meta(self, meta: AttentionMetadata, index: Tensor) -> AttentionMetadata:
-        parts = self._images.parts
+    def _span_meta(self, meta: AttentionMetadata, index: Tensor) -> AttentionMetadata:
+        parts = self._media.parts
         counts = [end - first for _, first, end in parts]
         ends = [span.offset + end for span, _, end in parts]
-        sequences = upload(self._images.sequences, index.device).long()
+        sequences = upload(self._media.sequences, index.device).long()
         return AttentionMetadata(
             query_start_loc=upload(np.cumsum([0, *counts]).astype(np.int32), index.device),
             seq_lens=upload(np.array(ends, np.int32), index.device),

@@ -1,0 +1,176 @@
+"""Pictures and sounds of a prompt, ready for the engine: pieces with keys, the text that stands for them, and their places. No
+torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from slipstream.engine.threads.fair_threads import FairThreads
+from slipstream.errors import RequestError
+from slipstream.messages.media import MediaSpan
+from slipstream.spec.media.medium import MediaSpec
+
+if TYPE_CHECKING:
+    from slipstream.engine.text.tokenizer import Tokenizer
+
+KEY_BYTES = 16
+PLURAL = {"image": "pictures", "audio": "sounds"}
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPiece:
+    """A sound, a picture, or a tile of one, as the encoder reads it: `MediaSpan` without its place."""
+
+    rows: int
+    columns: int
+    key: bytes
+    height: int
+    width: int
+    data: bytes = field(repr=False)
+    gap: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
+
+    def at(self, offset: int) -> MediaSpan:
+        return MediaSpan(
+            offset=offset,
+            rows=self.rows,
+            columns=self.columns,
+            key=self.key,
+            height=self.height,
+            width=self.width,
+            data=self.data,
+            gap=self.gap,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedMedia:
+    """The pieces of a picture or sound in their order, and the text that stands for them in a prompt."""
+
+    text: str
+    pieces: tuple[MediaPiece, ...]
+
+
+class MediaProcessor:
+    """Reader of pictures or of sounds for one model. `most`: how many a prompt may have."""
+
+    spec: MediaSpec
+    most: int
+    _pool: FairThreads
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def submit(self, source: Any, detail: str = "auto") -> Future[PreparedMedia]:
+        """Prepares one of them in the pool of threads. `detail` is of pictures."""
+        raise NotImplementedError
+
+    def prepare_all(self, sources: Sequence[Any]) -> list[PreparedMedia]:
+        """Prepare them in the pool, and pass those through that are prepared already. RequestError for the first that can't
+        be prepared."""
+        begun = [x if isinstance(x, PreparedMedia) else self.submit(x) for x in sources]
+        try:
+            return [x if isinstance(x, PreparedMedia) else x.result() for x in begun]
+        finally:
+            for x in begun:
+                if isinstance(x, Future):
+                    x.cancel()
+
+
+def with_media(text: str, media: Sequence[PreparedMedia], spec: MediaSpec) -> str:
+    """The prompt with each placeholder replaced by the text of its picture or sound. RequestError if
+    their numbers differ."""
+    parts = text.split(spec.prompt.placeholder)
+    if len(parts) - 1 != len(media):
+        raise RequestError(
+            f"the prompt has {len(parts) - 1} places ({spec.prompt.placeholder}), and there are {len(media)} to put there",
+            field=spec.medium,
+        )
+    return parts[0] + "".join(x.text + part for x, part in zip(media, parts[1:], strict=True))
+
+
+def expanded(
+    tokens: Sequence[int],
+    media: Sequence[PreparedMedia],
+    spec: MediaSpec,
+    tokenizer: Tokenizer | None,
+) -> tuple[int, ...]:
+    """A prompt's tokens with all placeholders of its media: as they are, or with one for each (of a model that
+    writes it otherwise than by its placeholder: what `PromptFormat.placeholder` is)."""
+    count = tokens.count(spec.token_id)
+    if count == sum(piece.num_tokens for x in media for piece in x.pieces):
+        return tuple(tokens)
+    if tokenizer is None:
+        raise RequestError(
+            "without a tokenizer a prompt must have all placeholders of its pictures or sounds",
+            field="prompt_token_ids",
+        )
+    mark = tokenizer.encode(spec.prompt.placeholder, add_special_tokens=False)
+    if len(mark) != 1 or tokens.count(mark[0]) != len(media):
+        raise RequestError(
+            f"the prompt must have {spec.prompt.placeholder} once for each of {len(media)}, or all of their "
+            "placeholders",
+            field="prompt_token_ids",
+        )
+    found, left = list[int](), iter(media)
+    for token in tokens:
+        found += (
+            tokenizer.encode(next(left).text, add_special_tokens=False)
+            if token == mark[0]
+            else [token]
+        )
+    return tuple(found)
+
+
+def _salted(key: bytes, cache_salt: str) -> bytes:
+    return blake2b(key + cache_salt.encode(), digest_size=len(key), person=b"cache_salt").digest()
+
+
+def _is_whole(own: Sequence[int], piece: MediaPiece, num_tokens: int) -> bool:
+    """Whether placeholders of a piece stand together, with text after each row if the model has
+    some, in a prompt of `num_tokens`."""
+    width, first = piece.columns + piece.gap, own[0]
+    if first + piece.rows * width > num_tokens:
+        return False
+    if not piece.gap:
+        return own[-1] - first == piece.num_tokens - 1
+    at = (divmod(i, piece.columns) for i in range(piece.num_tokens))
+    return all(x == first + row * width + column for x, (row, column) in zip(own, at, strict=True))
+
+
+def placed(
+    tokens: Sequence[int],
+    media: Sequence[PreparedMedia],
+    spec: MediaSpec,
+    cache_salt: str = "",
+) -> tuple[MediaSpan, ...]:
+    """Places of the pieces in a prompt that has all its placeholders. RequestError if
+    placeholders and pieces do not match. With a salt, the worker's cached embeddings are shared
+    only with requests of the same salt."""
+    places = [i for i, token in enumerate(tokens) if token == spec.token_id]
+    spans, start = list[MediaSpan](), 0
+    for piece in (piece for x in media for piece in x.pieces):
+        own = places[start : start + piece.num_tokens]
+        if len(own) < piece.num_tokens or not _is_whole(own, piece, len(tokens)):
+            raise RequestError(
+                f"the prompt's placeholders are not those of its {PLURAL[spec.medium]}",
+                field=spec.medium,
+            )
+        span = piece.at(own[0])
+        if cache_salt:
+            span = dataclasses.replace(span, key=_salted(span.key, cache_salt))
+        spans.append(span)
+        start += piece.num_tokens
+    if start != len(places):
+        raise RequestError(
+            f"the prompt has {len(places) - start} placeholders too many", field=spec.medium
+        )
+    return tuple(spans)

@@ -1,0 +1,37 @@
+"""Media of a request in a step: which of them it computes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from slipstream.kernels.positions import sectioned_positions
+from slipstream.messages.media import MediaSpan
+from slipstream.messages.steps import ScheduledRequest
+
+if TYPE_CHECKING:
+    from slipstream.worker.inputs.rows import LongArray, Row
+
+
+def turned_positions(media: Sequence[MediaSpan]) -> tuple[LongArray, int]:
+    """Three positions [3, n] of tokens up to the end of the last span, and the shift of the text after them."""
+    end = media[-1].end
+    places = sectioned_positions(end, [(x.offset, x.rows, x.columns) for x in media])
+    return places, int(places.max()) + 1 - end
+
+
+def media_parts(row: Row, share: ScheduledRequest) -> list[tuple[MediaSpan, int, int]]:
+    """Spans with placeholders in a step, as (span, first, last + 1) of the span's tokens."""
+    begin, end = share.num_computed_tokens, share.num_computed_tokens + share.num_tokens
+    return [
+        (span, max(begin - span.offset, 0), min(end, span.end) - span.offset)
+        for span in row.media
+        if span.offset < end and begin < span.end
+    ]
+
+
+def needs_media(row: Row, share: ScheduledRequest) -> bool:
+    """True if a step's part of the request has placeholders, or tokens with three positions."""
+    if not row.media or share.num_computed_tokens >= row.media[-1].end:
+        return False
+    return row.places is not None or bool(media_parts(row, share))
