@@ -10,7 +10,6 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.config import DeviceInfo, EngineArgs, resolve
-from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.native import without_tiles
 from slipstream.kernels.select import select_ops
 from slipstream.spec.description import read_spec
@@ -136,40 +135,6 @@ def test_tokens_are_the_same_alone_in_64_and_in_512_with_hits_chunks_and_drafts(
         assert bits(llm, prompts[64:128]) == whole[64:128]
     with engine(max_num_batched_tokens=67, max_num_seqs=64, speculative_config=drafts) as llm:
         assert bits(llm, prompts[::-1]) == whole[::-1]
-
-
-@pytest.mark.parametrize(
-    ("family", "settings", "device", "message"),
-    [
-        ("llama", {"kernels": "torch"}, CPU, "kernels='torch', whose sums follow"),
-        ("llama", {"kernels": "reference"}, GPU, "kernels='reference', whose sums follow"),
-        *(
-            (x, {}, GPU, f"recurrent layers of {x} on a GPU")
-            for x in ("mamba2", "jamba", "minimax")
-        ),
-        ("phimoe", {}, GPU, "the choice of experts of phimoe on a GPU"),
-        ("mixtral", {"host_experts": 2}, GPU, "experts on the host"),
-        ("deepseek_v32", {}, GPU, "attention to chosen or compressed keys on a GPU"),
-        ("llama", {"tensor_parallel_size": 2}, GPU, "several GPUs, .* shown it yet"),
-        ("llama", {"pipeline_parallel_size": 2}, GPU, "several GPUs, .* shown it yet"),
-        ("qwen3_next", {"tensor_parallel_size": 2}, GPU, "several GPUs, .* shown it yet"),
-        ("mixtral", {"expert_parallel_size": 2}, CPU, "experts on several ranks"),
-        ("llama", {"context_parallel_size": 2}, CPU, "sequences on several ranks"),
-        ("llama", {"enable_lora": True}, CPU, "adapters"),
-    ],
-    ids=str,
-)
-def test_what_deterministic_does_not_cover_is_refused_by_name(
-    tmp_path, family, settings, device, message
-):
-    tiny_models.write(tmp_path, family)
-    with pytest.raises(ConfigError, match=message) as caught:
-        resolve(
-            EngineArgs(model=str(tmp_path), deterministic=True, **settings),
-            read_spec(tmp_path),
-            device,
-        )
-    assert caught.value.field
 
 
 @pytest.mark.parametrize(

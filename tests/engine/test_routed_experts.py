@@ -11,11 +11,8 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
 from slipstream.compress.replay import replayed_routing
-from slipstream.config import EngineArgs, resolve
-from slipstream.errors import ConfigError, OutOfMemoryError, RequestError
-from slipstream.spec.description import read_spec
+from slipstream.errors import OutOfMemoryError, RequestError
 from slipstream.worker.start import sizing
-from tests.engine.test_deterministic import CPU, GPU
 from tests.support import tiny_models
 
 PROMPTS = [
@@ -145,30 +142,6 @@ def test_a_trainer_whose_router_differs_takes_the_engines_experts(made):
         replayed_routing(theirs, [x[:, :1] for x in given], 9),
     ):
         pass
-
-
-@pytest.mark.parametrize(
-    ("family", "settings", "device", "message"),
-    [
-        ("llama", {}, CPU, "the model has no experts"),
-        ("mixtral", {"expert_parallel_size": 2}, CPU, "several ranks"),
-        ("mixtral", {"expert_parallel_size": 2, "tensor_parallel_size": 2}, CPU, "several ranks"),
-        ("mixtral", {"pipeline_parallel_size": 2}, CPU, "several ranks"),
-        ("mixtral", {"context_parallel_size": 2}, CPU, "several ranks"),
-        ("mixtral", {"tensor_parallel_size": 2, "sequence_parallel": True}, CPU, "sequence_par"),
-        ("mixtral", {"host_experts": 2}, GPU, "experts on the host"),
-        ("mixtral", {"kv_host_bytes": 2**20}, CPU, "blocks that leave the device"),
-    ],
-    ids=str,
-)
-def test_what_has_no_experts_to_return_is_refused_by_name(
-    tmp_path, family, settings, device, message
-):
-    tiny_models.write(tmp_path, family)
-    args = EngineArgs(model=str(tmp_path), enable_return_routed_experts=True, **settings)
-    with pytest.raises(ConfigError, match=message) as caught:
-        resolve(args, read_spec(tmp_path), device)
-    assert caught.value.field == "enable_return_routed_experts"
 
 
 @pytest.mark.parametrize("verb", ["serve", "plan", "run"])

@@ -159,14 +159,17 @@ def test_a_download_that_gave_up_does_not_look_finished_and_goes_on_later(stand_
 def test_a_host_without_ranges_sends_all_again(stand_in):
     stand_in.cuts, stand_in.no_ranges = [3000], True
     assert (pull(stand_in, "org/name") / "model.safetensors").read_bytes() == BIG
+    ranges = [h.get("Range") for at, _, h in stand_in.requests if at == "files"]
+    assert ranges == [None, "bytes=3000-"]
 
 
 def test_a_damaged_transfer_is_fetched_again_and_then_refused(stand_in):
     stand_in.corrupt = 1
     assert (pull(stand_in, "org/name") / "model.safetensors").read_bytes() == BIG
-    stand_in.corrupt = 2
+    stand_in.corrupt, said = 2, []
     with pytest.raises(DownloadError, match=r"another hash.*is not used"):
-        pull(stand_in, "org/m-GGUF:Q8_0")
+        pull(stand_in, "org/m-GGUF:Q8_0", say=said.append)
+    assert said == ["m-Q8_0.gguf arrived damaged; fetching it again"]
     assert find_cached("org/m-GGUF:Q8_0") is None
 
 

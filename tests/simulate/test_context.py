@@ -81,13 +81,13 @@ def test_plan_takes_the_form_that_carries_more_requests_a_device(
         tune = lambda engine, capacity: recommend.Tuned(engine, searched, limits)
         return recommend.by_context(given, load, 2, None, lambda: None, tune), given
 
-    (found, notes), given = choose(65536)
+    (found, notes), given = choose(8092)
     assert (found.engine.num_gpus, found.engine.args.context_parallel_size) == (chosen, chosen)
     assert (found.capacity, found.limits["max_num_mixed_tokens"]) == (
         (searched, 512) if chosen > 1 else (given.capacity, 4096)
     )
     assert notes == [] if said is None else said in notes[0]
-    short, given = choose(1000)  # not tried
+    short, given = choose(8091)  # not tried: with an answer of 100 a token short
     assert short == (given, [])
 
 

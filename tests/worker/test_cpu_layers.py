@@ -11,7 +11,7 @@ from slipstream import LLM
 from slipstream.config import EngineArgs, resolve, stage_args
 from slipstream.config.forms import HostAndGpu
 from slipstream.config.settings import DeviceInfo
-from slipstream.errors import ConfigError, OutOfMemoryError
+from slipstream.errors import OutOfMemoryError
 from slipstream.spec.description import read_spec
 from slipstream.worker.ranks import process_executor
 from tests.support import tiny_models
@@ -117,38 +117,6 @@ def test_stages_have_what_the_gpu_chose(tmp_path):
     assert on_cpu.parallel.stages == on_gpu.parallel.stages == (3, 1)
     assert on_cpu.device.num_threads == 7
     assert on_gpu.cache.gpu_memory_utilization == 0.5
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"cpu_layers": 0}, "need at least one each"),
-        ({"cpu_layers": 4}, "the model has 4 layers"),
-        ({"cpu_layers": "some"}, "a number of layers or 'auto'"),
-        ({"device": "cuda:1"}, "device='cuda'"),
-        ({"quantization": "fp8"}, "no fp8 products"),
-        ({"kv_cache_dtype": "fp8"}, "int8"),
-        ({"weights_bytes": 2**20}, "weights_bytes"),
-        ({"tensor_parallel_size": 2}, "parallel sizes"),
-        ({"enable_lora": True}, "enable_lora"),
-        ({"dtype": "float16"}, "bfloat16"),
-        ({"kernels": "triton"}, "kernels='triton'"),
-        ({"deterministic": True}, "deterministic"),
-        ({"speculative_model": "smollm2"}, "ngram"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_with_it_is_refused_by_name(tmp_path, settings, says):
-    model = describe(tmp_path, num_hidden_layers=4)
-    with pytest.raises(ConfigError, match=says) as error:
-        resolve(EngineArgs(**{"model": str(tmp_path), "cpu_layers": 2, **settings}), model, GPU)
-    assert error.value.field == "cpu_layers"
-
-
-def test_a_cpu_has_no_use_for_it(tiny_model):
-    with pytest.raises(ConfigError, match="it is for GPUs") as error:
-        LLM(str(tiny_model), cpu_layers=1, **SETTINGS)
-    assert error.value.field == "cpu_layers"
 
 
 def test_a_host_without_room_is_refused_before_a_process_starts(tiny_model, monkeypatch, gpu):

@@ -1,5 +1,5 @@
-"""News of the prefix cache for routers of others, in vLLM's format: ZeroMQ messages of three frames,
-the topic, a number that counts up (8 bytes, big-endian), and a batch in MessagePack.
+"""Events of the prefix cache for other projects' routers, in vLLM's format: ZeroMQ messages of
+three frames, the topic, a number that counts up (8 bytes, big-endian), and a batch in MessagePack.
 
 llm-d's endpoint picker reads them (`precise-prefix-cache-producer`). It hashes the tokens itself,
 so that our keys are only names. Blocks that were stored before it subscribed are not told again.
@@ -61,7 +61,8 @@ class PublishingCacheEvents(Listener):
         self._socket.close(linger=100)
 
     def _stored(self, request: Request, blocks: Sequence[int]) -> None:
-        """Note the request's blocks of these numbers, which were not cached before, in order."""
+        """Record newly cached blocks of a request. `blocks` are their indices in the request, in
+        order."""
         self._forget()
         for first, end in _runs(blocks):
             keys, size = request.block_keys, self._block_size
@@ -96,7 +97,7 @@ class PublishingCacheEvents(Listener):
 
 
 def _runs(numbers: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """Runs (first, end) of successive numbers."""
+    """Splits numbers into runs of consecutive ones, as (first, end)."""
     first = 0
     for i in range(1, len(numbers) + 1):
         if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:

@@ -30,10 +30,11 @@ class Listener:
     feature overrides those it needs."""
 
     is_waiting = False
-    """True if `prepare` may soon have something to do without a step."""
+    """True if `prepare` may soon have work although no step runs, so that the loop must keep
+    calling it."""
 
     num_tokens = 0
-    """Generated tokens that are in none of the outputs."""
+    """Number of generated tokens that appear in no output, for statistics."""
 
     def joined(self) -> None:
         """Register the feature's part with the scheduler, before its first request."""
@@ -159,7 +160,7 @@ class MaskingGrammars(Listener):
     def _end(
         self, request_id: str, error: str | None, reason: FinishReason = FinishReason.INVALID
     ) -> list[EngineOutput]:
-        """End a request whose answer is complete, or can't be completed."""
+        """End a request because its answer is complete, or because the grammar can't continue."""
         self._grammars.forget([request_id])
         ended = self._scheduler.abort([request_id], FinishReason.STOP if error is None else reason)
         return [output._replace(error=error) for output in tokens_of(ended)]
@@ -212,7 +213,8 @@ class Searching(Listener):
 
 
 class JoiningTexts(Listener):
-    """Joins the vectors of texts, each of which is a request of a decoder, to their requests."""
+    """Collects the vectors of a request's texts. A decoder computes each text as a request of its
+    own."""
 
     def __init__(self, texts: TextSequences) -> None:
         self._texts = texts

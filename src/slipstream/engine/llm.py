@@ -530,7 +530,7 @@ class LLM(OfflineEngine):
     def _each(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
-        """A list with one value for each prompt."""
+        """Returns a list with one value for each prompt, from one value for all or a list."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         each = (

@@ -267,7 +267,8 @@ class OfflineEngine:
 
 
 def check_alive(core: EngineCore) -> None:
-    """Raise if requests wait and nothing can run them: a scheduler's bug, better seen than hung on."""
+    """Raise EngineError if requests wait and nothing can ever run them. That would be a bug of the
+    scheduler, and an error is better than a hang."""
     if core.scheduler.has_requests and core.next_wakeup() is None:
         raise EngineError(
             "requests are waiting but no step can be scheduled; please report this with the settings used"

@@ -85,7 +85,7 @@ class OutputProcessor:
         return len(self._states)
 
     def use_version(self, version: str) -> None:
-        """Note the version of the weights that make the outputs from now on."""
+        """Set the version of the weights that make the outputs from now on."""
         if version == self.weight_version:
             return
         for choice in self._may_wait.values():
@@ -119,7 +119,7 @@ class OutputProcessor:
         return [key for key, choice in state.choices.items() if not choice.done]
 
     def discard(self, request_id: str) -> list[str]:
-        """Forget a request; the engine requests that must be aborted."""
+        """Forget a request. Returns the engine requests that must be aborted."""
         unfinished = self.unfinished(request_id)
         state = self._states.pop(request_id, None)
         if state is not None:
@@ -136,8 +136,8 @@ class OutputProcessor:
     def take(
         self, request_ids: Sequence[str], token_ids: bytes, outputs: Sequence[TokenOutput]
     ) -> tuple[list[RequestOutput], list[str]]:
-        """`process` of the step's single tokens, then of its other outputs. The former go to `on_token`, where a request has
-        one."""
+        """Process a step's outputs: first those that are a single token, which go to a request's `on_token` if it has
+        one, then the others."""
         now, plain, others = time.monotonic(), self._plain, []
         for request_id, token in zip(request_ids, array("i", token_ids), strict=True):
             known = plain.get(request_id)

@@ -109,7 +109,8 @@ class Replicas:
             self._running[at] -= 1
 
     async def _prefill(self, request: BenchRequest) -> str:
-        """Compute the prompt. Returns the address that hands it over."""
+        """Have the prompt computed by a replica for prompts. Returns the address at which its
+        blocks can be fetched."""
         from slipstream.bench.adapters.slipstream import greedy, prompt_of
 
         at = self._least(self._prompts)

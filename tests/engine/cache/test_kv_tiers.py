@@ -16,7 +16,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.config import DeviceInfo, EngineArgs, resolve
-from slipstream.costs.estimate import estimate, this_device
+from slipstream.costs.estimate import estimate
 from slipstream.costs.memory import host_slots
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import native
@@ -129,13 +129,6 @@ def test_each_rank_keeps_its_part(tmp_path, family, how):
         assert llm.stats().num_free_blocks == llm.stats().num_blocks
 
 
-def test_requests_that_belong_to_a_rank_have_no_tiers(tmp_path):
-    tiny_models.write(tmp_path / "model", "mixtral")
-    with pytest.raises(ConfigError, match="set tensor_parallel_size") as error:
-        engine(tmp_path / "model", tmp_path / "kv", expert_parallel_size=2)
-    assert error.value.field == "kv_disk_bytes"
-
-
 def test_window_groups_and_an_8_bit_cache(tmp_path):
     tiny_models.write(tmp_path / "model", "gemma3_text")
     for settings in ({}, {"kv_cache_dtype": "int8"}):
@@ -185,35 +178,6 @@ GPU = DeviceInfo(
     best_dtype="bfloat16",
     compute_capability=(9, 0),
 )
-
-
-@pytest.mark.parametrize(("settings", "field"), [
-    ({"kv_host_bytes": 2**30}, "kv_host_bytes"),
-    ({"kv_disk_bytes": 2**30}, "kv_disk_bytes"),
-    ({"kv_disk_path": "kv"}, "kv_disk_path"),
-    ({"kv_disk_bytes": 0, "kv_disk_path": "kv"}, "kv_disk_bytes"),
-    ({"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "enable_prefix_caching": False},
-        "kv_disk_bytes"),
-    ({"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "tensor_parallel_size": 2,
-        "rank_address": "127.0.0.1:1", "local_ranks": 1}, "kv_disk_bytes"),
-    ({"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "device": "cuda"}, "kv_disk_bytes"),
-    ({"kv_host_bytes": 0, "device": "cuda"}, "kv_host_bytes"),
-])  # fmt: skip
-def test_what_goes_with_nothing_is_refused(made, settings, field):
-    args = EngineArgs(str(made), **{"device": "cpu", **settings})
-    info = GPU if args.device == "cuda" else this_device("cpu")
-    with pytest.raises(ConfigError) as caught:
-        resolve(args, read_spec(made), info)
-    assert caught.value.field == field
-
-
-def test_stages_have_a_host_tier_unless_a_layer_is_recurrent(made, tmp_path):
-    sizes = {"kv_host_bytes": 2**30, "device": "cuda", "pipeline_parallel_size": 2}
-    assert resolve(EngineArgs(str(made), **sizes), read_spec(made), GPU).cache.host_bytes == 2**30
-    tiny_models.write(tmp_path, "granitemoehybrid")
-    with pytest.raises(ConfigError, match="no blocks or no states") as caught:
-        resolve(EngineArgs(str(tmp_path), **sizes), read_spec(tmp_path), GPU)
-    assert caught.value.field == "kv_host_bytes"
 
 
 def test_ranks_allocate_as_many_slots_as_the_one_with_the_fewest(made):

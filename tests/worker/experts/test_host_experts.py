@@ -88,27 +88,6 @@ def test_how_many_layers():
 
 
 @pytest.mark.parametrize(
-    ("settings", "names"),
-    [
-        (dict(path=LLAMA), "no layers with experts"),
-        (dict(device=dataclasses.replace(gpu(), device="cpu")), "for GPUs"),
-        (dict(kernels="reference"), "kernels='reference'"),
-        (dict(tensor_parallel_size=2), "tensor_parallel_size"),
-        (dict(enable_lora=True), "enable_lora"),
-        (dict(speculative_model="x"), "drafts"),
-        (dict(quantization="fp8"), "no fp8 products"),
-        (dict(host_experts="some"), "'all' or 'auto'"),
-        (dict(host_experts=49), "48 layers"),
-        (dict(host_experts=-1), "'all' or 'auto'"),
-    ],
-)
-def test_what_it_does_not_go_with(settings, names):
-    with pytest.raises(ConfigError, match=names) as error:
-        resolved(**{"host_experts": "all", **settings})
-    assert error.value.field == "host_experts"
-
-
-@pytest.mark.parametrize(
     "settings", [dict(hot_expert_bytes=GIB), dict(host_experts="all", hot_expert_bytes=0)]
 )
 def test_memory_for_hot_experts(settings):

@@ -122,7 +122,8 @@ class BlockPool:
             self._unlink(free)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove one holder from each of different blocks, starting with the last block."""
+        """Release one reference to each of the given blocks, which must differ, starting with the
+        last one."""
         counts, free = self.ref_counts, array("i")
         if len(blocks) >= MANY:
             where = as_array(blocks)[::-1]

@@ -30,16 +30,16 @@ from slipstream.engine.grammars.string_lengths import PLAIN
 Bits: TypeAlias = npt.NDArray[np.int32]
 
 MAX_STATES = 8192
-"""States of a schema that are kept."""
+"""Maximum number of states that are kept for a schema."""
 
 MAX_KEPT_PLACES = 50_000
-"""Places of these states."""
+"""Maximum number of places in these states, all together."""
 
 MAX_STEPS = 32_768
-"""Tokens whose states after some state are kept, for one schema."""
+"""Maximum number of kept transitions (state, token) → state of a schema."""
 
 MAX_RUNS = 8192
-"""Masks and forced tokens, of states where one byte alone can follow."""
+"""Maximum number of kept masks and forced tokens for states at which only one byte can follow."""
 
 Run: TypeAlias = tuple[tuple[int, ...], int]
 """Forced tokens without one that completes the answer, and their number with it."""

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 PARALLEL_ROWS = 8
-"""Number of masks from which on several threads compute them."""
+"""Minimum number of masks for which several threads are used."""
 
 MAX_COMPLETE = 256
-"""Complete masks that are kept for requests that end by the same tokens."""
+"""Maximum number of complete masks that are kept for requests with the same end tokens."""
 
 MAX_LANE_AT_ONCE_S, MAX_LANE_S = 0.005, 1.0
 """Seconds in which another matcher of a grammar is made at once, and in another thread. One that takes longer is not made."""

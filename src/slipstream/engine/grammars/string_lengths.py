@@ -40,7 +40,7 @@ SLICED = 10
 of the vocabulary."""
 
 MAX_MASKS = 1024
-"""Masks of the model's vocabulary that are kept."""
+"""Maximum number of kept masks of the model's vocabulary."""
 
 _STRUCTURE = {
     "type",
@@ -198,7 +198,7 @@ class LengthVocabulary:
 
 
 def _characters(text: bytes) -> int:
-    """Number of characters in whole UTF-8."""
+    """Returns the number of characters in complete UTF-8 bytes."""
     return sum(byte & 0xC0 != 0x80 for byte in text)
 
 
@@ -215,7 +215,7 @@ class OwnTokens:
 
 
 class StringLengths:
-    """One answer, followed in a `LengthVocabulary`."""
+    """Follower of one answer in a `LengthVocabulary`."""
 
     def __init__(
         self, vocabulary: LengthVocabulary, matcher: LLMatcher, counts: CountedStrings

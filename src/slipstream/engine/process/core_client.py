@@ -34,7 +34,7 @@ _logger = logging.getLogger("slipstream.engine")
 
 
 class CoreLink(ABC):
-    """Our end of a socket to an engine core, which connects to `path`."""
+    """This process's end of a socket to an engine core. The core connects to `path`."""
 
     def __init__(self, path: str) -> None:
         import zmq
@@ -130,7 +130,7 @@ class Owner(Protocol):
     def core_ready(self, ready: Ready) -> None: ...
     def core_said(self, message: ToParent) -> None: ...
     def core_died(self, reason: str, *, final: bool) -> None:
-        """Fail all that waits for the core; `final`: there will be no other."""
+        """Fail everything that waits for the core. With `final` no other core will be started."""
 
 
 class CoreClient:

@@ -1,8 +1,9 @@
 """The main loop of an engine core in its own process.
 
-`core_messages.py` has the messages. Front ends have a pair of sockets of their own, by a number: the parent attaches them.
-They send what the parent sends, but for Start, Attach, Detach and Stop. They get Ready, AdaptersChanged, and the outputs of
-their own requests in one message a step. Ids of requests are unique over all of them.
+`core_messages.py` has the messages. Each front end has a pair of sockets of its own and a number. The parent process
+attaches it. Front ends send the same messages as the parent, except Start, Attach, Detach and Stop. They get Ready,
+AdaptersChanged, and the outputs of their own requests in one message a step. Ids of requests are unique over all of
+them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ WARM_S = 12.0
 sizes of an 8B model on an H200. The others follow whenever there is nothing to do."""
 
 HEARTBEAT_S = 1.0
-"""Seconds between two reports of the child, with and without work. A child that is silent hangs."""
+"""Interval, in seconds, of the child's heartbeats, whether it has work or not. A silent child
+counts as hung."""
 
 TEND_MS = 2
 """Milliseconds between two calls of `tend`, which stores blocks, while there are no requests."""
@@ -138,7 +140,7 @@ class CoreProcess:
 
     @property
     def _running(self) -> EngineCore:
-        """The core, which does not sleep now."""
+        """The core, which must not be asleep."""
         if self.core is None:
             raise EngineError("the engine core sleeps")
         return self.core
@@ -160,7 +162,8 @@ class CoreProcess:
         self.cache_watchers.begin(core)
 
     def note_version(self) -> None:
-        """Tell front ends that attach which weights run, and which were used."""
+        """Remember the version of the weights that run and of those before, to report them to front
+        ends that attach later."""
         state = self._running.executor.weight_state
         self.ready.weight_version, self.ready.used_versions = state.version, [*state.used]
 
@@ -326,7 +329,7 @@ class CoreProcess:
                 self.send(Answered(ticket, error.message, kind, error.field), number)
 
     def awake(self) -> EngineCore:
-        """The core, if it takes requests. EngineAsleepError otherwise."""
+        """Return the core if it takes requests; otherwise raise EngineAsleepError."""
         if self.core is None or self._sleeper.to_sleep:
             raise EngineAsleepError("the model sleeps; POST /wake_up wakes it")
         return self.core

@@ -44,8 +44,8 @@ class GetStats(msgspec.Struct, tag=True):
 
 
 class Attach(msgspec.Struct, tag=True):
-    """Connect to the client that listens at `path`. It may send requests from now on. `number`
-    names it in later messages."""
+    """Tells the core to connect to a new client, which listens at `path` and may send requests from
+    now on. `number` identifies it in later messages."""
 
     number: int
     path: str

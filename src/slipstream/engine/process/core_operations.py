@@ -158,7 +158,8 @@ class CoreOperations:
         return await waiter
 
     def _ask(self, message: ToChild, waiters: list[asyncio.Future[T]]) -> asyncio.Future[T]:
-        """Send a message; the answer comes to one of the `waiters`, the one that is returned."""
+        """Send a message and return the future that gets its answer; the future is kept in
+        `waiters` until then."""
         core = self._core
         if core.link is None:
             raise EngineDownError(core.down_reason or "the engine process is down")

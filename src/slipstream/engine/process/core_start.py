@@ -35,8 +35,8 @@ def restart_pause(deaths: int, error: Exception) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class CoreSource:
-    """The way to get a link to a core: `connect`. `id_prefix` begins the ids of requests, so that several processes can use one
-    core."""
+    """Source of links to a core; `connect` makes one. All ids of requests begin with `id_prefix`, so that several
+    processes can use one core."""
 
     connect: Callable[[], Awaitable[CoreLink]]
     pause: Callable[[int, Exception], float | None] = restart_pause
@@ -63,7 +63,7 @@ def socket_folder() -> OwnedFolder:
 
 
 def wait_or_kill(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """The process's return code."""
+    """Wait for a process to end, and kill it if it does not. Returns its exit code."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -18,4 +18,4 @@ class Operation:
         raise NotImplementedError
 
     def forget(self, number: int) -> None:
-        """Expect nothing of a front end that has gone, and tell it nothing more."""
+        """Forget a front end that has gone: expect no more messages from it and send it none."""

@@ -96,13 +96,14 @@ class WeightsAnswered(msgspec.Struct, tag=True):
 
 
 class WeightsChanged(msgspec.Struct, tag=True):
-    """The outputs that follow are made by weights of this version."""
+    """Announces that later outputs are made by weights of this version."""
 
     version: str
 
 
 class KnowVersions(msgspec.Struct, tag=True):
-    """Versions of weights that the front end has seen, of a core that was there before: they are lost."""
+    """Tells a new core which versions of weights the front end has seen from an earlier core. Those weights are lost,
+    and their versions must not be used again."""
 
     used: list[str]
 

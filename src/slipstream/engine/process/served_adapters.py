@@ -101,7 +101,7 @@ class ServedAdapters(Operation):
         self.answer()
 
     def know(self, number: int, version: int) -> None:
-        """Note that a front end serves, and knows of the changes up to `version`."""
+        """Record that a front end serves requests, and has applied the changes up to `version`."""
         self._serving.add(number)
         self._note(number, version)
 

@@ -33,8 +33,8 @@ class Sleeper(Operation):
     def fall_asleep(
         self, core: EngineCore, source: ExecutorSource
     ) -> tuple[Asleep, list[tuple[int, Sleep]]]:
-        """Take the core, to whose owner it is gone, to the level that was asked for. Returns the sleeping core and whom to
-        answer."""
+        """Put the core to sleep at the requested level. Its owner must hold no reference to it any more. Returns the
+        sleeping core and the front ends to answer."""
         from slipstream.engine.asleep import Asleep
 
         asked, self.to_sleep = self.to_sleep, []

@@ -13,8 +13,8 @@ from slipstream.outputs import RequestOutput
 
 
 class OutputStream:
-    """New output of one request, on its way to the consumer. Later deltas are merged into a pending
-    one."""
+    """Queue of one request's new output for its consumer. If a delta is still pending, later ones
+    are merged into it."""
 
     on_token = None
 

@@ -12,7 +12,8 @@ from slipstream.params.sampling import SamplingParams
 
 
 def fork(first: EngineRequest, index: int) -> EngineRequest:
-    """Choice `index`: the same prompt, its own seed, and no second look at the prompt's log-probabilities."""
+    """Makes the request of choice `index`. It has the same prompt and its own seed, and does not ask again for the
+    prompt's log-probabilities."""
     sampling = first.sampling
     seed = None if sampling.seed is None else (sampling.seed + index + 2**63) % 2**64 - 2**63
     return dataclasses.replace(

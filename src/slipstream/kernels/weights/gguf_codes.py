@@ -159,7 +159,8 @@ def _fields(b: Ints, width: int) -> Ints:
 
 
 def _each(b: Ints, width: int) -> Ints:
-    """Bytes [N, B] → [N, B · 8 / width]: all fields of a byte, then those of the next one."""
+    """Unpacks bit fields of `width` bits: bytes [N, B] → [N, B · 8 / width]. The fields of a byte
+    are consecutive in the result."""
     shifts = _like(range(0, 8, width), b)
     return ((b[:, :, None] >> shifts) & ((1 << width) - 1)).reshape(len(b), -1)
 

@@ -72,7 +72,8 @@ class Partition:
     pipe: Pipe | None = None
     every: RankGroup | None = None
     context: RankGroup | None = None
-    """The ranks that share out keys and values by tokens, and by `sequence` long steps' tokens."""
+    """The ranks among which keys and values are divided by tokens (context parallelism). With
+    `sequence` the tokens of long steps are divided, too."""
     sequence: bool = False
     """Sequence parallelism for long steps (Korthikanti et al. 2022, arXiv:2205.05198).
 

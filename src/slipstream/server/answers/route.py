@@ -48,7 +48,7 @@ class Body(Protocol):
         """Raise a 400 for what the schema cannot express."""
 
     def param(self, field: str | None) -> str | None:
-        """This body's own name of a field that an error names."""
+        """Maps the field that an error names to the name that this request body has for it."""
 
 
 @contextmanager

@@ -52,7 +52,8 @@ class Program:
             self._library.ss_program_destroy(pointer)
 
     def buffer(self, form: int, size: int, rows_a_token: int = 1) -> int:
-        """Makes a buffer with one or several rows of `size` values per token, in `form`."""
+        """Makes a buffer in the format `form`. It has one or several rows per token, and `size`
+        values in a row."""
         num_bytes = self._library.ss_form_bytes(form, size)
         self.token_bytes += num_bytes * rows_a_token
         return int(self._library.ss_buffer(self._pointer, num_bytes, rows_a_token))
