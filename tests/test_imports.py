@@ -42,7 +42,7 @@ fleet (`fleet/simulation`) runs on its step times. So does `bench`, whose loads 
 BASE = ORDER[: ORDER.index("platform")]
 NARROW = {  # part: what it may import of the parts before it, where that is not all of them
     "platform": BASE,
-    "kernels": ("errors", "spec", "platform"),
+    "kernels": ("errors", "base.priority", "spec", "platform"),
     "model": ("errors", "base", "spec", "platform", "kernels"),
     "core": BASE,
     "worker": (*BASE, "platform", "kernels", "model"),  # it is handed plans, and never sees core

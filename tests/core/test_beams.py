@@ -134,7 +134,7 @@ def test_no_block_leaks_and_no_shared_tail_is_written(
         depth,
     )
     if states:
-        engine.scheduler.kv.kinds[0].most_guesses = 0  # as few slots as an engine has
+        engine.scheduler.kv.kinds[0].max_drafts = 0  # as few slots as an engine has
     searches = [
         Search(
             engine,

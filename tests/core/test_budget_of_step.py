@@ -30,7 +30,7 @@ def test_budget_keeps_a_token_for_each_running_request():
     scheduled |= {"a", "b"}  # plain decodes take nothing
     assert (budget.left, budget.spare(a.kv)) == (8, 7)
     budget.take(a.kv, 5, 5)
-    assert (budget.left, budget.spare(a.kv), budget.guesses) == (4, 3, MAX_STEP_DRAFTS - 4)
+    assert (budget.left, budget.spare(a.kv), budget.drafts_left) == (4, 3, MAX_STEP_DRAFTS - 4)
     running.pop()  # a preempted request gives its token back
     assert (budget.left, budget.spare(a.kv)) == (4, 4)
     budget.take_others(2)
@@ -79,7 +79,7 @@ def test_check_finds_a_lease_that_promises_too_much(fault):
     elif fault == "end":
         own.end = BLOCK
     elif fault == "drafts":
-        own.guesses = (1,)
+        own.drafts = (1,)
     else:
         own.needs_copy = True
     with pytest.raises(AssertionError):

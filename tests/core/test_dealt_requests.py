@@ -275,10 +275,10 @@ def test_drafts_keep_within_a_rank_s_share(sizes, right, num_ranks):
     )
     for i, (length, answer) in enumerate(sizes):
         engine.scheduler.add(request(f"r{i}", range(100 * i, 100 * i + length), answer))
-    guesses = iter(right * 200)
+    drafts = iter(right * 200)
     while engine.scheduler.has_requests or engine.in_flight:
         for r in engine.scheduler.requests.running:
-            count, num_right = next(guesses)
+            count, num_right = next(drafts)
             worker = engine.worker.workers[r.kv.rank]
             knows_all = (
                 r.num_tokens - r.num_computed_tokens == 1
@@ -286,7 +286,7 @@ def test_drafts_keep_within_a_rank_s_share(sizes, right, num_ranks):
                 and r.request_id in worker.tokens
             )
             if count and knows_all:
-                r.guess(worker.guess(r.request_id, count, num_right))
+                r.draft(worker.draft(r.request_id, count, num_right))
         engine.step()
         check(engine.scheduler)
     assert {name: len(tokens) for name, tokens in engine.tokens.items()} == {

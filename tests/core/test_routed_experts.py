@@ -77,7 +77,7 @@ def run(seed: int, depth: int, *, drafts: bool) -> tuple[int, int, int]:
 
 
 def computed(plan, prompts) -> tuple[list[list[int]], list[int]]:
-    """A step's sampled tokens of each request up to the first wrong guess, and all tokens' experts."""
+    """A step's sampled tokens of each request up to the first wrong draft, and all tokens' experts."""
     tokens, experts = [], []
     for share in plan.scheduled:
         begin, end = share.num_computed_tokens, share.num_computed_tokens + share.num_tokens

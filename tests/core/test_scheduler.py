@@ -43,8 +43,8 @@ STOP_TOKEN = 7
 MAX_READ = 9  # tokens of an encoder's text
 
 
-MAX_GUESSES = 6
-"""Tests guess themselves, at any time."""
+TESTS_DRAFTS = 6
+"""Tests draft themselves, at any time."""
 
 
 class Worker:
@@ -69,7 +69,7 @@ class Worker:
     def next_token(self, name, tokens):
         return hash((name.split("/")[0], tuple(tokens))) % 11
 
-    def guess(self, name, num_drafts, num_right):
+    def draft(self, name, num_drafts, num_right):
         """Drafts for the worker's tokens, of which the first `num_right` are right."""
         known = list(self.tokens[name])
         for i in range(num_drafts):
@@ -85,7 +85,7 @@ class Worker:
                     "another state is read"
                 )
 
-    def write_states(self, plan, guessed):
+    def write_states(self, plan, drafted):
         reads, writes = {}, {}
         marks = {}
         for mark in plan.state_marks:
@@ -101,7 +101,7 @@ class Worker:
                     assert 0 < num_tokens <= s.num_tokens
                     assert slot != NULL_BLOCK
                     assert (kind, slot) not in writes, "two states are kept in one slot"
-                    known = guessed[s.request_id][0]
+                    known = drafted[s.request_id][0]
                     position = s.num_computed_tokens + num_tokens
                     writes[kind, slot] = s.request_id, hash(tuple(known[:position]))
         assert not marks
@@ -146,7 +146,7 @@ class Worker:
                 for i in range(len(text)):
                     self.slots[blocks[i // BLOCK], i % BLOCK] = hash(("encoded", text[: i + 1]))
         written = set()
-        guessed = {}
+        drafted = {}
         for s in plan.scheduled:
             tokens = self.tokens[s.request_id]
             start, end = s.num_computed_tokens, s.num_computed_tokens + s.num_tokens
@@ -160,7 +160,7 @@ class Worker:
                 assert end - s.num_sampled + 1 == len(tokens)
                 right += right == i and draft == self.next_token(s.request_id, known)
                 known.append(draft)
-            guessed[s.request_id] = known, right
+            drafted[s.request_id] = known, right
             if self.state_slots:
                 self.read_state(s, known)
             for position in range(start, end):
@@ -172,7 +172,7 @@ class Worker:
                     written.add(slot)
                     self.slots[slot] = hash((g, tuple(known[: position + 1])))
         if self.state_slots:
-            self.write_states(plan, guessed)
+            self.write_states(plan, drafted)
         sampled, counts, extras, of_beams = [], [], [], {}
         for s in plan.scheduled:
             tables, tokens = self.tables[s.request_id], self.tokens[s.request_id]
@@ -180,7 +180,7 @@ class Worker:
                 text, blocks = self.texts[s.request_id.split("/")[0]], tables[-1]
                 seen = [self.slots[blocks[i // BLOCK], i % BLOCK] for i in range(len(text))]
                 assert seen == [hash(("encoded", text[: i + 1])) for i in range(len(text))]
-            known, right = guessed[s.request_id]
+            known, right = drafted[s.request_id]
             end = s.num_computed_tokens + s.num_tokens
             for g in () if self.is_empty else self.own:
                 reach = self.groups[g].window
@@ -242,7 +242,7 @@ class Engine:
         self.scheduler.join(Beams())
         self.worker, self.depth = Worker(config["cache"].groups), depth
         for kind in self.scheduler.kv.kinds:
-            kind.most_guesses = max(kind.most_guesses, MAX_GUESSES)
+            kind.max_drafts = max(kind.max_drafts, TESTS_DRAFTS)
         self.in_flight: list[tuple[StepPlan, StepResult]] = []
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason] = {}
@@ -821,12 +821,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.take(self.engine.scheduler.abort([name]))
 
     @rule(data=st.data(), num_drafts=st.integers(1, 6), num_right=st.integers(0, 6))
-    def guess(self, data, num_drafts, num_right):
+    def draft(self, data, num_drafts, num_right):
         running = sorted(r.request_id for r in self.engine.scheduler.requests.running)
         if running:
             name = data.draw(st.sampled_from(running))
-            self.engine.scheduler.requests.by_id[name].guess(
-                self.engine.worker.guess(name, num_drafts, num_right)
+            self.engine.scheduler.requests.by_id[name].draft(
+                self.engine.worker.draft(name, num_drafts, num_right)
             )
 
     @rule()
@@ -1164,16 +1164,16 @@ def test_a_long_sequence_runs_in_few_blocks():
         )
 
 
-# --- Guesses --------------------------------------------------------------------------------------------------------------
+# --- Drafts ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_right", "accepted"), [(0, 1), (2, 3), (3, 4), (5, 4)])
-def test_guesses_are_taken_up_to_the_first_wrong_one(num_right, accepted):
+def test_drafts_are_taken_up_to_the_first_wrong_one(num_right, accepted):
     engine = Engine(config(max_num_batched_tokens=32))
     engine.scheduler.add(request("a", range(6), max_tokens=20))
     engine.step()
-    drafts = engine.worker.guess("a", 3, num_right)
-    engine.scheduler.requests.by_id["a"].guess(drafts)
+    drafts = engine.worker.draft("a", 3, num_right)
+    engine.scheduler.requests.by_id["a"].draft(drafts)
     plan = engine.scheduler.schedule()
     (s,) = plan.scheduled
     assert (s.num_computed_tokens, s.num_tokens, s.num_sampled, s.drafts) == (
@@ -1197,14 +1197,14 @@ def test_guesses_are_taken_up_to_the_first_wrong_one(num_right, accepted):
     assert len(engine.tokens["a"]) == 20
 
 
-def test_guesses_of_a_request_that_has_lost_its_blocks_meanwhile():
+def test_drafts_of_a_request_that_has_lost_its_blocks_meanwhile():
     engine = Engine(
         config(num_blocks=5, max_num_seqs=2, max_num_batched_tokens=32, enable_prefix_caching=False)
     )
     engine.scheduler.add(request("high", range(4), max_tokens=9))
     engine.scheduler.add(request("low", range(9, 13), max_tokens=9, priority=1))
     engine.step()
-    engine.scheduler.requests.by_id["low"].guess(engine.worker.guess("low", 2, 1))
+    engine.scheduler.requests.by_id["low"].draft(engine.worker.draft("low", 2, 1))
     plans = [engine.scheduler.schedule()]
     results = [engine.worker.launch(plans[0])]
     low = engine.scheduler.requests.by_id["low"]
@@ -1230,7 +1230,7 @@ def test_an_end_among_several_tokens_cuts_the_rest():
     plan = engine.scheduler.schedule()
     engine.scheduler.update(plan, StepResult(plan.step_id, [1, 2]))
     for name in "ab":
-        engine.scheduler.requests.by_id[name].guess([0] * 4)
+        engine.scheduler.requests.by_id[name].draft([0] * 4)
     plan = engine.scheduler.schedule()
     assert {s.request_id: s.num_sampled for s in plan.scheduled} == {
         "a": 5,
@@ -1255,14 +1255,14 @@ def test_an_end_among_several_tokens_cuts_the_rest():
     assert not engine.scheduler.has_requests
 
 
-def test_guesses_give_way_to_other_decodes():
+def test_drafts_give_way_to_other_decodes():
     """A mixed step holds so many tokens, and every running request has one of them."""
     engine = Engine(config(max_num_batched_tokens=32, max_num_mixed_tokens=6, num_blocks=60))
     for name in "abc":
         engine.scheduler.add(request(name, range(ord(name), ord(name) + 6), max_tokens=9))
     engine.step()
     for name in "ab":
-        engine.scheduler.requests.by_id[name].guess([0] * 2)
+        engine.scheduler.requests.by_id[name].draft([0] * 2)
     plan = engine.scheduler.schedule()
     assert sorted((s.request_id, s.num_sampled) for s in plan.scheduled) == [
         ("a", 3),

@@ -87,7 +87,7 @@ def auto(*known):
 def test_nothing_before_plain_steps_were_timed():
     request = decoding(Always())
     assert not auto().choose([request])
-    assert request.guesses == ()
+    assert request.drafts == ()
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_as_many_as_pay(seconds_of_17, expected):
     speculation, request = auto((1, 1, 1.0), (1, 16, seconds_of_17)), decoding(Always())
     speculation._acceptance.add(9, 16, 8)
     assert not speculation.choose([request])
-    assert len(request.guesses) in expected
+    assert len(request.drafts) in expected
 
 
 def test_those_that_survive_go_first():
@@ -108,14 +108,14 @@ def test_those_that_survive_go_first():
     speculation = auto((2, 2, 1.0), (2, 5, 1.6), (2, 8, 2.2))
     first, second = decoding(Always(2), "a"), decoding(Always(20), "b")
     speculation.choose([first, second])
-    assert len(first.guesses) < len(second.guesses)
+    assert len(first.drafts) < len(second.drafts)
     first, second = decoding(Always(9), "a"), decoding(Always(9), "b")
     for request, right in ((first, 4), (second, 0)):
         for _ in range(20):
             own = speculation.drafting.setdefault(request, Drafting(PROPOSERS[request]))
             own.acceptance.add(9, 4, right)
     speculation.choose([first, second])
-    assert len(first.guesses) > len(second.guesses) == 0
+    assert len(first.drafts) > len(second.drafts) == 0
 
 
 def test_drafts_wait_for_the_tokens_that_they_follow():
@@ -123,7 +123,7 @@ def test_drafts_wait_for_the_tokens_that_they_follow():
     request = decoding(Always())
     request.num_computed_tokens, request.num_pending = 3, 1
     assert speculation.choose([request])
-    assert request.guesses == ()
+    assert request.drafts == ()
     nothing = decoding(Always(count=0))
     nothing.num_computed_tokens, nothing.num_pending = 3, 1
     assert not speculation.choose([nothing])  # it runs ahead
@@ -132,7 +132,7 @@ def test_drafts_wait_for_the_tokens_that_they_follow():
 def test_no_drafts_beyond_the_end():
     request = decoding(Always(), max_tokens=4)
     assert not auto((1, 1, 1.0), (1, 16, 1.1)).choose([request])
-    assert len(request.guesses) == 3
+    assert len(request.drafts) == 3
 
 
 def test_a_bad_proposer_is_left_alone():
@@ -140,10 +140,10 @@ def test_a_bad_proposer_is_left_alone():
     speculation, request, tried = auto((1, 1, 1.0)), decoding(Always()), 0
     for _ in range(200):
         assert not speculation.choose([request])
-        if request.guesses:
+        if request.drafts:
             tried += 1
-            speculation.verified(request, len(request.guesses), 0)
-        num = 1 + len(request.guesses)
+            speculation.verified(request, len(request.drafts), 0)
+        num = 1 + len(request.drafts)
         speculation.costs.add(1, num, 1.0 if num == 1 else 3.0)
     assert tried < 15
 
@@ -192,7 +192,7 @@ def test_a_models_drafts_have_a_rate_by_position():
         speculation.choose([request])
         speculation.verified(request, 5, 2)
     assert not speculation.choose([request])
-    assert len(request.guesses) == 2
+    assert len(request.drafts) == 2
 
 
 @pytest.mark.parametrize(("num_seqs", "each"), [(100, 5), (200, 2), (600, 0)])
@@ -202,7 +202,7 @@ def test_chains_of_a_model_are_alike_and_no_more_than_a_step_verifies(num_seqs, 
     requests = [decoding(name=str(i)) for i in range(num_seqs)]
     for _ in range(4):  # chains grow
         assert not speculation.choose(requests)
-    assert [len(request.guesses) for request in requests] == [each] * num_seqs
+    assert [len(request.drafts) for request in requests] == [each] * num_seqs
 
 
 def test_what_was_prepared_is_taken_once_and_for_as_many_requests():
@@ -226,16 +226,16 @@ def test_a_step_takes_what_was_prepared(monkeypatch):
     requests = [decoding(name=str(i)) for i in range(9)]
     for _ in range(4):  # chains grow
         assert not speculation.choose(requests)
-    length = len(requests[0].guesses)
+    length = len(requests[0].drafts)
     assert length > 1
     for request in requests:
-        request.guesses = ()
+        request.drafts = ()
     speculation.prepare(requests)
     monkeypatch.setattr(Chains, "best", None)
     ends = decoding(name="9")
     ends.end = ends.num_tokens + 2  # has room for one draft
     assert not speculation.choose([*requests[:8], ends])
-    assert [len(request.guesses) for request in (*requests[:8], ends)] == [*[length] * 8, 1]
+    assert [len(request.drafts) for request in (*requests[:8], ends)] == [*[length] * 8, 1]
 
 
 @pytest.mark.parametrize(("seconds_of_drafts", "is_kept"), [(1.1, True), (4.0, False)])
@@ -247,17 +247,17 @@ def test_plain_steps_are_measured_seldom_while_drafts_are_far_ahead(seconds_of_d
         speculation.choose([request])
         speculation.verified(request, 2, 2 if is_kept else 1)
     assert not speculation.choose([request])
-    assert len(request.guesses) == (2 if is_kept else 0)
+    assert len(request.drafts) == (2 if is_kept else 0)
     for _ in range(STALE + 1):
         speculation.costs.add(1, 3, seconds_of_drafts)
     speculation.choose([request])
-    assert bool(request.guesses) == is_kept
+    assert bool(request.drafts) == is_kept
     assert speculation.costs.plain(1) is None
     assert speculation.costs.plain(1, SURE_STALE) == 1.0
     for _ in range(SURE_STALE):
         speculation.costs.add(1, 3, seconds_of_drafts)
     speculation.choose([request])
-    assert not request.guesses
+    assert not request.drafts
 
 
 def test_old_times_are_forgotten():
@@ -416,7 +416,7 @@ def test_never_slower_than_plain(kind, least, slope):
         while (done := len(request.token_ids) - 100) < 100:
             request.num_computed_tokens = len(request.token_ids) - 1
             assert not speculation.choose([request])
-            drafts = request.guesses
+            drafts = request.drafts
             right = next((i for i, t in enumerate(drafts) if t != answer[done + i]), len(drafts))
             seconds = 1 + slope * len(drafts) + 0.03 * bool(drafts)
             spent, plain = spent + seconds, plain + right + 1

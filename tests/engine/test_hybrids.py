@@ -28,15 +28,16 @@ SETTINGS = dict(
     max_num_seqs=4,
     max_num_batched_tokens=32,
 )
-KINDS = ["mamba2", "lfm2", "falcon_h1", "minimax"]
+KINDS = ["mamba2", "lfm2", "falcon_h1", "minimax", "zamba2"]
 """Families without any attention, with convolutions alone, with attention and a recurrence in each
-layer, and without convolutions."""
+layer, without convolutions, and with attention before the recurrence."""
 
 
 def greedy(theirs, prompt, count):
     with torch.no_grad():
         made = theirs.generate(
             torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),  # 0 is a token like others
             max_new_tokens=count,
             do_sample=False,
             eos_token_id=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import json
 import weakref
@@ -16,6 +17,8 @@ from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.config.forms import HeadDrafts, ModelDrafts, MTPDrafts, StreamedLayers
 from slipstream.costs.memory import kv_budget
+from slipstream.engine import llm as llm_module
+from slipstream.engine.listeners import MaskingGrammars
 from slipstream.errors import (
     ConfigError,
     ContextLengthError,
@@ -742,6 +745,65 @@ def test_a_shutdown_releases_what_nobody_holds_any_more(path, monkeypatch, kerne
     monkeypatch.setattr(type(llm.core.executor), "release_unused", release)
     llm.shutdown()
     assert unused == [True]
+
+
+def test_the_first_step_begins_before_all_requests_are_queued(llm, monkeypatch):
+    several = dataclasses.replace(GREEDY, n=2, temperature=0.8, seed=3)
+    each = [several if i % 2 else GREEDY for i in range(len(PROMPTS))]
+    expected = [[c.token_ids for c in o.outputs] for o in llm.generate(PROMPTS, each)]
+    calls = []
+    for name in ("add", "step"):
+        kept = getattr(llm.core, name)
+        noting = lambda *given, _name=name, _kept=kept: (calls.append(_name), _kept(*given))[1]
+        monkeypatch.setattr(llm.core, name, noting)
+    monkeypatch.setattr(llm_module, "QUEUED_TOKENS", 20)
+    answers = llm.generate(PROMPTS, each)
+    assert [[c.token_ids for c in o.outputs] for o in answers] == expected
+    assert "".join(name[0] for name in calls).startswith("aaas" + "as" + "aas" + "a" + "s")
+    assert idle(llm)
+    calls.clear()
+    with pytest.raises(RequestError, match="not a token id") as caught:
+        llm.generate([*PROMPTS, {"prompt_token_ids": [-1]}], GREEDY)
+    assert "step" in calls  # the first ones had begun
+    assert caught.value.__notes__ == [f"in prompt {len(PROMPTS)} of {len(PROMPTS) + 1}"]
+    assert idle(llm)
+
+
+def test_a_request_refused_after_the_first_steps_ends_the_others(llm, monkeypatch):
+    monkeypatch.setattr(llm_module, "QUEUED_TOKENS", 20)
+    kept = llm.core.add
+
+    def refuse_long(requests):
+        if requests[0].num_prompt_tokens == 45:
+            raise ContextLengthError("does not fit")
+        kept(requests)
+
+    monkeypatch.setattr(llm.core, "add", refuse_long)
+    with pytest.raises(ContextLengthError, match="does not fit"):
+        llm.generate(PROMPTS, GREEDY)
+    assert idle(llm)
+
+
+def test_warming_a_core_warms_its_features(llm, monkeypatch):
+    warmed = []
+    monkeypatch.setattr(MaskingGrammars, "warm", lambda self: warmed.append(self))
+    llm.core.warm(0.0)
+    assert len(warmed) == 1
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_new_objects_are_collected_while_requests_run_unless_collections_are_off(llm, is_on):
+    seen = []
+    note = lambda phase, info: seen.append((info["generation"], len(llm._output)))
+    try:
+        if not is_on:
+            gc.disable()
+        gc.callbacks.append(note)
+        llm.generate(PROMPTS, GREEDY)
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+    assert ((0, len(PROMPTS)) in seen) == is_on
 
 
 def test_the_signature_is_that_of_the_settings(path):

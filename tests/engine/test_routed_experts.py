@@ -12,6 +12,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
 from slipstream.compress.replay import replayed_routing
 from slipstream.errors import OutOfMemoryError, RequestError
+from slipstream.worker.ranks.messages import SwapExperts
 from slipstream.worker.start import sizing
 from tests.support import tiny_models
 
@@ -83,12 +84,19 @@ def test_experts_of_a_gpus_cache_alone_are_compared_with_the_hosts_memory():
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_two_ranks_return_the_models_experts(made):
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_two_ranks_return_the_models_experts(made, whole_experts):
+    """Experts that move between the ranks keep their numbers."""
     path, theirs = made
     settings = {"tensor_parallel_size": 2, "max_num_batched_tokens": 19, "max_num_seqs": 3}
+    settings |= {"expert_parallel_size": 2} if whole_experts else {}
     with engine(path, **settings) as llm:
         assert check(theirs, llm.generate(PROMPTS, SAMPLING, progress=False)) == 0
+        if whole_experts:
+            llm.core.executor._broadcast(SwapExperts([(0, 0, 3), (1, 1, 2)]))
         assert check(theirs, llm.generate(PROMPTS, SAMPLING, progress=False)) > 0
+        llm.reset_prefix_cache()
+        assert check(theirs, llm.generate(PROMPTS, SAMPLING, progress=False)) == 0
 
 
 @pytest.mark.parametrize(

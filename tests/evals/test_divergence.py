@@ -72,7 +72,7 @@ def theirs(model, window):
     return logits[window.num_context - 1 : -1], torch.tensor(window.token_ids[window.num_context :])
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "mamba2", "falcon_h1", "zamba2"])
 def test_models_with_states_score_and_go_on_as_transformers(family, tmp_path):
     model = tiny_models.build_with_tokenizer(tmp_path, family)
     scorer = load(tmp_path)
@@ -233,6 +233,15 @@ def test_other_depths_have_no_layers(scorers, tmp_path):
     assert found.layers == ()
     assert "4 layers" in found.why_no_layers
     assert found.kl.mean > 0
+
+
+def test_layers_with_several_residuals_are_not_compared_one_by_one(tmp_path):
+    tiny_models.write_with_tokenizer(tmp_path, "zamba2")
+    a, b = load(tmp_path), load(tmp_path, quantization="int8")
+    found = compare(a, b, windows(a))
+    assert found.layers == ()
+    assert "several residuals" in found.why_no_layers
+    assert 0 < found.kl.mean < 0.1
 
 
 def test_errors_say_what_to_do(models, scorers, tmp_path):

@@ -347,9 +347,10 @@ def test_what_was_fetched_of_a_file_needs_no_room_again(stand_in, monkeypatch):
     assert (pull(stand_in, "org/name", refresh=True) / "model.safetensors").read_bytes() == BIG
 
 
-def test_redirect_from_encryption_to_none_is_refused():
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_redirect_from_encryption_to_none_is_refused(status):
     client = HubClient("https://hub.example")
-    answer = httpx.Response(302, headers={"location": "http://files.example/x"})
+    answer = httpx.Response(status, headers={"location": "http://files.example/x"})
     client._http = httpx.Client(transport=httpx.MockTransport(lambda request: answer))
     with pytest.raises(DownloadError, match="without encryption"):
         client.repository("org/name")

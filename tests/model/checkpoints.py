@@ -614,3 +614,18 @@ add(LING2, SIZES + " moe_intermediate_size moe_shared_expert_intermediate_size f
     ling_mini_2_0=(20, 2048, 5120, 16, 4, 157184, 32768, 512, 512, 1),
     ling_flash_2_0=(32, 4096, 9216, 32, 4, 157184, 32768, 1024, 1024, 1),
 )  # fmt: skip
+add(
+    {
+        "model_type": "zamba2", "architectures": ["Zamba2ForCausalLM"], "add_bias_linear": False, "attention_dropout": 0.0, "bos_token_id": 1,
+        "chunk_size": 256, "eos_token_id": 2, "hidden_act": "gelu", "initializer_range": 0.02, "mamba_d_conv": 4, "mamba_expand": 2,
+        "num_logits_to_keep": 1, "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_theta": 10000, "time_step_floor": 0.0001, "time_step_max": 0.1,
+        "time_step_min": 0.001, "torch_dtype": "bfloat16", "use_cache": True, "use_conv_bias": True, "use_long_context": False,
+        "use_mamba_kernels": True, "use_mem_eff_path": False, "adapter_rank": 128,
+    },
+    SIZES + " mamba_d_state mamba_ngroups n_mamba_heads num_mem_blocks use_mem_rope use_shared_attention_adapter layers_block_type hybrid_layer_ids",
+    zamba2_1_2b=(38, 2048, 8192, 32, 32, 32000, 4096, 128, 1, 64, 1, True, True,
+        ["hybrid" if i % 6 == 5 else "mamba" for i in range(38)], [5, 11, 17, 23, 29, 35]),
+    zamba2_7b=(81, 3584, 14336, 32, 32, 32000, 4096, 64, 2, 112, 2, True, False,
+        ["hybrid" if i in (6, 11, 17, 23, 29, 35, 41, 47, 53, 59, 65, 71, 77) else "mamba" for i in range(81)],
+        [6, 11, 17, 23, 29, 35, 41, 47, 53, 59, 65, 71, 77]),
+)  # fmt: skip

@@ -121,6 +121,9 @@ def shrunk(config: Config) -> Config:
         tiny[key] = SIZES[key] if tiny[key] else tiny[key]
     if kind == "bailing_hybrid":
         tiny |= {"n_group": 4, "topk_group": 2}
+    if kind == "zamba2":
+        tiny |= dict(n_mamba_heads=8, hybrid_layer_ids=[1, 2], num_key_value_heads=4)
+        tiny |= dict(layers_block_type=["mamba", "hybrid", "hybrid"], initializer_range=0.1)
     count = PATTERNS.get(kind, 3)
     tiny |= {key: count for key in LAYERS if tiny.get(key) is not None}
     heads = next((config[k] for k in ("num_attention_heads", "n_head") if config.get(k)), None)

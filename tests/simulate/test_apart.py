@@ -95,7 +95,6 @@ def test_the_note_says_whether_it_pays(made):
 @pytest.mark.parametrize(
     "refused",
     [
-        dict(device="meta"),
         dict(num_gpus=2),
         dict(tensor_parallel_size=2),
         dict(enable_prefix_caching=False),

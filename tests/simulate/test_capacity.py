@@ -19,7 +19,12 @@ from slipstream.simulate.capacity import (
     settled,
     turns_per_s,
 )
-from slipstream.simulate.recommend import balancer_weights, enough_replicas, peak_sequences
+from slipstream.simulate.recommend import (
+    balancer_weights,
+    enough_replicas,
+    peak_sequences,
+    why_replicas,
+)
 from slipstream.simulate.traffic import of_lengths
 from tests.simulate.test_simulator import Linear, engine
 
@@ -40,6 +45,15 @@ def test_as_many_replicas_are_tried_as_the_devices_allow(is_gpu, most):
     four = SimpleNamespace(num_gpus=4, hardware=SimpleNamespace(is_gpu=is_gpu))
     found = enough_replicas(four, SimpleNamespace(rate=1.0), load, 9, lambda: None)
     assert (found, tried) == ((None, None), [*range(2, most + 1)])
+
+
+def test_replicas_that_carry_more_together_than_apart_are_said_to():
+    one = "one carries 0.163 requests/s within the objectives"
+    assert why_replicas(8, 0.163, None) == why_replicas(8, 0.163, 1.3) == one
+    together = why_replicas(8, 0.163, 3.0)
+    assert together.startswith(f"simulated together they carry the 3 requests/s; alone {one}")
+    assert "a share of 0.375" in together
+    assert why_replicas(8, None, 3.0) == ""
 
 
 def request(sent, ttft_s=1.0):

@@ -41,6 +41,7 @@ def targets(model: Any) -> list[str]:
         if n.rpartition(".")[2] not in (*UNBUILT, *by_peft)
         and ".experts." not in n
         and not OF_STREAMS & {*n.split(".")}
+        and ".shared_transformer." not in n  # whose adapters are refused
     ]
 
 

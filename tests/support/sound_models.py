@@ -88,3 +88,49 @@ def their_inputs(tokens: list[int], sounds: list[Any]) -> dict[str, Any]:
         given["input_features"] = made["input_features"]
         given["feature_attention_mask"] = made["attention_mask"]
     return given
+
+
+VOXTRAL = ("<s>", "</s>", "[INST]", "[/INST]", "[BEGIN_AUDIO]", "[AUDIO]")
+VOXTRAL_TEMPLATE = (
+    "<s>{% for message in messages %}{% if message['role'] == 'user' %}[INST]{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for content in message['content'] %}{% if content['type'] == 'audio' %}[AUDIO]"
+    "{% else %}{{ content['text'] }}{% endif %}{% endfor %}{% endif %}[/INST]{% else %}{{ message['content'] }}</s>"
+    "{% endif %}{% endfor %}"
+)
+
+
+def build_voxtral(path: Path, *, seed: int = 0) -> Any:
+    import torch
+    import transformers as t
+
+    torch.manual_seed(seed)
+    audio = dict(hidden_size=24, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
+    audio |= dict(num_mel_bins=80, max_source_positions=50 * WINDOW_S)
+    text = {**_TEXT, "model_type": "llama", "head_dim": 8}
+    token = BYTES + VOXTRAL.index("[AUDIO]")
+    model = t.VoxtralForConditionalGeneration(
+        t.VoxtralConfig(audio_config=audio, text_config=text, audio_token_id=token)
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    (path / "generation_config.json").unlink(missing_ok=True)
+    write_tokenizer(path, special=VOXTRAL, template=VOXTRAL_TEMPLATE)
+    (path / "preprocessor_config.json").write_text(json.dumps(extractor().to_dict()))
+    return model
+
+
+def their_windows(sounds: list[Any]) -> Any:
+    """`VoxtralProcessor`'s features of sounds: windows [N, mels, frames]."""
+    import torch
+    from transformers import VoxtralProcessor
+
+    theirs = VoxtralProcessor.__new__(VoxtralProcessor)
+    theirs.feature_extractor = extractor()
+    how = {**VoxtralProcessor.audio_kwargs, "pad_to_multiple_of": WINDOW_S * 16_000}
+    made = theirs._retrieve_input_features(
+        sounds, **{**how, "max_source_positions": 100 * WINDOW_S}
+    )
+    assert isinstance(made, torch.Tensor)
+    return made

@@ -247,6 +247,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(model_type="bailing_hybrid", pad_token_id=None, q_lora_rank=None, head_dim=12),
         **dict(num_experts=8, n_shared_experts=1, n_group=4, topk_group=2, layer_group_size=3),
     },
+    "zamba2": {
+        **{k: v for k, v in _LLAMA.items() if k != "num_key_value_heads"},
+        **dict(model_type="zamba2", num_hidden_layers=4, num_mem_blocks=2, adapter_rank=3),
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"],
+        **dict(use_shared_attention_adapter=True, use_mem_rope=True, mamba_d_state=12),
+        **dict(n_mamba_heads=8, mamba_ngroups=2, chunk_size=16, initializer_range=0.12),
+    },
     "granitemoehybrid": {
         **_MAMBA2,
         "model_type": "granitemoehybrid",
@@ -598,7 +605,7 @@ GEMMA4_MOE = {
 
 RECURRENT = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h", "bamba"),
-    *("lfm3", "bailing_hybrid"),
+    *("lfm3", "bailing_hybrid", "zamba2"),
     *("granitemoehybrid", "falcon_h1", "jamba", "kimi_linear", "olmo_hybrid"),
     *("mamba", "falcon_mamba", "mamba2", "minimax"),
 )
@@ -870,6 +877,11 @@ ENCODERS |= {
         "pos_att_type": ["c2p", "p2c"],
         "type_vocab_size": 2,
     },
+    "albert": {**_BERT, "model_type": "albert", "num_hidden_layers": 4, "embedding_size": 16}
+    | {"num_hidden_groups": 2, "classifier_dropout_prob": 0.0},
+    "rembert": {**_BERT, "model_type": "rembert", "input_embedding_size": 16},
+    "roformer": {**_BERT, "model_type": "roformer", "embedding_size": 16},
+    "megatron-bert": {**_BERT, "model_type": "megatron-bert"},
     "gemma3-encoder": {**FAMILIES["gemma3_text"], "use_bidirectional_attention": True},
     "t5-encoder": {**_T5, "model_type": "t5"},
     "umt5-encoder": {**_T5, "model_type": "umt5", "feed_forward_proj": "gated-gelu"},
@@ -923,11 +935,7 @@ def build_bart(
     model: Any = getattr(transformers, BARTS[family])(config).eval()
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias.copy_(torch.randn(1, VOCAB))
-    sines = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
-    _shaken(model, path, noise)
-    model.load_state_dict(sines, strict=False)
-    model.save_pretrained(path)
-    return model
+    return _shaken(model, path, noise)
 
 
 def build_encoder(
@@ -985,7 +993,8 @@ def _shaken(model: Any, path: Path, noise: float) -> Any:
 
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * noise)
+            noisy = torch.randn_like(parameter) * noise
+            parameter.add_(noisy * parameter.requires_grad)  # tables of sines stay
     model.save_pretrained(path)
     return model
 

@@ -146,6 +146,18 @@ for _like in COHERE:
         + PLACEHOLDER[_like]
         + "{% else %}{{ item['text'] }}{% endif %}{% endfor %}{% endif %}<|END|>{% endfor %}"
     )
+for _table in (SPECIAL, IMAGE, PLACEHOLDER, TEMPLATES):
+    _table["llava_onevision"] = _table["llava"]
+SPECIAL["llava_onevision"] += ("<video>",)
+PALIGEMMA = ("paligemma", "paligemma2")
+for _like in PALIGEMMA:
+    SPECIAL[_like] = ("<bos>", "<eos>", "<image>")
+    IMAGE[_like] = PLACEHOLDER[_like] = "<image>"
+    TEMPLATES[_like] = (
+        "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+        "{% for item in message['content'] %}{% if item['type'] == 'image' %}<image>{% else %}{{ item['text'] }}"
+        "{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    )
 _TEXT = dict(
     vocab_size=VOCAB,
     hidden_size=32,
@@ -215,6 +227,10 @@ def _config(family: str, **more: Any) -> Any:
         return _with_class_token(family, image, more)
     if family in COHERE:
         return _cohere_config(family, image, more)
+    if family == "llava_onevision":
+        return _onevision_config(image, more)
+    if family in PALIGEMMA:
+        return _paligemma_config(family, image, more)
     if family == "lfm2_vl":
         return _lfm_config(image, more)
     if family == "kimi_k25":
@@ -422,6 +438,30 @@ def _qwen3_config(family: str, rope: dict[str, Any], ids: dict[str, int], more: 
     return kind(text_config=text, vision_config=vision, **ids, **more)
 
 
+def _onevision_config(image: int, more: Any) -> Any:
+    import transformers as t
+
+    vision = {**_SIGLIP, "vision_use_head": False, "model_type": "siglip_vision_model"}
+    ids = {"image_token_index": image, "video_token_index": token_id("llava_onevision", "<video>")}
+    pinpoints = PROCESSING["llava_onevision"]["image_grid_pinpoints"]
+    own = dict(image_grid_pinpoints=pinpoints, vision_aspect_ratio="anyres_max_3")
+    vision["image_size"] = 26  # a tile's last pixels are in no patch, as in the published ones
+    text = {**_TEXT, "model_type": "qwen2"}
+    return t.LlavaOnevisionConfig(text_config=text, vision_config=vision, **ids, **own, **more)
+
+
+def _paligemma_config(family: str, image: int, more: Any) -> Any:
+    import transformers as t
+
+    text = {**_TEXT, "model_type": "gemma", "head_dim": 16}
+    if family == "paligemma2":
+        text |= {"model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 300}
+        text |= {"query_pre_attn_scalar": 20}
+    vision = {**_SIGLIP, "vision_use_head": False, "model_type": "siglip_vision_model"}
+    own = dict(projection_dim=32, image_token_index=image)
+    return t.PaliGemmaConfig(text_config=text, vision_config=vision, **own, **more)
+
+
 PROCESSING: dict[str, dict[str, Any]] = {
     "smolvlm": {
         "image_processor_type": "SmolVLMImageProcessor",
@@ -498,6 +538,19 @@ PROCESSING["lfm2_vl"] = {
     "max_tiles": 4,
     "tile_size": 24,
 }
+PROCESSING["llava_onevision"] = {
+    "image_processor_type": "LlavaOnevisionImageProcessor",
+    "size": {"height": 26, "width": 26},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "image_grid_pinpoints": [[26 * h, 26 * w] for h in range(1, 4) for w in range(1, 4)],
+}
+for _like in PALIGEMMA:
+    PROCESSING[_like] = {
+        "image_processor_type": "SiglipImageProcessor",
+        "size": {"height": 32, "width": 32},
+        "resample": 3,
+    }
 PROCESSING["kimi_k25"] = {
     "image_processor_type": "Kimi_K25ImageProcessor",
     "patch_size": 4,
@@ -560,6 +613,8 @@ def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
         "qwen2_5_vl": t.Qwen2_5_VLForConditionalGeneration,
         **{k: getattr(t, f"{v}ForConditionalGeneration") for k, v in (QWEN3 | GLM).items()},
         **dict.fromkeys(GEMMA4, t.Gemma4ForConditionalGeneration),
+        "llava_onevision": t.LlavaOnevisionForConditionalGeneration,
+        **dict.fromkeys(PALIGEMMA, t.PaliGemmaForConditionalGeneration),
         "kimi_k25": t.Kimi_K25ForConditionalGeneration,
         "lfm2_vl": t.Lfm2VlForConditionalGeneration,
         "aya_vision": t.AyaVisionForConditionalGeneration,
@@ -621,6 +676,28 @@ def picture(seed: int, width: int = 50, height: int = 37) -> Any:
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8))
     return small.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def prompt_of(family: str, *pictures: Any, words: str = "ab ", end: str = " cd?") -> dict[str, Any]:
+    text = words + " and ".join(PLACEHOLDER[family] for _ in pictures) + end
+    return {"prompt": text, "multi_modal_data": {"image": list(pictures)}}
+
+
+def mixed_prompts(family: str) -> list[dict[str, Any]]:
+    """Prompts with two pictures, one and none. The last one has a picture of the first."""
+    return [
+        prompt_of(family, picture(1), picture(2, 30, 61)),
+        prompt_of(family, picture(3)),
+        {"prompt_token_ids": [5, 6, 7]},
+        prompt_of(family, picture(1), words="ef "),
+    ]
+
+
+def largest_difference(answer: Any, theirs: Any) -> float:
+    """Largest difference of the log-probabilities of the prompt's tokens."""
+    ids = answer.prompt_token_ids
+    own = [position.chosen.logprob for position in answer.prompt_logprobs[1:]]
+    return max(abs(a - theirs[i, ids[i + 1]].item()) for i, a in enumerate(own))
 
 
 def from_source(module: str, *names: str) -> Any:
@@ -768,8 +845,12 @@ def their_processor(family: str) -> Any:
     from transformers.models.llava_next.image_processing_pil_llava_next import (
         LlavaNextImageProcessorPil,
     )
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+        LlavaOnevisionImageProcessorPil,
+    )
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     kinds = {
@@ -780,6 +861,8 @@ def their_processor(family: str) -> Any:
         **dict.fromkeys(QWEN3, Qwen2VLImageProcessorPil),
         **dict.fromkeys(GEMMA4, Gemma4ImageProcessorPil),
         **dict.fromkeys(GLM, Glm4vImageProcessorPil),
+        "llava_onevision": LlavaOnevisionImageProcessorPil,
+        **dict.fromkeys(PALIGEMMA, SiglipImageProcessorPil),
         "mistral3": PixtralImageProcessorPil,
         **dict.fromkeys(("internvl", "aya_vision"), GotOcr2ImageProcessorPil),
         "llava": CLIPImageProcessorPil,
@@ -793,19 +876,22 @@ def their_processor(family: str) -> Any:
     return kinds[family](**own)
 
 
-def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[str, Any]:
+def their_inputs(
+    family: str, tokens: list[int], pictures: list[Any], *, of_one_prompt: bool = True
+) -> dict[str, Any]:
     """Inputs of transformers' model for a prompt that has all placeholders."""
     import torch
 
     ids = torch.tensor([tokens])
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     kinds = (ids == token_id(family, IMAGE[family])).int()
-    if family == "gemma3":
-        given["token_type_ids"] = kinds
+    if family == "gemma3" or family in PALIGEMMA:  # of the latter, all tokens of a prompt are alike
+        given["token_type_ids"] = kinds * (family == "gemma3")
     elif family.startswith("qwen") or family in (*GEMMA4, *GLM):
         given["mm_token_type_ids"] = kinds
     if pictures:
-        nested = [pictures] if family == "smolvlm" else pictures
+        is_nested = family == "smolvlm" or (family == "llava_onevision" and of_one_prompt)
+        nested = [pictures] if is_nested else pictures
         made = their_processor(family)(nested, return_tensors="pt")
         given |= {
             k: v
@@ -813,7 +899,7 @@ def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[st
             if k
             in (
                 *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids"),
-                *("image_sizes", "spatial_shapes"),
+                *("image_sizes", "spatial_shapes", "batch_num_images"),
             )
         }
     return given

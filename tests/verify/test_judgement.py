@@ -19,8 +19,8 @@ from slipstream.verify.served import Answer, NotOfferedError, Served
 
 
 def verification(replies=(), **plan):
-    left = iter(replies)
-    served = SimpleNamespace(ask=lambda *a, **k: next(left))
+    left, asked = iter(replies), []
+    served = SimpleNamespace(asked=asked, ask=lambda *a, **k: asked.append(k) or next(left))
     return Verification(served, SimpleNamespace(token_id=None, has_tools=True), Plan(**plan))
 
 
@@ -202,7 +202,10 @@ def called(name):
 
 def test_calls_keep_to_the_tool_by_their_name_too(monkeypatch):
     monkeypatch.setattr(probes, "keeps_to_tool", lambda arguments: True)
-    assert verification([called(probes.TOOL_NAME)] * NUM_FORMED)._tools().outcome == "pass"
+    made = verification([called(probes.TOOL_NAME)] * NUM_FORMED)
+    assert made._tools().outcome == "pass"
+    for given in made.served.asked:  # a server that may answer without a call proves nothing
+        assert (given["tools"], given["tool_choice"]) == ([probes.TOOL], "required")
     assert verification([called("other")] * NUM_FORMED)._tools().outcome == "fault"
     made = verification([called("other")] * NUM_FORMED)
     made.reference.has_tools = False  # the model itself calls none

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import secrets
 import shutil
 import signal
 import stat
@@ -21,6 +22,8 @@ from slipstream.worker.tiers import device_blocks, disk_tier
 from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays
 from slipstream.worker.tiers.device_blocks import DeviceBlocks
 from slipstream.worker.tiers.disk_tier import HEADER, DiskTier
+from slipstream.worker.tiers.exchange import BlockExchange
+from tests.support.waiting import wait_for
 
 OURS, THEIRS = b"o" * 16, b"t" * 16
 SIZE = 3000
@@ -351,6 +354,54 @@ def check_device_blocks(tmp_path, platform, ops, odd):
         assert torch.equal(state[4], old[2])
         assert not state[:4].any()
     store.close()
+
+
+def test_a_devices_blocks_go_to_another_engine_and_come_from_it():
+    """The code of a GPU runs on a CPU without a stream."""
+    check_handover_of_a_device(CpuPlatform(torch.device("cpu")), ReferenceOps())
+
+
+def check_handover_of_a_device(platform, ops):
+    """Two stores with two pinned rows for blocks and one for states, and more copies than rows."""
+    shapes, layout = ([(9, 2, 4, 8)] * 2, [(5, 3, 8)]), {"block_size": "4"}
+    rng = torch.Generator().manual_seed(0)
+    given, taken = (
+        [[make(*s).to(platform.device) for s in own] for own in shapes]
+        for make in (lambda *s: torch.randn(*s, generator=rng), torch.zeros)
+    )
+    addresses = [f"unix:test-{secrets.token_hex(8)}" for _ in range(2)]
+    exchanges = [BlockExchange(2**16, (512, 96), layout, address) for address in addresses]
+    giver, taker = (
+        DeviceBlocks(
+            (BlockTensors.of(own[0]), BlockTensors.of(own[1])),
+            *(ops, (0, 0), (2, 1), None, platform, exchange, layout),
+        )
+        for own, exchange in zip((given, taken), exchanges, strict=True)
+    )
+    out = [BlockCopy(i, "device", "peer", key(i), block=i) for i in range(1, 8)]
+    out += [BlockCopy(10 + i, "device", "peer", key(10 + i), i, kind=1) for i in (1, 2, 3)]
+    assert set(carried(giver, *out).values()) == {True}
+    more = dict(address=addresses[0])
+    back = [BlockCopy(i, "peer", "device", key(i), block=9 - i, **more) for i in range(1, 8)]
+    back += [
+        BlockCopy(10 + i, "peer", "device", key(10 + i), 4 - i, kind=1, **more) for i in (1, 2, 3)
+    ]
+    lost = BlockCopy(20, "peer", "device", key(99), block=1, **more)
+    assert carried(taker, *back, lost) == {**{copy.number: True for copy in back}, 20: False}
+    for (blocks, states), (new_blocks, new_states) in ((given, taken),):
+        for old, new in zip(blocks, new_blocks, strict=True):
+            assert all(torch.equal(new[9 - i], old[i]) for i in range(1, 8))
+            assert not new[1].any()
+        for old, new in zip(states, new_states, strict=True):
+            assert all(torch.equal(new[4 - i], old[i]) for i in (1, 2, 3))
+    for store in (giver, taker):  # every pinned row is free again
+        assert [len(t._free) for t in store._transits] == [2, 1]
+        held = store.exchange._entries.values()
+        wait_for(lambda held=held: not any(e.num_pins for e in held), "a reader holds blocks")
+        store.exchange.check()
+    giver.close()
+    assert carried(taker, lost._replace(key=key(1))) == {20: False}
+    taker.close()
 
 
 def test_the_folder_that_is_made_is_private(tmp_path):

@@ -564,7 +564,13 @@ def told_without_torch(*words):
 
 @pytest.mark.parametrize(
     "more",
-    [[], ["--speculative-model", "ngram"], ["--load-format", "dummy"], ["--quantization", "int4"]],
+    [
+        [],
+        ["--speculative-model", "ngram"],
+        ["--load-format", "dummy"],
+        ["--quantization", "int4"],
+        ["--repetition-penalty", "1.1"],
+    ],
 )
 def test_run_needs_no_torch(tmp_path, more):
     tiny_models.write_with_tokenizer(tmp_path, hidden_size=128, intermediate_size=128)

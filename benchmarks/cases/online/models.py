@@ -79,6 +79,7 @@ def server(args: argparse.Namespace) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def engines(process: psutil.Process) -> list[psutil.Process]:
+    """Engines, and on Linux the process that forks them."""
     found = []
     for child in process.children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -139,8 +140,8 @@ def resident(process: psutil.Process) -> tuple[int, int]:
 
 def _anonymous(pid: int) -> int:
     with contextlib.suppress(OSError, IndexError):
-        status = Path(f"/proc/{pid}/status").read_text("ascii")
-        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+        status = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii")
+        return int(status.split("Pss_Anon:")[1].split()[0]) * 1024  # forks share
     return 0
 
 

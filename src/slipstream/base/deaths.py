@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections import deque
-from typing import IO
+from typing import IO, Protocol
 
 MAX_DEATHS, WINDOW_S = 5, 60.0
 """Deaths within the window after which the parent gives up."""
@@ -14,7 +13,14 @@ MAX_DEATHS, WINDOW_S = 5, 60.0
 MAX_PAUSE_S = 30.0
 
 
-def stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
+class HasStdin(Protocol):
+    """A child process: `subprocess.Popen`, or a fork of another one."""
+
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+
+
+def stdin_of(process: HasStdin) -> IO[bytes]:
     """Returns the pipe to the standard input of a child process that has one. Our children end when
     it closes."""
     if process.stdin is None:

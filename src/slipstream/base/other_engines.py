@@ -244,8 +244,7 @@ _BY_REASON: dict[str, str] = {
         sparse_indexer_topk_backend disable_cascade_attn disable_custom_all_reduce
         use_fp64_gumbel enable_flashinfer_autotune gdn_prefill_backend
         kda_prefill_backend kda_decode_backend
-        model_impl disable_sliding_window disable_hybrid_kv_cache_manager
-        kv_cache_dtype_skip_layers numa_bind numa_bind_nodes numa_bind_cpus
+        model_impl disable_hybrid_kv_cache_manager kv_cache_dtype_skip_layers
         enable_batch_sharded_sampling enable_shm_tensor_arena kv_sharing_fast_prefill
         additional_config
     """,
@@ -339,7 +338,16 @@ _BY_REASON: dict[str, str] = {
     """,
     "leave it out: ranks find each other by rank_address, and a rank that is lost ends the engine": """
         distributed_timeout_seconds cpu_distributed_timeout_seconds
-        enable_nccl_comm_suspend device_ids
+        enable_nccl_comm_suspend
+    """,
+    "leave it out: ranks take the GPUs that CUDA_VISIBLE_DEVICES leaves, in order": """
+        device_ids
+    """,
+    "leave it out: start the server under numactl": """
+        numa_bind numa_bind_nodes numa_bind_cpus
+    """,
+    "leave it out: a layer's window is the model's; a max_model_len below it has the same effect": """
+        disable_sliding_window
     """,
     "leave it out: TLS is --ssl-certfile and --ssl-keyfile; a proxy in front does the rest": """
         ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh
@@ -365,6 +373,8 @@ _BY_REASON: dict[str, str] = {
     """,
     "leave it out: formats are data in the code (docs/extending.md); --tool-call-parser and --reasoning-parser choose one": """
         tool_parser_plugin reasoning_parser_plugin chat_template_content_format
+    """,
+    "leave it out: a tool's own `strict` and tool_choice decide what is enforced": """
         tool_strict_level
     """,
     "leave it out: weights are read by the checkpoint's own index; load_format says how": """
@@ -373,7 +383,10 @@ _BY_REASON: dict[str, str] = {
         pt_load_map_location max_parallel_loading_workers
     """,
     "leave it out: each step's tokens are sent at once": """
-        stream_interval sse_keep_alive_interval
+        stream_interval
+    """,
+    "leave it out: a stream that is silent for 15 seconds says `: ping`": """
+        sse_keep_alive_interval
     """,
     "leave it out: --enable-sleep-mode has two levels (docs/server/operations.md)": """
         sleep_mode_backend sleep_preserve_parameter_names

@@ -146,7 +146,7 @@ class PruneSettings:
 
     @property
     def needs_text(self) -> bool:
-        """Whether anything is measured on text."""
+        """Tells whether the steps need calibration text."""
         units = max(self.heads, self.channels, self.hidden) > 0
         return (
             self.layers > 0 or self.size is not None or (self.importance != "magnitude" and units)

@@ -28,9 +28,9 @@ class Chosen:
         return self.origins[name].value
 
     def needs_full_prompt(self, name: str, value: bool) -> bool:
-        """Record and return a value that an encoder forces, whatever the user said. An encoder's
-        tokens attend to each other, so no part of a prompt can be computed or cached separately."""
-        self.origins[name] = Origin(value, "model", "its encoder reads texts whole")
+        """Record and return a value that the model forces, whatever the user said: tokens of a prompt
+        attend to each other, so no part of it can be computed separately."""
+        self.origins[name] = Origin(value, "model", "it reads prompts whole")
         return value
 
 

@@ -6,7 +6,7 @@ import sys
 
 from slipstream.config.chosen import positive
 from slipstream.config.sections import Handover
-from slipstream.config.settings import DeviceInfo, EngineArgs, num_ranks
+from slipstream.config.settings import EngineArgs, num_ranks
 from slipstream.errors import ConfigError
 from slipstream.spec.model import ModelSpec
 
@@ -29,13 +29,12 @@ def handover_section(args: EngineArgs) -> Handover | None:
     return Handover(address=args.kv_handover_address, limit_bytes=limit)
 
 
-def check_handover(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
+def check_handover(args: EngineArgs, spec: ModelSpec) -> None:
     """Raise ConfigError if blocks can't be handed over to other engines."""
     if args.kv_handover_address is None:
         return
     is_here = args.kv_handover_address.startswith("unix:")
     for refused, why in (
-        (device.is_cuda, "hand-overs between engines on GPUs are to come; leave it out"),
         (num_ranks(args) > 1, "an engine of several ranks has no hand-overs yet; leave it out"),
         (
             not args.enable_prefix_caching or spec.needs_full_prompt,

@@ -74,7 +74,7 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     parallel = parallel_section(args, model, device, model_config.quantization, embeds=embeds)
     cache, cache_origins = cache_section(args, model, device, model_config.dtype)
     check_tiers(args, model.spec, device, parallel)
-    check_handover(args, model.spec, device)
+    check_handover(args, model.spec)
     scheduling, scheduling_origins = scheduling_section(
         args,
         model.spec,

@@ -21,9 +21,8 @@ def check_routed_experts(args: EngineArgs, model: ModelDescription) -> None:
             "the cache forgets tokens of the first layer's window",
         ),
         (
-            num_ranks(args) > args.tensor_parallel_size
-            or max(args.context_parallel_size, args.expert_parallel_size) > 1,
-            "of several ranks only those of tensor_parallel_size alone are covered (each routes all tokens)",
+            num_ranks(args) > args.tensor_parallel_size or args.context_parallel_size > 1,
+            "of several ranks only those of tensor_parallel_size are covered (each routes all tokens)",
         ),
         (
             args.sequence_parallel,

@@ -34,6 +34,8 @@ def scheduling_section(
     ranks, streams = parallel.stage.num_caches, isinstance(offload, StreamedLayers)
     if spec.needs_full_prompt:
         chunked = chosen.needs_full_prompt("enable_chunked_prefill", not spec.is_encoder)
+    elif spec.joins_prompts:
+        chunked = chosen.needs_full_prompt("enable_chunked_prefill", False)
     if args.target_itl_ms is not None:
         _check_target_itl(args.target_itl_ms, chunked and not spec.needs_full_prompt)
     seqs_auto = 1024 if device.is_cuda else 256 if spec.is_encoder else 64

@@ -3,7 +3,7 @@
 A result has the tokens of each request that sampled. For each request, in this order:
 
 1. If the request has ended meanwhile, its tokens are dropped.
-2. If the step had guesses, tokens are taken up to the first wrong guess. Later positions were
+2. If the step had drafts, tokens are taken up to the first wrong one. Later positions were
    computed with wrong tokens. They are computed again, in the same blocks.
 3. Tokens after one that ends the request are dropped.
 4. A participant may take a request's result instead.
@@ -31,7 +31,7 @@ class InFlight(NamedTuple):
     each. The results of `dropped` requests are ignored."""
 
     requests: Sequence[Request]
-    guesses: Mapping[Request, int]
+    drafts: Mapping[Request, int]
     certain: Mapping[Request, tuple[int, ...]]
     dropped: set[Request]
 
@@ -65,7 +65,7 @@ class StepsInFlight:
     @property
     def unverified(self) -> set[Request]:
         """Requests with drafts that are not verified yet."""
-        return set().union(*[step.guesses for step in self.by_id.values() if step.guesses])
+        return set().union(*[step.drafts for step in self.by_id.values() if step.drafts])
 
     @property
     def last_ended(self) -> int:
@@ -86,7 +86,7 @@ class StepsInFlight:
             prompts = sum(s.num_tokens for s in step.prompts)
             self._tiers.rates.launched(self.last_id, now, prompts, prompts + len(step.decodes))
         self.by_id[self.last_id] = InFlight(
-            step.sampled_decodes + step.sampled_prompts, step.guesses, step.certain, set()
+            step.sampled_decodes + step.sampled_prompts, step.drafts, step.certain, set()
         )
 
     def forget(self) -> None:
@@ -107,7 +107,7 @@ class StepsInFlight:
         for part in self.participants:
             part.arrived(plan, extras)
         size, finish, now = self._block_size, self._requests.finish, self._clock()
-        is_plain = extras is None and not step.guesses and not step.certain
+        is_plain = extras is None and not step.drafts and not step.certain
         dropped = step.dropped
         for request, tokens in zip(step.requests, result.tokens_of_each, strict=True):
             if request.status is Status.FINISHED or (dropped and request in dropped):
@@ -137,14 +137,14 @@ class StepsInFlight:
                     continue
                 if request.guide is not None and request.guide.takes(request):
                     continue
-            num_guesses = num_right = 0
-            if step.guesses and (num_guesses := step.guesses.get(request, 0)):
+            num_drafts = num_right = 0
+            if step.drafts and (num_drafts := step.drafts.get(request, 0)):
                 num_right = len(tokens) - 1
-                request.num_pending -= num_guesses
+                request.num_pending -= num_drafts
                 if request.status is Status.RUNNING:  # else it was preempted and has nothing
-                    request.kv.verified(request, num_guesses, num_right)
+                    request.kv.verified(request, num_drafts, num_right)
                 for part in request.participants:
-                    part.verified(request, num_guesses, num_right)
+                    part.verified(request, num_drafts, num_right)
             elif step.certain and (certain := step.certain.get(request, ())):
                 tokens = (*certain, *tokens)
                 request.num_pending -= 1 + len(certain)
@@ -161,7 +161,7 @@ class StepsInFlight:
             if num_right > len(tokens):
                 num_right = len(tokens)
             output = TokenOutput(
-                request_id, tokens, reason, stop, num_cached, (), None, None, num_guesses, num_right
+                request_id, tokens, reason, stop, num_cached, (), None, None, num_drafts, num_right
             )
             outputs.append(output if extras is None else extras.joined(output))
             if reason is not None:

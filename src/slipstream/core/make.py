@@ -58,9 +58,9 @@ def make_scheduler(
         num_blocks=num_blocks,
         salt=salt,
         participants=participants,
-        guesses_ahead=drafts_ahead,
+        drafts_ahead=drafts_ahead,
         store=store,
         padded=padded,
         clock=clock,
-        most_guesses=speculation.limit,
+        max_drafts=speculation.limit,
     )

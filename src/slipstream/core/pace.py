@@ -8,8 +8,8 @@ Without an objective `core.step.chunk_with_decodes` decides alone. With one, `Pa
    matrix products work on tiles. Every `PROBE_EVERY`th step with decodes has no prompt tokens.
 2. A step takes a share of what fits. The share falls by a tenth with each step that took longer
    than the objective, and rises slowly with each that did not.
-3. A step takes at most twice as many tokens as the largest measured one of such positions. The
-   first takes `MIN_CHUNK`.
+3. A step takes at most twice as many tokens as the largest measured one of such positions, and in
+   graphs the next size after it. The first takes `MIN_CHUNK`.
 4. If the first prompt in line has waited more than `PATIENCE_S`, a step takes at least the tokens
    that seem to take `MIN_SHARE` of the objective, from 1 to `MIN_CHUNK`; with graphs, what the
    smallest has room for. So prompts progress even where decodes alone exceed the objective.
@@ -45,11 +45,11 @@ RISE, FALL = 0.005, 0.9
 MARGIN = 0.99
 """Part of the objective that steps aim at, since times vary."""
 
-UNTRIED = 0.6
-"""Assumed cost of a token in a graph size without measurements, relative to the next smaller size.
+UNTRIED = 1.18
+"""Assumed time of a graph size without measurements, relative to the next smaller size.
 
 Larger graphs take less where their tokens fit into the same tiles. A size that is never tried would
-never be measured.
+never be measured. A token takes at least what it took at earlier positions.
 """
 
 
@@ -162,7 +162,7 @@ class Pace:
         fits, least = _within(seconds, known, most), 1
         if self._padded is not None:
             num_decodes += sum(s.num_tokens for s in longer if s.num_sampled == s.num_tokens)
-            fits, least = self._graph_within(seconds, num_decodes, computed, most, fits)
+            fits, least = self._graph_within(seconds, num_decodes, computed, known.largest, fits)
         if age_s < PATIENCE_S:
             return fits
         return max(fits, least, _within(self.target_s * MIN_SHARE, known, MIN_CHUNK))
@@ -175,25 +175,33 @@ class Pace:
         return fewer is not None and fewer[1] == step.num_tokens
 
     def _graph_within(
-        self, seconds: float, num_decodes: int, computed: int, most: int, fits: int
+        self, seconds: float, num_decodes: int, computed: int, largest: int, fits: int
     ) -> tuple[int, int]:
         """Prompt tokens of the largest graph within `seconds`, and of the smallest.
 
-        Beyond the graphs, `fits` holds.
+        The next size after the `largest` measured one is the last. Beyond the graphs, `fits` holds.
         """
         assert self._padded is not None
         found = least = size = 0
         cost = 0.0
-        while size < most:
+        while size <= largest or not least:
             if (larger := self._padded(num_decodes, size + 1, 1)) is None:
                 return max(found, fits if fits > size else 0), least or 1
+            assumed = UNTRIED * cost * size / larger[1]
             size = larger[1]
             least = least or size
             known = self._added.get((_bucket(computed), size))
-            cost = UNTRIED * cost if known is None else known.value
+            cost = max(assumed, self._earlier(computed, size)) if known is None else known.value
             if cost * size <= seconds:
                 found = size
         return found, least
+
+    def _earlier(self, computed: int, size: int) -> float:
+        """Seconds of a token in a graph of `size` at the last positions before `computed` with a measurement; 0 without."""
+        for position in range(_bucket(computed) - 1, -1, -1):
+            if (known := self._added.get((position, size))) is not None:
+                return known.value
+        return 0.0
 
 
 def _bucket(position: int) -> int:

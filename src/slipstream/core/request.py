@@ -34,7 +34,7 @@ class Request:
     Tokens [0, num_computed_tokens) are in the cache once the steps in flight are done.
 
     `num_pending` counts tokens that steps in flight sample. They are included in `num_tokens`, but
-    only the device knows their values. A step with guesses counts as many as it has guesses:
+    only the device knows their values. A step with drafts counts as many as it has drafts:
     until its result is known nothing else of the request can be computed.
 
     `blocks[g]` is the block table of group g. All tables have the same length, except the table of
@@ -74,8 +74,8 @@ class Request:
     is_mixed: bool = False
     # end of the positions at which it decodes without a check; see `KVCacheManager.lease`
     lease: int = 0
-    # guessed tokens after the last token; the next step verifies them
-    guesses: tuple[int, ...] = ()
+    # tokens proposed after the last one; the next step verifies them
+    drafts: tuple[int, ...] = ()
     in_worker: bool = False
     mirostat_mu: float | None = None  # state of its Mirostat sampler after the last known token
     forks: list[Request] = field(default_factory=list)  # requests that wait for its prompt
@@ -115,13 +115,13 @@ class Request:
             else self.block_keys[index - 1]
         )
 
-    def guess(self, tokens: Sequence[int]) -> None:
+    def draft(self, tokens: Sequence[int]) -> None:
         """Set `tokens` as drafts after the last token.
 
         The next step computes them together with that token and samples at each position. `update`
         accepts the drafts before the first wrong one, and the token sampled there.
         """
-        self.guesses = tuple(tokens)
+        self.drafts = tuple(tokens)
         if self.lease:
             self.kv.drop_lease(self)
 

@@ -2,11 +2,11 @@
 
 There are no phases. A request has `num_tokens` and `num_computed_tokens`, and a step spends its
 token budget on raising the second to the first. Prefill, chunked prefill, decode, prefix hits,
-verification of guesses, and resumption after preemption all follow this one rule.
+verification of drafts, and resumption after preemption all follow this one rule.
 
 Features are participants (`core/participants/base.py`), of which nothing here knows one by name.
-They may add tokens to the one that a decode computes. These are *certain*, or *guesses*: then the
-step samples at each position, and takes the tokens up to the first that is not the one guessed.
+They may add tokens to the one that a decode computes. These are *certain*, or *drafts*: then the
+step samples at each position, and takes the tokens up to the first that is not the draft.
 
 Order within a step:
 
@@ -29,7 +29,7 @@ waits to be computed again.
 3. Blocks that are freed while a step in flight uses them may be reallocated at once, since the
    device runs steps in order.
 4. Certain tokens are computed together with the token before them. They are pending, like sampled
-   ones. After guesses nothing of the request is scheduled until they are verified.
+   ones. After drafts nothing of the request is scheduled until they are verified.
 5. A pipeline of N stages has N steps in flight. So that no stage waits for another, each step takes
    1/N of the running requests, and a request is in every N-th step: its token leaves the last stage
    while the first works on the steps in between. A request that a participant guides waits for
@@ -112,10 +112,10 @@ class Scheduler:
     """Scheduler of a text-generating model.
 
     `num_blocks` is the size of a pool (of each rank's, with several ranks), null block included.
-    `salt` keeps cached prefixes of different models apart. `guesses_ahead`: where many blocks are
-    free, a step with guesses also gets those for as many guesses of the next one. `store` has the
+    `salt` keeps cached prefixes of different models apart. `drafts_ahead`: where many blocks are
+    free, a step with drafts also gets those for as many drafts of the next one. `store` has the
     tiers below the device. `padded` maps a step to its graph's size. A step verifies up to
-    `most_guesses` guesses of a request. `core/make.py` chooses the participants.
+    `max_drafts` drafts of a request. `core/make.py` chooses the participants.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class Scheduler:
         num_blocks: int,
         salt: str = "",
         participants: Iterable[Participant] = (),
-        guesses_ahead: bool = False,
+        drafts_ahead: bool = False,
         store: BlockStore | None = None,
         padded: Padding | None = None,
         clock: Callable[[], float] = time.monotonic,
-        most_guesses: int = 0,
+        max_drafts: int = 0,
     ) -> None:
         self.scheduling = scheduling
         self.cache = cache
@@ -141,7 +141,7 @@ class Scheduler:
         if cache.eviction == "value" and cache.enable_prefix_caching:
             sessions = Sessions(clock, cache.attention_tokens)
         self.kvs = [
-            KVCacheManager(cache, num_blocks, salt, store, clock, rank, most_guesses, sessions)
+            KVCacheManager(cache, num_blocks, salt, store, clock, rank, max_drafts, sessions)
             for rank in range(scheduling.num_ranks)
         ]
         self.kv = self.kvs[0]
@@ -149,8 +149,8 @@ class Scheduler:
         self.policy = make_policy(scheduling, self.kvs)
         objective = scheduling.target_itl_ms
         self._pace = None if objective is None else Pace(objective / 1e3, padded)
-        self._guesses_ahead = guesses_ahead
-        self.most_guesses = most_guesses
+        self._drafts_ahead = drafts_ahead
+        self.max_drafts = max_drafts
         self.pipeline_steps = scheduling.pipeline_steps
         self._clock = clock
         self.participants = list(participants)
@@ -370,7 +370,7 @@ class Scheduler:
         If blocks are missing, the last request is preempted.
         """
         position, kv = request.num_computed_tokens, request.kv
-        added, is_certain = request.guesses, False
+        added, is_certain = request.drafts, False
         if (
             (guide := request.guide) is not None
             and guide.adds
@@ -378,14 +378,14 @@ class Scheduler:
         ):
             added, is_certain = tokens, True
         if added:
-            room = step.budget.spare(kv, is_guess=not is_certain)
+            room = step.budget.spare(kv, is_draft=not is_certain)
             if room > (left := request.end - position - 2):
                 room = left
             if room < len(added):
                 added = added[: max(0, room)]
         if added:
             end = position + 1 + len(added)
-            ahead = end + len(request.guesses) if self._guesses_ahead else end
+            ahead = end + len(request.drafts) if self._drafts_ahead else end
             if not kv.holds(request, ahead if ahead < request.end else request.end):
                 if not kv.allocate(step, request, end):
                     added, is_certain = (), False
@@ -566,21 +566,21 @@ class Scheduler:
         """
         computed = request.num_computed_tokens
         end = request.num_computed_tokens = computed + count
-        num_guesses = 0 if is_certain else len(added)
+        num_drafts = 0 if is_certain else len(added)
         is_sampled = end - len(added) >= len(request.token_ids) + request.num_pending
-        num_sampled = 1 + num_guesses if is_sampled and not request.spec.pooled else 0
+        num_sampled = 1 + num_drafts if is_sampled and not request.spec.pooled else 0
         given, guide = added, request.guide
         if guide is not None and not added:
             given = guide.placed(request, computed, end, num_sampled)
-        is_steady = request.kv.place(request, computed, end, num_guesses)
+        is_steady = request.kv.place(request, computed, end, num_drafts)
         step.add(request, computed, count, num_sampled, given)
-        if num_guesses:
-            step.guesses[request] = num_guesses
-            request.num_pending += num_guesses
-            request.guesses = ()
+        if num_drafts:
+            step.drafts[request] = num_drafts
+            request.num_pending += num_drafts
+            request.drafts = ()
         elif num_sampled:
             request.num_pending += 1 + len(added)
-            request.guesses = ()
+            request.drafts = ()
             if guide is None and is_steady:
                 request.kv.lease(request)
             elif added:

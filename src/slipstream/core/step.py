@@ -57,21 +57,21 @@ class StepBudget:
         self._scheduled = scheduled
         self._extra = 0
         self._extra_of_rank = [0] * scheduling.num_ranks if scheduling.num_ranks > 1 else []
-        self.guesses = MAX_STEP_DRAFTS
+        self.drafts_left = MAX_STEP_DRAFTS
 
     @property
     def left(self) -> int:
         """Number of tokens that the step may still take."""
         return self._limit - self._extra - len(self._scheduled)
 
-    def spare(self, kv: KVCacheManager, is_guess: bool = False) -> int:
+    def spare(self, kv: KVCacheManager, is_draft: bool = False) -> int:
         """Number of tokens that requests of the rank may take beyond their own.
 
-        The other running requests keep theirs. Guesses have a limit of their own.
+        The other running requests keep theirs. Drafts have a limit of their own.
         """
         spare = self._limit - self._extra - len(self._running)
-        if is_guess and spare > self.guesses:
-            spare = self.guesses
+        if is_draft and spare > self.drafts_left:
+            spare = self.drafts_left
         return min(spare, self._spare_of(kv)) if self._extra_of_rank else spare
 
     def room(self, request: Request) -> int:
@@ -87,7 +87,7 @@ class StepBudget:
         """Take `count` tokens of a request that runs there, of which `num_sampled` are sampled."""
         self._extra += count - 1
         if num_sampled > 1:
-            self.guesses -= num_sampled - 1
+            self.drafts_left -= num_sampled - 1
         if self._extra_of_rank:
             self._extra_of_rank[kv.rank] += count - 1
 
@@ -127,8 +127,8 @@ class StepBuilder:
         self.budget = StepBudget(scheduling, running, self.scheduled)
         self.encoding: set[Request] = set()  # requests whose encoder runs in this step
         self.new: list[NewRequest] = []
-        # number of guesses to verify, of requests that have some
-        self.guesses: dict[Request, int] = {}
+        # number of drafts to verify, of requests that have some
+        self.drafts: dict[Request, int] = {}
         # tokens after the last one that are certain, of requests that have some
         self.certain: dict[Request, tuple[int, ...]] = {}
         self.updates = updates

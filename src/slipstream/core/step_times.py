@@ -50,7 +50,7 @@ SURE, SURE_STALE = 1.25, 2048
 A measurement is expensive: it takes some plain steps, and the drafter must then catch up.
 """
 
-GUESSED_SLOPE = 0.04
+ASSUMED_SLOPE = 0.04
 """Assumed cost of one more token, relative to a plain step, until measured.
 
 It is low, so drafts are tried.
@@ -220,11 +220,11 @@ def seconds_from(
     """Seconds of steps with `num_tokens` tokens, interpolated on `line`.
 
     Beyond its end, the line continues with its slope among steps with drafts, and at least with the
-    guessed slope. The slope from the plain step to the first draft is left out because it is
+    assumed slope. The slope from the plain step to the first draft is left out because it is
     steeper: the first draft costs a run of the drafter and the overlap of steps.
     """
     (fewest, plain), (last, seconds) = line[0], line[-1]
-    slope = GUESSED_SLOPE * plain / sqrt(fewest)
+    slope = ASSUMED_SLOPE * plain / sqrt(fewest)
     if len(line) > 2:
         slope = max(slope, (seconds - line[1][1]) / (last - line[1][0]))
     known = np.interp(num_tokens, [n for n, _ in line], [time for _, time in line])

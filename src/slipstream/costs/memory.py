@@ -265,8 +265,9 @@ STAGED_BYTES = 128 * 2**20
 
 def staged_blocks(config: EngineConfig, block: int) -> int:
     """Number of blocks of `block` bytes in the buffer where a GPU gathers what it copies to host
-    memory. Of another kind, `block` is the bytes of a slot; 0: there are none."""
-    if config.cache.host_bytes is None or not block:
+    memory or for other engines. Of another kind, `block` is the bytes of a slot; 0: there are none."""
+    hands_over = config.device.info.is_cuda and config.cache.handover is not None
+    if (config.cache.host_bytes is None and not hands_over) or not block:
         return 0
     return max(1, min(64, STAGED_BYTES // block))
 

@@ -73,7 +73,8 @@ def products(spec: ModelSpec, bytes_by_part: Mapping[str, float]) -> tuple[Produ
     """
     found: Counter[tuple[str, str, int, int, int, int]] = Counter()
     for layer in spec.layers:
-        found.update(_of_layer(layer, spec.hidden_size))
+        owner = layer if layer.same_as is None else spec.layers[layer.same_as]
+        found.update(_of_layer(owner, spec.hidden_size))
     numbers: Counter[str] = Counter()
     for (_, part, rows, inner, copies, _), count in found.items():
         numbers[part] += rows * inner * copies * count

@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.folder import settled
-from slipstream.engine.grammars.check import check_in_thread
-from slipstream.engine.model_files import load_tokenizer, log_canary
+from slipstream.engine.grammars.check import check_in_thread, tokenizer_with_library
+from slipstream.engine.model_files import log_canary
 from slipstream.engine.output import OutputProcessor, Sink, raise_on_error
 from slipstream.engine.process.child_source import child_source
 from slipstream.engine.process.core_client import CoreClient, CoreLink
@@ -124,7 +124,7 @@ class AsyncLLM(OtherRequests):
         source = source or child_source(args)
         link = await source.connect()  # a child imports torch while we build the tokenizer
         try:
-            tokenizer = await asyncio.to_thread(load_tokenizer, args, description)
+            tokenizer = await asyncio.to_thread(tokenizer_with_library, args, description)
             engine = cls(args, description, tokenizer, source)
         except BaseException:
             await link.end(at_once=True)

@@ -113,8 +113,7 @@ class EngineCore:
         self.executor.replace_adapter(lora)
 
     def unload_adapter(self, adapter_id: int) -> None:
-        """Free the adapter's memory at once if no request uses it; otherwise when other adapters
-        need the memory."""
+        """Free the adapter's memory: at once if no request uses it, else when it is needed."""
 
     def _join(self, kind: type[Listener]) -> None:
         """Activate the listener of this class, just before its first request is queued."""
@@ -194,7 +193,7 @@ class EngineCore:
         self._generated_tokens += sum(
             [len(o.token_ids) for o in outputs if isinstance(o, TokenOutput)]
         )
-        self._stalled = False  # guesses may follow
+        self._stalled = False  # drafts may follow
         return outputs
 
     def pass_on(self, outputs: list[StepOutput]) -> list[EngineOutput]:
@@ -223,8 +222,7 @@ class EngineCore:
         )
 
     def next_wakeup(self) -> float | None:
-        """Time, in time.monotonic(), at which a step may become possible without a new request.
-        None if there is none."""
+        """Time, in time.monotonic(), at which a step may become possible without a new request; None if never."""
         if self.is_paused:
             return None
         wakeup = self.scheduler.next_wakeup()
@@ -250,9 +248,10 @@ class EngineCore:
     # --- From start to end --------------------------------------------------------------------------------------------
 
     def warm(self, seconds: float) -> None:
-        """Compile, then prepare the commonest sizes of steps for `seconds`. Call it before there
-        are requests."""
+        """Compile, then prepare the commonest sizes of steps for `seconds`. Call it before there are requests."""
         self._expect(self.executor.warm_up())
+        for listener in self._all_listeners:
+            listener.warm()
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.executor.capture_next():
             pass

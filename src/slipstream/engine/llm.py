@@ -82,6 +82,10 @@ from slipstream.params.search import BeamSearchParams, PoolingParams
 if TYPE_CHECKING:
     pass
 
+QUEUED_TOKENS = 262_144
+"""Prompt tokens that are queued before a step of `generate`: two steps' cached blocks (`MAX_ADOPTED` of `core/scheduler.py`),
+or as many tokens as 32 steps compute. With half of it steps are smaller, and a GPU's attention takes as long in each."""
+
 Message = dict[str, Any]
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -144,7 +148,7 @@ class LLM(OfflineEngine):
     ) -> list[RequestOutput]:
         """The answers, in the order of the prompts. Give one SamplingParams for all, or one for each.
 
-        If a prompt or its parameters can't work, a RequestError names it before anything runs. `progress` shows a bar on a
+        If a prompt or its parameters can't work, a RequestError names it and none is answered. `progress` shows a bar on a
         terminal. `lora_request`: an adapter for all, or one for each (or None), with `enable_lora`.
 
         vLLM's names do the same: `use_tqdm` for the bar, `prompt_token_ids` in place of prompts.
@@ -193,7 +197,7 @@ class LLM(OfflineEngine):
         {"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}}, or {"type": "audio", "audio": samples}.
 
         `continue_final_message` (with `add_generation_prompt=False`) goes on with the last message. `chat_template_kwargs` are
-        given to the template. RequestError names what can't work before anything runs.
+        given to the template. RequestError names what can't work, and nothing is answered.
         """
         tokenizer = self.get_tokenizer()
         single = bool(messages) and isinstance(messages[0], dict)
@@ -487,7 +491,6 @@ class LLM(OfflineEngine):
             finally:
                 core.abort(self._output.discard(request.request_id))
 
-    @no_collections()
     def _run(
         self,
         prompts: Sequence[Prompt],
@@ -497,16 +500,20 @@ class LLM(OfflineEngine):
         progress: bool,
     ) -> list[RequestOutput]:
         each = zip(self._each(sampling_params, len(prompts)), options, strict=True)
-        requests = []
-        if (processor := self._input.prompts.media.processor) is not None:
-            prompts = self._input.prompts.media.with_prepared(prompts, processor)
-        for i, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
-            try:
-                requests.append(self._input.prepare(prompt, *how))
-            except RequestError as error:
-                error.add_note(f"in prompt {i} of {len(prompts)}")
-                raise
-        return self._finish_all(requests, progress=progress)
+
+        def prepared() -> Iterator[PreparedRequest]:
+            for i, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
+                try:
+                    request = self._input.prepare(prompt, *how)
+                except RequestError as error:
+                    error.add_note(f"in prompt {i} of {len(prompts)}")
+                    raise
+                yield request
+
+        with no_collections() as collect_young:
+            if (processor := self._input.prompts.media.processor) is not None:
+                prompts = self._input.prompts.media.with_prepared(prompts, processor)
+            return self._finish_all(prepared(), len(prompts), collect_young, progress=progress)
 
     def _adapters(
         self, lora: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
@@ -591,19 +598,21 @@ class LLM(OfflineEngine):
         return answer
 
     def _finish_all(
-        self, requests: Sequence[PreparedRequest], *, progress: bool
+        self,
+        prepared: Iterable[PreparedRequest],
+        count: int,
+        collect_young: Callable[[], object],
+        *,
+        progress: bool,
     ) -> list[RequestOutput]:
-        """Run requests to their end. Returns their complete answers, in order."""
-        done: dict[str, RequestOutput] = {}
+        """Run `count` requests to their end. Returns their complete answers, in order."""
+        requests, done = list[PreparedRequest](), dict[str, RequestOutput]()
         core = self.core  # an error before anything is queued
         with self._exclusive():
             try:
-                for request in requests:
-                    self._output.add(request)
-                    core.add(request.engine_requests)
-                with progress_bar(len(requests), shown=progress) as advance:
-                    while self._output:
-                        for delta in self._step(until_done=True):
+                with progress_bar(count, shown=progress) as advance:
+                    for deltas in self._steps(prepared, requests, collect_young):
+                        for delta in deltas:
                             done[delta.request_id] = merge(
                                 done.get(delta.request_id), raise_on_error(delta)
                             )
@@ -617,6 +626,29 @@ class LLM(OfflineEngine):
             done[r.request_id] if r.sampling.best_of is None else best_of(done[r.request_id], r)
             for r in requests
         ]
+
+    def _steps(
+        self,
+        prepared: Iterable[PreparedRequest],
+        requests: list[PreparedRequest],
+        collect_young: Callable[[], object],
+    ) -> Iterator[list[RequestOutput]]:
+        """Each step's outputs, until all requests are done. A step begins with `QUEUED_TOKENS` more tokens in the queue, as
+        long as there are any: the device computes the first requests while the others are prepared, which go to `requests`."""
+        num_tokens = 0
+        for request in prepared:
+            requests.append(request)
+            self._output.add(request)
+            self.core.add(request.engine_requests)
+            num_tokens += request.engine_requests[0].num_prompt_tokens
+            if num_tokens >= QUEUED_TOKENS:
+                num_tokens = 0
+                yield self._step(until_done=True)
+        if self._output:
+            yield self._step(until_done=True)
+        collect_young()  # the last of them are in a step under way
+        while self._output:
+            yield self._step(until_done=True)
 
 
 def _truncates(asked: PoolingParams | None) -> bool:

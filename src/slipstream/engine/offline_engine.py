@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,13 +36,17 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def no_collections() -> Iterator[None]:
+def no_collections() -> Iterator[Callable[[], object]]:
     """Context manager without Python's cyclic garbage collection. With torch's million objects a
-    collection stops a step for 50 ms, many times a second, and a step leaves no cycles."""
+    collection stops a step for 50 ms, many times a second, and a step leaves no cycles.
+
+    Yields a function that looks through the new objects now, as the first allocation afterwards would: 64 prompts of
+    8,000 tokens take 7 ms, which cost nothing while a device computes.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
-        yield
+        yield partial(gc.collect, 0) if was else lambda: None
     finally:
         if was:
             gc.enable()

@@ -213,6 +213,9 @@ def layer_divergence(
             f"{a.name} has {len(a.decoder.layers)} layers of width {a.spec.hidden_size}, {b.name} "
             f"{len(b.decoder.layers)} of {b.spec.hidden_size}"
         )
+    for x in (a, b):
+        if any(layer.streams is not None for layer in x.spec.layers):
+            return (), f"layers of {x.name} have several residuals"
     sums = torch.zeros(
         len(a.decoder.layers), 4, dtype=torch.float64
     )  # |Δown|², |own|², |Δstate|², |state|²

@@ -57,8 +57,7 @@ class LayerKV:
 
     @property
     def of_index(self) -> LayerKV:
-        """The same layer's index keys, presented as a cache of latents whose values are never
-        read."""
+        """The layer's index keys, presented as a cache of latents without values."""
         assert self.index is not None
         return LayerKV(self.index, self.index[..., 1:])
 
@@ -75,8 +74,7 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, slots=True)
 class JoinedSteps:
-    """Position of this step among several steps whose inputs are all known before the first
-    runs."""
+    """Position of this step among several whose inputs are all known before the first runs."""
 
     all: AttentionMetadata  # the sequences of all steps, each step's at equal distances
     index: int  # of this step
@@ -139,8 +137,7 @@ class AttentionMetadata:
         return self.groups[group] if self.groups else self
 
     def of_tokens(self, rows: slice) -> AttentionMetadata:
-        """Returns metadata of some tokens for ops that treat each token separately and do not use
-        sequences."""
+        """Returns metadata of some tokens for ops that treat each token separately."""
         return dataclasses.replace(
             self, positions=self.positions[rows], slot_mapping=self.slot_mapping[rows]
         )

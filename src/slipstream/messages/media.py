@@ -19,6 +19,8 @@ class MediaSpan:
     `key` is a hash of `data`: spans with the same key have the same embeddings. `data` are pixels, uint8 [height, width, 3] in
     the encoder's size, or a spectrogram's frames, float32 [height, width]; empty in a fork, which gets its parent's.
     `gap`: tokens of text after each row, which belong to the span (Pixtral).
+    `inner`: rows and columns of its grid that are no padding, if the tokens are made of them by scaling (LLaVA-OneVision).
+    `joined`: the tokens of its prompt, if all of them attend to each other (PaliGemma); else 0.
     """
 
     offset: int  # the first placeholder's position
@@ -29,6 +31,8 @@ class MediaSpan:
     width: int
     data: bytes = field(repr=False)
     gap: int = 0
+    inner: tuple[int, ...] = ()
+    joined: int = 0
 
     @property
     def end(self) -> int:

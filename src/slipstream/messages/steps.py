@@ -72,9 +72,9 @@ class ScheduledRequest(NamedTuple):
     num_tokens).
 
     The last `num_sampled` of these positions are sampled: none while a prompt is incomplete, one
-    for a decode, one more for each guess. `drafts` are the last tokens to compute; the worker has
-    all others. A draft at a sampled position is a guess: the result has the sampled tokens up to
-    the first that differs from the guess after its position. Other drafts are forced by a grammar
+    for a decode, one more for each draft to verify. `drafts` are the last tokens to compute; the worker has
+    all others. A draft at a sampled position is verified: the result has the sampled tokens up to
+    the first that differs from the draft after its position. Other drafts are forced by a grammar
     or chosen by a beam search, and known to be right.
     """
 

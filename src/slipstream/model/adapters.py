@@ -22,6 +22,7 @@ from slipstream.kernels.weights.forms import Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers.attention import Attention, CompressedAttention
 from slipstream.model.layers.feed_forward import MLP
+from slipstream.model.layers.streams import Recall
 from slipstream.model.load.sharding import part_of
 from slipstream.model.load.weights import transform
 from slipstream.spec.adapter_slots import ALONE, SlotLayout, SlotPlace, adapted_stem
@@ -77,6 +78,8 @@ def adapted_products(decoder: Decoder) -> dict[str, Linear]:
             )
         if (more := layer.own_input) is not None:
             own |= {"own_input.gate": more.gate, "own_input.project": more.project}
+        if isinstance(layer.streams, Recall):
+            own |= {"streams.join": layer.streams.join}
         found |= {f"layers.{i}.{stem}.weight": w for stem, w in own.items()}
     return {name: w for name, w in found.items() if w is not None}
 
@@ -143,6 +146,7 @@ class AdapterLayout:
         products = adapted_products(decoder)
         self.places = {name: Place(products[name], at) for name, at in self._layout.places.items()}
         self.slot_size = self._layout.size
+        self._shared = dict(description.spec.shared)
 
     def weights(
         self, slots: Tensor, place: Place, live: Collection[tuple[str, int]] | None = None
@@ -260,6 +264,9 @@ class AdapterLayout:
         none."""
         key = canonical(f"{module}.weight", self.description.family.prefixes, self._layout.names)
         part = None if key is None else self._layout.names[key]
+        if key in self._shared:
+            why = "layers share this module; train without it"
+            raise AdapterError(f"the adapter has {name!r}: {why}", field=module)
         if part is not None and adapted_stem(part.target) and part.copies is None:
             assert part.transform is None or isinstance(
                 part.transform, Transpose | Ungroup | Unpermute | SwapGateUp | Regroup | Scale

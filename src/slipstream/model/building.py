@@ -29,7 +29,7 @@ from slipstream.model.layers.attention import (
 )
 from slipstream.model.layers.feed_forward import MLP, MoE
 from slipstream.model.layers.layer import Layer, Partition
-from slipstream.model.layers.streams import HyperStreams, OwnInput, Streams
+from slipstream.model.layers.streams import HyperStreams, OwnInput, Recall, Streams
 from slipstream.model.recurrent import build_recurrent, constant
 from slipstream.spec.layers import LAMBDAS
 from slipstream.spec.model import (
@@ -45,6 +45,7 @@ from slipstream.spec.model import (
     MoESpec,
     NormSpec,
     OwnInputSpec,
+    RecallSpec,
     RopeSpec,
     StreamsSpec,
     Xielu,
@@ -299,10 +300,17 @@ def build_layer(
             attended = latent(own)
         case AttentionSpec() as own:
             attended = attention(own)
-    residuals: Streams | HyperStreams | None = None
+    residuals: Streams | HyperStreams | Recall | None = None
     if spec.streams is not None:
         s = spec.streams
-        residuals = hyper(s) if isinstance(s, HyperSpec) else streams(s)
+        match s:
+            case HyperSpec():
+                residuals = hyper(s)
+            case RecallSpec():
+                join = linear("streams.join", None) if s.joins else None
+                residuals = Recall(s, build_norm(s.norm, f"{name}streams.norm", parameters), join)
+            case StreamsSpec():
+                residuals = streams(s)
     recurrent = None
     if spec.recurrent is not None:
         recurrent = build_recurrent(spec.recurrent, parameters, name, linear, summed_ranks, context)
@@ -333,7 +341,8 @@ def build_norm(
     parameters: MutableMapping[str, Tensor],
     tables: PositionTables | None = None,
 ) -> NormParams:
-    """Builds a norm. One without weights takes them from `tables`."""
+    """Builds a norm. If the model has learned no weights for it, they are ones, shared through
+    `tables`."""
     if not spec.learned:
         assert tables is not None
         return NormParams(kind=spec.kind, weight=tables.ones(spec.size), eps=spec.eps)

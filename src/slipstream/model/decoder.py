@@ -183,9 +183,16 @@ class Decoder:
             if isinstance(where, DisentangledSpec) and where.norm is not None:
                 norm_name = f"{name}distances_norm"
                 tables.distances_norm = build_norm(where.norm, norm_name, parameters)
-            named = ((own[i], f"{name}layers.{i}.") for i in held)
             how: dict[str, Any] = dict(scheme=of_experts, products=products, partition=partition)
-            return [build_layer(s, parameters, ops, tables, name=n, **how) for s, n in named]
+            made: dict[int, Layer] = {}
+            for i in held:
+                n, same = f"{name}layers.{i}.", own[i].same_as
+                made[i] = (
+                    build_layer(own[i], parameters, ops, tables, name=n, **how)
+                    if same is None
+                    else made[same]
+                )
+            return list(made.values())
 
         if (e := spec.encoder) is not None:
             own_stack = stack(e.layers, "encoder.", range(len(e.layers)))

@@ -625,7 +625,7 @@ def target_ids(
             field="d2t",
         )
     ids = np.arange(spec.draft_vocab_size) + steps.astype(np.int64)
-    if ids.min() < 0 or ids.max() >= spec.vocab_size or len(np.unique(ids)) < len(ids):
+    if ids.min() < 0 or ids.max() >= spec.vocab_size or len({*ids.tolist()}) < len(ids):
         raise CheckpointError(
             f"the tensor 'd2t' names tokens beyond the model's {spec.vocab_size}, or some twice",
             field="d2t",

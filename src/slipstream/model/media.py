@@ -184,7 +184,7 @@ class MediaTower:
         self.final_norm = None if norm is None else build_norm(norm, "media.final_norm", own)
 
     def __call__(
-        self, given: Sequence[Tensor], sizes: Sequence[tuple[int, int]] = ()
+        self, given: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()
     ) -> list[Tensor]:
         """The numbers of pictures or sounds → the token embeddings of each, [num_tokens, text size]. `sizes`: rows and columns
         of tokens."""

@@ -236,6 +236,12 @@ def check_writable(source: ModelDescription, *, inside: bool = False) -> None:
             "model alone to a folder first",
             field="model_type",
         )
+    if source.spec.shared:
+        raise UnsupportedModelError(
+            f"layers of {source.name} share weights, to which each adds its own; such models can't be compressed yet, but "
+            "load with quantization=…",
+            field="model_type",
+        )
     if source.spec.kind != "a decoder":
         raise UnsupportedModelError(
             f"{source.name} is {source.spec.kind}; only decoders can be compressed yet",

@@ -29,7 +29,7 @@ from slipstream.model.building import build_layer
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers.layer import Layer
 from slipstream.model.layers.residual import whole
-from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec
+from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec, RecallSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +90,10 @@ class SequenceBatch:
 def attention_of(layer: LayerSpec) -> AttentionSpec | None:
     """Returns the layer's attention, None if it is recurrent only. UnsupportedModelError if it is latent,
     or if it reads what comes from elsewhere than its input: training and compression don't support these."""
+    if isinstance(layer.streams, RecallSpec):
+        raise UnsupportedModelError(
+            "layers that share weights can't be trained or compressed yet", field="num_mem_blocks"
+        )
     if layer.attention is None:
         return None
     if not isinstance(layer.attention, AttentionSpec):

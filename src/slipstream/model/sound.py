@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +35,13 @@ class SoundTower(MediaTower):
         first, second = self._linear("audio.first"), self._linear("audio.second")
         positions = self._own.pop("media.positions.weight")
         self.audio = AudioInput(spec.audio, first, second, positions)
+        self.up = None if spec.activation is None else self._linear("connector.up")
         self.out = self._linear("connector.out")
         assert not self._own, f"unused: {list(self._own)}"
 
     @torch.inference_mode()
     def __call__(
-        self, sounds: Sequence[Tensor], sizes: Sequence[tuple[int, int]] = ()
+        self, sounds: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()
     ) -> list[Tensor]:
         """Frames of a spectrogram each, float32 [2 · S + 1, mels], of which the last one is read by its neighbour alone → the
         token embeddings of each sound [num_tokens, text size]."""
@@ -55,6 +57,12 @@ class SoundTower(MediaTower):
         parts = PackedParts.of(counts, self.device)
         for layer in self.layers:
             h = layer(ops, h, parts)
+        if self.up is not None and self.spec.activation is not None:  # of whole windows
+            if self.final_norm is not None:
+                h = normed(ops, self.final_norm, h)
+            rows: Any = ops.linear(h.reshape(-1, pool * h.shape[1]), self.up)
+            rows = ops.activation(rows, self.spec.activation, gated=False)
+            return list(ops.linear(rows, self.out).split([n // pool for n in counts]))
         pooled = [
             own[: len(own) // pool * pool].unflatten(0, (-1, pool)).mean(1)
             for own in h.split(counts)

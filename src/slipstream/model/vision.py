@@ -179,12 +179,12 @@ class ImageTower(MediaTower):
 
     @torch.inference_mode()
     def __call__(
-        self, pictures: Sequence[Tensor], sizes: Sequence[tuple[int, int]] = ()
+        self, pictures: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()
     ) -> list[Tensor]:
         """Pixels, uint8 [height, width, C], of whole groups of patches → the token embeddings of
         each picture, with those for DeepStack next to them: [num_tokens, (1 + layers) · text
-        size]. `sizes`: rows and columns of tokens, of which a model with pinpoints needs those of
-        pictures in several tiles."""
+        size]. `sizes`: rows and columns of tokens, and `ImageSpan.inner` of a model with pinpoints,
+        which needs them."""
         if self.row_end is None:
             return self._in_passes(pictures)
         grid = self.spec.position
@@ -194,7 +194,7 @@ class ImageTower(MediaTower):
         found = list[Tensor]()
         for i, tiles in enumerate(cut):
             own = [next(encoded) for _ in range(tiles.shape[0] * tiles.shape[1])]
-            if len(own) > 1:
+            if sizes and sizes[i][:2] != (grid.side, grid.side):
                 own = [joined(torch.stack(own), tiles.shape[0], sizes[i], self.row_end)]
             found.append(own[0])
         return found
@@ -368,15 +368,23 @@ def tiles_of(picture: Tensor, side: int) -> Tensor:
     return cut.transpose(1, 2)
 
 
-def joined(tiles: Tensor, num_rows: int, size: tuple[int, int], row_end: Tensor) -> Tensor:
+def joined(tiles: Tensor, num_rows: int, size: tuple[int, ...], row_end: Tensor) -> Tensor:
     """Token embeddings of a picture's tiles [n, side², E], in `num_rows` rows → those in the middle of their grid, with
-    `row_end` [1, E] after each row. `size` counts rows and columns, with that one."""
+    `row_end` [1, E] after each row. `size` counts rows and columns, with that one. A single row of one tile has all of its
+    tokens. After these counts, those in the middle that are scaled to them may stand."""
+    if size == (1, tiles.shape[1] + 1):
+        return torch.cat((tiles[0], row_end.to(tiles)))
     side = math.isqrt(tiles.shape[1])
     grid = tiles.view(num_rows, -1, side, side, tiles.shape[-1]).transpose(1, 2).flatten(2, 3)
     grid = grid.flatten(0, 1)  # [rows, columns, E]
-    rows, columns = size[0], size[1] - 1
+    rows, columns = size[2:] or (size[0], size[1] - 1)
     top, left = (grid.shape[0] - rows) // 2, (grid.shape[1] - columns) // 2
     grid = grid[top : top + rows, left : left + columns]
+    if size[2:]:
+        rows, columns = size[0], size[1] - 1
+        planes = grid.permute(2, 0, 1)[None]
+        grid = torch.nn.functional.interpolate(planes, (rows, columns), mode="bilinear")[0]
+        grid = grid.permute(1, 2, 0)
     return torch.cat((grid, row_end.to(grid).expand(rows, 1, -1)), dim=1).flatten(0, 1)
 
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slipstream.base.priority import after_low_priority
 from slipstream.platform.host import HostPlatform
 from slipstream.platform.tensors import Tensors
 
@@ -34,4 +35,5 @@ class CpuPlatform(HostPlatform):
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def activate(self, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(num_threads)  # of this thread
+        after_low_priority(torch.set_num_threads, num_threads)

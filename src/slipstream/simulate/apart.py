@@ -94,7 +94,7 @@ def note_apart(engine: PlannedEngine, load: OfferedLoad, replicas: int | None) -
         return None
     asked = replace(engine.args, kv_handover_address="tcp://0.0.0.0:0")
     try:
-        check_handover(asked, engine.description.spec, engine.config.device.info)
+        check_handover(asked, engine.description.spec)
     except ConfigError:
         return None
     if engine.num_gpus > 1:

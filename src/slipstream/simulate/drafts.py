@@ -22,7 +22,7 @@ from slipstream.costs.step_cost import Label, StepCost, StepCounts, attention_pa
 from slipstream.errors import ConfigError
 from slipstream.messages.steps import ScheduledRequest
 
-GUESS = 7
+DRAFT = 7
 """Placeholder for every drafted token."""
 
 
@@ -82,9 +82,9 @@ MATCH = 8
 """Match length that the proposer reports, which sets how far its proposals are trusted."""
 
 
-class _Guesses(Proposer):
+class _Drafts(Proposer):
     def propose(self, tokens: Sequence[int], most: int) -> Proposal:
-        return Proposal((GUESS,) * most, MATCH)
+        return Proposal((DRAFT,) * most, MATCH)
 
 
 class SimulatedSpeculation(Speculation):
@@ -103,7 +103,7 @@ class SimulatedSpeculation(Speculation):
         return super()._most_drafts(request, limit)
 
     def _proposer(self, request: Request) -> Proposer:
-        return _Guesses()
+        return _Drafts()
 
     def _remember(self, request: Request) -> None:
         """Does nothing: a simulated answer is not text to draft from."""

@@ -249,6 +249,7 @@ def plan_device(
                 replicas,
                 bound,
                 limits,
+                rate=load.rate,
                 context_is_given=args.context_parallel_size > 1,
             )
         ),
@@ -435,6 +436,7 @@ def recommended(
     bound: str,
     limits: dict[str, int] | None,
     *,
+    rate: float | None,
     context_is_given: bool,
 ) -> list[Recommended]:
     ledger, scheduling = engine.ledger, engine.config.scheduling
@@ -476,13 +478,21 @@ def recommended(
         why = f"the KV cache is filled to {run.peak_cache_usage:.0%} at most; the rest may serve other programs, or prefixes"
         recommend("gpu_memory_utilization", max(share, 0.9) if bound == "memory" else share, why)
     if replicas is not None:
-        why = (
-            f"one carries {capacity.rate:.3g} requests/s within the objectives"
-            if capacity.rate
-            else ""
-        )
-        recommend("replicas", replicas, why)
+        recommend("replicas", replicas, why_replicas(replicas, capacity.rate, rate))
     return found
+
+
+def why_replicas(replicas: int, of_one: float | None, rate: float | None) -> str:
+    """Why so many: what one carries. More than as many times that, if the load is more."""
+    if not of_one:
+        return ""
+    why = f"one carries {of_one:.3g} requests/s within the objectives"
+    if rate is None or replicas * of_one >= rate:
+        return why
+    return (
+        f"simulated together they carry the {rate:g} requests/s; alone {why}, "
+        f"less than a share of {rate / replicas:.3g}: several spread a burst that holds one up"
+    )
 
 
 def peak_sequences(run: Simulation) -> int:

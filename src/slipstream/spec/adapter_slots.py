@@ -34,7 +34,7 @@ _STEMS = frozenset(
             "mlp.down",
         ),
         *("router", "shared_weight", "shared.up", "shared.down"),
-        *("own_input.gate", "own_input.project"),
+        *("own_input.gate", "own_input.project", "streams.join"),
         *(f"recurrent.{part}" for part in RECURRENT_PRODUCTS),
         *("attention.index_q", "attention.index_k", "attention.index_weights"),
     )

@@ -330,6 +330,12 @@ def _read_folder(path: Path) -> ModelDescription:
     quantization = (
         read_quantization(compressed, tied_embeddings=spec.tied_embeddings) if compressed else None
     )
+    if quantization is not None and spec.shared:
+        raise UnsupportedModelError(
+            f"{path.name} is quantised, and layers of {spec.family} share weights, which are read dense; load the dense "
+            "checkpoint with quantization=…",
+            field="quantization_config",
+        )
     if (columns := path / COLUMNS_NAME).is_file():
         quantization = with_columns(quantization, read_json(columns))
     generation = path / "generation_config.json"

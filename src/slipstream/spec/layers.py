@@ -99,9 +99,9 @@ class AttentionSpec:
     the gate has one number for each head (Step 3.5). `gate`: or by its softplus (Laguna).
     `value_dim`: values have so many numbers, fewer than keys (MiMo V2). They are cached with zeros
     after them. `value_scale` multiplies the stored weights of the output product, in the place of
-    the values. `out_norm` is of all heads' results, before the output product (BitNet). `of_heads`:
-    if this is a rank's part (`spec.parallel`), the query and kv heads of all ranks together, without
-    those of zeros.
+    the values. `out_norm` is of all heads' results, before the output product (BitNet). `reads`: the
+    width of its rows, if it is not the layer's (Zamba 2). `of_heads`: if this is a rank's part
+    (`spec.parallel`), the query and kv heads of all ranks together, without those of zeros.
     """
 
     num_heads: int
@@ -127,6 +127,7 @@ class AttentionSpec:
     value_scale: float = 1.0
     out_norm: NormSpec | None = None
     differential: DifferentialSpec | None = None
+    reads: int | None = None
     of_heads: tuple[int, int] | None = None
 
     @property
@@ -195,7 +196,8 @@ class AttentionSpec:
         return round(self.cached_size * element_bytes)
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
-        found = linear_shapes("attention.qkv", sum(self.qkv_rows), hidden_size, self.qkv_bias)
+        width = self.reads or hidden_size
+        found = linear_shapes("attention.qkv", sum(self.qkv_rows), width, self.qkv_bias)
         for x, size in zip("qk", self.qk_norm_sizes, strict=True):
             if size:
                 each = self.qk_norm is not None and self.qk_norm.over == "each"
@@ -694,13 +696,34 @@ class HyperSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecallSpec:
+    """The embeddings next to the residual, [h, e], for layers that read them again (Zamba 2, arXiv:2411.15242).
+
+    1. A layer with attention makes t = join(mlp(pre_mlp(attention(pre_attention([h, e]))))). Without it t is 0.
+    2. h += recurrent(norm(h + t)).
+    3. The first layer (`opens`) puts the embeddings there twice, and after the last (`closes`) h is left.
+    """
+
+    norm: NormSpec
+    joins: bool
+    opens: bool = False
+    closes: bool = False
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        join = linear_shapes("streams.join", hidden_size, hidden_size) if self.joins else {}
+        return join | self.norm.shapes("streams.norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer. `residual_scale` multiplies what attention and MLP add to the residual (Granite). `cross` is attention over
     the encoder's last states; its heads are those of `attention`. `scaled`: the residual after the layer is multiplied by a
     learned number (Gemma 4).
 
     A hybrid's layer has a `recurrent` part in the place of attention, or next to it: then both read the same norm, and
-    their results are added (Falcon-H1). A layer without an `mlp` ends after them (Mamba)."""
+    their results are added (Falcon-H1). A layer without an `mlp` ends after them (Mamba).
+
+    `same_as`: the layer before it whose weights it uses, instead of its own (ALBERT)."""
 
     attention: AttentionKind | None = None
     mlp: MLPSpec | None
@@ -710,7 +733,8 @@ class LayerSpec:
     recurrent: RecurrentSpec | None = None
     own_input: OwnInputSpec | None = None
     scaled: bool = False
-    streams: StreamsSpec | HyperSpec | None = None
+    streams: StreamsSpec | HyperSpec | RecallSpec | None = None
+    same_as: int | None = None
 
     @property
     def self_attention(self) -> AttentionKind:
@@ -749,8 +773,10 @@ class LayerSpec:
         )
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
-        """The shape of every parameter, in the order of computation."""
+        """The shape of every parameter of its own, in the order of computation."""
         found: dict[str, Shape] = {}
+        if self.same_as is not None:
+            return found
         for name, norm in self.norms.items():
             found |= norm.shapes(name)
         if self.attention is not None:

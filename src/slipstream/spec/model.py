@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.cache import CacheGroup as CacheGroup
@@ -42,6 +42,7 @@ from slipstream.spec.layers import OwnInputSpec as OwnInputSpec
 from slipstream.spec.layers import ParallelBlock as ParallelBlock
 from slipstream.spec.layers import PostNormBlock as PostNormBlock
 from slipstream.spec.layers import QKNormSpec as QKNormSpec
+from slipstream.spec.layers import RecallSpec as RecallSpec
 from slipstream.spec.layers import SequentialBlock as SequentialBlock
 from slipstream.spec.layers import SharedExpertSpec as SharedExpertSpec
 from slipstream.spec.layers import StreamsSpec as StreamsSpec
@@ -88,6 +89,14 @@ class EncoderSpec:
     def longest(self, max_model_len: int) -> int:
         """The most tokens or states of a request that it reads. Of audio it always reads as many."""
         return max_model_len if self.audio is None else self.audio.num_states
+
+
+class SharedTensor(NamedTuple):
+    """A tensor of several layers: `base`, and for each plus the product of its own `up` and `down`, if named."""
+
+    base: str
+    down: str | None = None
+    up: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +182,7 @@ class ModelSpec:
     `logit_scale` multiplies logits (Cohere, Granite). With `logit_softcap` they then become tanh(l / cap) · cap.
     `folded`: numbers by which weights are multiplied when they are loaded, by the end of the checkpoint's name. Each pair has
     a count of rows and their number (Falcon-H1).
+    `shared`: tensors of layers, by the names in the family's table, and what a checkpoint has in their place (Zamba 2).
     `stage`: the layers [first, last) whose weights are here, if other ranks have the others. The first layer's rank has the
     embeddings, too, and the last layer's what comes after it. With `embeds` a later stage has them, too, for a draft head.
     `groups`: if this is a rank's part (`spec.parallel`), the cache groups of the whole model, which all ranks share.
@@ -198,6 +208,7 @@ class ModelSpec:
     encoder: EncoderSpec | None = None
     media: MediaSpec | None = None
     folded: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
+    shared: tuple[tuple[str, SharedTensor], ...] = ()
     layer_inputs: LayerInputsSpec | None = None
     stage: tuple[int, int] | None = None
     embeds: bool = False
@@ -356,6 +367,11 @@ class ModelSpec:
     def needs_full_prompt(self) -> bool:
         """Whether a prompt must be computed in one step, not in chunks."""
         return self.is_encoder or self.encoder is not None
+
+    @property
+    def joins_prompts(self) -> bool:
+        """Whether all tokens of a prompt with pictures attend to each other."""
+        return self.media is not None and self.media.bidirectional == "prompt"
 
     @property
     def all_layers(self) -> tuple[LayerSpec, ...]:

@@ -6,8 +6,10 @@ process per rank, each of which has a `LocalExecutor`.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from socket import socket
 
 from slipstream.config import EngineArgs, num_ranks
 from slipstream.costs.hardware import wake_gpu
@@ -15,6 +17,17 @@ from slipstream.spec.description import ModelDescription
 from slipstream.worker.base import Executor as Executor
 from slipstream.worker.base import Launched as Launched
 from slipstream.worker.ranks.fork_server import ForkServer as ForkServer
+
+
+def serve_forks(asked: socket, run: Callable[[list[str]], int]) -> None:
+    """Fork processes that make executors without torch, with all that these import (`fork_server.py`)."""
+    import slipstream.worker.host_loading
+    import slipstream.worker.local_executor  # noqa: F401
+    from slipstream.worker.ranks.fork_server import serve
+
+    gc.collect()
+    gc.freeze()  # forks have nothing to collect of it
+    serve(asked, run)
 
 
 @dataclass(slots=True)

@@ -270,7 +270,8 @@ class LoadedRunner(ABC):
                     self.draft.allocate((num_blocks - 1) * self.model.spec.block_scales[0] + 1)
                 if config.model.routed_experts:
                     most = config.scheduling.max_num_batched_tokens
-                    self.tap = RoutedExpertsTap(self.model.decoder, self.platform, most)
+                    at = None if self.places is None else self.places.expert_at
+                    self.tap = RoutedExpertsTap(self.model.decoder, self.platform, most, at)
                     self.forwards.rebuild()
                 runner = (TextRunner if self.model.spec.is_encoder else ModelRunner)(self, kv)
                 self.platform.synchronize()

@@ -91,18 +91,18 @@ class Runner(ABC):
     ) -> HostBlockStore:
         """Open the tiers below the cache: host memory (GPU only) with `slots` places for each kind
         of cache, and disk. `staged` says how many of each kind are copied at once. A block includes
-        the draft model's keys and values. `exchange` and `layout` (CPU only) are for hand-overs
-        between engines."""
+        the draft model's keys and values. `exchange` and `layout` are for hand-overs between
+        engines."""
         blocks = self._block_rows
         if self.draft is not None:
             blocks = self.ops.block_rows([*cache_parts(self.kv), *self.draft.block_parts()])
         rows = blocks, *self._slot_rows
-        if not any(slots):
+        if not any(slots) and (exchange is None or not self.platform.is_asynchronous):
             arrays = [block_arrays(part.arrays) for part in rows]
             return HostBlockStore(arrays, disk, self.settle, exchange, layout)
         from slipstream.worker.tiers.device_blocks import DeviceBlocks
 
-        return DeviceBlocks(rows, self.ops, slots, staged, disk, self.platform)
+        return DeviceBlocks(rows, self.ops, slots, staged, disk, self.platform, exchange, layout)
 
     def expert_load(self) -> ExpertTokens:
         """Tokens per expert since the start, for each layer with experts."""

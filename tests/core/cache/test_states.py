@@ -28,18 +28,18 @@ def answer(engine: Engine, name: str, prompt) -> list[int]:
 
 
 @pytest.mark.parametrize("num_right", range(4))
-def test_a_step_with_guesses_goes_on_from_the_state_after_the_right_ones(num_right):
+def test_a_step_with_drafts_goes_on_from_the_state_after_the_right_ones(num_right):
     e = engine()
     e.scheduler.add(request("a", range(9), max_tokens=24))
     e.step()
-    guessed = 0
+    drafted = 0
     while e.scheduler.requests.by_id:
         running = e.scheduler.requests.running
-        if running and not running[0].guesses and e.worker.tokens.get("a"):
-            running[0].guess(e.worker.guess("a", 3, num_right))
-            guessed += 1
+        if running and not running[0].drafts and e.worker.tokens.get("a"):
+            running[0].draft(e.worker.draft("a", 3, num_right))
+            drafted += 1
         e.step()
-    assert guessed > 3
+    assert drafted > 3
     assert len(e.tokens["a"]) == 24
 
 

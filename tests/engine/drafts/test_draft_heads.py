@@ -603,7 +603,7 @@ def test_other_heads_that_do_not_fit(tmp_path):
     draft_heads.medusa(tmp_path / "medusa", medusa_choices=[[0]], num_experts=2)
     refused(path, tmp_path / "medusa", "num_experts = 2", "medusa")
     draft_heads.medusa(tmp_path / "three")
-    refused(path, tmp_path / "three", "guesses 3; lower it", "medusa", num_speculative_tokens=4)
+    refused(path, tmp_path / "three", "drafts 3; lower it", "medusa", num_speculative_tokens=4)
     draft_heads.eagle(tmp_path / "no-map", drop="d2t t2d")
     refused(path, tmp_path / "no-map", "lacks d2t and t2d, one of which must map its 128 tokens")
     refused(path, tmp_path / "model", "num_hidden_layers|eagle_aux")

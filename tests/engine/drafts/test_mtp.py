@@ -24,11 +24,11 @@ from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
 from tests.engine.drafts.test_draft_heads import proposals
 from tests.engine.drafts.test_speculation import PROMPTS, SETTINGS, SIZES, answers
-from tests.engine.media.test_vision import engine, prompt_of
+from tests.engine.media.test_vision import engine
 from tests.model.formats import test_block_scales, test_gguf_models
 from tests.model.formats.test_compressed import PRODUCTS, compress, compress_gptq
 from tests.support import mtp_layers
-from tests.support.vision_models import build_vision, picture
+from tests.support.vision_models import build_vision, picture, prompt_of
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 

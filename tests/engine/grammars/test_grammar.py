@@ -9,6 +9,7 @@ import json
 import time
 from concurrent.futures import Future
 from threading import Event, get_ident
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,9 +21,10 @@ from slipstream.engine.grammars.check import check
 from slipstream.engine.grammars.compose import compose
 from slipstream.engine.grammars.grammar import Grammars
 from slipstream.engine.grammars.state import GrammarError
+from slipstream.engine.listeners import MaskingGrammars
 from slipstream.engine.output import raise_on_error
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.errors import EngineOverloadedError, RequestError
+from slipstream.errors import CheckpointError, EngineOverloadedError, RequestError
 from slipstream.messages.requests import EngineRequest
 from slipstream.messages.steps import ScheduledRequest, StepPlan
 from slipstream.outputs import CompletionOutput, RequestOutput
@@ -42,6 +44,38 @@ def tokenizer(tiny_model):
 @pytest.fixture(scope="module")
 def grammars(tokenizer):
     return Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
+
+
+def test_a_vocabulary_that_was_read_is_not_read_by_the_first_grammar(tokenizer, monkeypatch):
+    loads = []
+    made = Grammars(lambda: loads.append(1) or tokenizer, 288, lambda tokenizer: (END,))
+    made.read_vocabulary()
+    for name in ("_Vocabulary", "LengthVocabulary", "TokenTexts"):
+        monkeypatch.setattr(grammar, name, None)  # a call of it would be an error
+    bounded = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 4}}}
+    assert texts(tokenizer, allowed(begin(made, StructuredOutputsParams(json=bounded)))) == {"{"}
+    begin(made, StructuredOutputsParams(regex="he+"), "another")
+    assert loads == [1]
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_a_server_on_a_gpu_reads_the_vocabulary_at_its_start(tokenizer, is_cuda):
+    made = Grammars(lambda: tokenizer, 288, lambda tokenizer: (END,))
+    device = SimpleNamespace(info=SimpleNamespace(is_cuda=is_cuda))
+    executor = SimpleNamespace(config=SimpleNamespace(device=device))
+    MaskingGrammars(made, None, executor).warm()
+    assert (made._vocabulary is not None) == is_cuda
+
+
+def test_a_tokenizer_that_is_missing_or_broken_is_the_first_grammars_error():
+    def broken():
+        raise CheckpointError("tokenizer.json is cut off")
+
+    for load, says in ((lambda: None, "need a tokenizer"), (broken, "is cut off")):
+        made = Grammars(load, 288, lambda tokenizer: (END,))
+        made.read_vocabulary()
+        with pytest.raises(GrammarError, match=says):
+            begin(made, StructuredOutputsParams(regex="a"))
 
 
 def request(params, request_id="r", ends=(END,), stop=(), **more):

@@ -39,6 +39,8 @@ FAMILIES = (
     "lfm2_vl",
     "aya_vision",
     "cohere2_vision",
+    "paligemma",
+    "llava_onevision",
 )
 
 
@@ -74,7 +76,7 @@ def test_pixels_equal_those_of_transformers(processors, family, width, height, s
         return
     if family == "mistral3" and max(width, height) > 60 * min(width, height):
         return  # transformers scales to no pixels and fails; ours has one
-    if family == "llava_next" and max(width, height) > 20 * min(width, height):
+    if family.startswith("llava_") and max(width, height) > 20 * min(width, height):
         return  # it finds no size
     ours = processors[family].prepare(picture(seed, width, height))
     image = picture(seed, width, height)
@@ -86,11 +88,16 @@ def test_pixels_equal_those_of_transformers(processors, family, width, height, s
     if family == "smolvlm":
         assert len(own) == theirs.shape[1]
         theirs = list(theirs[0])
-    elif family == "llava_next":  # the base, and the tiles of the whole row by row
+    elif family.startswith("llava_"):  # the base, and the tiles of the whole row by row
         base, large = own
         cut = large.reshape(3, large.shape[1] // 24, 24, large.shape[2] // 24, 24)
         own = [base, *cut.transpose(1, 3, 0, 2, 4).reshape(-1, 3, 24, 24)]
         theirs = list(theirs[0])
+        if family == "llava_onevision":  # the second of two
+            pair = their_processor(family)([[picture(0), image]], return_tensors="np")
+            assert ours.among is not None
+            own += [normalised(processors[family], piece) for piece in ours.among.pieces]
+            theirs = [x[:, :24, :24] for x in (*theirs, *pair["pixel_values"][1])]
     elif family.startswith(("qwen", "glm")):
         (piece,) = ours.pieces
         rows, columns = piece.height // 8, piece.width // 8
@@ -165,6 +172,21 @@ def test_the_text_of_a_picture_is_that_of_transformers(processors, family):
                 *(rows, columns, 9, ours.pieces[-1].num_tokens, True, True),
             )
             assert ours.text == wanted
+        elif family == "llava_onevision":
+            from transformers.models.llava_onevision.processing_llava_onevision import (
+                LlavaOnevisionProcessor as Theirs,
+            )
+
+            theirs = SimpleNamespace(
+                image_processor=their_processor(family),
+                num_image_tokens=36,
+                vision_aspect_ratio="anyres_max_3",
+            )
+            theirs._get_unpadded_features = partial(Theirs._get_unpadded_features, theirs)
+            num = Theirs._get_number_of_features(theirs, height, width, 26, 26)
+            assert ours.text == "<image>" * num
+            assert ours.among is not None
+            assert ours.among.text == "<image>" * 37
         elif family == "llava_next":
             from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
@@ -176,6 +198,8 @@ def test_the_text_of_a_picture_is_that_of_transformers(processors, family):
             )
             num = LlavaNextProcessor._get_number_of_features(theirs, height, width, 24, 24)
             assert ours.text == "<image>" * num
+        elif family == "paligemma":
+            assert ours.text == "<image>" * 64
         elif family == "llava":
             assert ours.text == "<image>" * 36
         elif family == "internvl":

@@ -28,6 +28,7 @@ from tests.support.sound_models import (
     their_inputs,
     wav,
 )
+from tests.support.vision_models import largest_difference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -50,6 +51,11 @@ def prompt_of(*sounds: Any, words: str = "ab ") -> dict[str, Any]:
     return {"prompt": text, "multi_modal_data": {"audio": list(sounds)}}
 
 
+def their_logprobs(model: Any, ids: list[int], sounds: list[Any]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**their_inputs(ids, sounds)).logits[0].log_softmax(-1)
+
+
 def their_greedy(model: Any, ids: list[int], sounds: list[Any]) -> list[int]:
     with torch.no_grad():
         given = their_inputs(ids, sounds)
@@ -57,13 +63,11 @@ def their_greedy(model: Any, ids: list[int], sounds: list[Any]) -> list[int]:
     return found[0, len(ids) :].tolist()
 
 
-def largest_difference(model: Any, answer: Any, sounds: list[Any]) -> float:
-    """Largest difference of the log-probabilities of the prompt's tokens."""
+def assert_theirs(answer: Any, model: Any, sounds: list[Any]) -> None:
+    """The prompt's log-probabilities and the answer are transformers'."""
     ids = answer.prompt_token_ids
-    with torch.no_grad():
-        theirs = model(**their_inputs(ids, sounds)).logits[0].log_softmax(-1)
-    own = [position.chosen.logprob for position in answer.prompt_logprobs[1:]]
-    return max(abs(a - theirs[i, ids[i + 1]].item()) for i, a in enumerate(own))
+    assert largest_difference(answer, their_logprobs(model, ids, sounds)) < 2e-4
+    assert list(answer.outputs[0].token_ids) == their_greedy(model, ids, sounds)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +85,7 @@ def test_several_sounds_equal_transformers(made, kernels):
     wanted = dataclasses.replace(GREEDY, prompt_logprobs=0)
     with engine(path, kernels=kernels) as llm:
         (answer,) = llm.generate(prompt_of(*sounds), wanted)
-    assert largest_difference(model, answer, sounds) < 2e-4
-    ids = answer.prompt_token_ids
-    assert list(answer.outputs[0].token_ids) == their_greedy(model, ids, sounds)
+    assert_theirs(answer, model, sounds)
 
 
 def test_chunks_prefixes_forks_and_drafts_give_the_same(made):
@@ -123,9 +125,7 @@ def test_several_ranks_hear_the_same(made, split):
     wanted = dataclasses.replace(GREEDY, prompt_logprobs=0)
     with forked_ranks.used(), engine(path, max_num_batched_tokens=24, **{split: 2}) as llm:
         (answer,) = llm.generate(prompt_of(*sounds), wanted)
-    assert largest_difference(model, answer, sounds) < 2e-4
-    ids = answer.prompt_token_ids
-    assert list(answer.outputs[0].token_ids) == their_greedy(model, ids, sounds)
+    assert_theirs(answer, model, sounds)
 
 
 def test_preempted_requests_hear_their_sounds_again(made):

@@ -26,9 +26,11 @@ from tests.model.formats.test_compressed import compress_gptq
 from tests.support import forked_ranks
 from tests.support.vision_models import (
     IMAGE,
-    PLACEHOLDER,
+    PALIGEMMA,
     build_vision,
+    largest_difference,
     picture,
+    prompt_of,
     their_inputs,
     token_id,
 )
@@ -50,12 +52,22 @@ FAMILIES = (
     "lfm2_vl",
     "aya_vision",
     "cohere2_vision",
+    "paligemma2",
+    "llava_onevision",
 )
-LIKE_OTHERS = ("qwen3_vl_moe", "qwen3_5_moe", "qwen2_vl", "glm4v_moe", "glm46v", "glm_ocr")
+LIKE_OTHERS = (
+    "qwen3_vl_moe",
+    "qwen3_5_moe",
+    "qwen2_vl",
+    "glm4v_moe",
+    "glm46v",
+    "glm_ocr",
+    "paligemma",
+)
 """Families of which a part alone differs from one above."""
 HYBRIDS = ("qwen3_5", "lfm2_vl")
-STEP = {"gemma4_large": 80}
-"""Tokens of a step that must hold a whole picture; 24 of others."""
+STEP = {"gemma4_large": 80, "paligemma": 1024, "paligemma2": 1024}
+"""Tokens of a step that must hold a whole picture, or a whole prompt; 24 of others."""
 NOT_SPLIT = (("qwen3_5", "tensor_parallel_size"), ("gemma4", "pipeline_parallel_size"))
 """Recurrent layers, and layers that read others' keys and values."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -77,11 +89,6 @@ def engine(path: Path, **settings: Any) -> Iterator[LLM]:
         yield llm
 
 
-def prompt_of(family: str, *pictures: Any, words: str = "ab ", end: str = " cd?") -> dict[str, Any]:
-    text = words + " and ".join(PLACEHOLDER[family] for _ in pictures) + end
-    return {"prompt": text, "multi_modal_data": {"image": list(pictures)}}
-
-
 def their_logprobs(family: str, model: Any, tokens: list[int], pictures: list[Any]) -> torch.Tensor:
     with torch.no_grad():
         return model(**their_inputs(family, tokens, pictures)).logits[0].log_softmax(-1)
@@ -92,13 +99,6 @@ def their_greedy(family, model, ids, pictures):
         given = their_inputs(family, ids, pictures)
         found = model.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)
     return found[0, len(ids) :].tolist()
-
-
-def largest_difference(answer: Any, theirs: torch.Tensor) -> float:
-    """Largest difference of the log-probabilities of the prompt's tokens."""
-    ids = answer.prompt_token_ids
-    own = [position.chosen.logprob for position in answer.prompt_logprobs[1:]]
-    return max(abs(a - theirs[i, ids[i + 1]].item()) for i, a in enumerate(own))
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,20 @@ def test_several_pictures_equal_transformers(models, family, kernels):
     most = 5e-4 if family in LIKE_OTHERS else 2e-4
     assert largest_difference(answer, their_logprobs(family, model, ids, pictures)) < most
     assert list(answer.outputs[0].token_ids) == their_greedy(family, model, ids, pictures)
+
+
+def test_one_picture_of_a_prompt_is_seen_in_squares(models):
+    """LLaVA-OneVision's, whose tokens are scaled where they are many. Of several pictures each is one square."""
+    path, model = models["llava_onevision"]
+    wanted, lengths = dataclasses.replace(GREEDY, prompt_logprobs=0), []
+    with engine(path) as llm:
+        for given in ([picture(1)], [picture(2, 97, 20)], [picture(3, 9, 70)], [picture(1)] * 2):
+            (answer,) = llm.generate(prompt_of("llava_onevision", *given), wanted)
+            ids = answer.prompt_token_ids
+            theirs = their_logprobs("llava_onevision", model, ids, given)
+            assert largest_difference(answer, theirs) < 2e-4
+            lengths.append(ids.count(token_id("llava_onevision", "<image>")))
+    assert min(lengths[:3]) > lengths[3] - 37 == 37
 
 
 def test_logits_of_cohere_are_scaled(models, tmp_path):
@@ -172,8 +186,10 @@ def test_chunks_prefixes_forks_and_batches_give_the_same(models, family):
         last = max(
             i for i, t in enumerate(whole.prompt_token_ids) if t == token_id(family, IMAGE[family])
         )
-        # the words and the first picture, and nothing behind the last piece of the second
-        assert 0 < different.num_cached_tokens < last - 3
+        if family in PALIGEMMA:  # all tokens have seen the second picture
+            assert different.num_cached_tokens == 0
+        else:  # the words and the first picture, and nothing behind the last piece of the second
+            assert 0 < different.num_cached_tokens < last - 3
     with engine(path, enable_prefix_caching=False) as llm:
         (alone,) = llm.generate(other, wanted)
     assert list(alone.outputs[0].token_ids) == list(different.outputs[0].token_ids)

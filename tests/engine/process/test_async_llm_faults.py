@@ -17,7 +17,7 @@ from slipstream import AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine import async_llm
-from slipstream.engine.process import child_link, core_operations, core_start
+from slipstream.engine.process import core_operations, core_start
 from slipstream.engine.process.child_link import ChildLink
 from slipstream.engine.process.core_messages import (
     Abort,
@@ -108,7 +108,7 @@ class World:
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(async_llm.asyncio, "sleep", self._sleep)
 
-    async def _start_child(self, args):
+    async def _start_child(self, args, *forks, **how):
         self.num_spawns += 1
         if not self.scripts:
             raise OSError("no more processes")
@@ -272,7 +272,8 @@ async def test_no_process_outlives_a_shutdown_during_its_start(path, monkeypatch
 
 
 async def test_cancelling_the_end_of_a_hung_child_kills_it():
-    child = ChildLink()
+    folder = core_start.socket_folder()
+    child = ChildLink(await core_start.start_process(f"{folder.path}/engine"), folder)
     os.kill(child.process.pid, signal.SIGSTOP)
     assert not child.send(Abort(["x"]))  # it has not connected: told at once, not waited for
     task = asyncio.create_task(child.end())
@@ -513,12 +514,12 @@ async def test_texts_are_told_of_rejections_ends_and_deaths(world):
     assert world.engine.num_requests == 0
 
 
-def test_a_temporary_folder_with_a_long_path_is_refused_before_a_process_starts(
+async def test_a_temporary_folder_with_a_long_path_is_refused_before_a_process_starts(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(core_start.tempfile, "gettempdir", lambda: str(tmp_path / ("x" * 90)))
     monkeypatch.setattr(
-        child_link.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started")
+        core_start.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started")
     )
     with pytest.raises(ConfigError, match="TMPDIR"):
-        ChildLink()
+        await ChildLink.start(EngineArgs(model="m"))

@@ -171,7 +171,11 @@ def test_heads_of_bge_m3(tmp_path, kernels):
 
 
 @pytest.mark.parametrize(
-    "family", ["bert", "roberta", "distilbert", "electra", "mpnet", "modernbert", "deberta-v3"]
+    "family",
+    [
+        *("bert", "roberta", "distilbert", "electra", "mpnet", "modernbert", "deberta-v3"),
+        *("albert", "rembert", "roformer", "megatron-bert"),
+    ],
 )
 def test_labels_of_tokens_equal_transformers(tmp_path, family):
     from transformers import AutoConfig, AutoModelForTokenClassification

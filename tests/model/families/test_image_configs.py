@@ -181,6 +181,59 @@ CONFIGS = {
         },
         576,
     ),
+    "paligemma": (
+        {
+            **dict(bos_token_id=2, eos_token_id=1, hidden_size=2048, ignore_index=-100),
+            **dict(image_token_index=7, pad_token_id=0, projection_dim=2048),
+            "architectures": ["PaliGemmaForConditionalGeneration"],
+            "text_config": dict(
+                **dict(hidden_size=2048, intermediate_size=16384, model_type="gemma"),
+                **dict(num_attention_heads=8, num_hidden_layers=18, num_image_tokens=256),
+                **dict(num_key_value_heads=1, vocab_size=257216, torch_dtype="float32"),
+            ),
+            "vision_config": {
+                **dict(hidden_size=1152, intermediate_size=4304, model_type="siglip_vision_model"),
+                **dict(num_attention_heads=16, num_hidden_layers=27, num_image_tokens=256),
+                **dict(patch_size=14, projection_dim=2048, projector_hidden_act="gelu_fast"),
+                **dict(vision_use_head=False),
+            },
+        },
+        {
+            **dict(do_convert_rgb=None, do_normalize=True, do_rescale=True, do_resize=True),
+            **dict(image_mean=[0.5, 0.5, 0.5], image_processor_type="SiglipImageProcessor"),
+            **dict(image_seq_length=256, image_std=[0.5, 0.5, 0.5], resample=3),
+            **dict(processor_class="PaliGemmaProcessor", size={"height": 224, "width": 224}),
+        },
+        256,
+    ),
+    "llava_onevision": (
+        {
+            **dict(ignore_index=-100, image_token_index=7, projector_hidden_act="gelu"),
+            **dict(vision_feature_layer=-1, vision_feature_select_strategy="full"),
+            **dict(vision_aspect_ratio="anyres_max_9", tie_word_embeddings=False),
+            **dict(video_token_index=151647, use_image_newline_parameter=True),
+            "image_grid_pinpoints": [[384 * h, 384 * w] for h in range(1, 7) for w in range(1, 7)],
+            "architectures": ["LlavaOnevisionForConditionalGeneration"],
+            "text_config": dict(
+                **dict(model_type="qwen2", hidden_size=3584, intermediate_size=18944),
+                **dict(num_attention_heads=28, num_hidden_layers=28, num_key_value_heads=4),
+                **dict(rope_theta=1e6, vocab_size=152000, bos_token_id=151643),
+            ),
+            "vision_config": {
+                **dict(hidden_size=1152, intermediate_size=4304, model_type="siglip_vision_model"),
+                **dict(num_attention_heads=16, num_hidden_layers=26, image_size=384, patch_size=14),
+                **dict(vision_use_head=False),
+            },
+        },
+        {
+            **dict(do_convert_rgb=True, do_normalize=True, do_pad=True, do_rescale=True),
+            **dict(image_mean=[0.5, 0.5, 0.5], image_std=[0.5, 0.5, 0.5], resample=3),
+            **dict(image_processor_type="LlavaOnevisionImageProcessor", do_resize=True),
+            **dict(rescale_factor=1 / 255, size={"height": 384, "width": 384}),
+            "image_grid_pinpoints": [[384 * h, 384 * w] for h in range(1, 7) for w in range(1, 7)],
+        },
+        729,
+    ),
     "llava_next": (
         {
             **dict(ignore_index=-100, image_token_index=7, projector_hidden_act="gelu"),
@@ -446,7 +499,13 @@ def test_published_configs_are_read(tmp_path, family):
     pieces = processor.prepare(Image.new("RGB", (1280, 720))).pieces
     piece = pieces[0]
     # 2 × 4 tiles, and the whole; the whole, and a larger one
-    assert len(pieces) == {"internvl": 9, "llava_next": 2, "lfm2_vl": 3, **_TILES}.get(family, 1)
+    assert len(pieces) == {
+        "internvl": 9,
+        "llava_next": 2,
+        "llava_onevision": 2,
+        "lfm2_vl": 3,
+        **_TILES,
+    }.get(family, 1)
     processor.close()
     assert piece.num_tokens == CONFIGS[family][2]
     assert read_spec(tmp_path).taking_media(0).spec.media is None
@@ -487,6 +546,9 @@ def test_a_model_without_an_encoder_is_its_decoder(tmp_path, family):
         ("kimi_k25", "vision_config", {"merge_kernel_size": [2, 1]}),
         ("glm4v_moe", "text_config", {"use_qk_norm": True}),
         ("lfm2_vl", "vision_config", {"num_patches": 250}),
+        ("paligemma", "vision_config", {"projection_dim": 1024}),
+        ("llava_onevision", "text_config", {"model_type": "gemma"}),
+        ("paligemma", "text_config", {"model_type": "gemma3_text"}),
         ("aya_vision", "vision_config", {"image_size": 384}),
         ("glm4v_moe", "text_config", {"model_type": "glm4v_text"}),
     ],
@@ -506,6 +568,18 @@ def test_pinpoints_that_are_not_several_squares_are_refused(tmp_path, pinpoints)
     assert caught.value.field == "image_grid_pinpoints"
 
 
+def test_a_prompt_whose_tokens_see_each_other_must_fit_in_the_window(tmp_path):
+    text = dict(model_type="gemma2", hidden_size=2304, intermediate_size=9216, vocab_size=257216)
+    text |= dict(num_attention_heads=8, num_hidden_layers=26, num_key_value_heads=4)
+    text |= dict(query_pre_attn_scalar=256, sliding_window=4096)
+    vision = {**CONFIGS["paligemma"][0]["vision_config"], "projection_dim": 2304, "image_size": 896}
+    more = dict(text_config=text, vision_config=vision, hidden_size=2304, projection_dim=2304)
+    write(tmp_path, "paligemma", **more)
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_spec(tmp_path)
+    assert caught.value.field == "vision_config.image_size"
+
+
 def test_pictures_larger_than_the_window_are_refused_where_they_see_themselves(tmp_path):
     write(tmp_path, "gemma4")
     processing = {**CONFIGS["gemma4"][1], "max_soft_tokens": 560}
@@ -513,6 +587,39 @@ def test_pictures_larger_than_the_window_are_refused_where_they_see_themselves(t
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec(tmp_path)
     assert caught.value.field == "max_soft_tokens"
+
+
+def test_voxtrals_published_config_is_read(tmp_path):
+    audio = {
+        **dict(model_type="voxtral_encoder", hidden_size=1280, intermediate_size=5120),
+        **dict(num_attention_heads=20, num_key_value_heads=20, num_hidden_layers=32, head_dim=64),
+        **dict(activation_function="gelu", layerdrop=0.0, max_source_positions=1500),
+        **dict(num_mel_bins=128, scale_embedding=False, vocab_size=51866, dropout=0.0),
+    }
+    text = {
+        **dict(model_type="llama", attention_bias=False, head_dim=128, hidden_size=3072),
+        **dict(intermediate_size=8192, max_position_embeddings=131072, mlp_bias=False),
+        **dict(num_attention_heads=32, num_hidden_layers=30, num_key_value_heads=8),
+        **dict(rms_norm_eps=1e-5, rope_theta=1e8, sliding_window=None, vocab_size=131072),
+    }
+    config = {
+        **dict(model_type="voxtral", audio_token_id=24, projector_hidden_act="gelu"),
+        **dict(architectures=["VoxtralForConditionalGeneration"], hidden_size=3072),
+        **dict(audio_config=audio, text_config=text, torch_dtype="bfloat16", vocab_size=131072),
+    }
+
+    def write_config(**changes):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+
+    write_config()
+    found = read_spec(tmp_path).spec
+    assert found.media.num_states(1) == 1500
+    assert (found.media.pool, found.media.token_id) == (4, 24)
+    for wrong in ({"a_new_switch": 1}, {"intermediate_size": 5000}, {"num_key_value_heads": 4}):
+        write_config(audio_config={**audio, **wrong})
+        with pytest.raises(UnsupportedModelError) as caught:
+            read_spec(tmp_path)
+        assert caught.value.field == f"audio_config.{next(iter(wrong))}"
 
 
 def test_a_published_config_that_hears_is_read(tmp_path):

@@ -30,6 +30,8 @@ FAMILIES = (
     "lfm2_vl",
     "aya_vision",
     "cohere2_vision",
+    "paligemma",
+    "llava_onevision",
     "glm4v_moe",
     "glm46v",
     "glm_ocr",
@@ -61,7 +63,12 @@ def test_encoders_equal_those_of_transformers(family, ops, tmp_path):
     pictures = [picture(i, *size) for i, size in enumerate(SIZES)]
     theirs = features(
         model,
-        their_inputs(family, [token_id(family, "<bos>") if "gemma" in family else 1], pictures),
+        their_inputs(
+            family,
+            [token_id(family, "<bos>") if "gemma" in family else 1],
+            pictures,
+            of_one_prompt=False,
+        ),
     )
     found = read_spec(tmp_path)
     processor = PictureProcessor(found.spec.media, found.processing, 16)
@@ -72,7 +79,7 @@ def test_encoders_equal_those_of_transformers(family, ops, tmp_path):
         torch.from_numpy(np.frombuffer(x.data, np.uint8).reshape(x.height, x.width, 3).copy())
         for x in pieces
     ]
-    sizes = [(x.rows, x.columns) for x in pieces]
+    sizes = [(x.rows, x.columns, *x.inner) for x in pieces]
     ours = tower(raw, sizes)
     assert [len(x) for x in ours] == [x.num_tokens for x in pieces]
     whole = torch.cat(ours)

@@ -42,7 +42,7 @@ def their_loss(theirs, sequences):
     return sum(parts) / sum(len(s) - 1 for s in sequences)
 
 
-SHARING = ("gemma4_text", "gemma3n_text", "gemma3n-of-two")
+SHARING = ("gemma4_text", "gemma3n_text", "gemma3n-of-two", "zamba2", "zamba2-plain")
 
 
 @pytest.mark.parametrize("name", SHARING)

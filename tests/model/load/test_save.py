@@ -55,7 +55,7 @@ def save(source, out, **options):
         copy_surroundings(folder, description)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, (f, _) in CASES.items() if f != "zamba2"])
 def test_what_is_read_is_written_again(name, tmp_path):
     family, overrides = CASES[name]
     theirs = tiny_models.build(tmp_path / "model", family, **overrides)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+from slipstream.config import EngineArgs
 from slipstream.errors import DownloadError, EngineDeadError
 from slipstream.server.many.app import ManyEngines
 from slipstream.server.many.slot import ServedModel, Slot
@@ -27,7 +28,8 @@ class FakeSlot(Slot):
         super().__init__(model)
         self.gate, self.faults, self.ended = None, [], 0
 
-    async def load(self):
+    async def load(self, *, gently=False):
+        self.loaded_gently = gently
         await asyncio.sleep(0)
         if self.gate is not None:
             await self.gate.wait()
@@ -49,7 +51,7 @@ def model(name, num_bytes=100, **more):
     return ServedModel(
         **{
             "name": name,
-            "args": SimpleNamespace(model=f"org/{name}", download_dir=None),
+            "args": EngineArgs(model=f"org/{name}"),
             "description": FakeEngine.description,
             "max_model_len": 512,
             "num_bytes": num_bytes,

@@ -60,6 +60,19 @@ def test_the_least_recently_used_idle_model_makes_room():
     run(main())
 
 
+def test_a_model_is_loaded_gently_while_another_has_requests():
+    async def main():
+        slots = slots_of("a", "b", "c", memory=250)
+        await slots.acquire(slots["a"])
+        await use(slots, "b")
+        assert (slots["a"].gently, slots["b"].gently) == (False, True)
+        slots.release(slots["a"])
+        await use(slots, "c")
+        assert not slots["c"].gently
+
+    run(main())
+
+
 def test_a_busy_model_is_kept_and_takes_no_more_requests_once_another_has_waited(monkeypatch):
     monkeypatch.setattr(module, "PATIENCE_S", 0.01)
 

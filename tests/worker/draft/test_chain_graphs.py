@@ -189,7 +189,7 @@ def proposals(
             draft.graphs = Replayed(
                 draft, runner.rows, (1, 3, 5), max_model_len=SIZES["max_model_len"], max_num_seqs=4
             )
-            llm.core.scheduler._guesses_ahead = True  # as the config of a GPU says
+            llm.core.scheduler._drafts_ahead = True  # as the config of a GPU says
         if not ahead:
             draft.go_ahead = lambda plan, rows: None
         write, kept = draft.write_drafts, []

@@ -10,12 +10,11 @@ import pytest
 
 from slipstream import LLM
 from tests.engine.drafts.test_draft_heads import Setup
-from tests.engine.media.test_vision import prompt_of
 from tests.engine.test_adapters import ALL, adapter, build, check
 from tests.engine.test_adapters import PROMPTS as SHORT
 from tests.engine.test_adapters import SETTINGS as ADAPTED
 from tests.support import mtp_layers, tiny_models
-from tests.support.vision_models import build_vision, picture
+from tests.support.vision_models import build_vision, mixed_prompts
 from tests.worker.ranks.test_context_ranks import SAMPLINGS, SETTINGS
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -155,12 +154,7 @@ def test_pictures_are_seen_by_all_ranks(tmp_path, family, drafts):
     how = dict(TWO)
     if drafts:
         how["speculative_config"] = mtp_layers.add_to_text(tmp_path, "qwen3_5_text")
-    prompts = [
-        prompt_of(family, picture(1), picture(2, 30, 61)),
-        prompt_of(family, picture(3)),
-        {"prompt_token_ids": [5, 6, 7]},
-        prompt_of(family, picture(1), words="ef "),
-    ]
+    prompts = mixed_prompts(family)
     sizes = {**SETTINGS, "kv_cache_bytes": 2**24, "max_model_len": 512, "max_num_seqs": 4}
     found = []
     for more in ({}, how):

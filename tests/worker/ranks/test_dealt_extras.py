@@ -13,12 +13,11 @@ from slipstream.costs.devices import find_device
 from slipstream.errors import ConfigError
 from slipstream.spec.description import read_spec
 from tests.engine.drafts.test_draft_heads import Setup
-from tests.engine.media.test_vision import prompt_of
 from tests.engine.test_adapters import ALL, adapter, build, check
 from tests.engine.test_adapters import PROMPTS as SHORT
 from tests.engine.test_adapters import SETTINGS as ADAPTED
 from tests.support import mtp_layers, tiny_models
-from tests.support.vision_models import build_vision, picture
+from tests.support.vision_models import build_vision, mixed_prompts
 from tests.worker.ranks.test_dealt_ranks import GREEDY, SAMPLINGS, SETTINGS, SIZES, answers, free
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -66,21 +65,29 @@ def test_heads_propose_for_each_ranks_requests(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("family", "drafts"),
-    [("qwen3_5_moe", True), pytest.param("qwen3_vl_moe", False, marks=pytest.mark.slow)],
+    ("family", "drafts", "stages"),
+    [
+        ("qwen3_5_moe", True, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen3_vl_moe", False, 1),
+                ("qwen3_5_moe", True, 2),
+                ("qwen3_vl_moe", False, 2),
+            )
+        ),
+    ],
 )
-def test_pictures_are_read_by_the_rank_of_their_request(tmp_path, family, drafts):
+def test_pictures_are_read_by_the_rank_of_their_request(
+    tmp_path, family, drafts, stages, monkeypatch
+):
     """Next to requests without pictures; with recurrent states, and with the model's own layer that drafts."""
+    monkeypatch.setattr("slipstream.worker.ranks.process_executor.available_cores", lambda: 4)
     build_vision(tmp_path, family, seed=3)
-    how = {"expert_parallel_size": 2}
+    how = {"expert_parallel_size": 2, "pipeline_parallel_size": stages}
     if drafts:
         how["speculative_config"] = mtp_layers.add_to_text(tmp_path, "qwen3_5_moe_text")
-    prompts = [
-        prompt_of(family, picture(1), picture(2, 30, 61)),
-        prompt_of(family, picture(3)),
-        {"prompt_token_ids": [5, 6, 7]},
-        prompt_of(family, picture(1), words="ef "),
-    ]
+    prompts = mixed_prompts(family)
     sizes = {**SETTINGS, "block_size": 4, "kv_cache_bytes": 2**23, "max_num_seqs": 4}
     found = []
     for more in ({}, how):
@@ -90,8 +97,9 @@ def test_pictures_are_read_by_the_rank_of_their_request(tmp_path, family, drafts
             assert (llm.stats().spec_draft_tokens > 0) == (drafts and bool(more))
             assert llm.core.stats().prefix_hits > 0
     assert found[0] == found[1]
-    with pytest.raises(ConfigError, match="does not cover pictures over stages; set it to 0"):
-        LLM(str(tmp_path), expert_parallel_size=2, pipeline_parallel_size=2, **sizes)
+    given = EngineArgs(str(tmp_path), expert_parallel_size=2, pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="does not cover pictures over stages on GPUs; set it"):
+        resolve(given, read_spec(tmp_path), find_device("h200").device_info())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 from slipstream.config import EngineArgs
 from slipstream.engine.process import child_link
-from slipstream.engine.process.child_source import child_source
+from slipstream.engine.process.child_source import CoreParent, child_source
 from slipstream.engine.process.core_client import CoreClient
 from slipstream.errors import EngineError
 from slipstream.worker.ranks import fork_server
@@ -40,11 +40,12 @@ serve(socket.socket(fileno=int(sys.argv[1])), run)
 
 
 @pytest.fixture
-def forks():
+def forks(request):
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     with theirs:
         command = [sys.executable, "-c", PROGRAM, str(theirs.fileno())]
-        made = ForkServer(ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]))
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        made = ForkServer(ours, process, forks_stay=getattr(request, "param", False))
     yield made
     made.close()
 
@@ -116,7 +117,7 @@ def test_a_fork_is_awaited_next_to_a_thousand_open_files(forks):
 
 
 def test_what_can_not_be_passed_on_is_named(forks):
-    with pytest.raises(EngineError, match=r"a rank can't be started: .*Bad file descriptor"):
+    with pytest.raises(EngineError, match=r"a process can't be started: .*Bad file descriptor"):
         forks.fork(["wait"], passed=[-1], environment={})
     assert forks.is_alive
 
@@ -127,8 +128,20 @@ def test_forks_of_a_fork_server_that_died_are_killed_and_none_is_started(forks):
     forks._process.wait()
     assert not forks.is_alive
     assert made.wait(PATIENCE_S) == -signal.SIGKILL
-    with pytest.raises(EngineError, match="the process that starts ranks has ended"):
+    with pytest.raises(EngineError, match="the process that starts others has ended"):
         forks.fork(["wait"], passed=(), environment={})
+
+
+@pytest.mark.parametrize("forks", [True], indirect=True)
+def test_forks_that_stay_outlive_the_fork_server_and_their_end_is_noticed(forks):
+    made = forks.fork(["wait"], passed=(), environment={})
+    forks._process.kill()
+    forks._process.wait()
+    with pytest.raises(subprocess.TimeoutExpired):
+        made.wait(0.05)
+    assert made.poll() is None
+    made.kill()
+    assert made.wait(PATIENCE_S) == made.poll() == -signal.SIGKILL
 
 
 def test_a_fork_server_that_stands_still_is_an_error(forks, monkeypatch):
@@ -159,6 +172,21 @@ def test_engines_that_follow_one_another_have_one_fork_server_while_it_lives():
         source.close()
     assert [call.args[1] for call in started.call_args_list] == [made[0], made[0], made[1]]
     made[1].close.assert_called_once_with()
+
+
+def test_engines_of_a_server_have_one_parent_while_it_lives():
+    made = [mock.Mock(is_alive=True), mock.Mock(is_alive=True)]
+    with (
+        mock.patch.object(ForkServer, "start", side_effect=made) as start,
+        mock.patch.object(child_link.ChildLink, "start", mock.AsyncMock()) as started,
+    ):
+        parent = CoreParent()
+        for model in "ab":
+            asyncio.run(child_source(EngineArgs(model=model), parent=parent).connect())
+        made[0].is_alive = False
+        asyncio.run(child_source(EngineArgs(model="a"), parent=parent).connect())
+    assert [call.kwargs["parent"] for call in started.call_args_list] == [made[0], made[0], made[1]]
+    start.assert_called_with("slipstream.engine.process.core_process", forks_stay=True)
 
 
 def test_a_core_that_starts_again_keeps_what_forks_its_ranks():

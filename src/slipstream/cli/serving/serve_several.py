@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import print_json
@@ -94,9 +95,11 @@ def run_several(args: argparse.Namespace, settings: ServerSettings) -> int:
 def _serve(
     args: argparse.Namespace, settings: ServerSettings, guarded: Guarded | None = None
 ) -> int:
+    from slipstream.engine.process.child_source import CoreParent
     from slipstream.frontend.guard import warn_of_start
     from slipstream.frontend.many import serve_many
     from slipstream.server.http.auth import Keyring
+    from slipstream.server.many.slot import Slot
     from slipstream.server.many.slots import ModelSlots
     from slipstream.server.run import bind, configure_logging, url
 
@@ -106,11 +109,14 @@ def _serve(
     say_taken(args)
     warn_of_start(settings, guarded)
     listener = bind(settings) if guarded is None or guarded.listener is None else guarded.listener
+    parent = CoreParent()
+    parent.get()  # it imports while nobody waits
     slots = ModelSlots(
         models,
         memory_bytes=how.memory_bytes,
         wait_s=args.models_wait or _WAIT_S,
         describe=how.serve,
+        make_slot=partial(Slot, parent=parent),
     )
     address = url(settings, listener)
     notes = _Notes(

@@ -122,8 +122,7 @@ class BlockPool:
             self._unlink(free)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Release one reference to each of the given blocks, which must differ, starting with the
-        last one."""
+        """Release a reference to each of these different blocks, starting with the last one."""
         counts, free = self.ref_counts, array("i")
         if len(blocks) >= MANY:
             where = as_array(blocks)[::-1]

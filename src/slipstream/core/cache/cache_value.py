@@ -134,7 +134,7 @@ class ValueOrder:
         return taken
 
     def following(self, block: int) -> Sequence[int]:
-        """A cached block and those after it in the chain, as far as they are known."""
+        """Returns a cached block and the blocks after it in its chain, as far as they are known."""
         run = self._owners[block]
         return (block,) if run is None or run.blocks[0] != block else run.blocks
 

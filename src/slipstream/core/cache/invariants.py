@@ -55,7 +55,7 @@ def check_lease(request: Request) -> None:
     assert request.num_tokens == computed + 1
     assert lease <= held
     assert lease < request.end
-    assert not any((request.needs_copy, request.held, request.guide, request.guesses))
+    assert not any((request.needs_copy, request.held, request.guide, request.drafts))
     assert all(
         kv._is_writable(request.blocks[g][i])
         for g in kv.own

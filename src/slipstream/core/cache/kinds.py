@@ -11,10 +11,10 @@ KINDS: tuple[type[Slots], ...] = (StateSlots,)
 """The class of each `SlotKind`, in the order of `SLOT_KINDS`."""
 
 
-def make_kinds(cache: CacheConfig, most_guesses: int, sessions: Sessions | None) -> list[Slots]:
+def make_kinds(cache: CacheConfig, max_drafts: int, sessions: Sessions | None) -> list[Slots]:
     """Makes one rank's slots, for each kind that has any."""
     return [
-        made(number, num_slots, cache, most_guesses, sessions)
+        made(number, num_slots, cache, max_drafts, sessions)
         for number, (made, num_slots) in enumerate(zip(KINDS, cache.slots, strict=True), 1)
         if num_slots
     ]

@@ -63,7 +63,7 @@ class KVCacheManager:
         store: BlockStore | None,
         clock: Callable[[], float],
         rank: int = 0,
-        most_guesses: int = 0,
+        max_drafts: int = 0,
         sessions: Sessions | None = None,
     ) -> None:
         self.cache = cache
@@ -84,7 +84,7 @@ class KVCacheManager:
         self.order: ValueOrder | None = None
         if sessions is not None:
             self.pool.order = self.order = ValueOrder(sessions, self.pool, cache.block_size)
-        self.kinds = make_kinds(cache, most_guesses, sessions)
+        self.kinds = make_kinds(cache, max_drafts, sessions)
         self.copies: dict[int, int] = {}  # pending copies: target block to source block
         self._copied = Counter[int]()  # number of pending copies of each source block
         self.tiers = None
@@ -230,7 +230,7 @@ class KVCacheManager:
             self.pool.release(table[request.num_passed[g] :])
             request.blocks[g], request.num_passed[g] = [], 0
         request.num_computed_tokens = request.num_registered = 0
-        request.guesses = ()
+        request.drafts = ()
         request.needs_copy = False
         for kind in self.kinds:
             kind.release(request)
@@ -280,14 +280,14 @@ class KVCacheManager:
         for kind in self.kinds:
             kind.start(request, computed)
 
-    def place(self, request: Request, computed: int, end: int, num_guesses: int) -> bool:
+    def place(self, request: Request, computed: int, end: int, num_drafts: int) -> bool:
         """Note that a step computes tokens [computed, end). True if the request may decode under a lease after it."""
-        given = request, computed, end, num_guesses
+        given = request, computed, end, num_drafts
         return not self.kinds or all([kind.place(*given) for kind in self.kinds])  # noqa: C419
 
-    def verified(self, request: Request, num_guesses: int, num_right: int) -> None:
+    def verified(self, request: Request, num_drafts: int, num_right: int) -> None:
         """Take back the tokens that were computed after the last accepted draft."""
-        request.num_computed_tokens -= num_guesses - num_right
+        request.num_computed_tokens -= num_drafts - num_right
         for kind in self.kinds:
             kind.verified(request, num_right)
 

@@ -27,11 +27,11 @@ class Slots(ABC):
         number: int,
         num_slots: int,
         cache: CacheConfig,
-        most_guesses: int,
+        max_drafts: int,
         sessions: Sessions | None = None,
     ) -> None:
-        """`number` is the kind's. A step verifies at most `most_guesses` drafts of a request."""
-        self.number, self.block_size, self.most_guesses = number, cache.block_size, most_guesses
+        """`number` is the kind's. A step verifies at most `max_drafts` drafts of a request."""
+        self.number, self.block_size, self.max_drafts = number, cache.block_size, max_drafts
         self.pool = BlockPool(num_slots)
         self.order: ValueOrder | None = None
         if sessions is not None:
@@ -60,10 +60,10 @@ class Slots(ABC):
         `has` found."""
 
     @abstractmethod
-    def place(self, request: Request, computed: int, end: int, num_guesses: int) -> bool:
+    def place(self, request: Request, computed: int, end: int, num_drafts: int) -> bool:
         """Choose the slots that a step reads and writes.
 
-        It computes tokens [computed, end), the last `num_guesses` of them drafts. True if the next
+        It computes tokens [computed, end), the last `num_drafts` of them drafts. True if the next
         step may use the same slots, so that the request may decode under a lease.
         """
 

@@ -4,8 +4,8 @@ A slot holds one state of every recurrent layer (`kernels/states.py`). Slots com
 is the null slot.
 
 1. A running request has slots of its own. A step reads its state from one slot and writes it to one of its own, mostly the
-   same. A step with guesses writes the state after each token to a slot of its own; the tokens that were right say which
-   is read next. So nothing has to be computed again after a wrong guess.
+   same. A step with drafts writes the state after each token to a slot of its own; the tokens that were right say which
+   is read next. So nothing has to be computed again after a wrong draft.
 2. A *checkpoint* is a slot that is cached under the chained key of the block that ends at its position. A prefix hit is as
    long as the keys and values *and* a checkpoint allow. Unused ones are overwritten, the least recently used first.
 3. Checkpoints are kept at *marks*: at the end of a prompt, every `interval` tokens of it, where its cached keys and values
@@ -41,7 +41,7 @@ class RequestState:
     read: int = NULL_BLOCK
     """The state after its computed tokens; the null slot before the first. If it is not its own, the request holds it."""
     marks: list[int] = field(default_factory=list)  # positions in its prompt, ascending
-    guessed: list[int] = field(default_factory=list)  # the slots that a step with guesses writes
+    drafted: list[int] = field(default_factory=list)  # the slots that a step with drafts writes
     sent: tuple[
         int, ...
     ] = ()  # what the worker's row has, once the step is sent that is being planned
@@ -62,10 +62,10 @@ class StateSlots(Slots):
         number: int,
         num_slots: int,
         cache: CacheConfig,
-        most_guesses: int,
+        max_drafts: int,
         sessions: Sessions | None = None,
     ) -> None:
-        super().__init__(number, num_slots, cache, most_guesses, sessions)
+        super().__init__(number, num_slots, cache, max_drafts, sessions)
         size = self.block_size
         self.interval = -(-cache.state_interval // size) * size
         self._answer_interval = -(-ANSWER_INTERVAL // size) * size
@@ -99,7 +99,7 @@ class StateSlots(Slots):
     def _num_own(self, request: Request) -> int:
         """Number of a request's slots: one, and one for each draft. A guided request has two,
         because others may take over its state."""
-        return max(2 if request.guide is not None else 1, 1 + self.most_guesses)
+        return max(2 if request.guide is not None else 1, 1 + self.max_drafts)
 
     def _marks_of(self, request: Request, computed: int) -> list[int]:
         """Positions in the prompt, in tokens, whose states are kept. All end blocks.
@@ -115,7 +115,7 @@ class StateSlots(Slots):
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
-    def place(self, request: Request, computed: int, end: int, num_guesses: int) -> bool:
+    def place(self, request: Request, computed: int, end: int, num_drafts: int) -> bool:
         state = self._of[request]
         if computed:
             self._keep_current(request, state, computed)
@@ -123,9 +123,9 @@ class StateSlots(Slots):
         read = state.read
         if read != NULL_BLOCK and read not in state.own:
             self._borrowed.append(read)
-        if num_guesses:
-            state.guessed = state.own[: 1 + num_guesses]
-            self._send(request, state, (read, *state.guessed))
+        if num_drafts:
+            state.drafted = state.own[: 1 + num_drafts]
+            self._send(request, state, (read, *state.drafted))
             return False
         write = self._writable(state)
         self._send(request, state, (read, write))
@@ -229,8 +229,8 @@ class StateSlots(Slots):
         return kept
 
     def verified(self, request: Request, num_right: int) -> None:
-        if (state := self._of.get(request)) is not None and state.guessed:
-            state.read, state.guessed = state.guessed[num_right], []
+        if (state := self._of.get(request)) is not None and state.drafted:
+            state.read, state.drafted = state.drafted[num_right], []
 
     # --- Others' states -----------------------------------------------------------------------------------------------
 

@@ -107,7 +107,7 @@ class Participant:
     def arrived(self, plan: StepPlan, extras: Extras | None) -> None:
         """Take a finished step's extras, before its tokens are processed."""
 
-    def verified(self, request: Request, num_guesses: int, num_right: int) -> None:
+    def verified(self, request: Request, num_drafts: int, num_right: int) -> None:
         """Called with the number of accepted drafts."""
 
     def step_done(

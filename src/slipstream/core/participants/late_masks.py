@@ -20,7 +20,7 @@ def may_take_back(scheduler: Scheduler, share: ScheduledRequest) -> bool:
         request is not None
         and request.status is Status.RUNNING
         and request.kv.may_rewind
-        and not scheduler.most_guesses
+        and not scheduler.max_drafts
         and not request.spec.sampling.by_chain
         and share.num_tokens == share.num_sampled == 1
         and share.num_computed_tokens >= request.num_prompt_tokens

@@ -136,7 +136,7 @@ class Speculation(Participant):
         if not decodes:
             return False
         for request in decodes:
-            request.guesses = ()
+            request.drafts = ()
         if self._chains is not None:
             return self._choose_chains(self._chains, decodes)
         plain = self._plain(len(decodes))
@@ -150,7 +150,7 @@ class Speculation(Participant):
         if any(request.num_pending for request, *_ in chosen):
             return True
         for request, proposal, count in chosen:
-            request.guess(proposal.tokens[:count])
+            request.draft(proposal.tokens[:count])
             self.drafting[request].match = proposal.match
         return False
 
@@ -194,7 +194,7 @@ class Speculation(Participant):
             return True
         for request, count in zip(decodes, counts, strict=True):
             if count:
-                request.guess(FROM_MODEL_TIMES[count])
+                request.draft(FROM_MODEL_TIMES[count])
         return False
 
     def _most_drafts(self, request: Request, limit: int) -> int:
@@ -290,20 +290,20 @@ class Speculation(Participant):
 
     # --- Results --------------------------------------------------------------------------------------------------------
 
-    def verified(self, request: Request, num_guesses: int, num_right: int) -> None:
+    def verified(self, request: Request, num_drafts: int, num_right: int) -> None:
         self.num_drafts += 1
-        self.num_tokens += num_guesses
+        self.num_tokens += num_drafts
         counts = self.accepted_by_position
-        if len(counts) < num_guesses:
-            counts += [0] * (num_guesses - len(counts))
+        if len(counts) < num_drafts:
+            counts += [0] * (num_drafts - len(counts))
         for i in range(num_right):
             counts[i] += 1
         if self._chains is not None:
             if self.config.num_speculative_tokens is None:
-                self._chains.verified(request.request_id, num_guesses, num_right)
+                self._chains.verified(request.request_id, num_drafts, num_right)
         elif (own := self.drafting.get(request)) is not None:
             for acceptance in (own.acceptance, self._acceptance):
-                acceptance.add(own.match, num_guesses, num_right)
+                acceptance.add(own.match, num_drafts, num_right)
 
     def step_done(
         self, plan: StepPlan, result: StepResult, extras: Extras | None, now: float

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from slipstream.config import EngineArgs
 from slipstream.costs.hardware import available_cores
 from slipstream.engine.grammars.compose import (
     call_library,
@@ -29,9 +30,12 @@ from slipstream.engine.grammars.compose import (
     refused,
 )
 from slipstream.engine.grammars.schema_promises import promise
+from slipstream.engine.model_files import load_tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.threads.bounded_threads import BoundedThreads
 from slipstream.errors import RequestError
 from slipstream.params.answer_forms import StructuredOutputsParams
+from slipstream.spec.description import ModelDescription
 
 T = TypeVar("T")
 
@@ -47,6 +51,12 @@ SMALL_CHARACTERS = 8 * 1024
 small ones compile in milliseconds, large ones take seconds."""
 
 CACHED_GRAMMARS = 64
+
+
+def tokenizer_with_library(args: EngineArgs, model: ModelDescription) -> Tokenizer | None:
+    """`load_tokenizer`, after the import of the library that checks grammars, which later would stop streams for 35 ms."""
+    llguidance_library()
+    return load_tokenizer(args, model)
 
 
 class GrammarThreads(Generic[T]):

@@ -104,7 +104,7 @@ def _from_llama_cpp(text: str) -> str:
 
 
 def llguidance_library() -> Any:
-    """The library, imported by the first request with a grammar: it would take a tenth of every start."""
+    """The library, imported late: it would take a tenth of every start but a server's."""
     import llguidance
 
     return llguidance

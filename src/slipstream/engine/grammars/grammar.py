@@ -337,7 +337,7 @@ class Grammars:
         Requests that `may_wait`, and whose mask takes long, are put into `late`: what the step
         samples for them must be thrown away, and they be held until their mask has `arrived`.
 
-        `drafts` are the forced tokens, then the guessed ones, of requests that have some. The first
+        `drafts` are the forced tokens, then those to verify, of requests that have some. The first
         token is sampled after the last forced one.
         """
         first = itertools.accumulate((s.num_sampled for s in plan.scheduled), initial=0)
@@ -444,7 +444,7 @@ class Grammars:
         ended: dict[str, str | None] = {}
         matchers, asked = list[tuple["LLMatcher", int]](), list[GrammarState]()
         for s, state, row, _ in own:
-            bits[row + 1 : row + s.num_sampled].fill(-1)  # after a wrong guess anything is allowed
+            bits[row + 1 : row + s.num_sampled].fill(-1)  # after a wrong draft anything is allowed
             try:
                 if not state.write_known(bits[row]):
                     matchers.append((state.matcher, row))
@@ -601,9 +601,8 @@ class Grammars:
             grammar = compose(params)
             states = self._states_of(params, grammar)
             counts = None if isinstance(states, SchemaStates) else _counts(params)
-            with self._lock:
-                if counts is not None and self._lengths is None:
-                    self._lengths = LengthVocabulary(*self._texts_read, self.num_rows)
+            if counts is not None:
+                self._read_lengths()
             if sampling is not None and sampling.reasoning is not None:
                 self._texts_of(
                     self._counter(sampling.reasoning, sampling.thinking_token_budget or 0)
@@ -666,6 +665,17 @@ class Grammars:
             llguidance_library().LLMatcher, classes[1], grammar, log_level=0, limits=limits()
         )
         return None if matcher.is_error() else RegexStates(automaton, classes[0], matcher)
+
+    def read_vocabulary(self) -> None:
+        """Read what all grammars need of the model's vocabulary. An error is raised by the first grammar, as without this."""
+        with contextlib.suppress(Exception):
+            self._compile(StructuredOutputsParams(json_object=True))
+            self._read_lengths()
+
+    def _read_lengths(self) -> None:
+        with self._lock:
+            if self._lengths is None:
+                self._lengths = LengthVocabulary(*self._texts_read, self.num_rows)
 
     def _states_of_schema(self, grammar: str) -> SchemaStates | None:
         with self._lock:

@@ -1,6 +1,6 @@
 """Reasoning counted token by token, and ended after a budget.
 
-A position in an answer is a `Spot`, a plain value, and `after` gives the next one. So guessed tokens
+A position in an answer is a `Spot`, a plain value, and `after` gives the next one. So drafts
 are tried on a copy, and tokens are taken back by going to an earlier spot. Text decides what is
 reasoning, as in the parser of answers (`text/tool_formats/base.py`): a marker may be one special
 token, several tokens, or a part of one.

@@ -417,9 +417,9 @@ def _strings(value: Any) -> list[str]:
 
 
 def _before_line_end(pattern: str) -> str | None:
-    """A translated pattern whose `$` follows a character, with a line end put before the `$`. It
-    stands for the names that the pattern matches in Python and not in ECMA-262, which are not
-    drawn. None if there is no such pattern."""
+    """Returns the translated pattern with a line end inserted before its `$`. It matches the names
+    that the pattern matches in Python but not in ECMA-262, so that these can be excluded. None if
+    the pattern does not end in a character and `$`."""
     found = re.fullmatch(
         r"[^|]*?(\[(?:[^\[\]\\]|\\.)+\]|\\[^a-zA-Z0-9]|[\w/-])(\+|\{[1-9]\d*(?:,\d*)?\})?\$",
         pattern,

@@ -426,8 +426,8 @@ class GrammarState:
     def mask_drafts(self, masks: Bits, drafts: Sequence[int]) -> None:
         """Write the masks after each draft into int32 [1 + drafts, words]. The first row is written
         already. Rows after a wrong draft stay as they are: nothing that is drawn there counts."""
-        assert len(masks) == 1 + len(drafts), "guessed tokens are not known"
-        # a guess may be wrong, and a matcher in error stays so
+        assert len(masks) == 1 + len(drafts), "drafts are not known"
+        # a draft may be wrong, and a matcher in error stays so
         ahead = self.copy(borrow=True) if drafts else self
         for i, token in enumerate(drafts):
             if (
@@ -440,7 +440,7 @@ class GrammarState:
                 ahead.accept([token])
                 if not ahead.is_finished:
                     ahead.mask(masks[i + 1])
-            except GrammarError:  # it is an error once the guess turns out right
+            except GrammarError:  # it is an error once the draft turns out right
                 masks[i + 1] = -1
                 break
 

@@ -37,6 +37,7 @@ from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
 from slipstream.errors import RequestError
 from slipstream.spec.media.vision import (
     MAX_RATIO,
+    MAX_SIDE,
     CenterSquare,
     FixedSize,
     ImageProcessing,
@@ -154,7 +155,7 @@ class PictureProcessor(MediaProcessor):
             case FixedSize() | CenterSquare():
                 tiles = [self._one_size(image, p.sizes)]
             case PinpointTiles() as sizes:
-                tiles = [image.scaled(sizes.tile, sizes.tile, self._how)]
+                tiles = [self._cut(image.scaled(sizes.tile, sizes.tile, self._how), sizes.tile)]
                 grid, whole = self._in_pinpoint(image, sizes)
             case PixelRange() as sizes:
                 longer, shorter = sorted((image.width, image.height), reverse=True)
@@ -190,8 +191,12 @@ class PictureProcessor(MediaProcessor):
                     limits = dataclasses.replace(limits, side=side)
                 tiles = [self._padded(image, limits)]
         pieces = tuple(self._piece(tile) for tile in tiles)
+        among = None
         if isinstance(p.sizes, PinpointTiles):
-            pieces = (*pieces, self._piece(whole, PatchGrid(grid.height, grid.width + 1)))
+            height, width = p.sizes.scaled(grid, pieces[0].rows)
+            inner = () if grid == (height, width) else (grid.height, grid.width)
+            pieces = (*pieces, self._piece(whole, PatchGrid(height, width + 1), inner))
+            among = self._one_square(image, p.sizes)
         if spec.prompt.gap:
             rows, columns = pieces[0].rows, pieces[0].columns
         count = pieces[0].num_tokens
@@ -202,7 +207,26 @@ class PictureProcessor(MediaProcessor):
             return PreparedMedia(spec.prompt.text(count, rows, columns, whole_count), pieces)
         if spec.prompt.style != "tiles":  # in one run
             count = sum(piece.num_tokens for piece in pieces)
-        return PreparedMedia(spec.prompt.text(count, rows, columns), pieces)
+        return PreparedMedia(spec.prompt.text(count, rows, columns), pieces, among)
+
+    def _one_square(self, source: OpenPicture, sizes: PinpointTiles) -> PreparedMedia | None:
+        """The picture in the middle of a square of the mean colour, in one tile, with a token after its rows."""
+        import PIL.Image
+
+        if sizes.most is None:
+            return None
+        height, width = source.height, source.width
+        if (side := max(height, width)) > MAX_SIDE:  # a square of a narrow one would be large
+            height, width = (max(1, x * MAX_SIDE // side) for x in (height, width))
+            side = MAX_SIDE
+        colour = tuple(int(x * 255) for x in self.processing.mean)
+        image = PIL.Image.new("RGB", (side, side), colour)
+        place = (side - width) // 2, (side - height) // 2
+        image.paste(source.scaled(height, width, self._how), place)
+        tile = self._cut(self._scaled(image, sizes.tile, sizes.tile), sizes.tile)
+        count = self.spec.num_tokens(self.spec.grid(tile.height, tile.width)) + 1
+        piece = self._piece(tile, PatchGrid(1, count))
+        return PreparedMedia(self.spec.prompt.text(count), (piece,))
 
     def _in_pinpoint(self, source: OpenPicture, sizes: PinpointTiles) -> tuple[PatchGrid, Image]:
         """The picture with black around, and the part of its grid that is not padding."""
@@ -213,7 +237,24 @@ class PictureProcessor(MediaProcessor):
         image = PIL.Image.new("RGB", (size[1], size[0]))
         place = (size[1] - width) // 2, (size[0] - height) // 2
         image.paste(source.scaled(height, width, self._how), place)
-        return without_padding(source.height, source.width, self.spec.grid(*size)), image
+        image = self._cut(image, sizes.tile)
+        grid = self.spec.grid(image.height, image.width)
+        return without_padding(source.height, source.width, grid), image
+
+    def _cut(self, image: Image, tile: int) -> Image:
+        """The image without the pixels of each tile that are beyond its last patch."""
+        import PIL.Image
+
+        kept = tile - tile % self.spec.patch_size
+        if kept == tile:
+            return image
+        rows, columns = image.height // tile, image.width // tile
+        found = PIL.Image.new("RGB", (columns * kept, rows * kept))
+        for y in range(rows):
+            for x in range(columns):
+                box = (x * tile, y * tile, x * tile + kept, y * tile + kept)
+                found.paste(image.crop(box), (x * kept, y * kept))
+        return found
 
     def _padded(self, source: OpenPicture, limits: PatchLimits) -> Image:
         """The picture with black to its right and below."""
@@ -293,18 +334,20 @@ class PictureProcessor(MediaProcessor):
 
         return Resampling[self.processing.resample.upper()]
 
-    def _piece(self, image: Image, tokens: PatchGrid | None = None) -> MediaPiece:
+    def _piece(
+        self, image: Image, tokens: PatchGrid | None = None, inner: tuple[int, ...] = ()
+    ) -> MediaPiece:
         """A picture or tile, ready for the encoder, with the key of its pixels. `tokens`: its rows and columns of tokens, if
-        they differ from its groups of patches."""
+        they differ from its groups of patches. `inner`: see `MediaSpan`."""
         pixels = np.asarray(image, np.uint8)
         height, width = pixels.shape[:2]
         grid, merge = self.spec.grid(height, width), self.spec.merge
         raw = pixels.tobytes()
         size = tokens or (grid.height // merge, grid.width // merge)
-        sides = (height, width, *(tokens or ()))
+        sides = (height, width, *(tokens or ()), *inner)
         head = b"".join(x.to_bytes(4, "little") for x in sides)
         key = blake2b(head + raw, digest_size=KEY_BYTES).digest()
-        return MediaPiece(*size, key, height, width, raw, self.spec.prompt.gap)
+        return MediaPiece(*size, key, height, width, raw, self.spec.prompt.gap, inner)
 
 
 class OpenPicture:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slipstream.engine.threads.fair_threads import FairThreads
 from slipstream.errors import RequestError
 from slipstream.messages.media import MediaSpan
@@ -17,6 +19,8 @@ from slipstream.spec.media.medium import MediaSpec
 
 if TYPE_CHECKING:
     from slipstream.engine.text.tokenizer import Tokenizer
+    from slipstream.params.options import RequestOptions
+    from slipstream.spec.model import ModelSpec
 
 KEY_BYTES = 16
 PLURAL = {"image": "pictures", "audio": "sounds"}
@@ -33,6 +37,7 @@ class MediaPiece:
     width: int
     data: bytes = field(repr=False)
     gap: int = 0
+    inner: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -48,15 +53,18 @@ class MediaPiece:
             width=self.width,
             data=self.data,
             gap=self.gap,
+            inner=self.inner,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedMedia:
-    """The pieces of a picture or sound in their order, and the text that stands for them in a prompt."""
+    """The pieces of a picture or sound in their order, and the text that stands for them in a prompt. `among`: the same where
+    a prompt has several, if that is something else."""
 
     text: str
     pieces: tuple[MediaPiece, ...]
+    among: PreparedMedia | None = None
 
 
 class MediaProcessor:
@@ -85,6 +93,11 @@ class MediaProcessor:
                     x.cancel()
 
 
+def _of_prompt(media: Sequence[PreparedMedia]) -> Sequence[PreparedMedia]:
+    """The media of one prompt, as they are there."""
+    return media if len(media) < 2 else [x if x.among is None else x.among for x in media]
+
+
 def with_media(text: str, media: Sequence[PreparedMedia], spec: MediaSpec) -> str:
     """The prompt with each placeholder replaced by the text of its picture or sound. RequestError if
     their numbers differ."""
@@ -94,7 +107,28 @@ def with_media(text: str, media: Sequence[PreparedMedia], spec: MediaSpec) -> st
             f"the prompt has {len(parts) - 1} places ({spec.prompt.placeholder}), and there are {len(media)} to put there",
             field=spec.medium,
         )
-    return parts[0] + "".join(x.text + part for x, part in zip(media, parts[1:], strict=True))
+    if media and spec.prompt.style == "prefix":
+        parts[-1] = f"{spec.prompt.begin}{parts[-1]}{spec.prompt.end}"
+    own = zip(_of_prompt(media), parts[1:], strict=True)
+    return parts[0] + "".join(x.text + part for x, part in own)
+
+
+def joined(
+    tokens: Sequence[int], spans: Sequence[MediaSpan], options: RequestOptions, spec: ModelSpec
+) -> tuple[tuple[MediaSpan, ...], RequestOptions]:
+    """The pictures of a prompt whose tokens all attend to each other, and the options with a salt for its cached blocks: no
+    other prompt has their keys and values. RequestError if it is longer than the decoder's window."""
+    window = min(getattr(a, "window", None) or len(tokens) for a in spec.attentions)
+    if len(tokens) > window:
+        why = (
+            f"the prompt's {len(tokens)} tokens see each other, and the model's window has {window}"
+        )
+        raise RequestError(f"{why}; send fewer pictures or words", field="prompt")
+    said = (np.array(tokens, np.uint32).tobytes(), *(x.key for x in spans))
+    given = b"".join((*said, options.cache_salt.encode()))
+    salt = blake2b(given, digest_size=16, person=b"whole prompt").hexdigest()
+    whole = tuple(dataclasses.replace(x, joined=len(tokens)) for x in spans)
+    return whole, dataclasses.replace(options, cache_salt=salt)
 
 
 def expanded(
@@ -105,7 +139,7 @@ def expanded(
 ) -> tuple[int, ...]:
     """A prompt's tokens with all placeholders of its media: as they are, or with one for each (of a model that
     writes it otherwise than by its placeholder: what `PromptFormat.placeholder` is)."""
-    count = tokens.count(spec.token_id)
+    count, media = tokens.count(spec.token_id), _of_prompt(media)
     if count == sum(piece.num_tokens for x in media for piece in x.pieces):
         return tuple(tokens)
     if tokenizer is None:
@@ -157,7 +191,7 @@ def placed(
     only with requests of the same salt."""
     places = [i for i, token in enumerate(tokens) if token == spec.token_id]
     spans, start = list[MediaSpan](), 0
-    for piece in (piece for x in media for piece in x.pieces):
+    for piece in (piece for x in _of_prompt(media) for piece in x.pieces):
         own = places[start : start + piece.num_tokens]
         if len(own) < piece.num_tokens or not _is_whole(own, piece, len(tokens)):
             raise RequestError(

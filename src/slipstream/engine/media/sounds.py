@@ -1,6 +1,7 @@
 """Prepares sounds of prompts for the engine: decodes them within bounds, makes their spectrograms, and hashes them. No torch.
 
-A sound becomes one piece, in one row of tokens. Its numbers are the spectrogram's frames, float32 in the machine's byte order.
+A sound becomes a piece for each window, in one row of tokens. Its numbers are the spectrogram's frames, float32 in the
+machine's byte order.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from slipstream.engine.audio.sound import as_samples
 from slipstream.engine.audio.spectrogram import log_mel
@@ -27,7 +29,7 @@ from slipstream.spec.media.sound import SoundSpec
 
 
 class SoundProcessor(MediaProcessor):
-    """Reader of sounds for one model: a file's bytes, samples at 16 kHz, or (samples, rate), of one window at most."""
+    """Reader of sounds for one model: a file's bytes, samples at 16 kHz, or (samples, rate)."""
 
     spec: SoundSpec
 
@@ -43,7 +45,7 @@ class SoundProcessor(MediaProcessor):
         """Reads a sound for the prompt. RequestError (field "file" or "audio") says what is wrong
         with it."""
         sound, audio = self.spec, self.spec.audio
-        samples = as_samples(source, max_s=audio.window_s)
+        samples = as_samples(source, max_s=audio.window_s * (sound.most_windows or 1))
         count = sound.num_states(len(samples))
         if count < sound.pool:
             shortest = ((sound.pool - 1) * FRAMES_PER_STATE * HOP + 1) / SAMPLE_RATE
@@ -51,11 +53,16 @@ class SoundProcessor(MediaProcessor):
                 f"the sound is shorter than {shortest:.3f} s, which gives no token; leave it out, or send a longer one",
                 field="audio",
             )
-        mel = log_mel(np.pad(samples, (0, audio.num_samples - len(samples))), audio.num_mel_bins)
-        frames = mel.T[: count * FRAMES_PER_STATE + 1]  # the last one is read by its neighbour
-        frames = np.pad(frames, ((0, count * FRAMES_PER_STATE + 1 - len(frames)), (0, 0)))
-        raw = np.ascontiguousarray(frames, np.float32).tobytes()
+        windows = -(-len(samples) // audio.num_samples)
+        whole = np.pad(samples, (0, windows * audio.num_samples - len(samples)))
+        frames = log_mel(whole, audio.num_mel_bins).T
+        pieces = tuple(self._piece(x, count) for x in np.split(frames, windows))
+        return PreparedMedia(sound.prompt.text(sum(piece.num_tokens for piece in pieces)), pieces)
+
+    def _piece(self, frames: npt.NDArray[np.float32], count: int) -> MediaPiece:
+        """The first `count` states' frames of a window, and one more, which the last one reads."""
+        own = frames[: count * FRAMES_PER_STATE + 1]
+        own = np.pad(own, ((0, count * FRAMES_PER_STATE + 1 - len(own)), (0, 0)))
+        raw = np.ascontiguousarray(own, np.float32).tobytes()
         key = blake2b(raw, digest_size=KEY_BYTES, person=b"sound").digest()
-        num_tokens = count // sound.pool
-        piece = MediaPiece(1, num_tokens, key, len(frames), audio.num_mel_bins, raw)
-        return PreparedMedia(sound.prompt.text(num_tokens), (piece,))
+        return MediaPiece(1, count // self.spec.pool, key, len(own), own.shape[1], raw)

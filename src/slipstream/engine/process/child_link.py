@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 
 from slipstream.base.deaths import describe_exit, stdin_of
 from slipstream.config import EngineArgs
 from slipstream.engine.process.core_client import CoreLink
 from slipstream.engine.process.core_messages import Start, Stop
-from slipstream.engine.process.core_start import socket_folder, wait_or_kill
+from slipstream.engine.process.core_start import Process, socket_folder, start_process, wait_or_kill
+from slipstream.engine.temporary import OwnedFolder
 from slipstream.errors import EngineDeadError, EngineKilledError
 from slipstream.worker.executor import ForkServer
 
@@ -19,17 +18,11 @@ from slipstream.worker.executor import ForkServer
 class ChildLink(CoreLink):
     """An engine process that we started. The caller must `end` it, whatever happens next."""
 
-    def __init__(self, forks: ForkServer | None = None) -> None:
-        self._folder = socket_folder()
-        path = f"{self._folder.path}/engine"
-        # The process comes before the folder: if we are killed, it is there to remove it.
-        command = [sys.executable, "-m", "slipstream.engine.process.core_process", f"ipc://{path}"]
-        passed = [] if forks is None else [forks.fileno()]
-        command += map(str, passed)
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=passed)
+    def __init__(self, process: Process, folder: OwnedFolder):
+        self.process, self._folder = process, folder
         try:
             self._folder.make()
-            super().__init__(path)
+            super().__init__(f"{folder.path}/engine")
         except BaseException:
             self.process.kill()
             self.process.wait()
@@ -37,12 +30,17 @@ class ChildLink(CoreLink):
             raise
 
     @classmethod
-    async def start(cls, args: EngineArgs, forks: ForkServer | None = None) -> ChildLink:
+    async def start(
+        cls, args: EngineArgs, forks: ForkServer | None = None,
+        parent: ForkServer | None = None, *, gently: bool = False,
+    ) -> ChildLink:  # fmt: skip
         """Start the process and send the first message as soon as it has connected. If the process ended before,
-        `receive` raises. `forks`: the fork server for its ranks."""
-        child = cls(forks)
+        `receive` raises. `forks`, `parent`: see `start_process`. `gently`: see `WakeUp`."""
+        # The process comes before the folder: if we are killed, it is there to remove it.
+        folder = socket_folder()
+        child = cls(await start_process(f"{folder.path}/engine", forks, parent), folder)
         try:
-            while not child.send(Start(args)) and child.process.poll() is None:
+            while not child.send(Start(args, gently)) and child.process.poll() is None:
                 await asyncio.sleep(0.005)
         except BaseException:
             await child.end(at_once=True)

@@ -1,9 +1,8 @@
 """The main loop of an engine core in its own process.
 
 `core_messages.py` has the messages. Each front end has a pair of sockets of its own and a number. The parent process
-attaches it. Front ends send the same messages as the parent, except Start, Attach, Detach and Stop. They get Ready,
-AdaptersChanged, and the outputs of their own requests in one message a step. Ids of requests are unique over all of
-them.
+attaches it. Front ends send what the parent sends, except Start, Attach, Detach and Stop. They get Ready, AdaptersChanged,
+and the outputs of their own requests, one message a step. Request ids are unique over all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from slipstream.base.priority import at_low_priority
 from slipstream.engine.process.alignments import AudioAlignments
 from slipstream.engine.process.cache_watchers import CacheWatchers
 from slipstream.engine.process.core_messages import (
@@ -59,8 +59,7 @@ WARM_S = 12.0
 sizes of an 8B model on an H200. The others follow whenever there is nothing to do."""
 
 HEARTBEAT_S = 1.0
-"""Interval, in seconds, of the child's heartbeats, whether it has work or not. A silent child
-counts as hung."""
+"""Interval of the child's heartbeats in seconds, with or without work. A silent child is hung."""
 
 TEND_MS = 2
 """Milliseconds between two calls of `tend`, which stores blocks, while there are no requests."""
@@ -117,7 +116,8 @@ class CoreProcess:
             from slipstream.worker.executor import ExecutorSource
 
             source = ExecutorSource(start.args, forks=self._forks)
-            self.core = build_core(source, lambda phase: self.send(Phase(phase)))
+            tell = lambda phase: self.send(Phase(phase))
+            self.core = at_low_priority(build_core, source, tell, low=start.gently)
             if (lora := self.core.config.lora) is not None:
                 self._adapters.begin(lora.requests)
             self.send(Phase("graphs"))
@@ -162,8 +162,7 @@ class CoreProcess:
         self.cache_watchers.begin(core)
 
     def note_version(self) -> None:
-        """Remember the version of the weights that run and of those before, to report them to front
-        ends that attach later."""
+        """Remember which weights run and ran before, to tell front ends that attach later."""
         state = self._running.executor.weight_state
         self.ready.weight_version, self.ready.used_versions = state.version, [*state.used]
 
@@ -208,7 +207,8 @@ class CoreProcess:
             if not self._take_messages():
                 return False
             self._report()
-        self.core = sleeper.wake(asleep)
+        gently = any(question.gently for _, question in sleeper.to_wake)
+        self.core = at_low_priority(sleeper.wake, asleep, low=gently)
         if was_paused:
             self.core.pause()
         self._prepare(soon=any(question.soon for _, question in sleeper.to_wake))
@@ -257,8 +257,7 @@ class CoreProcess:
                 self.send(Outputs.of(some), number)
 
     def _patience_ms(self) -> int:
-        """Milliseconds to wait for a message: 0 while steps can be made, else until the next
-        wake-up or heartbeat."""
+        """Milliseconds to wait for a message: 0 if steps can be made, else until work is due."""
         core = self.core
         sleeper = self._sleeper
         if sleeper.to_wake or (sleeper.to_sleep and core is not None and not core.has_work):

@@ -1,4 +1,5 @@
 """The engine core in its own process: `python -m slipstream.engine.process.core_process ADDRESS [DESCRIPTOR]`.
+`--fork DESCRIPTOR`: the process that forks such processes (`fork_server.py`), for a server of several models.
 
 HTTP, tokenising and detokenising never delay a step. If the engine crashes, the server survives and answers with an error.
 Messages are msgpack over a ZeroMQ pair on a Unix socket, in a folder that only this user can enter. The child ends when its
@@ -16,8 +17,11 @@ import socket
 import sys
 import threading
 
-from slipstream.costs.hardware import bound_spinning
-from slipstream.engine.process.core_loop import CoreProcess
+from slipstream.costs.hardware import bound_spinning, import_numpy
+
+import_numpy()  # before what imports it: forks are of a process with one thread
+
+from slipstream.engine.process.core_loop import CoreProcess  # noqa: E402
 
 
 def end_with_parent(folder: str) -> None:
@@ -31,21 +35,34 @@ def end_with_parent(folder: str) -> None:
     os._exit(0)
 
 
-def main() -> int:
+def fork_cores(asked: socket.socket) -> None:
+    """Fork engine processes, with all that a core without torch imports."""
+    import zmq  # noqa: F401
+
+    import slipstream.engine.asleep  # noqa: F401
+    from slipstream.worker.executor import serve_forks
+
+    serve_forks(asked, main)
+
+
+def main(words: list[str]) -> int:
     gc.disable()  # a start makes objects that all stay; `_serve` says when cycles are looked for
     bound_spinning()
     # Ctrl-C and a service manager's SIGTERM reach the whole process group. The parent decides when the child ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    folder = os.path.dirname(sys.argv[1].removeprefix("ipc://"))
+    if words[0] == "--fork":
+        fork_cores(socket.socket(fileno=int(words[1])))
+        return 0
+    folder = os.path.dirname(words[0].removeprefix("ipc://"))
     threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
     forks = None
-    if sys.argv[2:]:
+    if words[1:]:
         from slipstream.worker.executor import ForkServer
 
-        forks = ForkServer(socket.socket(fileno=int(sys.argv[2])))
-    return CoreProcess(sys.argv[1], forks).run()
+        forks = ForkServer(socket.socket(fileno=int(words[1])))
+    return CoreProcess(words[0], forks).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 from slipstream.config import EngineArgs, EngineConfig, resolve
 from slipstream.engine.process.core_messages import Ready
@@ -17,6 +20,11 @@ from slipstream.spec.description import ModelDescription
 
 if TYPE_CHECKING:
     from slipstream.engine.process.core_client import CoreLink
+    from slipstream.worker.ranks.fork_server import ForkedProcess, ForkServer
+
+Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
+
+CORE_MODULE = "slipstream.engine.process.core_process"
 
 MAX_FAST_DEATHS = 3
 MAX_RESTART_PAUSE_S = 30.0
@@ -62,7 +70,21 @@ def socket_folder() -> OwnedFolder:
     return folder
 
 
-def wait_or_kill(process: subprocess.Popen[bytes], seconds: float) -> int:
+async def start_process(
+    path: str, forks: ForkServer | None = None, parent: ForkServer | None = None
+) -> Process:
+    """A core's process, which connects to `path`. `forks`: the fork server for its ranks. `parent`: the one that it is
+    a fork of; the first fork waits until that has imported all."""
+    passed = [] if forks is None else [forks.fileno()]
+    words = [f"ipc://{path}", *map(str, passed)]
+    if parent is not None:
+        fork = partial(parent.fork, words, passed=passed, environment=os.environ)
+        return await asyncio.to_thread(fork)
+    command = [sys.executable, "-m", CORE_MODULE, *words]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=passed)
+
+
+def wait_or_kill(process: Process, seconds: float) -> int:
     """Wait for a process to end, and kill it if it does not. Returns its exit code."""
     try:
         return process.wait(seconds)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from slipstream.config import EngineConfig
 from slipstream.engine.grammars.check import check
-from slipstream.engine.media.prepared import MediaProcessor, PreparedMedia, placed
+from slipstream.engine.media.prepared import MediaProcessor, PreparedMedia, joined, placed
 from slipstream.engine.media.reader import media_processor
 from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.requests.choices import check_answer, fork
@@ -191,16 +191,15 @@ class InputProcessor:
             audio = self.prompts.media.audio_of(prompt)
             prompt, media = self.prompts.media.parted(prompt)
         any_length = sampling.truncate_prompt_tokens is not None
-        special = options.add_special_tokens
+        special, salt = options.add_special_tokens, options.cache_salt
         text, tokens, packed = self.prompts.tokens(
-            prompt, special, any_length=any_length, media=media, salt=options.cache_salt
+            prompt, special, any_length=any_length, media=media, salt=salt
         )
-        salt = options.cache_salt
         spans = placed(tokens, media, self.prompts.media.spec, salt) if media else ()
+        if spans and spec is not None and spec.joins_prompts:
+            spans, options = joined(tokens, spans, options, spec)
         if spans and any_length:
-            raise RequestError(
-                "a prompt with pictures or sounds can't be cut", field="truncate_prompt_tokens"
-            )
+            raise RequestError("a prompt with media can't be cut", field="truncate_prompt_tokens")
         if sampling.truncate_prompt_tokens is not None:
             tokens = self.prompts.cut(tokens, sampling, text is not None and special)
             packed = pack_ids(tokens)

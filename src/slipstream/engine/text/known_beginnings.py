@@ -61,8 +61,9 @@ class KnownBeginnings:
         self._changes = Lock()
 
     def encode(self, text: str, salt: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """The tokens of a text. `encode` is called for the part after the longest known beginning. Beginnings of other
-        salts are not used: the shorter time would reveal them."""
+        """Returns the tokens of a text. Only the part after the longest beginning that was tokenized before is passed
+        to `encode`. Beginnings from requests with another salt are not used, because the shorter time would reveal
+        them."""
         if len(text) < MIN_CHARS or not self._seams:
             return encode(text)
         begun, at = self._beginning(text, salt)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from slipstream.base.priority import after_low_priority, at_callers_priority
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.native import instruction_sets, isa_names, load
 from slipstream.spec.devices.cpu_isas import CPU_ISAS
 
 
 class ThreadPool:
-    """A pool of `num_threads` threads, the caller's included, with an instruction set: `isa`, or
-    the fastest.
-
-    `num_used` of the threads work (`use`).
-    """
+    """A pool of threads, the caller's included; `num_used` work. `isa`: by default the fastest."""
 
     def __init__(self, num_threads: int, isa: str | None = None) -> None:
         usable = instruction_sets(
@@ -22,7 +19,10 @@ class ThreadPool:
             raise ConfigError(f"isa={isa!r} can't run here; {', '.join(usable)} can", field="isa")
         self.isa = usable[-1] if isa is None else isa
         self.num_threads = self.num_used = num_threads
-        self.pointer = load().ss_engine_create(num_threads, isa_names().index(self.isa))
+        number = isa_names().index(self.isa)
+        self.pointer = at_callers_priority(load().ss_engine_create, num_threads, number)
+        if after_low_priority(self.use, num_threads):
+            self.use(1)  # the others have the caller's priority
 
     def use(self, num_threads: int) -> None:
         """Sets the number of threads that work. Results stay the same, bit by bit."""
@@ -32,8 +32,7 @@ class ThreadPool:
 
     @property
     def last_s(self) -> float:
-        """Seconds that the last step took, from its beginning to its end, after it was waited
-        for."""
+        """Seconds of the last step from its beginning to its end, once it was waited for."""
         return int(load().ss_engine_last_ns(self.pointer)) * 1e-9
 
     def __del__(self) -> None:

@@ -114,7 +114,7 @@ def best_moves(load: npt.NDArray[np.float64], held: Sequence[int]) -> dict[int, 
     """Returns the swaps as {place: new expert}: the most chosen experts outside `held` replace the
     least chosen ones inside. There are at most `MAX_MOVES`, each with a load ratio above `GAIN`.
     """
-    outside = np.setdiff1d(np.arange(len(load)), held)
+    outside = np.delete(np.arange(len(load)), held)
     coming = outside[np.argsort(-load[outside], kind="stable")]
     leaving = np.argsort(load[list(held)], kind="stable")
     pairs = list(zip(coming.tolist(), leaving.tolist(), strict=False))[:MAX_MOVES]

@@ -125,9 +125,13 @@ class MoE:
         if self.routed_experts is None:
             return ops.moe(x, logits, self.experts, load)
         e = self.experts
-        weights, chosen = ops.route(logits, e.spec, e.correction, load, e.scales)
+        is_whole = e.spec.held is None
+        counted = load if is_whole else None  # `moe` chooses again, and counts
+        weights, chosen = ops.route(logits, e.spec, e.correction, counted, e.scales)
         count = min(len(chosen), len(self.routed_experts))  # padding is at the end
         self.routed_experts[:count].copy_(chosen[:count])
+        if not is_whole:  # `moe_of_choice` numbers the experts of a rank alone
+            return ops.moe(x, logits, e, load)
         return ops.moe_of_choice(x, weights, chosen.int(), e)
 
     def _with_shared(self, ops: OpSet, x: Any, routed: Tensor) -> Tensor:

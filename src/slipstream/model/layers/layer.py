@@ -38,7 +38,7 @@ from slipstream.model.layers.residual import (
     total_of,
     whole,
 )
-from slipstream.model.layers.streams import HyperStreams, OwnInput, Streams
+from slipstream.model.layers.streams import HyperStreams, OwnInput, Recall, Streams
 from slipstream.model.recurrent import Recurrent
 from slipstream.spec.model import LayerSpec, ParallelBlock, PostNormBlock, TwinBlock
 from slipstream.spec.parallel import Shard
@@ -109,7 +109,7 @@ class Layer:
     recurrent: Recurrent | None = None
     own_input: OwnInput | None = None
     scalar: Tensor | None = None  # [1], multiplies the residual after the layer
-    streams: Streams | HyperStreams | None = None
+    streams: Streams | HyperStreams | Recall | None = None
     expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if counted
     group: int = 0  # `ModelSpec.group_of_layer`
     cross_group: int = 0
@@ -155,10 +155,8 @@ class Layer:
                 branch(ops.gather_tokens(x, ranks, len(meta.positions))), ranks
             )
 
-        def attend(x: Any) -> Pending:
-            return summed(
-                lambda rows: self._mixed(ops, rows, kv, meta, step), x, self.attention_ranks
-            )
+        def attend(x: Any, by: Callable[..., Tensor] = self._mixed) -> Pending:
+            return summed(lambda rows: by(ops, rows, kv, meta, step), x, self.attention_ranks)
 
         def feed(x: Any) -> Pending:
             return summed(lambda rows: self._fed(ops, rows, kv, meta, step), x, self.mlp_ranks)
@@ -273,10 +271,21 @@ class Layer:
     ) -> Tensor:
         """Returns this rank's part of attention's result, of the recurrent part's, or of both."""
         if self.recurrent is None:
-            assert self.attention is not None
-            return self.attention(ops, x, kv, meta)
-        mixed = self.recurrent(ops, x, kv, step)
+            return self.by_attention(ops, x, kv, meta, step)
+        mixed = self.by_recurrence(ops, x, kv, meta, step)
         return mixed if self.attention is None else mixed + self.attention(ops, x, kv, meta)
+
+    def by_attention(
+        self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata, step: AttentionMetadata
+    ) -> Tensor:
+        assert self.attention is not None
+        return self.attention(ops, x, kv, meta)
+
+    def by_recurrence(
+        self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata, step: AttentionMetadata
+    ) -> Tensor:
+        assert self.recurrent is not None
+        return self.recurrent(ops, x, kv, step)
 
     def _pieces(self, ops: OpSet, pending: Pending) -> Sequence[slice]:
         """Returns the pieces for `_in_pieces`; empty if the layer is not suitable or the step is

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.kernels.layouts import HyperParams, NormParams
 from slipstream.model.layers.residual import normed, whole
-from slipstream.spec.model import HyperSpec, OwnInputSpec, StreamsSpec
+from slipstream.spec.model import HyperSpec, OwnInputSpec, RecallSpec, StreamsSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,3 +139,35 @@ class HyperStreams:
         if self.last is None:
             return h
         return ops.collapsed_streams(h, ops.stream_coefficients(h, params=self.last), count=n)
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """The embeddings next to the residual (`RecallSpec`), and what a layer adds to its recurrent part's rows."""
+
+    spec: RecallSpec
+    norm: NormParams
+    join: Linear | None = None
+
+    def run(
+        self,
+        ops: OpSet,
+        h: Tensor,
+        layer: Layer,
+        attend: Callable[..., Pending],
+        feed: Callable[[Any], Pending],
+        step: AttentionMetadata,
+    ) -> Tensor:
+        """[T, 2 · E] → [T, 2 · E]; [T, E] before the first layer and after the last."""
+        n, width = layer.norms, self.norm.weight.shape[0]
+        h = ops.side_by_side(h, h) if self.spec.opens else h
+        now = ops.columns(h, start=0, stop=width)
+        rows = now
+        if self.join is not None:
+            seen = whole(ops, attend(normed(ops, n["pre_attention"], h), layer.by_attention))
+            made = whole(ops, feed(normed(ops, n["pre_mlp"], seen)))
+            rows = now + ops.linear(made, self.join)
+        now = now + whole(ops, attend(normed(ops, self.norm, rows), layer.by_recurrence))
+        if self.spec.closes:
+            return now
+        return ops.side_by_side(now, ops.columns(h, start=width, stop=2 * width))

@@ -31,6 +31,7 @@ from slipstream.model.load.random_weights import ArrayDraws, random_weights, see
 from slipstream.model.stored.bitmasks import made_dense
 from slipstream.model.stored.gguf_quants import dequantize_tensor
 from slipstream.model.stored.parts import Stored, expanded
+from slipstream.model.stored.shared import of_layers
 from slipstream.model.stored.ternary import with_codes
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
@@ -292,6 +293,7 @@ def array_weights(
         stored = gguf_arrays(description, dtype)
     else:
         stored = safetensors_arrays(description.path)
+    stored = of_layers(stored, dict(description.spec.shared))
     names, q = names_of(description, given), description.quantization
     if q is not None and q.sparse:
         stored = made_dense(stored)

@@ -32,7 +32,7 @@ def load_layer(
     partition: Partition | None = None,
 ) -> Layer:
     """Lays out the layer `index`. `weights` can make it again."""
-    prefix = layer_prefix(index)
+    prefix = layer_prefix(index if spec.same_as is None else spec.same_as)
     own = weights.layer(prefix)
     how: Any = dict(scheme=scheme, products=own.products, partition=partition)
     return build_layer(spec, own.values, ops, tables, name=prefix, **how)

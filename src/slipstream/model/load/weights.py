@@ -37,6 +37,7 @@ from slipstream.model.load.random_weights import TensorDraws, random_weights, se
 from slipstream.model.stored.bitmasks import made_dense
 from slipstream.model.stored.packing import tensor_numbers
 from slipstream.model.stored.parts import Stored, expanded
+from slipstream.model.stored.shared import of_layers
 from slipstream.model.stored.ternary import with_codes
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.parameters import Placement, Shape, Transform, keeps_float32
@@ -93,6 +94,7 @@ def tensor_weights(
         )
     else:
         stored = stored_tensors_of(description.path)
+    stored = of_layers(stored, dict(description.spec.shared))
     find = finder(description, names)
     if wanted is not every_name:
         stored = _without_others(stored, find, wanted)

@@ -137,5 +137,6 @@ class ServedModels:
             max_model_len=config.model.max_model_len,
             num_bytes=need,
             keep_alive_s=keep_alive,
+            is_cuda=is_cuda,
             server=server,
         )

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from slipstream.config import EngineArgs
+from slipstream.config import EngineArgs, num_ranks
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.folder import settled
-from slipstream.engine.process.child_source import child_source
+from slipstream.engine.process.child_source import CoreParent, child_source
 from slipstream.errors import EngineDeadError
 from slipstream.spec.description import ModelDescription
 
@@ -57,7 +57,15 @@ class ServedModel:
     max_model_len: int
     num_bytes: int
     keep_alive_s: float
+    is_cuda: bool = False  # its device
     server: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def may_load_gently(self) -> bool:
+        """The load starts no process, and no thread of tiers, that is to be fast (`at_low_priority`)."""
+        args = self.args
+        alone = num_ranks(args) == 1 and args.cpu_layers is None
+        return not self.is_cuda and alone and not (args.kv_host_bytes or args.kv_disk_bytes)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,10 +75,10 @@ class ServedModel:
 
 class Slot:
     """A served model and its engine, if one is started. `users`: requests that run on it, or that
-    got it and are about to."""
+    got it and are about to. `parent` forks its process."""
 
-    def __init__(self, model: ServedModel) -> None:
-        self.model = model
+    def __init__(self, model: ServedModel, parent: CoreParent | None = None) -> None:
+        self.model, self._parent = model, parent
         self.state: State = "unloaded"
         self.engine: AsyncLLM | None = None  # made by the first load
         self.server_state: ServerState | None = None
@@ -86,6 +94,7 @@ class Slot:
         self.keep_alive_s = model.keep_alive_s
         self.expires_at: float | None = None  # time.monotonic()
         self.timer: asyncio.TimerHandle | None = None
+        self.gently = False  # how it is loaded (see `WakeUp`)
         self.failure = ""  # of the last load
         self.num_loads = self.num_unloads = self.num_failures = 0
         self.load_s = 0.0  # of all loads together
@@ -127,10 +136,12 @@ class Slot:
     async def _load(self) -> None:
         args = settled(self.model.args)
         if self.engine is None:
-            source = child_source(args, pause=lambda deaths, error: None)
+            source = child_source(
+                args, lambda deaths, error: None, self._parent, lambda: self.gently
+            )
             self.engine = await AsyncLLM.start(args, source=source)
         elif self.engine.is_alive and self.engine.is_sleeping:
-            await self.engine.wake_up(soon=True)
+            await self.engine.wake_up(soon=True, gently=self.gently)
         else:
             await self.engine.start_again()
 
@@ -192,10 +203,11 @@ def asleep_bytes(engine: AsyncLLM) -> int:
 
 
 def _resident_bytes(pid: int) -> int:
-    """A process's own memory that is resident; the pages of its files are the system's."""
+    """A process's own memory that is resident, with its part of what forks share; the pages of its files are the
+    system's."""
     try:
-        for line in Path(f"/proc/{pid}/status").read_text("ascii", errors="replace").splitlines():
-            if line.startswith("RssAnon:"):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines():
+            if line.startswith("Pss_Anon:"):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass

@@ -97,7 +97,7 @@ def _around(fmt: MTPFormat, target: ModelDescription, head: LayeredSpec) -> dict
 def _head(
     target: ModelDescription, fmt: MTPFormat, config: Mapping[str, Any], stored: frozenset[str]
 ) -> tuple[LayeredSpec, dict[str, Placement]]:
-    """The head, and the places of its tensors."""
+    """Returns the head's spec, and the place of each of its tensors in the checkpoint."""
     spec, family = target.spec, target.family
     assert spec.final_norm is not None
     own_head = fmt.around.get("head", "").format(n=spec.num_layers, last=0)

@@ -39,7 +39,16 @@ from slipstream.spec.families.classic import (
     stablelm,
     starcoder,
 )
-from slipstream.spec.families.encoders import bart, bert, deberta, modernbert, nomic, t5, whisper
+from slipstream.spec.families.encoders import (
+    bart,
+    bert,
+    bert_kin,
+    deberta,
+    modernbert,
+    nomic,
+    t5,
+    whisper,
+)
 from slipstream.spec.families.experts import (
     dbrx,
     deepseek_v4,
@@ -63,6 +72,7 @@ from slipstream.spec.families.hybrids import (
     nemotron_h,
     olmo_hybrid,
     qwen_next,
+    zamba,
 )
 from slipstream.spec.families.pictures import (
     cohere_vision,
@@ -71,17 +81,19 @@ from slipstream.spec.families.pictures import (
     internvl,
     kimi_vl,
     lfm2_vl,
+    llava_onevision,
+    paligemma,
     qwen3_vl,
     qwen_vl,
 )
-from slipstream.spec.families.sounds import qwen2_audio
+from slipstream.spec.families.sounds import qwen2_audio, voxtral
 
 MODULES = (
-    apertus, bamba, bart, bert, deberta, bloom, cohere, cohere_vision, dbrx, deepseek, deepseek_v4, ernie,
+    apertus, bamba, bart, bert, bert_kin, deberta, bloom, cohere, cohere_vision, dbrx, deepseek, deepseek_v4, ernie,
     exaone, falcon, falcon_h1, gemma, gemma3n, gemma4, glm, glm4v, gpt, gpt_oss, granite, hunyuan, idefics3,
-    internvl, jamba, kimi_linear, kimi_vl, lfm, lfm2_vl, ling, llama, llama4, mamba, minimax, mistral3, mixtures,
-    modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, phi, qwen, qwen2_audio,
-    qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, whisper,
+    internvl, jamba, kimi_linear, kimi_vl, lfm, lfm2_vl, ling, llama, llama4, llava_onevision, mamba, minimax, mistral3,
+    mixtures, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, paligemma, phi, qwen, qwen2_audio,
+    qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, voxtral, whisper, zamba,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

@@ -185,6 +185,11 @@ class ConfigReader:
                 key, "only " + " or ".join(repr(a) for a in allowed) + " is supported"
             )
 
+    def require_all(self, **values: Any) -> None:
+        """Raises an error unless each key is missing or has its value, the only one that is implemented."""
+        for key, value in values.items():
+            self.require(key, value)
+
     def ignore(self, *keys: str) -> None:
         """Accepts keys that have no effect in this family."""
         self._read.update(keys)

@@ -26,7 +26,13 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
-from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names, square
+from slipstream.spec.families.pictures.images import (
+    AS_LLAVA,
+    processing,
+    siglip_layers,
+    siglip_names,
+    square,
+)
 from slipstream.spec.functions import NormSpec
 from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.vision import (
@@ -384,10 +390,7 @@ FAMILIES = (
             changes={"media.connector.out": "transpose"},
             media_layer="vision_tower.encoder.layers.{i}.",
         ),
-        nested_config="text_config",
-        prefixes=("language_model.", "model.language_model.", "model."),
-        # the pooling head, and all of the encoder with max_images=0
-        ignored=(r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
+        **AS_LLAVA,  # ignored is the pooling head, too
         media=read_gemma3_vision,
         processing=read_gemma3_processing,
     ),

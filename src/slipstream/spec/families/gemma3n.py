@@ -212,7 +212,7 @@ def _without_layer(found: Names, spec: ModelSpec, *, stacked: bool) -> Names:
     made, rows = {}, spec.hidden_size
     for name, place in found.items():
         end, s = OF_ENDS.fullmatch(name), spec.layers[0].streams
-        if end is None or s is None:
+        if end is None or not isinstance(s, StreamsSpec):
             made[name] = place
         elif stacked:
             made[f"{end[2]}.weight"] = Placement(place.target, copies=s.count - 1)

@@ -1,8 +1,9 @@
-"""ChatGLM 2 and 3, and GLM-4. Half of each head is rotated, interleaved, and gate and up are one weight.
+"""ChatGLM 2 and 3, GLM-4 and its kin. Half of each head is rotated, interleaved, and gate and up are one weight.
 
 1. `chatglm` has the authors' names, `glm` those of transformers.
 2. `glm4`, of 2025, adds norms after attention and MLP.
-3. `glm4_moe` (GLM-4.5) is a mixture of experts.
+3. `glm4_moe` (GLM-4.5) is a mixture of experts. Sarvam 30B and Solar Open have its experts (and Ling 2: `hybrids/ling.py`).
+4. GLM-4V's and GLM-OCR's language models; their pictures are in `pictures/glm4v.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.deepseek import SARVAM_KEYS, SHARED, corrected_mixture, gguf_experts
 from slipstream.spec.families.metadata import llama_gguf_config
-from slipstream.spec.families.mtp import DEEPSEEK, LING, LLAMA_CPP
+from slipstream.spec.families.mtp import DEEPSEEK, LLAMA_CPP
 from slipstream.spec.families.names import LLAMA, MEGATRON, Theirs, gguf_table, table
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, QKNormSpec, RopeSpec
 
@@ -126,13 +127,9 @@ def read_chatglm(c: ConfigReader) -> ModelSpec:
         mlp=DenseSpec(intermediate_size=c.size("ffn_hidden_size"), activation="silu", bias=bias),
         block=before(norm),
     )
-    for key in ("rmsnorm", "post_layer_norm", "original_rope"):
-        c.require(key, True)
-    c.require("apply_residual_connection_post_layernorm", False)
-    c.require("interleaved_qkv", False)
-    c.require("pre_seq_len")
-    c.require("quantization_bit", 0)
-    c.require("vocab_size", c.size("padded_vocab_size"))
+    c.require_all(rmsnorm=True, post_layer_norm=True, original_rope=True, interleaved_qkv=False)
+    c.require_all(apply_residual_connection_post_layernorm=False, pre_seq_len=None)
+    c.require_all(quantization_bit=0, vocab_size=c.size("padded_vocab_size"))
     c.require("num_hidden_layers", c.size("num_layers"))
     # Scores are always computed in float32 here.
     c.ignore(
@@ -160,28 +157,6 @@ def read_sarvam_moe(c: ConfigReader) -> ModelSpec:
         **dict(topk_group=1, rms_norm_eps=1e-6, use_qk_norm=True, rope_theta=8e6),
     )
     return read_glm4_moe(c, "sarvam_moe", partial=1.0)
-
-
-LING_SAID = {
-    **dict(score_function="sigmoid", moe_router_enable_expert_bias=True, use_bias=False),
-    **dict(use_rmsnorm=True, norm_head=False, norm_softmax=False, use_sliding_window=False),
-}
-"""Values of further keys of the authors' config, the only ones that are supported."""
-
-
-def read_ling2(c: ConfigReader) -> ModelSpec:
-    """Ling 2 and Ring (Bailing): Sarvam's layers, whose heads are rotated by half."""
-    for key, value in LING_SAID.items():
-        c.require(key, value)
-    c.alias({**SARVAM_KEYS, "attention_bias": "use_qkv_bias"})
-    c.assume_missing(
-        **dict(head_dim=128, num_key_value_heads=4, n_group=8, topk_group=4, use_qk_norm=True),
-        **dict(routed_scaling_factor=2.5, rms_norm_eps=1e-6, rope_theta=6e5),
-    )
-    shared = c.size("moe_intermediate_size") * c.take("n_shared_experts", int)
-    c.require("moe_shared_expert_intermediate_size", shared)
-    c.ignore("router_dtype", "output_dropout", "max_window_layers", "mtp_loss_scaling_factor")
-    return read_glm4_moe(c, "bailing_moe")
 
 
 def read_glm4_moe(
@@ -269,13 +244,6 @@ def glm4_moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
     }
 
 
-def ling2_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    m.ignore("expert_shared_feed_forward_length")
-    groups = m.size("expert_group_count", 1), m.size("expert_group_used_count", 1)
-    m.assume(**{"blk.0.attn_q_norm.weight": True})
-    return {**glm4_moe_gguf_config(m), **dict(zip(("n_group", "topk_group"), groups, strict=True))}
-
-
 GLM4_MOE_GGUF: dict[str, Theirs] = {
     "pre_mlp": "post_attention_norm",
     "correction": {"weight": "exp_probs_b.bias"},
@@ -318,18 +286,6 @@ FAMILIES = (
         architectures=("SarvamMoEForCausalLM", "Glm4MoeForCausalLM"),
         read=read_sarvam_moe,
         names=table(SARVAM),
-    ),
-    Family(
-        model_type="bailing_moe",
-        architectures=("BailingMoeV2ForCausalLM",),
-        read=read_ling2,
-        names=table(SARVAM),
-        mtp=LING,
-        gguf=GGUFFamily(
-            architecture="bailingmoe2",
-            config=ling2_gguf_config,
-            names=gguf_table({**GLM4_MOE_GGUF, "pre_mlp": "ffn_norm", "attention.qkv": "attn_qkv"}),
-        ),
     ),
     Family(
         model_type="solar_open",

@@ -93,8 +93,7 @@ def read_helium(c: ConfigReader) -> ModelSpec:
 def read_internlm3(c: ConfigReader) -> ModelSpec:
     c.assume_missing(head_dim=128, num_key_value_heads=2)
     bias = c.take(called(c, "qkv_bias", "attention_bias"), bool, False)
-    for key in ("attention_bias", "bias", "mlp_bias"):
-        c.require(key, bias)
+    c.require_all(attention_bias=bias, bias=bias, mlp_bias=bias)
     return decoder(
         c, "internlm3", max_position=32768, eps=1e-5, bias=(bias, bias), mlp=gated(c, bias=bias)
     )

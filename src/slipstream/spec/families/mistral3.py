@@ -11,6 +11,7 @@ from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Name
 from slipstream.spec.families.builders import decoder, query_scale
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.pictures import pixtral
+from slipstream.spec.families.pictures.images import AS_LLAVA
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec
 
 MINISTRAL = {
@@ -95,9 +96,7 @@ FAMILIES = (
         architectures=("Mistral3ForConditionalGeneration",),
         read=read_mistral3,
         names=names,
-        nested_config="text_config",
-        prefixes=("language_model.", "model.language_model.", "model."),
-        ignored=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+        **AS_LLAVA,
         media=pixtral.read_vision,
         processing=pixtral.read_processing,
     ),

@@ -28,12 +28,22 @@ class PromptFormat:
     5. `framed_tiles`: the same in one frame without ends of rows, with another name for the whole (LFM2-VL).
     6. `numbered`: tiles by number and the whole, in one frame (Aya Vision). `lined`: the same without numbers, with `row_end`
        after each (Command A Vision). Here `rows` is their number, with the whole.
+    7. `prefix`: the tokens alone; `begin` after the last picture, `end` after the whole prompt, nothing before it
+       (PaliGemma).
     """
 
     placeholder: str
     token: str
     style: Literal[
-        "plain", "framed", "surrounded", "rows", "tiles", "framed_tiles", "numbered", "lined"
+        "plain",
+        "framed",
+        "surrounded",
+        "rows",
+        "tiles",
+        "framed_tiles",
+        "numbered",
+        "lined",
+        "prefix",
     ]
     begin: str = ""
     end: str = ""
@@ -52,7 +62,7 @@ class PromptFormat:
             line = self.token * columns
             return f"{line}{self.row_end}" * (rows - 1) + line + self.end
         run = self.token * num_tokens
-        if self.style == "plain":
+        if self.style in ("plain", "prefix"):
             return run
         if self.style == "framed":
             return f"{self.begin}{run}{self.end}"
@@ -93,7 +103,7 @@ class MediaSpec:
     - `own_input_id`: the token whose row of the layers' own inputs a picture's tokens read.
     - `bidirectional`: the decoder's tokens of a picture attend to all of it, in all layers (Gemma 3)
       or in those with a window (Gemma 4). So a step holds all `whole_tokens` that a picture has at
-      most, which the preprocessing tells.
+      most, which the preprocessing tells. "prompt": all tokens of a prompt with pictures attend to each other (PaliGemma).
     """
 
     medium: ClassVar[
@@ -105,7 +115,7 @@ class MediaSpec:
     token_id: int
     prompt: PromptFormat
     own_input_id: int | None = None
-    bidirectional: Literal["all", "windowed"] | None = None
+    bidirectional: Literal["all", "windowed", "prompt"] | None = None
     whole_tokens: int = 0
 
     @property

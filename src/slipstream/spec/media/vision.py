@@ -87,11 +87,14 @@ class AxialRopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConcatConnector:
-    """One product without a bias on a group's concatenated states (Idefics 3's pixel shuffle,
-    arXiv:2408.12637)."""
+    """One product on a group's concatenated states (Idefics 3's pixel shuffle, arXiv:2408.12637). `bias`: PaliGemma's has
+    one."""
+
+    bias: bool = False
 
     def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
-        return {"media.connector.out.weight": (text, merge * merge * hidden)}
+        found: dict[str, Shape] = {"media.connector.out.weight": (text, merge * merge * hidden)}
+        return found | ({"media.connector.out.bias": (text,)} if self.bias else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +241,8 @@ class VisionSpec(MediaSpec):
     - `channels_last`: a patch's numbers are ordered by pixel, then by channel.
     - `clipped`: inputs and results of the layers' products are clamped to learned bounds (Gemma 4).
     - `pinpoints`: [height, width] of the pictures that are cut into squares of the position table's side. Their tokens form one
-      grid, without those of padding, with a learned row after each of its rows (LLaVA-NeXT).
+      grid, without those of padding, with a learned row after each of its rows (LLaVA-NeXT). `most_tiles`: they are
+      scaled to the tokens of about so many squares (`PinpointTiles.most`).
     """
 
     medium = "image"
@@ -260,6 +264,7 @@ class VisionSpec(MediaSpec):
     channels_last: bool = False
     clipped: bool = False
     pinpoints: tuple[tuple[int, int], ...] = ()
+    most_tiles: int | None = None
 
     @property
     def num_added(self) -> int:
@@ -371,10 +376,19 @@ class RatioTiles:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinpointTiles:
     """The whole picture in a square of `tile` pixels, whatever its proportions, and after it the picture in the middle of the
-    best of `sizes` [height, width], black around (LLaVA-NeXT)."""
+    best of `sizes` [height, width], black around (LLaVA-NeXT).
+
+    `most`: the tokens of the latter are scaled to those of about so many tiles, if they are 1.1² times as many, and several
+    pictures of a prompt have one square each, in their proportions (LLaVA-OneVision)."""
 
     tile: int
     sizes: tuple[tuple[int, int], ...]
+    most: int | None = None
+
+    def scaled(self, grid: PatchGrid, side: int) -> PatchGrid:
+        """The rows and columns of tokens of a picture without padding. A tile has `side` of each."""
+        ratio = math.sqrt(grid.num_patches / (self.most * side**2)) if self.most else 0.0
+        return PatchGrid(*(int(x // ratio) for x in grid)) if ratio > 1.1 else grid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,8 +167,8 @@ class Drafter(ABC):
     ) -> Iterator[list[ScheduledRequest]]:
         """Steps that compute the tokens which the drafter has not computed yet.
 
-        Each request's steps end with `counts` tokens, beginning with its last known token. A token
-        is drawn after each of these.
+        In the last of these steps a request computes `counts` tokens, the first of which is its
+        last known token. A token is drawn after each of them.
         """
         begins = {
             s.request_id: max(self.first, rows.rows[s.request_id].num_drafted) for s in drafted

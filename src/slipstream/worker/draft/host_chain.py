@@ -38,7 +38,7 @@ def check_num_drafts(speculation: LearnedDrafts, description: HeadDescription) -
     wanted, most = speculation.num_speculative_tokens, description.spec.most_drafts
     if most is not None and wanted is not None and wanted > most:
         raise ConfigError(
-            f"speculative_config: num_speculative_tokens={wanted}, but {description.path} guesses {most}; lower it",
+            f"speculative_config: num_speculative_tokens={wanted}, but {description.path} drafts {most}; lower it",
             field="speculative_config",
         )
 

@@ -27,8 +27,8 @@ def verified(
     proposed = iter(from_model)
     for s in requests:
         # the other drafts are forced tokens
-        guessed = s.drafts[max(0, len(s.drafts) + 1 - s.num_sampled) :]
-        drafts = [next(proposed) if draft == FROM_MODEL else draft for draft in guessed]
+        unverified = s.drafts[max(0, len(s.drafts) + 1 - s.num_sampled) :]
+        drafts = [next(proposed) if draft == FROM_MODEL else draft for draft in unverified]
         end = begin + s.num_sampled
         last = end - 1 - len(drafts)  # the position before the first draft
         pairs = zip(drafts, tokens[last:end], strict=False)

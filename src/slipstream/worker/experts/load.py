@@ -35,15 +35,15 @@ class ExpertLoad:
         copied = self._copy
         if copied is None or copied.event is None or copied.event.query():
             counts = self._platform.to_host(torch.cat(list(self.counts.values())))
-            self._copy = _Copy(
-                counts,
-                self._platform.record(),
-                [list(places) for places in self._expert_at.values()],
-            )
+            self._copy = _Copy(counts, self._platform.record(), self.expert_at())
             copied = copied if self._platform.is_asynchronous else self._copy
             if copied is not None:
                 self._read = tuple(zip(self.counts, copied.by_expert(), strict=True))
         return self._read
+
+    def expert_at(self) -> list[list[int]]:
+        """The expert at each place now, by layer."""
+        return [list(places) for places in self._expert_at.values()]
 
     def swap(self, layer: int, a: int, b: int) -> None:
         """Record that the experts at two places were swapped. Each keeps its count."""

@@ -49,6 +49,7 @@ class ExpertPlaces:
         weights have the same layout on all ranks.
         """
         self._load, self._group = load, partition.group
+        self.expert_at = load.expert_at
         own = {
             i: x.mlp
             for i, x in zip(decoder.spec.local_layers, decoder.layers, strict=True)

@@ -15,7 +15,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from slipstream.messages.steps import StepPlan
 from slipstream.model.media import MediaTower
 from slipstream.spec.media.medium import MediaSpec
 from slipstream.worker.inputs.media_rows import media_parts, needs_media
-from slipstream.worker.inputs.rows import IntArray, LongArray, RowTable
+from slipstream.worker.inputs.rows import LongArray, RowTable
 from slipstream.worker.inputs.uploads import upload
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class MediaEncoder:
         spans = [span for span, _, _ in media.parts]
         found = {span.key: self._kept[span.key] for span in spans if span.key in self._kept}
         if missing := list({span.key: span for span in spans if span.key not in found}.values()):
-            sizes = [(span.rows, span.columns) for span in missing]
+            sizes = [(span.rows, span.columns, *span.inner) for span in missing]
             made = self.tower([self._numbers(span) for span in missing], sizes)
             # The clone owns its memory. A slice would keep the memory of the whole batch alive.
             found |= {span.key: x.clone() for span, x in zip(missing, made, strict=True)}
@@ -86,6 +86,15 @@ class MediaEncoder:
             self.num_bytes -= gone.numel() * gone.element_size()
 
 
+class Together(NamedTuple):
+    """Tokens of a step that attend to each other and to all before them: a picture's, or a prompt's."""
+
+    sequence: int
+    first: int  # among the step's tokens
+    size: int
+    end: int  # position after the last of them
+
+
 @dataclass(frozen=True, slots=True)
 class StepMedia:
     """Placeholders among a step's T tokens."""
@@ -93,24 +102,28 @@ class StepMedia:
     # (span, first, last + 1) of the spans that are in the step
     parts: list[tuple[MediaSpan, int, int]]
     tokens: LongArray  # [N]: indices of the placeholders among the step's tokens, part by part
-    sequences: IntArray  # sequence of each part
+    groups: list[Together]
     # for three positions per token: (first token in the step, positions [3, n] from it on)
     places: tuple[tuple[int, LongArray], ...]
 
 
 def step_media(plan: StepPlan, table: RowTable) -> StepMedia:
     parts = list[tuple[MediaSpan, int, int]]()
-    sequences = list[int]()
+    groups = list[Together]()
     places = list[tuple[int, LongArray]]()
     tokens = [np.empty(0, np.int64)]
     start = 0
     for i, s in enumerate(plan.scheduled):
         row = table.rows[s.request_id]
         if needs_media(row, s):
+            if whole := row.media[-1].joined:
+                count = min(s.num_tokens, whole - s.num_computed_tokens)
+                groups.append(Together(i, start, count, s.num_computed_tokens + count))
             for span, first, end in media_parts(row, s):
                 at = start + span.offset + first - s.num_computed_tokens
                 parts.append((span, first, end))
-                sequences.append(i)
+                if not span.joined:
+                    groups.append(Together(i, at, end - first, span.offset + end))
                 index = np.arange(first, end)
                 if span.gap:  # without the text after each row
                     index = index[index % (span.columns + span.gap) < span.columns]
@@ -123,7 +136,7 @@ def step_media(plan: StepPlan, table: RowTable) -> StepMedia:
                     )
                 )
         start += s.num_tokens
-    return StepMedia(parts, np.concatenate(tokens), np.array(sequences, np.int32), tuple(places))
+    return StepMedia(parts, np.concatenate(tokens), groups, tuple(places))
 
 
 class MediaOps:
@@ -139,7 +152,7 @@ class MediaOps:
     ) -> None:
         """`axes` are the decoder's `RopeSpec.axes`."""
         self._ops, self._media, self._axes = ops, media, axes
-        self._among = spec.bidirectional if media.parts else None
+        self._among = spec.bidirectional if media.groups else None
         self._positions: Tensor | None = None  # int64 [3, T]
         if media.places:
             positions = meta.positions.expand(3, -1).clone()
@@ -179,13 +192,18 @@ class MediaOps:
         out = self._ops.attention(q, kv, meta, params)
         if self._among is None or (self._among == "windowed" and params.window is None):
             return out
-        # Compute the pictures' tokens again, as sequences that end with them and are not causal.
-        index = upload(self._media.tokens, q.device)
+        # Compute their tokens again, as sequences that end with them and are not causal.
+        index = upload(self._joined, q.device)
         own = self._among_spans.get(id(meta))
         if own is None:
             own = self._among_spans[id(meta)] = self._span_meta(meta, index)
         seen = self._ops.attention(q[index], kv, own, dataclasses.replace(params, causal=False))
         return out.index_copy(0, index, seen)
+
+    @property
+    def _joined(self) -> LongArray:
+        """Indices of the tokens of all groups among the step's."""
+        return np.concatenate([np.arange(x.first, x.first + x.size) for x in self._media.groups])
 
     def own_keys(
         self,
@@ -202,20 +220,18 @@ class MediaOps:
     def _to_ends(
         self, own: AttentionMetadata, block_size: int, group: RankGroup
     ) -> AttentionMetadata:
-        """Attention on a rank's keys, in which a picture's tokens see the keys up to its end
-        in the step."""
-        ends = [np.full(b - a, span.offset + b, np.int32) for span, a, b in self._media.parts]
+        """Attention on a rank's keys, in which a group's tokens see the keys up to its end in the
+        step."""
+        ends = [np.full(x.size, x.end, np.int32) for x in self._media.groups]
         each = upload(np.concatenate(ends), own.positions.device)
         assert own.limits is not None
-        index = upload(self._media.tokens, each.device)
+        index = upload(self._joined, each.device)
         seen = own_length(each, block_size, group.rank, group.size)
         return dataclasses.replace(own, limits=own.limits.index_copy(0, index, seen))
 
     def _span_meta(self, meta: AttentionMetadata, index: Tensor) -> AttentionMetadata:
-        parts = self._media.parts
-        counts = [end - first for _, first, end in parts]
-        ends = [span.offset + end for span, _, end in parts]
-        sequences = upload(self._media.sequences, index.device).long()
+        sequences_, _, counts, ends = zip(*self._media.groups, strict=True)
+        sequences = upload(np.array(sequences_, np.int64), index.device)
         return AttentionMetadata(
             query_start_loc=upload(np.cumsum([0, *counts]).astype(np.int32), index.device),
             seq_lens=upload(np.array(ends, np.int32), index.device),

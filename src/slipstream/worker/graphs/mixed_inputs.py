@@ -74,8 +74,8 @@ def chunk_room(size: Size, most_prompts: int) -> int:
 
 def num_marks(plan: StepPlan) -> int:
     """Number of states that a step keeps besides those of its sequences' last tokens."""
-    guessed = (s.num_sampled - 1 for s in plan.scheduled if s.num_tokens > SHORT and s.num_sampled)
-    return len(plan.state_marks) + sum(guessed)
+    drafts = (s.num_sampled - 1 for s in plan.scheduled if s.num_tokens > SHORT and s.num_sampled)
+    return len(plan.state_marks) + sum(drafts)
 
 
 @cache

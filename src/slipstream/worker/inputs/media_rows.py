@@ -31,7 +31,10 @@ def media_parts(row: Row, share: ScheduledRequest) -> list[tuple[MediaSpan, int,
 
 
 def needs_media(row: Row, share: ScheduledRequest) -> bool:
-    """True if a step's part of the request has placeholders, or tokens with three positions."""
-    if not row.media or share.num_computed_tokens >= row.media[-1].end:
+    """True if a step's part of the request has placeholders, tokens with three positions, or tokens that see later ones."""
+    if not row.media:
         return False
-    return row.places is not None or bool(media_parts(row, share))
+    last = row.media[-1]
+    if share.num_computed_tokens >= max(last.end, last.joined):
+        return False
+    return row.places is not None or last.joined > 0 or bool(media_parts(row, share))

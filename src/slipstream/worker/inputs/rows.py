@@ -103,7 +103,7 @@ class Row:
 
     def __post_init__(self) -> None:
         allowed = self.sampling.allowed_token_ids
-        self.allowed = None if allowed is None else np.unique(np.array(allowed, np.int64))
+        self.allowed = None if allowed is None else np.array(sorted({*allowed}), np.int64)
 
     def wants(self) -> Iterator[Want]:
         s = self.sampling

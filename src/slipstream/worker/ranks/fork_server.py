@@ -1,15 +1,16 @@
-"""A process that has imported torch, and forks ranks.
+"""A process that has imported all that its forks need: ranks, or the engines of several models.
 
-Importing torch takes 3 s of a core, and a fork milliseconds. So ranks are forks of one process,
-which outlives them: where an engine starts again after a rank's death, nothing is imported again.
+Importing torch takes 3 s of a core, an engine's other modules half a second, and a fork
+milliseconds. So ranks are forks of one process, which outlives them: where an engine starts again
+after a rank's death, nothing is imported again. `core_process.py` has the one that forks engines.
 
     a server, or the executor ── socket ──> fork server ── fork ──> rank 0, rank 1, …
-                              <── a report for each rank: its process id, later its exit code ──
+                              <── a report for each fork: its process id, later its exit code ──
 
-1. A request brings file descriptors: a file with the words of the rank's command line and its
+1. A request brings file descriptors: a file with the words of the fork's command line and its
    environment; its folder; standard input, output and error; the report; those named in the words.
 2. The fork server runs no operator of torch and does not touch a GPU, so a fork may do both.
-3. It ends when the last process with the socket's other end closes it, or ends. A rank ends when
+3. It ends when the last process with the socket's other end closes it, or ends. A fork ends when
    its own standard input closes.
 """
 
@@ -40,9 +41,11 @@ _NUM_OWN_FDS = 4  # standard input, output and error, and the report
 
 
 class ForkedProcess:
-    """A process that a fork server started, with the methods of `subprocess.Popen`."""
+    """A process that a fork server started, with the methods of `subprocess.Popen`.
 
-    def __init__(self, report: socket.socket, stdin_fd: int) -> None:
+    When the fork server ends, it is killed; one that `stays` goes on."""
+
+    def __init__(self, report: socket.socket, stdin_fd: int, *, stays: bool = False) -> None:
         self._report, self._lock = report, threading.Lock()
         # not sooner, as other threads may wait for it
         weakref.finalize(self, report.close).atexit = False
@@ -55,8 +58,14 @@ class ForkedProcess:
             found, why = b"", f"has not answered for {ANSWER_S:g} s"
         if not found:
             self.stdin.close()
-            raise EngineError(f"the process that starts ranks {why}; start the engine again")
+            raise EngineError(f"the process that starts others {why}; start the engine again")
         self.pid: int = _REPORT.unpack(found)[0]
+        self._pid_fd = -1  # becomes readable at its end, whoever is its parent
+        if stays:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                self._pid_fd = os.pidfd_open(self.pid)
+                weakref.finalize(self, os.close, self._pid_fd).atexit = False
+        self._is_orphan = False
 
     def poll(self) -> int | None:
         """Exit code, negative for a signal; None while it runs."""
@@ -65,23 +74,26 @@ class ForkedProcess:
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, and return the exit code. `subprocess.TimeoutExpired` if it still runs.
-
-        If the fork server has ended, this kills the process."""
+        """Wait for its end, and return the exit code. `subprocess.TimeoutExpired` if it still runs."""
         if self.returncode is None:
             poll = select.poll()  # `select.select` refuses descriptors from 1,024 on
-            poll.register(self._report, select.POLLIN)
+            poll.register(self._pid_fd if self._is_orphan else self._report, select.POLLIN)
             if not poll.poll(None if timeout is None else 1e3 * max(0.0, timeout)):
-                raise subprocess.TimeoutExpired(f"rank (process {self.pid})", timeout or 0)
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
         with self._lock:
-            if self.returncode is None:
+            if self.returncode is None and not self._is_orphan:
                 if found := self._report.recv(_REPORT.size):
                     self.returncode = _REPORT.unpack(found)[0]
-                else:  # the fork server is gone, and nobody would tell the end of this process
+                    return self.returncode
+                # the fork server is gone, and nobody will tell the exit code
+                self._is_orphan = self._pid_fd >= 0
+                if not self._is_orphan:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(self.pid, signal.SIGKILL)
                     self.returncode = -signal.SIGKILL
-        return self.returncode
+            elif self.returncode is None:
+                self.returncode = -signal.SIGKILL  # as most likely as the fork server's
+        return self.wait(timeout) if self.returncode is None else self.returncode
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, unless it has ended."""
@@ -97,18 +109,26 @@ class ForkedProcess:
 class ForkServer:
     """Our end of the socket to a fork server. `start` starts one."""
 
-    def __init__(self, end: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
-        """`process` is None where another process started it."""
-        self._end, self._process = end, process
+    def __init__(
+        self,
+        end: socket.socket,
+        process: subprocess.Popen[bytes] | None = None,
+        *,
+        forks_stay: bool = False,
+    ) -> None:
+        """`process` is None where another process started it. `forks_stay` when it ends."""
+        self._end, self._process, self._forks_stay = end, process, forks_stay
         self._finalizer = weakref.finalize(self, _close, end, process)
 
     @classmethod
-    def start(cls) -> ForkServer:
+    def start(
+        cls, module: str = "slipstream.worker.ranks.rank_process", *, forks_stay: bool = False
+    ) -> ForkServer:
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        module = "slipstream.worker.ranks.rank_process"
         command = [sys.executable, "-m", module, "--fork", str(theirs.fileno())]
         with theirs:
-            return cls(ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]))
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            return cls(ours, process, forks_stay=forks_stay)
 
     @property
     def is_alive(self) -> bool:
@@ -121,7 +141,7 @@ class ForkServer:
     def fork(
         self, words: Sequence[str], *, passed: Sequence[int], environment: Mapping[str, str]
     ) -> ForkedProcess:
-        """Start a rank with the command line `words`. It waits until the rank has its process id."""
+        """Start a process with the command line `words`. It waits until that has its process id."""
         given = {
             "words": list(words),
             "environment": dict(environment),
@@ -131,7 +151,7 @@ class ForkServer:
         theirs_stdin, our_stdin = os.pipe()
         folder = os.open(".", os.O_PATH)  # also of a folder that was deleted
         try:
-            with os.fdopen(os.memfd_create("rank"), "wb") as request:  # too long for a message
+            with os.fdopen(os.memfd_create("fork"), "wb") as request:  # too long for a message
                 request.write(json.dumps(given).encode())
                 request.flush()
                 standard = (theirs_stdin, 1, 2)
@@ -141,19 +161,19 @@ class ForkServer:
             ours.close()
             os.close(our_stdin)
             if isinstance(error, BrokenPipeError | ConnectionResetError):
-                why = f"the process that starts ranks has ended ({error}); start the engine again"
+                why = f"the process that starts others has ended ({error}); start the engine again"
             else:
-                why = f"a rank can't be started: {error}"
+                why = f"a process can't be started: {error}"
             raise EngineError(why) from error
         finally:
             theirs.close()
             os.close(theirs_stdin)
             os.close(folder)
-        return ForkedProcess(ours, our_stdin)
+        return ForkedProcess(ours, our_stdin, stays=self._forks_stay)
 
     def close(self) -> None:
-        """End the fork server, if this process started it. A fork that is waited for afterwards is
-        killed (`ForkedProcess.wait`)."""
+        """End the fork server, if this process started it. Forks that are waited for afterwards are
+        killed, unless they stay (`ForkedProcess`)."""
         self._finalizer()
 
 
@@ -203,7 +223,7 @@ def serve(asked: socket.socket, run: Callable[[list[str]], int]) -> None:
         reports[pid] = report = socket.socket(fileno=fds[_NUM_OWN_FDS - 1])
         for theirs in (request, folder, *fds[: _NUM_OWN_FDS - 1], *fds[_NUM_OWN_FDS:]):
             os.close(theirs)
-        with contextlib.suppress(OSError):  # whoever asked is gone, and the rank will end
+        with contextlib.suppress(OSError):  # whoever asked is gone, and the fork will end
             report.send(_REPORT.pack(pid))
 
 

@@ -97,7 +97,9 @@ def make_canary(
 def layer_with_keys(spec: ModelSpec) -> int | None:
     """Index, among this stage's layers, of the first one with keys; None if all have only recurrent
     states."""
-    kept = (i for i, layer in enumerate(spec.local_layers) if spec.layers[layer].recurrent is None)
+    kept = (
+        i for i, layer in enumerate(spec.local_layers) if spec.layers[layer].attention is not None
+    )
     return next(kept, None)
 
 

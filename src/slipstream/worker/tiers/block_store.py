@@ -133,9 +133,13 @@ class HostBlockStore:
         """Take a slot of the exchange at once, so that a peer that asks for the block waits for it."""
         assert self.exchange is not None
         if self.exchange.reserve(copy.key, copy.kind):
-            self._gifts.put(copy)
+            self._give(copy)
         else:
             self._done.append((copy.number, copy.key in self.exchange))
+
+    def _give(self, copy: BlockCopy) -> None:
+        """Put a block for which a slot was taken there."""
+        self._gifts.put(copy)
 
     def _give_all(self, exchange: BlockExchange) -> None:
         while (copy := self._gifts.get()) is not None:

@@ -117,6 +117,7 @@ def block_layout(
         "layers": _digest(str(cache.groups)),
         "bytes of a block and of a state": " and ".join(map(str, sizes)),
         "runner": type(runner.loaded).__name__,
+        "kind of device": runner.platform.kind,
         "speculative_model": _digest(str(_draft_identity(config, runner))),
     }
     positions = (getattr(a.position, "scaling", None) for a in description.spec.attentions)

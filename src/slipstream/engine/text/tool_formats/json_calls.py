@@ -314,7 +314,8 @@ class Cohere(JsonList):
 
 
 class Apertus(JsonList):
-    """Lists of objects whose one key is the function's name."""
+    """Format of Apertus: a call is an object with one key, the function's name; calls are in a
+    list."""
 
     name = "apertus"
     trigger, end = "<|tools_prefix|>", "<|tools_suffix|>"

@@ -498,6 +498,13 @@ class Lowering:
         self.put(op.out, Stored(out))
         self.emit.place(x.number, start, out.number, 0, op.out.width)
 
+    def _side_by_side(self, op: Op) -> None:
+        out, column = self.new(F32, op.out.width), 0
+        for x in op.inputs:
+            self.emit.place(self.stored(x).number, 0, out.number, column, x.width)
+            column += x.width
+        self.put(op.out, Stored(out))
+
     def _resized_heads(self, op: Op) -> None:
         raise Refused("the C++ program has no values narrower than keys")
 

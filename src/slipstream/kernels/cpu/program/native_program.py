@@ -52,8 +52,7 @@ class Program:
             self._library.ss_program_destroy(pointer)
 
     def buffer(self, form: int, size: int, rows_a_token: int = 1) -> int:
-        """Makes a buffer in the format `form`. It has one or several rows per token, and `size`
-        values in a row."""
+        """Makes a buffer in the format `form`, with one or several rows of `size` per token."""
         num_bytes = self._library.ss_form_bytes(form, size)
         self.token_bytes += num_bytes * rows_a_token
         return int(self._library.ss_buffer(self._pointer, num_bytes, rows_a_token))
@@ -160,8 +159,7 @@ def run_job() -> int:
 
 
 def layer_pointers(kv: Sequence[LayerKV]) -> Any:
-    """Returns the layers' caches as an array of C structs. It must live as long as a program uses
-    it."""
+    """Returns the layers' caches as an array of C structs, which must outlive its use."""
     array = (LayerPointers * len(kv))()
     for pointers, layer in zip(array, kv, strict=True):
         assert lies_together(layer.k)

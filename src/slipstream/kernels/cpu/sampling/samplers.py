@@ -82,7 +82,8 @@ def penalties(
 ) -> None:
     """Applies penalties as `sampling.apply_bias_and_penalties` does. `tokens` [L] are all so far,
     the first `num_prompt` the prompt."""
-    seen = np.unique(tokens)
+    # without counts, `np.unique` imports `numpy.ma` at its first call: 130 ms in a step
+    seen = np.unique(tokens, return_counts=True)[0]
     logits[seen] = np.where(
         logits[seen] > 0,
         logits[seen] / np.float32(repetition),
@@ -112,7 +113,7 @@ def dry(
     if last_n >= 0:
         tokens = tokens[len(tokens) - min(last_n, len(tokens)) :]
     last = len(tokens) - 1
-    is_breaker = np.isin(tokens, breakers)
+    is_breaker = np.isin(tokens, breakers, kind="table")
     if last < 1 or is_breaker[last]:
         return
     places = np.flatnonzero(tokens[:last] == tokens[last])

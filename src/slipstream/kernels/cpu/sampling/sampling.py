@@ -76,7 +76,7 @@ def apply_bias_and_penalties(logits: Floats, params: SamplingTensors) -> None:
     for row, tokens, end, start, repetition, presence, frequency in zip(
         logits, history, lens, prompts, *(array(x) for x in strengths), strict=True
     ):
-        seen = np.unique(np.array(tokens[:end], np.int64))
+        seen = np.array(sorted({*tokens[:end]}), np.int64)
         row[seen] = np.where(row[seen] > 0, row[seen] / repetition, row[seen] * repetition)
         answered, counts = np.unique(np.array(tokens[start:end], np.int64), return_counts=True)
         row[answered] -= frequency * counts.astype(np.float32)

@@ -70,17 +70,12 @@ def read(c: ConfigReader, *, family: str) -> ModelSpec:
     c.require("is_encoder_decoder", True)
     c.require("is_decoder", False)
     c.ignore(*UNUSED)
-    for key, has in (
-        ("normalize_before", kind.before),
-        ("normalize_embedding", kind.embed_norm),
-        ("static_position_embeddings", kind.sines),
-        ("add_final_layer_norm", kind.before),
-        ("share_encoder_decoder_embeddings", True),
-        ("add_bias_logits", False),
-        ("extra_layer_norm", False),
-        ("layernorm_variant", "prelayernorm" if kind.before else "xlm"),
-    ):
-        c.require(key, has)
+    c.require_all(normalize_before=kind.before, add_final_layer_norm=kind.before)
+    c.require_all(normalize_embedding=kind.embed_norm, static_position_embeddings=kind.sines)
+    c.require_all(share_encoder_decoder_embeddings=True, add_bias_logits=False)
+    c.require_all(
+        extra_layer_norm=False, layernorm_variant="prelayernorm" if kind.before else "xlm"
+    )
     hidden, vocab = c.size("d_model"), c.size("vocab_size")
     c.require("decoder_vocab_size", vocab)
     norm, act = layer_norm(hidden, 1e-5), activation(c, "activation_function", kind.act)

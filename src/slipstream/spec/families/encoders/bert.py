@@ -6,12 +6,14 @@ they score pairs of texts (cross-encoders)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
 from slipstream.spec.families.builders import (
     activation,
     attention,
+    before,
     heads,
     layer_norm,
     model,
@@ -30,6 +32,7 @@ from slipstream.spec.model import (
     ModelSpec,
     NormSpec,
     PostNormBlock,
+    RopeSpec,
 )
 
 
@@ -48,7 +51,7 @@ def _layer(
     *,
     hidden: str = "hidden_size",
     num_heads: str = "num_attention_heads",
-    position: BucketSpec | None = None,
+    position: BucketSpec | RopeSpec | None = None,
 ) -> LayerSpec:
     h = heads(c, hidden=hidden, num_heads=num_heads, num_kv_heads=None)
     return LayerSpec(
@@ -58,36 +61,43 @@ def _layer(
     )
 
 
-def _read(
+def read_encoder(
     c: ConfigReader,
     family: str,
-    offset: int,
+    offset: int | None = 0,
     *,
-    position: BucketSpec | None = None,
+    position: BucketSpec | RopeSpec | None = None,
     types: bool = True,
-    act_of_scores: Literal["tanh", "gelu"] = "tanh",
+    act_of_scores: Literal["tanh", "relu", "gelu"] = "tanh",
     embed_size: int | None = None,
+    pre_norm: bool = False,
+    same: Callable[[int], int] = lambda i: i,
 ) -> ModelSpec:
-    """Reads a BERT or a similar encoder. `offset`: the row of the first position in the table of
-    positions."""
+    """Reads a BERT or a similar encoder.
+
+    `offset`: the row of the first position in the table of positions; None: there is no table. `embed_size`: the width of
+    embeddings before a product. `pre_norm`: norms come before attention and MLP, and after the last layer, not after the
+    embeddings. `same`: the layer, by each one's index, whose weights it uses."""
     hidden, eps = c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-12)
-    norm, width = layer_norm(hidden, eps), embed_size or hidden
+    norm = layer_norm(hidden, eps)
     layer = _layer(
         c, norm, c.size("intermediate_size"), activation(c, "hidden_act", "gelu"), position=position
     )
+    layer = replace(layer, block=before(norm)) if pre_norm else layer
     rows = c.size("max_position_embeddings", 512)
     c.require("position_embedding_type", "absolute")
     c.require("is_decoder", False)
     c.require("add_cross_attention", False)
+    learned = None if offset is None else LearnedPositionSpec(num_positions=rows, offset=offset)
     return model(
         c,
         family,
-        layer,
-        None,
-        rows - offset,
-        learned_positions=LearnedPositionSpec(num_positions=rows, offset=offset),
-        embed_size=None if width == hidden else width,
-        embed_norm=layer_norm(width, eps),
+        lambda i: layer if same(i) == i else replace(layer, same_as=same(i)),
+        norm if pre_norm else None,
+        rows - (offset or 0),
+        learned_positions=learned,
+        embed_size=embed_size,
+        embed_norm=None if pre_norm else layer_norm(embed_size or hidden, eps),
         num_token_types=c.size("type_vocab_size", 2) if types else 0,
         classifier=bert_classifier(c, act_of_scores),
     )
@@ -98,26 +108,31 @@ def read_bert(c: ConfigReader) -> ModelSpec:
         "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"
     )  # of Google's release
     c.ignore("pooler_size_per_head", "pooler_type")
-    return _read(c, "bert", 0)
+    return read_encoder(c, "bert")
 
 
 def read_roberta(c: ConfigReader) -> ModelSpec:
-    return _read(
+    return read_encoder(
         c, "roberta", c.take("pad_token_id", int, 1) + 1
     )  # the first position comes after the padding's row
 
 
 def read_electra(c: ConfigReader) -> ModelSpec:
     """Reads an ELECTRA. The small model has narrower embeddings. The config's default is 128."""
-    width = c.size("embedding_size", 128)
     c.ignore("summary_last_dropout")
-    return _read(c, "electra", 0, act_of_scores="gelu", embed_size=width)
+    return read_encoder(c, "electra", act_of_scores="gelu", embed_size=narrow(c, 128))
+
+
+def narrow(c: ConfigReader, default: int | None = None) -> int | None:
+    """The width of the embeddings, if it is not that of the layers."""
+    width = c.size("embedding_size", default or c.size("hidden_size"))
+    return None if width == c.size("hidden_size") else width
 
 
 def read_mpnet(c: ConfigReader) -> ModelSpec:
     c.require("relative_attention_num_buckets", 32)
     position = BucketSpec(num_buckets=32, max_distance=128, both_directions=True)
-    return _read(c, "mpnet", 2, position=position, types=False)
+    return read_encoder(c, "mpnet", 2, position=position, types=False)
 
 
 def read_distilbert(c: ConfigReader) -> ModelSpec:
@@ -198,7 +213,7 @@ UNREAD = (
 )
 
 
-def _architectures(name: str) -> tuple[str, ...]:
+def encoder_architectures(name: str) -> tuple[str, ...]:
     return tuple(
         name + end
         for end in (
@@ -225,7 +240,7 @@ def encoder_table(theirs: dict[str, Theirs], layer: str) -> Callable[[ModelSpec]
 FAMILIES = (
     Family(
         model_type="bert",
-        architectures=(*_architectures("Bert"), "HF_ColBERT"),
+        architectures=(*encoder_architectures("Bert"), "HF_ColBERT"),
         read=read_bert,
         names=table(BERT, layer="encoder.layer.{i}."),
         prefixes=("", "bert."),
@@ -239,7 +254,7 @@ FAMILIES = (
     *(
         Family(
             model_type=kind,
-            architectures=_architectures(name),
+            architectures=encoder_architectures(name),
             read=read,
             names=encoder_table(theirs, layer),
             prefixes=("", prefix),

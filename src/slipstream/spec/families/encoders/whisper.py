@@ -127,8 +127,8 @@ _table = table(
 
 
 def of_audio(found: Names, side: str, audio: AudioSpec, hidden_size: int) -> Names:
-    """The table with the convolutions as products, and without biases of keys in tensors that begin with `side`: a parameter's
-    rows without a tensor are zeros."""
+    """Returns the name table of an audio encoder. Convolutions are stored as products. Tensors that begin with `side`
+    have no biases of keys: rows of a parameter for which there is no tensor are zeros."""
     channels = {"first": audio.num_mel_bins, "second": hidden_size}
     made: Names = {}
     for name, at in found.items():

@@ -39,8 +39,7 @@ def read(c: ConfigReader) -> ModelSpec:
         **dict(swiglu_limit=10.0, sliding_window=128, o_lora_rank=1024, index_n_heads=64),
         **dict(index_head_dim=128, index_topk=512, rms_norm_eps=1e-6, scoring_func="sqrtsoftplus"),
     )
-    for key, value in dict(num_key_value_heads=1, n_shared_experts=1, hidden_act="silu").items():
-        c.require(key, value)
+    c.require_all(num_key_value_heads=1, n_shared_experts=1, hidden_act="silu")
     c.require("norm_topk_prob", True)  # which transformers does, whatever the config says
     c.require("topk_method", "noaux_tc")
     c.require("attention_bias", False)

@@ -56,13 +56,9 @@ def _each(c: ConfigReader, key: str, default: int) -> int:
 
 def _read(c: ConfigReader, family: str, mlp: MoESpec | None = None) -> ModelSpec:
     h = heads(c)
-    c.require("mlp_bias", False)
-    c.require("attention_head_dim", h.head_dim)
-    c.require("norm_type", "rms")
-    for key in ("use_qk_norm", "use_rotary_pos_emb"):
-        c.require(key, True)
-    for key in ("use_cla", "use_mla", "position_embedding_xdrope", "add_classification_head"):
-        c.require(key, False)
+    c.require_all(mlp_bias=False, attention_head_dim=h.head_dim, norm_type="rms")
+    c.require_all(use_qk_norm=True, use_rotary_pos_emb=True, use_cla=False, use_mla=False)
+    c.require_all(position_embedding_xdrope=False, add_classification_head=False)
     for name in (
         "q_lora_rank",
         "kv_lora_rank",

@@ -38,11 +38,8 @@ def read(c: ConfigReader) -> ModelSpec:
     )
     c.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
     # What the authors' config says besides. Multi-token prediction is not run.
-    for key, value in (("scoring_func", "sigmoid"), ("qk_norm_type", "per_layer")):
-        c.require(key, value)
-    for key in ("use_qk_norm", "use_routing_bias"):
-        c.require(key, True)
-    c.require("shared_intermediate_size", 0)
+    c.require_all(scoring_func="sigmoid", qk_norm_type="per_layer", use_qk_norm=True)
+    c.require_all(use_routing_bias=True, shared_intermediate_size=0)
     c.require("sliding_window")
     c.require("attn_type_list", [1] * c.size("num_hidden_layers"))
     c.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")

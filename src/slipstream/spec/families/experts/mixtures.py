@@ -81,10 +81,8 @@ def read_afmoe(c: ConfigReader) -> ModelSpec:
     scale = c.take("route_scale", float, 1.0)
     sizes: dict[str, Any] = dict(num_experts=64, per_token=6, size=1408)
     dense, moe = gated(c), mixture(c, **sizes, shared=shared, weight_scale=scale)
-    for key, value in (("score_func", "sigmoid"), ("route_norm", True)):
-        c.require(key, value)
-    for key in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
-        c.require(key, 1)
+    c.require_all(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1)
+    c.require_all(num_expert_groups=1, num_limited_groups=1)
     c.ignore("load_balance_coeff", "use_grouped_mm")
     seen = windows(c, lambda i: WINDOW if (i + 1) % every else FULL, 1024)
     return decoder(
@@ -268,21 +266,11 @@ def read_mimo_v2(c: ConfigReader) -> ModelSpec:
         if listed is not None:
             ours = "layer_types" if key[0] == "h" else "mlp_layer_types"
             c.assume(**{ours: [names[bool(x)] for x in listed]})
-    for key, value in (
-        *(
-            ("swa_num_attention_heads", h.num_heads),
-            ("swa_num_key_value_heads", 2 * h.num_kv_heads),
-        ),
-        *(("swa_head_dim", h.head_dim), ("swa_v_head_dim", value_dim), ("norm_topk_prob", True)),
-        *(("add_full_attention_sink_bias", False), ("add_swa_attention_sink_bias", True)),
-        *(
-            ("n_group", 1),
-            ("topk_group", 1),
-            ("scoring_func", "sigmoid"),
-            ("topk_method", "noaux_tc"),
-        ),
-    ):
-        c.require(key, value)
+    c.require_all(swa_num_attention_heads=h.num_heads, swa_head_dim=h.head_dim)
+    c.require_all(swa_num_key_value_heads=2 * h.num_kv_heads, swa_v_head_dim=value_dim)
+    c.require_all(add_full_attention_sink_bias=False, add_swa_attention_sink_bias=True)
+    c.require_all(n_group=1, topk_group=1, scoring_func="sigmoid", topk_method="noaux_tc")
+    c.require("norm_topk_prob", True)
     c.require("n_shared_experts")
     c.ignore("attention_chunk_size", "hybrid_block_size")
     before_it = c.maybe("sliding_window_size", int)

@@ -48,8 +48,7 @@ SAID = {
 
 
 def read(c: ConfigReader) -> ModelSpec:
-    for key, value in SAID.items():
-        c.require(key, value)
+    c.require_all(**SAID)
     c.alias({**KEYS, "n_routed_experts": "moe_num_experts"})
     c.alias({"num_experts": "n_routed_experts"})
     c.assume_missing(

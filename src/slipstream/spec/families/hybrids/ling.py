@@ -1,14 +1,18 @@
-"""Ling 3 (Bailing): delta rules with a bounded decay for each channel, and in the last layer of each group latent attention
-with a gate for each head. Experts as DeepSeek V3's, whose activations are clamped in some layers. No torch.
+"""Ling and Ring (Bailing).
 
-transformers has no such clamps. They are those of SGLang and llama.cpp, without which answers are worse."""
+1. `bailing_moe` (Ling 2) has GLM-4.5's layers with Sarvam's names.
+2. `bailing_hybrid` (Ling 3) has delta rules with a bounded decay for each channel, and in the last layer of each group latent
+   attention with a gate for each head. Its experts are DeepSeek V3's, clamped in some layers. transformers
+   has no such clamps. They are those of SGLang and llama.cpp, without which answers are worse. No torch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from slipstream.spec.families.base import ConfigReader, Family, Names
+from slipstream.spec.families import glm
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
 from slipstream.spec.families.builders import (
     before,
     clamped,
@@ -19,11 +23,11 @@ from slipstream.spec.families.builders import (
     rms,
     rope,
 )
-from slipstream.spec.families.deepseek import scale_of
+from slipstream.spec.families.deepseek import SARVAM_KEYS, scale_of
 from slipstream.spec.families.hybrids.kimi_linear import NAMES as KIMI
 from slipstream.spec.families.hybrids.kimi_linear import latent_attention, mixture
 from slipstream.spec.families.mtp import LING
-from slipstream.spec.families.names import Theirs, of_conv, table
+from slipstream.spec.families.names import Theirs, gguf_table, of_conv, table
 from slipstream.spec.model import (
     GatedDeltaSpec,
     LatentAttentionSpec,
@@ -67,9 +71,33 @@ UNUSED = (
 """Keys that nothing reads: q and k of delta rules are normed in any case, and the rotated numbers are `qk_rope_head_dim`."""
 
 
+def read_ling2(c: ConfigReader) -> ModelSpec:
+    """Ling 2 and Ring (Bailing): Sarvam's layers, whose heads are rotated by half."""
+    c.require_all(score_function="sigmoid", moe_router_enable_expert_bias=True, use_bias=False)
+    c.require_all(use_rmsnorm=True, norm_head=False, norm_softmax=False, use_sliding_window=False)
+    c.alias({**SARVAM_KEYS, "attention_bias": "use_qkv_bias"})
+    c.assume_missing(
+        **dict(head_dim=128, num_key_value_heads=4, n_group=8, topk_group=4, use_qk_norm=True),
+        **dict(routed_scaling_factor=2.5, rms_norm_eps=1e-6, rope_theta=6e5),
+    )
+    shared = c.size("moe_intermediate_size") * c.take("n_shared_experts", int)
+    c.require("moe_shared_expert_intermediate_size", shared)
+    c.ignore("router_dtype", "output_dropout", "max_window_layers", "mtp_loss_scaling_factor")
+    return glm.read_glm4_moe(c, "bailing_moe")
+
+
+def ling2_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    m.ignore("expert_shared_feed_forward_length")
+    groups = m.size("expert_group_count", 1), m.size("expert_group_used_count", 1)
+    m.assume(**{"blk.0.attn_q_norm.weight": True})
+    return {
+        **glm.glm4_moe_gguf_config(m),
+        **dict(zip(("n_group", "topk_group"), groups, strict=True)),
+    }
+
+
 def read(c: ConfigReader) -> ModelSpec:
-    for key, value in SAID.items():
-        c.require(key, value)
+    c.require_all(**SAID)
     c.alias(KEYS)
     c.assume(
         **dict(vocab_size=157184, hidden_size=2560, intermediate_size=6144, num_hidden_layers=42),
@@ -173,6 +201,20 @@ def names(spec: ModelSpec) -> Names:
 
 
 FAMILIES = (
+    Family(
+        model_type="bailing_moe",
+        architectures=("BailingMoeV2ForCausalLM",),
+        read=read_ling2,
+        names=table(glm.SARVAM),
+        mtp=LING,
+        gguf=GGUFFamily(
+            architecture="bailingmoe2",
+            config=ling2_gguf_config,
+            names=gguf_table(
+                {**glm.GLM4_MOE_GGUF, "pre_mlp": "ffn_norm", "attention.qkv": "attn_qkv"}
+            ),
+        ),
+    ),
     Family(
         model_type="bailing_hybrid",
         architectures=("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM"),

@@ -7,7 +7,13 @@ from slipstream.spec.families import cohere
 from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.families.builders import layer_norm
 from slipstream.spec.families.names import LLAMA, table
-from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names, square
+from slipstream.spec.families.pictures.images import (
+    AS_LLAVA,
+    processing,
+    siglip_layers,
+    siglip_names,
+    square,
+)
 from slipstream.spec.families.pictures.qwen_vl import CLIP_MEAN, CLIP_STD
 from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.vision import (
@@ -138,12 +144,7 @@ FAMILIES = tuple(
             media_layer="vision_tower.encoder.layers.{i}.",
             changes={"media.connector.up": "swap"},
         ),
-        nested_config="text_config",
-        prefixes=("language_model.", "model.language_model.", "model."),
-        ignored=(
-            r"(model\.)?(vision_tower|multi_modal_projector)\..*",  # with max_images=0
-            r"(model\.)?vision_tower\.(vision_model\.)?(head|post_layernorm)\..*",
-        ),
+        **AS_LLAVA,
         media=vision,
         processing=images,
     )

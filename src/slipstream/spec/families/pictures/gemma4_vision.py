@@ -31,7 +31,8 @@ ENCODER = {
 }
 """Defaults of `vision_config`."""
 TOKENS = (70, 140, 280, 560, 1120)
-"""The budgets that the model was trained with."""
+"""Numbers of tokens per picture that the model was trained with. A picture is scaled to one of
+them."""
 
 
 def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec | None:

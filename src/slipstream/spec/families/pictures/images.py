@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from slipstream.spec.families.base import ConfigReader
 from slipstream.spec.families.builders import (
@@ -26,6 +26,12 @@ RESAMPLE: dict[int, Literal["bilinear", "bicubic", "lanczos"]] = {
 """Resampling filters by Pillow's numbers, which configs have."""
 
 HALF = (0.5, 0.5, 0.5)
+AS_LLAVA: dict[str, Any] = dict(
+    nested_config="text_config",
+    prefixes=("language_model.", "model.language_model.", "model."),
+    ignored=(r"(model\.)?((vision|audio)_tower|multi_modal_projector)\..*",),  # with max_images=0
+)
+"""Fields of a `Family` whose tensors are named as LLaVA's."""
 
 
 def siglip_layers(c: ConfigReader) -> tuple[LayerSpec, ...]:

@@ -23,7 +23,7 @@ from slipstream.spec.families.builders import (
     rms,
 )
 from slipstream.spec.families.names import LLAMA, table
-from slipstream.spec.families.pictures.images import processing, siglip_names, square
+from slipstream.spec.families.pictures.images import AS_LLAVA, processing, siglip_names, square
 from slipstream.spec.families.pictures.qwen_vl import CLIP_MEAN, CLIP_STD, quick_gelu
 from slipstream.spec.functions import NormSpec
 from slipstream.spec.media.medium import PromptFormat
@@ -54,7 +54,7 @@ INTERNVL = PromptFormat(
 LLAVA = PromptFormat(placeholder="<image>", token="<image>", style="plain")
 
 
-def _read_text(c: ConfigReader, default: str) -> ModelSpec:
+def read_decoder(c: ConfigReader, default: str) -> ModelSpec:
     """Reads the decoder. Whether its head is tied is said by the whole model's config, not by the
     decoder's; a head that is stored is used."""
     kind = c.take("model_type", str, default)
@@ -64,7 +64,7 @@ def _read_text(c: ConfigReader, default: str) -> ModelSpec:
 
 
 def read_internvl(c: ConfigReader) -> ModelSpec:
-    return _read_text(c, "qwen2")
+    return read_decoder(c, "qwen2")
 
 
 def read_llava(c: ConfigReader) -> ModelSpec:
@@ -73,7 +73,7 @@ def read_llava(c: ConfigReader) -> ModelSpec:
     if (kind := c.value("model_type") or "llama") in ("llama", "mistral"):
         c.assume(hidden_size=4096, vocab_size=32000, num_hidden_layers=32, num_attention_heads=32)
         c.assume(intermediate_size=11008 if kind == "llama" else 14336)
-    return _read_text(c, "llama")
+    return read_decoder(c, "llama")
 
 
 def read_vision_internvl(c: ConfigReader, text: ModelSpec) -> VisionSpec:
@@ -156,12 +156,20 @@ def read_vision_next(c: ConfigReader, text: ModelSpec) -> VisionSpec:
     made = read_vision_llava(c, text)
     assert isinstance(made.position, GridPositionSpec)
     side = made.position.side * made.patch_size
-    sizes = [tuple(x) for x in found if isinstance(x, list) and len(x) == 2]
+    return dataclasses.replace(made, pinpoints=pinpoints_of(c, found, side, least=2))
+
+
+def pinpoints_of(
+    c: ConfigReader, found: list[Any], side: int, *, least: int
+) -> tuple[tuple[int, int], ...]:
+    """Heights and widths in squares of `side` pixels, of which each has `least`."""
+    sizes = [(x[0], x[1]) for x in found if isinstance(x, list) and len(x) == 2]
     are_tiles = all(type(x) is int and x > 0 and x % side == 0 for size in sizes for x in size)
-    if not sizes or len(sizes) < len(found) or not are_tiles or (side, side) in sizes:
-        why = f"must be [height, width] each, of several squares of {side} pixels"
+    are_many = are_tiles and all(h * w >= least * side**2 for h, w in sizes)
+    if not sizes or len(sizes) < len(found) or not are_many:
+        why = f"must be [height, width] each, of {least} squares of {side} pixels or more"
         raise c.unsupported("image_grid_pinpoints", why)
-    return dataclasses.replace(made, pinpoints=tuple(sizes))
+    return tuple(sizes)
 
 
 def read_vision_llava(c: ConfigReader, text: ModelSpec) -> VisionSpec:
@@ -281,10 +289,7 @@ _llava = table(
     media_layer="vision_tower.encoder.layers.{i}.",
     changes={"media.class_token": "vector", "media.row_end": "vector"},
 )
-TEXT = ("language_model.", "model.language_model.", "model.")
-UNREAD = (
-    r"(model\.)?((vision_tower|multi_modal_projector)\..*|image_newline)",
-)  # with max_images=0
+KIND = {**AS_LLAVA, "ignored": (*AS_LLAVA["ignored"], r"(model\.)?image_newline")}
 
 FAMILIES = (
     Family(
@@ -292,9 +297,7 @@ FAMILIES = (
         architectures=("InternVLForConditionalGeneration",),
         read=read_internvl,
         names=names_internvl,
-        nested_config="text_config",
-        prefixes=TEXT,
-        ignored=UNREAD,
+        **KIND,
         media=read_vision_internvl,
         processing=read_processing_internvl,
     ),
@@ -304,12 +307,7 @@ FAMILIES = (
             architectures=(architecture,),
             read=read_llava,
             names=_llava,
-            nested_config="text_config",
-            prefixes=TEXT,
-            ignored=(
-                *UNREAD,
-                r"(model\.)?vision_tower\.(vision_model\.)?(post_layernorm|encoder)\..*",
-            ),
+            **KIND,
             media=vision,
             processing=images,
         )

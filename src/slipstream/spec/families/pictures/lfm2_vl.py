@@ -9,7 +9,12 @@ from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.families.builders import activation, layer_norm
 from slipstream.spec.families.hybrids import lfm
 from slipstream.spec.families.names import of_conv, table
-from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names
+from slipstream.spec.families.pictures.images import (
+    AS_LLAVA,
+    processing,
+    siglip_layers,
+    siglip_names,
+)
 from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.vision import (
     GridPositionSpec,
@@ -129,12 +134,7 @@ FAMILIES = (
             media_layer="vision_tower.encoder.layers.{i}.",
             changes={"recurrent.conv": of_conv},
         ),
-        nested_config="text_config",
-        prefixes=("language_model.", "model.language_model.", "model."),
-        ignored=(
-            r"(model\.)?(vision_tower|multi_modal_projector)\..*",  # with max_images=0
-            r"(model\.)?vision_tower\.(vision_model\.)?head\..*",
-        ),
+        **AS_LLAVA,
         media=read_vision,
         processing=read_processing,
     ),

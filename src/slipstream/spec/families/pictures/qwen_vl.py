@@ -186,12 +186,8 @@ def check_width(v: ConfigReader, text: ModelSpec, key: str = "out_hidden_size") 
 
 
 def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
-    for key, wanted in (
-        ("patch_size", vision.patch_size),
-        ("merge_size", vision.merge),
-        ("temporal_patch_size", vision.num_frames),
-    ):
-        c.require(key, wanted)
+    c.require_all(patch_size=vision.patch_size, merge_size=vision.merge)
+    c.require("temporal_patch_size", vision.num_frames)
     # Early files have min_pixels and max_pixels, later ones a size, some both; the former go before.
     size = c.take("size", dict, {})
     bounds: list[int] = []

@@ -7,6 +7,7 @@ from slipstream.spec.families.base import ConfigReader, Family, Names
 from slipstream.spec.families.builders import activation, layer_norm
 from slipstream.spec.families.encoders.whisper import LAYER, of_audio, stack_layer
 from slipstream.spec.families.names import LLAMA, Theirs, table
+from slipstream.spec.families.pictures.images import AS_LLAVA
 from slipstream.spec.media.audio import HOP, SAMPLE_RATE, WINDOW, AudioSpec
 from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.sound import SoundSpec
@@ -50,20 +51,11 @@ def read_sound(c: ConfigReader, text: ModelSpec) -> SoundSpec:
 
 def read_processing(c: ConfigReader, sound: SoundSpec) -> None:
     """Checks the preprocessing, which is Whisper's feature extractor."""
-    for key, only in (
-        ("feature_size", sound.audio.num_mel_bins),
-        ("sampling_rate", SAMPLE_RATE),
-        ("hop_length", HOP),
-        ("n_fft", WINDOW),
-        ("chunk_length", int(sound.audio.window_s)),
-        ("dither", 0.0),
-        ("padding_value", 0.0),
-        ("padding_side", "right"),
-        ("do_normalize", False),
-        ("n_samples", sound.audio.num_samples),
-        ("nb_max_frames", sound.audio.num_frames),
-    ):
-        c.require(key, only)
+    audio = sound.audio
+    c.require_all(feature_size=audio.num_mel_bins, chunk_length=int(audio.window_s), n_fft=WINDOW)
+    c.require_all(n_samples=audio.num_samples, nb_max_frames=audio.num_frames, hop_length=HOP)
+    c.require_all(sampling_rate=SAMPLE_RATE, padding_value=0.0, padding_side="right")
+    c.require_all(dither=0.0, do_normalize=False)
     c.ignore("processor_class", "feature_extractor_type", "return_attention_mask", "mel_filters")
     c.finish()
 
@@ -92,9 +84,7 @@ FAMILIES = (
         architectures=("Qwen2AudioForConditionalGeneration",),
         read=read_text,
         names=names,
-        nested_config="text_config",
-        prefixes=("language_model.", "model.language_model.", "model."),
-        ignored=(r"(model\.)?(audio_tower|multi_modal_projector)\..*",),  # with max_images=0
+        **AS_LLAVA,
         media=read_sound,
         processing=read_processing,
     ),

@@ -1,0 +1,79 @@
+"""Work that leaves the processor to others."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar, TypeVarTuple
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+NICENESS = 5
+"""Addition to a thread's niceness. The thread then gets a quarter of a core that another wants, and
+all of one that is free."""
+
+
+class _LowPriority(threading.Thread):
+    """The thread that does `work`. It can't raise its priority again without privileges, and what it
+    starts has the same. So the caller stays at its own, and does what is `asked` meanwhile."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(name="low priority")
+        self.asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.later: list[Callable[[], None]] = []
+        self._work = work
+
+    def run(self) -> None:
+        if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+            thread = threading.get_native_id()
+            now = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, now + NICENESS))
+        self._work()
+        self.asked.put(None)
+
+
+def at_low_priority(work: Callable[[*Ts], T], *given: *Ts, low: bool = True) -> T:
+    """Do `work` in a thread of low priority, and return what it returns. In this thread if not `low`."""
+    if not low:
+        return work(*given)
+    done = Future[T]()
+    thread = _LowPriority(lambda: _settle(done, lambda: work(*given)))
+    thread.start()
+    while (asked := thread.asked.get()) is not None:
+        asked()
+    thread.join()
+    for then in thread.later:
+        then()
+    return done.result()
+
+
+def at_callers_priority(work: Callable[[*Ts], T], *given: *Ts) -> T:
+    """In `at_low_priority`: have its caller's thread do `work`, such as starting threads that are to
+    be fast. Elsewhere this does it."""
+    thread = threading.current_thread()
+    if not isinstance(thread, _LowPriority):
+        return work(*given)
+    done = Future[T]()
+    thread.asked.put(lambda: _settle(done, lambda: work(*given)))
+    return done.result()
+
+
+def after_low_priority(then: Callable[[*Ts], None], *given: *Ts) -> bool:
+    """In `at_low_priority`: have its caller's thread call `then` when the work is done. False
+    elsewhere."""
+    thread = threading.current_thread()
+    if isinstance(thread, _LowPriority):
+        thread.later.append(lambda: then(*given))
+    return isinstance(thread, _LowPriority)
+
+
+def _settle(done: Future[T], work: Callable[[], T]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)
