@@ -6,16 +6,19 @@ import dataclasses
 import itertools
 import json
 import shutil
+from fnmatch import fnmatchcase
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
 from slipstream.compress.calibrate import InputStats, Stream
 from slipstream.compress.gguf.blocks import WRITABLE, round_blocks
+from slipstream.compress.gguf.budget import measure_types
 from slipstream.compress.gguf.metadata import SAMPLES, numbered_ends, same_model, tokenizer_keys
 from slipstream.compress.gguf.mix import GGUF, MIXES, SINGLE, plan_blocks
 from slipstream.compress.planning import plan
@@ -163,6 +166,94 @@ def test_a_file_becomes_another_file_and_an_interrupted_run_goes_on(model, tmp_p
     metadata = GGUFFile(made).metadata
     assert metadata["tokenizer.ggml.merges"] == GGUFFile(first).metadata["tokenizer.ggml.merges"]
     assert metadata["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q4_K_M
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    """A model whose middle layer adds next to nothing."""
+    folder = tmp_path_factory.mktemp("uneven")
+    sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=3, head_dim=16)
+    tiny_models.write_with_tokenizer(folder, **sizes, initializer_range=0.1)
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"model.layers.1.{name}.weight"] *= 1e-4
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_budget_of_bits_is_kept_and_spent_where_it_counts(uneven, tmp_path):
+    path = written(uneven, tmp_path / "out", bits=5.0)
+    held = GGUFFile(path).tensors
+    matrices = {name: t for name, t in held.items() if len(t.shape) > 1}
+    bits = 8 * sum(t.nbytes for t in matrices.values()) / sum(t.numel for t in matrices.values())
+    assert 4.7 < bits <= 5.0
+    unused = {"blk.1.ffn_down.weight": "Q2_K", "blk.1.attn_output.weight": "MXFP4"}
+    assert {name: matrices[name].quant.name for name in unused} == unused
+    about = json.loads((tmp_path / "out" / "slipstream-products.json").read_text())
+    assert {name: note["format"] for name, note in about.items() if name in matrices} == {
+        name: t.quant.name for name, t in matrices.items()
+    }
+    costs = {name: note["kl"] for name, note in about.items() if name in matrices}
+    assert max(costs[name] for name in unused) < 1e-3 * sum(costs.values())
+    assert same_model(read_spec(uneven), read_spec(path))
+
+
+def test_costs_of_a_budget_are_near_the_divergence(uneven, tmp_path):
+    source, step = read_spec(uneven), GGUF(bits=4.5, rounding="nearest")
+    planned = plan_blocks(source, step)
+    costs = measure_types(
+        source, step, planned, WINDOWS, device=CPU, dtype=torch.float32, progress=lambda done: None
+    )
+    for i, pattern in enumerate(("*", "token_embd*", "blk.*.attn_v*")):
+        types = {"*": "F16", pattern: "Q4_0"}
+        made = written(uneven, tmp_path / str(i), rounding="nearest", types=types)
+        measured = 0.0
+        for tokens in WINDOWS:
+            p, q = (run(load(path), tokens).log_softmax(-1) for path in (uneven, made))
+            measured += float((p.exp() * (p - q)).sum(-1).mean()) / len(WINDOWS)
+        expected = sum(kl["Q4_0"] for name, kl in costs.items() if fnmatchcase(name, pattern))
+        assert 0.4 < expected / measured < 2.5, pattern
+
+
+def test_a_budget_costs_less_than_one_type_of_its_bits(uneven, tmp_path):
+    tokens = WINDOWS[0]
+    expected = run(load(uneven), tokens).log_softmax(-1)
+
+    def kl(**settings):
+        made = run(load(written(uneven, tmp_path / str(len(settings)), **settings)), tokens)
+        return float((expected.exp() * (expected - made.log_softmax(-1))).sum(-1).mean())
+
+    budget = kl(bits=4.5, choices=["MXFP4", "Q4_0", "Q5_0", "Q8_0"])
+    assert budget < 0.9 * kl(types={"*": "Q4_0"})
+
+
+def test_a_budget_is_allocated_once_when_a_run_goes_on(uneven, tmp_path, monkeypatch):
+    recipe, steps = parse(preset("gguf:4.75bpw")), []
+
+    def stop(done, total):
+        steps.append(done)
+        if done == 6 and steps.count(6) == 1:
+            raise KeyboardInterrupt
+
+    def go():
+        compress(
+            read_spec(uneven), recipe, tmp_path / "out",
+            windows=WINDOWS, device=CPU, dtype=torch.float32, progress=stop,
+        )  # fmt: skip
+
+    with pytest.raises(KeyboardInterrupt):
+        go()
+    monkeypatch.setattr("slipstream.compress.gguf.write.measure_types", None)
+    go()
+    assert (tmp_path / "out" / "out.gguf").is_file()
+
+
+def test_a_budget_that_no_types_keep_to_is_refused_at_once(model):
+    with pytest.raises(ConfigError, match="256 does not divide rows of 64") as caught:
+        plan_blocks(read_spec(model), GGUF(bits=3.3))
+    assert caught.value.field == "bits"
+    kept = plan_blocks(read_spec(model), GGUF(bits=8.5, types={"*": "Q8_0"}))
+    assert {t.type for t in kept} == {"F32", "Q8_0"}
 
 
 def test_experts_are_rounded_one_by_one(tmp_path):
@@ -330,6 +421,11 @@ def test_the_command_says_types_and_bytes(model, tmp_path, capsys):
         ({"types": {"x": "Q8_K"}}, "steps[0].gguf.types.x"),
         ({"importance": False}, "steps[0].gguf.importance"),
         ({"damping": 0.0}, "steps[0].gguf.damping"),
+        ({"bits": 9.0}, "steps[0].gguf.bits"),
+        ({"bits": 4.0, "type": "Q4_0"}, "steps[0].gguf.bits"),
+        ({"bits": 4.0, "choices": ["Q4_K_M"]}, "steps[0].gguf.choices"),
+        ({"choices": ["Q4_0"]}, "steps[0].gguf.choices"),
+        ({"bits": 4.0, "importance": False, "rounding": "nearest"}, "steps[0].gguf.importance"),
     ],
 )
 def test_wrong_settings_are_named(settings, field):
@@ -474,6 +570,8 @@ def test_experts_without_tokens_are_said_to_have_the_nearest_codes(tmp_path, cap
 def test_backing_off_takes_types_of_more_bits():
     kinds = [made.one(GGUF).type for made in more_bits(parse(preset("gguf:Q4_K_S")))]
     assert kinds == ["Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"]
+    bits = [made.one(GGUF).bits for made in more_bits(parse(preset("gguf:7.2bpw")))]
+    assert bits == [7.7, 8.2]
     assert list(MIXES).index("Q3_K_M") < list(MIXES).index("Q4_K_M")
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from slipstream.compress.quantize.mixed import BitOption, solve_knapsack
+from slipstream.compress.quantize.mixed import Option, solve_knapsack
 from slipstream.compress.recipe import parse
 from slipstream.compress.run import compress
 from slipstream.errors import ConfigError
@@ -24,7 +24,7 @@ def test_the_knapsack_is_solved_exactly(seed):
     rng = random.Random(seed)
     options = [
         [
-            BitOption(b, rng.randint(1, 30), rng.random() * (3 if rng.random() < 0.2 else 1))
+            Option(b, rng.randint(1, 30), rng.random() * (3 if rng.random() < 0.2 else 1))
             for b in (2, 3, 4)
         ]
         for _ in range(7)

@@ -3,11 +3,13 @@
     python benchmarks/compression.py --study gguf --types Q4_K_M,IQ4_XS --by nearest,gptq [--model smollm2]
     python benchmarks/compression.py --study gguf --types Q4_K_M --by llama.cpp,llama.cpp+importance --llama FOLDER
     python benchmarks/compression.py --study gguf --by gptq --types "" --mixed 'NAME={"type": "IQ4_NL", "types": {…}}'
+    python benchmarks/compression.py --study gguf --types "" --mixed '4.3 bits={"bits": 4.3}' --keep FOLDER --speed 5
 
 FOLDER has llama.cpp's shared libraries, such as `package/bins/linux-x64` of npm's @node-llama-cpp/linux-x64. Its quantiser
 gets the model in float32 and, with `+importance`, the squared inputs of the same calibration text. The reference kernels
 measure everything in float32; the yardstick is the model's file in float32. Bits are those of all matrices, embeddings and
-head included. Rows are kept as they come; a run that was broken off goes on with those that are missing.
+head included. Rows are kept as they come; a run that was broken off goes on with those that are missing. `--speed ROUNDS`
+times the files that `--keep` kept, ROUNDS times in turn: tokens after the first a second of one core's time, 128 in and 64 out.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import gguf
@@ -27,6 +30,7 @@ import torch
 from cases.compression.recipes import Remembering, measure, size
 from peers_cpu import rewritten
 
+from slipstream import LLM, SamplingParams
 from slipstream.bench.report import print_table
 from slipstream.compress.calibrate import ObservingOps, Stream, load_layer
 from slipstream.compress.gguf.source import places
@@ -130,7 +134,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--llama", type=Path, metavar="FOLDER")
     parser.add_argument("--calibrate", type=size, default=(16, 512), metavar="NxT")
     parser.add_argument("--evaluate", type=size, default=(16, 512), metavar="NxT")
+    parser.add_argument("--speed", type=int, default=0, metavar="ROUNDS")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where the files stay")
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """The file of a row: llama.cpp's, or in a folder of its own."""
+    own = name.replace(" ", "-")
+    return folder / f"{own}.gguf" if "llama.cpp" in name else folder / own / f"{own}.gguf"
+
+
+def tokens_per_core_second(path: Path) -> float:
+    """Tokens after the first by the engine's own kernels. The processor's time counts, so that other processes take none."""
+    greedy = {"temperature": 0.0, "ignore_eos": True}
+    prompt = {"prompt_token_ids": list(range(1000, 1128))}
+    with LLM(str(path), device="cpu", num_threads=1, max_model_len=256, max_num_seqs=1) as llm:
+        spent = []
+        for max_tokens in (1, 1, 65):
+            begin = time.process_time()
+            llm.generate(prompt, SamplingParams(max_tokens=max_tokens, **greedy))
+            spent.append(time.process_time() - begin)
+    return 64 / (spent[2] - spent[1])
 
 
 def run(args: argparse.Namespace, write: Callable[..., None]) -> None:
@@ -166,9 +190,9 @@ def run(args: argparse.Namespace, write: Callable[..., None]) -> None:
         for name, (by, own) in rows.items():
             if name in results:
                 continue
-            out, begin = folder / name.replace(" ", "-"), time.perf_counter()
+            path, begin = file_of(folder, name), time.perf_counter()
             if by.startswith("llama.cpp"):
-                path, whole = out.with_suffix(".gguf"), folder / f"{source.path.stem}.F32.gguf"
+                whole = folder / f"{source.path.stem}.F32.gguf"
                 made = whole if whole.is_file() else rewritten(source.path, "F32", folder)
                 if by.endswith("importance") and not squares:
                     squares = squared_inputs(source, windows)
@@ -182,8 +206,7 @@ def run(args: argparse.Namespace, write: Callable[..., None]) -> None:
                 )
             else:
                 recipe = parse([{"gguf": own}])
-                compress(source, recipe, out, windows=windows, device=CPU, dtype=CALIBRATED)
-                path = out / f"{out.name}.gguf"
+                compress(source, recipe, path.parent, windows=windows, device=CPU, dtype=CALIBRATED)
             row = {
                 "bits_per_weight": bits(path),
                 "file_bytes": path.stat().st_size,
@@ -194,9 +217,17 @@ def run(args: argparse.Namespace, write: Callable[..., None]) -> None:
             results[name] = row
             write(settings=settings, results=results)
             print(name, {k: v for k, v in row.items() if k != "settings"}, flush=True)
+        timed = [name for name in results if file_of(folder, name).is_file()]
+        rounds = [
+            {name: tokens_per_core_second(file_of(folder, name)) for name in timed}
+            for _ in range(args.speed)
+        ]
+        for name in timed if rounds else ():
+            results[name]["tokens_per_core_second"] = median(r[name] for r in rounds)
+        write(settings=settings, results=results)
     print_table(
         f"{args.model}, {count} windows of {context} tokens",
-        ("", "bits", "MB", "perplexity", "KL mean", "±", "KL p99", "top-1", "s"),
+        ("", "bits", "MB", "perplexity", "KL mean", "±", "KL p99", "top-1", "s", "tok/s"),
         [
             (
                 name,
@@ -208,6 +239,7 @@ def run(args: argparse.Namespace, write: Callable[..., None]) -> None:
                 f"{r['kl_p99']:.3f}",
                 f"{r['top1_agreement']:.2%}",
                 f"{r['seconds']:.0f}",
+                f"{r['tokens_per_core_second']:.0f}" if "tokens_per_core_second" in r else "",
             )
             for name, r in results.items()
         ],

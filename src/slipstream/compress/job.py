@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.compress.gguf.mix import GGUF
 from slipstream.compress.planning import CompressionPlan, plan
 from slipstream.compress.recipe import Budget, Recipe, more_bits
 from slipstream.compress.verdict import QualityLimits, check_max_kl, input_bytes, rounded_before
@@ -147,7 +148,12 @@ class Outcome:
                 after -= p.fmt.num_bytes(p.rows, p.inner, self.plan.scale_bytes)
                 bits = budget.average
             kinds[kind] += 1
-        kinds.update(b.type for b in self.plan.blocks if b.type != "F32")
+        matrices, blocks = [b for b in self.plan.blocks if b.type != "F32"], self.recipe.one(GGUF)
+        if blocks is not None and blocks.bits is not None and is_planned:
+            kinds[f"types, as they are worth most, {blocks.bits:g} bits on average"] = len(matrices)
+            room = int(blocks.bits * sum(b.num_values for b in matrices) / 8)
+            return kinds, after + room - sum(b.num_bytes for b in matrices), blocks.bits
+        kinds.update(b.type for b in matrices)
         return kinds, after, bits
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -73,6 +73,10 @@ class CompressionPlan:
     needs_text: bool
     blocks: tuple[PlannedBlocks, ...] = ()  # a GGUF file's tensors, which `weights` then lacks
 
+    def with_blocks(self, blocks: tuple[PlannedBlocks, ...]) -> CompressionPlan:
+        """Returns the plan of a GGUF file with these tensors."""
+        return replace(self, blocks=blocks, bytes_after=sum(b.num_bytes for b in blocks))
+
     @property
     def formats(self) -> dict[str, WeightFormat]:
         """The formats of rounded weights, by parameter name."""
@@ -104,11 +108,10 @@ def plan(
         return CompressionPlan(
             weights=(),
             bytes_before=before,
-            bytes_after=sum(tensor.num_bytes for tensor in made),
+            bytes_after=0,
             scale_bytes=element,
             needs_text=blocks.needs_text(made),
-            blocks=made,
-        )
+        ).with_blocks(made)
     if recipe.one(Rotate) is not None:
         if source.family.nested_config is not None:
             raise ConfigError(

@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from slipstream.base.arguments import likely_value
 from slipstream.base.files import parse_json, read_yaml
-from slipstream.compress.gguf.mix import GGUF, MIXES, SHORT
+from slipstream.compress.gguf.mix import GGUF, MIXES
 from slipstream.compress.steps import (
     Distill,
     DraftHead,
@@ -353,7 +353,7 @@ PRESETS: dict[str, list[Any]] = {
     "lora": [{"lora": {}}],
 }
 """Presets by name. There are also `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3`
-(or `draft:small`), a draft model with this share of the parameters, and `gguf:TYPE`."""
+(or `draft:small`), a draft model with this share of the parameters, `gguf:TYPE` and `gguf:Xbpw`."""
 
 OTHERS = {
     "awq": "int4-awq",
@@ -365,6 +365,7 @@ OTHERS = {
 """Other libraries' names of presets."""
 
 _DRAFT = re.compile(r"draft:(\d+)/(\d+)")
+_BITS = re.compile(r"(\d+(?:\.\d+)?)BPW")
 _MIXED = re.compile(r"w4a16-mixed:(\d+(?:\.\d+)?)bpw")
 
 
@@ -432,7 +433,12 @@ def read_recipe(given: str) -> Recipe:
         return parse(steps, name=given)
     path = Path(given).expanduser()
     if not path.is_file():
-        names = [*PRESETS, "w4a16-mixed:3.5bpw", "draft:1/3", *(f"gguf:{kind}" for kind in MIXES)]
+        names = [
+            *PRESETS,
+            "w4a16-mixed:3.5bpw",
+            "draft:1/3",
+            *(f"gguf:{kind}" for kind in (*MIXES, "4.5bpw")),
+        ]
         hint = likely_value(OTHERS.get(given.lower(), given), names)
         raise ConfigError(
             f"recipe={given!r} is neither a file nor a preset; presets are {', '.join(names)}{hint}",
@@ -469,18 +475,21 @@ def more_bits(recipe: Recipe) -> list[Recipe]:
     bit up to its largest choice."""
     quantize, blocks = recipe.one(Quantize), recipe.one(GGUF)
     if blocks is not None:
-        kinds = [kind for kind in MIXES if kind in BACK_OFF]
-        later = list(MIXES)[list(MIXES).index(SHORT.get(blocks.type, blocks.type)) + 1 :]
+        later = list(MIXES)[list(MIXES).index(blocks.name) + 1 :]
+        tried: list[tuple[str, GGUF]] = [
+            (kind, dataclasses.replace(blocks, type=kind))
+            for kind in MIXES
+            if kind in BACK_OFF and kind in later
+        ]
+        if blocks.bits is not None:
+            more = [blocks.bits + i / 2 for i in range(1, int(2 * (8.5 - blocks.bits)) + 1)]
+            tried = [(f"{bits:g} bits", dataclasses.replace(blocks, bits=bits)) for bits in more]
         return [
             Recipe(
-                steps=tuple(
-                    dataclasses.replace(blocks, type=kind) if step is blocks else step
-                    for step in recipe.steps
-                ),
-                name=f"{recipe.name} with {kind}",
+                steps=tuple(own if step is blocks else step for step in recipe.steps),
+                name=f"{recipe.name} with {shown}",
             )
-            for kind in kinds
-            if kind in later
+            for shown, own in tried
         ]
     if quantize is None:
         return []
@@ -519,7 +528,10 @@ def preset(name: str) -> list[Any] | None:
             {"distill": {**steps, "state_weight": 0.1}},
         ]
     if name.lower().startswith("gguf:"):
-        return [{"gguf": {"type": name[len("gguf:") :].upper()}}]
+        kind = name[len("gguf:") :].upper()
+        if found := _BITS.fullmatch(kind):
+            return [{"gguf": {"bits": float(found[1])}}]
+        return [{"gguf": {"type": kind}}]
     return PRESETS.get(name)
 
 

@@ -91,8 +91,10 @@ def compress(
         from slipstream.compress.gguf.write import GGUFRun, write_gguf
 
         run_of_blocks = GGUFRun(source, blocks, planned.blocks, work, device, dtype)
-        write_gguf(run_of_blocks, recipe.as_data(), windows, progress=progress, finish=finish)
-        return planned
+        written = write_gguf(
+            run_of_blocks, recipe.as_data(), windows, progress=progress, finish=finish
+        )
+        return planned.with_blocks(written)
     run = CompressionRun(source, recipe, planned, work, device, dtype)
     qat, training = recipe.one(QAT), windows
     if qat is not None and qat.num_windows is not None:

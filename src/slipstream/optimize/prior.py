@@ -117,8 +117,8 @@ def bits_of(compression: str) -> tuple[int, str | None]:
     if recipe.one(Sparsify) is not None or recipe.one(PruneSettings) is not None:
         return 3, "int8"  # half of the weights are left: as fast as 8 bits, with the loss of 3
     blocks = recipe.one(GGUF)
-    if blocks is not None and blocks.type != "F16":
-        bits = int(re.findall(r"\d", blocks.type)[0])
+    if blocks is not None and blocks.name != "F16":
+        bits = int(blocks.bits or re.findall(r"\d", blocks.name)[0])
     elif quantize is None:
         return 16, None
     else:

@@ -134,21 +134,36 @@ FITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUF:
-    """Writes a GGUF file, whose matrices have the types that `type` stands for.
+    """Writes a GGUF file, whose matrices have the types that `type` stands for (Q4_K_M), or with
+    `bits` those that `budget` finds.
 
-    `rounding`: codes are the nearest ones, or GPTQ's. `importance`: the squared inputs of the
-    calibration text weigh the errors of scales; without it, rounding to nearest needs no text.
+    `bits`: the most bits a weight that all matrices have on average, embeddings and head included;
+    `choices` are the types that they may have, all that fit a matrix unless given. `rounding`:
+    codes are the nearest ones, or GPTQ's. `importance`: the squared inputs of the calibration text
+    weigh the errors of scales; without it, rounding to nearest needs no text.
     `types` gives other types to the tensors whose names match a pattern, such as
     {"blk.*.ffn_down.weight": "Q6_K"}."""
 
-    type: str = "Q4_K_M"
+    type: str | None = None
+    bits: float | None = None
+    choices: tuple[str, ...] = ()
     rounding: Literal["nearest", "gptq"] = "gptq"
     importance: bool = True
     types: Mapping[str, str] = field(default_factory=dict)
     damping: float = 0.01
 
     def check(self) -> None:
-        if SHORT.get(self.type, self.type) not in MIXES:
+        if self.bits is not None and self.type is not None:
+            raise ConfigError("bits finds the types of matrices; leave type out", field="bits")
+        if self.choices and self.bits is None:
+            raise ConfigError("choices are for bits; take types", field="choices")
+        if self.bits is not None and not 0 < self.bits <= 8.5:
+            raise ConfigError(f"bits={self.bits} must be above 0 and at most 8.5", field="bits")
+        if wrong := sorted(set(self.choices) - CHOICES):
+            raise ConfigError(
+                f"choices: {wrong[0]!r} is not one of {', '.join(sorted(CHOICES))}", field="choices"
+            )
+        if self.name not in MIXES:
             raise ConfigError(f"type={self.type!r} is not one of {', '.join(MIXES)}", field="type")
         for pattern, kind in self.types.items():
             if kind not in SINGLE:
@@ -163,10 +178,29 @@ class GGUF:
                 "rounding: gptq reads the calibration text; take nearest, or leave importance out",
                 field="importance",
             )
+        if self.bits is not None and not self.importance:
+            raise ConfigError(
+                "bits are measured on the calibration text; leave importance out",
+                field="importance",
+            )
+
+    @property
+    def name(self) -> str:
+        """The mixture's name in `MIXES`."""
+        return SHORT.get(self.type or "Q4_K_M", self.type or "Q4_K_M")
 
     @property
     def mix(self) -> Mix:
-        return MIXES[SHORT.get(self.type, self.type)]
+        return MIXES[self.name]
+
+    def fixed(self, name: str) -> str | None:
+        """The type that `types` gives a tensor; the last pattern that matches holds."""
+        return next((t for p, t in [*self.types.items()][::-1] if fnmatchcase(name, p)), None)
+
+    def options(self, inner: int) -> list[str]:
+        """The types that a budget may give a matrix with rows of `inner` values, few bits first."""
+        fit = [k for k in self.choices or CHOICES if inner % BY_NAME[k].block_size == 0]
+        return sorted(fit, key=lambda kind: (bits_of(kind), kind)) or ["F16"]
 
     def needs_text(self, planned: Iterable[PlannedBlocks]) -> bool:
         """Whether a tensor's codes depend on the calibration text."""
@@ -177,6 +211,13 @@ SINGLE = frozenset(
     kind for mix in MIXES.values() for kind in (mix.base, mix.head, *(r[2] for r in mix.rules))
 )
 """Types of single tensors that can be written."""
+
+CHOICES = SINGLE - {"F16"}
+"""Types that a budget of bits chooses from."""
+
+
+def bits_of(kind: str) -> float:
+    return 8 * BY_NAME[kind].block_bytes / BY_NAME[kind].block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +242,8 @@ class PlannedBlocks:
 
 
 def plan_blocks(source: ModelDescription, step: GGUF) -> tuple[PlannedBlocks, ...]:
-    """The tensors of the file. ConfigError if a pattern of `types` matches none."""
+    """The tensors of the file. ConfigError if a pattern of `types` matches none, or if no types keep to `bits`. Until a
+    budget is allocated, a matrix has the type nearest to it."""
     from slipstream.compress.gguf.source import stored_shapes
 
     spec, found, used = source.spec, list[PlannedBlocks](), set[str]()
@@ -213,6 +255,9 @@ def plan_blocks(source: ModelDescription, step: GGUF) -> tuple[PlannedBlocks, ..
             continue
         is_head = target == ("embed.weight" if spec.tied_embeddings else "head.weight")
         kind = step.mix.head if is_head else kind_of(name, values)
+        if step.bits is not None:
+            average = step.bits
+            kind = min(step.options(shape[-1]), key=lambda option: abs(bits_of(option) - average))
         for pattern, given in step.types.items():
             if fnmatchcase(name, pattern):
                 kind = given
@@ -230,7 +275,29 @@ def plan_blocks(source: ModelDescription, step: GGUF) -> tuple[PlannedBlocks, ..
             f"types: {unused[0]!r} names no matrix of this model; they are called like {name!r}",
             field=f"types.{unused[0]}",
         )
+    if step.bits is not None:
+        _check_budget(step, found)
     return tuple(found)
+
+
+def _check_budget(step: GGUF, planned: Iterable[PlannedBlocks]) -> None:
+    matrices = [p for p in planned if p.type != "F32"]
+    fewest = sum(
+        p.num_values
+        * bits_of(p.type if step.fixed(p.name) is not None else step.options(p.shape[-1])[0])
+        for p in matrices
+    ) / sum(p.num_values for p in matrices)
+    if step.bits is not None and fewest > step.bits:
+        odd = {p.shape[-1] for p in matrices if p.shape[-1] % 256}
+        why = (
+            f"; 256 does not divide rows of {max(odd)}, which K types and IQ4_XS need"
+            if odd
+            else ""
+        )
+        raise ConfigError(
+            f"bits={step.bits:g} is below the {fewest:.3f} of the smallest types that fit{why}",
+            field="bits",
+        )
 
 
 def fitting(kind: str, inner: int) -> str:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,16 +25,18 @@ from torch import Tensor
 
 from slipstream.compress.calibrate import InputStats, ObservingOps, Stream, load_ends, load_layer
 from slipstream.compress.checkpoint import WorkFolder
-from slipstream.compress.gguf.blocks import WRITABLE, round_blocks
+from slipstream.compress.gguf.blocks import WRITABLE
+from slipstream.compress.gguf.budget import choose_types, measure_types
 from slipstream.compress.gguf.metadata import add_metadata, frequencies, same_model
 from slipstream.compress.gguf.mix import GGUF, SHORT, PlannedBlocks
 from slipstream.compress.gguf.source import gguf_family_of, places, put, read_tensor, unpacked
+from slipstream.compress.gguf.tensors import About, inside, outside, round_tensor
 from slipstream.compress.recipe import RECIPE_NAME
 from slipstream.errors import ConfigError, SlipstreamError, UnsupportedModelError, install_command
 from slipstream.model.load.weights import load_parameters
 from slipstream.model.save import new_folder
 from slipstream.spec.description import ModelDescription, read_spec
-from slipstream.spec.parameters import Placement, orders_rows
+from slipstream.spec.parameters import Placement
 
 _logger = logging.getLogger(__name__)
 
@@ -42,9 +45,6 @@ Array = npt.NDArray[Any]
 
 PRODUCTS_NAME = "slipstream-products.json"
 """File next to the model with the type of each tensor, how it was rounded, and the error of that."""
-
-About = dict[str, dict[str, Any]]
-"""Notes on rounded tensors, by name: `rounding`, and `error` if it was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +84,25 @@ def write_gguf(
     *,
     progress: Progress,
     finish: Callable[[Path], None],
-) -> None:
-    """Write the folder with the file. `finish` gets it before it becomes the result, as in `compress`."""
+) -> tuple[PlannedBlocks, ...]:
+    """Write the folder with the file, and return its tensors. `finish` gets the folder before it becomes the result, as in
+    `compress`."""
     require_gguf()
     if (
         run.source.gguf is None
     ):  # a config or tokenizer that can't be said is refused before the work
         with TemporaryDirectory(dir=run.work.path) as trial:
             _write_file(run, Path(trial) / "trial.gguf", None)
+    total = run.num_layers + 1
+    if run.step.bits is not None:
+        done = total
+        total += done
+        run = replace(run, planned=_allocated(run, windows, lambda n: progress(n, total)))
+    else:
+        done = 0
     text = None
     if windows and run.step.needs_text(run.planned):
         text = Stream(run.source, windows, device=run.device, dtype=run.dtype)
-    total = run.num_layers + 1
     for index in range(run.num_layers):
         part = f"layer-{index:05d}"
         if run.work.note(part) is None:
@@ -103,9 +110,9 @@ def write_gguf(
         if text is not None:
             written = load_layer(run.source, index, run.device)
             for tensor, at in run.tensors_of(f"layers.{index}."):
-                put(written, _inside(at, index), _read(run, part, tensor))
+                put(written, inside(at, index), _read(run, part, tensor))
             text.states = text.run(index, written, ObservingOps())
-        progress(index + 1, total)
+        progress(done + index + 1, total)
     if run.work.note("ends") is None:
         _write_ends(run, text)
     parts = [*(f"layer-{index:05d}" for index in range(run.num_layers)), "ends"]
@@ -116,11 +123,35 @@ def write_gguf(
         for part in parts:
             found |= (run.work.note(part) or {})["about"]
         _warn_of_nearest(run, found)
+        costs = (run.work.note("types") or {}).get("costs", {})
+        for t in run.planned:
+            if t.name in costs:
+                found[t.name]["kl"] = costs[t.name][t.type]
         about = {t.name: {"format": t.type, **found.get(t.name, {})} for t in run.planned}
         (folder / PRODUCTS_NAME).write_text(json.dumps(about, indent=1) + "\n")
         progress(total, total)
         finish(folder)
     run.work.clear()
+    return tuple(run.planned)
+
+
+def _allocated(
+    run: GGUFRun, windows: Sequence[Sequence[int]], progress: Callable[[int], None]
+) -> tuple[PlannedBlocks, ...]:
+    """The tensors with the types that the budget of bits gives them. They are found once."""
+    if (note := run.work.note("types")) is None:
+        costs = measure_types(
+            run.source,
+            run.step,
+            run.planned,
+            windows,
+            device=run.device,
+            dtype=run.dtype,
+            progress=progress,
+        )
+        note = {"types": choose_types(run.step, run.planned, costs), "costs": costs}
+        run.work.finish("types", [], note)
+    return tuple(replace(t, type=note["types"].get(t.name, t.type)) for t in run.planned)
 
 
 def _warn_of_nearest(run: GGUFRun, found: About) -> None:
@@ -147,18 +178,11 @@ def require_gguf() -> None:
         ) from error
 
 
-def _inside(at: Placement, index: int) -> Placement:
-    """Returns the placement with the parameter's name within its layer."""
-    return Placement(
-        at.target.removeprefix(f"layers.{index}."), at.start, at.rows, at.transform, at.copies
-    )
-
-
 def _write_layer(run: GGUFRun, index: int, part: str, text: Stream | None) -> None:
     """Round a layer's matrices in the order in which it computes them. With GPTQ each is calibrated
     with the ones before it rounded."""
     values = load_layer(run.source, index, run.device)
-    own = [(tensor, _inside(at, index)) for tensor, at in run.tensors_of(f"layers.{index}.")]
+    own = [(tensor, inside(at, index)) for tensor, at in run.tensors_of(f"layers.{index}.")]
     rounded = [at.target.removesuffix(".weight") for tensor, at in own if tensor.type in WRITABLE]
     products = list(dict.fromkeys(rounded))
     exact, made, about = dict(values), dict[str, Tensor](), About()
@@ -170,51 +194,19 @@ def _write_layer(run: GGUFRun, index: int, part: str, text: Stream | None) -> No
         for tensor, at in own:
             if at.target.removesuffix(".weight") in group and tensor.type in WRITABLE:
                 values[at.target] = values[at.target].clone()
-                value = read_tensor(run.source, tensor.name, _outside(at, index), {
+                value = read_tensor(run.source, tensor.name, outside(at, index), {
                     f"layers.{index}.{n}": v for n, v in exact.items()
                 })  # fmt: skip
-                made[tensor.name], after = _rounded(run, tensor, at, value, stats, about)
+                made[tensor.name], after = round_tensor(
+                    tensor, at, value, stats, about, run.damping
+                )
                 put(values, at, after)
     for tensor, at in own:
         if tensor.name not in made:
             named = {f"layers.{index}.{n}": v for n, v in exact.items()}
-            value = read_tensor(run.source, tensor.name, _outside(at, index), named)
+            value = read_tensor(run.source, tensor.name, outside(at, index), named)
             made[tensor.name] = _plain(value, tensor.type)
     run.work.finish(part, made.items(), {"about": about})
-
-
-def _outside(at: Placement, index: int) -> Placement:
-    return Placement(f"layers.{index}.{at.target}", at.start, at.rows, at.transform, at.copies)
-
-
-def _rounded(
-    run: GGUFRun,
-    tensor: PlannedBlocks,
-    at: Placement,
-    value: Tensor,
-    stats: Mapping[str, InputStats],
-    about: About,
-) -> tuple[Tensor, Tensor]:
-    """Returns the blocks of a tensor, and the values that they stand for. Experts come one by one;
-    those that no token reached have no statistics."""
-    product = at.target.removesuffix(".weight")
-    parts = value.unbind(0) if value.ndim == 3 else (value,)
-    blocks, after, lost, whole, with_gptq = list[Tensor](), list[Tensor](), 0.0, 0.0, 0
-    for i, part in enumerate(parts):
-        own = stats.get(product if value.ndim == 2 else f"{product}@{i}")
-        if own is not None and (not orders_rows(at.transform) or len(own.absmax) != part.shape[1]):
-            own = None  # the file has the columns in another order
-        raw, made = round_blocks(part.float(), tensor.type, own, damping=run.damping)
-        blocks.append(torch.from_numpy(raw))
-        after.append(made)
-        with_gptq += run.damping is not None and own is not None and own.squares is None
-        if own is not None:
-            lost, whole = lost + own.energy(made - part), whole + own.energy(part)
-    rounding = "gptq" if with_gptq == len(parts) else "nearest"
-    if 0 < with_gptq < len(parts):
-        rounding = f"gptq of {with_gptq} of {len(parts)} experts, else nearest"
-    about[tensor.name] = {"rounding": rounding, **({"error": lost / whole} if whole else {})}
-    return torch.stack(blocks), torch.stack(after).view(value.shape)
 
 
 def _plain(value: Tensor, kind: str) -> Tensor:
@@ -253,7 +245,7 @@ def _write_ends(run: GGUFRun, text: Stream | None) -> None:
     for tensor, at in run.tensors_of(""):
         value = read_tensor(run.source, tensor.name, at, values)
         made[tensor.name] = (
-            _rounded(run, tensor, at, value, stats, about)[0]
+            round_tensor(tensor, at, value, stats, about, run.damping)[0]
             if tensor.type in WRITABLE
             else _plain(value, tensor.type)
         )
@@ -274,7 +266,12 @@ def _write_file(run: GGUFRun, path: Path, parts: Sequence[str] | None) -> None:
         name = str(source.metadata["general.architecture"])
     writer = gguf.GGUFWriter(path, name)
     add_metadata(writer, run.source)
-    kind = SHORT.get(run.step.type, run.step.type)
+    kind = run.step.name
+    if run.step.bits is not None:  # the file's name is that of its most frequent type
+        share = Counter[str]()
+        for tensor in run.planned:
+            share[tensor.type] += tensor.num_values
+        kind = SHORT.get(frequent := share.most_common(1)[0][0], frequent)
     known = "MOSTLY_MXFP4_MOE" if kind == "MXFP4" else f"MOSTLY_{kind}"
     writer.add_file_type(gguf.LlamaFileType[known])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

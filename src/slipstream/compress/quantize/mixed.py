@@ -30,20 +30,23 @@ from slipstream.spec.description import ModelDescription
 KEPT_PARAMETERS = 10**9
 """Parameters up to which a model stays in memory while costs are measured."""
 
+MOST_SUMS = 4000
+"""Sums of bytes from which on a knapsack's solution is nearly exact: every second, third, … is kept."""
+
 ROWS_AT_ONCE = 256
 """Rows of logits in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class BitOption:
-    """A product's size in bytes and cost in nats at this number of bits."""
+class Option:
+    """A weight's size in bytes and cost in nats with this number of bits, or in this type."""
 
-    bits: int
+    choice: Any
     num_bytes: int
     kl: float
 
 
-def solve_knapsack(options: Sequence[Sequence[BitOption]], budget_bytes: int) -> list[BitOption]:
+def solve_knapsack(options: Sequence[Sequence[Option]], budget_bytes: int) -> list[Option]:
     """Choose one of each product's options, with the smallest sum of `kl` and at most
     `budget_bytes` in all. ConfigError if even the smallest take more.
 
@@ -72,7 +75,8 @@ def solve_knapsack(options: Sequence[Sequence[BitOption]], budget_bytes: int) ->
             if cost < best:
                 front.append((weight, cost, (way, i)))
                 best = cost
-    chosen: list[BitOption] = []
+        front = front[:: 1 + len(front) // MOST_SUMS]
+    chosen: list[Option] = []
     way = front[-1][2]
     for each in reversed(options):
         way, i = way
@@ -95,10 +99,10 @@ def choose_bits(
         sizes = {
             b: settings.format(inner, b).num_bytes(rows, inner, scale_bytes) for b in budget.choices
         }
-        options.append([BitOption(b, sizes[b], costs[name][b]) for b in sorted(budget.choices)])
+        options.append([Option(b, sizes[b], costs[name][b]) for b in sorted(budget.choices)])
     num_weights = sum(products[n][0] * products[n][1] for n in names)
     chosen = solve_knapsack(options, int(budget.average * num_weights / 8))
-    return {name: option.bits for name, option in zip(names, chosen, strict=True)}
+    return {name: option.choice for name, option in zip(names, chosen, strict=True)}
 
 
 @torch.no_grad()
