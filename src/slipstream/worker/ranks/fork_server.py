@@ -33,7 +33,8 @@ from collections.abc import Callable, Mapping, Sequence
 from slipstream.errors import EngineError
 
 ANSWER_S = 300.0
-"""Seconds that the fork server may take to fork. The first answer comes when it has imported torch."""
+"""Seconds that the fork server may take to fork. The first answer comes when it has made its imports (a
+server of ranks: torch)."""
 
 _REPORT = struct.Struct("!i")
 _FORK, _MAX_FDS = b"fork", 16
@@ -74,7 +75,8 @@ class ForkedProcess:
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, and return the exit code. `subprocess.TimeoutExpired` if it still runs."""
+        """Wait for its end, and return the exit code: -SIGKILL where the fork server ended first, since nobody tells.
+        `subprocess.TimeoutExpired` if it still runs."""
         if self.returncode is None:
             poll = select.poll()  # `select.select` refuses descriptors from 1,024 on
             poll.register(self._pid_fd if self._is_orphan else self._report, select.POLLIN)
