@@ -7,6 +7,7 @@ import math
 import os
 import random
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -335,6 +336,18 @@ def test_a_sleeping_model_holds_what_its_processes_do_and_no_more_than_before(mo
     slot.held_bytes = 5
     run(slot.unload())
     assert slot.held_bytes == 5
+
+
+def test_a_system_that_tells_no_shares_counts_whole_pages_and_warns_once(monkeypatch, caplog):
+    slot_module._warn_of_whole_pages.cache_clear()
+    read = Path.read_text
+    older = lambda path, *a: "Rss: 1 kB\n" if path.name == "smaps_rollup" else read(path, *a)  # noqa: E731
+    monkeypatch.setattr(Path, "read_text", older)
+    assert slot_module._resident_bytes(os.getpid()) > 10 * 2**20
+    assert slot_module._resident_bytes(os.getpid()) > 10 * 2**20
+    (record,) = caplog.records
+    assert "Pss_Anon" in record.message
+    assert slot_module._resident_bytes(-1) == 0  # it has ended
 
 
 def test_a_cancelled_wait_keeps_nothing():

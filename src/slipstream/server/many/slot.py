@@ -11,10 +11,12 @@ model whose process died, or was ended for its memory, is `unloaded`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from slipstream.server.state import ServerState
 
 State: TypeAlias = Literal["unloaded", "loading", "loaded", "unloading", "asleep"]
+
+_logger = logging.getLogger("slipstream.server")
 
 GPU_PROCESS_BYTES = 768 * 2**20
 """Bytes of a GPU that an engine's process holds next to its ledger: the driver's context and the
@@ -205,10 +209,23 @@ def asleep_bytes(engine: AsyncLLM) -> int:
 def _resident_bytes(pid: int) -> int:
     """A process's own memory that is resident, with its part of what forks share; the pages of its files are the
     system's."""
+    found = _proc_bytes(pid, "smaps_rollup", "Pss_Anon:")
+    if found is None and (found := _proc_bytes(pid, "status", "RssAnon:")) is not None:
+        _warn_of_whole_pages()
+    return found or 0
+
+
+def _proc_bytes(pid: int, file: str, key: str) -> int | None:
+    """A line of a process's file in /proc; None if there is none, or it may not be read."""
     try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines():
-            if line.startswith("Pss_Anon:"):
-                return int(line.split()[1]) * 1024
+        lines = Path(f"/proc/{pid}/{file}").read_text("ascii").splitlines()
     except OSError:
-        pass
-    return 0
+        return None
+    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith(key)), None)
+
+
+@cache
+def _warn_of_whole_pages() -> None:
+    _logger.warning(
+        "this system does not tell what forks share (Pss_Anon in smaps_rollup): sleeping models count what they share once each"
+    )
