@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slipstream.base.suggesting import suggesting
 from slipstream.config import EngineArgs, setting_help
@@ -78,9 +78,6 @@ from slipstream.params.options import RequestOptions
 from slipstream.params.prompts import Prompt
 from slipstream.params.sampling import SamplingParams
 from slipstream.params.search import BeamSearchParams, PoolingParams
-
-if TYPE_CHECKING:
-    pass
 
 QUEUED_TOKENS = 262_144
 """Prompt tokens that are queued before a step of `generate`: two steps' cached blocks (`MAX_ADOPTED` of `core/scheduler.py`),
