@@ -341,7 +341,7 @@ def test_a_sleeping_model_holds_what_its_processes_do_and_no_more_than_before(mo
 def test_a_system_that_tells_no_shares_counts_whole_pages_and_warns_once(monkeypatch, caplog):
     slot_module._warn_of_whole_pages.cache_clear()
     read = Path.read_text
-    older = lambda path, *a: "Rss: 1 kB\n" if path.name == "smaps_rollup" else read(path, *a)  # noqa: E731
+    older = lambda path, *a: "Rss: 1 kB\n" if path.name == "smaps_rollup" else read(path, *a)
     monkeypatch.setattr(Path, "read_text", older)
     assert slot_module._resident_bytes(os.getpid()) > 10 * 2**20
     assert slot_module._resident_bytes(os.getpid()) > 10 * 2**20
