@@ -14,11 +14,13 @@ import subprocess
 import sys
 import termios
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.cli.answers import chat
+from slipstream.cli.answers.answer import media_prompt
 from slipstream.cli.answers.terminal import AnswerWriter
 from tests.support.waiting import PATIENCE_S
 
@@ -228,13 +230,28 @@ def test_picture_is_taken_by_its_path_if_the_model_sees(conversation, tmp_path, 
     text = f"what is in {tmp_path}/cat.png ?"
     assert conversation.content(text) == text  # this model sees nothing
     assert "sees no pictures: it gets the path" in "".join(capsys.readouterr())
-    config = type("Config", (), {"media": object()})
-    conversation.llm = type("Seeing", (), {"config": config})
+    spec = SimpleNamespace(sees=False)  # it hears
+    core = SimpleNamespace(description=SimpleNamespace(spec=spec))
+    conversation.llm = SimpleNamespace(config=SimpleNamespace(media=object()), core=core)
+    assert conversation.content(text) == text
+    spec.sees = True
     picture, words = conversation.content(text)
     assert picture["image_url"]["url"].startswith("data:image/png;base64,")
     assert words == {"type": "text", "text": "what is in ?"}
     for text in ("it takes ~5 minutes", "a" * 300 + ".png"):  # no path, and none that can be
         assert conversation.content(text) == text
+
+
+def test_a_conversation_gives_its_sounds_as_sounds_and_its_pictures_as_pictures():
+    tokenizer = SimpleNamespace(
+        chat_template="yes", apply_chat_template=lambda messages, **how: str(messages)
+    )
+    llm = SimpleNamespace(get_tokenizer=lambda: tokenizer)
+    for kind, part in (("audio", {"type": "audio"}), ("image", {"type": "image_pil"})):
+        content = [{**part, part["type"]: b"data"}, {"type": "text", "text": "What is it?"}]
+        prompt = media_prompt(llm, [{"role": "user", "content": content}])
+        assert prompt["multi_modal_data"] == {kind: [b"data"]}
+    assert isinstance(media_prompt(llm, [{"role": "user", "content": "hello"}]), str)
 
 
 def written(text, width=20, *, colors=False, by=1):

@@ -94,7 +94,10 @@ def _refusals(
             f"a CPU and a GPU use different kernels; leave out kernels={args.kernels!r}",
         ),
         (max(ranks) > 1, "it is for one GPU; leave the parallel sizes at 1"),
-        (model.spec.media is not None, "pictures were not tried with it; set max_images=0"),
+        (
+            model.spec.media is not None,
+            "pictures and sounds were not tried with it; set max_images=0",
+        ),
         (args.weights_bytes is not None, "it does not go with weights_bytes; leave one out"),
         (args.host_experts is not None, "it does not go with host_experts; leave one out"),
         (model.spec.kind != "a decoder", f"it is for decoders, and this is {model.spec.kind}"),

@@ -107,7 +107,7 @@ def _streaming_refusals(
         (args.enable_lora, "adapters need all weights in memory; leave out enable_lora"),
         (
             model.spec.media is not None and args.max_images != 0,
-            "a model with an image encoder needs all weights in memory; set max_images=0",
+            "a model with an encoder of pictures or sounds needs all weights in memory; set max_images=0",
         ),
         (
             on_cpu and model.quantization is not None and model.quantization.rounds,

@@ -195,7 +195,7 @@ class EngineConfig:
     device: DeviceConfig
     speculation: SpeculationConfig
     lora: LoRASettings | None = None  # None: no adapters
-    media: MediaSettings | None = None  # None: the model takes no pictures
+    media: MediaSettings | None = None  # None: the model takes no pictures and no sounds
     parallel: ParallelConfig
     origins: dict[str, Origin] = field(default_factory=dict)
 

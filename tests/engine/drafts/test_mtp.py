@@ -228,7 +228,7 @@ def test_a_model_that_takes_pictures_drafts(tmp_path, kernels):
         with LLM(str(tmp_path), speculative_config=MTP, **sizes) as llm:
             drafts.append(proposals(llm, sampling, PROMPTS[:3]))
     assert drafts[0] == drafts[1]
-    with pytest.raises(ConfigError, match="'draft' drafts without seeing pictures"):
+    with pytest.raises(ConfigError, match="'draft' drafts from text alone"):
         LLM(str(tmp_path), speculative_config={"method": "draft", "model": str(tmp_path)}, **SIZES)
 
 

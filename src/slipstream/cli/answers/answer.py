@@ -96,7 +96,7 @@ def stream_answer(
     speed. An exception of `write`, or an interrupt, cancels the request."""
     from slipstream.engine.output import merge
 
-    given: Prompt = prompt if isinstance(prompt, str) else pictured_prompt(llm, prompt)
+    given: Prompt = prompt if isinstance(prompt, str) else media_prompt(llm, prompt)
     whole: RequestOutput | None = None
     with closing(llm.stream(given, sampling, add_special_tokens=isinstance(prompt, str))) as deltas:  # type: ignore[type-var]
         for delta in deltas:
@@ -108,13 +108,17 @@ def stream_answer(
     return whole, measure(whole, start_s)
 
 
-def pictured_prompt(llm: LLM, messages: Sequence[Message]) -> Prompt:
-    """The engine's prompt for a conversation whose contents may have pictures."""
+def media_prompt(llm: LLM, messages: Sequence[Message]) -> Prompt:
+    """The engine's prompt for a conversation whose contents may have pictures or sounds."""
     from slipstream.engine.media.parts import without_media
 
-    plain, pictures = without_media(list(messages))
+    plain, media = without_media(list(messages))
     text = apply_template(llm, plain)
-    return {"prompt": text, "multi_modal_data": {"image": pictures}} if pictures else text
+    if not media:
+        return text
+    contents = [x["content"] for x in plain if isinstance(x.get("content"), list)]
+    hears = any(part["type"] == "audio" for parts in contents for part in parts)
+    return {"prompt": text, "multi_modal_data": {"audio" if hears else "image": media}}
 
 
 def apply_template(llm: LLM, messages: Sequence[Message]) -> str:

@@ -334,7 +334,8 @@ class Conversation:
                 pictures.append({"type": "image_url", "image_url": {"url": url}})
             else:
                 words.append(word)
-        if pictures and self.llm.config.media is None:
+        sees = self.llm.config.media is not None and self.llm.core.description.spec.sees
+        if pictures and not sees:
             say(f"({self.model} sees no pictures: it gets the path)")
             return text
         if not pictures:
