@@ -28,7 +28,7 @@ Phases: TypeAlias = Callable[[], AbstractContextManager[Callable[[str], None]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """A server to run. The second of `engines`, if there is one, shortens contexts; `shortens` alone: the first does.
+    """A server to run. `shortens`: contexts are shortened, by the second of `engines`, or by the first if it is alone.
     `announce` is called when the server is ready."""
 
     engines: Sequence[EngineArgs]

@@ -33,8 +33,8 @@ class WeightState:
     broken: str = ""  # why no request may run: an update was written in part, or lost
 
     def lose(self, used: Iterable[str]) -> None:
-        """Note the versions that were used before these weights were read from the checkpoint. If there are others, no
-        request may run: the weights that were written are gone."""
+        """Record that the engine has read the checkpoint's weights again, after the versions `used`. If one of those was
+        written by an update, it is gone, so no request may run."""
         self.used.update(used)
         if len(self.used) > 1 and not self.checksum:
             self.broken = "the weights that were written are lost, since the engine has read the checkpoint's again"

@@ -63,7 +63,7 @@ class Server(uvicorn.Server):
     """uvicorn's server, but a signal begins to drain instead of closing."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState, room: LineRunner) -> None:
-        """Make the server. `room` runs the lines of batches."""
+        """Make the server. `room` decides how many lines of batches run at once."""
         super().__init__(config)
         self.state, self._room = state, room
         self._drain: asyncio.Task[None] | None = None

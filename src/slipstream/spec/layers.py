@@ -333,16 +333,17 @@ class LatentAttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedAttentionSpec(LatentAttentionSpec):
-    """DeepSeek V4's attention: latent attention whose values are the keys themselves, to near tokens and to compressed keys.
+    """DeepSeek V4's attention: latent attention whose values are the keys themselves, over near tokens and compressed keys.
 
     1. A token has one RMS-normed key of `head_dim` numbers, the last of which are rotated. Queries are products of a latent,
-       normed by head without weights. Results are rotated back by the query's position.
+       normed by head without weights. Since values are rotated keys, results are rotated back
+       by the query's position.
     2. A token attends to itself and the `local` − 1 tokens before it, and to a learned score without a value (a sink).
     3. With a `rate`, each `rate` tokens make a compressed key when the last of them is there: a mean of their values with
        the softmax of their gates plus a learned bias as weights, by column, then RMS-normed, and rotated as their first
        position. A token attends to all of those.
-    4. With an `index_spec` windows overlap: a token has other values and gates for the next window than for its own. The index
-       has smaller compressed keys of the same windows, and chooses the `top_k` that a token attends to.
+    4. With an `index_spec` windows overlap: a token gives values and gates to its own window, and others to the next one.
+       The index has smaller compressed keys of the same windows, and chooses the `top_k` that a token attends to.
     5. The output is two products: one for each of `num_out_groups` parts of the heads, to `out_rank` numbers, and one of all.
 
     A token's values and gates (`source_size`) stay in the cache next to its key, since later windows and other continuations
@@ -384,7 +385,7 @@ class CompressedAttentionSpec(LatentAttentionSpec):
 
     @property
     def index_dim(self) -> int:
-        """Number of elements of a token in the cache next to its key."""
+        """Numbers that the cache holds for a token next to its own key: its values and gates, and its share of compressed keys."""
         if not self.rate:
             return 0
         entry = self.head_dim + (0 if self.index_spec is None else self.index_spec.head_dim)

@@ -38,10 +38,14 @@ NUM_FORMED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much is asked. `answers`: of a check, at most. `long_lines`: lines of some 20 tokens in the
-    longest conversation; 0: none. `rarest`: a sound server has no fault in one of so many answers, or
-    more. `forms`: answers to a schema, and calls of a tool, at most. `rates` are those of each check.
-    Another `seed` asks other questions."""
+    """How much is asked.
+
+    - `answers`: the most for each check.
+    - `long_lines`: lines of some 20 tokens in the longest conversation; 0: no long ones.
+    - `rarest`: faults in 1 of so many answers, or in more of them, are looked for.
+    - `forms`: the most answers to a schema, and the most calls of a tool.
+    - `rates`: the error rates of each check.
+    - `seed`: another one asks other questions."""
 
     answers: int = 96
     turn: int = 4

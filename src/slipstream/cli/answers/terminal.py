@@ -112,7 +112,7 @@ def answer_writer() -> AnswerWriter | None:
 
 class Lines:
     """The lines that a user types, or those of a pipe. In a terminal they have a history, which is
-    kept in a private file, and Tab completes `complete(words before, word)`."""
+    kept in a private file. `complete(words before, word)` returns the completions of `word` for Tab."""
 
     def __init__(self, complete: Callable[[str, str], Sequence[str]]) -> None:
         self.interactive = sys.stdin.isatty()

@@ -43,8 +43,8 @@ Lane: TypeAlias = "tuple[LLMatcher, ByLength]"
 
 
 class Lanes:
-    """Matchers of one grammar, with a lexer each. Copies of a matcher share its lexer, which one thread at a time can use: so
-    masks of many requests are found in parallel only by several."""
+    """Pool of matchers of one grammar, each with its own lexer. A lexer serves one thread at a time, so masks are computed in
+    parallel only with several."""
 
     def __init__(self, first: Lane, make: Callable[[], Lane], seconds: float) -> None:
         """`make` builds another matcher, in about `seconds` seconds of processor time."""

@@ -208,6 +208,7 @@ class Gateway:
             answer = {"findings": self.state.watch.findings}
         elif path in ("/v1/models", "/models"):
             answer = self._models(is_anthropic=b"anthropic-version" in dict(scope["headers"]))
+        # where none has a replica, a request for the list of models starts none
         elif path in ("/api/tags", "/api/ps") and (len(models) > 1 or self._sleeps()):
             answer = {"models": [{"name": name, "model": name} for name in models]}
         elif path == "/v2/repository/index" and scope["method"] == "POST":
@@ -289,7 +290,7 @@ class Gateway:
         return {"object": "list", "data": cards}
 
     def _sleeps(self) -> bool:
-        """True if no model has a replica. A request for the list of models starts none."""
+        """True if no model has a replica."""
         return all(v.is_asleep for versions in self.members.models.values() for v in versions)
 
     def status(self) -> dict[str, object]:

@@ -430,7 +430,7 @@ class RecordingOps:
         return x + y
 
     def pieces(self, x: Value, group: Any) -> tuple[slice, ...]:
-        """Returns no pieces, because the recorded step is a short one."""
+        """Returns no parts of the tokens: a recorded step is too short to split."""
         return ()
 
     def all_reduce_norm(

@@ -87,7 +87,7 @@ def read_qwen3_vl_moe(c: ConfigReader) -> ModelSpec:
 
 
 def _moe(c: ConfigReader, num_experts: int, per_token: int, size: int) -> MoESpec:
-    """Reads the mixture of experts. The numbers hold where the config does not say."""
+    """Reads the mixture of experts. The given numbers are defaults for keys that the config lacks."""
     c.ignore("output_router_logits", "router_aux_loss_coef")
     return MoESpec(
         num_experts=c.size(called(c, "num_experts", "num_local_experts"), num_experts),
