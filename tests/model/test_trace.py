@@ -58,7 +58,7 @@ WITHOUT_PROGRAM = {
     "laguna": "softplus",
     "diffllama": "paired_heads",
     "mimo_v2_flash": "values narrower than keys",
-    "deepseek_v4": "no side_by_side",
+    "deepseek_v4": "stream_coefficients",
     **dict.fromkeys(("deberta-v2", "deberta-v3"), "disentangled_attention"),
 }
 OF_WEIGHTS = (

@@ -198,9 +198,9 @@ def test_values_at_the_edge_of_what_a_field_takes(tiny_server, client):
 def test_engine_death_and_return(tiny_server, client, monkeypatch):
     seen, start = threading.Event(), ChildLink.start
 
-    async def after_it_was_seen(args):
+    async def after_it_was_seen(args, **how):
         await asyncio.to_thread(seen.wait, PATIENCE_S)
-        return await start(args)
+        return await start(args, **how)
 
     monkeypatch.setattr(ChildLink, "start", after_it_was_seen)
     stream = client.completions.create(

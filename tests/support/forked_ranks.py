@@ -14,6 +14,16 @@ from unittest import mock
 from slipstream.worker.ranks.fork_server import ForkServer
 
 
+def _in_its_place(forks: ForkServer):
+    """Patch of `ForkServer.start`: `forks` for ranks. Engines of several models keep their own."""
+    real = ForkServer.start
+
+    def start(*module: str, **how: bool) -> ForkServer:
+        return real(*module, **how) if module else forks
+
+    return mock.patch.object(ForkServer, "start", start)
+
+
 @functools.cache
 def server() -> ForkServer:
     """The process that forks, of which this process has one."""
@@ -25,7 +35,7 @@ def used():
     """Engines that this process starts meanwhile, here or in processes of theirs, start their ranks so."""
     forks = server()
     with (
-        mock.patch.object(ForkServer, "start", return_value=forks),
+        _in_its_place(forks),
         mock.patch.object(ForkServer, "close"),
     ):
         yield forks
@@ -34,5 +44,5 @@ def used():
 def take_from(end: socket.socket) -> None:
     """Engines that this process starts from now on have their ranks of the process at the other end."""
     forks = ForkServer(end)
-    mock.patch.object(ForkServer, "start", return_value=forks).start()
+    _in_its_place(forks).start()
     mock.patch.object(ForkServer, "close").start()

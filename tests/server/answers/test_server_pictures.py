@@ -427,7 +427,7 @@ def test_slow_pictures_hold_up_neither_long_texts_nor_other_clients_pictures(hol
 def test_no_work_of_requests_shares_a_pool_with_slow_pictures():
     """asyncio's default pool has a few threads for everybody. What is left there begins or ends a process, or is made once."""
     allowed = {"app.py", "run.py", "supervisor.py", "child_link.py", "async_llm.py", "members.py"}
-    allowed |= {"on_ray.py", "head.py", "loop.py"}
+    allowed |= {"on_ray.py", "head.py", "loop.py", "core_start.py"}
     sources = Path(slipstream.__file__).parent
     found = {
         path.name
