@@ -152,7 +152,7 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
         (
             "speculative_config",
             config.media is not None and drafts.method != "mtp",
-            f"{drafts.method!r} drafts from text alone, without pictures or sounds; {others} (max_images=0 serves the model without them)",
+            f"{drafts.method!r} drafts from text alone, without pictures or sounds; {others}, or set max_images=0",
         ),
     ):
         if refused:

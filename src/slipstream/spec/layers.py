@@ -385,7 +385,7 @@ class CompressedAttentionSpec(LatentAttentionSpec):
 
     @property
     def index_dim(self) -> int:
-        """Numbers that the cache holds for a token next to its own key: its values and gates, and its share of compressed keys."""
+        """Numbers cached for a token next to its own key: its values and gates, and its share of compressed keys."""
         if not self.rate:
             return 0
         entry = self.head_dim + (0 if self.index_spec is None else self.index_spec.head_dim)
