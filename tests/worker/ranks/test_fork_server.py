@@ -16,7 +16,7 @@ import pytest
 
 from slipstream.config import EngineArgs
 from slipstream.engine.process import child_link
-from slipstream.engine.process.child_source import CoreParent, child_source
+from slipstream.engine.process.child_source import CoreTemplate, child_source
 from slipstream.engine.process.core_client import CoreClient
 from slipstream.errors import EngineError
 from slipstream.worker.ranks import fork_server
@@ -174,18 +174,22 @@ def test_engines_that_follow_one_another_have_one_fork_server_while_it_lives():
     made[1].close.assert_called_once_with()
 
 
-def test_engines_of_a_server_have_one_parent_while_it_lives():
+def test_engines_of_a_server_have_one_template_while_it_lives():
     made = [mock.Mock(is_alive=True), mock.Mock(is_alive=True)]
     with (
         mock.patch.object(ForkServer, "start", side_effect=made) as start,
         mock.patch.object(child_link.ChildLink, "start", mock.AsyncMock()) as started,
     ):
-        parent = CoreParent()
+        template = CoreTemplate()
         for model in "ab":
-            asyncio.run(child_source(EngineArgs(model=model), parent=parent).connect())
+            asyncio.run(child_source(EngineArgs(model=model), template=template).connect())
         made[0].is_alive = False
-        asyncio.run(child_source(EngineArgs(model="a"), parent=parent).connect())
-    assert [call.kwargs["parent"] for call in started.call_args_list] == [made[0], made[0], made[1]]
+        asyncio.run(child_source(EngineArgs(model="a"), template=template).connect())
+    assert [call.kwargs["template"] for call in started.call_args_list] == [
+        made[0],
+        made[0],
+        made[1],
+    ]
     start.assert_called_with("slipstream.engine.process.core_process", forks_stay=True)
 
 

@@ -95,7 +95,7 @@ def run_several(args: argparse.Namespace, settings: ServerSettings) -> int:
 def _serve(
     args: argparse.Namespace, settings: ServerSettings, guarded: Guarded | None = None
 ) -> int:
-    from slipstream.engine.process.child_source import CoreParent
+    from slipstream.engine.process.child_source import CoreTemplate
     from slipstream.frontend.guard import warn_of_start
     from slipstream.frontend.many import serve_many
     from slipstream.server.http.auth import Keyring
@@ -109,14 +109,14 @@ def _serve(
     say_taken(args)
     warn_of_start(settings, guarded)
     listener = bind(settings) if guarded is None or guarded.listener is None else guarded.listener
-    parent = CoreParent()
-    parent.get()  # it imports while nobody waits
+    template = CoreTemplate()
+    template.get()  # it imports while nobody waits
     slots = ModelSlots(
         models,
         memory_bytes=how.memory_bytes,
         wait_s=args.models_wait or _WAIT_S,
         describe=how.serve,
-        make_slot=partial(Slot, parent=parent),
+        make_slot=partial(Slot, template=template),
     )
     address = url(settings, listener)
     notes = _Notes(

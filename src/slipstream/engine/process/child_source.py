@@ -11,7 +11,7 @@ from slipstream.engine.process.core_start import CORE_MODULE, CoreSource, restar
 from slipstream.worker.executor import ForkServer
 
 
-class CoreParent:
+class CoreTemplate:
     """The process that engine processes are forks of, which has imported what they need. It is started by the first
     `get`, and again after its death, which its forks survive."""
 
@@ -30,18 +30,18 @@ class CoreParent:
 def child_source(
     args: EngineArgs,
     pause: Callable[[int, Exception], float | None] = restart_pause,
-    parent: CoreParent | None = None,
+    template: CoreTemplate | None = None,
     low_priority: Callable[[], bool] = lambda: False,
 ) -> CoreSource:
     """Engine processes with these settings, one after the other. Their ranks are forks of one process. With
-    `parent` they are forks themselves. `low_priority`: see `WakeUp`; not for ranks."""
+    `template` they are forks themselves. `low_priority`: see `WakeUp`; not for ranks."""
     forks: ForkServer | None = None
 
     async def connect() -> ChildLink:
         nonlocal forks
-        of = None if parent is None else parent.get()
+        of = None if template is None else template.get()
         if num_ranks(args) == 1 and args.cpu_layers is None:
-            return await ChildLink.start(args, parent=of, low_priority=low_priority())
+            return await ChildLink.start(args, template=of, low_priority=low_priority())
         if forks is None or not forks.is_alive:
             forks = ForkServer.start()
         return await ChildLink.start(args, forks, of)

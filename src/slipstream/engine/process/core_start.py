@@ -71,14 +71,14 @@ def socket_folder() -> OwnedFolder:
 
 
 async def start_process(
-    path: str, forks: ForkServer | None = None, parent: ForkServer | None = None
+    path: str, forks: ForkServer | None = None, template: ForkServer | None = None
 ) -> Process:
-    """A core's process, which connects to `path`. `forks`: the fork server for its ranks. `parent`: the one that it is
+    """A core's process, which connects to `path`. `forks`: the fork server for its ranks. `template`: the one that it is
     a fork of; the first fork waits until that has imported all."""
     passed = [] if forks is None else [forks.fileno()]
     words = [f"ipc://{path}", *map(str, passed)]
-    if parent is not None:
-        fork = partial(parent.fork, words, passed=passed, environment=os.environ)
+    if template is not None:
+        fork = partial(template.fork, words, passed=passed, environment=os.environ)
         return await asyncio.to_thread(fork)
     command = [sys.executable, "-m", CORE_MODULE, *words]
     return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=passed)

@@ -24,7 +24,7 @@ from slipstream.config import EngineArgs, num_ranks
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.folder import settled
-from slipstream.engine.process.child_source import CoreParent, child_source
+from slipstream.engine.process.child_source import CoreTemplate, child_source
 from slipstream.errors import EngineDeadError
 from slipstream.spec.description import ModelDescription
 
@@ -79,10 +79,10 @@ class ServedModel:
 
 class Slot:
     """A served model and its engine, if one is started. `users`: requests that run on it, or that
-    got it and are about to. `parent` forks its process."""
+    got it and are about to. `template` forks its process."""
 
-    def __init__(self, model: ServedModel, parent: CoreParent | None = None) -> None:
-        self.model, self._parent = model, parent
+    def __init__(self, model: ServedModel, template: CoreTemplate | None = None) -> None:
+        self.model, self._template = model, template
         self.state: State = "unloaded"
         self.engine: AsyncLLM | None = None  # made by the first load
         self.server_state: ServerState | None = None
@@ -141,7 +141,7 @@ class Slot:
         args = settled(self.model.args)
         if self.engine is None:
             source = child_source(
-                args, lambda deaths, error: None, self._parent, lambda: self.low_priority
+                args, lambda deaths, error: None, self._template, lambda: self.low_priority
             )
             self.engine = await AsyncLLM.start(args, source=source)
         elif self.engine.is_alive and self.engine.is_sleeping:
