@@ -87,6 +87,9 @@ def test_throughput_random_and_lengths(config_only, capsys, tmp_path):
         capsys, "throughput", config_only, *SHORT, *DUMMY, "--workload=random", "--range-ratio=0.2"
     )
     assert found["workload"]["input_range"] == [4, 20]
+    one = ["--num-requests=2", "--input-len=1", "--output-len=2", "--workload=random"]
+    found = result(capsys, "throughput", config_only, *one, *DUMMY, "--range-ratio=0.2")
+    assert found["workload"]["input_range"] == [1, 1]
     path = tmp_path / "lengths.json"
     path.write_text('{"lengths": [[3, 4], [5, 6]]}')
     words = ["--workload=lengths", f"--lengths-file={path}", "--num-requests=2"]

@@ -214,6 +214,7 @@ def test_several_models_on_a_device_and_which_fit_together(capsys):
     assert (code, "needs" in json.dumps(found)) == (2, True)
     for more in (
         ("--rate", "3"),
+        ("--rate", "0"),
         ("--workload", "agents"),
         ("--max-gpus", "3"),
         ("--sessions", "4"),

@@ -125,3 +125,8 @@ def test_offloading_goes_with_looked_up_drafts_and_refuses_learned_ones(tmp_path
         with pytest.raises(ConfigError, match="drafts of a model") as error:
             resolve(args, model, GPU)
         assert error.value.field == setting
+
+
+def test_the_last_stage_alone_has_the_embeddings_for_a_draft_head():
+    form = Pipeline(TensorParallel(2), (2, 2, 1), embeds=True)
+    assert [form.shard(rank).embeds for rank in range(6)] == [False] * 4 + [True] * 2

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.config.settings import DeviceInfo, EngineArgs
 from slipstream.errors import ConfigError
-from slipstream.simulate.apart import note_apart, simulate_apart
+from slipstream.simulate.apart import handover_s, note_apart, simulate_apart
 from slipstream.simulate.capacity import LatencyObjectives
 from slipstream.simulate.simulator import simulate
 from slipstream.simulate.traffic import Traffic, TrafficRequest
@@ -37,6 +37,13 @@ def test_a_request_that_waits_for_another_is_refused():
     requests = TrafficRequest(0.0, 10, 4), TrafficRequest(1.0, 10, 4, after=((0, 1.0),))
     with pytest.raises(ConfigError, match="wait for no other"):
         apart(engine(), Traffic(name="t", requests=requests))
+
+
+def test_a_hand_over_takes_the_blocks_of_all_groups():
+    hardware = SimpleNamespace(host_bytes_s=1e6, read_bytes_s=1e9)
+    ledger = SimpleNamespace(block_bytes=1000, block_size=BLOCK, groups=(None, None))
+    planned = SimpleNamespace(ledger=ledger, hardware=hardware)
+    assert handover_s(planned)(BLOCK) == pytest.approx(2 * 1000 / 1e6)
 
 
 def mixed(count=60, gap_s=0.2):

@@ -187,7 +187,11 @@ def run_several(args: argparse.Namespace, names: dict[str, str]) -> int:
     from slipstream.simulate.several import plan_models
 
     values = {name: getattr(args, name) for name in _OF_ONE}
-    given = [name for name, value in values.items() if value and value != _OF_ONE[name]]
+    given = [
+        name
+        for name, value in values.items()
+        if value != _OF_ONE[name] and (value or type(value) in (int, float))  # 0 is a value, too
+    ]
     if given := [*given, *given_agent_options(args)]:
         option = "--" + given[0].replace("_", "-")
         raise ConfigError(

@@ -167,8 +167,7 @@ class _Form:
         if not self.stages:
             return shard
         layers = sum(self.stages[:number]), sum(self.stages[: number + 1])
-        embeds = isinstance(self, Pipeline) and self.embeds and layers[1] == sum(self.stages)
-        return dataclasses.replace(shard, layers=layers, embeds=embeds)
+        return dataclasses.replace(shard, layers=layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +241,11 @@ class Pipeline(_Form):
     @property
     def stages(self) -> tuple[int, ...]:
         return self.layers
+
+    def shard(self, rank: int) -> Shard:
+        shard = _Form.shard(self, rank)
+        is_last = rank // self.stage.size == self.num_stages - 1
+        return dataclasses.replace(shard, embeds=self.embeds and is_last)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ from slipstream.config.sections import (
 from slipstream.config.settings import DTYPE_BYTES, DeviceInfo, EngineArgs, num_ranks
 from slipstream.config.speculative import check_drafts, speculation_section
 from slipstream.errors import ConfigError
+from slipstream.spec.drafts.heads import WITHOUT_EMBEDDINGS
 from slipstream.spec.model import CompressedAttentionSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -70,7 +71,10 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     _refuse_without_effect(args, device)
     check_formats(args, model, device, args.quantization or stored.value)
     model_config, model_origins = _model_section(args, model, device, stored)
-    embeds = isinstance(speculation, HeadDrafts | MTPDrafts) and speculation.method != "medusa"
+    embeds = (
+        isinstance(speculation, HeadDrafts | MTPDrafts)
+        and speculation.method not in WITHOUT_EMBEDDINGS
+    )
     parallel = parallel_section(args, model, device, model_config.quantization, embeds=embeds)
     cache, cache_origins = cache_section(args, model, device, model_config.dtype)
     check_tiers(args, model.spec, device, parallel)

@@ -303,6 +303,7 @@ class Decoder:
                 )
 
         if self.tap is not None:  # it adds in the order of the layers, as on one device
+            # those of earlier stages come first; the others are this stage's own
             for layer, whole in zip(self.relays, passed, strict=False):
                 state = whole if ranks is None else self.ops.own_tokens(whole, ranks)
                 taken = self.tap.add(self.ops, taken, layer, state, None)

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from slipstream.spec.description import PartDescription
 from slipstream.spec.model import (
@@ -52,6 +52,8 @@ CONTINUES: dict[FileMethod, bool] = {
 """Whether a method drafts by a chain, which goes on from its own draft and so may begin before the host knows what was
 right."""
 FILE_METHODS: tuple[FileMethod, ...] = tuple(CONTINUES)
+WITHOUT_EMBEDDINGS: tuple[HeadMethod, ...] = ("medusa",)
+"""Methods whose heads read no token's embedding, so that a last pipeline stage needs no embeddings for them."""
 
 Names: TypeAlias = dict[str, Placement]
 
@@ -102,6 +104,11 @@ class LayeredSpec:
     state_first: bool = False
     mask_token: int | None = None
     most_drafts: int | None = None
+
+    @property
+    def read_layers(self) -> tuple[int, ...]:
+        """The model's layers before which the head reads the states, in order."""
+        return tuple(sorted(set(self.aux_layers or ())))
 
     @property
     def has_mask_state(self) -> bool:
@@ -201,6 +208,7 @@ class MedusaSpec:
     num_layers: int
     bias: bool
     own_heads: bool = True  # without: the model's output head serves all
+    read_layers: ClassVar[tuple[int, ...]] = ()
 
     @property
     def most_drafts(self) -> int:

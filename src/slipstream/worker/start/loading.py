@@ -130,8 +130,7 @@ def load_runner(
             folder = resolve_model(how.model, download_dir=args.download_dir)
         head = _read_head(how.method, folder, description)
         if pipe is not None:  # all stages pass on the states of these layers
-            read = getattr(head.spec, "aux_layers", None)
-            loaded.model.decoder.relays = tuple(sorted(set(read or ())))
+            loaded.model.decoder.relays = head.spec.read_layers
         if proposes:
             loaded.load_head(head, how)
 
