@@ -3,7 +3,7 @@
 
 HTTP, tokenising and detokenising never delay a step. If the engine crashes, the server survives and answers with an error.
 Messages are msgpack over a ZeroMQ pair on a Unix socket, in a folder that only this user can enter. The child ends when its
-standard input closes, so it never outlives who asked for it (the parent). The descriptor is of the process that forks its ranks.
+standard input closes, so it never outlives who asked for it (the parent). The descriptor is of the process that forks ranks.
 `core_loop.py` has the loop.
 """
 
