@@ -313,7 +313,7 @@ def test_run_says_how_many_guesses_were_right(tiny_model, capsys):
         "--speculative-model=ngram",
     ]
     assert main([*words, *FAST]) == 0
-    assert "guessed tokens accepted" in capsys.readouterr().err
+    assert "drafted tokens accepted" in capsys.readouterr().err
     assert (
         "guessed"
         not in measure(RequestOutput("r", None, [], [CompletionOutput(0, "", [])], True)).line()

@@ -62,7 +62,7 @@ ENGINE_GROUPS: dict[str, str] = {
     "several engines": "kv_handover_address kv_handover_bytes",
     "several devices": "tensor_parallel_size pipeline_parallel_size expert_parallel_size "
     "context_parallel_size sequence_parallel pipeline_layers rank_address local_ranks",
-    "guessed tokens (speculation)": "speculative_model num_speculative_tokens speculative_config",
+    "drafted tokens (speculation)": "speculative_model num_speculative_tokens speculative_config",
     "adapters": " ".join(ADAPTERS),
     "pictures": "max_images image_cache_bytes",
     "scheduling": "enable_prefix_caching max_num_batched_tokens max_num_mixed_tokens target_itl_ms "

@@ -536,7 +536,7 @@ def _head_for_drafts(head: Linear, ops: OpSet, scheme: Scheme | None) -> Linear:
     """Returns the model's output head as drafts read it: a copy in 8 bits, if that is their scheme
     and the model's own is dense.
 
-    A pass of one layer over a large vocabulary takes as long as reading the head. Drafts only guess,
+    A pass of one layer over a large vocabulary takes as long as reading the head. Drafts only propose,
     and a verification reads the model's own.
     """
     fits = scheme is not None and scheme.weight_bits == 8 and type(head) is Linear

@@ -6,7 +6,10 @@ import httpx
 import pytest
 
 from slipstream.fleet.config import check
+from slipstream.fleet.gateway.forward import SHADOWED
+from slipstream.fleet.gateway.gateway import WITH_MODEL
 from slipstream.server.app import create_app
+from slipstream.server.operations.telemetry import OPERATIONS
 from slipstream.server.state import ServerSettings
 from tests.fleet.running import version
 from tests.fleet.stubs import stubbed
@@ -94,3 +97,10 @@ def test_an_unknown_model_of_a_form_is_told(two):
     answer = http.post("/v1/audio/transcriptions", data={"model": "third"}, files=files)
     assert answer.status_code == 404
     assert "third" in answer.json()["error"]["message"]
+
+
+def test_bodies_of_all_routes_that_run_a_model_are_read_for_its_name():
+    by_path = {path for path in OPERATIONS if "{" in path or not path.startswith("/")}
+    forms = {path for path in OPERATIONS if "/audio/" in path}
+    assert set(OPERATIONS) - by_path - forms <= WITH_MODEL
+    assert not SHADOWED - (WITH_MODEL & set(OPERATIONS))

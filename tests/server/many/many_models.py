@@ -28,8 +28,8 @@ class FakeSlot(Slot):
         super().__init__(model)
         self.gate, self.faults, self.ended = None, [], 0
 
-    async def load(self, *, gently=False):
-        self.loaded_gently = gently
+    async def load(self, *, low_priority=False):
+        self.loaded_at_low_priority = low_priority
         await asyncio.sleep(0)
         if self.gate is not None:
             await self.gate.wait()

@@ -61,15 +61,15 @@ def test_the_least_recently_used_idle_model_makes_room():
     run(main())
 
 
-def test_a_model_is_loaded_gently_while_another_has_requests():
+def test_a_model_is_loaded_at_a_low_priority_while_another_has_requests():
     async def main():
         slots = slots_of("a", "b", "c", memory=250)
         await slots.acquire(slots["a"])
         await use(slots, "b")
-        assert (slots["a"].gently, slots["b"].gently) == (False, True)
+        assert (slots["a"].low_priority, slots["b"].low_priority) == (False, True)
         slots.release(slots["a"])
         await use(slots, "c")
-        assert not slots["c"].gently
+        assert not slots["c"].low_priority
 
     run(main())
 

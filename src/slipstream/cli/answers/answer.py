@@ -48,7 +48,7 @@ class Speed:
         )
         parts.append(f"{self.output_tokens} tokens{speed}")
         if self.drafted_tokens:
-            parts.append(f"{self.accepted_tokens} of {self.drafted_tokens} guessed tokens accepted")
+            parts.append(f"{self.accepted_tokens} of {self.drafted_tokens} drafted tokens accepted")
         if self.start_s is not None:
             parts.append(f"started in {self.start_s:.2f} s")
         return " · ".join(parts)

@@ -1,6 +1,6 @@
 """Chooses the drafts that a step verifies: how many, and for which requests.
 
-A draft is a guessed token after a request's last one. The step computes it and samples at each
+A draft is a proposed token after a request's last one. The step computes it and samples at each
 position as always. A draft is accepted if it equals the token sampled at the previous position. The
 first wrong draft ends the run.
 

@@ -32,15 +32,15 @@ class ChildLink(CoreLink):
     @classmethod
     async def start(
         cls, args: EngineArgs, forks: ForkServer | None = None,
-        parent: ForkServer | None = None, *, gently: bool = False,
+        parent: ForkServer | None = None, *, low_priority: bool = False,
     ) -> ChildLink:  # fmt: skip
         """Start the process and send the first message as soon as it has connected. If the process ended before,
-        `receive` raises. `forks`, `parent`: see `start_process`. `gently`: see `WakeUp`."""
+        `receive` raises. `forks`, `parent`: see `start_process`. `low_priority`: see `WakeUp`."""
         # The process comes before the folder: if we are killed, it is there to remove it.
         folder = socket_folder()
         child = cls(await start_process(f"{folder.path}/engine", forks, parent), folder)
         try:
-            while not child.send(Start(args, gently)) and child.process.poll() is None:
+            while not child.send(Start(args, low_priority)) and child.process.poll() is None:
                 await asyncio.sleep(0.005)
         except BaseException:
             await child.end(at_once=True)

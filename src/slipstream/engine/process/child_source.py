@@ -31,17 +31,17 @@ def child_source(
     args: EngineArgs,
     pause: Callable[[int, Exception], float | None] = restart_pause,
     parent: CoreParent | None = None,
-    gently: Callable[[], bool] = lambda: False,
+    low_priority: Callable[[], bool] = lambda: False,
 ) -> CoreSource:
     """Engine processes with these settings, one after the other. Their ranks are forks of one process. With
-    `parent` they are forks themselves. `gently`: see `WakeUp`; not for ranks."""
+    `parent` they are forks themselves. `low_priority`: see `WakeUp`; not for ranks."""
     forks: ForkServer | None = None
 
     async def connect() -> ChildLink:
         nonlocal forks
         of = None if parent is None else parent.get()
         if num_ranks(args) == 1 and args.cpu_layers is None:
-            return await ChildLink.start(args, parent=of, gently=gently())
+            return await ChildLink.start(args, parent=of, low_priority=low_priority())
         if forks is None or not forks.is_alive:
             forks = ForkServer.start()
         return await ChildLink.start(args, forks, of)

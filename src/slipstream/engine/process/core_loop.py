@@ -117,7 +117,7 @@ class CoreProcess:
 
             source = ExecutorSource(start.args, forks=self._forks)
             tell = lambda phase: self.send(Phase(phase))
-            self.core = at_low_priority(build_core, source, tell, low=start.gently)
+            self.core = at_low_priority(build_core, source, tell, low=start.low_priority)
             if (lora := self.core.config.lora) is not None:
                 self._adapters.begin(lora.requests)
             self.send(Phase("graphs"))
@@ -207,8 +207,8 @@ class CoreProcess:
             if not self._take_messages():
                 return False
             self._report()
-        gently = any(question.gently for _, question in sleeper.to_wake)
-        self.core = at_low_priority(sleeper.wake, asleep, low=gently)
+        low_priority = any(question.low_priority for _, question in sleeper.to_wake)
+        self.core = at_low_priority(sleeper.wake, asleep, low=low_priority)
         if was_paused:
             self.core.pause()
         self._prepare(soon=any(question.soon for _, question in sleeper.to_wake))

@@ -21,7 +21,7 @@ from slipstream.params.lora_request import LoRARequest
 
 class Start(msgspec.Struct, tag=True):
     args: EngineArgs
-    gently: bool = False  # see `WakeUp`
+    low_priority: bool = False  # see `WakeUp`
 
 
 class Add(msgspec.Struct, tag=True):

@@ -108,10 +108,10 @@ class CoreOperations:
         """`LLM.sleep`, once all requests have ended, whoever sent them. New ones get an EngineAsleepError from now on."""
         await self._ask_for(lambda ticket: Sleep(level, ticket))
 
-    async def wake_up(self, *, soon: bool = False, gently: bool = False) -> None:
-        """Undo `sleep`: weights and cache are back. A core that can't is dead, and starts again. `soon`, `gently`: see
+    async def wake_up(self, *, soon: bool = False, low_priority: bool = False) -> None:
+        """Undo `sleep`: weights and cache are back. A core that can't is dead, and starts again. `soon`, `low_priority`: see
         `WakeUp`."""
-        await self._ask_for(lambda ticket: WakeUp(ticket, soon, gently))
+        await self._ask_for(lambda ticket: WakeUp(ticket, soon, low_priority))
 
     async def start_again(self) -> None:
         """Start the engine process after `shutdown` or its death. The tokenizer is kept. Errors as of `start`."""

@@ -22,12 +22,12 @@ class Sleep(msgspec.Struct, tag=True):
 
 class WakeUp(msgspec.Struct, tag=True):
     """Wakes a sleeping engine. `soon`: a request waits. Sizes of steps are then prepared whenever
-    there is nothing to do, not before the answer. `gently`: other models run on this processor, and
+    there is nothing to do, not before the answer. `low_priority`: other models run on this processor, and
     this one is loaded at a low priority."""
 
     ticket: int
     soon: bool = False
-    gently: bool = False
+    low_priority: bool = False
 
 
 class LoadAdapter(msgspec.Struct, tag=True):

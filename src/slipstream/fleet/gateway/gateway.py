@@ -60,7 +60,7 @@ _MODEL_OF_FORM = re.compile(
     rb'\r\ncontent-disposition:[^\r\n]*[; ]name="?model"?(?:;[^\r\n]*)?(?:\r\n[^\r\n]+)*\r\n\r\n([^\r\n]{1,1024})\r\n--',
     re.I,
 )
-_WITH_MODEL = {
+WITH_MODEL = {
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize"),
     *("/v1/chat/completions/render", "/v1/completions/render", "/v1/chat/completions/input_tokens"),
@@ -81,6 +81,8 @@ _WITH_MODEL = {
         "/api/show",
     ),
 }
+"""Paths whose body is JSON that may name a model."""
+
 _NOT_HERE = {
     **dict.fromkeys(
         ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
@@ -385,7 +387,7 @@ class Gateway:
             try:
                 peek = _peek.decode(raw)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                if path in _WITH_MODEL:
+                if path in WITH_MODEL:
                     raise bad_request(
                         f"the body is not valid: {error}", code="invalid_json"
                     ) from None

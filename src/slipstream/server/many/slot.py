@@ -65,7 +65,7 @@ class ServedModel:
     server: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def may_load_gently(self) -> bool:
+    def may_load_at_low_priority(self) -> bool:
         """The load starts no process, and no thread of tiers, that is to be fast (`at_low_priority`)."""
         args = self.args
         alone = num_ranks(args) == 1 and args.cpu_layers is None
@@ -98,7 +98,7 @@ class Slot:
         self.keep_alive_s = model.keep_alive_s
         self.expires_at: float | None = None  # time.monotonic()
         self.timer: asyncio.TimerHandle | None = None
-        self.gently = False  # how it is loaded (see `WakeUp`)
+        self.low_priority = False  # how it is loaded (see `WakeUp`)
         self.failure = ""  # of the last load
         self.num_loads = self.num_unloads = self.num_failures = 0
         self.load_s = 0.0  # of all loads together
@@ -141,11 +141,11 @@ class Slot:
         args = settled(self.model.args)
         if self.engine is None:
             source = child_source(
-                args, lambda deaths, error: None, self._parent, lambda: self.gently
+                args, lambda deaths, error: None, self._parent, lambda: self.low_priority
             )
             self.engine = await AsyncLLM.start(args, source=source)
         elif self.engine.is_alive and self.engine.is_sleeping:
-            await self.engine.wake_up(soon=True, gently=self.gently)
+            await self.engine.wake_up(soon=True, low_priority=self.low_priority)
         else:
             await self.engine.start_again()
 

@@ -281,7 +281,7 @@ class ModelSlots:
     async def _load(self, slot: Slot) -> None:
         try:
             busy = any(other.users for other in self.slots.values() if other is not slot)
-            slot.gently = busy and slot.model.may_load_gently
+            slot.low_priority = busy and slot.model.may_load_at_low_priority
             await slot.load()
             if slot.need_bytes > self.memory_bytes:
                 raise ConfigError(too_large(slot.name, slot.need_bytes, self.memory_bytes))

@@ -108,11 +108,11 @@ _ENGINE_METRICS = (
     ("prompt_tokens_total", "prompt_tokens", True, "Prompt tokens of requests taken in"),
     ("generation_tokens_total", "generation_tokens", True, "Tokens generated"),
     ("spec_num_drafts", "spec_decode_num_drafts", True,
-        "Runs of guessed tokens that were verified"),
+        "Runs of drafted tokens that were verified"),
     ("spec_draft_tokens", "spec_decode_num_draft_tokens", True,
-        "Guessed tokens that were verified"),
+        "Drafted tokens that were verified"),
     ("spec_accepted_tokens", "spec_decode_num_accepted_tokens", True,
-        "Guessed tokens that the model confirmed"),
+        "Drafted tokens that the model confirmed"),
     ("forced_tokens", "structured_output_forced_tokens", True,
         "Tokens that grammars forced, computed without a step each"),
 )  # fmt: skip
@@ -460,7 +460,7 @@ def _engine_families(engines: Mapping[str, EngineStats | None]) -> Iterator[Metr
                 names.add_metric([model, str(own.max_on_device), *lists], time.time())
         yield names
     if any(stats.spec_accepted_by_position for stats in there.values()):
-        text = "Guessed tokens that the model confirmed, by their place in the run"
+        text = "Drafted tokens that the model confirmed, by their place in the run"
         name = _PREFIX + "spec_decode_num_accepted_tokens_per_pos"
         places = CounterMetricFamily(name, text, labels=["model_name", "position"])
         for model, stats in there.items():

@@ -29,8 +29,8 @@ from slipstream.spec.stored.safetensors import tensor_names
 KINDS: dict[HeadMethod, str] = {
     "eagle": "EAGLE-1 or 2, which reads the last layer's state alone",
     "eagle3": "EAGLE-3",
-    "peagle": "P-EAGLE, which guesses all places in one pass",
-    "dflash": "DFlash, which guesses a block of masks",
+    "peagle": "P-EAGLE, which drafts all places in one pass",
+    "dflash": "DFlash, which drafts a block of masks",
     "medusa": "Medusa",
 }
 

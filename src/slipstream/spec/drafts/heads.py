@@ -17,7 +17,7 @@ trained for.
                  (Cai et al. 2024)
 
 All but the last are a `LayeredSpec`. EAGLE and MTP continue from their own states, token by token.
-P-EAGLE, DFlash and Medusa guess a block in one pass. `head_readers` and `mtp` make these specs of files. No
+P-EAGLE, DFlash and Medusa draft a block in one pass. `head_readers` and `mtp` make these specs of files. No
 torch.
 """
 
@@ -81,7 +81,7 @@ class LayeredSpec:
       `final_norm`.
     - `state_first`: the product `join` reads [state; embedding].
     - `norm_output`: the next pair reads the output head's input, after `final_norm`.
-    - `mask_token`: the head guesses a block in one pass; this token replaces each unknown one.
+    - `mask_token`: the head drafts a block in one pass; this token replaces each unknown one.
     - `draft_vocab_size`: the head predicts this many of the model's tokens.
     - `own_embedding`, `own_head`: without them the model's embeddings and output head are used.
     """
@@ -200,7 +200,7 @@ def _names_of_layer(layer: LayerSpec, theirs: str, ours: str, shapes: Mapping[st
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaSpec:
     """Medusa heads. Each is `num_layers` residual blocks x + silu(linear(x)) and an output head.
-    Head i guesses the token i + 2 places after the state's own."""
+    Head i drafts the token i + 2 places after the state's own."""
 
     hidden_size: int
     vocab_size: int
