@@ -13,8 +13,8 @@ ROWS = (Path(__file__).parent / "commands.txt").read_text().splitlines()
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_command_is_refused_or_prints_as_the_row_says(row, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     """`command`, then `-> words` of its refusal or `=> text; text` of what it prints."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     command, _, words = row.partition(" -> ")
     command, _, shown = command.partition(" => ")
     places = {"TINY": TINY, "KEYS": tmp_path / "keys", "DIR": tmp_path, "N*200": "n" * 200}

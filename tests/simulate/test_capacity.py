@@ -19,32 +19,9 @@ from slipstream.simulate.capacity import (
     settled,
     turns_per_s,
 )
-from slipstream.simulate.recommend import (
-    balancer_weights,
-    enough_replicas,
-    peak_sequences,
-    why_replicas,
-)
+from slipstream.simulate.recommend import why_replicas
 from slipstream.simulate.traffic import of_lengths
 from tests.simulate.test_simulator import Linear, engine
-
-
-def test_a_balancer_weighs_replicas_by_their_capacity():
-    def weights(*rates):
-        return balancer_weights([SimpleNamespace(capacity=SimpleNamespace(rate=r)) for r in rates])
-
-    assert weights(1.0, 3.0, None) == [0.25, 0.75, 0.0]
-    assert weights(None, 0.0) == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(("is_gpu", "most"), [(True, 2), (False, 9)])
-def test_as_many_replicas_are_tried_as_the_devices_allow(is_gpu, most):
-    tried = []
-    never = SimpleNamespace(met_by=lambda run: False)
-    load = SimpleNamespace(rate=2.0, objectives=never, run=lambda engine, n: tried.append(n))
-    four = SimpleNamespace(num_gpus=4, hardware=SimpleNamespace(is_gpu=is_gpu))
-    found = enough_replicas(four, SimpleNamespace(rate=1.0), load, 9, lambda: None)
-    assert (found, tried) == ((None, None), [*range(2, most + 1)])
 
 
 def test_replicas_that_carry_more_together_than_apart_are_said_to():
@@ -65,13 +42,6 @@ def request(sent, ttft_s=1.0):
 
 def run_of(records, **summary):
     return SimpleNamespace(records=tuple(records), summary=SimpleNamespace(**summary))
-
-
-def test_the_most_requests_open_at_once_are_shared_by_the_replicas():
-    records = [request(sent) for sent in (0.0, 0.1, 0.2, 5.0)]  # the first three at once
-    for num_replicas, most in ((1, 3), (2, 2), (3, 1)):
-        run = SimpleNamespace(records=records, num_replicas=num_replicas)
-        assert peak_sequences(run) == most
 
 
 def test_first_quarter_and_last_tenth_do_not_count_in_order_of_sending():

@@ -17,6 +17,7 @@ from slipstream.cli.main import main
 from slipstream.config import EngineArgs
 from slipstream.costs.devices import find_device
 from slipstream.costs.step_cost import HostCost
+from slipstream.simulate import capacity
 from slipstream.simulate.capacity import LatencyObjectives, find_capacity
 from slipstream.simulate.engines import plan_engine
 from slipstream.simulate.simulator import SimulatedEngine, simulate
@@ -195,6 +196,15 @@ def test_the_most_sessions_within_objectives_are_found():
     assert none.rate is None
     assert 1 <= tight.run.agents.num_sessions < loose.run.agents.num_sessions
     assert tight.rate <= loose.rate
+
+
+def test_more_sessions_are_tried_only_while_turns_grow_with_them(monkeypatch):
+    workload = SessionWorkload.agents(LOAD, 0)
+    made = engine(max_model_len=450, num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=512)
+    rates = iter((10.0, 20.0, 20.2, 40.0, 80.0, 160.0))
+    monkeypatch.setattr(capacity, "turns_per_s", lambda traffic, run: next(rates))
+    found = capacity.most_sessions(made, workload, LatencyObjectives(limits={}, attainment=0.9))
+    assert (found.rate, found.run.agents.num_sessions) == (20.0, 2)
 
 
 def test_plan_of_agents(config_only, capsys):

@@ -85,7 +85,7 @@ def cache_section(
                 f"kv_cache_bytes={args.kv_cache_bytes} is more than the {device.memory_bytes} bytes of {device.name}; lower it",
                 field="kv_cache_bytes",
             )
-    prefixes = args.enable_prefix_caching
+    prefixes = args.enable_prefix_caching is not False
     if spec.needs_full_prompt:
         prefixes = chosen.needs_full_prompt("enable_prefix_caching", False)
     config = CacheConfig(
@@ -217,7 +217,7 @@ def check_tiers(
         ),
         (
             given[0],
-            not args.enable_prefix_caching,
+            args.enable_prefix_caching is False,
             "its blocks are found as cached prefixes: leave enable_prefix_caching on",
         ),
         (

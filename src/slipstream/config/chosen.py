@@ -28,8 +28,14 @@ class Chosen:
         return self.origins[name].value
 
     def needs_full_prompt(self, name: str, value: bool) -> bool:
-        """Record and return a value that the model forces, whatever the user said: tokens of a prompt
-        attend to each other, so no part of it can be computed separately."""
+        """Record and return a value that the model forces: tokens of a prompt attend to each other, so
+        no part of it can be computed separately. ConfigError if the user gave another."""
+        given = getattr(self.args, name)
+        if given not in (None, value):
+            message = (
+                f"{name}={given} does not cover a model that reads prompts whole; leave it out"
+            )
+            raise ConfigError(message, field=name)
         self.origins[name] = Origin(value, "model", "it reads prompts whole")
         return value
 

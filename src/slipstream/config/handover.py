@@ -37,7 +37,7 @@ def check_handover(args: EngineArgs, spec: ModelSpec) -> None:
     for refused, why in (
         (num_ranks(args) > 1, "an engine of several ranks has no hand-overs yet; leave it out"),
         (
-            not args.enable_prefix_caching or spec.needs_full_prompt,
+            args.enable_prefix_caching is False or spec.needs_full_prompt,
             "blocks are handed over as cached prefixes: leave enable_prefix_caching on",
         ),
         (

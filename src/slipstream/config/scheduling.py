@@ -29,7 +29,7 @@ def scheduling_section(
     parallel: ParallelConfig,
     speculation: SpeculationConfig,
 ) -> tuple[SchedulingConfig, Origins]:
-    chosen, chunked = Chosen(args), args.enable_chunked_prefill
+    chosen, chunked = Chosen(args), args.enable_chunked_prefill is not False
     # Each has its share of a step.
     ranks, streams = parallel.stage.num_caches, isinstance(offload, StreamedLayers)
     if spec.needs_full_prompt:

@@ -178,7 +178,9 @@ class EngineArgs:
         unset="off",
         rare=True,
     )
-    enable_prefix_caching: bool = setting(True, "reuse what prompts begin with alike")
+    enable_prefix_caching: bool | None = setting(
+        None, "reuse what prompts begin with alike", unset="on, if the model can"
+    )
     cache_eviction: str = setting(
         "value",
         "order in which cached blocks are evicted: by the chance that they are used again and what they cost, or the least "
@@ -186,7 +188,9 @@ class EngineArgs:
         choices=("value", "lru"),
         rare=True,
     )
-    enable_chunked_prefill: bool = setting(True, "split long prompts over several steps", rare=True)
+    enable_chunked_prefill: bool | None = setting(
+        None, "split long prompts over several steps", unset="on, if the model can", rare=True
+    )
     enforce_eager: bool = setting(False, "no CUDA graphs", rare=True)
     deterministic: bool = setting(
         False,

@@ -60,6 +60,15 @@ def test_a_step_that_can_not_hold_a_prompt_is_refused(paligemma):
         pass
 
 
+def test_chunks_that_were_asked_for_are_refused_by_name(paligemma):
+    words = "enable_chunked_prefill=True .* reads prompts whole"
+    with (
+        pytest.raises(ConfigError, match=words),
+        engine(paligemma[0], enable_chunked_prefill=True),
+    ):
+        pass
+
+
 def test_a_prompt_longer_than_the_window_is_refused(paligemma):
     with engine(paligemma[0]) as llm, pytest.raises(RequestError, match="window has 300"):
         llm.generate(prompt_of("paligemma2", *[picture(i) for i in range(5)]), GREEDY)
