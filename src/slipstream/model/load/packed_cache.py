@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-FORM = 1
+FORM = 2
 """Version of the file format. It changes when quantization or the products' names change within a
 release."""
 
