@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from slipstream.spec.families import qwen
 from slipstream.spec.families.base import ConfigReader, Family, Names
 from slipstream.spec.families.builders import activation, layer_norm
@@ -71,8 +74,9 @@ SOUND: dict[str, Theirs] = {
 _table = table({**LLAMA, **SOUND}, media_layer="audio_tower.layers.{i}.")
 
 
-def names(spec: ModelSpec) -> Names:
-    found, sound = _table(spec), spec.media
+def with_audio(table: Callable[[ModelSpec], Names], spec: ModelSpec) -> Names:
+    """Returns the names of `table`, with the audio tower's convolutions and positions."""
+    found, sound = table(spec), spec.media
     if not isinstance(sound, SoundSpec):
         return found
     return of_audio(found, "audio_tower.", sound.audio, sound.hidden_size)
@@ -83,7 +87,7 @@ FAMILIES = (
         model_type="qwen2_audio",
         architectures=("Qwen2AudioForConditionalGeneration",),
         read=read_text,
-        names=names,
+        names=partial(with_audio, _table),
         **AS_LLAVA,
         media=read_sound,
         processing=read_processing,

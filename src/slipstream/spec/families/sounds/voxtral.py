@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from slipstream.spec.families import llama
-from slipstream.spec.families.base import ConfigReader, Family, Names
+from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.families.builders import activation, layer_norm
-from slipstream.spec.families.encoders.whisper import of_audio, stack_layer
+from slipstream.spec.families.encoders.whisper import stack_layer
 from slipstream.spec.families.names import LLAMA, table
 from slipstream.spec.families.pictures.images import AS_LLAVA
-from slipstream.spec.families.sounds.qwen2_audio import SOUND, read_processing
+from slipstream.spec.families.sounds.qwen2_audio import SOUND, read_processing, with_audio
 from slipstream.spec.media.audio import AudioSpec
 from slipstream.spec.media.medium import PromptFormat
 from slipstream.spec.media.sound import SoundSpec
@@ -81,19 +83,12 @@ _table = table(
 )
 
 
-def names(spec: ModelSpec) -> Names:
-    found, sound = _table(spec), spec.media
-    if not isinstance(sound, SoundSpec):
-        return found
-    return of_audio(found, "audio_tower.", sound.audio, sound.hidden_size)
-
-
 FAMILIES = (
     Family(
         model_type="voxtral",
         architectures=("VoxtralForConditionalGeneration",),
         read=read_text,
-        names=names,
+        names=partial(with_audio, _table),
         **AS_LLAVA,
         media=read_sound,
         processing=read_processing,
