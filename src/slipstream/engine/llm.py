@@ -539,7 +539,7 @@ class LLM(OfflineEngine):
             sampling_params = self.get_default_sampling_params()
         each = (
             [sampling_params] * count
-            if isinstance(sampling_params, SamplingParams)
+            if not isinstance(sampling_params, Iterable)
             else list(sampling_params)
         )
         if len(each) != count:
@@ -547,6 +547,9 @@ class LLM(OfflineEngine):
                 f"{len(each)} sampling_params for {count} prompts; give one for all, or one for each",
                 field="sampling_params",
             )
+        if strange := [x for x in each if not isinstance(x, SamplingParams)]:
+            why = f"sampling_params is a SamplingParams, or a list of them, got {type(strange[0]).__name__}"
+            raise RequestError(why, field="sampling_params")
         return each
 
     @no_collections()
