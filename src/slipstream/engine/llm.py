@@ -230,8 +230,8 @@ class LLM(OfflineEngine):
         ]
         name = self._input.prompts.media.name
         prompts: list[Prompt] = [
-            {"prompt": text, "multi_modal_data": {name: media}} if media else text
-            for text, (_, media) in zip(texts, parted, strict=True)
+            {"prompt": text, "multi_modal_data": {_medium(plain, name): media}} if media else text
+            for text, (plain, media) in zip(texts, parted, strict=True)
         ]
         each = self._each(sampling_params, len(prompts))
         if readings and readings[0] is not None:
@@ -649,6 +649,13 @@ class LLM(OfflineEngine):
         collect_young()  # the last of them are in a step under way
         while self._output:
             yield self._step(until_done=True)
+
+
+def _medium(messages: Sequence[dict[str, Any]], own: str) -> str:
+    """The medium of a chat's media: the model's `own`, or one that it does not take."""
+    contents = [m["content"] for m in messages if isinstance(m.get("content"), list)]
+    kinds = {part["type"] for content in contents for part in content}
+    return next(iter((kinds & {"image", "audio"}) - {own}), own)
 
 
 def _truncates(asked: PoolingParams | None) -> bool:

@@ -397,6 +397,9 @@ def test_a_chat_with_pictures(models):
             assert "hello" in text
             with pytest.raises(RequestError, match="only a user"):
                 llm.chat([{"role": "system", "content": parts}], GREEDY)
+            heard = {"type": "audio", "audio": [0.0] * 800}
+            with pytest.raises(RequestError, match="takes no audio"):
+                llm.chat([{"role": "user", "content": [*pil, heard]}], GREEDY)
             with pytest.raises(RequestError, match="nothing is fetched"):
                 llm.chat(
                     [
