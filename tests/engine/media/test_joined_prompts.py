@@ -101,7 +101,7 @@ def test_hits_are_of_the_whole_prompt_or_none(paligemma):
 
 
 def test_prompts_of_one_salt_share_a_compiled_grammar_and_recent_answers(paligemma, monkeypatch):
-    """Only their blocks are each prompt's own, of each salt."""
+    """The keys of blocks alone are of one prompt and salt."""
     first, second = (prompt_of("paligemma2", picture(1), end=end) for end in (" what?", " where?"))
     number = StructuredOutputsParams(regex="[0-9]{12}")
     guided = SamplingParams(temperature=0, max_tokens=16, structured_outputs=number)

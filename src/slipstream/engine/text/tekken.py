@@ -159,7 +159,7 @@ _CALL_ID = "@short@[CALL_ID]{{- call.id -}}"
 _SHORT = """\
 {%- if call.id is not string or call.id|length != 9 -%}
 {{- raise_exception('the id of a call has nine letters or digits') -}}{%- endif -%}"""
-"""By this text `past_turns` knows that ids have nine characters."""
+"""The text by which `past_turns` knows that ids have nine characters."""
 _THOUGHTS = "{%- if message.thinking -%}[THINK]{{- message.thinking -}}[/THINK]{%- endif -%}\n"
 _EFFORT = """\
 {%- set effort = reasoning_effort or @default@ -%}
