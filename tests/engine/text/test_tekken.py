@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.engine.text.tool_formats import tool_format, reasoning_markers
+from slipstream.engine.text.tool_formats import reasoning_markers, tool_format
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from tests.data.make_mistral import CHATS, HERE, NUM_SPECIAL, SPECIALS, VERSIONS, tekken
 
