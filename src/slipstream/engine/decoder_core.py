@@ -1,4 +1,4 @@
-"""The core of a text-generating model, and the features that join its loop."""
+"""The core of a text-generating model, and the features that take part in its loop."""
 
 from __future__ import annotations
 
@@ -83,16 +83,18 @@ class DecoderCore(EngineCore):
         self._stalled = False
         requests = list(requests)
         for request in requests:
-            # it comes with its parent, and without the pixels
+            # a fork gets it from its parent, without the pixels
             if request.media and request.fork_of is not None:
                 parent = next(r for r in requests if r.request_id == request.fork_of)
                 request = dataclasses.replace(request, media=parent.media)
             if is_masked := request.sampling.is_masked:
                 self._join(MaskingGrammars)
-            self.scheduler.add(request, held=is_masked)  # one that is refused leaves no grammar
+            self.scheduler.add(
+                request, held=is_masked
+            )  # must come first: a refused request must leave no grammar
             if is_masked and self.grammars.begin(request):
                 self.scheduler.requests.release(request.request_id)
-        # A prompt that several choices or beams share is one prompt.
+        # A prompt shared by several choices or beams is counted once.
         whole = (r for r in requests if r.parent is None)
         self._prompt_tokens += sum(len(r.encoder_token_ids) or r.num_prompt_tokens for r in whole)
 
