@@ -73,7 +73,7 @@ class RequestTable:
         """Queue a request. A participant may refuse it by an error."""
         self._counter += 1
         order = (spec.priority, spec.arrival, self._counter)
-        root_key = self.kv.root_key(spec.cache_salt, "")
+        root_key = self.kv.root_key(spec.prefix_salt, "")
         request = Request(spec, order, root_key, len(self.kv.cache.groups), held)
         request.kv = self.kv
         if concerned := [part for part in self.participants if part.concerns(request)]:

@@ -110,6 +110,6 @@ def _extra(request: Request, block: int, size: int) -> list[str] | None:
     is the client's secret), and images."""
     begin = block * size
     found = [i.key.hex() for i in request.spec.media if i.offset < begin + size and begin < i.end]
-    if not block and request.spec.cache_salt:
-        found.append(hashlib.sha256(request.spec.cache_salt.encode()).hexdigest())
+    if not block and request.spec.prefix_salt:
+        found.append(hashlib.sha256(request.spec.prefix_salt.encode()).hexdigest())
     return found or None

@@ -56,6 +56,7 @@ KEPT_FILES = (
     *(
         "tokenizer.model",
         "spiece.model",
+        "tekken.json",
         "vocab.txt",
         "chat_template.jinja",
         "chat_template.json",

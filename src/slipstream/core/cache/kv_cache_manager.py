@@ -356,10 +356,10 @@ class KVCacheManager:
 
     # --- Blocks to share ----------------------------------------------------------------------------------------------
 
-    def root_key(self, cache_salt: str, adapter: str) -> bytes:
+    def root_key(self, salt: str, adapter: str) -> bytes:
         """First key of the chain that a request's block keys continue."""
         root = root_key(self._salt, "", adapter) if adapter else self._root_key
-        return salted(root, cache_salt)
+        return salted(root, salt)
 
     def use_weights(self, identity: str) -> None:
         """Use new weights: block keys computed from now on differ from those of the old weights."""
@@ -367,8 +367,8 @@ class KVCacheManager:
         self._root_key = root_key(self._salt, "")
 
     def begin_anew(self, request: Request) -> None:
-        """Make a request without blocks look up cached blocks of the current weights."""
-        request.root_key = self.root_key(request.spec.cache_salt, "")
+        """Make a request without blocks look for cached blocks of the current weights."""
+        request.root_key = self.root_key(request.spec.prefix_salt, "")
         request.block_keys, request.looked_up, request.is_mixed = [], False, False
 
     def may_begin_cached(self, request: Request) -> bool:

@@ -72,7 +72,7 @@ class AdapterAdmission(Participant):
     def _loaded(self, request: Request, identity: str) -> None:
         """Take the adapter's files into the keys of the request's prefix blocks, now that their
         `identity` is known."""
-        lora, key = request.spec.lora, request.kv.root_key(request.spec.cache_salt, identity)
+        lora, key = request.spec.lora, request.kv.root_key(request.spec.prefix_salt, identity)
         assert lora is not None
         self.roots[lora.name] = request.kv.root_key("", identity)
         if key != request.root_key:

@@ -19,7 +19,6 @@ from slipstream.spec.media.medium import MediaSpec
 
 if TYPE_CHECKING:
     from slipstream.engine.text.tokenizer import Tokenizer
-    from slipstream.params.options import RequestOptions
     from slipstream.spec.model import ModelSpec
 
 KEY_BYTES = 16
@@ -114,10 +113,10 @@ def with_media(text: str, media: Sequence[PreparedMedia], spec: MediaSpec) -> st
 
 
 def joined(
-    tokens: Sequence[int], spans: Sequence[MediaSpan], options: RequestOptions, spec: ModelSpec
-) -> tuple[tuple[MediaSpan, ...], RequestOptions]:
-    """Spans and options of a prompt whose tokens all attend to each other: its images' spans, and a salt that
-    makes cached blocks unique to this prompt. RequestError if the prompt exceeds the decoder's window."""
+    tokens: Sequence[int], spans: Sequence[MediaSpan], cache_salt: str, spec: ModelSpec
+) -> tuple[tuple[MediaSpan, ...], str]:
+    """The pictures of a prompt whose tokens all attend to each other, and the salt of its cached blocks: no other prompt has
+    their keys and values. RequestError if it is longer than the decoder's window."""
     window = min(getattr(a, "window", None) or len(tokens) for a in spec.attentions)
     if len(tokens) > window:
         why = (
@@ -125,10 +124,10 @@ def joined(
         )
         raise RequestError(f"{why}; send fewer pictures or words", field="prompt")
     said = (np.array(tokens, np.uint32).tobytes(), *(x.key for x in spans))
-    given = b"".join((*said, options.cache_salt.encode()))
+    given = b"".join((*said, cache_salt.encode()))
     salt = blake2b(given, digest_size=16, person=b"whole prompt").hexdigest()
     whole = tuple(dataclasses.replace(x, joined=len(tokens)) for x in spans)
-    return whole, dataclasses.replace(options, cache_salt=salt)
+    return whole, salt
 
 
 def expanded(

@@ -196,8 +196,9 @@ class InputProcessor:
             prompt, special, any_length=any_length, media=media, salt=salt
         )
         spans = placed(tokens, media, self.prompts.media.spec, salt) if media else ()
+        whole_salt = ""
         if spans and spec is not None and spec.joins_prompts:
-            spans, options = joined(tokens, spans, options, spec)
+            spans, whole_salt = joined(tokens, spans, salt, spec)
         if spans and any_length:
             raise RequestError("a prompt with media can't be cut", field="truncate_prompt_tokens")
         if sampling.truncate_prompt_tokens is not None:
@@ -269,6 +270,7 @@ class InputProcessor:
             encoder_token_ids=encoded,
             audio=audio,
             media=spans,
+            whole_salt=whole_salt,
             marks=self.prompts.borders(tokens),
         )
         others = (fork(first, i) for i in range(1, sampling.num_drawn))

@@ -18,7 +18,15 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from slipstream.engine.text import sentencepiece
 from slipstream.engine.text.sentencepiece import Kind
-from slipstream.engine.text.tiktoken import CL100K, CONTRACTIONS, WORDS_END
+from slipstream.engine.text.tiktoken import (
+    CASED_END,
+    CL100K,
+    CONTRACTIONS,
+    LOWER,
+    TEKKEN,
+    UPPER,
+    WORDS_END,
+)
 from slipstream.engine.text.tokenizer_parts import (
     SpecialTokens,
     TokenizerParts,
@@ -47,12 +55,9 @@ class Split:
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _QWEN2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + WORDS_END
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED_END = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|{_CASED_END}"
 _GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{CONTRACTIONS}?"
-    rf"|\p{{N}}{{1,3}}|{_CASED_END}"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}|{CASED_END}"
 )
 _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
@@ -84,7 +89,7 @@ _SPLITS: dict[tuple[str, ...], Split] = {
     ("dbrx", "smaug-bpe", "chatglm-bpe"): Split((CL100K,)),
     ("glm4",): Split((CL100K,), whole_tokens=True),
     ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "grok-2"): Split((_QWEN2,)),
-    ("tekken",): Split((_TEKKEN,), whole_tokens=True, add_bos=True),
+    ("tekken",): Split((TEKKEN,), whole_tokens=True, add_bos=True),
     ("gpt-4o", "llama4"): Split((_GPT4O,)),
     ("deepseek-v3", "hunyuan-dense"): Split((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)),
     ("deepseek-coder",): Split(

@@ -2,13 +2,15 @@
 
 Clients store tool calls as the API returned them. Templates differ in what they accept:
 
-1. ids of nine letters and digits (Mistral's): others are replaced by a hash, the same for a call and its result.
-2. ids with the function's name and the call's number in the conversation (Kimi's): calls are numbered in order.
-3. arguments as a string (DeepSeek's).
-4. calls without content (DeepSeek R1's): content becomes a separate message before them.
-5. one call per message (Llama 3.1's): each further call, with its results, becomes a separate message.
-6. reasoning or content in a message with calls, not both (gpt-oss's): content is appended to the reasoning.
-7. results inside the message with the calls (Gemma 4's first): they are moved there.
+1. ids of nine letters and digits (Mistral's): others are shortened to nine by a hash, the same for a call and its result.
+2. ids that have the function's name and count the conversation's calls (Kimi's): calls are numbered in their order.
+3. arguments that are text, which they join to other text (DeepSeek's).
+4. calls without content (DeepSeek R1's): content is a message of its own before them.
+5. one call in a message (Llama 3.1's): each further call, with its results, is a message of its own.
+6. thoughts or content in a message with calls, not both (gpt-oss's): the content goes to the end of the thoughts.
+7. results in the message of the calls (Gemma 4's first): they go there.
+8. turns as Mistral's library has them (`tekken.py`): one message a turn, texts side by side joined, results as JSON (v3) or in
+   the order of their calls (v11 and later).
 
 A result gets its function's name if the client omitted it. What a template accepts is read from its text, or found by
 rendering a call with it.
@@ -17,6 +19,7 @@ rendering a call with it.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -32,12 +35,19 @@ _ONE_CALL = "only supports single tool-calls at once"
 _NOT_BOTH = "Cannot pass both content and thinking"
 _COUNTED_IDS = "<|tool_calls_section_begin|>"
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+MISTRAL, MISTRAL_JSON, MISTRAL_PLAIN = (
+    f"{{#- turns as Mistral's{how} -#}}" for how in ("", ", results as JSON", ", texts as they are")
+)
+"""Beginnings of templates whose messages are prepared as Mistral's library does: up to v13, v3, and v15."""
+_MISTRAL = (MISTRAL, MISTRAL_JSON, MISTRAL_PLAIN)
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def past_turns(template: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns a conversation's messages in the form that the template accepts. Messages without calls are unchanged."""
     found = list(messages)
+    if template.startswith(_MISTRAL):
+        found = _mistral(found, template)
     if not any(message.get("tool_calls") or message.get("tool_call_id") for message in found):
         return found
     found = _with_names(found)
@@ -85,6 +95,76 @@ def _with_counted_ids(messages: list[Mapping[str, Any]]) -> list[Mapping[str, An
         message = {**message, "tool_calls": calls} if calls else message
         found.append({**message, "tool_call_id": ids[given]} if given in ids else message)
     return found
+
+
+def _mistral(messages: list[Mapping[str, Any]], template: str) -> list[Mapping[str, Any]]:
+    """One message for each turn of user or assistant, and results in the form and order of the template's version."""
+    between = "" if template.startswith(MISTRAL_PLAIN) else "\n\n"
+    is_json = template.startswith(MISTRAL_JSON)
+    found, order = list[dict[str, Any]](), list[Any]()
+    for role, turn in itertools.groupby(messages, lambda m: m.get("role")):
+        own = [{**message} for message in turn]
+        if role in ("user", "assistant"):
+            first = own[0]
+            calls = [_parsed(call) for m in own for call in m.get("tool_calls") or ()]
+            first |= {"tool_calls": calls} if calls else {}
+            first["content"] = _run_together([m.get("content") for m in own], between)
+            own, order = [first], [call.get("id") for call in calls]
+        for message in own:
+            content = _run_together([message.get("content")], between)
+            if role == "tool" and is_json:
+                text = content if isinstance(content, str) else ""
+                message["content"] = json.dumps(_as_json(text or "{}"), ensure_ascii=False)
+            elif role != "assistant":
+                message["content"] = content
+        if role == "tool" and "[ARGS]" in template:
+            own.sort(
+                key=lambda m: (
+                    order.index(m["tool_call_id"]) if m.get("tool_call_id") in order else len(order)
+                )
+            )
+        found += own
+    return list(found)
+
+
+def _as_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _parsed(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The call, its arguments as what their text says."""
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _as_json(arguments or "{}")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _run_together(contents: Sequence[Any], between: str) -> Any:
+    """Contents of messages as one: a text, or a list of parts without texts side by side. A medium after texts alone goes
+    before them."""
+    parts = list[dict[str, Any]]()
+    for content in contents:
+        own = [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
+        mark = "\n\n"  # between messages
+        for part in own:
+            if part.get("type") != "text":
+                parts.append(part)
+            elif part["text"]:
+                if parts and parts[-1].get("type") == "text":
+                    parts[-1] = {"type": "text", "text": parts[-1]["text"] + mark + part["text"]}
+                else:
+                    parts.append({**part})
+                mark = between
+    if all(part.get("type") == "text" for part in parts):
+        return parts[0]["text"] if parts else ""
+    *before, last = parts
+    if last.get("type") == "image" and all(part.get("type") == "text" for part in before):
+        return [last, *before]
+    return parts
 
 
 def _content_apart(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:

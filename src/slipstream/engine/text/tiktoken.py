@@ -1,8 +1,9 @@
 """tiktoken's vocabularies: a file with one token per line, as base64 bytes and rank (tokenizer.model of Llama 3 and GLM-4).
 
-The rank is the token's id and its merge priority: the adjacent pair whose union has the lowest rank is merged first. So a
-token has one merge: of the two parts to which tokens of lower rank reduce its bytes. A token that they leave in more parts
-is only produced when it is a whole piece of text, which tiktoken looks up before merging (`ignore_merges`).
+The rank is the token's id, and the order in which neighbours are joined: of all that spell a token together, those of the
+least rank first. So a token's merges are all its cuts into two others, of which a text meets the one that the tokens before it
+leave. One that they leave in more parts is met only as a whole piece of text, which tiktoken looks up before it joins anything
+(`ignore_merges`).
 
 The file does not say how a text is split into pieces, nor which tokens are special. The split is known for the tokenizer
 classes below; special tokens are in tokenizer_config.json (`added_tokens_decoder`).
@@ -13,7 +14,7 @@ from __future__ import annotations
 import binascii
 import re
 from base64 import b64decode
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ from slipstream.errors import CheckpointError, UnsupportedModelError
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS_END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CL100K = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + WORDS_END
-"""Split pattern of OpenAI's vocabulary cl100k, also used by Llama 3 and GLM-4."""
+"""The pattern of OpenAI's vocabulary of that name, which Llama 3 and GLM-4 took over."""
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASED_END = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}|{CASED_END}"
+"""Mistral's pattern, which cuts words where small letters end."""
 
 PREFIXES = {
     "ChatGLM4Tokenizer": ("[gMASK]", "<sop>"),
@@ -57,16 +62,28 @@ def from_file(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
             field="tokenizer_class",
         )
     ranks = read(path)
+    return build(ranks, CL100K)
+
+
+def build(
+    ranks: Mapping[bytes, int], pattern: str, *, before: Sequence[str] = ()
+) -> tokenizers.Tokenizer:
+    """A tokenizer that cuts texts by a pattern and joins by ranks. Tokens `before` have the first ids, in place of ranks."""
     check_lengths(ranks)
     spell = spelling()
     names = {token: "".join(spell[b] for b in token) for token in ranks}
-    parts = [join(token, ranks) for token in sorted(ranks, key=ranks.__getitem__)]
-    merges = [(names[p[0]], names[p[1]]) for p in parts if len(p) == 2]
-    vocab = {names[token]: rank for token, rank in ranks.items()}
+    merges = [
+        (names[token[:cut]], names[token[cut:]])
+        for token in sorted(ranks, key=ranks.__getitem__)
+        for cut in range(1, len(token))
+        if token[:cut] in names and token[cut:] in names
+    ]
+    vocab = {token: i for i, token in enumerate(before)}
+    vocab |= {names[token]: len(before) + rank for token, rank in ranks.items()}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
-    cut = pre_tokenizers.Split(Regex(CL100K), behavior="isolated")
+    cut_texts = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [cut_texts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
     return backend
@@ -102,19 +119,6 @@ def check_lengths(tokens: Collection[str | bytes]) -> None:
             f"the tokenizer's tokens are too long: the longest has {max(map(len, tokens))} characters",
             field="tokens",
         )
-
-
-def join(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """The parts of a token's bytes after all merges of lower rank. A single byte is its own
-    part."""
-    parts, least = [token[i : i + 1] for i in range(len(token))], ranks[token]
-    while len(parts) > 1:
-        found = [(ranks.get(parts[i] + parts[i + 1], least), i) for i in range(len(parts) - 1)]
-        rank, at = min(found)
-        if rank >= least:
-            break
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts
 
 
 def spelling() -> dict[int, str]:

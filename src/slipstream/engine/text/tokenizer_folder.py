@@ -1,4 +1,5 @@
-"""The tokenizer of a Hugging Face folder: from tokenizer.json, or from the files of transformers' older classes."""
+"""The tokenizer of a Hugging Face folder: tokenizer.json, Mistral's tekken.json, or the files that the older classes of
+transformers have."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from slipstream.engine.text import sentencepiece, tiktoken
+from slipstream.engine.text import sentencepiece, tekken, tiktoken
 from slipstream.engine.text.tokenizer_parts import (
     SpecialTokens,
     TokenizerParts,
@@ -25,6 +26,7 @@ FILES = (
     "tokenizer.model",
     "spiece.model",
     "vocab.txt",
+    tekken.FILE,
     "config.json",
 )
 TEMPLATES_FOLDER = "additional_chat_templates"
@@ -44,8 +46,12 @@ def _read(path: Path) -> TokenizerParts:
         **_optional(path / "tokenizer_config.json"),
     }
     generation, model = _optional(path / "generation_config.json"), _optional(path / "config.json")
-    backend = _backend(path, config)
-    check_steps(backend, path)  # must precede the first encoded text, which is below
+    mistral: tekken.Tekken | None = None
+    if (path / tekken.FILE).is_file() and not (path / "tokenizer.json").is_file():
+        mistral = tekken.from_file(path / tekken.FILE)
+        config = {**mistral.texts, "add_bos_token": True, **config}
+    backend = mistral.backend if mistral else _backend(path, config)
+    check_steps(backend, path)  # before the first text is encoded, which is below
     backend.no_truncation()
     backend.no_padding()
     if not (path / "tokenizer.json").is_file() and backend.token_to_id(_GPT2_END) is not None:
@@ -79,7 +85,10 @@ def _read(path: Path) -> TokenizerParts:
         suffix=suffix,
         texts=texts,
     )
-    return TokenizerParts(backend, special, _chat_templates(path, config))
+    templates = _chat_templates(path, config)
+    if mistral and not templates:
+        templates = {"default": mistral.chat_template}
+    return TokenizerParts(backend, special, templates)
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import tokenizers
 
-from slipstream.engine.text.tiktoken import CL100K
+from slipstream.engine.text.tiktoken import CL100K, TEKKEN
 from slipstream.engine.threads.bounded_threads import BoundedThreads
 from slipstream.engine.threads.fair_threads import client
 from slipstream.errors import CheckpointError, EngineOverloadedError, RequestError, SlipstreamError
@@ -58,6 +58,7 @@ _texts: BoundedThreads[Any] = BoundedThreads(
 PATTERNS = frozenset(
     (
         CL100K,
+        TEKKEN,
         CL100K.replace("{1,3}", ""),  # Qwen 2 to 3
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
     )
