@@ -38,9 +38,9 @@ def make_scheduler(
 
     Grammars and beam searches join with their first request (`engine/listeners.py`).
 
-    `drafts_ahead`: the drafter begins the next drafts before these are verified. `max_adapters`: how
-    many adapters may run at once, each of which `load_adapter` loads. `whole_media`: the tokens of
-    a picture attend to one another. `routed_experts`: answers come with their tokens' experts.
+    `drafts_ahead`: the drafter starts the next drafts before these are verified. `max_adapters`:
+    maximum adapters that run at once; `load_adapter` loads them. `whole_media`: all tokens of an
+    image attend to each other. `routed_experts`: answers include the experts of their tokens.
     """
     participants: list[Participant] = []
     if isinstance(speculation, DraftSettings):

@@ -1,4 +1,4 @@
-"""Shares of requests: of ranks that have requests of their own, and of a pipeline's steps."""
+"""Distribution of requests over ranks that compute different requests, and over the steps of a pipeline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def deal(scheduler: Scheduler, step: StepBuilder, request: Request) -> tuple[lis
     most = least + max(1, least // UNEVEN_SHARE)
     found = []
     for kv in scheduler.kvs:
-        request.kv = kv  # to ask what it would get there
+        request.kv = kv  # to look up its prefix there
         cached, computed = kv.cached_prefix(request)
         wanted = min(request.num_tokens - computed, request.most_at(computed))
         count = scheduler.prompt_tokens(step, request, computed, wanted)
@@ -56,9 +56,9 @@ def deal(scheduler: Scheduler, step: StepBuilder, request: Request) -> tuple[lis
 
 
 def share_of_step(scheduler: Scheduler) -> list[Request]:
-    """Running requests for this step of a pipeline; the other steps must get as many.
+    """The running requests that join this step of a pipeline, so that all steps get equally many.
 
-    With fewer requests than stages, each is in a step of its own, in turns.
+    With fewer requests than stages, each is in a separate step, in turn.
     """
     running, found = scheduler.requests.running, list[Request]()
     slots = [-(-kv.num_running // scheduler.pipeline_steps) for kv in scheduler.kvs]

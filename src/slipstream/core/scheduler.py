@@ -82,27 +82,27 @@ from slipstream.messages.stats import SchedulerStats
 from slipstream.messages.steps import ScheduledRequest, SharedPrefix, StepPlan, StepResult
 
 COPYING_S = 0.001
-"""Seconds between checks for blocks from the tiers while there is nothing else to do."""
+"""Seconds between checks for blocks from the tiers when there is nothing else to do."""
 
 WATERMARK = 0.01
-"""Share of blocks kept free when a request joins others, so that it is not preempted at once."""
+"""Fraction of blocks kept free when a request joins others, so that it is not preempted at once."""
 
 MAX_PASSED_BY = 128
-"""Maximum number of such requests that are passed by in one step."""
+"""Maximum number of such requests overtaken in one step."""
 
 MAX_ADOPTED, ENOUGH_TOKENS = 8192, 512
-"""Cached blocks that one step's new requests take over, and prompt tokens after which the rest wait for the next step.
+"""(cached blocks that one step's new requests may adopt, prompt tokens after which further requests wait for the next step).
 
-The host takes 0.4 ms for 1,000 of these blocks. So a device computes the first requests' tokens while the host plans the
-others. Fewer tokens than these would not keep it busy.
+The host takes 0.4 ms for 1,000 of these blocks. So the device computes the first requests' tokens while the host plans the
+others. Fewer tokens would not keep it busy.
 """
 
 
 CROWDED_CHUNKS = 2
-"""Chunks of prompts next to decodes while waiting requests need more of the cache than is free.
+"""Number of prompt chunks in a step with decodes while waiting requests need more cache than is free.
 
-Then requests join when others end, so large steps of prompts alone are followed by steps of decodes alone. It takes less
-time to compute both together."""
+Then requests join when others end, so large prompt-only steps would be followed by decode-only steps.
+Computing both together takes less time."""
 
 
 P = TypeVar("P", bound=Participant)
@@ -111,11 +111,11 @@ P = TypeVar("P", bound=Participant)
 class Scheduler:
     """Scheduler of a text-generating model.
 
-    `num_blocks` is the size of a pool (of each rank's, with several ranks), null block included.
-    `salt` keeps cached prefixes of different models apart. `drafts_ahead`: where many blocks are
-    free, a step with drafts also gets those for as many drafts of the next one. `store` has the
-    tiers below the device. `padded` maps a step to its graph's size. A step verifies up to
-    `max_drafts` drafts of a request. `core/make.py` chooses the participants.
+    `num_blocks`: size of a pool (per rank), null block included. `salt` keeps cached prefixes of
+    different models apart. `drafts_ahead`: if many blocks are free, a step with drafts also gets
+    blocks for equally many drafts of the next step. `store` has the tiers below the device.
+    `padded` maps a step to its graph's size. A step verifies up to `max_drafts` drafts of a
+    request. `core/make.py` chooses the participants.
     """
 
     def __init__(
@@ -165,11 +165,11 @@ class Scheduler:
     # --- Requests -----------------------------------------------------------------------------------------------------
 
     def part(self, kind: type[P]) -> P:
-        """The participant of the given class, which there must be."""
+        """The participant of the given class, which must exist."""
         return next(part for part in self.participants if isinstance(part, kind))
 
     def join(self, part: Participant) -> None:
-        """Add a participant, for the requests that are added from now on."""
+        """Add a participant for requests that are added from now on."""
         part.requests = self.requests
         self.participants.append(part)
 
@@ -261,11 +261,11 @@ class Scheduler:
         return min(times, default=None)
 
     def close(self) -> None:
-        """Drop the participants, which refer to the requests and to the executor. No other call may follow."""
+        """Drop the participants, which refer to the requests and to the executor. The scheduler can't be used afterwards."""
         self.participants.clear()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, and what participants have kept of ended requests."""
+        """Forget all cached prefixes, and participants' data of ended requests."""
         for kv in self.kvs:
             kv.forget_all()
         if self.tiers is not None:

@@ -18,7 +18,7 @@ new_tuple = tuple.__new__
 """Builds a NamedTuple from all its fields in half the time of its constructor."""
 
 FEW_CHUNKS, FEW_REQUESTS = 4, 64
-"""Bounds on a small backlog: at most this many chunks of prompt tokens, of this many requests."""
+"""(maximum prompt chunks, maximum requests) of a small backlog."""
 
 
 def chunk_with_decodes(num_decodes: int, chunk: int, waiting: Iterable[Request]) -> int | None:
@@ -127,9 +127,9 @@ class StepBuilder:
         self.budget = StepBudget(scheduling, running, self.scheduled)
         self.encoding: set[Request] = set()  # requests whose encoder runs in this step
         self.new: list[NewRequest] = []
-        # number of drafts to verify, of requests that have some
+        # number of drafts to verify, by request with drafts
         self.drafts: dict[Request, int] = {}
-        # tokens after the last one that are certain, of requests that have some
+        # certain tokens after the last one, by request that has some
         self.certain: dict[Request, tuple[int, ...]] = {}
         self.updates = updates
 

@@ -1,4 +1,4 @@
-"""Measured rates of loading from tiers and of computing, and whether a load pays."""
+"""Measured rates of loading from tiers and of computing, to decide whether loading pays."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Rates:
     def __init__(self) -> None:
         self.host, self.disk, self.peer, self.prefill = Rate(), Rate(), Rate(), Rate()
         self._in_flight: dict[int, tuple[float, int]] = {}
-        self.last_end = float("-inf")  # of a step
+        self.last_end = float("-inf")  # end of the last step
 
     def launched(self, step_id: int, now: float, num_prompt_tokens: int, num_tokens: int) -> None:
-        """Note a step's launch. It measures prompts if at least half of its tokens are theirs."""
+        """Record a step's launch. Its time counts for prompts if at least half of its tokens are prompt tokens."""
         if 2 * num_prompt_tokens >= num_tokens:
             self._in_flight[step_id] = now, num_prompt_tokens
 

@@ -1,4 +1,4 @@
-"""Blocks of pausing sessions, brought back from a tier before their next request comes."""
+"""Loads blocks of pausing sessions from a tier before their next request arrives."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def prefetch(kv: KVCacheManager, spare: int) -> None:
-    """Bring back blocks of sessions whose return is near, from a tier to the device.
+    """Load blocks of sessions that will return soon from a tier to the device.
 
-    Blocks that are evicted for them are worth less. `spare` blocks of the device stay free.
+    Only blocks of lower value are evicted for them. `spare` blocks of the device stay free.
     """
     sessions, order, tiers = kv.sessions, kv.order, kv.tiers
     if sessions is None or order is None or tiers is None or not sessions.keeps_keys:
@@ -45,10 +45,10 @@ def _brought_back(
     begin: int,
     end: int,
 ) -> None:
-    """Add a session's blocks that came from a tier to those that wait for its next request."""
+    """Add a session's blocks that were loaded from a tier to those that wait for its next request."""
     session.prefetched = begin, end
     if kv.order is None or session.due is None:
-        return  # its request has come, and takes them
+        return  # its request has arrived and uses them
     table: list[int] = []
     if kv.full is not None:
         for key in keys:

@@ -81,7 +81,7 @@ class Choice:
 
 @dataclass(slots=True)
 class PromptInfo:
-    """What the engine reports about one prompt."""
+    """Facts about one prompt, reported by the engine."""
 
     token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0

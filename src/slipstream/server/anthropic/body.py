@@ -248,7 +248,7 @@ class OutputConfig(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """the model is told about all tools at once"""
+    """POST /v1/messages/count_tokens: the number of tokens of such a request"""
 
     model: str | None
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]

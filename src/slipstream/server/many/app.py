@@ -102,7 +102,7 @@ def create_many_app(
 
 
 async def _refuse_when_draining(state: ServerState, slots: ModelSlots) -> None:
-    """When the server stops, end requests' waits for models: none would be answered after the load."""
+    """End requests' waits for models when the server stops: none would be answered after the load."""
     while not state.draining:
         await asyncio.sleep(0.1)
     slots.refuse()

@@ -136,12 +136,10 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     # Keep this many of the prompt's last tokens; -1: as many as fit.
     truncate_prompt_tokens: Int | None = None
     truncation_side: Literal["left", "right"] | None = None  # right: keep its first tokens
-    # Default: true for completions, false for chat, whose template has them.
+    # Default: true for completions; false for chat, whose template writes them.
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = (
-        None  # Default: true for completions; false for chat, whose template writes them.
-    )
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:42"
     # No effect: none of our tokenizers adds spaces there.
     spaces_between_special_tokens: bool | None = None
     thinking_token_budget: Int | None = None  # -1: no limit

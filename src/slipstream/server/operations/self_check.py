@@ -346,8 +346,8 @@ SCORES: tuple[tuple[str, str, Callable[[VersionCheck], float | None]], ...] = (
 
 
 def thinned(looks: list[Look]) -> list[Look]:
-    """At most `MAX_LOOKS` checks, over the whole time: the two neighbours closest in time, except
-    the last one, are merged to one with the worse of each value."""
+    """The checks, thinned to `MAX_LOOKS` over the whole time: the two neighbours closest in time,
+    except the last one, are merged to one with the worse of each value."""
     while len(looks) > MAX_LOOKS:
         at = min(range(len(looks) - 2), key=lambda i: looks[i + 1].time - looks[i].time)
         looks = [*looks[:at], _worse(looks[at], looks[at + 1]), *looks[at + 2 :]]

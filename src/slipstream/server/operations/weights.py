@@ -63,7 +63,7 @@ class FinishWeightsBody(Struct, forbid_unknown_fields=True):
 class FromDiskBody(Struct, forbid_unknown_fields=True):
     """POST /update_weights_from_disk: a whole update from a folder (SGLang's).
 
-    `flush_cache` says nothing: prefixes of old weights are never found.
+    `flush_cache` has no effect: prefixes of old weights are never found.
     """
 
     model_path: str
