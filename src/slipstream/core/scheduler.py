@@ -72,7 +72,9 @@ from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
 from slipstream.core.step import StepBuilder, chunk_with_decodes, new_tuple
 from slipstream.core.tiers.block_store import BlockStore
+from slipstream.core.tiers.rates import Rates
 from slipstream.core.tiers.returning import prefetch
+from slipstream.core.tiers.tiers import total_stats
 from slipstream.costs.graph_sizes import Padding
 from slipstream.errors import EngineOverloadedError, RequestError, SlipstreamError
 from slipstream.messages.finish_reason import FinishReason
@@ -113,9 +115,10 @@ class Scheduler:
 
     `num_blocks` is the size of a pool (of each rank's, with several ranks), null block included.
     `salt` keeps cached prefixes of different models apart. `drafts_ahead`: where many blocks are
-    free, a step with drafts also gets those for as many drafts of the next one. `store` has the
-    tiers below the device. `padded` maps a step to its graph's size. A step verifies up to
-    `max_drafts` drafts of a request. `core/make.py` chooses the participants.
+    free, a step with drafts also gets those for as many drafts of the next one. `stores` has the
+    tiers, if there are any, by rank with requests of its own. `padded` maps a step to its graph's
+    size. A step verifies up to `max_drafts` drafts of a request. `core/make.py` chooses the
+    participants.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class Scheduler:
         salt: str = "",
         participants: Iterable[Participant] = (),
         drafts_ahead: bool = False,
-        store: BlockStore | None = None,
+        stores: Sequence[BlockStore] = (),
         padded: Padding | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_drafts: int = 0,
@@ -136,16 +139,17 @@ class Scheduler:
         self.scheduling = scheduling
         self.cache = cache
         self.max_model_len = max_model_len
-        assert store is None or scheduling.num_ranks == 1, "one rank has tiers"
         sessions = None
         if cache.eviction == "value" and cache.enable_prefix_caching:
             sessions = Sessions(clock, cache.attention_tokens)
+        rates = Rates() if stores else None
         self.kvs = [
-            KVCacheManager(cache, num_blocks, salt, store, clock, rank, max_drafts, sessions)
-            for rank in range(scheduling.num_ranks)
+            KVCacheManager(cache, num_blocks, salt, store, clock, rank, max_drafts, sessions, rates)
+            for rank, store in enumerate(stores or [None] * scheduling.num_ranks)
         ]
+        assert len(self.kvs) == scheduling.num_ranks, "each rank with requests of its own has tiers"
         self.kv = self.kvs[0]
-        self.tiers = self.kv.tiers
+        self.tiers = [kv.tiers for kv in self.kvs if kv.tiers is not None]
         self.policy = make_policy(scheduling, self.kvs)
         objective = scheduling.target_itl_ms
         self._pace = None if objective is None else Pace(objective / 1e3, padded)
@@ -155,7 +159,7 @@ class Scheduler:
         self._clock = clock
         self.participants = list(participants)
         self.requests = RequestTable(self.kv, self.policy, self.participants)
-        self.in_flight = StepsInFlight(self.requests, self.participants, self._pace, clock)
+        self.in_flight = StepsInFlight(self.requests, self.participants, self._pace, rates, clock)
         step_tokens = scheduling.tokens_of_rank
         self._lengths = Lengths(max_model_len, cache, step_tokens, self.pool.num_usable)
         self._outputs: list[EngineOutput] = []
@@ -204,8 +208,8 @@ class Scheduler:
         Results of steps in flight are not expected any more.
         """
         self.in_flight.forget()
-        if self.tiers is not None:
-            self.tiers.forget_offers()
+        for tiers in self.tiers:
+            tiers.forget_offers()
         outputs = [
             self.requests.finish(request, reason, error)
             for request in list(self.requests.by_id.values())
@@ -256,7 +260,7 @@ class Scheduler:
         times = [] if deadline is None else [deadline]
         window = self.policy.opens_at(self.requests.waiting.oldest_arrival())
         times += [] if window is None else [window]
-        if self.tiers is not None and self.tiers.is_copying:  # requests may wait for blocks
+        if any(tiers.is_copying for tiers in self.tiers):  # requests may wait for blocks
             times.append(self._clock() + COPYING_S)
         return min(times, default=None)
 
@@ -268,8 +272,8 @@ class Scheduler:
         """Forget all cached prefixes, and what participants have kept of ended requests."""
         for kv in self.kvs:
             kv.forget_all()
-        if self.tiers is not None:
-            self.tiers.forget_all()
+        for tiers in self.tiers:
+            tiers.forget_all()
         for part in self.participants:
             part.reset()
 
@@ -278,14 +282,15 @@ class Scheduler:
 
         `schedule` also does this.
         """
-        if self.tiers is None:
+        if not self.tiers:
             return
-        for request in self.tiers.take():
+        for request in chain.from_iterable(tiers.take() for tiers in self.tiers):
             if request.status is Status.LOADING:
                 self.requests.wait(request)
         spare = self.watermark if self.requests.by_id else 0
-        prefetch(self.kv, spare)
-        self.tiers.store(self.in_flight.last_ended, spare, at_once)
+        prefetch(self.kvs, spare)
+        for tiers in self.tiers:
+            tiers.store(self.in_flight.last_ended, spare, at_once)
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
@@ -655,7 +660,7 @@ class Scheduler:
             kv_allocated_tokens=sum(kv.num_used_tokens() for kv in self.kvs),
             kv_wasted_tokens=self.kv.num_wasted_tokens(self.requests.running),
             forced_tokens=self.in_flight.num_certain,
-            tiers=None if self.tiers is None else self.tiers.stats(),
+            tiers=total_stats(self.tiers),
             **{name: n for part in self.participants for name, n in part.stats().items()},
         )
 

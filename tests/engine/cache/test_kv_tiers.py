@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import urllib.request
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -119,7 +118,7 @@ def test_each_rank_keeps_its_part(tmp_path, family, how):
         assert answers(llm) == expected
         assert llm.stats().tiers.disk_hit_tokens >= 128
         assert llm.stats().tiers.failed_blocks == 0
-        disk = llm.core.executor.store.disk
+        disk = llm.core.executor.stores[0].disk
         assert disk.num_bytes == sum(p.stat().st_size for own in files for p in own)
     for path in files[1]:
         path.write_bytes(path.read_bytes()[:-1] + b"!")
@@ -195,8 +194,8 @@ def test_ranks_allocate_as_many_slots_as_the_one_with_the_fewest(made):
     )
     assert host_slots(config, (1024, 0)) == [512, 0]
     assert open_tiers(config, description, runner, (1024, 0)) == [102, 0]
-    found = [RankTiers([], [size, 0], [102, 0]) for size in (1024, 5120)]
-    store = RankBlockStore(lambda message: None, SimpleNamespace(tiers=deque()), found)
+    found = {rank: RankTiers([], [size, 0], [102, 0]) for rank, size in enumerate((1024, 5120))}
+    store = RankBlockStore(lambda message: None, SimpleNamespace(), found)
     assert store.slots == [102, 0]
     assert store.sizes == [6144, 0]
 

@@ -43,6 +43,7 @@ from slipstream.core.cache.slots import Slots
 from slipstream.core.request import Request, Status
 from slipstream.core.step import StepBuilder
 from slipstream.core.tiers.block_store import BlockStore
+from slipstream.core.tiers.rates import Rates
 from slipstream.core.tiers.tiers import Tiers
 from slipstream.messages.steps import StateMark, TableUpdate
 
@@ -52,7 +53,8 @@ class KVCacheManager:
 
     `num_blocks` is the size of the pool, null block included. `salt` keeps prefixes of different
     models apart. `store` has the tiers below the device. `rank` is the rank whose cache this is.
-    With `sessions`, which all ranks share, cached blocks are evicted by value.
+    With `sessions`, which all ranks share, cached blocks are evicted by value. All ranks share the
+    `rates` of their tiers, too.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class KVCacheManager:
         rank: int = 0,
         max_drafts: int = 0,
         sessions: Sessions | None = None,
+        rates: Rates | None = None,
     ) -> None:
         self.cache = cache
         self.rank = rank
@@ -90,9 +93,8 @@ class KVCacheManager:
         self.tiers = None
         if store is not None:
             slots = {kind.number: kind.pool for kind in self.kinds}
-            self.tiers = Tiers(
-                store, self.pool, self.own, dict(self.windows), cache.block_size, clock, slots
-            )
+            given = store, self.pool, self.own, dict(self.windows), cache.block_size, clock, slots
+            self.tiers = Tiers(*given, rates or Rates())
             if sessions is not None and not self.kinds:  # slots of sessions come back from no tier
                 sessions.keeps_keys = True
         self.stored: Callable[[Request, Sequence[int]], None] | None = None
@@ -342,6 +344,7 @@ class KVCacheManager:
         """Tell the session of a request whose blocks were released that it has ended."""
         if self.sessions is not None and request.session is not None:
             session, request.session = request.session, None
+            session.rank = self.rank
             size, hints = self.block_size, request.spec.cache_hints
             num_prompt = request.num_prompt_tokens // size
             session.kept = () if hints.ttl_s is None else ((math.inf, hints.ttl_s),)
@@ -388,6 +391,15 @@ class KVCacheManager:
             return hit
         return longest_hit(self.pool, request, self.own, windows, size, ends)
 
+    def reach(self, request: Request, computed: int) -> int:
+        """Number of tokens of the request's prompt that are cached here or in the tiers.
+
+        The first `computed` of them are cached.
+        """
+        if self.tiers is None or not request.block_keys or not self.may_begin_cached(request):
+            return computed
+        return self.tiers.reach(request, computed)
+
     def waits_for_tiers(
         self, request: Request, cached: Sequence[Sequence[int]], computed: int, spare: int
     ) -> bool:
@@ -410,7 +422,7 @@ class KVCacheManager:
             if (session := request.session) is not None:
                 self._enter_order(self.order, request, tables, session)
                 begin, end = session.prefetched
-                if end and self.tiers is not None:
+                if end and self.tiers is not None and session.rank == self.rank:
                     hit = len(tables[self.own[0]]) * self.block_size
                     self.tiers.count_used(max(0, min(hit, end) - begin))
                     session.prefetched = 0, 0

@@ -211,6 +211,7 @@ class Session:
     returns_at: float = 0.0  # ages for the next and the last try
     returns_by: float = 0.0
     prefetched: tuple[int, int] = (0, 0)  # tokens that were brought back: from, to
+    rank: int = 0  # where its last request ran, of ranks with requests of their own
 
 
 class Sessions:
