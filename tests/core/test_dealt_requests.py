@@ -260,6 +260,24 @@ def test_what_was_loaded_for_a_request_is_let_go_when_it_runs_elsewhere():
     run(engine)
 
 
+@pytest.mark.parametrize("name", ["p0", "p1"])
+def test_what_is_loaded_for_a_request_that_ends_meanwhile_is_let_go(name):
+    engine, stores = with_tiers()
+    for i in range(2):
+        engine.scheduler.add(request(f"p{i}", range(100 * i, 100 * i + 5 * BLOCK + 2), 1))
+    run(engine)
+    rank = ranks_of(engine)[name]
+    engine.scheduler.kvs[rank].pool.forget_all()
+    first = 100 * int(name[1])
+    engine.scheduler.add(request("again", range(first, first + 5 * BLOCK + 2), 1))
+    engine.step()
+    assert stores[rank].waiting
+    engine.take(engine.scheduler.abort(["again"]))
+    settle(engine)
+    assert not engine.scheduler.tiers[rank]._arrived
+    check(engine.scheduler)
+
+
 def test_blocks_of_a_session_come_back_to_its_rank():
     engine, stores = with_tiers(40, num_blocks=40, max_model_len=200)
     text, hints = [*range(4 * BLOCK + 2)], CacheHints(ends=True)

@@ -21,7 +21,6 @@ from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
 from slipstream.core.step import StepBuilder, new_tuple
-from slipstream.core.tiers.rates import Rates
 from slipstream.messages.finish_reason import FinishReason
 from slipstream.messages.outputs import StepOutput, TokenOutput
 from slipstream.messages.steps import StepPlan, StepResult
@@ -52,7 +51,6 @@ class StepsInFlight:
         requests: RequestTable,
         participants: Sequence[Participant],
         pace: Pace | None,
-        rates: Rates | None,
         clock: Callable[[], float],
     ) -> None:
         self.by_id: dict[int, InFlight] = {}
@@ -60,7 +58,8 @@ class StepsInFlight:
         self.num_certain = 0  # certain tokens in all results so far
         self.participants = participants
         self._requests = requests
-        self._rates = rates
+        tiers = requests.kv.tiers
+        self._rates = None if tiers is None else tiers.rates  # of all ranks
         self._block_size = requests.kv.block_size
         self._pace, self._clock = pace, clock
 

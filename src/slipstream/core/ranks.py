@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from slipstream.core.request import Request
 
 if TYPE_CHECKING:
+    from slipstream.core.cache.kv_cache_manager import KVCacheManager
     from slipstream.core.scheduler import Scheduler
     from slipstream.core.step import StepBuilder
 
@@ -48,7 +49,7 @@ def deal(scheduler: Scheduler, step: StepBuilder, request: Request) -> tuple[lis
         merits = (
             fits,
             kv.num_running <= most,
-            kv.reach(request, computed),
+            _prefix(kv, request, computed),
             -kv.num_running,
             kv.pool.num_free,
             -kv.rank,
@@ -58,6 +59,13 @@ def deal(scheduler: Scheduler, step: StepBuilder, request: Request) -> tuple[lis
     if before is not request.kv and before.tiers is not None:
         before.tiers.let_go(request)
     return cached, computed
+
+
+def _prefix(kv: KVCacheManager, request: Request, computed: int) -> int:
+    """Number of tokens of a request's prompt in a rank's cache, `computed`, and in the tiers below."""
+    if kv.tiers is None or not kv.may_begin_cached(request):
+        return computed
+    return kv.tiers.reach(request, computed)
 
 
 def share_of_step(scheduler: Scheduler) -> list[Request]:

@@ -72,9 +72,8 @@ from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
 from slipstream.core.step import StepBuilder, chunk_with_decodes, new_tuple
 from slipstream.core.tiers.block_store import BlockStore
-from slipstream.core.tiers.rates import Rates
 from slipstream.core.tiers.returning import prefetch
-from slipstream.core.tiers.tiers import total_stats
+from slipstream.core.tiers.tiers import make_tiers, total_stats
 from slipstream.costs.graph_sizes import Padding
 from slipstream.errors import EngineOverloadedError, RequestError, SlipstreamError
 from slipstream.messages.finish_reason import FinishReason
@@ -142,14 +141,12 @@ class Scheduler:
         sessions = None
         if cache.eviction == "value" and cache.enable_prefix_caching:
             sessions = Sessions(clock, cache.attention_tokens)
-        rates = Rates() if stores else None
         self.kvs = [
-            KVCacheManager(cache, num_blocks, salt, store, clock, rank, max_drafts, sessions, rates)
-            for rank, store in enumerate(stores or [None] * scheduling.num_ranks)
+            KVCacheManager(cache, num_blocks, salt, rank, max_drafts, sessions)
+            for rank in range(scheduling.num_ranks)
         ]
-        assert len(self.kvs) == scheduling.num_ranks, "each rank with requests of its own has tiers"
         self.kv = self.kvs[0]
-        self.tiers = [kv.tiers for kv in self.kvs if kv.tiers is not None]
+        self.tiers = make_tiers(self.kvs, stores, clock)
         self.policy = make_policy(scheduling, self.kvs)
         objective = scheduling.target_itl_ms
         self._pace = None if objective is None else Pace(objective / 1e3, padded)
@@ -159,7 +156,7 @@ class Scheduler:
         self._clock = clock
         self.participants = list(participants)
         self.requests = RequestTable(self.kv, self.policy, self.participants)
-        self.in_flight = StepsInFlight(self.requests, self.participants, self._pace, rates, clock)
+        self.in_flight = StepsInFlight(self.requests, self.participants, self._pace, clock)
         step_tokens = scheduling.tokens_of_rank
         self._lengths = Lengths(max_model_len, cache, step_tokens, self.pool.num_usable)
         self._outputs: list[EngineOutput] = []

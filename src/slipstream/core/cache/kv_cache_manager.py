@@ -42,8 +42,6 @@ from slipstream.core.cache.sessions import Session, Sessions
 from slipstream.core.cache.slots import Slots
 from slipstream.core.request import Request, Status
 from slipstream.core.step import StepBuilder
-from slipstream.core.tiers.block_store import BlockStore
-from slipstream.core.tiers.rates import Rates
 from slipstream.core.tiers.tiers import Tiers
 from slipstream.messages.steps import StateMark, TableUpdate
 
@@ -52,9 +50,8 @@ class KVCacheManager:
     """Manages the blocks of one rank.
 
     `num_blocks` is the size of the pool, null block included. `salt` keeps prefixes of different
-    models apart. `store` has the tiers below the device. `rank` is the rank whose cache this is.
-    With `sessions`, which all ranks share, cached blocks are evicted by value. All ranks share the
-    `rates` of their tiers, too.
+    models apart. `rank` is the rank whose cache this is. With `sessions`, which all ranks share,
+    cached blocks are evicted by value.
     """
 
     def __init__(
@@ -62,12 +59,9 @@ class KVCacheManager:
         cache: CacheConfig,
         num_blocks: int,
         salt: str,
-        store: BlockStore | None,
-        clock: Callable[[], float],
         rank: int = 0,
         max_drafts: int = 0,
         sessions: Sessions | None = None,
-        rates: Rates | None = None,
     ) -> None:
         self.cache = cache
         self.rank = rank
@@ -90,13 +84,7 @@ class KVCacheManager:
         self.kinds = make_kinds(cache, max_drafts, sessions)
         self.copies: dict[int, int] = {}  # pending copies: target block to source block
         self._copied = Counter[int]()  # number of pending copies of each source block
-        self.tiers = None
-        if store is not None:
-            slots = {kind.number: kind.pool for kind in self.kinds}
-            given = store, self.pool, self.own, dict(self.windows), cache.block_size, clock, slots
-            self.tiers = Tiers(*given, rates or Rates())
-            if sessions is not None and not self.kinds:  # slots of sessions come back from no tier
-                sessions.keeps_keys = True
+        self.tiers: Tiers | None = None  # set by `make_tiers`
         self.stored: Callable[[Request, Sequence[int]], None] | None = None
         """Told of a request's blocks that the prefix cache took, by their numbers in the request."""
         self._last_step = 0
@@ -390,15 +378,6 @@ class KVCacheManager:
         if not hit[1] or ends(hit[1] // size):
             return hit
         return longest_hit(self.pool, request, self.own, windows, size, ends)
-
-    def reach(self, request: Request, computed: int) -> int:
-        """Number of tokens of the request's prompt that are cached here or in the tiers.
-
-        The first `computed` of them are cached.
-        """
-        if self.tiers is None or not request.block_keys or not self.may_begin_cached(request):
-            return computed
-        return self.tiers.reach(request, computed)
 
     def waits_for_tiers(
         self, request: Request, cached: Sequence[Sequence[int]], computed: int, spare: int

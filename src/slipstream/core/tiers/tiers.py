@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from math import inf
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from slipstream.core.cache.block_pool import NULL_BLOCK, BlockPool
 from slipstream.core.cache.prefix_cache import group_key, kind_of, slot_key, usable_prefix
@@ -44,6 +44,9 @@ from slipstream.core.tiers.rates import Rates
 from slipstream.messages.stats import TierStats
 from slipstream.messages.tiers import BlockCopy, Place
 from slipstream.spec.model import CacheGroup
+
+if TYPE_CHECKING:
+    from slipstream.core.cache.kv_cache_manager import KVCacheManager
 
 PROBE_BLOCKS = 8
 """Number of blocks loaded to measure a rate again."""
@@ -757,6 +760,20 @@ class Tiers:
         self._number += 1
         self._after[self._number] = done
         return BlockCopy(self._number, source, target, key, block, slot, kind_of(key), address)
+
+
+def make_tiers(
+    kvs: Sequence[KVCacheManager], stores: Sequence[BlockStore], clock: Callable[[], float]
+) -> list[Tiers]:
+    """Make the tiers below the caches of all ranks, each in its own of the `stores`; none without these."""
+    rates, made = Rates(), list[Tiers]()
+    for kv, store in zip(kvs, stores, strict=True) if stores else ():
+        slots, windows = {kind.number: kind.pool for kind in kv.kinds}, dict(kv.windows)
+        kv.tiers = Tiers(store, kv.pool, kv.own, windows, kv.block_size, clock, slots, rates)
+        if kv.sessions is not None and not kv.kinds:  # slots of sessions come back from no tier
+            kv.sessions.keeps_keys = True
+        made.append(kv.tiers)
+    return made
 
 
 def total_stats(tiers: Sequence[Tiers]) -> TierStats | None:

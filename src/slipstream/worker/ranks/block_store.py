@@ -1,8 +1,8 @@
 """Tiers below the devices' caches of several ranks: each rank stores its part of every block. No torch.
 
-Where each request belongs to one rank, each of these has a store. Over a pipeline that is the store of one rank of
-every stage. All ranks of a store get the same copies, in order with the steps. A copy is done when all have made it, and is good if it
-is good on all. A block counts as stored on disk if all ranks had it at the start, or have written it since. That one
+Where each request belongs to one rank, each of these has a store; over a pipeline that is the store of one rank of every
+stage. All ranks of a store get the same copies, in order with the steps. A copy is done when all have made it, and is good
+if it is good on all. A block counts as stored on disk if all ranks had it at the start, or have written it since. That one
 rank has removed its file is noticed when it is read.
 """
 

@@ -466,7 +466,8 @@ class ProcessExecutor(Executor):
         All stages get the same.
         """
         self._raise_if_dead()
-        encoded = [m and self._ranks[0].link.encode(m) for m in messages]
+        encode = self._ranks[0].link.encode
+        encoded = [None if message is None else encode(message) for message in messages]
         try:
             with self._sending:
                 for rank in self._ranks:
