@@ -163,7 +163,7 @@ def test_choices_of_a_full_rank_hold_up_no_other():
     below=st.sampled_from([None, (0, True), (3, True), (9, False)]),
 )
 def test_all_ranks_blocks_are_free_after_all_requests(seed, num_ranks, windows, stages, below):
-    """Those that copies to tiers and loads held, too. No rank reads what another's tier has."""
+    """Blocks that copies to tiers and loads held are free, too. No rank reads what another's tier has."""
     chance = random.Random(seed)
     made = config(
         num_blocks=chance.randint(14, 40) * len(windows),
@@ -210,7 +210,7 @@ def with_tiers(num_slots=0, files=None, **more):
 
 @pytest.mark.parametrize("num_slots", [0, 40])
 def test_a_request_goes_to_the_rank_whose_tier_has_its_prefix(num_slots):
-    """After a restart as well, if the tier is a disk."""
+    """A disk is found after a restart as well."""
     engine, stores = with_tiers(num_slots)
     prompts = [range(100 * i, 100 * i + 5 * BLOCK + 2) for i in range(4)]
     for turn in range(3):
@@ -234,7 +234,7 @@ def test_a_request_goes_to_the_rank_whose_tier_has_its_prefix(num_slots):
 
 
 def test_what_was_loaded_for_a_request_is_let_go_when_it_runs_elsewhere():
-    """Its rank has no place any more when the blocks have come."""
+    """The rank has no place any more when the blocks have come."""
     engine, stores = with_tiers(max_num_seqs=4)
     prompt = range(5 * BLOCK + 2)
     engine.scheduler.add(request("first", prompt, 1))

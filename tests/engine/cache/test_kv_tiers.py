@@ -142,7 +142,7 @@ def test_each_rank_keeps_its_part(tmp_path, family, how):
 def test_requests_dealt_out_find_their_blocks_on_the_disk_of_a_rank(
     tmp_path, family, how, monkeypatch
 ):
-    """After a rank was killed, too, and whatever the order of the requests."""
+    """A disk serves after a rank was killed, too, and whatever the order of the requests."""
     monkeypatch.setattr(process_executor, "available_cores", lambda: 4)  # they share what there is
     model, folder = tmp_path / "model", tmp_path / "kv"
     tiny_models.write(model, family)
