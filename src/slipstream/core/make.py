@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.config.forms import NO_DRAFTS, DraftSettings, SpeculationConfig
@@ -30,7 +30,7 @@ def make_scheduler(
     load_adapter: LoadAdapter | None = None,
     whole_media: bool = False,
     routed_experts: bool = False,
-    store: BlockStore | None = None,
+    stores: Sequence[BlockStore] = (),
     padded: Padding | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
@@ -59,7 +59,7 @@ def make_scheduler(
         salt=salt,
         participants=participants,
         drafts_ahead=drafts_ahead,
-        store=store,
+        stores=stores,
         padded=padded,
         clock=clock,
         max_drafts=speculation.limit,

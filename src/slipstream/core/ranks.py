@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from slipstream.core.request import Request
 
 if TYPE_CHECKING:
+    from slipstream.core.cache.kv_cache_manager import KVCacheManager
     from slipstream.core.scheduler import Scheduler
     from slipstream.core.step import StepBuilder
 
@@ -27,9 +28,12 @@ def deal(scheduler: Scheduler, step: StepBuilder, request: Request) -> tuple[lis
 
     1. It has room now.
     2. It does not run many more requests than another (`UNEVEN_SHARE`).
-    3. It has the longest cached prefix.
+    3. It has the longest prefix, in its cache and the tiers below.
     4. It runs the fewest requests.
+
+    What a tier had loaded for the request on another rank is let go.
     """
+    before = request.kv
     least = min(kv.num_running for kv in scheduler.kvs)
     most = least + max(1, least // UNEVEN_SHARE)
     found = []
@@ -45,14 +49,23 @@ def deal(scheduler: Scheduler, step: StepBuilder, request: Request) -> tuple[lis
         merits = (
             fits,
             kv.num_running <= most,
-            computed,
+            _prefix(kv, request, computed),
             -kv.num_running,
             kv.pool.num_free,
             -kv.rank,
         )
         found.append((merits, kv, cached, computed))
     _, request.kv, cached, computed = max(found, key=itemgetter(0))
+    if before is not request.kv and before.tiers is not None:
+        before.tiers.let_go(request)
     return cached, computed
+
+
+def _prefix(kv: KVCacheManager, request: Request, computed: int) -> int:
+    """Number of tokens of a request's prompt in a rank's cache, `computed`, and in the tiers below."""
+    if kv.tiers is None or not kv.may_begin_cached(request):
+        return computed
+    return kv.tiers.reach(request, computed)
 
 
 def share_of_step(scheduler: Scheduler) -> list[Request]:

@@ -185,14 +185,14 @@ class RequestTable:
         if request.status is Status.RUNNING:
             self._stop(request)
             hands_over = request.spec.hands_over and reason in _COMPLETE
-            if hands_over and self.kv.tiers is not None:
-                self.kv.tiers.hand_over(request)
+            if hands_over and request.kv.tiers is not None:
+                request.kv.tiers.hand_over(request)
         request.kv.release(request)
         self._drop_from_worker(request)
         request.kv.ended(request)
         request.status = Status.FINISHED
-        if self.kv.tiers is not None:
-            self.kv.tiers.let_go(request)
+        if request.kv.tiers is not None:
+            request.kv.tiers.let_go(request)
         for part in request.participants:
             part.ended(request)
         for child in request.forks:

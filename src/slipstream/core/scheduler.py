@@ -72,6 +72,7 @@ from slipstream.core.request_table import RequestTable
 from slipstream.core.step import StepBuilder, chunk_with_decodes, new_tuple
 from slipstream.core.tiers.block_store import BlockStore
 from slipstream.core.tiers.returning import prefetch
+from slipstream.core.tiers.tiers import make_tiers, total_stats
 from slipstream.costs.graph_sizes import Padding
 from slipstream.errors import EngineOverloadedError, RequestError, SlipstreamError
 from slipstream.messages.finish_reason import FinishReason
@@ -110,10 +111,12 @@ P = TypeVar("P", bound=Participant)
 class Scheduler:
     """Scheduler of a text-generating model.
 
-    `num_blocks`: size of a pool (per rank), null block included. `salt` keeps cached prefixes of different models
-    apart. `drafts_ahead`: if many blocks are free, a step with drafts also gets blocks for equally many drafts of the
-    next step. `store` has the tiers below the device. `padded` maps a step to its graph's size. A step verifies up to
-    `max_drafts` drafts of a request. `core/make.py` chooses the participants.
+    `num_blocks` is the size of a pool (of each rank's, with several ranks), null block included.
+    `salt` keeps cached prefixes of different models apart. `drafts_ahead`: where many blocks are
+    free, a step with drafts also gets those for as many drafts of the next one. `stores` has the
+    tiers, if there are any, by rank with requests of its own. `padded` maps a step to its graph's
+    size. A step verifies up to `max_drafts` drafts of a request. `core/make.py` chooses the
+    participants.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class Scheduler:
         salt: str = "",
         participants: Iterable[Participant] = (),
         drafts_ahead: bool = False,
-        store: BlockStore | None = None,
+        stores: Sequence[BlockStore] = (),
         padded: Padding | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_drafts: int = 0,
@@ -134,16 +137,15 @@ class Scheduler:
         self.scheduling = scheduling
         self.cache = cache
         self.max_model_len = max_model_len
-        assert store is None or scheduling.num_ranks == 1, "one rank has tiers"
         sessions = None
         if cache.eviction == "value" and cache.enable_prefix_caching:
             sessions = Sessions(clock, cache.attention_tokens)
         self.kvs = [
-            KVCacheManager(cache, num_blocks, salt, store, clock, rank, max_drafts, sessions)
+            KVCacheManager(cache, num_blocks, salt, rank, max_drafts, sessions)
             for rank in range(scheduling.num_ranks)
         ]
         self.kv = self.kvs[0]
-        self.tiers = self.kv.tiers
+        self.tiers = make_tiers(self.kvs, stores, clock)
         self.policy = make_policy(scheduling, self.kvs)
         objective = scheduling.target_itl_ms
         self._pace = None if objective is None else Pace(objective / 1e3, padded)
@@ -202,8 +204,8 @@ class Scheduler:
         Results of steps in flight are not expected any more.
         """
         self.in_flight.forget()
-        if self.tiers is not None:
-            self.tiers.forget_offers()
+        for tiers in self.tiers:
+            tiers.forget_offers()
         outputs = [
             self.requests.finish(request, reason, error)
             for request in list(self.requests.by_id.values())
@@ -253,7 +255,7 @@ class Scheduler:
         times = [] if deadline is None else [deadline]
         window = self.policy.opens_at(self.requests.waiting.oldest_arrival())
         times += [] if window is None else [window]
-        if self.tiers is not None and self.tiers.is_copying:  # requests may wait for blocks
+        if any(tiers.is_copying for tiers in self.tiers):  # requests may wait for blocks
             times.append(self._clock() + COPYING_S)
         return min(times, default=None)
 
@@ -265,8 +267,8 @@ class Scheduler:
         """Forget all cached prefixes, and participants' data of ended requests."""
         for kv in self.kvs:
             kv.forget_all()
-        if self.tiers is not None:
-            self.tiers.forget_all()
+        for tiers in self.tiers:
+            tiers.forget_all()
         for part in self.participants:
             part.reset()
 
@@ -275,14 +277,15 @@ class Scheduler:
 
         `schedule` also does this.
         """
-        if self.tiers is None:
+        if not self.tiers:
             return
-        for request in self.tiers.take():
+        for request in chain.from_iterable(tiers.take() for tiers in self.tiers):
             if request.status is Status.LOADING:
                 self.requests.wait(request)
         spare = self.watermark if self.requests.by_id else 0
-        prefetch(self.kv, spare)
-        self.tiers.store(self.in_flight.last_ended, spare, at_once)
+        prefetch(self.kvs, spare)
+        for tiers in self.tiers:
+            tiers.store(self.in_flight.last_ended, spare, at_once)
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
@@ -651,7 +654,7 @@ class Scheduler:
             kv_allocated_tokens=sum(kv.num_used_tokens() for kv in self.kvs),
             kv_wasted_tokens=self.kv.num_wasted_tokens(self.requests.running),
             forced_tokens=self.in_flight.num_certain,
-            tiers=None if self.tiers is None else self.tiers.stats(),
+            tiers=total_stats(self.tiers),
             **{name: n for part in self.participants for name, n in part.stats().items()},
         )
 

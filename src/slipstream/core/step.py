@@ -82,6 +82,11 @@ class StepBudget:
     def _spare_of(self, kv: KVCacheManager) -> int:
         return self._limit_of_rank - self._extra_of_rank[kv.rank] - kv.num_running
 
+    @property
+    def busiest_share(self) -> float:
+        """Share of the tokens beyond requests' own that is of the rank with the most."""
+        return max(self._extra_of_rank, default=self._extra) / self._extra if self._extra else 1.0
+
     def take(self, kv: KVCacheManager, count: int, num_sampled: int) -> None:
         """Take `count` tokens of a request that runs there, of which `num_sampled` are sampled."""
         self._extra += count - 1

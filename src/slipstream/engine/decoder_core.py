@@ -54,7 +54,7 @@ class DecoderCore(EngineCore):
             load_adapter=None if config.lora is None else executor.load_adapter,
             whole_media=spec.media is not None and spec.media.bidirectional is not None,
             routed_experts=config.model.routed_experts,
-            store=executor.store,
+            stores=executor.stores,
             padded=padding(config, spec) if config.device.has_graphs else None,
         )
         self.grammars = Grammars(
@@ -68,7 +68,7 @@ class DecoderCore(EngineCore):
             JoiningTexts(self._texts),
         )
         events = config.cache.events
-        if events is not None and executor.store is not None:
+        if events is not None and executor.stores:
             message = "kv_events_config: blocks that come back from lower tiers are not told; leave one of them out"
             raise ConfigError(message, field="kv_events_config")
         published = () if events is None else (PublishingCacheEvents(events, scheduler),)
@@ -138,7 +138,7 @@ class DecoderCore(EngineCore):
             )
 
     def tend(self, at_once: int | None = None) -> bool:
-        if self.scheduler.tiers is None or self._in_flight or self._planned:
+        if self._in_flight or self._planned:
             return False
         self.scheduler.tend(at_once)
-        return self.scheduler.tiers.is_busy
+        return any(tiers.is_busy for tiers in self.scheduler.tiers)

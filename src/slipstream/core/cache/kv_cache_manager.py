@@ -41,7 +41,6 @@ from slipstream.core.cache.sessions import Session, Sessions
 from slipstream.core.cache.slots import Slots
 from slipstream.core.request import Request, Status
 from slipstream.core.step import StepBuilder
-from slipstream.core.tiers.block_store import BlockStore
 from slipstream.core.tiers.tiers import Tiers
 from slipstream.messages.steps import StateMark, TableUpdate
 
@@ -49,9 +48,9 @@ from slipstream.messages.steps import StateMark, TableUpdate
 class KVCacheManager:
     """Manages the blocks of one rank.
 
-    `num_blocks`: size of the pool, null block included. `salt` keeps prefixes of different models
-    apart. `store`: the tiers below the device. `rank` is the rank whose cache this is. With
-    `sessions`, which all ranks share, cached blocks are evicted by value.
+    `num_blocks` is the size of the pool, null block included. `salt` keeps prefixes of different
+    models apart. `rank` is the rank whose cache this is. With `sessions`, which all ranks share,
+    cached blocks are evicted by value.
     """
 
     def __init__(
@@ -59,8 +58,6 @@ class KVCacheManager:
         cache: CacheConfig,
         num_blocks: int,
         salt: str,
-        store: BlockStore | None,
-        clock: Callable[[], float],
         rank: int = 0,
         max_drafts: int = 0,
         sessions: Sessions | None = None,
@@ -86,14 +83,7 @@ class KVCacheManager:
         self.kinds = make_kinds(cache, max_drafts, sessions)
         self.copies: dict[int, int] = {}  # pending copies: target block to source block
         self._copied = Counter[int]()  # number of pending copies of each source block
-        self.tiers = None
-        if store is not None:
-            slots = {kind.number: kind.pool for kind in self.kinds}
-            self.tiers = Tiers(
-                store, self.pool, self.own, dict(self.windows), cache.block_size, clock, slots
-            )
-            if sessions is not None and not self.kinds:  # tiers don't bring back slots of sessions
-                sessions.keeps_keys = True
+        self.tiers: Tiers | None = None  # set by `make_tiers`
         self.stored: Callable[[Request, Sequence[int]], None] | None = None
         """Callback with a request and the indices of its blocks that were newly cached."""
         self._last_step = 0
@@ -341,6 +331,7 @@ class KVCacheManager:
         """Tell the session of a request that it has ended; its blocks were released."""
         if self.sessions is not None and request.session is not None:
             session, request.session = request.session, None
+            session.rank = self.rank
             size, hints = self.block_size, request.spec.cache_hints
             num_prompt = request.num_prompt_tokens // size
             session.kept = () if hints.ttl_s is None else ((math.inf, hints.ttl_s),)
@@ -409,7 +400,7 @@ class KVCacheManager:
             if (session := request.session) is not None:
                 self._enter_order(self.order, request, tables, session)
                 begin, end = session.prefetched
-                if end and self.tiers is not None:
+                if end and self.tiers is not None and session.rank == self.rank:
                     hit = len(tables[self.own[0]]) * self.block_size
                     self.tiers.count_used(max(0, min(hit, end) - begin))
                     session.prefetched = 0, 0

@@ -212,7 +212,8 @@ class Session:
     keys: bytes = b""  # concatenated keys of its blocks, while they may be loaded again
     returns_at: float = 0.0  # ages of the next and the last attempt
     returns_by: float = 0.0
-    prefetched: tuple[int, int] = (0, 0)  # positions of tokens that were loaded again: from, to
+    prefetched: tuple[int, int] = (0, 0)  # tokens that were brought back: from, to
+    rank: int = 0  # where its last request ran, of ranks with requests of their own
 
 
 class Sessions:

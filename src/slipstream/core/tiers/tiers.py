@@ -31,8 +31,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from math import inf
+from typing import TYPE_CHECKING, TypeAlias
 
 from slipstream.core.cache.block_pool import NULL_BLOCK, BlockPool
 from slipstream.core.cache.prefix_cache import group_key, kind_of, slot_key, usable_prefix
@@ -42,6 +44,9 @@ from slipstream.core.tiers.rates import Rates
 from slipstream.messages.stats import TierStats
 from slipstream.messages.tiers import BlockCopy, Place
 from slipstream.spec.model import CacheGroup
+
+if TYPE_CHECKING:
+    from slipstream.core.cache.kv_cache_manager import KVCacheManager
 
 PROBE_BLOCKS = 8
 """Number of blocks loaded to measure a rate again."""
@@ -66,6 +71,10 @@ SPARE_SLOTS = 2
 
 ELSEWHERE = -1
 """Value instead of a device block number for a block that is in a tier."""
+
+
+Found: TypeAlias = Mapping[int, Sequence[int | None]]
+"""The device's blocks of a chain, by group; None for a block that is not there."""
 
 
 class TierLoad:
@@ -105,6 +114,7 @@ class Tiers:
 
     `pool` is the device's pool, `own` are the groups of layers that requests write to, and `clock`
     is the scheduler's clock. `slots` are the pools of the model's other kinds of cache, by kind.
+    Ranks with requests of their own have tiers each, and share the `rates`.
     """
 
     def __init__(
@@ -116,6 +126,7 @@ class Tiers:
         block_size: int,
         clock: Callable[[], float],
         slots: Mapping[int, BlockPool],
+        rates: Rates,
     ) -> None:
         self._store, self._pool, self._size, self._clock = store, pool, block_size, clock
         self._own, self._windows, self._kinds = own, windows, slots
@@ -127,8 +138,8 @@ class Tiers:
         self._handing: list[tuple[BlockPool, int]] = []  # held until copied to the exchange
         # a host tier, unless empty, has slots for each kind that the device has
         self._hosts = [BlockPool(count + 1) if count else None for count in store.slots]
-        self.rates = Rates()
-        self._looked = -inf  # time of the last check for finished copies
+        self.rates = rates
+        self._looked = -inf  # when finished copies were looked for last
         self._number = self._era = 0  # a new era begins when everything is forgotten
         # callbacks to run when a copy ends, by copy number
         self._after: dict[int, Callable[[bool], None]] = {}
@@ -353,14 +364,8 @@ class Tiers:
         self, request: Request, tables: Sequence[Sequence[int]], num_cached: int, spare: int
     ) -> bool:
         size, keys = self._size, request.block_keys
-        reach = self._reach(keys)
         self._counts["queried_tokens"] += request.num_tokens - num_cached
-        if reach * size <= num_cached:
-            return False
-        found = {
-            g: [self._pool.lookup(group_key(key, g)) for key in keys[:reach]] for g in self._own
-        }
-        wanted, gained = self._missing(keys, request.num_tokens, found, reach, num_cached)
+        found, wanted, gained = self._further(keys, request.num_tokens, num_cached)
         if not wanted:
             return False
         if (
@@ -392,6 +397,15 @@ class Tiers:
         load = self._begin(request, wanted, held, gained)
         load.probes = probes
         return True
+
+    def reach(self, request: Request, num_cached: int) -> int:
+        """Number of tokens of a request's prompt that the device and the tiers have together.
+
+        `num_cached` of them are on the device. A request that was looked up computes the others.
+        """
+        if request.looked_up:
+            return num_cached
+        return num_cached + self._further(request.block_keys, request.num_tokens, num_cached)[2]
 
     def bring_back(
         self,
@@ -442,11 +456,26 @@ class Tiers:
                     return i
         return len(keys)
 
+    def _further(
+        self, keys: Sequence[bytes], num_tokens: int, num_cached: int
+    ) -> tuple[Found, list[bytes], int]:
+        """Look for blocks of a prompt that only the tiers have, after the `num_cached` tokens on the device.
+
+        Returns (the device's blocks by group, keys of the blocks to load, number of tokens gained).
+        """
+        reach = self._reach(keys)
+        if reach * self._size <= num_cached:
+            return {}, [], 0
+        found = {
+            g: [self._pool.lookup(group_key(key, g)) for key in keys[:reach]] for g in self._own
+        }
+        return found, *self._missing(keys, num_tokens, found, reach, num_cached)
+
     def _missing(
         self,
         chain: Sequence[bytes],
         num_tokens: int,
-        found: Mapping[int, Sequence[int | None]],
+        found: Found,
         most: int,
         num_cached: int,
     ) -> tuple[list[bytes], int]:
@@ -703,7 +732,8 @@ class Tiers:
         self._store.clear()
 
     def stats(self) -> TierStats:
-        store, counts, rates = self._store, self._counts, self.rates
+        """Statistics without the rates, which all ranks share (`total_stats`)."""
+        store, counts = self._store, self._counts
         host_bytes = sum(
             each * sum(key is not None for key in host.hashes)
             for host, each in zip(self._hosts, store.sizes, strict=True)
@@ -713,10 +743,6 @@ class Tiers:
         return TierStats(
             host_bytes=host_bytes,
             disk_bytes=0 if disk is None else disk.num_bytes,
-            host_bytes_per_s=rates.host.per_second,
-            disk_bytes_per_s=rates.disk.per_second,
-            peer_bytes_per_s=rates.peer.per_second,
-            prefill_tokens_per_s=rates.prefill.per_second,
             exchange_bytes=0 if exchange is None else exchange.num_bytes,
             exchange_limit_bytes=0 if exchange is None else exchange.limit_bytes,
             expired_blocks=0 if exchange is None else exchange.num_expired + exchange.num_evicted,
@@ -736,3 +762,33 @@ class Tiers:
         self._number += 1
         self._after[self._number] = done
         return BlockCopy(self._number, source, target, key, block, slot, kind_of(key), address)
+
+
+def make_tiers(
+    kvs: Sequence[KVCacheManager], stores: Sequence[BlockStore], clock: Callable[[], float]
+) -> list[Tiers]:
+    """Make the tiers below the caches of all ranks, each in its own of the `stores`; none without these."""
+    rates, made = Rates(), list[Tiers]()
+    for kv, store in zip(kvs, stores, strict=True) if stores else ():
+        slots, windows = {kind.number: kind.pool for kind in kv.kinds}, dict(kv.windows)
+        kv.tiers = Tiers(store, kv.pool, kv.own, windows, kv.block_size, clock, slots, rates)
+        if kv.sessions is not None and not kv.kinds:  # slots of sessions come back from no tier
+            kv.sessions.keeps_keys = True
+        made.append(kv.tiers)
+    return made
+
+
+def total_stats(tiers: Sequence[Tiers]) -> TierStats | None:
+    """Statistics of all ranks' tiers; None if there are none. The rates are of all ranks together."""
+    if not tiers:
+        return None
+    each, rates = [asdict(own.stats()) for own in tiers], tiers[0].rates
+    return TierStats(
+        **{name: sum(own[name] for own in each) for name in each[0]}
+        | {
+            "host_bytes_per_s": rates.host.per_second,
+            "disk_bytes_per_s": rates.disk.per_second,
+            "peer_bytes_per_s": rates.peer.per_second,
+            "prefill_tokens_per_s": rates.prefill.per_second,
+        }
+    )
