@@ -16,7 +16,7 @@ from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import invariant
 from slipstream.kernels.triton.products import invariant as products
-from slipstream.kernels.triton.recurrent import rules
+from slipstream.kernels.triton.recurrent import conv, rules
 from slipstream.kernels.weights.forms import Linear
 from slipstream.model.load.loader import load_model
 from slipstream.spec.model import DenseSpec, GatedDeltaSpec, MoESpec
@@ -160,15 +160,17 @@ def test_a_tokens_latent_attention_is_the_same_in_prompts_chunks_and_decodes_spl
         assert torch.equal(run(few, decodes[0])[0], whole[24])
 
 
-DELTA = [x for x in SPECS if isinstance(SPECS[x], GatedDeltaSpec) and SPECS[x].decay == "head"]
-
-
 @pytest.mark.parametrize(
-    "name", [DELTA[0], *(pytest.param(x, marks=pytest.mark.slow) for x in DELTA[1:])]
+    "name",
+    [
+        x if x in ("Qwen3-Next", "Nemotron-H", "Jamba") else pytest.param(x, marks=pytest.mark.slow)
+        for x in SPECS
+    ],
 )
 def test_a_recurrent_layers_tokens_are_the_same_in_prompts_chunks_and_decodes(monkeypatch, name):
     """Steps of at most SHORT tokens would not be computed in chunks."""
-    monkeypatch.setattr(rules, "SHORT", 4)
+    for module in (rules, conv):
+        monkeypatch.setattr(module, "SHORT", 4)
     call, rows = random_layer(SPECS[name])
     x, others = rows(20), rows(9)
     ops = TritonOps(deterministic=True)
