@@ -48,6 +48,7 @@ ROWS_OF_8_BITS = 16
 inputs of a row in another order than HGMMA is."""
 STAGES = 6
 """Tiles of keys on their way to a decode's thread block."""
+BY_CORE, FEW_WARPS, FEW_STAGES = False, 4, 6
 FEW_PROGRAMS = 8
 """Thread blocks a multiprocessor below which parts go to thread blocks of their own."""
 MAX_SCRATCH = 2**24
@@ -77,7 +78,7 @@ def _part(
     q, q_rotary, start, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, bias, reach, window, head, ds,
     K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BY_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr, BY_CORE: tl.constexpr,
 ):  # fmt: skip
     """Computes outputs, maxima and sums over one part of the keys, `start` … `end`."""
     m = tl.full((q.shape[0],), float("-inf"), tl.float32)
@@ -112,10 +113,14 @@ def _part(
         factor = tl.full(s.shape, 1.0, tl.float32) * to_log2
         p = tl.exp2(tl.fma(s, factor, tl.broadcast_to(-safe[:, None], s.shape)))
         alpha = tl.exp2(m - safe)
-        l = tl.fma(l, alpha, tl.sum(p, 1))
-        acc = tl.dot(
-            p.to(q.dtype), _to_dtype(v, q.dtype), acc * alpha[:, None], input_precision="ieee"
-        )
+        given = p.to(q.dtype)
+        if BY_CORE:
+            ones = tl.full((BLOCK_N, 16), 1.0, q.dtype)
+            total = tl.max(tl.dot(given, ones, input_precision="ieee"), 1)
+        else:
+            total = tl.sum(p, 1)
+        l = tl.fma(l, alpha, total)
+        acc = tl.dot(given, _to_dtype(v, q.dtype), acc * alpha[:, None], input_precision="ieee")
         m = new
     return acc, m, l
 
@@ -130,7 +135,7 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, SPLIT: tl.constexpr, FOLDED: tl.constexpr,
-    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BY_CORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M rows of a (kv head, sequence), over all parts of their keys or, with SPLIT,
     over each `lanes`-th part. A row is a token and one of the G heads of the kv head."""
@@ -189,6 +194,7 @@ def _attention_kernel(
             q, q_rotary, tl.maximum(part * PART, low), tl.minimum(part * PART + PART, end), positions, table, k_ptr, v_ptr,
             scale, softcap, slope, bias, reach, window, head, ds,
             K, D, R, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, CAUSAL,
+            BY_CORE,
         )  # fmt: skip
         if SPLIT:
             if is_one:
@@ -313,6 +319,8 @@ def _attend(
     scratch = chosen * num_heads * parts * dim <= MAX_SCRATCH
     splits = s.causal and programs < room and parts > 1 and scratch
     lanes = min(parts, max(1, 4 * room // programs)) if splits else 1
+    if splits and BY_CORE:
+        warps, stages = max(warps, FEW_WARPS), FEW_STAGES
     given = s.alibi_slopes, s.distance_bias, s.sinks, kv.k_scale, kv.v_scale
     slopes, bias, sinks, k_scale, v_scale = (q if t is None else t for t in given)
     partial, maxima, sums, arrived = out, out, out, out
@@ -330,6 +338,6 @@ def _attend(
         PART=PART, HAS_WINDOW=s.window is not None, HAS_SOFTCAP=s.softcap is not None, HAS_ALIBI=s.alibi_slopes is not None,
         HAS_BIAS=s.distance_bias is not None, CAUSAL=s.causal, HAS_SINKS=s.sinks is not None,
         SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1, SPLIT=splits,
-        FOLDED=min(block_m, max(1, FOLDED * warps // block_d)), BLOCK_R=max(16, triton.next_power_of_2(rotary)),
+        FOLDED=min(block_m, max(1, FOLDED * warps // block_d)), BLOCK_R=max(16, triton.next_power_of_2(rotary)), BY_CORE=BY_CORE,
         num_warps=warps, num_stages=stages, **pdl_options(q),
     )  # fmt: skip
