@@ -49,6 +49,7 @@ inputs of a row in another order than HGMMA is."""
 STAGES = 6
 """Tiles of keys on their way to a decode's thread block."""
 BY_CORE, FEW_WARPS, FEW_STAGES = False, 4, 6
+ANNOUNCE = False
 FEW_PROGRAMS = 8
 """Thread blocks a multiprocessor below which parts go to thread blocks of their own."""
 MAX_SCRATCH = 2**24
@@ -125,6 +126,16 @@ def _part(
     return acc, m, l
 
 
+@triton.jit
+def _announce(ptr, entry, head, whole, size: tl.constexpr):
+    """Have the `size` numbers of a head in each of some blocks brought to L2."""
+    at = ptr + entry.to(tl.int64) * whole + head * size
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+        [at, size * (ptr.dtype.element_ty.primitive_bitwidth // 8)], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=["window", "table_stride", "reach", "first_seq", "num_parts", "lanes"]
 )
@@ -135,15 +146,26 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, SPLIT: tl.constexpr, FOLDED: tl.constexpr,
-    BLOCK_R: tl.constexpr, BY_CORE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BY_CORE: tl.constexpr, ANNOUNCE: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M rows of a (kv head, sequence), over all parts of their keys or, with SPLIT,
     over each `lanes`-th part. A row is a token and one of the G heads of the kv head."""
-    if PDL:
-        pdl_wait()
     head, seq = tl.program_id(0), tl.program_id(1) + first_seq
     tile = tl.program_id(2)
     lane = tile % lanes
+    if PDL:
+        if ANNOUNCE:
+            # Cached keys, and what says where they are, are older than the kernels in flight.
+            blocks = lane * (PART // BLOCK_SIZE) + tl.arange(0, BLOCKS)
+            held = (blocks < (lane + 1) * (PART // BLOCK_SIZE)) & (
+                blocks * BLOCK_SIZE < tl.load(lens_ptr + seq)
+            )
+            entry = tl.load(
+                table_ptr + seq.to(tl.int64) * table_stride + blocks, mask=held, other=0
+            )
+            _announce(k_ptr, entry, head, K * BLOCK_SIZE * D, BLOCK_SIZE * D)
+            _announce(v_ptr, entry, head, K * BLOCK_SIZE * D, BLOCK_SIZE * D)
+        pdl_wait()
     tile = tl.num_programs(2) // lanes - 1 - tile // lanes  # longest first
     first_token = tl.load(starts_ptr + seq)
     num_queries = tl.load(starts_ptr + seq + 1) - first_token
@@ -339,5 +361,6 @@ def _attend(
         HAS_BIAS=s.distance_bias is not None, CAUSAL=s.causal, HAS_SINKS=s.sinks is not None,
         SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1, SPLIT=splits,
         FOLDED=min(block_m, max(1, FOLDED * warps // block_d)), BLOCK_R=max(16, triton.next_power_of_2(rotary)), BY_CORE=BY_CORE,
+        ANNOUNCE=ANNOUNCE and splits and not rotary and s.window is None and PART % block_size == 0, BLOCKS=triton.next_power_of_2(max(1, PART // block_size)),
         num_warps=warps, num_stages=stages, **pdl_options(q),
     )  # fmt: skip
