@@ -1,5 +1,5 @@
-"""A server's counters at one moment, from inside or from its /metrics, and the observation between
-two moments."""
+"""A server's counters at one moment, read inside it or from its /metrics, and the observation
+between two moments."""
 
 from __future__ import annotations
 
