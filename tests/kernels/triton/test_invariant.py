@@ -19,7 +19,7 @@ from slipstream.kernels.triton.products import invariant as products
 from slipstream.kernels.triton.recurrent import conv, rules
 from slipstream.kernels.weights.forms import Linear
 from slipstream.model.load.loader import load_model
-from slipstream.spec.model import DenseSpec, GatedDeltaSpec, MoESpec
+from slipstream.spec.model import DenseSpec, MoESpec
 from slipstream.spec.scheme import SCHEMES
 from tests.kernels import cases
 from tests.kernels.recurrent_cases import StatefulSequence, new_state, random_layer, step_of

@@ -29,8 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from triton.language.extra.cuda import gdc_launch_dependents
-
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.attention.hopper_memory import barriers, load_tile
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait_first
@@ -63,20 +61,7 @@ barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 
 
 
 @gluon.jit
-def _announce(w_ptr, row, column, N, K, ahead, LOADED: gl.constexpr):
-    """Have `ahead` bytes of each row of a tile brought to L2, from `column` on."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    rows = gl.minimum(row + gl.arange(0, LOADED, LAYOUT), N - 1).to(gl.int64)
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [w_ptr + rows * K + column, ahead], gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _producer(
-    w_desc, x_desc, w_ptr, w_smem, x_smem, full, empty, row, first, steps, N, K, ahead, PDL: gl.constexpr
-):  # fmt: skip
+def _producer(w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL: gl.constexpr):
     STAGES: gl.constexpr = w_smem.shape[0]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
     LOADED: gl.constexpr = w_desc.block_type.shape[0]
@@ -88,8 +73,6 @@ def _producer(
         load_tile(
             w_desc, [row, (first + i) * BLOCK_K], full.index(i), w_smem.index(i).slice(0, LOADED, 0), pred=i < steps,
         )  # fmt: skip
-    if ahead > 0:
-        _announce(w_ptr, row, (first + STAGES) * BLOCK_K, N, K, ahead, LOADED)
     if PDL:
         pdl_wait_first()
     for i in gl.static_range(STAGES):
@@ -159,14 +142,12 @@ def _consumer(
         gl.store(out, acc.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@gluon.jit(do_not_specialize=["M", "num_steps", "size", "ahead"])
+@gluon.jit(do_not_specialize=["M"])
 def _skinny_gemm_kernel(
-    w_desc, x_desc, w_ptr, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, M, N, K, num_steps, size, ahead,
+    w_desc, x_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, M, N, num_steps, size,
     SPLITS: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ADDS: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, SHARES: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    if EARLY and PDL:
-        gdc_launch_dependents()
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
     HEIGHT: gl.constexpr = BLOCK_N if BLOCK_N > ROWS else ROWS
@@ -187,9 +168,7 @@ def _skinny_gemm_kernel(
                     y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
                     steps, M, N, size, 0, BLOCK_N, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
                 )),
-                (_producer, (
-                    w_desc, x_desc, w_ptr, w_smem, x_smem, full, empty, row, first, steps, N, K, ahead, PDL,
-                )),
+                (_producer, (w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL)),
             ],
             [1],
             [40],
@@ -205,12 +184,10 @@ def _skinny_gemm_kernel(
                     y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
                     steps, M, N, size, 1, BLOCK_N, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
                 )),
-                (_producer, (
-                    w_desc, x_desc, w_ptr, w_smem, x_smem, full, empty, row, first, steps, N, K, ahead, PDL,
-                )),
+                (_producer, (w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL)),
             ],
             [4, 1],
-            [80 if SHARES else 168, 40],
+            [168, 40],
         )  # fmt: skip
 
 
@@ -264,13 +241,7 @@ def skinny_gemm(
     block_k = step // size
     tiles, num_steps = triton.cdiv(outer, block_n), triton.cdiv(inner, block_k)
     splits = min(splits, num_steps)
-    room, ahead, early, regs = SHARED_BYTES, 0, False, None
-    if invariant and block_m == 16:
-        block_n, step, room, ahead, early, regs = FORMS(outer, inner * size, size, block_n, step)
-        block_k = step // size
-        tiles, num_steps = triton.cdiv(outer, block_n), triton.cdiv(inner, block_k)
-    stages = min(MAX_STAGES, room // ((max(block_n, ROWS.value) + block_m) * step))
-    ahead = max(0, min(ahead // block_n, inner * size - stages * step)) // 16 * 16
+    stages = min(MAX_STAGES, SHARED_BYTES // ((max(block_n, ROWS.value) + block_m) * step))
     w_desc = TensorDescriptor(w.weight, [outer, inner], [inner, 1], [block_n, block_k], TILES[size])
     x_desc = TensorDescriptor(
         values, [num_tokens, inner], [inner, 1], [block_m, block_k], TILES[size]
@@ -286,18 +257,12 @@ def skinny_gemm(
         else y
     )
     _skinny_gemm_kernel[(tiles, splits)](
-        w_desc, x_desc, w.weight, y, scales, w.scales if isinstance(w, ScaledLinear) else scales, y if w.bias is None else w.bias,
-        partial, scratch.counters, num_tokens, outer, inner, num_steps, numbers, ahead,
+        w_desc, x_desc, y, scales, w.scales if isinstance(w, ScaledLinear) else scales, y if w.bias is None else w.bias,
+        partial, scratch.counters, num_tokens, outer, num_steps, numbers,
         SPLITS=splits, SCALED=isinstance(w, ScaledLinear), HAS_BIAS=w.bias is not None, ADDS=added is not None, STAGES=stages,
-        EARLY=early, SHARES=regs is not None, num_warps=4, maxnreg=regs, **pdl_options(y),
+        num_warps=4, **pdl_options(y),
     )  # fmt: skip
     return y
-
-
-def FORMS(
-    outer: int, row_bytes: int, size: int, block_n: int, step: int
-) -> tuple[int, int, int, int, bool, int | None]:
-    return block_n, step, SHARED_BYTES, 0, False, None
 
 
 def _whole_tile(outer: int, row_bytes: int, size: int, block_n: int) -> tuple[int, int]:
