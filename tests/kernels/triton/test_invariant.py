@@ -62,15 +62,19 @@ def queries(meta: AttentionMetadata, *ranges: range) -> AttentionMetadata:
         ({"window": 11, "sinks": torch.randn(4)}, True),
         pytest.param({}, False, marks=pytest.mark.slow),
         pytest.param({"softcap": 5.0}, False, marks=pytest.mark.slow),
+        pytest.param({"dtype": torch.float16}, False, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_a_tokens_attention_is_the_same_in_prompts_chunks_and_decodes_split_or_not(
     monkeypatch, options, turned
 ):
+    """With 16 bits a tile's weights are summed as a product."""
+    options = dict(options)
     monkeypatch.setattr(invariant, "PART", 16)
     monkeypatch.setattr(invariant, "BLOCK_N", 8)
-    made = cases.step(cases.Shape(sequences=((LENGTH, 0),), block_size=8))
+    shape = cases.Shape(sequences=((LENGTH, 0),), block_size=8)
+    made = cases.step(shape, options.pop("dtype", torch.float32))
     kv = dataclasses.replace(made.kv, v=by_dim(made.kv.v)) if turned else made.kv
     params = AttentionParams(scale=0.3, **options)
 
