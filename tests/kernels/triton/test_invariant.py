@@ -69,7 +69,7 @@ def queries(meta: AttentionMetadata, *ranges: range) -> AttentionMetadata:
 def test_a_tokens_attention_is_the_same_in_prompts_chunks_and_decodes_split_or_not(
     monkeypatch, options, turned
 ):
-    """With 16 bits a tile's weights are summed as a product."""
+    """A tile's weights are summed as a product where they have 16 bits."""
     options = dict(options)
     monkeypatch.setattr(invariant, "PART", 16)
     monkeypatch.setattr(invariant, "BLOCK_N", 8)
