@@ -133,7 +133,9 @@ class WeightUpdates:
             raise ConflictError("an update is under way; finish or abort it first")
         loaded = self._loaded
         if loaded.model.tower is not None:
-            why: str | None = "an image encoder can't be updated; start with max_images=0"
+            why: str | None = (
+                "an encoder of pictures or sounds can't be updated; start with max_images=0"
+            )
         else:
             why = refusal(loaded.model.decoder)
         if why is not None:
