@@ -568,7 +568,9 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
     quantize = recipe.one(Quantize)
     blocks = recipe.one(GGUF)
     if (qat := recipe.one(QAT)) is not None:
-        if blocks is None and (quantize is None or quantize.static_inputs or quantize.group_size == "tensor"):
+        if blocks is None and (
+            quantize is None or quantize.static_inputs or quantize.group_size == "tensor"
+        ):
             raise ConfigError(
                 "qat needs a gguf step before it, or a quantize step with scales by row or group and without static_inputs",
                 field="qat",

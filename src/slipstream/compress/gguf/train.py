@@ -25,8 +25,8 @@ from slipstream.compress.calibrate import BATCH_TOKENS, HELD_BYTES
 from slipstream.compress.gguf.blocks import (
     LEVELS,
     WRITABLE,
-    Blocks,
     BlockGrid,
+    Blocks,
     codes_of,
     form_of,
     pack,
@@ -73,7 +73,7 @@ class TrainedBlocks:
         blocks: Sequence[Tensor],
         original: Sequence[Tensor],
     ) -> TrainedBlocks:
-        """Begins at the file's `blocks`. A weight is the original one where that has the file's code, else what the file has."""
+        """Begins at `blocks`. A weight is the original one where that has the file's code, else what the file has."""
         quant, form, device = BY_NAME[kind], form_of(BY_NAME[kind]), original[0].device
         raw = torch.cat([b.reshape(-1, quant.block_bytes) for b in blocks])
         found = split(raw.numpy().astype(np.int32), kind)
@@ -97,7 +97,9 @@ class TrainedBlocks:
             if form.scales == "nibbles":
                 level, low = level & 15, level >> 4
             d = rows_of(halves(found.d))
-            scales = rows_of(torch.from_numpy(level).to(device)).float() * _spread(d, form.group, quant)
+            scales = rows_of(torch.from_numpy(level).to(device)).float() * _spread(
+                d, form.group, quant
+            )
             if low is not None:
                 dmin = rows_of(halves(found.dmin))
                 mins = rows_of(torch.from_numpy(low).to(device)).float()
@@ -141,16 +143,32 @@ class TrainedBlocks:
         if self.quant.name in LEVELS:
             assert unit is not None
             return self._levels(x, unit) * _spread(unit, form_of(self.quant).group, self.quant)
-        return x if form_of(self.quant).scales == "exponents" else x.clamp(-65504, 65504).half().float()
+        return (
+            x
+            if form_of(self.quant).scales == "exponents"
+            else x.clamp(-65504, 65504).half().float()
+        )
 
     def _levels(self, x: Tensor, unit: Tensor) -> Tensor:
         each = _spread(unit, form_of(self.quant).group, self.quant)
         level = torch.where(each == 0, 0.0, x / torch.where(each == 0, 1.0, each)).round()
         return level.clamp(*LEVELS[self.quant.name])
 
-    def rounded(self, function: Callable[..., Tensor]) -> Tensor:
-        """The values that the file would hold [rows, in], with gradients; `function` is `round_to_book` or the same compiled."""
-        return function(self.weight, *self.numbers(), self.book, form_of(self.quant).book == "linear")
+    def rounded(self) -> Tensor:
+        """The values that the file would hold [rows, in], with gradients. They pass straight through rounding to codes."""
+        scales, mins = self.numbers()
+        x, each = self.weight.unflatten(1, (scales.shape[1], -1)), scales[..., None]
+        low = None if mins is None else mins[..., None]
+        y = x if low is None else x + low
+        y = torch.where(each == 0, 0.0, y / torch.where(each == 0, 1.0, each))
+        y = torch.minimum(torch.maximum(y, self.book[0]), self.book[-1])
+        at = y.detach()
+        if form_of(self.quant).book == "linear":
+            nearest = at.round()
+        else:
+            nearest = self.book[torch.bucketize(at, (self.book[1:] + self.book[:-1]) / 2)]
+        made = straight_through(y, nearest) * each
+        return (made if low is None else made - low).flatten(1)
 
     @torch.no_grad()
     def packed(self) -> dict[str, Blocks]:
@@ -165,7 +183,10 @@ class TrainedBlocks:
         made, begin = dict[str, Blocks](), 0
         for tensor in self.tensors:
             end = begin + tensor.num_values // self.weight.shape[1]
-            parts = (x if x is None else x[begin:end] for x in (scales, mins, levels, low, self.d, self.dmin))
+            parts = (
+                x if x is None else x[begin:end]
+                for x in (scales, mins, levels, low, self.d, self.dmin)
+            )
             grid = BlockGrid(whole.quant, *parts)  # type: ignore[arg-type]
             own = None if grid.mins is None else grid.each(grid.mins)
             codes = codes_of(form, self.weight[begin:end].detach(), grid.each(grid.scales), own)
@@ -179,26 +200,12 @@ def _spread(unit: Tensor, group: int, quant: QuantType) -> Tensor:
     return unit.float().repeat_interleave(quant.block_size // group, 1)
 
 
-def round_to_book(
-    weight: Tensor, scales: Tensor, mins: Tensor | None, book: Tensor, is_linear: bool
-) -> Tensor:
-    """Rounds to the nearest of `book`, ascending, times a group's scale, less its minimum. Gradients pass straight through."""
-    x = weight.unflatten(1, (scales.shape[1], -1))
-    scales = scales[..., None]
-    shifted = x if mins is None else x + mins[..., None]
-    y = torch.where(scales == 0, 0.0, shifted / torch.where(scales == 0, 1.0, scales))
-    y = torch.minimum(torch.maximum(y, book[0]), book[-1])
-    at = y.detach()
-    nearest = at.round() if is_linear else book[torch.bucketize(at, (book[1:] + book[:-1]) / 2)]
-    made = straight_through(y, nearest) * scales
-    return (made if mins is None else made - mins[..., None]).flatten(1)
-
-
 def divergence(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     """(Σ KL(teacher‖student) of these logits [N, V], its gradient in the student's logits)."""
     ours, theirs = student.float().log_softmax(-1), teacher.float().log_softmax(-1)
     p = theirs.exp()
-    return (p * (theirs - ours)).sum(), (ours.exp() - p).to(student.dtype)
+    total = theirs.sub_(ours).mul_(p).sum()  # in place: these are the largest tensors of a step
+    return total, ours.exp_().sub_(p).to(student.dtype)
 
 
 # --- Training ---------------------------------------------------------------------------------------------------------
@@ -245,7 +252,9 @@ def train_blocks(
     table, spec = places(source), source.spec
     values = load_parameters(source, dtype=torch.float32, device=device)
     longest = max(len(w) for w in windows)
-    teacher = WholeModel(spec, {n: v.to(dtype, copy=True) for n, v in values.items()}, max_len=longest)
+    teacher = WholeModel(
+        spec, {n: v.to(dtype, copy=True) for n, v in values.items()}, max_len=longest
+    )
     teacher.requires_grad_(False)
     stacks, vectors = _stacks(source, planned, read_blocks, values)
     batch_tokens = min(settings.step_tokens, BATCH_TOKENS[device.type])
@@ -258,9 +267,6 @@ def train_blocks(
     leaves = dict(student.named_parameters())
     for name in fixed:
         leaves[name].requires_grad_(False)
-    # Both read and write much memory, which one compiled pass saves.
-    compiled = torch.compile if device.type == "cuda" else lambda function: function
-    rounding, losses_of = compiled(round_to_book), compiled(divergence)
     room = (HELD_BYTES if device.type == "cpu" else _free(device) // 4) // (
         spec.hidden_size * dtype.itemsize
     )
@@ -268,9 +274,11 @@ def train_blocks(
 
     def assembled() -> dict[str, Tensor]:
         """The parameters of the model that the file would be, with gradients."""
-        made = {n: torch.empty_like(p, requires_grad=False) for n, p in leaves.items() if n not in fixed}
+        made = {
+            n: torch.empty_like(p, requires_grad=False) for n, p in leaves.items() if n not in fixed
+        }
         for stack in stacks:
-            rows = stack.rounded(rounding)
+            rows = stack.rounded()
             counts = [t.num_values // rows.shape[1] for t in stack.tensors]
             for tensor, part in zip(stack.tensors, rows.split(counts), strict=True):
                 put(made, table[tensor.name], part.view(tensor.shape))
@@ -284,11 +292,11 @@ def train_blocks(
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             hidden = student.hidden(batch)
             inner = hidden.detach().requires_grad_()
-            at_once = max(1, LOGITS_BYTES // spec.vocab_size)
-            for rows, theirs in zip(inner.split(at_once), target.split(at_once), strict=True):
+            count = -(-len(inner) * spec.vocab_size // LOGITS_BYTES)
+            for rows, theirs in zip(inner.chunk(count), target.chunk(count), strict=True):
                 logits = student.logits(rows)
                 with torch.no_grad():
-                    loss, gradient = losses_of(logits.detach(), teacher.logits(theirs))
+                    loss, gradient = divergence(logits.detach(), teacher.logits(theirs))
                 logits.backward(gradient / num_tokens)
                 total += loss
         hidden.backward(inner.grad)
@@ -312,7 +320,9 @@ def train_blocks(
         count = sum(len(windows[i]) for i in chosen)
         parts = [chosen[i : i + per_batch] for i in range(0, per_step, per_batch)]
         losses.append(torch.stack([backward(part, count) for part in parts]).sum())
-        reached = [(v, g) for n, v in made.items() if v.requires_grad and (g := leaves[n].grad) is not None]
+        reached = [
+            (v, g) for n, v in made.items() if v.requires_grad and (g := leaves[n].grad) is not None
+        ]
         torch.autograd.backward(*map(list, zip(*reached, strict=True)))
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * rate(done, settings)
@@ -320,7 +330,9 @@ def train_blocks(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         num_tokens += count
-        if len(losses) > 1:  # the previous step's loss: waiting for this one's would let the device idle
+        if (
+            len(losses) > 1
+        ):  # the previous step's loss: waiting for this one's would let the device idle
             check_loss(len(losses) - 2, losses[-2])
         progress(len(losses))
         done = share_done(len(losses), time.monotonic() - begin, settings)
