@@ -122,7 +122,10 @@ class TrainedBlocks:
             # a power of two has no steps small enough to be trained
             growth.requires_grad_(form.scales != "exponents"),
             None if mins is None else torch.zeros_like(mins).requires_grad_(),
-            torch.from_numpy(book(form)).to(device).sort().values,
+            torch.from_numpy(book(form))
+            .to(device)
+            .sort()
+            .values[form.bits == 8 :],  # see `codes_of`
         )
 
     @property
