@@ -1,4 +1,4 @@
-"""Training of a GGUF file's blocks: it begins at what was written, lowers the divergence, and the file holds what it learned."""
+"""Training of a GGUF file: it begins at what was written, lowers the divergence, and the file holds what it learned."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def test_much_of_what_rounding_lost_comes_back(model, tmp_path):
     assert kl["trained"] < 0.6 * kl["rounded"]
     receipt = json.loads((tmp_path / "trained" / "slipstream-training.json").read_text())
     assert receipt["num_steps"] == len(receipt["losses"]) == 30
-    assert receipt["num_tokens"] == 30 * 256 and receipt["settings"]["learning_rate"] == 3e-3
+    assert receipt["num_tokens"] == 30 * 256
+    assert receipt["settings"]["learning_rate"] == 3e-3
     assert not (tmp_path / "rounded" / "slipstream-training.json").exists()
 
 
