@@ -323,10 +323,8 @@ def train_blocks(
         count = sum(len(windows[i]) for i in chosen)
         parts = [chosen[i : i + per_batch] for i in range(0, per_step, per_batch)]
         losses.append(torch.stack([backward(part, count) for part in parts]).sum())
-        reached = [
-            (v, g) for n, v in made.items() if v.requires_grad and (g := leaves[n].grad) is not None
-        ]
-        torch.autograd.backward(*map(list, zip(*reached, strict=True)))
+        reached = {n: v for n, v in made.items() if v.requires_grad and leaves[n].grad is not None}
+        torch.autograd.backward([*reached.values()], [leaves[n].grad for n in reached])
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * rate(done, settings)
         torch.nn.utils.clip_grad_norm_(own, MAX_GRAD_NORM)

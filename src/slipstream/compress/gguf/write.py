@@ -246,7 +246,8 @@ def _stored(run: GGUFRun, part: str, tensor: PlannedBlocks) -> Tensor:
     from safetensors import safe_open
 
     with safe_open(run.work.part(part), framework="pt") as opened:
-        return opened.get_tensor(tensor.name)
+        blocks: Tensor = opened.get_tensor(tensor.name)
+    return blocks
 
 
 def _read(run: GGUFRun, part: str, tensor: PlannedBlocks) -> Tensor:
