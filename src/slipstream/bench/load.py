@@ -65,7 +65,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poisson:
-    """Arrivals from independent users: exponential gaps, `rate` requests a second on average."""
+    """Arrivals from independent users: exponential gaps, `rate` requests per second on average."""
 
     rate: float
 

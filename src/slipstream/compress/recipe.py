@@ -364,7 +364,7 @@ OTHERS = {
     "w8a8": "int8",
     "smoothquant": "int8",
 }
-"""Other libraries' names of presets."""
+"""Our preset for each name that other libraries use."""
 
 _DRAFT = re.compile(r"draft:(\d+)/(\d+)")
 _BITS = re.compile(r"(\d+(?:\.\d+)?)BPW")

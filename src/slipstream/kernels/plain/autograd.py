@@ -34,7 +34,7 @@ from slipstream.spec.scheme import Scheme
 
 
 class AutogradOps(ReferenceOps):
-    """The `ReferenceOps` with differentiable products and attention."""
+    """`ReferenceOps` with differentiable linear layers and attention."""
 
     name = "autograd"
 

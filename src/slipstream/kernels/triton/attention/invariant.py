@@ -54,11 +54,11 @@ STAGES = 6
 FEW_PROGRAMS = 8
 """Thread blocks a multiprocessor below which parts go to thread blocks of their own."""
 MAX_SCRATCH = 2**24
-"""Most numbers of parts that are written to memory, 64 MB."""
+"""Maximum number of elements of parts written to memory, 64 MB."""
 AT_ONCE = tl.constexpr(8)
 """Parts that a thread block loads at once when it folds those of others."""
 FOLDED = 512
-"""Numbers of outputs that each warp folds at once, in whole rows."""
+"""Number of outputs that each warp sums at once, in whole rows."""
 
 
 @triton.jit
