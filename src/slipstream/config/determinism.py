@@ -1,4 +1,4 @@
-"""Coverage of `deterministic`: answers whose bits depend on nothing but their request."""
+"""Checks for `deterministic`: answers whose bits depend only on their request."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import (
     CompressedAttentionSpec,
-    GatedDeltaSpec,
     LatentAttentionSpec,
     MoESpec,
-    RecurrentSpec,
-    ShortConvSpec,
 )
 
 
 def check_deterministic(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, scheme: str | None
 ) -> None:
-    """Raise ConfigError if `deterministic` does not cover the model or the kernels. `scheme`: the
-    weights'."""
+    """Raise ConfigError if the model or the kernels do not support `deterministic`. `scheme`: that
+    of the weights."""
     if not args.deterministic:
         return
     own = "triton" if device.is_cuda else "cpu"
@@ -33,10 +30,6 @@ def check_deterministic(
         (
             device.is_cuda and args.host_experts is not None,
             "experts on the host (host_experts)",
-        ),
-        (
-            device.is_cuda and any(x.recurrent and not _is_covered(x.recurrent) for x in layers),
-            f"recurrent layers of {model.spec.family} on a GPU; a CPU covers them",
         ),
         (
             device.is_cuda and has_experts and model.gguf is not None,
@@ -60,10 +53,6 @@ def check_deterministic(
             raise ConfigError(
                 f"deterministic=True does not cover {text}; or leave it out", field="deterministic"
             )
-
-
-def _is_covered(recurrent: RecurrentSpec) -> bool:
-    return isinstance(recurrent, GatedDeltaSpec | ShortConvSpec)
 
 
 def _chooses_keys(attention: object) -> bool:

@@ -36,7 +36,7 @@ SIMILAR = 1.34
 """Maximum ratio of two numbers of sequences for which one's times are used for the other."""
 
 EXPECTED_TIMES = 2
-"""Weight of an expected time, in measurements."""
+"""Weight of an expected time, as a number of measurements."""
 
 EXCESS_MEMORY = 0.05
 """Weight of the latest step in the running averages of `ExpectedStepTimes`."""

@@ -104,7 +104,7 @@ class AttentionParams:
 
     @property
     def reach(self) -> int:
-        """Largest distance R with a bias of its own. Keys farther away have the bias of distance
+        """Maximum distance R with a bias of its own. Keys farther away have the bias of distance
         R."""
         return 0 if self.distance_bias is None else self.distance_bias.shape[1] // 2
 

@@ -196,7 +196,7 @@ class SamplingTensors:
     bias_rows: Tensor | None = None  # int64 [N]: logits[bias_rows, bias_tokens] += bias_values
     bias_tokens: Tensor | None = None  # int64 [N]
     bias_values: Tensor | None = None  # float32 [N]
-    # int64 [M]: rows in which only the allowed tokens can be drawn
+    # int64 [M]: rows in which only the allowed tokens can be sampled
     limited_rows: Tensor | None = None
     allowed_rows: Tensor | None = None  # int64 [K]: of limited row allowed_rows[i] ...
     allowed_tokens: Tensor | None = None  # int64 [K]: ... this token

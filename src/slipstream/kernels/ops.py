@@ -542,8 +542,8 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
         shared: tuple[Linear, Linear],
         load: ExpertCounters | None = None,
     ) -> Tensor:
-        """Computes `moe` plus a shared expert of all tokens with the products `shared` and the same
-        activation."""
+        """Compute `moe` plus a shared expert for all tokens, with the linear layers `shared` and
+        the same activation."""
         return self.moe(x, router_logits, experts, load) + self._always(x, experts, shared)
 
     def _always(self, x: Tensor, experts: Experts, shared: tuple[Linear, Linear]) -> Tensor:

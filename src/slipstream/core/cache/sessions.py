@@ -95,13 +95,13 @@ class OwnPace:
     mean: float = 0.0
 
     def deviation(self, mean: float) -> float:
-        """Difference from the kind's mean, shrunk while few pauses are known."""
+        """Difference from the mean of sessions of its kind, shrunk while few pauses are known."""
         return (self.mean - mean) * self.count / (self.count + 2)
 
 
 class Pauses:
-    """Pauses of a kind: how many reached each bucket and how many ended in it, and how much sessions keep their pace. Pauses
-    after one turn are also counted in `of`, those of their kind, which are used while few of the turn are known."""
+    """Statistics of one kind of pause: the number that reached each time bucket and that ended in it, and how constant
+    each session's pauses are. Pauses after a certain turn are also counted in `of`, which is used while few are known."""
 
     def __init__(self, of: Pauses | None = None) -> None:
         self.of = of

@@ -153,7 +153,7 @@ def _num_plain(token: bytes) -> int:
 
 
 class SchemaStates:
-    """The states of one schema."""
+    """States of one JSON schema, each with its token mask, shared by requests."""
 
     def __init__(self, language: Language, texts: TokenTexts, num_words: int) -> None:
         """`num_words` is the number of 32-bit words of a mask."""

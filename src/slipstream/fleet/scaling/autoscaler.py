@@ -107,7 +107,7 @@ moves a few up and down all the time."""
 
 
 class Autoscaler:
-    """Our policy. `replicas_for` gives the smallest number of replicas that serve a rate
+    """Slipstream's scaling policy. `replicas_for` gives the smallest number of replicas that serve a rate
     (requests/s) within the objectives."""
 
     name = "slipstream"

@@ -32,8 +32,8 @@ SHIFT = 7
 LARGEST = 0xF7
 """The largest scale. Bytes above stand for no finite number."""
 CANDIDATES = 3
-"""Number of scales that are tried: the smallest that represents the largest number without
-clipping, and the next lower ones."""
+"""Number of scales that are tried: the smallest that represents the maximum without clipping, and
+the next lower ones."""
 
 
 @functools.cache

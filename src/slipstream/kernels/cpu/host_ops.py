@@ -222,7 +222,7 @@ class HostOps(RowSampler):
         return np.zeros(num_experts, np.int64)
 
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:
-        """Returns the formats of a product's weight with their bytes, for messages."""
+        """Formats of a linear layer's weight with their bytes, for messages."""
         assert isinstance(w, NativeLinear | NativeExperts)
         found = [(native.KIND_NAMES[part.kind], part.data.size) for part in w.parts]
         copies = [
@@ -247,7 +247,7 @@ class HostOps(RowSampler):
         for old, new in zip(source.arrays, target.arrays, strict=True):
             new[targets] = old[sources]
 
-    # --- The file of packed products ---
+    # --- The file of packed linear layers ---
 
     @property
     def layout(self) -> str:

@@ -1,4 +1,4 @@
-"""Packed weights of the C++ kernels: their rows, by kind, and products of them."""
+"""Packed weights of the C++ kernels: their rows, by kind, and linear layers with them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 
 MAX_SCORES = 1 << 26
-"""Most scores that are computed at once. Longer prompts are computed in parts."""
+"""Maximum number of attention scores computed at once. Longer prompts are computed in parts."""
 
 
 def attend(

@@ -44,7 +44,7 @@ from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
 
 def activate_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Returns the input of an MLP's second product, float32: the gate's activation times up."""
+    """Input of an MLP's down projection, float32: the gate's activation times up."""
     if isinstance(activation, ClampedSwiglu):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
@@ -131,8 +131,8 @@ def count_experts(chosen: Tensor, load: ExpertCounters | None) -> None:
 
 
 MIN_WEIGHT = 1e-20
-"""Number added to the sum that experts' weights are divided by, because with logistic functions the
-sum may be 0."""
+"""Constant added to the sum by which experts' weights are divided, because with logistic functions
+the sum may be 0."""
 
 
 ROUNDED = (ScaledLinear, TileScaledLinear, GroupedLinear)

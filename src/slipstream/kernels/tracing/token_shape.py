@@ -63,7 +63,7 @@ def widths(s: TokenShape) -> tuple[int, int, int]:
 
 
 def inner_sizes(s: TokenShape) -> list[int]:
-    """The products' numbers of inputs."""
+    """Numbers of inputs of the token's linear layers."""
     values = 0 if s.delta is None else s.delta.v_size
     return [n for n in (s.hidden_size, s.num_heads * s.head_dim, values, *widths(s)) if n]
 

@@ -35,9 +35,9 @@ MAX_LISTED = 4096
 TILE = 1024
 """Logits that a thread block of a level adds up at once, for each of its sums."""
 SPLIT_ROWS = 32
-"""Largest number of rows for which each thread block reads a single block of tokens."""
+"""Maximum number of rows for which each thread block reads a single block of tokens."""
 MAX_PROGRAMS = 1056
-"""Number of thread blocks for more rows than SPLIT_ROWS: eight for each of an H200's
+"""Maximum number of thread blocks for more rows than SPLIT_ROWS: eight for each of an H200's
 multiprocessors."""
 
 ONE = tl.constexpr(float(2**42))
@@ -134,7 +134,7 @@ def _row(rows_ptr, i, INDEXED: tl.constexpr):
     return row
 
 
-# What a row's thread blocks leave for one another, int64 [STATE].
+# Number of values that a row's thread blocks pass to one another, int64 [STATE].
 STATE = 16
 ARRIVED = tl.constexpr(0)  # number of those that are done with cuts
 ARRIVED_2 = tl.constexpr(1)  # with masses
@@ -146,7 +146,7 @@ LEAST_KEY = tl.constexpr(6)  # the cuts: a token is kept if it is at or above bo
 LEAST_BITS = tl.constexpr(7)
 ARRIVED_LEVEL = tl.constexpr(8)  # and more: with each level
 
-# What a row's levels leave, float32 [BOUNDS], then the sums of each level.
+# Number of bounds that a row's levels store, float32 [BOUNDS], before the sums of each level.
 BOUNDS = tl.constexpr(4)
 LOW, HIGH = tl.constexpr(0), tl.constexpr(1)  # the cut is at or above LOW, and below HIGH
 WHOLE = tl.constexpr(2)  # the mass, or number, of all

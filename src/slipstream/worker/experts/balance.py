@@ -207,8 +207,8 @@ class ExpertBalancer:
         return swaps
 
     def home(self) -> list[LayerSwap]:
-        """The exchanges that bring every expert back to its original place, whose number is the
-        expert's."""
+        """Swaps that bring every expert back to its original position, whose index is the expert's
+        id."""
         swaps = list[LayerSwap]()
         for i, layer in self._layers.items():
             at = layer.expert_at

@@ -36,7 +36,7 @@ _logger = logging.getLogger("slipstream.engine")
 
 
 class PreparedKernels:
-    """The kernels of one start."""
+    """Compiles and loads the kernels of one engine start."""
 
     def __init__(self, order: KernelOrder, listed: KernelList | None) -> None:
         self._order, self._listed = order, listed

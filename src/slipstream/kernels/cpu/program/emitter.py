@@ -64,12 +64,12 @@ class ProgramEmitter:
         return self.program.bound()
 
     def form(self, w: Any) -> int:
-        """Returns the format of the input rows of a product with this weight. `Refused` if the
-        program does not support the weight."""
+        """Format of the input rows of a linear layer with this weight. `Refused` if the program
+        does not support the weight."""
         return _native(w).form
 
     def gates(self, w: Any) -> bool:
-        """Tells whether the weight's layout lets the product apply the gated activation to its own
+        """Whether the weight's layout lets the linear layer apply the gated activation to its own
         result."""
         return len(_native(w).parts) == 1 and w.out_features % 64 == 0
 
@@ -257,7 +257,7 @@ def _table(table: Any) -> tuple[int, int, int, Any]:
 
 
 def _scale(table: Any, scale: float) -> float:
-    """Returns the scale rounded to the table's type, as `OpSet.embed` does."""
+    """Scale rounded to the table's dtype, as in `OpSet.embed`."""
     if scale == 1.0:
         return scale
     return float(np.array(scale, np.dtype(arrays.type_name(getattr(table, "weight", table)))))

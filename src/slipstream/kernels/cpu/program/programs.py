@@ -46,8 +46,8 @@ class LinearProgram:
 
 
 class LinearArgmax:
-    """Program of a product and the first maximum of each of its rows: float32 [T, in] → int64 [T].
-    The full rows [T, out] are never stored."""
+    """Program of a linear layer and the first maximum of each of its rows: float32 [T, in] → int64
+    [T]. The full rows [T, out] are never stored."""
 
     def __init__(self, pool: ThreadPool, w: NativeLinear) -> None:
         (part,) = w.parts
@@ -188,7 +188,7 @@ class RowDraws:
 
 
 def in_form(program: Program, x: int, w: NativeLinear) -> int:
-    """Adds a conversion of float32 x to the format that the weight's product reads. Returns the
+    """Add a conversion of float32 x to the format that the weight's linear layer reads. Returns the
     buffer of the result."""
     if w.form == native.FORM_F32:
         return x
@@ -201,7 +201,7 @@ def in_form(program: Program, x: int, w: NativeLinear) -> int:
 def add_linear(
     program: Program, x: int, y: int, w: NativeLinear, *, accumulate: bool = False
 ) -> None:
-    """Adds a product, part by part. x has the format that the weight reads; y is float32."""
+    """Add a linear layer, part by part. x has the format that the weight reads; y is float32."""
     row = 0
     for part in w.parts:
         bias = None if w.bias is None else w.bias[row : row + part.rows]

@@ -1,4 +1,4 @@
-"""A draw from one row of logits, over NumPy arrays. No torch."""
+"""Sampling from one row of logits, over NumPy arrays. No torch."""
 
 from __future__ import annotations
 

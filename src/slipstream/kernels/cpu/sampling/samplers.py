@@ -14,14 +14,14 @@ from slipstream.kernels.cpu.sampling.row_draw import Floats, Longs, least_of_top
 from slipstream.spec.media.speech_rules import SpeechRules
 
 MIN_LOGIT = np.float32(-1e29)
-"""Logits at or below this were forbidden before: they are not drawn while another token is left."""
+"""Logits at or below this were forbidden before: they are not sampled while another token is left."""
 
 NEAREST = (256, 4096)
 """How many tokens `typical` sorts: first 256, then 4,096 if their mass does not suffice, then
 all."""
 
 MAX_MATCH = 1024
-"""Longest repeated run, in tokens, that DRY distinguishes."""
+"""Maximum length of a repeated run, in tokens, that DRY distinguishes."""
 
 
 def drop_forbidden(logits: Floats) -> None:
@@ -230,7 +230,7 @@ def mirostat(logits: Floats, mu: float) -> None:
 
 
 def mirostat_mu(logits: Floats, token: int, mu: float, tau: float, eta: float) -> float:
-    """Returns the next `mu` after a token drawn from the tokens that `mirostat` kept."""
+    """Next `mu` after a token that was sampled from the tokens kept by `mirostat`."""
     return mu - eta * (-float(np.log2(_probabilities(logits)[token])) - tau)
 
 

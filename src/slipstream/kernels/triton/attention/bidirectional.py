@@ -27,7 +27,7 @@ from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import rope_and_cache
 
 SHORT_PART = 256
-"""Longest part of a picture, in tokens, that `attend` takes."""
+"""Maximum length of a part of an image, in tokens, that `attend` supports."""
 
 LONG_TEXT = 1024
 """Length of a text from which tiles are taller: most keys of a tile then belong to the text of all

@@ -1,4 +1,4 @@
-"""The merge of ranks' results over keys that they share out by tokens (`ContextOps.merge_parts`)."""
+"""Merge of ranks' attention results over keys divided by tokens (`ContextOps.merge_parts`)."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ TILES = {64: (128, 4, 104), 128: (128, 2, 104), 256: (64, 2, 88)}
 The ring and the queries fill 227 KB of shared memory. The consumers' threads get the rest of 504
 registers."""
 FP8_TILES = {64: (128, 6, 64), 128: (128, 4, 56)}
-"""Tiles for 8-bit products."""
+"""Tiles for FP8 matrix products."""
 
 
 def covers(q: Tensor, kv: LayerKV) -> bool:

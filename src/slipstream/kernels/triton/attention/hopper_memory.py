@@ -9,8 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 LOG2E = gl.constexpr(1.4426950408889634)
 CONSUMER_ROWS = gl.constexpr(64)
 MAX_PARTS = gl.constexpr(16)
-"""Most parts of a tile's keys. With fewer key tiles there are fewer parts, in proportion: merging
-parts takes as long as some key tiles (GPU_NOTES.md)."""
+"""Maximum number of parts of a tile's keys. With fewer key tiles there are proportionally fewer
+parts: merging parts takes as long as some key tiles (GPU_NOTES.md)."""
 # Gluon's names change between Triton's versions (`gluon_support.py`); both known names are tried.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))

@@ -46,7 +46,7 @@ from slipstream.platform import platform_of
 SPLIT_KEYS = 32
 """Half of the minimum number of keys in a split."""
 SMALL_BATCH = 8
-"""Largest number of tokens that are multiplied one by one, without tensor cores."""
+"""Maximum number of tokens that are multiplied one by one, without tensor cores."""
 TOKENS_PER_PROGRAM = 4
 """Tokens per thread block of `_rows_kernel` that writes the cache: a latent of 512 numbers for each
 of its four warps."""

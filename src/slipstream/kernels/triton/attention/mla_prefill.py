@@ -43,8 +43,8 @@ HEADS_PER_WAVE = 16
 """Heads that run at the same time. With all 128 of DeepSeek V3, no two tiles of a head would share
 reads in L2."""
 SHORT_PROMPT = 256
-"""Longest prompt, in tokens, for which tiles are lower, so that less of each lies ahead of the
-queries."""
+"""Maximum length of a prompt, in tokens, for which tiles have fewer rows, so that less of each is
+beyond the queries."""
 THRESHOLDS = Thresholds(tokens=(MIN_TOKENS - 1,), queries=(SHORT_PROMPT,))
 THREE_STAGES_BYTES = 168 * 1024
 """Shared memory of a high tile with three stages on Hopper (elsewhere 128 KiB). With two stages it takes 88 KiB."""

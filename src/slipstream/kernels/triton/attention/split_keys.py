@@ -30,10 +30,10 @@ PARTS_PER_SM = 16
 """Thread blocks of further parts of decodes per multiprocessor, in addition to the sequences' first
 parts."""
 MAX_PARTS, MIN_KEYS = 32, 128
-"""Most parts of a decode's keys, and fewest keys of a part. The thread block that ends last merges
-the parts alone."""
+"""Maximum number of parts of a decode's keys, and minimum number of keys in a part. The thread
+block that ends last merges the parts alone."""
 FEW_SEQUENCES = 4
-"""Largest number of decodes whose keys are all cut into the same number of parts. There are many
+"""Maximum number of decodes whose keys are all split into the same number of parts. There are many
 parts then, so a separate kernel merges them."""
 THRESHOLDS = Thresholds(decodes=(FEW_SEQUENCES, 128))
 

@@ -155,8 +155,8 @@ def covers(x: Activations, up: Linear, down: Linear, tiles: ExpertTiles) -> bool
 def grouped_mlp(
     x: Activations, up: Linear, down: Linear, tiles: ExpertTiles, spec: MoESpec, dtype: torch.dtype
 ) -> Tensor:
-    """Computes both products of the experts: x [T, E] → [T · k, E]. The result has an unweighted
-    row for each pair, in the experts' order."""
+    """Compute both linear layers of the experts: x [T, E] → [T · k, E]. The result has an
+    unweighted row for each pair, in the experts' order."""
     permuted = permute_rows(x, tiles, spec.num_experts_per_token)
     expert, count = spec.expert, spec.num_local_experts
     inner = grouped_gemm(permuted, up, tiles, expert.intermediate_size, count, dtype, expert)

@@ -39,7 +39,7 @@ from slipstream.kernels.weights.forms import Activations, CodedLinear, Float4Lin
 from slipstream.spec.model import MoESpec
 
 SERIAL_TOKENS = 512
-"""Number of tokens above which one warp routes each token, since they fill the chip."""
+"""Number of tokens above which one warp routes each token, because they fill the GPU."""
 THRESHOLDS = Thresholds(tokens=(SERIAL_TOKENS,))
 
 
@@ -132,7 +132,7 @@ def moe_of_choice(
 def _one_product(
     x: Activations, w: Linear, tiles: ExpertTiles, spec: MoESpec, num_rows: int, *, gather: bool
 ) -> Tensor:
-    """Computes one product where some experts' weights are in a GGUF type."""
+    """Compute one linear layer in which some experts' weights have a GGUF type."""
     assert isinstance(x, Tensor)
     if isinstance(w, CodedLinear):
         return gguf.expert_gemm(x, w, tiles, spec, num_rows, gather=gather)
@@ -140,7 +140,7 @@ def _one_product(
 
 
 def is_small_batch(num_tokens: int, spec: MoESpec) -> bool:
-    """Whether there are so few pairs that hardly two share an expert."""
+    """Whether there are so few (token, expert) pairs that hardly two share an expert."""
     return num_tokens == 1 or 4 * num_tokens * spec.num_experts_per_token <= spec.num_experts
 
 

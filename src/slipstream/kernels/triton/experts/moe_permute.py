@@ -180,5 +180,5 @@ def sort_pairs(chosen: Tensor, num_experts: int, *, tile_m: int | None = None) -
 
 
 def unsorted_pairs(chosen: Tensor) -> ExpertTiles:
-    """Pairs without sorting, for so few that hardly two share an expert."""
+    """(token, expert) pairs without sorting, for so few that hardly two share an expert."""
     return ExpertTiles(chosen.flatten(), None, chosen, chosen, 16, chosen.numel())

@@ -292,8 +292,8 @@ def mxfp4_mlp(
 
 
 def step_tiles(num_pairs: int, num_experts: int, *, small_batch: bool) -> tuple[Tile, Tile]:
-    """Tiles of the first and the second product, by the average number of pairs per expert
-    (`kernels_cuda_mxfp4_table`, for many pairs `kernels_cuda_mxfp4_pairs`)."""
+    """Tiles of the experts' first and second linear layer, by the average number of pairs per
+    expert (`kernels_cuda_mxfp4_table`, for many pairs `kernels_cuda_mxfp4_pairs`)."""
     if small_batch:
         return Tile(16, 64, 4, 8), Tile(16, 64, 4, 8, splits=2)
     if num_pairs <= 8 * num_experts:

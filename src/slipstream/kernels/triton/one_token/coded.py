@@ -50,7 +50,7 @@ MAX_STAGE = max(map(_stage, CODED))
 
 
 def sum_bytes(widest: int) -> int:
-    """Bytes of sums and scales of a product's inputs."""
+    """Bytes of sums and scales of a linear layer's inputs."""
     return 2 * 4 * (widest // 32 + widest // 16) + widest // 64
 
 

@@ -76,7 +76,7 @@ RING = {
 in flight. Measured on an H200, except those of 4-bit floats."""
 MAX_SPLITS = 64
 ONE_HEAD_KEYS = 4096
-"""Longest sequence for which a thread block attends over latents for one head."""
+"""Maximum length of a sequence, in tokens, for which a thread block attends over latents for one head."""
 HEADS_PER_BLOCK = 4
 """Heads per thread block in sequences longer than ONE_HEAD_KEYS, if it divides their number."""
 MAX_LATENT_SPLITS = 32
@@ -176,7 +176,7 @@ def refusal(
 
 
 def down_inputs(s: TokenShape) -> int:
-    """Largest number of inputs of a layer's down products."""
+    """Maximum number of inputs of a layer's down projections."""
     dense, expert, shared = widths(s)
     return max(dense, 0 if s.experts is None else s.experts.num_experts_per_token * expert + shared)
 
@@ -202,8 +202,8 @@ def heads_per_block(shape: TokenShape) -> int:
 
 
 def delta_columns(d: GatedDeltaSpec, programs: int) -> int:
-    """Number of columns of a head's state that one program computes. It is the smallest for which
-    there are enough programs, with 1,024 numbers or more."""
+    """Number of columns of a head's state that one program computes: the smallest for which there
+    are enough programs, with at least 1,024 elements."""
     parts = 1
     while (
         d.num_heads * parts * 2 <= programs

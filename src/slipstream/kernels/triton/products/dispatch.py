@@ -59,8 +59,8 @@ from slipstream.platform import platform_of
 from slipstream.spec.devices.autotune_table import NO_TILES, TileTable
 
 SKINNY_TOKENS = 64
-"""Largest number of tokens at which reading the weight bounds a product, so that our own kernels
-run."""
+"""Maximum number of tokens for which reading the weight bounds a linear layer, so that our own
+kernels run."""
 
 NARROW = 12_288
 NARROW_TOKENS = 128
@@ -68,7 +68,7 @@ NARROW_TOKENS = 128
 thread block 128 rows and all of K, so that most of the chip would idle."""
 
 INT4_DENSE_TOKENS = 16
-"""Largest number of tokens at which a 4-bit weight is faster than its dense copy, if it has one."""
+"""Maximum number of tokens for which a 4-bit weight is faster than its dense copy, if it has one."""
 THRESHOLDS = Thresholds(tokens=(1, SKINNY_TOKENS, NARROW_TOKENS, INT4_DENSE_TOKENS))
 
 
@@ -167,8 +167,8 @@ def linear_added(
 def _on_hopper(
     x: Activations, w: Linear, scratch: ArrivalCounters | None, added: Tensor | None = None
 ) -> Tensor | None:
-    """The product by Hopper's kernel for few tokens; None if it can't run or does not cover the
-    product."""
+    """Linear layer by Hopper's kernel for few tokens; None if it can't run or does not support the
+    weight."""
     if scratch is None or not runs_on_hopper(w.weight.device):
         return None
     from slipstream.kernels.triton.products import hopper as hopper_linear

@@ -31,10 +31,10 @@ SLAB = 8
 CODES_AT_ONCE = 2**24
 """Codes that are laid out together. They temporarily take some tens of bytes each."""
 MAX_TOKENS = 192
-"""Largest number of tokens whose products expand the codes themselves. For more the weight is
-expanded first, once. Llama-3-8B's four products take 424 µs at 256 tokens on an H200, expanded 372."""
+"""Maximum number of tokens for which linear layers expand the codes themselves. For more the weight is
+expanded first, once. Llama-3-8B's four linear layers take 424 µs at 256 tokens on an H200, expanded 372."""
 DENSE_TOKENS = 64
-"""Largest number of tokens whose products expand the codes themselves where a dense copy exists."""
+"""Maximum number of tokens for which linear layers expand the codes themselves if a dense copy exists."""
 THRESHOLDS = Thresholds(tokens=(DENSE_TOKENS, MAX_TOKENS))
 
 
@@ -390,8 +390,8 @@ def _expand_kernel(
 
 
 def expanded(w: Float4Linear, dtype: torch.dtype) -> Tensor:
-    """The dense weight [out, in], for a product of many tokens: the values that the library of the
-    checkpoint's tool makes of it."""
+    """Dense weight [out, in] for a linear layer of many tokens: the values that the library of the
+    checkpoint's tool computes."""
     outer, inner = w.out_features, w.inner
     out = torch.empty(outer, inner, dtype=dtype, device=w.weight.device)
     _expand_kernel[(triton.cdiv(outer, 32), triton.cdiv(inner, CHUNK))](

@@ -23,7 +23,7 @@ from slipstream.platform import platform_of
 from slipstream.spec.scheme import FP8_TILE
 
 SPLIT_K_TOKENS = 64
-"""Largest number of tokens for which one launch tile holds them all and K may be split."""
+"""Maximum number of tokens that fit in one launch tile, so that K may be split."""
 THRESHOLDS = Thresholds(tokens=(SPLIT_K_TOKENS,))
 
 
@@ -140,7 +140,7 @@ def has_scaled_mm(x: Quantized, w: TileScaledLinear) -> bool:
 
 
 def fp8_tile_scaled_mm(x: Quantized, w: TileScaledLinear) -> Tensor:
-    """The product by `torch._scaled_mm`, with the number of tokens padded to a multiple of four."""
+    """Linear layer by `torch._scaled_mm`, with the number of tokens padded to a multiple of four."""
     num_tokens = x.values.shape[0]
     values, scales, pad = x.values, x.scales, -num_tokens % 4
     if pad:

@@ -37,13 +37,13 @@ from slipstream.spec.model import MoESpec
 from slipstream.spec.stored.gguf_types import FORMS, CodeForm
 
 SCALED_TOKENS = 32
-"""Largest number of tokens at which sums are scaled, not weights. Scaling a sum costs an operation
+"""Maximum number of tokens for which sums are scaled, not weights. Scaling a sum costs an operation
 for each token."""
 EXPAND_TOKENS = 512
-"""Largest number of tokens at which codes are expanded in registers. A dense weight is written and
-read once more, so it pays only for many tokens."""
+"""Maximum number of tokens for which codes are expanded in registers. A dense weight is written and
+read once more, which is faster only for many tokens."""
 DENSE_TOKENS = 64
-"""Largest number of tokens at which a weight is faster than its dense copy, if it has one."""
+"""Maximum number of tokens for which a weight is faster than its dense copy, if it has one."""
 THRESHOLDS = Thresholds(tokens=(8, 16, SCALED_TOKENS, DENSE_TOKENS, 128, EXPAND_TOKENS))
 
 BLOCK_TYPES = frozenset(FORMS)

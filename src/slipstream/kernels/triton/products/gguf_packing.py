@@ -30,8 +30,8 @@ PACKED_VALUES = 1 << 23
 
 
 def pack(w: BlockLinear, *, dense: bool = False) -> CodedLinear | JoinedLinear:
-    """Lay a weight out on its device, with `dense` next to its values in the model's type.
-    Neighbouring rows of the same type become one part."""
+    """Pack a weight on its device for the kernels; with `dense` it also gets a dense copy in the
+    model's dtype. Neighboring rows of the same type become one part."""
     device, dtype = torch.device(w.device or "cpu"), w.weight.dtype
     parts: list[CodedLinear] = []
     pieces = sorted(w.pieces, key=lambda piece: piece.start)
