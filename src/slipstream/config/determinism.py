@@ -7,11 +7,8 @@ from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import (
     CompressedAttentionSpec,
-    GatedDeltaSpec,
     LatentAttentionSpec,
     MoESpec,
-    RecurrentSpec,
-    ShortConvSpec,
 )
 
 
@@ -35,10 +32,6 @@ def check_deterministic(
             "experts on the host (host_experts)",
         ),
         (
-            device.is_cuda and any(x.recurrent and not _is_covered(x.recurrent) for x in layers),
-            f"recurrent layers of {model.spec.family} on a GPU; a CPU covers them",
-        ),
-        (
             device.is_cuda and has_experts and model.gguf is not None,
             "experts in GGUF's types on a GPU; a CPU covers them",
         ),
@@ -60,10 +53,6 @@ def check_deterministic(
             raise ConfigError(
                 f"deterministic=True does not cover {text}; or leave it out", field="deterministic"
             )
-
-
-def _is_covered(recurrent: RecurrentSpec) -> bool:
-    return isinstance(recurrent, GatedDeltaSpec | ShortConvSpec)
 
 
 def _chooses_keys(attention: object) -> bool:

@@ -280,6 +280,36 @@ REAL_SHAPES = {
         **dict(moe_intermediate_size=1024, num_experts_per_tok=8, n_group=1, topk_group=1),
         **dict(linear_num_heads=32, linear_head_dim=128),
     },
+    "nemotron_h": {
+        **_WIDE,
+        **dict(hidden_size=2048, intermediate_size=8192, num_attention_heads=32, head_dim=64),
+        **dict(layers_block_type=["linear_attention", "full_attention", "mlp", "linear_attention"]),
+        **dict(mamba_num_heads=64, mamba_head_dim=64, ssm_state_size=128, n_groups=8),
+    },
+    "falcon_h1": {
+        **_WIDE,
+        **dict(hidden_size=2048, intermediate_size=4096, num_attention_heads=16, head_dim=128),
+        **dict(num_hidden_layers=3, mamba_d_ssm=2048, mamba_n_heads=32, mamba_d_head=64),
+        **dict(mamba_d_state=256, mamba_n_groups=1),
+    },
+    "mamba2": {
+        **dict(vocab_size=32000, hidden_size=2048, num_hidden_layers=3, num_heads=64, head_dim=64),
+        **dict(state_size=128, n_groups=1),
+    },
+    "jamba": {
+        **_WIDE,
+        **dict(hidden_size=2048, intermediate_size=4096, num_attention_heads=16),
+        **dict(mamba_d_state=16, mamba_dt_rank=128, num_experts=8),
+    },
+    "falcon_mamba": {
+        **dict(vocab_size=32000, hidden_size=2048, num_hidden_layers=3),
+        **dict(state_size=16, time_step_rank=128),
+    },
+    "minimax": {
+        **_WIDE,
+        **dict(hidden_size=2048, intermediate_size=2048, num_attention_heads=16, head_dim=128),
+        **dict(num_local_experts=8, block_size=256),
+    },
 }
 
 

@@ -16,10 +16,10 @@ from slipstream.kernels.plain.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import invariant
 from slipstream.kernels.triton.products import invariant as products
-from slipstream.kernels.triton.recurrent import rules
+from slipstream.kernels.triton.recurrent import conv, rules
 from slipstream.kernels.weights.forms import Linear
 from slipstream.model.load.loader import load_model
-from slipstream.spec.model import DenseSpec, GatedDeltaSpec, MoESpec
+from slipstream.spec.model import DenseSpec, MoESpec
 from slipstream.spec.scheme import SCHEMES
 from tests.kernels import cases
 from tests.kernels.recurrent_cases import StatefulSequence, new_state, random_layer, step_of
@@ -62,15 +62,19 @@ def queries(meta: AttentionMetadata, *ranges: range) -> AttentionMetadata:
         ({"window": 11, "sinks": torch.randn(4)}, True),
         pytest.param({}, False, marks=pytest.mark.slow),
         pytest.param({"softcap": 5.0}, False, marks=pytest.mark.slow),
+        pytest.param({"dtype": torch.float16}, False, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_a_tokens_attention_is_the_same_in_prompts_chunks_and_decodes_split_or_not(
     monkeypatch, options, turned
 ):
+    """A tile's weights are summed as a product where they have 16 bits."""
+    options = dict(options)
     monkeypatch.setattr(invariant, "PART", 16)
     monkeypatch.setattr(invariant, "BLOCK_N", 8)
-    made = cases.step(cases.Shape(sequences=((LENGTH, 0),), block_size=8))
+    shape = cases.Shape(sequences=((LENGTH, 0),), block_size=8)
+    made = cases.step(shape, options.pop("dtype", torch.float32))
     kv = dataclasses.replace(made.kv, v=by_dim(made.kv.v)) if turned else made.kv
     params = AttentionParams(scale=0.3, **options)
 
@@ -160,15 +164,17 @@ def test_a_tokens_latent_attention_is_the_same_in_prompts_chunks_and_decodes_spl
         assert torch.equal(run(few, decodes[0])[0], whole[24])
 
 
-DELTA = [x for x in SPECS if isinstance(SPECS[x], GatedDeltaSpec) and SPECS[x].decay == "head"]
-
-
 @pytest.mark.parametrize(
-    "name", [DELTA[0], *(pytest.param(x, marks=pytest.mark.slow) for x in DELTA[1:])]
+    "name",
+    [
+        x if x in ("Qwen3-Next", "Nemotron-H", "Jamba") else pytest.param(x, marks=pytest.mark.slow)
+        for x in SPECS
+    ],
 )
 def test_a_recurrent_layers_tokens_are_the_same_in_prompts_chunks_and_decodes(monkeypatch, name):
     """Steps of at most SHORT tokens would not be computed in chunks."""
-    monkeypatch.setattr(rules, "SHORT", 4)
+    for module in (rules, conv):
+        monkeypatch.setattr(module, "SHORT", 4)
     call, rows = random_layer(SPECS[name])
     x, others = rows(20), rows(9)
     ops = TritonOps(deterministic=True)

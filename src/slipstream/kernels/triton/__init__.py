@@ -22,7 +22,7 @@ from slipstream.kernels.ops import (
     TokenShape,
 )
 from slipstream.kernels.packed_parts import PackedParts
-from slipstream.kernels.states import GatedDeltaParams, LayerState
+from slipstream.kernels.states import GatedDeltaParams, LayerState, Mamba2Params, MambaParams
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton import (
     drawing,
@@ -118,10 +118,8 @@ class TritonOps(OpSet):
     gather_inputs = staticmethod(rows.gather_inputs)
     write_tokens = staticmethod(rows.write_tokens)
     chain_places = staticmethod(rows.chain_places)
-    mamba2 = staticmethod(rules.mamba2)
     short_conv = staticmethod(conv.short_conv)
     causal_conv = staticmethod(conv.causal_conv)
-    selective_scan = staticmethod(scan.selective_scan)
 
     def __init__(
         self,
@@ -455,6 +453,25 @@ class TritonOps(OpSet):
     ) -> Tensor:
         inputs = x, gates, state, meta, params, decay, z
         return rules.gated_delta(*inputs, invariant=self.deterministic)
+
+    def mamba2(
+        self, x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2Params
+    ) -> Tensor:
+        return rules.mamba2(x, state, meta, params, invariant=self.deterministic)
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        xz: Tensor,
+        state: LayerState,
+        meta: AttentionMetadata,
+        params: MambaParams,
+    ) -> Tensor:
+        inputs = x, dt, b, c, xz, state, meta, params
+        return scan.selective_scan(*inputs, invariant=self.deterministic)
 
     def route(
         self,

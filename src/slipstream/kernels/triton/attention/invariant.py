@@ -46,6 +46,9 @@ of tensor-core instruction (HMMA, HGMMA) give the same bits."""
 ROWS_OF_8_BITS = 16
 """Rows of every tile over an 8-bit cache. Its codes are widened in registers, where HMMA is given the
 inputs of a row in another order than HGMMA is."""
+SUMMED = 128
+"""Largest head dimension over 16-bit caches for which the sum of a tile's weights is a tensor core's.
+Then it does not follow the number of warps, and decodes in parts have four a tile."""
 STAGES = 6
 """Tiles of keys on their way to a decode's thread block."""
 FEW_PROGRAMS = 8
@@ -77,7 +80,7 @@ def _part(
     q, q_rotary, start, end, positions, table, k_ptr, v_ptr, scale, softcap, slope, bias, reach, window, head, ds,
     K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BY_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr, BY_CORE: tl.constexpr,
 ):  # fmt: skip
     """Computes outputs, maxima and sums over one part of the keys, `start` … `end`."""
     m = tl.full((q.shape[0],), float("-inf"), tl.float32)
@@ -112,12 +115,26 @@ def _part(
         factor = tl.full(s.shape, 1.0, tl.float32) * to_log2
         p = tl.exp2(tl.fma(s, factor, tl.broadcast_to(-safe[:, None], s.shape)))
         alpha = tl.exp2(m - safe)
-        l = tl.fma(l, alpha, tl.sum(p, 1))
-        acc = tl.dot(
-            p.to(q.dtype), _to_dtype(v, q.dtype), acc * alpha[:, None], input_precision="ieee"
-        )
+        given = p.to(q.dtype)
+        if BY_CORE:
+            ones = tl.full((BLOCK_N, 16), 1.0, q.dtype)
+            total = tl.max(tl.dot(given, ones, input_precision="ieee"), 1)
+        else:
+            total = tl.sum(p, 1)
+        l = tl.fma(l, alpha, total)
+        acc = tl.dot(given, _to_dtype(v, q.dtype), acc * alpha[:, None], input_precision="ieee")
         m = new
     return acc, m, l
+
+
+@triton.jit
+def _announce(ptr, entry, head, whole, size: tl.constexpr):
+    """Have the `size` numbers of a head in each of some blocks brought to L2."""
+    at = ptr + entry.to(tl.int64) * whole + head * size
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+        [at, size * (ptr.dtype.element_ty.primitive_bitwidth // 8)], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -130,15 +147,26 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, SPLIT: tl.constexpr, FOLDED: tl.constexpr,
-    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BY_CORE: tl.constexpr, ANNOUNCE: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M rows of a (kv head, sequence), over all parts of their keys or, with SPLIT,
     over each `lanes`-th part. A row is a token and one of the G heads of the kv head."""
-    if PDL:
-        pdl_wait()
     head, seq = tl.program_id(0), tl.program_id(1) + first_seq
     tile = tl.program_id(2)
     lane = tile % lanes
+    if PDL:
+        if ANNOUNCE:
+            # A hint: of keys that kernels in flight write, the rest of the block comes as well.
+            blocks = lane * (PART // BLOCK_SIZE) + tl.arange(0, BLOCKS)
+            held = (blocks < (lane + 1) * (PART // BLOCK_SIZE)) & (
+                blocks * BLOCK_SIZE < tl.load(lens_ptr + seq)
+            )
+            entry = tl.load(
+                table_ptr + seq.to(tl.int64) * table_stride + blocks, mask=held, other=0
+            )
+            _announce(k_ptr, entry, head, K * BLOCK_SIZE * D, BLOCK_SIZE * D)
+            _announce(v_ptr, entry, head, K * BLOCK_SIZE * D, BLOCK_SIZE * D)
+        pdl_wait()
     tile = tl.num_programs(2) // lanes - 1 - tile // lanes  # longest first
     first_token = tl.load(starts_ptr + seq)
     num_queries = tl.load(starts_ptr + seq + 1) - first_token
@@ -189,6 +217,7 @@ def _attention_kernel(
             q, q_rotary, tl.maximum(part * PART, low), tl.minimum(part * PART + PART, end), positions, table, k_ptr, v_ptr,
             scale, softcap, slope, bias, reach, window, head, ds,
             K, D, R, BLOCK_SIZE, BLOCK_N, BLOCK_D, BY_DIM, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, CAUSAL,
+            BY_CORE,
         )  # fmt: skip
         if SPLIT:
             if is_one:
@@ -297,6 +326,7 @@ def _attend(
     num_kv_heads, block_size = kv.k.shape[1:3]
     group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(dim))
     num_rows, rotary = most_queries * group, q.shape[2] - dim
+    by_core = not rotary and dim <= SUMMED and kv.k_scale is None and q.dtype.itemsize == 2
     block_m, warps, stages = ROWS, 1, STAGES
     if rotary:
         warps, stages = 4, 2
@@ -313,6 +343,10 @@ def _attend(
     scratch = chosen * num_heads * parts * dim <= MAX_SCRATCH
     splits = s.causal and programs < room and parts > 1 and scratch
     lanes = min(parts, max(1, 4 * room // programs)) if splits else 1
+    if splits and by_core and runs_on_hopper(q.device):
+        warps = 4
+    announced = splits and not rotary and s.window is None and PART % block_size == 0
+    announced = announced and block_size * dim * kv.k.element_size() % 16 == 0
     given = s.alibi_slopes, s.distance_bias, s.sinks, kv.k_scale, kv.v_scale
     slopes, bias, sinks, k_scale, v_scale = (q if t is None else t for t in given)
     partial, maxima, sums, arrived = out, out, out, out
@@ -331,5 +365,6 @@ def _attend(
         HAS_BIAS=s.distance_bias is not None, CAUSAL=s.causal, HAS_SINKS=s.sinks is not None,
         SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1, SPLIT=splits,
         FOLDED=min(block_m, max(1, FOLDED * warps // block_d)), BLOCK_R=max(16, triton.next_power_of_2(rotary)),
+        BY_CORE=by_core, ANNOUNCE=announced, BLOCKS=triton.next_power_of_2(max(1, PART // block_size)),
         num_warps=warps, num_stages=stages, **pdl_options(q),
     )  # fmt: skip

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.triton.attention.hopper_memory import barriers, load_tile
@@ -55,13 +56,29 @@ HALVED_ROWS = 4224
 """Most rows of a weight that an unsplit product shares out to thread blocks by 32: by 64 they would
 occupy half of the multiprocessors."""
 WIDE = 65_536
-"""Number of rows of a 16-bit weight below which a product without split K copies 512 bytes of a row
-at a time, and from which it copies 256."""
+"""Number of rows of a weight from which a product without split K has the form of a split one."""
+ANNOUNCED = 65_536
+"""Bytes behind the ring that a thread block has brought to L2 before it waits."""
+HALF_ROOM = 112_000
+"""Bytes of a ring of which a multiprocessor holds two."""
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.9
 
 
 @gluon.jit
-def _producer(w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL: gl.constexpr):
+def _announce(w_ptr, row, column, N, K, ahead, LOADED: gl.constexpr):
+    """Have `ahead` bytes of each row of a tile brought to L2, from `column` on."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    rows = gl.minimum(row + gl.arange(0, LOADED, LAYOUT), N - 1).to(gl.int64)
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+        [w_ptr + rows * K + column, ahead], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _producer(
+    w_desc, x_desc, w_ptr, w_smem, x_smem, full, empty, row, first, steps, N, K, ahead, PDL: gl.constexpr
+):  # fmt: skip
     STAGES: gl.constexpr = w_smem.shape[0]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
     LOADED: gl.constexpr = w_desc.block_type.shape[0]
@@ -73,6 +90,8 @@ def _producer(w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PD
         load_tile(
             w_desc, [row, (first + i) * BLOCK_K], full.index(i), w_smem.index(i).slice(0, LOADED, 0), pred=i < steps,
         )  # fmt: skip
+    if ahead > 0:
+        _announce(w_ptr, row, (first + STAGES) * BLOCK_K, N, K, ahead, LOADED)
     if PDL:
         pdl_wait_first()
     for i in gl.static_range(STAGES):
@@ -142,12 +161,15 @@ def _consumer(
         gl.store(out, acc.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit(do_not_specialize=["M", "ahead"])
 def _skinny_gemm_kernel(
-    w_desc, x_desc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, M, N, num_steps, size,
+    w_desc, x_desc, w_ptr, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, M, N, K, num_steps, size, ahead,
     SPLITS: gl.constexpr, SCALED: gl.constexpr, HAS_BIAS: gl.constexpr, ADDS: gl.constexpr, STAGES: gl.constexpr,
-    PDL: gl.constexpr,
+    SHARES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """SHARES: it leaves registers to small kernels, and the next kernel may start at once."""
+    if SHARES and PDL:
+        gdc_launch_dependents()
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
     HEIGHT: gl.constexpr = BLOCK_N if BLOCK_N > ROWS else ROWS
@@ -168,7 +190,9 @@ def _skinny_gemm_kernel(
                     y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
                     steps, M, N, size, 0, BLOCK_N, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
                 )),
-                (_producer, (w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL)),
+                (_producer, (
+                    w_desc, x_desc, w_ptr, w_smem, x_smem, full, empty, row, first, steps, N, K, ahead, PDL,
+                )),
             ],
             [1],
             [40],
@@ -184,10 +208,12 @@ def _skinny_gemm_kernel(
                     y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, counter_ptr, w_smem, x_smem, full, empty, row, part,
                     steps, M, N, size, 1, BLOCK_N, SPLITS, SCALED, HAS_BIAS, ADDS, PDL,
                 )),
-                (_producer, (w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL)),
+                (_producer, (
+                    w_desc, x_desc, w_ptr, w_smem, x_smem, full, empty, row, first, steps, N, K, ahead, PDL,
+                )),
             ],
             [4, 1],
-            [168, 40],
+            [80 if SHARES else 168, 40],
         )  # fmt: skip
 
 
@@ -234,14 +260,16 @@ def skinny_gemm(
     (num_tokens, inner), outer, size = values.shape, w.weight.shape[0], values.element_size()
     block_m, step = max(16, triton.next_power_of_2(num_tokens)), 256
     block_n, splits = _tile(outer, inner * size, block_m)
+    room, ahead, shares = SHARED_BYTES, 0, False
     if invariant:
         splits = 1
         if block_m == 16:
-            block_n, step = _whole_tile(outer, inner * size, size, block_n)
+            block_n, step, room, ahead, shares = _whole_form(outer, inner * size, size, block_n)
     block_k = step // size
     tiles, num_steps = triton.cdiv(outer, block_n), triton.cdiv(inner, block_k)
     splits = min(splits, num_steps)
-    stages = min(MAX_STAGES, SHARED_BYTES // ((max(block_n, ROWS.value) + block_m) * step))
+    stages = min(MAX_STAGES, room // ((max(block_n, ROWS.value) + block_m) * step))
+    ahead = max(0, min(ahead // block_n, inner * size - stages * step)) // 16 * 16
     w_desc = TensorDescriptor(w.weight, [outer, inner], [inner, 1], [block_n, block_k], TILES[size])
     x_desc = TensorDescriptor(
         values, [num_tokens, inner], [inner, 1], [block_m, block_k], TILES[size]
@@ -257,22 +285,29 @@ def skinny_gemm(
         else y
     )
     _skinny_gemm_kernel[(tiles, splits)](
-        w_desc, x_desc, y, scales, w.scales if isinstance(w, ScaledLinear) else scales, y if w.bias is None else w.bias,
-        partial, scratch.counters, num_tokens, outer, num_steps, numbers,
+        w_desc, x_desc, w.weight, y, scales, w.scales if isinstance(w, ScaledLinear) else scales,
+        y if w.bias is None else w.bias, partial, scratch.counters, num_tokens, outer, inner, num_steps, numbers, ahead,
         SPLITS=splits, SCALED=isinstance(w, ScaledLinear), HAS_BIAS=w.bias is not None, ADDS=added is not None, STAGES=stages,
-        num_warps=4, **pdl_options(y),
+        SHARES=shares, num_warps=4, maxnreg=(80 if block_n > ROWS.value else 128) if shares else None, **pdl_options(y),
     )  # fmt: skip
     return y
 
 
-def _whole_tile(outer: int, row_bytes: int, size: int, block_n: int) -> tuple[int, int]:
-    """(BLOCK_N, bytes of a row that are copied at once) for an unsplit product of few tokens, timed
-    with Llama-3-8B's shapes (`kernels_deterministic_products`). No tile changes a bit."""
-    if outer <= HALVED_ROWS and row_bytes >= LONG_ROW:
-        return ROWS.value // 2, 256
-    if outer < 12_288:
-        return ROWS.value, 512
-    return (128, 512) if size == 2 and outer < WIDE else (block_n, 256)
+def _whole_form(
+    outer: int, row_bytes: int, size: int, block_n: int
+) -> tuple[int, int, int, int, bool]:
+    """(BLOCK_N, bytes of a row that are copied at once, room for the ring, bytes announced to L2 for a
+    thread block, SHARES) for an unsplit product of few tokens, timed in chains of Llama-3-8B's layers
+    (`engine_deterministic_one`). None changes a bit."""
+    if outer >= WIDE:
+        return block_n, 256, SHARED_BYTES, 0, False
+    if outer >= 12_288:
+        return 128, 256, *((SHARED_BYTES, ANNOUNCED) if size == 2 else (HALF_ROOM, 0)), True
+    if outer <= HALVED_ROWS and row_bytes > LONG_ROW:
+        return ROWS.value // 2, 256, SHARED_BYTES, 0, True
+    if size == 2:
+        return ROWS.value, 512 if outer <= HALVED_ROWS else 256, SHARED_BYTES, ANNOUNCED, True
+    return ROWS.value, 512, SHARED_BYTES, 0, False
 
 
 def _tile(outer: int, row_bytes: int, block_m: int) -> tuple[int, int]:

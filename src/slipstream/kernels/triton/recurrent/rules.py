@@ -77,13 +77,20 @@ def gated_delta(
             low=0.0, high=float("inf"), stages=stages, TWICE=s.negative_eigenvalues, BOUND=s.bound or 0.0,
         )  # fmt: skip
         _finish(
-            out, z, params.norm, s.eps, s.num_heads, SHARED=True, FIRST=False, SIGMOID=s.gate == "sigmoid"
+            out, z, params.norm, s.eps, s.num_heads, FINISHED, SHARED=True, FIRST=False, SIGMOID=s.gate == "sigmoid"
         )  # fmt: skip
     return out
 
 
-def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2Params) -> Tensor:
-    """`OpSet.mamba2`."""
+def mamba2(
+    x: Tensor,
+    state: LayerState,
+    meta: AttentionMetadata,
+    params: Mamba2Params,
+    *,
+    invariant: bool = False,
+) -> Tensor:
+    """`OpSet.mamba2`. `invariant`: see `gated_delta`; a norm's tile has one row."""
     s = params.spec
     z, rows, raw = x, x[:, s.v_size :], x[:, s.time_at :]
     size = s.num_groups * s.key_dim
@@ -92,10 +99,10 @@ def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2
         V_AT=0, DELTA=False,
     )  # fmt: skip
     low, high = s.time_limit
-    stages = _stages(meta, x, s.key_dim, s.value_dim, False)
+    stages = 0 if invariant else _stages(meta, x, s.key_dim, s.value_dim, False)
     in_one = not stages and s.norm is None and params.gated
     out = _tokens(
-        rows, raw, raw, z, state, meta, params, params.conv, params.skip, sizes, finish=in_one,
+        rows, raw, raw, z, state, meta, params, params.conv, params.skip, sizes, finish=in_one, invariant=invariant,
         low=low, high=high, eps=s.eps, scale=1.0, CHANNEL=False, TWICE=False, BOUND=0.0, SIGMOID=s.gate == "sigmoid",
         SHORT=SHORT if stages else ANY_LENGTH,
     )  # fmt: skip
@@ -109,8 +116,8 @@ def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2
     if not in_one and params.gated:
         groups = s.num_heads if s.norm is None else s.norm_groups
         _finish(
-            out, z, params.norm, s.eps, groups, SHARED=False, FIRST=s.norm == "gate_first",
-            SIGMOID=s.gate == "sigmoid",
+            out, z, params.norm, s.eps, groups, 1 if invariant else FINISHED, SHARED=False,
+            FIRST=s.norm == "gate_first", SIGMOID=s.gate == "sigmoid",
         )  # fmt: skip
     return out
 
@@ -237,12 +244,13 @@ def _stages(
 
 
 def _finish(
-    out: Tensor, z: Tensor, norm: Tensor | None, eps: float, groups: int, **options: bool
+    out: Tensor, z: Tensor, norm: Tensor | None, eps: float, groups: int, most: int, **options: bool
 ) -> None:
-    """Norms the `groups` of each row and multiplies them by their gate, in place."""
+    """Norms the `groups` of each row and multiplies them by their gate, in place. `most`: numbers of a
+    thread block of several rows."""
     num_tokens, size = len(out), out.shape[1] // groups
     block = triton.next_power_of_2(size)
-    rows = max(1, min(FINISHED // block, triton.next_power_of_2(num_tokens)))
+    rows = max(1, min(most // block, triton.next_power_of_2(num_tokens)))
     if num_tokens:
         finish_kernel[(triton.cdiv(num_tokens, rows), groups)](
             out, z, out if norm is None else norm, z.stride(0), num_tokens, eps, N=size, HAS_NORM=norm is not None,

@@ -72,12 +72,14 @@ def selective_scan(
     state: LayerState,
     meta: AttentionMetadata,
     params: MambaParams,
+    *,
+    invariant: bool = False,
 ) -> Tensor:
-    """`OpSet.selective_scan`."""
+    """`OpSet.selective_scan`. `invariant` (`deterministic`): prompts, too, are scanned token by token."""
     s, states = params.spec, states_of(meta)
     assert state.recurrent is not None
     z, out = xz[:, s.width :], x.new_empty(x.shape)
-    tokens, block = (1, 64) if meta.max_query_len == 1 else (16, 16)
+    tokens, block = (1, 64) if invariant or meta.max_query_len == 1 else (16, 16)
     _scan_kernel[(triton.cdiv(s.width, block), len(states.read))](
         x, dt, b, c, z, state.recurrent, params.decay, params.time, params.skip, out, meta.query_start_loc, states.read,
         states.write, x.stride(0), dt.stride(0), b.stride(0), c.stride(0), z.stride(0),
