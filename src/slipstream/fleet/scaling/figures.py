@@ -47,8 +47,8 @@ def of_engines(members: Members) -> dict[str, EngineStats | None]:
 
 
 def summed(there: Sequence[EngineStats], gone: Sequence[EngineStats] = ()) -> EngineStats:
-    """Combined metrics of the present engines, plus the totals of those that are gone. At least one
-    engine in all."""
+    """Combined metrics of the running engines `there`, plus the totals of those that ended (`gone`). At
+    least one engine is required."""
     found: EngineStats = _sum([*there], [*gone])
     return found
 
