@@ -117,8 +117,10 @@ def pieces_of(path: Path) -> Pieces:
                 found.tokens.append(piece[1].decode())
                 found.scores.append(struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0)
                 found.kinds.append(piece.get(3, Kind.NORMAL))
-            elif number in (2, 3):
-                found[number + 1].update(_fields(value))
+            elif number == 2:
+                found.trainer.update(_fields(value))
+            elif number == 3:
+                found.normalizer.update(_fields(value))
     except (
         OSError,
         ValueError,

@@ -97,9 +97,10 @@ def _read(path: Path) -> TokenizerParts:
 def _renumbered(
     path: Path, kind: str, config: Mapping[str, Any], more: Sequence[Mapping[str, Any]]
 ) -> TokenizerParts:
-    backend, texts = renumbered.read(path, kind, config)
+    made, texts = renumbered.read(path, kind, config)
+    backend = cast(tokenizers.Tokenizer, made)
     check_steps(backend, path)
-    prefix, suffix = (tuple(ids) for ids in backend.around)
+    prefix, suffix = (tuple(ids) for ids in made.around)
     special = SpecialTokens(
         bos_id=backend.token_to_id("<s>") if "bos_token" in texts else None,
         eos_ids=_ids([backend.token_to_id("</s>"), *(found.get("eos_token_id") for found in more)]),
@@ -107,7 +108,7 @@ def _renumbered(
         suffix=suffix,
         texts=texts,
     )
-    return TokenizerParts(cast(tokenizers.Tokenizer, backend), special, {})
+    return TokenizerParts(backend, special, {})
 
 
 def _optional(path: Path) -> dict[str, Any]:
