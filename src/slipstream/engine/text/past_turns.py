@@ -1,6 +1,6 @@
-"""Turns of a conversation that a server wrote and a client sends back, in the shape that the model's chat template takes.
+"""Converts earlier turns of a conversation, as clients send them back, to the form that the model's chat template accepts.
 
-Clients keep the calls of functions as the API gave them. Templates differ in what they take:
+Clients store tool calls as the API returned them. Templates differ in what they accept:
 
 1. ids of nine letters and digits (Mistral's): others are shortened to nine by a hash, the same for a call and its result.
 2. ids that have the function's name and count the conversation's calls (Kimi's): calls are numbered in their order.
@@ -12,7 +12,7 @@ Clients keep the calls of functions as the API gave them. Templates differ in wh
 8. turns as Mistral's library has them (`tekken.py`): one message a turn, texts side by side joined, results as JSON (v3) or in
    the order of their calls (v11 and later).
 
-A result gets the name of its function, if the client left it out. What a template takes is read from its text, or found by
+A result gets its function's name if the client omitted it. What a template accepts is read from its text, or found by
 rendering a call with it.
 """
 
@@ -44,7 +44,7 @@ _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def past_turns(template: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the messages of a conversation as the template takes them. Those without calls stay as they are."""
+    """Returns a conversation's messages in the form that the template accepts. Messages without calls are unchanged."""
     found = list(messages)
     if template.startswith(_MISTRAL):
         found = _mistral(found, template)
@@ -70,7 +70,7 @@ def past_turns(template: str, messages: Sequence[Mapping[str, Any]]) -> list[Map
 
 
 def _with_names(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages, each result with the name of the function that its call names."""
+    """The messages, where each result has the name of the function that was called."""
     found, names = list[Mapping[str, Any]](), dict[Any, Any]()
     for message in messages:
         for call in message.get("tool_calls") or ():
@@ -168,7 +168,7 @@ def _run_together(contents: Sequence[Any], between: str) -> Any:
 
 
 def _content_apart(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The message, and one with its content before it, if it has calls and content."""
+    """The message; if it has calls and content, preceded by a separate message with the content."""
     if not message.get("tool_calls"):
         return [message]
     calls = {**message, "content": None}
@@ -179,7 +179,7 @@ def _content_apart(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _with_results(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Calls, their results and the answer to them as one message, as Gemma's first templates take them."""
+    """Merges calls, their results and the answer that follows into one message, as Gemma 4's first templates expect."""
     found, i = list[Mapping[str, Any]](), 0
     while i < len(messages):
         message, i = messages[i], i + 1
@@ -220,7 +220,7 @@ def _one_call_each(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]
             own = [r for r in results if r.get("tool_call_id") == call.get("id")]
             found += own
             results = [r for r in results if r not in own]
-        found += results  # of no call that is here
+        found += results  # results whose call is missing here
     return found
 
 
@@ -233,7 +233,7 @@ def _thoughts_alone(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _short_id(given: str) -> str:
-    """Nine letters and digits. An id that is so already stays."""
+    """An id of nine letters and digits: `given` if it is one already, otherwise a hash of it."""
     if re.fullmatch(r"[a-zA-Z0-9]{9}", given):
         return given
     number, letters = int.from_bytes(blake2b(given.encode(), digest_size=8).digest()), ""
@@ -268,7 +268,7 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The form in which a template takes calls."""
+    """The form of calls that a template accepts."""
 
     arguments_are_text: bool = False
     content_beside_calls: bool = True
@@ -277,7 +277,7 @@ class _Shape:
 
 @functools.lru_cache(maxsize=8)
 def _shape_of(template: str) -> _Shape:
-    """The first form in which a template renders a call, and shows it."""
+    """The first form of calls that the template renders without error and visibly."""
     name = "probe_of_a_call"
 
     def rendered(arguments: Any, content: str | None) -> str:
