@@ -1,6 +1,4 @@
-"""Handle of a launched step. Its values are tensors that are being copied to the host, or arrays.
-No torch.
-"""
+"""Handle of a launched step. Its values are tensors that are being copied to the host, or arrays. No torch."""
 
 from __future__ import annotations
 

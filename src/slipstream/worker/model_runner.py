@@ -7,9 +7,8 @@ sample(forward(prepare(plan)))
 2. `forward` computes hidden states. The loaded model's table of paths chooses how.
 3. `sample` draws tokens and writes them where the next step reads them.
 
-On a GPU `launch` queues the step and returns at once; `InFlightStep.result()` waits. Steps run on
-one stream in the order of their launch. So the scheduler may give freed blocks to the next step
-while this one still runs.
+On a GPU `launch` queues the step and returns at once; `InFlightStep.result()` waits. Steps run on one stream in the
+order of their launch. So the scheduler may give freed blocks to the next step while this one still runs.
 
 No torch. Values are what the platform has: tensors, or NumPy arrays on a CPU without torch.
 """
@@ -140,9 +139,8 @@ class ModelRunner(Runner):
         batch, num_cold, rows = self.prepare(plan), self._num_cold, self.rows
         drafts = copied = later = None
         if self.draft is not None and (drafted := self.draft.write_drafts(plan, rows)):
-            # A grammar's mask waits for the drafts, so they are copied to the host while the
-            # forward runs. Without a grammar the copy is launched after the forward, so that the
-            # GPU does not wait for its launch.
+            # A grammar's mask waits for the drafts, so they are copied to the host while the forward runs. Without a
+            # grammar the copy is launched after the forward, so that the GPU does not wait for its launch.
             later = None if batch.has_grammar else self.draft.kept_drafts(drafted, rows)
             if later is None:
                 drafts = self.platform.to_host(self.draft.tokens_of(drafted, rows))

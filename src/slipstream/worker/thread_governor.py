@@ -13,8 +13,7 @@ counts by its median, so that single interruptions do not matter.
 4. Prompts end a trial with fewer threads, without a verdict. They take far longer than decodes, and
    with few decodes between them a window could last many seconds.
 
-Only speed depends on this: a step's results are bit-identical with any number of threads
-(csrc/cpu/pool.h).
+Only speed depends on this: a step's results are bit-identical with any number of threads (csrc/cpu/pool.h).
 """
 
 from __future__ import annotations

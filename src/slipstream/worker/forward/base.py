@@ -225,8 +225,7 @@ class Forward(ABC):
     def greedy(self, hidden: Tensor) -> Tensor | None:
         """Tokens with the largest logits, int64 [N], from hidden states [N, E].
 
-        The logits are not written to memory. Of equal logits the first wins. None if this path must
-        write logits.
+        The logits are not written to memory. Of equal logits the first wins. None if this path must write logits.
         """
         return None
 

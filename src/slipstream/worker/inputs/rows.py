@@ -1,8 +1,7 @@
 """The worker's permanent rows.
 
-Each request has a row while it runs. A row's tokens and block tables live on the device. A step
-only says which rows compute which positions. So a token sampled in step N feeds step N + 1 without
-visiting the host.
+Each request has a row while it runs. A row's tokens and block tables live on the device. A step only says which rows
+compute which positions. So a token sampled in step N feeds step N + 1 without visiting the host.
 
 1. Row `capacity` is the null row (block 0), which padding reads and writes. Its tokens are
    arbitrary.
@@ -145,9 +144,8 @@ class RowTable:
     ) -> None:
         """Allocate the tables.
 
-        `scales`: what each group's block ids are multiplied by in its table (`ModelSpec.block_scales`); empty: nothing is.
-        `sectioned`: pictures' tokens have three positions, and later text counts fewer positions than
-        tokens.
+        `scales`: what each group's block ids are multiplied by in its table (`ModelSpec.block_scales`); empty: nothing
+        is. `sectioned`: pictures' tokens have three positions, and later text counts fewer positions than tokens.
         """
         self.capacity = capacity
         self._scales = scales or (1,) * len(groups)
@@ -162,8 +160,7 @@ class RowTable:
         of_cross = None if self.cross is None else groups[self.cross].num_read
         self.max_encoder_len = of_cross or max_model_len
         max_blocks = -(-max(max_model_len, self.max_encoder_len) // block_size)
-        # One column more than the context, because the last sampled token is stored but never
-        # computed.
+        # One column more than the context, because the last sampled token is stored but never computed.
         tables: dict[str, tuple[str, tuple[int, ...]]] = {
             "tokens": ("int32", (capacity + 1, max_model_len + 1)),
             "block_tables": ("int32", (len(groups), capacity + 1, max_blocks)),
@@ -183,8 +180,7 @@ class RowTable:
         self.slots = {kind: self._tables[f"slots {kind}"] for kind in columns}
         self.host_slots = {k: np.zeros((capacity + 1, n), np.int32) for k, n in columns.items()}
         self.states = self.slots.get(1)  # of recurrent layers
-        # Per row [C + 1]: temperature, top_p, min_p and the penalties; then top_k, number of prompt
-        # tokens, seed.
+        # Per row [C + 1]: temperature, top_p, min_p and the penalties; then top_k, number of prompt tokens, seed.
         self.sampling_floats = self._tables["sampling_floats"]
         self.sampling_ints = self._tables["sampling_ints"]
         self.rows: dict[str, Row] = {}

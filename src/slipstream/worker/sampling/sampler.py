@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
     """Sampling parameters of the N tokens of `sampled`, in its order.
 
-    They are already on the device, except biases and lists of allowed tokens, which are uploaded in
-    each step.
+    They are already on the device, except biases and lists of allowed tokens, which are uploaded in each step.
     """
     names = sampled.names
     bias = biases_of(table, sampled, names) if table.wanting["bias"] else None
