@@ -1,6 +1,6 @@
 """Prepares the inputs of `ops.sample` from the rows' parameters.
 
-Only parameters that some row uses are gathered. A step of greedy rows needs none. A table without a
+Only parameters used by some row are gathered. A step of greedy rows needs none. A table without a
 device yields NumPy arrays.
 """
 
@@ -62,7 +62,7 @@ def tensors_of_rows(
 ) -> SamplingTensors:
     """Parameters of tokens at `positions` of `rows`, each [N], of any requests.
 
-    There are penalties unless `longest`, the number of tokens that they count at most, is 0.
+    `longest`: maximum number of tokens that penalties count; 0: no penalties.
     """
     if table.ops.takes_rows:
         floats, ints = table.sampling_floats, table.sampling_ints
