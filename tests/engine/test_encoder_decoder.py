@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, processors
+from transformers import MarianTokenizer
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import (
@@ -17,6 +18,7 @@ from slipstream.errors import (
     RequestError,
 )
 from slipstream.spec.description import read_spec
+from tests.engine.text.test_renumbered import write
 from tests.support import tiny_models
 
 SETTINGS = dict(device="cpu", dtype="float32", num_threads=1, block_size=4)
@@ -242,6 +244,27 @@ def test_languages_are_chosen_by_the_request(template, tmp_path):
         with pytest.raises(RequestError, match="leave it out") as caught:
             llm.generate({"prompt_token_ids": [7], "source_language": "de"}, SHORT)
         assert caught.value.field == "source_language"
+
+
+def test_a_folder_as_opus_mt_has_it_translates_texts(tmp_path):
+    """Pieces in source.spm, their numbers in vocab.json, and no tokenizer.json."""
+    write(tmp_path, "marian")
+    numbers = json.loads((tmp_path / "vocab.json").read_text())
+    end, pad, size = numbers["</s>"], numbers["<pad>"], len(numbers)
+    named = dict(eos_token_id=end, pad_token_id=pad, decoder_start_token_id=pad, vocab_size=size)
+    theirs = tiny_models.build_bart(tmp_path, "marian", **named)
+    prompt = {"prompt": "The quick fox.", "target_language": "fra"}
+    reference = MarianTokenizer.from_pretrained(tmp_path)
+    read = reference(">>fra<< The quick fox.")["input_ids"]
+    with LLM(str(tmp_path), max_model_len=64, **SETTINGS) as llm:
+        (plain,) = llm.generate({"prompt": ">>fra<< The quick fox."}, SHORT)
+        (named,) = llm.generate(prompt, SHORT)
+        together = llm.generate([prompt, {"prompt": "fox"}, prompt], SHORT)
+    tokens = expected_of(theirs, read, [pad])
+    for answer in (plain, named, together[0], together[2]):
+        assert list(answer.outputs[0].token_ids) == tokens
+        shown = [i for i in tokens if i not in (end, numbers["<unk>"], pad)]
+        assert answer.outputs[0].text.split() == reference.decode(shown).split()
 
 
 def test_a_model_that_translates_nothing_refuses_languages(tmp_path):

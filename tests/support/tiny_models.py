@@ -934,7 +934,7 @@ def build_bart(
     config = transformers.AutoConfig.for_model(family, **{**BART, **more})
     model: Any = getattr(transformers, BARTS[family])(config).eval()
     if hasattr(model, "final_logits_bias"):
-        model.final_logits_bias.copy_(torch.randn(1, VOCAB))
+        model.final_logits_bias.copy_(torch.randn(model.final_logits_bias.shape))
     return _shaken(model, path, noise)
 
 

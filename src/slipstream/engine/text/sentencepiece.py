@@ -1,9 +1,8 @@
 """SentencePiece's vocabularies, from a tokenizer.model or from a GGUF file's fields.
 
-They have scores instead of merges: the adjacent pieces whose union has the highest score are merged first.
-That is byte-pair merging in the order of scores, so the merges are all splits of a token into two others,
-highest-scoring token first. Supported are BPE models whose normaliser only writes ▁ for a space (Llama,
-Mistral, Gemma), and unigram models without byte tokens (T5); others are refused by name.
+They hold scores in place of merges: the neighbours whose union scores best are joined first. That is byte-pair merging
+in the order of scores, so the merges are every way to cut a token into two others, best token first. Limits: of unigram models
+those without bytes (T5, Marian); others are refused by name.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
@@ -96,23 +95,32 @@ def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequ
     )
 
 
-def from_file(path: Path) -> tokenizers.Tokenizer:
+class Pieces(NamedTuple):
+    """A model file: tokens by id, and the fields of its trainer and normaliser by number. Of the normaliser {2: precompiled
+    character map, 3: add_dummy_prefix, 4: remove_extra_whitespaces}."""
+
+    tokens: list[str]
+    scores: list[float]
+    kinds: list[int]
+    trainer: dict[int, Any]
+    normalizer: dict[int, Any]
+
+
+def pieces_of(path: Path) -> Pieces:
     """Read SentencePiece's model file, a protocol buffer: ModelProto{1: pieces, 2: trainer, 3:
     normaliser}."""
-    tokens, scores, kinds = [], [], []
-    trainer: dict[int, Any] = {}
-    normalizer: dict[int, Any] = {}
+    found = Pieces([], [], [], {}, {})
     try:
         for number, value in _fields(path.read_bytes()):
             if number == 1:
                 piece = dict(_fields(value))  # {1: text, 2: score, 3: kind}
-                tokens.append(piece[1].decode())
-                scores.append(struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0)
-                kinds.append(piece.get(3, Kind.NORMAL))
+                found.tokens.append(piece[1].decode())
+                found.scores.append(struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0)
+                found.kinds.append(piece.get(3, Kind.NORMAL))
             elif number == 2:
-                trainer = dict(_fields(value))
+                found.trainer.update(_fields(value))
             elif number == 3:
-                normalizer = dict(_fields(value))
+                found.normalizer.update(_fields(value))
     except (
         OSError,
         ValueError,
@@ -125,6 +133,16 @@ def from_file(path: Path) -> tokenizers.Tokenizer:
         raise CheckpointError(
             f"{path} can't be read as a SentencePiece model: {error}", field=path.name
         ) from error
+    return found
+
+
+def from_file(path: Path) -> tokenizers.Tokenizer:
+    return build_pieces(path, pieces_of(path))
+
+
+def build_pieces(path: Path, pieces: Pieces) -> tokenizers.Tokenizer:
+    """The tokenizer of a file's pieces. UnsupportedModelError if the file is of another kind."""
+    tokens, scores, kinds, trainer, normalizer = pieces
     if (
         trainer.get(3, 1) == 1 and kinds.count(Kind.UNKNOWN) == 1 and Kind.BYTE not in kinds
     ):  # model_type: unigram
@@ -138,14 +156,18 @@ def from_file(path: Path) -> tokenizers.Tokenizer:
             "tokenizer.json",
             field=path.name,
         )
-    # fields {2: precompiled character map, 3: add_dummy_prefix, 4: remove_extra_whitespaces}
-    if normalizer.get(2) or normalizer.get(4, 1):
-        raise UnsupportedModelError(
-            f"{path} normalises text in ways that are not supported; pass tokenizer=PATH of a folder with a "
-            "tokenizer.json",
-            field=path.name,
-        )
-    return build(tokens, scores, kinds, add_space_prefix=bool(normalizer.get(3, 1)))
+    backend = build(tokens, scores, kinds, add_space_prefix=bool(normalizer.get(3, 1)))
+    steps = _cleaning(normalizer.get(2) or b"", remove_extra=bool(normalizer.get(4, 1)))
+    backend.normalizer = normalizers.Sequence([*steps, backend.normalizer])
+    return backend
+
+
+def _cleaning(charsmap: bytes, *, remove_extra: bool) -> list[Any]:
+    """Steps of SentencePiece's normaliser before spaces are written as pieces have them."""
+    steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    if remove_extra:
+        steps += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
+    return steps
 
 
 def unigram(
@@ -163,10 +185,7 @@ def unigram(
     backend = tokenizers.Tokenizer(
         models.Unigram(known, unk_id=kinds.index(Kind.UNKNOWN), byte_fallback=False)
     )
-    steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
-    if remove_extra:
-        steps += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
-    backend.normalizer = normalizers.Sequence(steps)
+    backend.normalizer = normalizers.Sequence(_cleaning(charsmap, remove_extra=remove_extra))
     scheme: Any = "always" if add_prefix else "never"
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme)
     backend.decoder = decoders.Metaspace(replacement="▁", prepend_scheme=scheme)

@@ -121,7 +121,8 @@ class Tokenizer:
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
         """Load a tokenizer from a .gguf file or from a folder. The folder has one of these:
         tokenizer.json, GPT-2's vocab.json and merges.txt, SentencePiece's or tiktoken's
-        tokenizer.model, T5's spiece.model, BERT's vocab.txt, or Mistral's tekken.json."""
+        tokenizer.model, T5's spiece.model, BERT's vocab.txt, Mistral's tekken.json, or those in
+        `renumbered.FILES`."""
         path = Path(path)
         if path.is_dir() and not any((path / name).is_file() for name in tokenizer_folder.FILES):
             path = next(iter(model_files(path)), path)

@@ -3,14 +3,14 @@ transformers have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from slipstream.engine.text import sentencepiece, tekken, tiktoken
+from slipstream.engine.text import renumbered, sentencepiece, tekken, tiktoken
 from slipstream.engine.text.tokenizer_parts import (
     SpecialTokens,
     TokenizerParts,
@@ -50,6 +50,9 @@ def _read(path: Path) -> TokenizerParts:
     if (path / tekken.FILE).is_file() and not (path / "tokenizer.json").is_file():
         mistral = tekken.from_file(path / tekken.FILE)
         config = {**mistral.texts, "add_bos_token": True, **config}
+    kind = renumbered.class_of(path, config, model)
+    if kind is not None and not (path / "tokenizer.json").is_file():
+        return _renumbered(path, kind, config, (generation, model))
     backend = mistral.backend if mistral else _backend(path, config)
     check_steps(backend, path)  # before the first text is encoded, which is below
     backend.no_truncation()
@@ -89,6 +92,23 @@ def _read(path: Path) -> TokenizerParts:
     if mistral and not templates:
         templates = {"default": mistral.chat_template}
     return TokenizerParts(backend, special, templates)
+
+
+def _renumbered(
+    path: Path, kind: str, config: Mapping[str, Any], more: Sequence[Mapping[str, Any]]
+) -> TokenizerParts:
+    made, texts = renumbered.read(path, kind, config)
+    backend = cast(tokenizers.Tokenizer, made)
+    check_steps(backend, path)
+    prefix, suffix = (tuple(ids) for ids in made.around)
+    special = SpecialTokens(
+        bos_id=backend.token_to_id("<s>") if "bos_token" in texts else None,
+        eos_ids=_ids([backend.token_to_id("</s>"), *(found.get("eos_token_id") for found in more)]),
+        prefix=prefix,
+        suffix=suffix,
+        texts=texts,
+    )
+    return TokenizerParts(backend, special, {})
 
 
 def _optional(path: Path) -> dict[str, Any]:
