@@ -220,7 +220,6 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_result_is_printed_as_the_block_says(name, capsys, monkeypatch):
     monkeypatch.setattr("slipstream.__version__", "V")
