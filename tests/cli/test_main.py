@@ -426,7 +426,7 @@ def _spelled(action):
 def test_each_verb_takes_the_options_that_the_table_says():
     """A line a verb of options.txt: how many options of the engine, of sampling and of other engines it takes; its own."""
     shared = [
-        {f"--{name}".replace("_", "-") for name in help} for help in (ENGINE_HELP, SAMPLING_HELP)
+        {f"--{name}".replace("_", "-") for name in told} for told in (ENGINE_HELP, SAMPLING_HELP)
     ]
     shared[0] |= {name.replace("--", "--no-", 1) for name in shared[0]}
     lines = []
