@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from slipstream import __version__
 from slipstream.cli.main import main
 from slipstream.cli.serving.running import register
 from slipstream.server.operations.audit import AuditLog
 
-CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+CLONE = Path(__file__).parents[2]
+CONFIGS = CLONE / "benchmarks" / "configs"
 ROWS = (Path(__file__).parent / "commands.txt").read_text().splitlines()
 SESSIONS = (Path(__file__).parent / "sessions.txt").read_text().split("# ")[1:]
 GRID = """
@@ -40,7 +42,10 @@ def places(tmp_path, monkeypatch):
         monkeypatch.setattr(f"slipstream.{module}.host_memory", lambda: (64 * 2**30, 32 * 2**30))
     names = {"TINY": "tiny", "LLAMA": "llama-3-8b", "DEEPSEEK": "deepseek-v2-lite"}
     names |= {"QWEN": "qwen3.5-35b-a3b", "MINILM": "minilm"}
-    return {name: CONFIGS / folder for name, folder in names.items()} | {"DIR": tmp_path}
+    return {name: CONFIGS / folder for name, folder in names.items()} | {
+        "DIR": tmp_path,
+        "CLONE": CLONE,
+    }
 
 
 def words_of(line, places):
@@ -79,21 +84,31 @@ def test_a_session_prints_what_the_table_has(
     if "MODEL" in session:
         places["MODEL"] = request.getfixturevalue("tiny_model")
     shown = {str(place): name for name, place in places.items()}
-    shown |= {str(CONFIGS): "CONFIGS", str(os.getpid()): "PID"}
+    shown |= {str(CONFIGS): "CONFIGS", str(os.getpid()): "PID", f":{__version__}": ":VERSION"}
     capsys.readouterr()
     said = [session.split("\n")[0]]
     for command in re.findall(r"^\$ (.*)", session, re.MULTILINE):
-        if command == "mark":  # a model and a server are here
-            path = tmp_path / "cache" / "slipstream" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-            path.parent.mkdir(parents=True)
-            path.write_bytes(bytes(2_000_000))
-            kept = {"device": "cpu", "memory_bytes": 3_000_000, "now": NOW - 7200.0}
-            register(os.getpid(), url="http://h:1", models=("smollm2", "b"), **kept)
-        code = main(words_of(command, places)) if command != "mark" else 0
+        code = 0
+        match command.split():
+            case ["have"]:  # a model and a server are here
+                path = (
+                    tmp_path / "cache" / "slipstream" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+                )
+                path.parent.mkdir(parents=True)
+                path.write_bytes(bytes(2_000_000))
+                kept = {"device": "cpu", "memory_bytes": 3_000_000, "now": NOW - 7200.0}
+                register(os.getpid(), url="http://h:1", models=("smollm2", "b"), **kept)
+            case ["cat", *files]:  # its lines that were not shown before
+                lines = [
+                    line for file in files for line in (tmp_path / file).read_text().splitlines()
+                ]
+                print(*(line for line in lines if line not in said), sep="\n")
+            case _:
+                code = main(words_of(command, places))
         told = "".join(capsys.readouterr()).rstrip()
         for place, name in shown.items():
             told = told.replace(place, name)
-        told = re.sub("[0-9a-f]{64}", "HASH", told)
-        lines = [re.sub(" {2,}", "  ", line) for line in told.splitlines() if line]
+        told = re.sub("[0-9a-f]{64}", "HASH", re.sub(r"(\.\./)+\.\.(CLONE|DIR)", r"../\2", told))
+        lines = [re.sub("(?<=[^ ]) {2,}", "  ", line) for line in told.splitlines() if line]
         said += [f"$ {command}", *lines, *[f"[{code}]"] * bool(code)]
     assert "\n".join(said) == session.strip()
