@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from slipstream.core.cache.invariants import check_pool
 from slipstream.messages.logprobs import SampledLogprobs
 from slipstream.messages.steps import StepPlan, StepResult
+from slipstream.params.cache_hints import CacheHints
 from slipstream.params.sampling import SamplingParams
 from slipstream.worker.ranks.request_owners import RequestOwners, joined_result
+from tests.core.cache.test_tiers import Store, run, settle
 from tests.core.configs import BLOCK, FULL, config, window
 from tests.core.test_scheduler import Engine, Worker, request
 from tests.core.test_together import random_work
@@ -62,6 +64,8 @@ class Dealt(Engine):
         self.worker = Ranks(
             config["cache"].groups, config["scheduling"].num_ranks, self.keep_to_shares
         )
+        for store, worker in zip(config.get("stores", ()), self.worker.workers, strict=False):
+            store.cells, store.states = worker.slots, worker.states
 
     def decodes(self, s):
         return super().decodes(s) and s.num_sampled == 1
@@ -84,9 +88,10 @@ def check(scheduler):
         for r in own:
             for g, table in enumerate(r.blocks):
                 held.update(table[r.num_passed[g] :])
-        assert [kv.pool.ref_counts[block] for block in range(1, kv.pool.num_blocks)] == [
-            held[block] for block in range(1, kv.pool.num_blocks)
-        ]
+        blocks = range(1, kv.pool.num_blocks)
+        if kv.tiers is not None:
+            held.update({block: kv.tiers.holds(block) for block in blocks})
+        assert [kv.pool.ref_counts[block] for block in blocks] == [held[block] for block in blocks]
         check_pool(kv.pool)
         assert kv.num_running == sum(r in scheduler.requests.running for r in own)
 
@@ -155,8 +160,10 @@ def test_choices_of_a_full_rank_hold_up_no_other():
     num_ranks=st.integers(2, 3),
     windows=st.sampled_from([(None,), (None,), (5,), (None, 4)]),
     stages=st.sampled_from([1, 1, 2]),
+    below=st.sampled_from([None, (0, True), (3, True), (9, False)]),
 )
-def test_all_ranks_blocks_are_free_after_all_requests(seed, num_ranks, windows, stages):
+def test_all_ranks_blocks_are_free_after_all_requests(seed, num_ranks, windows, stages, below):
+    """Blocks that copies to tiers and loads held are free, too. No rank reads what another's tier has."""
     chance = random.Random(seed)
     made = config(
         num_blocks=chance.randint(14, 40) * len(windows),
@@ -167,16 +174,138 @@ def test_all_ranks_blocks_are_free_after_all_requests(seed, num_ranks, windows, 
         pipeline_steps=stages,
         num_ranks=num_ranks,
     )
-    engine = Dealt(made, chance.randint(stages, 2))
+    stores = stores_below(below, num_ranks)
+    engine = Dealt({**made, "stores": stores}, chance.randint(stages, 2))
     scheduler = engine.scheduler
 
     def other(what):
         if what == "evict":
-            scheduler.reset_prefix_cache()
+            kv = chance.choice(scheduler.kvs)
+            chance.choice([kv.pool.forget_all, scheduler.reset_prefix_cache])()
+        elif what == "copy" and (waiting := [store for store in stores if store.waiting]):
+            chance.choice(waiting).advance(chance.randint(0, 9), fails=chance.random() < 0.2)
 
-    added = random_work(engine, chance, [], turns=200, add=add, check=check, other=other)
+    kinds = ["copy"] * 5 if stores else []
+    added = random_work(engine, chance, kinds, turns=200, add=add, check=check, other=other)
+    settle(engine)
+    for tiers in scheduler.tiers:
+        assert (tiers._arrived, tiers._loads, tiers._loading) == ({}, [], {})
     assert all(pool.num_free == pool.num_usable for pool in scheduler.pools)
     assert engine.ends.keys() >= set(added)
+
+
+def stores_below(below, num_ranks):
+    """A store for each rank, of `below` slots, with files or without."""
+    if below is None:
+        return []
+    return [Store(below[0], {} if below[1] else None) for _ in range(num_ranks)]
+
+
+def with_tiers(num_slots=0, files=None, **more):
+    """An engine of two ranks with tiers, and their stores."""
+    stores = [Store(num_slots, own) for own in (files or ({}, {}))]
+    sizes = dict(num_blocks=60, max_num_seqs=8, max_num_batched_tokens=64, num_ranks=2)
+    return Dealt({**config(**{**sizes, **more}), "stores": stores}), stores
+
+
+@pytest.mark.parametrize("num_slots", [0, 40])
+def test_a_request_goes_to_the_rank_whose_tier_has_its_prefix(num_slots):
+    """A disk is found after a restart as well."""
+    engine, stores = with_tiers(num_slots)
+    prompts = [range(100 * i, 100 * i + 5 * BLOCK + 2) for i in range(4)]
+    for turn in range(3):
+        if turn == 2:
+            engine, stores = with_tiers(num_slots, [store.files for store in stores])
+        for kv in engine.scheduler.kvs:
+            kv.pool.forget_all()
+        order = [*enumerate(prompts)][:: -1 if turn else 1]  # no rank would get the same by turns
+        for i, prompt in order:
+            engine.scheduler.add(request(f"{turn}/{i}", prompt, 3))
+        run(engine)
+        found = ranks_of(engine)
+        if turn == 0:
+            first = [found[f"0/{i}"] for i in range(4)]
+            assert sorted(first) == [0, 0, 1, 1]
+        else:
+            assert [found[f"{turn}/{i}"] for i in range(4)] == first
+            hits = engine.scheduler.stats().tiers
+            assert hits.host_hit_tokens + hits.disk_hit_tokens == 4 * 5 * BLOCK
+            assert engine.scheduler.stats().prefix_hits == 4 * 5 * BLOCK
+
+
+def test_what_was_loaded_for_a_request_is_let_go_when_it_runs_elsewhere():
+    """The rank has no place any more when the blocks have come."""
+    engine, stores = with_tiers(max_num_seqs=4)
+    prompt = range(5 * BLOCK + 2)
+    engine.scheduler.add(request("first", prompt, 1))
+    run(engine)
+    rank = ranks_of(engine)["first"]
+    engine.scheduler.kvs[rank].pool.forget_all()
+    engine.scheduler.add(request("again", prompt, 1))
+    engine.step()
+    assert stores[rank].waiting
+    assert not stores[1 - rank].waiting
+    for i in range(4):
+        engine.scheduler.add(request(f"r{i}", range(500 + 100 * i, 510 + 100 * i), 30))
+        engine.step()
+    others = [name for name, on in ranks_of(engine).items() if name[0] == "r" and on != rank]
+    assert len(others) == 2
+    engine.take(engine.scheduler.abort(others))
+    while stores[rank].waiting:
+        stores[rank].advance()
+    engine.step()
+    assert ranks_of(engine)["again"] == 1 - rank
+    assert not engine.scheduler.tiers[rank]._arrived
+    check(engine.scheduler)
+    run(engine)
+
+
+@pytest.mark.parametrize("name", ["p0", "p1"])
+def test_what_is_loaded_for_a_request_that_ends_meanwhile_is_let_go(name):
+    engine, stores = with_tiers()
+    for i in range(2):
+        engine.scheduler.add(request(f"p{i}", range(100 * i, 100 * i + 5 * BLOCK + 2), 1))
+    run(engine)
+    rank = ranks_of(engine)[name]
+    engine.scheduler.kvs[rank].pool.forget_all()
+    first = 100 * int(name[1])
+    engine.scheduler.add(request("again", range(first, first + 5 * BLOCK + 2), 1))
+    engine.step()
+    assert stores[rank].waiting
+    engine.take(engine.scheduler.abort(["again"]))
+    settle(engine)
+    assert not engine.scheduler.tiers[rank]._arrived
+    check(engine.scheduler)
+
+
+def test_blocks_of_a_session_come_back_to_its_rank():
+    engine, stores = with_tiers(40, num_blocks=40, max_model_len=200)
+    text, hints = [*range(4 * BLOCK + 2)], CacheHints(ends=True)
+    for turn in range(6):
+        if turn:
+            engine.now += 10.0
+        for kv in engine.scheduler.kvs:
+            kv.pool.forget_all()
+        other = request(f"other{turn}", range(900 + turn, 910 + turn), 40, cache_hints=hints)
+        engine.scheduler.add(other)  # the first of the step, so it gets rank 0
+        engine.scheduler.add(request(f"turn{turn}", text))
+        run(engine)
+        text = [*text, *range(3)]
+    rank = ranks_of(engine)["turn5"]
+    assert rank == 1
+    for kv in engine.scheduler.kvs:
+        kv.pool.forget_all()
+    engine.now += 6.0
+    engine.scheduler.tend()
+    assert [bool(store.waiting) for store in stores] == [False, True]
+    settle(engine)
+    assert engine.scheduler.stats().tiers.prefetched_tokens > 4 * BLOCK
+    engine.scheduler.add(request("next", text))
+    engine.step()
+    assert ranks_of(engine)["next"] == rank
+    run(engine)
+    tiers = engine.scheduler.stats().tiers
+    assert tiers.prefetch_hit_tokens == tiers.prefetched_tokens
 
 
 def ranks_of(engine):

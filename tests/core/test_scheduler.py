@@ -665,7 +665,7 @@ def check_holders(scheduler: Scheduler) -> None:
                 step = scheduler.scheduling.max_num_batched_tokens
                 assert len(held) <= -(-(groups[g].window + step) // BLOCK) + 1, "held too long"
     for block in range(1, pool.num_blocks):
-        copied = 0 if scheduler.tiers is None else scheduler.tiers.holds(block)
+        copied = 0 if scheduler.kv.tiers is None else scheduler.kv.tiers.holds(block)
         assert pool.ref_counts[block] == len(holders.get(block, ())) + copied, block
     for found in holders.values():
         assert len({(g, i) for g, i, _ in found}) == 1, "one block in two places"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -64,7 +63,7 @@ def decoding(proposer=None, name="a", max_tokens=100):
         max_tokens=max_tokens,
     )
     request = Request(spec, (0, 0.0, 0), b"", 1)
-    request.kv = KVCacheManager(config()["cache"], 9, "", None, time.monotonic)
+    request.kv = KVCacheManager(config()["cache"], 9, "")
     request.num_computed_tokens = 2
     request.participants = EVERYONE
     if proposer is not None:
@@ -410,7 +409,7 @@ def test_never_slower_than_plain(kind, least, slope):
             max_tokens=100,
         )
         request = Request(spec, (0, 0.0, 0), b"", 1)
-        request.kv = KVCacheManager(config()["cache"], 9, "", None, time.monotonic)
+        request.kv = KVCacheManager(config()["cache"], 9, "")
         request.participants = EVERYONE
         request.token_ids.append(answer[0])
         while (done := len(request.token_ids) - 100) < 100:

@@ -38,7 +38,7 @@ def check(scheduler):
         for g, table in enumerate(r.blocks):
             held.update(table[r.num_passed[g] :])
     for block in range(1, scheduler.pool.num_blocks):
-        copied = scheduler.tiers.holds(block) if scheduler.tiers else 0
+        copied = scheduler.kv.tiers.holds(block) if scheduler.kv.tiers else 0
         assert scheduler.pool.ref_counts[block] == held[block] + copied, block
     check_pool(scheduler.pool)
     numbers = Counter(r.account for r in scheduler.requests.by_id.values())
@@ -122,7 +122,9 @@ def test_all_blocks_and_loads_are_given_back_after_all_requests(seed, windows, s
         pipeline_steps=stages,
     )
     store = None if below is None or stages > 1 else Store(below[0], {} if below[1] else None)
-    engine = Mixed(made if store is None else {**made, "store": store}, chance.randint(stages, 2))
+    engine = Mixed(
+        made if store is None else {**made, "stores": (store,)}, chance.randint(stages, 2)
+    )
     scheduler = engine.scheduler
     if store is not None:
         store.cells = engine.worker.slots
@@ -131,7 +133,7 @@ def test_all_blocks_and_loads_are_given_back_after_all_requests(seed, windows, s
         if what == "evict":
             chance.choice([scheduler.pool.forget_all, scheduler.reset_prefix_cache])()
         elif what == "rate" and store is not None:
-            scheduler.tiers.rates.prefill.learn(1, 5.0, engine.now)  # slow: loading is tried
+            scheduler.kv.tiers.rates.prefill.learn(1, 5.0, engine.now)  # slow: loading is tried
         elif what == "copy" and store is not None and store.waiting:
             store.advance(chance.randint(0, 9), fails=chance.random() < 0.2)
 
@@ -141,7 +143,7 @@ def test_all_blocks_and_loads_are_given_back_after_all_requests(seed, windows, s
         added = random_work(engine, chance, kinds, turns=300, add=add, check=check, other=other)
         if store is not None:
             settle(engine)
-            own = scheduler.tiers
+            own = scheduler.kv.tiers
             assert (own._arrived, own._loads, own._loading) == ({}, [], {})
         assert scheduler.pool.num_free == scheduler.pool.num_usable
         assert engine.ends.keys() >= set(added)

@@ -99,15 +99,16 @@ VOXTRAL_TEMPLATE = (
 )
 
 
-def build_voxtral(path: Path, *, seed: int = 0) -> Any:
+def build_voxtral(
+    path: Path, *, seed: int = 0, token: int = BYTES + VOXTRAL.index("[AUDIO]"), **more: Any
+) -> Any:
     import torch
     import transformers as t
 
     torch.manual_seed(seed)
     audio = dict(hidden_size=24, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
     audio |= dict(num_mel_bins=80, max_source_positions=50 * WINDOW_S)
-    text = {**_TEXT, "model_type": "llama", "head_dim": 8}
-    token = BYTES + VOXTRAL.index("[AUDIO]")
+    text = {**_TEXT, "model_type": "llama", "head_dim": 8, **more}
     model = t.VoxtralForConditionalGeneration(
         t.VoxtralConfig(audio_config=audio, text_config=text, audio_token_id=token)
     ).eval()

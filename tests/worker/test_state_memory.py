@@ -61,7 +61,7 @@ def test_ledger_equals_the_bytes_of_cache_and_states(case, tmp_path):
         kv = [executor.runner.kv, draft and (draft.kv, draft.states.kept)]
         states = sum(arrays([layer.state for layer in executor.runner.kv], {}).values())
         assert states == ledger.state_bytes > 0
-        assert states == ledger.num_states * executor.store.sizes[1]  # a checkpoint's on a disk
+        assert states == ledger.num_states * executor.stores[0].sizes[1]  # a checkpoint's on a disk
         sizes = arrays(
             kv, {}
         ).values()  # without what stands for the keys of layers without attention

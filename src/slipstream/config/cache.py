@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.config.chosen import Chosen, Origins, positive
 from slipstream.config.formats import on_cpu
-from slipstream.config.forms import DealtRequests, HostAndGpu, ParallelConfig, Pipeline
+from slipstream.config.forms import HostAndGpu, ParallelConfig, Pipeline
 from slipstream.config.handover import handover_section
 from slipstream.config.sections import SLOTS_TO_FIT, CacheConfig, CacheEventSettings
 from slipstream.config.settings import (
@@ -227,8 +227,8 @@ def check_tiers(
         ),
         (
             given[0],
-            isinstance(parallel.stage, DealtRequests) or isinstance(parallel, HostAndGpu),
-            "tiers are for ranks that have a part of each request's cache; leave it out, or set tensor_parallel_size",
+            isinstance(parallel, HostAndGpu),
+            "tiers are for ranks on devices of one kind; leave it out",
         ),
         (
             given[0],

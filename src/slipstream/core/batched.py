@@ -1,4 +1,5 @@
-"""Choice of the admission policy; batches whose end the next one waits for, baselines for benchmarks."""
+"""Choice of the admission policy, and the policies `static` and `dynamic`, baselines for benchmarks in which a new batch
+waits for the end of the last one."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class Batched(InFlightPolicy):
 
 
 def make_policy(config: SchedulingConfig, kvs: Sequence[KVCacheManager]) -> InFlightPolicy:
-    """Make the policy that the settings name. Tiers bring evicted contexts back, so these need not be spared."""
+    """Make the policy named in the settings. With tiers, evicted contexts can be loaded again."""
     if config.policy == "inflight":
         by_value = all(kv.order is not None and kv.tiers is None for kv in kvs)
         return CacheAware(kvs) if by_value else InFlightPolicy()

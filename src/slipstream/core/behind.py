@@ -1,4 +1,4 @@
-"""Short prompts that wait behind a long one, and their part of a step."""
+"""Short prompts that wait behind a long one, and their share of a step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from slipstream.core.step import StepBuilder
 
 SHARE_BEHIND, MAX_BEHIND = 0.5, 16
-"""Share of a step's prompt tokens for short prompts behind a long one, and the maximum number of
-waiting prompts that are examined."""
+"""(fraction of a step's prompt tokens for short prompts behind a long one, maximum number of
+waiting prompts examined)."""
 
 
 def tokens_behind(scheduler: Scheduler, step: StepBuilder, unfinished: Sequence[Request]) -> int:
-    """Tokens of this step for short prompts behind one that takes many steps: `SHARE_BEHIND` at most.
+    """Number of this step's tokens for short prompts behind one that takes many steps; at most the fraction `SHARE_BEHIND`.
 
-    So their first tokens do not wait for its end. All prompts together take as long as in order.
-    Those that wait must leave the blocks that the long one needs.
+    So their first tokens don't wait for its end. All prompts together take as long as in order. They must leave the blocks
+    that the long one needs.
     """
     left, first, kv = step.budget.left, unfinished[0], unfinished[0].kv
     most, rest = int(left * SHARE_BEHIND), first.num_tokens - first.num_computed_tokens

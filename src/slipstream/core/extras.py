@@ -1,4 +1,4 @@
-"""A result's contents other than tokens."""
+"""Contents of a step's result other than tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.messages.texts import PooledVector, VectorOutput
 
 
 class Extras:
-    """A result's contents other than tokens, by kind and request."""
+    """Contents of a step's result other than tokens, by kind and request."""
 
     def __init__(self, extras: Iterable[Extra]) -> None:
         self.sampled: SampledLogprobs | None = None
@@ -28,7 +28,7 @@ class Extras:
         self.failed: dict[str, str] = {}
         self.states: list[SamplerState] = []
         self.vectors: list[PooledVector] = []
-        self.others: list[Extra] = []  # those of participants
+        self.others: list[Extra] = []  # contents that participants process
         self.completes: Callable[[TokenOutput], TokenOutput] | None = None  # set by a participant
         for extra in extras:
             match extra:
@@ -66,7 +66,7 @@ class Extras:
         return found
 
     def likeliest(self, requests: Sequence[Request]) -> LikeliestTokens:
-        """Likeliest tokens of requests that have one sampled position each."""
+        """Most likely tokens of requests that have one sampled position each."""
         assert self.sampled is not None
         names = [request.request_id for request in requests]
         cached = [request.num_cached_tokens for request in requests]

@@ -43,7 +43,7 @@ class StepsInFlight:
     """All steps in flight.
 
     `by_id` has the steps, and `last_id` is the number of the last scheduled step. The parts that
-    learn step times (`pace`, the tiers, the participants) are notified when a step begins and ends.
+    learn step times (`pace`, the tiers' `rates`, the participants) are notified when a step begins and ends.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class StepsInFlight:
         self.num_certain = 0  # certain tokens in all results so far
         self.participants = participants
         self._requests = requests
-        self._tiers = requests.kv.tiers
+        tiers = requests.kv.tiers
+        self._rates = None if tiers is None else tiers.rates  # of all ranks
         self._block_size = requests.kv.block_size
         self._pace, self._clock = pace, clock
 
@@ -82,15 +83,16 @@ class StepsInFlight:
         self.last_id += 1
         if self._pace is not None:
             self._pace.launched(self.last_id, now, len(step.decodes), step.prompts)
-        if self._tiers is not None:
-            prompts = sum(s.num_tokens for s in step.prompts)
-            self._tiers.rates.launched(self.last_id, now, prompts, prompts + len(step.decodes))
+        if self._rates is not None:
+            prompts, share = sum(s.num_tokens for s in step.prompts), step.budget.busiest_share
+            tokens = prompts + len(step.decodes)
+            self._rates.launched(self.last_id, now, prompts, tokens, share)
         self.by_id[self.last_id] = InFlight(
             step.sampled_decodes + step.sampled_prompts, step.drafts, step.certain, set()
         )
 
     def forget(self) -> None:
-        """Drop all steps in flight. Their results are not expected any more."""
+        """Drop all steps in flight, whose results will not arrive."""
         self.by_id.clear()
         if self._pace is not None:
             self._pace.forget_steps()
@@ -99,8 +101,8 @@ class StepsInFlight:
         """Process a step's result. Returns the outputs of its requests."""
         if self._pace is not None:
             self._pace.ended(plan.step_id, self._clock(), is_cold=result.is_cold)
-        if self._tiers is not None:
-            self._tiers.rates.ended(plan.step_id, self._clock())
+        if self._rates is not None:
+            self._rates.ended(plan.step_id, self._clock())
         outputs: list[StepOutput] = []
         step = self.by_id.pop(plan.step_id, NOTHING)
         extras = Extras(result.extras) if result.extras else None

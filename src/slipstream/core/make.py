@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.config.forms import NO_DRAFTS, DraftSettings, SpeculationConfig
@@ -30,7 +30,7 @@ def make_scheduler(
     load_adapter: LoadAdapter | None = None,
     whole_media: bool = False,
     routed_experts: bool = False,
-    store: BlockStore | None = None,
+    stores: Sequence[BlockStore] = (),
     padded: Padding | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
@@ -38,9 +38,9 @@ def make_scheduler(
 
     Grammars and beam searches join with their first request (`engine/listeners.py`).
 
-    `drafts_ahead`: the drafter begins the next drafts before these are verified. `max_adapters`: how
-    many adapters may run at once, each of which `load_adapter` loads. `whole_media`: the tokens of
-    a picture attend to one another. `routed_experts`: answers come with their tokens' experts.
+    `drafts_ahead`: the drafter starts the next drafts before these are verified. `max_adapters`:
+    maximum adapters that run at once; `load_adapter` loads them. `whole_media`: all tokens of an
+    image attend to each other. `routed_experts`: answers include the experts of their tokens.
     """
     participants: list[Participant] = []
     if isinstance(speculation, DraftSettings):
@@ -59,7 +59,7 @@ def make_scheduler(
         salt=salt,
         participants=participants,
         drafts_ahead=drafts_ahead,
-        store=store,
+        stores=stores,
         padded=padded,
         clock=clock,
         max_drafts=speculation.limit,

@@ -1,4 +1,4 @@
-"""A scheduler's part in a change of the weights. No step may be in flight."""
+"""A weight update's effect on the scheduler. No step may be in flight."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from slipstream.core.scheduler import Scheduler
 
 
 def use_weights(scheduler: Scheduler, identity: str) -> None:
-    """Let no request find prefixes that other weights computed.
+    """Make prefixes computed by other weights unfindable.
 
-    Running requests go on with the blocks they have. What follows these is by both weights, and
-    is neither registered nor offered to a tier. Waiting requests compute their tokens anew.
+    Running requests keep their blocks. Later blocks depend on both weights, and are neither cached
+    nor offered to a tier. Waiting requests compute their tokens again.
     """
     if not scheduler.has_requests:
         scheduler.reset_prefix_cache()

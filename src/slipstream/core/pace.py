@@ -1,13 +1,13 @@
-"""Decides how many prompt tokens a step may contain alongside decodes, to keep an objective for the time between tokens.
+"""Decides how many prompt tokens a step may contain alongside decodes, to meet an objective for the time between tokens.
 
-Without an objective `core.step.chunk_with_decodes` decides alone. With one, `Pace` does, too:
+Without an objective only `core.step.chunk_with_decodes` applies. With one, `Pace` does, too:
 
 1. Two running averages tell what fits: the time of steps with decodes alone, and the time that a
    prompt token adds. The latter is kept by the power of two of the token's position, because
    attention makes later tokens dearer, and where steps run in graphs by the graph's size, because
    matrix products work on tiles. Every `PROBE_EVERY`th step with decodes has no prompt tokens.
-2. A step takes a share of what fits. The share falls by a tenth with each step that took longer
-   than the objective, and rises slowly with each that did not.
+2. A step takes a fraction of the tokens that fit. The fraction falls by a tenth with each step that took longer than the
+   objective, and rises slowly with each other step.
 3. A step takes at most twice as many tokens as the largest measured one of such positions, and in
    graphs the next size after it. The first takes `MIN_CHUNK`.
 4. If the first prompt in line has waited more than `PATIENCE_S`, a step takes at least the tokens
@@ -40,10 +40,10 @@ A longer step compiled a kernel, or the machine did other work.
 """
 
 RISE, FALL = 0.005, 0.9
-"""Change of the share that a step takes: added after a step in time, multiplied after a late one."""
+"""Change of the fraction that a step takes: added after a step in time, multiplied after a late one."""
 
 MARGIN = 0.99
-"""Part of the objective that steps aim at, since times vary."""
+"""Fraction of the objective that steps aim at, since times vary."""
 
 UNTRIED = 1.18
 """Assumed time of a graph size without measurements, relative to the next smaller size.
@@ -81,7 +81,7 @@ class PacedStep(NamedTuple):
     begin: float
     num_decodes: int
     num_tokens: int  # prompt tokens
-    position: int  # at which they begin, on average
+    position: int  # mean position at which they begin
 
 
 class Pace:
@@ -210,7 +210,7 @@ def _bucket(position: int) -> int:
 
 
 def _within(seconds: float, added: TokenCost, most: int) -> int:
-    """Number of tokens up to `most` that take `seconds`; `most` if they seem to take no time."""
+    """Number of tokens, at most `most`, that take `seconds`; `most` if they seem to take no time."""
     if seconds <= 0:
         return 0
     return most if seconds >= most * added.value else int(seconds / added.value)

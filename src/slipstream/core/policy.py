@@ -1,7 +1,7 @@
 """Admission policies: which waiting request joins the running ones next, and when.
 
-1. `inflight`: whenever there is room (continuous batching). This is the default. Where cached blocks
-   are evicted by value, the cache has a say (`CacheAware`). The other two are baselines for benchmarks.
+1. `inflight`: whenever there is room (continuous batching). This is the default. If cached blocks are evicted
+   by value, the cache is considered, too (`CacheAware`). The other two are baselines for benchmarks.
 2. `static`: all requests that wait while the engine is idle form a batch. No request joins until
    all of them have ended.
 3. `dynamic`: like `static`, but a batch starts only when it is full or its oldest request has
@@ -23,23 +23,24 @@ from slipstream.core.request import Request
 MAX_OVERTAKES = 32
 """Maximum number of requests that overtake one that waits for a resource, for a rank, or for room in the cache.
 
-After that, no other request is admitted before it. Choices go with their first.
+After that, no other request is admitted before it. Further choices of an admitted request don't count.
 """
 
 COSTLY = 0.01
-"""Share of the cache above which the blocks that a request lacks count."""
+"""Fraction of the cache above which the blocks that a request lacks make it costly."""
 
 RUNNING_SHARE = 1 / 3
-"""Share of the cache that running requests hold at most when a costly one joins them. The rest is for sessions that pause."""
+"""Maximum fraction of the cache that running requests hold when a costly one joins them. The rest is for pausing
+sessions."""
 
 PATIENCE_S = 10.0
-"""Seconds within which a pausing session is worth waiting for; shorter waits of requests hardly count."""
+"""Seconds within which the return of a pausing session is worth waiting for; shorter waits of requests hardly count."""
 
 MAX_TURNS = 4
 """Number of turns from which on a session's turns no longer change its rank."""
 
 MAX_COMPARED, MAX_OWNERS = 256, 32
-"""Maximum number of requests that are compared for a step, and of owners that share it equally."""
+"""Maximum number of requests compared for a step, and of owners that share it equally."""
 
 RECHECK_S = 0.05
 """Seconds after which a costly request is tried again, if no request comes or ends meanwhile."""
@@ -72,14 +73,14 @@ class InFlightPolicy:
 class CacheAware(InFlightPolicy):
     """Continuous batching that keeps the contexts of sessions in the cache.
 
-    If sessions need more room than the cache has, then in order of arrival each turn evicts the context of
-    another session, whose next turn computes all of it again. So some sessions go on, and others wait:
+    If sessions need more memory than the cache has, serving turns in order of arrival would evict the context of
+    another session each time, whose next turn computes all of it again. So some sessions continue, and others wait:
 
     1. A request is *costly* if it lacks more than `COSTLY` of the cache's blocks, and would evict others for them.
        All others join in order.
-    2. If the next in order is costly, its owner's other requests of equal priority are compared. Those that are
-       not costly go first, then the one that has waited longest for what it lacks (highest response ratio next). A
-       session's n-th turn counts as 1/n of that, up to `MAX_TURNS`: so sessions get on alike, and end alike.
+    2. If the next in order is costly, its owner's other requests of equal priority are compared. Those that are not
+       costly go first, then the one that has waited longest for what it lacks (highest response ratio next). In a
+       session's n-th turn that time counts 1/n, up to `MAX_TURNS`, so that sessions progress equally.
     3. A costly one joins if nothing runs, if running requests then hold at most `RUNNING_SHARE` of the blocks, or if it
        evicts only what is not expected back within `PATIENCE_S`. Otherwise, the next owners' requests may join.
     4. The first in order is overtaken at most `MAX_OVERTAKES` times. Then, or when half of the time to its deadline
@@ -132,7 +133,7 @@ class CacheAware(InFlightPolicy):
         self._closed_until = -inf
 
     def _best(self, requests: Sequence[Request], now: float) -> Request | None:
-        """The owner's request that joins next. None if it has to wait for room."""
+        """The owner's request that joins next. None if it must wait for memory."""
         found = None
         for request in requests:
             lacking = self._lacking(request)
@@ -147,13 +148,13 @@ class CacheAware(InFlightPolicy):
         return request if free or self._has_room(lacking) else None
 
     def _urgency(self, request: Request, now: float) -> float:
-        """Seconds that a request has waited, weighed so that sessions get on alike: more for those with few turns."""
+        """Seconds that a request has waited, weighted so that sessions progress equally: more for those with few turns."""
         assert request.session is not None
         num_turns = min(request.session.num_turns, MAX_TURNS)
         return (now - request.spec.arrival + PATIENCE_S) / num_turns
 
     def _lacking(self, request: Request) -> int:
-        """Number of blocks of a request's tokens that are not cached. A block is cached after those before it."""
+        """Number of blocks of the request's tokens that are not cached. Cached blocks are always a prefix."""
         full, keys = request.kv.full, request.block_keys
         if full is None or request.session is None or request.num_preemptions:
             return 0

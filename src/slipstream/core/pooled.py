@@ -1,7 +1,7 @@
-"""Schedulers of texts whose vectors or scores are wanted. No torch.
+"""Schedulers of texts for embeddings or scores. No torch.
 
-1. An encoder reads a text in one step and keeps no state of it, so `TextScheduler` has no blocks,
-   rows or preemption. A step takes as many whole texts as fit, in order of (priority, arrival). The
+1. An encoder reads a text in one step and stores no state, so `TextScheduler` has no blocks, rows
+   or preemption. A step takes as many whole texts as fit, in order of (priority, arrival). The
    texts of a call stay one request from the tokenizer to the answer. Each text costs one
    comparison; everything else is done once per request and step.
 2. A decoder computes texts in chunks, and they share cached prefixes, like prompts. `TextSequences`
@@ -62,13 +62,13 @@ class _Texts:
         self.num_texts = len(lengths)
         # [N + 1]: text i has tokens starts[i] … starts[i + 1] − 1
         self.starts = [0, *accumulate(lengths)]
-        # the same, counted in blocks
+        # the same in blocks
         self.first_blocks = [0, *accumulate([-(-n // block_size) for n in lengths])]
         self.num_planned = self.num_done = 0
 
 
 class TextScheduler:
-    """An encoder's scheduler. `num_blocks` is the size of its scratch cache, with the null block."""
+    """An encoder's scheduler. `num_blocks`: size of its scratch cache, null block included."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class TextScheduler:
         )
         self._clock = clock
         self._requests: dict[str, _Texts] = {}
-        # heap of requests with texts that are in no step yet
+        # heap of requests with texts not yet in a step
         self._waiting: list[tuple[int, float, int, _Texts]] = []
         # (request, its first text, end) by step
         self._in_flight: dict[int, list[tuple[_Texts, int, int]]] = {}
@@ -182,7 +182,7 @@ class TextScheduler:
         while self._waiting and room:
             texts = self._waiting[0][3]
             if parts and texts.spec.task != parts[0][0].spec.task:
-                break  # a step has one task
+                break  # a step has only one task
             first, starts, first_blocks = texts.num_planned, texts.starts, texts.first_blocks
             end = min(
                 first + room,
@@ -213,7 +213,7 @@ class TextScheduler:
                 ]
             ),
             b"".join([t.spec.lengths[4 * first : 4 * end] for t, first, end in parts]),
-            # A text that is no pair belongs to the first part as a whole.
+            # A text that is no pair belongs entirely to the first part.
             b"".join(
                 [
                     (t.spec.num_first or t.spec.lengths)[4 * first : 4 * end]
@@ -226,7 +226,7 @@ class TextScheduler:
         )
 
     def _may_join(self, now: float) -> int:
-        """Number of texts that may be put into steps now.
+        """Number of texts that may join steps now.
 
         Batches that wait for their end are baselines; see `core.policy`.
         """
@@ -290,7 +290,9 @@ class TextSequences:
 
     def __init__(self) -> None:
         self._left: dict[str, set[str]] = {}  # texts without an answer, by request
-        self._places: dict[str, tuple[str, int]] = {}  # (request, index of the text) by text
+        self._places: dict[
+            str, tuple[str, int]
+        ] = {}  # (request, index of the text) by id of the text's engine request
 
     def split(self, spec: TextsRequest) -> list[EngineRequest]:
         """Make an engine request of each text."""
@@ -314,7 +316,7 @@ class TextSequences:
         return found
 
     def forget(self, request_ids: Iterable[str]) -> list[str]:
-        """Translate ids to engine requests to abort: those of a request's texts, or the id itself.
+        """Ids of the engine requests to abort: those of a request's texts, or the id itself.
 
         The requests of texts are forgotten.
         """
@@ -327,7 +329,7 @@ class TextSequences:
         return found
 
     def joined(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """Replace outputs of texts by outputs of their requests, in place.
+        """Replace outputs of single texts by outputs of their requests, in place.
 
         A request ends with the last of its texts, or with the first that fails.
         """

@@ -12,9 +12,9 @@ This is the virtual token counter of Sheng et al., "Fairness in Serving Large La
 nobody saves up turns. While two owners both have requests waiting, their weighted served tokens
 differ by at most twice what can be in flight at once.
 
-A heap has an entry of each owner with the rank of its first request. Ranks only grow, except by a
-push, which makes a new entry. So an entry is set right when it comes to the top, and a step's time
-does not depend on how many owners wait.
+A heap has an entry for each owner with the rank of its first request. Ranks only grow, except by a
+push, which adds a new entry. So an entry is corrected when it reaches the top, and a step's time
+does not depend on the number of waiting owners.
 
 The queue is in the engine, not in the front ends, because requests of all front ends meet only
 here.
@@ -46,9 +46,7 @@ class Account:
     def __init__(self, weight: float) -> None:
         self.weight, self.served, self.num_requests = weight, 0.0, 0
         self.waiting: _Heap = []  # may contain ended requests; `rank` drops them
-        self.entry: tuple[_Rank, int, Account] | None = (
-            None  # the one in the queue's heap that counts
-        )
+        self.entry: tuple[_Rank, int, Account] | None = None  # its valid entry in the queue's heap
 
     def charge(self, num_tokens: int) -> None:
         self.served += num_tokens / self.weight
@@ -64,13 +62,13 @@ class Account:
 class WaitingQueue:
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
-        # accounts with waiting requests, and perhaps some without; `first` drops those
+        # accounts with waiting requests, and possibly some without, which `first` drops
         self._asking: dict[Account, None] = {}
         self._ranked: list[
             tuple[_Rank, int, Account]
-        ] = []  # heap of their entries, and of older ones
+        ] = []  # heap of their entries, including outdated ones
         self._number = count()
-        self.num_pushed = 0  # requests that began to wait, ever
+        self.num_pushed = 0  # number of requests ever queued
 
     def enter(self, request: Request) -> None:
         """Attach a new request to its owner's account."""
@@ -119,7 +117,7 @@ class WaitingQueue:
             heapq.heappush(self._ranked, account.entry)
 
     def _first(self) -> Account | None:
-        """The account whose turn it is. Its entry is the top of the heap."""
+        """The account whose turn it is; its entry is the top of the heap."""
         while self._ranked:
             entry = self._ranked[0]
             account = entry[2]
@@ -136,7 +134,7 @@ class WaitingQueue:
         return None if account is None else account.waiting[0][1]
 
     def heads(self, most: int) -> list[Request]:
-        """Return the first requests of at most `most` owners, in the order of their turns."""
+        """The first requests of at most `most` owners, in the order of their turns."""
         found: list[Account] = []
         while len(found) < most and (account := self._first()) is not None:
             heapq.heappop(self._ranked)
@@ -147,7 +145,7 @@ class WaitingQueue:
         return [account.waiting[0][1] for account in found]
 
     def beside(self, request: Request, most: int) -> list[Request]:
-        """Return waiting requests of the owner and priority of `request`, among the owner's first `most`."""
+        """Waiting requests with the owner and priority of `request`, among the owner's first `most`."""
         assert request.account is not None
         return [
             other

@@ -1,4 +1,4 @@
-"""Shares of requests: of ranks that have requests of their own, and of a pipeline's steps."""
+"""Distribution of requests over ranks that compute different requests, and over the steps of a pipeline."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from slipstream.core.request import Request
 
 if TYPE_CHECKING:
+    from slipstream.core.cache.kv_cache_manager import KVCacheManager
     from slipstream.core.scheduler import Scheduler
     from slipstream.core.step import StepBuilder
 
@@ -27,14 +28,17 @@ def deal(scheduler: Scheduler, step: StepBuilder, request: Request) -> tuple[lis
 
     1. It has room now.
     2. It does not run many more requests than another (`UNEVEN_SHARE`).
-    3. It has the longest cached prefix.
+    3. It has the longest prefix, in its cache and the tiers below.
     4. It runs the fewest requests.
+
+    What a tier had loaded for the request on another rank is let go.
     """
+    before = request.kv
     least = min(kv.num_running for kv in scheduler.kvs)
     most = least + max(1, least // UNEVEN_SHARE)
     found = []
     for kv in scheduler.kvs:
-        request.kv = kv  # to ask what it would get there
+        request.kv = kv  # to look up its prefix there
         cached, computed = kv.cached_prefix(request)
         wanted = min(request.num_tokens - computed, request.most_at(computed))
         count = scheduler.prompt_tokens(step, request, computed, wanted)
@@ -45,20 +49,29 @@ def deal(scheduler: Scheduler, step: StepBuilder, request: Request) -> tuple[lis
         merits = (
             fits,
             kv.num_running <= most,
-            computed,
+            _prefix(kv, request, computed),
             -kv.num_running,
             kv.pool.num_free,
             -kv.rank,
         )
         found.append((merits, kv, cached, computed))
     _, request.kv, cached, computed = max(found, key=itemgetter(0))
+    if before is not request.kv and before.tiers is not None:
+        before.tiers.let_go(request)
     return cached, computed
 
 
-def share_of_step(scheduler: Scheduler) -> list[Request]:
-    """Running requests for this step of a pipeline; the other steps must get as many.
+def _prefix(kv: KVCacheManager, request: Request, computed: int) -> int:
+    """Number of tokens of a request's prompt in a rank's cache, `computed`, and in the tiers below."""
+    if kv.tiers is None or not kv.may_begin_cached(request):
+        return computed
+    return kv.tiers.reach(request, computed)
 
-    With fewer requests than stages, each is in a step of its own, in turns.
+
+def share_of_step(scheduler: Scheduler) -> list[Request]:
+    """The running requests that join this step of a pipeline, so that all steps get equally many.
+
+    With fewer requests than stages, each is in a separate step, in turn.
     """
     running, found = scheduler.requests.running, list[Request]()
     slots = [-(-kv.num_running // scheduler.pipeline_steps) for kv in scheduler.kvs]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Status(Enum):
-    FORKING = auto()  # waits for the request whose prompt it shares
+    FORKING = auto()  # waits for the parent whose prompt it shares
     WAITING = auto()
     LOADING = auto()  # waits for blocks from a tier
     RUNNING = auto()
@@ -49,7 +49,7 @@ class Request:
     order: tuple[int, float, int]  # (priority, arrival, number); the smallest goes first
     root_key: bytes
     num_groups: InitVar[int]
-    held: bool = False  # not scheduled until what held it lets it go
+    held: bool = False  # not scheduled until it is released
     request_id: str = field(init=False)
     kv: KVCacheManager = field(init=False)
     token_ids: array[int] = field(init=False)
@@ -60,14 +60,14 @@ class Request:
     stops: frozenset[int] = field(init=False)
     status: Status = Status.WAITING
     account: Account | None = None  # its owner's account, set by `WaitingQueue.enter`
-    participants: tuple[Participant, ...] = ()  # those that it concerns
-    guide: Participant | None = None  # the one that decides about each of its steps
+    participants: tuple[Participant, ...] = ()  # participants whose hooks are called for it
+    guide: Participant | None = None  # the participant that decides about each of its steps
     num_computed_tokens: int = 0
     num_pending: int = 0
     blocks: list[list[int]] = field(init=False)
     num_passed: list[int] = field(init=False)
     block_keys: list[bytes] = field(default_factory=list)
-    num_registered: int = 0  # leading blocks that were offered to the prefix cache
+    num_registered: int = 0  # number of leading blocks offered to the prefix cache
     looked_up: bool = False  # whether the tiers below the device were searched
     needs_copy: bool = False  # whether the next blocks to write may be shared
     # weights changed since it began: its blocks belong to no one set of weights, so none is shared
@@ -78,20 +78,24 @@ class Request:
     drafts: tuple[int, ...] = ()
     in_worker: bool = False
     mirostat_mu: float | None = None  # state of its Mirostat sampler after the last known token
-    forks: list[Request] = field(default_factory=list)  # requests that wait for its prompt
+    forks: list[Request] = field(
+        default_factory=list
+    )  # requests that wait for its prompt to share it
     num_cached_tokens: int = 0
-    num_peer_tokens: int = 0  # tokens that another engine computed for it
-    # tokens with cached keys and values, if more than other kinds of cache allowed to take
+    num_peer_tokens: int = 0  # tokens computed for it by another engine
+    # tokens with cached keys and values, if other kinds of cache allowed fewer
     num_hit_tokens: int = 0
-    slot_updates: tuple[TableUpdate, ...] = ()  # slots of other kinds that the worker's row lacks
-    session: Session | None = None  # its place in the order of eviction; None under LRU
-    run: Run | None = None  # of its last cached block
-    # of the runs before, which it has in common with others
+    slot_updates: tuple[
+        TableUpdate, ...
+    ] = ()  # slots of other cache kinds that the worker doesn't know yet
+    session: Session | None = None  # its session, for eviction by value; None under LRU
+    run: Run | None = None  # the run of its last cached block
+    # sessions of earlier runs, which it shares with others
     shared: list[Session] = field(default_factory=list)
     num_shared: int = 0  # blocks of these runs
-    passed: Run | None = None  # of the blocks that it needs no more
+    passed: Run | None = None  # the run of blocks that it no longer needs
     num_preemptions: int = 0
-    num_overtaken: int = 0  # number of requests admitted ahead while this one did not fit
+    num_overtaken: int = 0  # number of requests admitted before it while it did not fit
 
     def __post_init__(self, num_groups: int) -> None:
         spec = self.spec
@@ -106,8 +110,8 @@ class Request:
         self.num_passed = [0] * num_groups
 
     def key_at(self, position: int, block_size: int) -> bytes | None:
-        """The key of the block that ends at `position`; None if none does, its tokens are not known yet, or
-        weights have changed since."""
+        """Key of the block that ends at `position`; None if no block ends there, if its tokens are
+        not yet known, or if weights have changed since."""
         index, rest = divmod(position, block_size)
         return (
             None
@@ -143,7 +147,7 @@ class Request:
 
     @property
     def calls(self) -> bool:
-        """Whether the answer calls a tool. If its tokens don't tell, whether it may call one."""
+        """Whether the answer calls a tool, or if its tokens don't show that, whether it may call one."""
         hints = self.spec.cache_hints
         answer = self.token_ids[self.num_prompt_tokens :]
         return hints.calls and (

@@ -8,7 +8,7 @@
 1. `running` is in the scheduler's order. Preemption takes requests from its end.
 2. A held request that is waiting is not in the queue. One that is running keeps its row.
 3. A waiting request may hold blocks if it is a fork, was suspended, or had its blocks loaded from a
-   tier. It gives them back when running requests need them, and computes the tokens again.
+   tier. It loses them when running requests need them, and computes the tokens again.
 4. `released` lists requests whose rows the worker must drop, and `unmasked` those that need no masks
    any more. The next plan passes them on.
 """
@@ -73,7 +73,7 @@ class RequestTable:
         """Queue a request. A participant may refuse it by an error."""
         self._counter += 1
         order = (spec.priority, spec.arrival, self._counter)
-        root_key = self.kv.root_key(spec.cache_salt, "")
+        root_key = self.kv.root_key(spec.prefix_salt, "")
         request = Request(spec, order, root_key, len(self.kv.cache.groups), held)
         request.kv = self.kv
         if concerned := [part for part in self.participants if part.concerns(request)]:
@@ -103,7 +103,7 @@ class RequestTable:
 
     def release(self, request_id: str) -> None:
         """Allow a held request to be scheduled. Does nothing if the request has ended."""
-        request = self.by_id.get(request_id)  # its deadline may have passed
+        request = self.by_id.get(request_id)  # it may have ended at its deadline
         if request is not None and request.held:
             request.held = False
             if request.status is Status.WAITING:
@@ -185,14 +185,14 @@ class RequestTable:
         if request.status is Status.RUNNING:
             self._stop(request)
             hands_over = request.spec.hands_over and reason in _COMPLETE
-            if hands_over and self.kv.tiers is not None:
-                self.kv.tiers.hand_over(request)
+            if hands_over and request.kv.tiers is not None:
+                request.kv.tiers.hand_over(request)
         request.kv.release(request)
         self._drop_from_worker(request)
         request.kv.ended(request)
         request.status = Status.FINISHED
-        if self.kv.tiers is not None:
-            self.kv.tiers.let_go(request)
+        if request.kv.tiers is not None:
+            request.kv.tiers.let_go(request)
         for part in request.participants:
             part.ended(request)
         for child in request.forks:

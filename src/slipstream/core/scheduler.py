@@ -73,6 +73,7 @@ from slipstream.core.request_table import RequestTable
 from slipstream.core.step import StepBuilder, chunk_with_decodes, new_tuple
 from slipstream.core.tiers.block_store import BlockStore
 from slipstream.core.tiers.returning import prefetch
+from slipstream.core.tiers.tiers import make_tiers, total_stats
 from slipstream.costs.graph_sizes import Padding
 from slipstream.errors import EngineOverloadedError, RequestError, SlipstreamError
 from slipstream.messages.finish_reason import FinishReason
@@ -82,27 +83,27 @@ from slipstream.messages.stats import SchedulerStats
 from slipstream.messages.steps import ScheduledRequest, SharedPrefix, StepPlan, StepResult
 
 COPYING_S = 0.001
-"""Seconds between checks for blocks from the tiers while there is nothing else to do."""
+"""Seconds between checks for blocks from the tiers when there is nothing else to do."""
 
 WATERMARK = 0.01
-"""Share of blocks kept free when a request joins others, so that it is not preempted at once."""
+"""Fraction of blocks kept free when a request joins others, so that it is not preempted at once."""
 
 MAX_PASSED_BY = 128
-"""Maximum number of such requests that are passed by in one step."""
+"""Maximum number of such requests overtaken in one step."""
 
 MAX_ADOPTED, ENOUGH_TOKENS = 8192, 512
-"""Cached blocks that one step's new requests take over, and prompt tokens after which the rest wait for the next step.
+"""(cached blocks that one step's new requests may adopt, prompt tokens after which further requests wait for the next step).
 
-The host takes 0.4 ms for 1,000 of these blocks. So a device computes the first requests' tokens while the host plans the
-others. Fewer tokens than these would not keep it busy.
+The host takes 0.4 ms for 1,000 of these blocks. So the device computes the first requests' tokens while the host plans the
+others. Fewer tokens would not keep it busy.
 """
 
 
 CROWDED_CHUNKS = 2
-"""Chunks of prompts next to decodes while waiting requests need more of the cache than is free.
+"""Number of prompt chunks in a step with decodes while waiting requests need more cache than is free.
 
-Then requests join when others end, so large steps of prompts alone are followed by steps of decodes alone. It takes less
-time to compute both together."""
+Then requests join when others end, so large prompt-only steps would be followed by decode-only steps.
+Computing both together takes less time."""
 
 
 P = TypeVar("P", bound=Participant)
@@ -113,9 +114,10 @@ class Scheduler:
 
     `num_blocks` is the size of a pool (of each rank's, with several ranks), null block included.
     `salt` keeps cached prefixes of different models apart. `drafts_ahead`: where many blocks are
-    free, a step with drafts also gets those for as many drafts of the next one. `store` has the
-    tiers below the device. `padded` maps a step to its graph's size. A step verifies up to
-    `max_drafts` drafts of a request. `core/make.py` chooses the participants.
+    free, a step with drafts also gets those for as many drafts of the next one. `stores` has the
+    tiers, if there are any, by rank with requests of its own. `padded` maps a step to its graph's
+    size. A step verifies up to `max_drafts` drafts of a request. `core/make.py` chooses the
+    participants.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Scheduler:
         salt: str = "",
         participants: Iterable[Participant] = (),
         drafts_ahead: bool = False,
-        store: BlockStore | None = None,
+        stores: Sequence[BlockStore] = (),
         padded: Padding | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_drafts: int = 0,
@@ -136,16 +138,15 @@ class Scheduler:
         self.scheduling = scheduling
         self.cache = cache
         self.max_model_len = max_model_len
-        assert store is None or scheduling.num_ranks == 1, "one rank has tiers"
         sessions = None
         if cache.eviction == "value" and cache.enable_prefix_caching:
             sessions = Sessions(clock, cache.attention_tokens)
         self.kvs = [
-            KVCacheManager(cache, num_blocks, salt, store, clock, rank, max_drafts, sessions)
+            KVCacheManager(cache, num_blocks, salt, rank, max_drafts, sessions)
             for rank in range(scheduling.num_ranks)
         ]
         self.kv = self.kvs[0]
-        self.tiers = self.kv.tiers
+        self.tiers = make_tiers(self.kvs, stores, clock)
         self.policy = make_policy(scheduling, self.kvs)
         objective = scheduling.target_itl_ms
         self._pace = None if objective is None else Pace(objective / 1e3, padded)
@@ -165,11 +166,11 @@ class Scheduler:
     # --- Requests -----------------------------------------------------------------------------------------------------
 
     def part(self, kind: type[P]) -> P:
-        """The participant of the given class, which there must be."""
+        """The participant of the given class, which must exist."""
         return next(part for part in self.participants if isinstance(part, kind))
 
     def join(self, part: Participant) -> None:
-        """Add a participant, for the requests that are added from now on."""
+        """Add a participant for requests that are added from now on."""
         part.requests = self.requests
         self.participants.append(part)
 
@@ -204,8 +205,8 @@ class Scheduler:
         Results of steps in flight are not expected any more.
         """
         self.in_flight.forget()
-        if self.tiers is not None:
-            self.tiers.forget_offers()
+        for tiers in self.tiers:
+            tiers.forget_offers()
         outputs = [
             self.requests.finish(request, reason, error)
             for request in list(self.requests.by_id.values())
@@ -256,20 +257,20 @@ class Scheduler:
         times = [] if deadline is None else [deadline]
         window = self.policy.opens_at(self.requests.waiting.oldest_arrival())
         times += [] if window is None else [window]
-        if self.tiers is not None and self.tiers.is_copying:  # requests may wait for blocks
+        if any(tiers.is_copying for tiers in self.tiers):  # requests may wait for blocks
             times.append(self._clock() + COPYING_S)
         return min(times, default=None)
 
     def close(self) -> None:
-        """Drop the participants, which refer to the requests and to the executor. No other call may follow."""
+        """Drop the participants, which refer to the requests and to the executor. The scheduler can't be used afterwards."""
         self.participants.clear()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, and what participants have kept of ended requests."""
+        """Forget all cached prefixes, and participants' data of ended requests."""
         for kv in self.kvs:
             kv.forget_all()
-        if self.tiers is not None:
-            self.tiers.forget_all()
+        for tiers in self.tiers:
+            tiers.forget_all()
         for part in self.participants:
             part.reset()
 
@@ -278,14 +279,15 @@ class Scheduler:
 
         `schedule` also does this.
         """
-        if self.tiers is None:
+        if not self.tiers:
             return
-        for request in self.tiers.take():
+        for request in chain.from_iterable(tiers.take() for tiers in self.tiers):
             if request.status is Status.LOADING:
                 self.requests.wait(request)
         spare = self.watermark if self.requests.by_id else 0
-        prefetch(self.kv, spare)
-        self.tiers.store(self.in_flight.last_ended, spare, at_once)
+        prefetch(self.kvs, spare)
+        for tiers in self.tiers:
+            tiers.store(self.in_flight.last_ended, spare, at_once)
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
@@ -655,7 +657,7 @@ class Scheduler:
             kv_allocated_tokens=sum(kv.num_used_tokens() for kv in self.kvs),
             kv_wasted_tokens=self.kv.num_wasted_tokens(self.requests.running),
             forced_tokens=self.in_flight.num_certain,
-            tiers=None if self.tiers is None else self.tiers.stats(),
+            tiers=total_stats(self.tiers),
             **{name: n for part in self.participants for name, n in part.stats().items()},
         )
 

@@ -18,7 +18,7 @@ new_tuple = tuple.__new__
 """Builds a NamedTuple from all its fields in half the time of its constructor."""
 
 FEW_CHUNKS, FEW_REQUESTS = 4, 64
-"""Bounds on a small backlog: at most this many chunks of prompt tokens, of this many requests."""
+"""(maximum prompt chunks, maximum requests) of a small backlog."""
 
 
 def chunk_with_decodes(num_decodes: int, chunk: int, waiting: Iterable[Request]) -> int | None:
@@ -83,6 +83,11 @@ class StepBudget:
     def _spare_of(self, kv: KVCacheManager) -> int:
         return self._limit_of_rank - self._extra_of_rank[kv.rank] - kv.num_running
 
+    @property
+    def busiest_share(self) -> float:
+        """Share of the tokens beyond requests' own that is of the rank with the most."""
+        return max(self._extra_of_rank, default=self._extra) / self._extra if self._extra else 1.0
+
     def take(self, kv: KVCacheManager, count: int, num_sampled: int) -> None:
         """Take `count` tokens of a request that runs there, of which `num_sampled` are sampled."""
         self._extra += count - 1
@@ -127,9 +132,9 @@ class StepBuilder:
         self.budget = StepBudget(scheduling, running, self.scheduled)
         self.encoding: set[Request] = set()  # requests whose encoder runs in this step
         self.new: list[NewRequest] = []
-        # number of drafts to verify, of requests that have some
+        # number of drafts to verify, by request with drafts
         self.drafts: dict[Request, int] = {}
-        # tokens after the last one that are certain, of requests that have some
+        # certain tokens after the last one, by request that has some
         self.certain: dict[Request, tuple[int, ...]] = {}
         self.updates = updates
 

@@ -33,7 +33,7 @@ SPEED_MEMORY = 0.2
 """Weight of the latest step in the running average of `StepCosts._slowness`."""
 
 SIMILAR = 1.34
-"""Largest ratio of two numbers of sequences at which one's times stand in for the other's."""
+"""Maximum ratio of two numbers of sequences for which one's times are used for the other."""
 
 EXPECTED_TIMES = 2
 """Weight of an expected time, in measurements."""
@@ -157,7 +157,7 @@ class StepCosts:
             self._expected.add(num_seqs, num_tokens, times[-1])
 
     def plain(self, num_seqs: int, stale: int = STALE) -> float | None:
-        """Seconds of a step with one token per sequence.
+        """Seconds of a step with one token per sequence, without drafts.
 
         None if it was not measured within `stale` steps.
         """

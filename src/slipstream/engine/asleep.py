@@ -23,8 +23,8 @@ def build_core(
 
 
 def core_of(executor: Executor, args: EngineArgs) -> EngineCore:
-    """Makes the engine core that runs on an executor, which was made with `args`."""
-    # a compilation that is stuck holds what loads the tokenizer, and no weights
+    """Makes the engine core that uses `executor`, which was created with `args`."""
+    # a stuck compilation thread keeps the tokenizer's loader alive, but no weights
     description = executor.description
     if description.spec.is_encoder:
         return TextCore(executor)
@@ -32,8 +32,8 @@ def core_of(executor: Executor, args: EngineArgs) -> EngineCore:
 
 
 class Asleep:
-    """A core that sleeps. At level 1 it keeps the weights, at level 2 nothing. The core's owner makes this, drops its
-    reference to the core, and calls `free`. `wake` makes a new core. RequestError if the level is not supported."""
+    """A sleeping core. At level 1 it keeps the weights, at level 2 nothing. The core's owner creates this, drops its
+    reference to the core, and calls `free`. `wake` creates a new core. RequestError if the level is not supported."""
 
     def __init__(self, core: EngineCore, source: ExecutorSource, level: int) -> None:
         self.check(core, level)
@@ -57,8 +57,8 @@ class Asleep:
         collect_and_release(self._release)
 
     def wake(self) -> EngineCore:
-        """Make a core like the one that fell asleep, but without its requests and cached prefixes. Level 2 has lost
-        updates of the weights."""
+        """Make a core like the one that fell asleep, without its requests and cached prefixes.
+        After level 2, updates of the weights are lost."""
         if self._executor is None:
             executor = self._source.make()
             executor.weight_state.lose(self._versions)

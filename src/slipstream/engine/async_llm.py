@@ -4,14 +4,14 @@
     async for delta in engine.generate("The capital of France is", SamplingParams(max_tokens=8)):
         print(delta.outputs[0].text, end="")
 
-Each delta holds what is new. A consumer that falls behind gets larger deltas, not a longer queue. Leaving the loop early
-cancels the request.
+Each delta holds the new output. A consumer that falls behind gets larger deltas, not a longer queue. Leaving
+the loop early cancels the request.
 
 If the engine process dies, requests in flight raise EngineDeadError at once, and the engine starts again (`core_client`).
 
-Nothing is awaited between a request's registration and its Add, nor between its end and its Abort, so a cancelled consumer
-leaves nothing behind. The outputs of a step are passed to the sinks of all its requests as the message is read. The server
-writes them at once. `generate` wakes its consumer.
+Nothing is awaited between a request's registration and its Add, nor between its end and its Abort, so a
+cancelled consumer leaves nothing behind. The outputs of a step are passed to the sinks of all its requests as
+the message is read. The server's sinks write them at once; `generate`'s sink wakes its consumer.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ T = TypeVar("T")
 
 
 class AsyncLLM(OtherRequests):
-    """The engine for servers. `start` makes it. All methods must be called from the event loop that started it.
-    Inherited methods: `OtherRequests` has vectors and beam searches, `CoreOperations` what is no request,
-    `WeightOperations` pauses and updates of the weights.
+    """The engine for servers. Created by `start`. All methods must be called from the event loop that started
+    it. Inherited methods: `OtherRequests` (embeddings and beam searches), `CoreOperations` (operations that
+    are no requests), `WeightOperations` (pauses and updates of the weights).
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class AsyncLLM(OtherRequests):
         self.model_name = args.model
         self.description = description
         self.tokenizer = tokenizer
-        self.formats = Formats()  # how the model writes reasoning, where its template doesn't say
+        self.formats = Formats()  # the model's reasoning format, if its template doesn't show it
         self.config: EngineConfig
         self.ledger: MemoryLedger
         self.phases: dict[str, float] = {}
@@ -117,7 +117,7 @@ class AsyncLLM(OtherRequests):
         of the start are raised here unchanged."""
         args = settled(args)
         path = resolve_model(args.model, download_dir=args.download_dir)
-        # a GGUF file's header takes long, and other models may have streams on this loop
+        # reading a GGUF header is slow, and this loop may serve streams of other models
         read = await asyncio.to_thread(read_spec, path)
         description = read.taking_media(args.max_images)
         joins = source is not None
@@ -131,8 +131,8 @@ class AsyncLLM(OtherRequests):
             raise
         await engine._core.adopt(link, progress)
         engine._core.watch()
-        if joins:  # what the core has said since it was ready, such as changes of adapters, is read before the answer
-            with contextlib.suppress(EngineDeadError):  # another core will say all of it again
+        if joins:  # read what the core has reported since it was ready, such as adapter changes, before returning
+            with contextlib.suppress(EngineDeadError):  # another core will report all of it again
                 await engine.stats()
         return engine
 
@@ -147,8 +147,8 @@ class AsyncLLM(OtherRequests):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield deltas of the answer until one is `finished`. `named` are fields of `options`.
 
-        A RequestError or EngineDownError comes before anything is queued, and
-        EngineOverloadedError if the queue is full. Closing the iterator cancels the request."""
+        Raises RequestError or EngineDownError before anything is queued, and EngineOverloadedError
+        if the queue is full. Closing the iterator cancels the request."""
         if sampling.best_of is not None:
             refuse_best_of()
         stream = OutputStream()
@@ -170,9 +170,9 @@ class AsyncLLM(OtherRequests):
         sink: Sink,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> Callable[[], None]:
-        """`generate` with a callback instead of an iterator: new output is passed to `sink`. Returns a function that cancels
-        the request; it does nothing once the request has ended. Errors before the request is queued are raised here. `sink`
-        gets the tokens of an answer that another engine began before this returns."""
+        """`generate` with a callback instead of an iterator: new output is passed to `sink`. Returns a function that
+        cancels the request; it does nothing once the request has ended. Errors before the request is queued are raised
+        here. If another engine began the answer, `sink` gets its tokens before this returns."""
         prepare = partial(
             self._input.prepare,
             prompt,
@@ -183,7 +183,7 @@ class AsyncLLM(OtherRequests):
         )
         if sampling.structured_outputs is not None and self.tokenizer is not None:
             await check_in_thread(sampling.structured_outputs, options.client, options.cache_salt)
-        # tokens of the vocabulary, for its sequence breakers
+        # sequence breakers are compared with all tokens of the vocabulary
         looks_at_all = INLINE_CHARS if sampling.dry_multiplier and sampling.takes("dry") else 0
         request = await in_thread_if_long(
             prepare,
@@ -201,7 +201,7 @@ class AsyncLLM(OtherRequests):
         self._sinks[request.request_id] = sink
 
         def cancel() -> None:
-            # else it has ended, and the id may be another's by now
+            # otherwise it has ended, and another request may have the id by now
             if self._sinks.get(request.request_id) is sink:
                 self._forget(request.request_id)
 
@@ -219,7 +219,7 @@ class AsyncLLM(OtherRequests):
         return cancel
 
     def _forget(self, request_id: str) -> None:
-        """Cancel a request whose consumer is gone."""
+        """Cancel a request whose consumer has left."""
         self._sinks.pop(request_id, None)
         self._abort(self._output.discard(request_id))
 
@@ -256,7 +256,7 @@ class AsyncLLM(OtherRequests):
     # --- The core -----------------------------------------------------------------------------------------------------
 
     def core_ready(self, ready: Ready) -> None:
-        """Take the settings and sizes of a core that has started or woken up."""
+        """Adopt the settings and sizes that a started or woken core reports."""
         self.config = resolved_config(self.args, self.description, ready)
         self.ledger = ready.ledger
         self.phases = ready.phases
@@ -324,7 +324,7 @@ class AsyncLLM(OtherRequests):
         self._num_steps, self.is_sleeping = stats.num_steps, stats.is_sleeping
 
     def core_died(self, reason: str, *, final: bool) -> None:
-        """End everything that waits for the core."""
+        """End everything that waits for the core, which has died."""
         kind = EngineKilledError if self._core.was_killed else EngineDeadError
         error = kind(self._core.down_reason)
         self._output.fail_all()

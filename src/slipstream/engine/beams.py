@@ -1,22 +1,24 @@
 """Beam search inside an engine core, with transformers' semantics. No torch.
 
-Each step extends every open beam by each token, and of all these keeps the best:
+Each step extends every open beam by every token, and keeps the best of these candidates:
 
-1. A candidate ends with an end token, or at `max_tokens`. Of the candidates that end, those among the best `beam_width` of
-   all are kept as answers, at most `beam_width` of them, by score: the sum of log-probabilities divided by the number of new
-   tokens to the power of `length_penalty`. An answer's end token counts, and is not part of its tokens.
+1. A candidate ends with an end token, or at `max_tokens`. Those that end and are among the best `beam_width` candidates
+   become answers. The `beam_width` answers with the highest scores are kept. A score is the sum of log-probabilities divided
+   by (number of new tokens) ** `length_penalty`; the end token counts, but is not part of the answer.
 2. The best `beam_width` candidates that don't end are the beams of the next step.
-3. `early_stopping` says when to stop with all answers there: True, at once; False, when no open beam would be better if it
-   ended now; "never", when none could become better, which with a length penalty above 0 assumes the longest answer.
+3. `early_stopping` says when to stop once there are `beam_width` answers. True: at once. False: when no open beam would be
+   better if it ended now. "never": when none could become better, which for a length penalty above 0 assumes the maximum
+   length.
 
-Diverse beams (`num_beam_groups` above 1) are as in transformers 4.48: the groups search one after another at each step,
-each among beams of its own, and what a group's beams take costs the later groups `diversity_penalty`. That cost is part of a
-beam's sum. A group looks at its best candidate, ended or not, to see whether it is done, and keeps its open beams as answers at
-`max_tokens`. A group that is done costs the others nothing more (there it costs them the token for padding).
+Diverse beams (`num_beam_groups` above 1) are as in transformers 4.48: in each step the groups choose one after another, each
+among its own beams. A token chosen by a group costs later groups `diversity_penalty`, which is part of a beam's sum. A group
+checks its best candidate, ended or not, to decide whether it is done, and keeps its open beams as answers at `max_tokens`. A
+finished group no longer penalizes others (in transformers it penalizes the padding token).
 
-A beam is a request whose next token the search chooses (`EngineRequest.beam_of`). Where two beams go on from one, the second
-takes the place of one that ends: it shares the blocks, and copies the last when both write there (`Scheduler.go_on`). So the
-prompt is computed once, no token twice, and the message of a step to the worker does not grow with the prompt.
+A beam is a request whose next token the search chooses (`EngineRequest.beam_of`). If two beams continue one beam, the second
+reuses the request of a beam that ends: it shares the blocks, and copies the last one if both write to it
+(`Scheduler.go_on`). So the prompt is computed once, no token twice, and the message of a step to the worker does not grow
+with the prompt.
 """
 
 from __future__ import annotations
@@ -70,8 +72,8 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A finished answer: a beam extended by its last token. The beam is at `place` in its group and
-    has `length` − 1 new tokens."""
+    """A finished answer: the beam with index `place` in its group, extended by its last token. The
+    beam has `length` − 1 new tokens."""
 
     length: int  # new tokens
     place: int
@@ -82,22 +84,24 @@ class Ended:
 
 
 Candidate: TypeAlias = tuple[float, int, int]
-"""A candidate: (sum of log-probabilities, place of the beam that it extends, next token)."""
+"""(sum of log-probabilities, index of the beam that is extended, next token)."""
 
 
 @dataclass(slots=True)
 class BeamGroup:
-    """A group of beams that compete: all beams of a search, or one of its `num_beam_groups`. A beam
-    of a step has a place in its group."""
+    """Beams that compete: all beams of a search, or one of its `num_beam_groups`. In each step, a
+    beam has an index (place) in its group."""
 
     params: BeamSearchParams
     rows: list[
         int
-    ]  # of the open beams in the table of `BeamSearches`; none: it is done. Two groups may have the same beam
-    sums: list[float] = field(default_factory=lambda: [0.0])  # theirs
+    ]  # rows of the open beams in the table of `BeamSearches`; empty if done. Groups may share a beam
+    sums: list[float] = field(
+        default_factory=lambda: [0.0]
+    )  # sums of log-probabilities of the open beams
     steps: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    """History of the beams, one entry for each step. An entry holds, for each beam that goes on,
-    the place of its predecessor and its new token."""
+    """History of the beams, one entry per step: (index of each continuing beam's predecessor, its
+    new token)."""
     answers: list[Ended] = field(default_factory=list)  # the best first
 
     @property
@@ -115,8 +119,8 @@ class BeamGroup:
     def settle(
         self, best: Sequence[Candidate], stops: Sequence[bool], going_on: Iterable[Candidate]
     ) -> None:
-        """Take answers from the `best` candidates of the last step, where `stops` says which end with an end token. `going_on`
-        are open beams, unless the search is done with this step."""
+        """Take answers from the `best` candidates of the last step; `stops` says which of them end with an
+        end token. `going_on`: the beams that continue, unless the search is done after this step."""
         length, diverse = len(self.steps), self.params.num_beam_groups > 1
         at_end = length >= self.params.max_tokens
         for candidate, stop in zip(best, stops, strict=True):
@@ -144,8 +148,8 @@ class BeamGroup:
         del self.answers[self.width :]
 
     def _is_done(self, best: float, length: int) -> bool:
-        """Tells whether there are `beam_width` answers, and a beam with the sum `best` can't become
-        better than any of them."""
+        """Whether there are `beam_width` answers and a beam with the sum `best` can't become better
+        than any of them."""
         p = self.params
         if len(self.answers) < self.width:
             return False
@@ -162,13 +166,13 @@ class PromptSearch:
     request: BeamsRequest
     kind: tuple[
         int, int, tuple[int, ...]
-    ]  # width, groups and end tokens; searches of a kind are chosen for together
+    ]  # (width, groups, end tokens); searches with the same key are computed together
     rows: list[int]
     groups: list[BeamGroup]
-    num_awaited: int = 1  # requests whose step has not come yet
+    num_awaited: int = 1  # number of requests whose step has not arrived
     taken: list[int] = field(
         default_factory=list
-    )  # tokens of the step's beams, of the groups so far; while it is chosen
+    )  # tokens that the groups so far have chosen in this step
     num_cached_tokens: int = 0
 
     def output(self) -> BeamsOutput:
@@ -183,8 +187,8 @@ class PromptSearch:
 
 
 def num_wanted(params: BeamSearchParams, num_ends: int) -> int:
-    """Number of likeliest next tokens that each beam needs. Some may be end tokens, and some may be
-    taken by other groups. Those that are left suffice for all beams of a group."""
+    """Number of most likely next tokens that each beam needs. Some may be end tokens, and other
+    groups may penalize some; the rest suffice for all beams of a group."""
     return params.beam_width + num_ends
 
 
@@ -194,21 +198,21 @@ class BeamUpdates:
 
     outputs: list[EngineOutput] = field(
         default_factory=list
-    )  # without those of beams, with those of searches that ended
-    new: list[EngineRequest] = field(default_factory=list)  # beams that join
-    steps: list[BeamStep] = field(default_factory=list)  # how beams go on, the new ones too
-    ended: list[str] = field(default_factory=list)  # beams that are not needed any more
+    )  # outputs of other requests, and of finished searches
+    new: list[EngineRequest] = field(default_factory=list)  # beams that are added
+    steps: list[BeamStep] = field(default_factory=list)  # how beams continue, new ones included
+    ended: list[str] = field(default_factory=list)  # beams that are no longer needed
 
 
 class BeamSearches:
-    """All beam searches of an engine core, with a table of the likeliest next tokens of their beams. Row 0 of the
-    table is unused. A step is chosen for all searches of a kind at once, by arrays: of R searches, each with up to P
-    requests and B beams, of which each has K next tokens."""
+    """All beam searches of an engine core, with a table of their beams' most likely next tokens.
+    Row 0 is unused. Searches of a kind are computed together as arrays: R searches, each with up to
+    P requests and B beams, each with K next tokens."""
 
     def __init__(self) -> None:
         self._running: dict[str, PromptSearch] = {}
-        self._owners: dict[str, tuple[PromptSearch, int]] = {}  # of beams: the search and the row
-        self._names = [""]  # of the request that a row has, if it has one
+        self._owners: dict[str, tuple[PromptSearch, int]] = {}  # (search, row) by beam
+        self._names = [""]  # request id by row; "" if unused
         self._free = list[int]()
         self._tokens: npt.NDArray[np.int64] = np.zeros((1, MAX_LOGPROBS), np.int64)
         self._logprobs: npt.NDArray[np.float64] = np.zeros((1, MAX_LOGPROBS))
@@ -234,8 +238,8 @@ class BeamSearches:
         return self._beam(search, rows[0])
 
     def forget(self, request_ids: Iterable[str]) -> list[str]:
-        """End the beam searches among these requests. Returns the engine requests to end: the beams
-        of those searches, and the given requests that are no search."""
+        """End the beam searches among these requests. Returns the ids of engine requests to abort:
+        the beams of those searches, and given requests that are no searches."""
         found: list[str] = []
         for request_id in request_ids:
             search = self._running.pop(request_id, None)
@@ -258,7 +262,7 @@ class BeamSearches:
                 taken.outputs.append(output)
             elif (
                 isinstance(output, TokenOutput) and output.finish_reason is not None
-            ):  # only for a reason of the engine's
+            ):  # only for a reason of the engine's own
                 request_id = owner[0].request.request_id
                 taken.ended.extend(self.forget([request_id]))
                 taken.outputs.append(
@@ -283,7 +287,7 @@ class BeamSearches:
         return taken
 
     def _noted(self, output: LikeliestTokens) -> list[PromptSearch]:
-        """Writes the candidates of a step's beams to the table. Returns the searches all of whose
+        """Writes the candidates of a step's beams to the table. Returns the searches of which all
         beams have arrived."""
         rows, ready = list[int](), list[PromptSearch]()
         for name, num_cached in zip(output.request_ids, output.num_cached_tokens, strict=True):
@@ -305,9 +309,9 @@ class BeamSearches:
         return ready
 
     def _choose(self, searches: Sequence[PromptSearch], g: int) -> None:
-        """Computes a step for groups of several searches that have the same options and number of beams. A candidate's
-        sum is the beam's sum plus the token's log-probability, minus the token's diversity cost. Equal sums keep their
-        order."""
+        """Computes a step of group `g` of several searches with the same options and number of
+        beams. A candidate's sum is the beam's sum plus the token's log-probability, minus the
+        token's diversity cost. Equal sums keep their order."""
         groups = [search.groups[g] for search in searches]
         width, num_groups, eos = searches[0].kind
         width //= num_groups
@@ -349,9 +353,9 @@ class BeamSearches:
                 group.settle([*firsts], stops[r, :width].tolist(), zip(*chosen, strict=True))
 
     def _place(self, searches: Sequence[PromptSearch], taken: BeamUpdates) -> None:
-        """Assign table rows to the chosen beams, for searches with equal numbers of rows and beams. `BeamGroup.rows`
-        has the rows of the beams that they extend. The first successor of a beam keeps its row; further ones get rows
-        of beams that ended."""
+        """Assign table rows to the chosen beams of searches with equal numbers of rows and beams.
+        Before, `BeamGroup.rows` has the rows of the beams that they extend. The first successor of
+        a beam keeps its row; further ones get rows of beams that ended."""
         sources = np.array(
             [_joined([group.rows for group in s.groups]) for s in searches]
         )  # [R, B]
@@ -393,7 +397,7 @@ class BeamSearches:
                 taken.ended.extend(self._freed([row for row in search.rows if row not in used]))
 
     def _freed(self, rows: Iterable[int]) -> list[str]:
-        """Free table rows. Returns the ids of the engine requests of the beams that had them."""
+        """Free table rows. Returns the ids of the engine requests that used them."""
         names = [self._names[row] for row in rows if self._names[row]]
         for name in names:
             self._names[self._owners.pop(name)[1]] = ""
@@ -407,8 +411,8 @@ class BeamSearches:
         self._logprobs = np.pad(self._logprobs, ((0, more), (0, 0)))
 
     def _beam(self, search: PromptSearch, row: int, first: str = "") -> EngineRequest:
-        """Makes the request of a search's beam: the first beam, or another one that shares the
-        prompt of `first`."""
+        """Makes the engine request of a beam: the first beam, or another one that shares the prompt
+        of `first`."""
         request, name = search.request, f"{search.request.request_id}/beam-{next(self._ids)}"
         self._names[row], self._owners[name] = name, (search, row)
         params = request.params
@@ -447,7 +451,7 @@ def _answer(group: BeamGroup, ended: Ended) -> BeamAnswer:
 
 
 def check(params: BeamSearchParams, num_ends: int, spec: ModelSpec) -> None:
-    """Raise RequestError if the model, or the number of its end tokens, does not allow such a
+    """Raise RequestError if the model, or its number of end tokens, doesn't support such a
     search."""
     if num_wanted(params, num_ends) > MAX_LOGPROBS:
         message = f"with the model's {num_ends} end tokens beam_width may be {MAX_LOGPROBS - num_ends} at most"

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class CacheNews:
-    """Content of a scheduler's prefix cache, by keys. `adapters` are the keys that prefixes begin with,
-    by the adapter's name. Without a scheduler the cache stays empty."""
+    """Keys of the blocks in a scheduler's prefix cache. `adapters`: by adapter name, the key with
+    which its prefixes begin. Without a scheduler the cache stays empty."""
 
     def __init__(
         self, block_size: int, scheduler: Scheduler | None, adapters: Mapping[str, bytes]
@@ -31,13 +31,12 @@ class CacheNews:
                 pool.listen(on)
 
     def identity(self) -> tuple[int, bytes, dict[str, bytes]]:
-        """Block size, and the keys that prefixes begin with: without an adapter, and by the
-        adapter's name."""
+        """(block size, root key of prefixes without an adapter, root keys by adapter name)."""
         root = b"" if self._scheduler is None else self._scheduler.kv.root_key("", "")
         return self._block_size, root, dict(self._adapters)
 
     def keys(self) -> bytes:
-        """Keys of all blocks in the cache, joined. Layers after the first group are left out."""
+        """Keys of all cached blocks, concatenated. Only blocks of the first cache group count."""
         # several ranks may have one
         keys = dict.fromkeys(key for pool in self._pools for key in pool.cached_keys())
         states = (pool.cached_keys() for pool in self._slot_pools)

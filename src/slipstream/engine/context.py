@@ -8,11 +8,11 @@ self-information of its tokens, −ln p(token | all before it), by the small mod
     iterative   segment by segment, each read after what was kept of those before, so that repetitions are removed too
                 (LLMLingua, Jiang et al. 2023, Alg. 2); every segment keeps the same share
 
-*Protected* spans (a question, instructions, numbers) stay as they are. Of all other tokens at least the share `keep` stays, and
-at most one unit more than needed.
+*Protected* spans (a question, instructions, numbers) are never removed. Of all other tokens at
+least the fraction `keep` is kept, and at most one unit more than needed.
 
-Any small model will do (`Score`): answers of an `LLM` and of a server have the log-probabilities of their prompts. No torch
-here.
+Any small model can be used (`Score`): answers of an `LLM` and of a server can include
+log-probabilities of the prompt. No torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Method: TypeAlias = Literal["selective", "iterative"]
 Unit: TypeAlias = Literal["token", "word", "sentence"]
 Score: TypeAlias = Callable[[list[int]], list[float]]
-"""Function from token ids to the self-information, in nats, of all but the first."""
+"""Function from token ids to the self-information, in nats, of all tokens but the first."""
 
 Steps: TypeAlias = Generator[list[int], list[float], "Compressed"]
 """Generator that yields token ids, is sent their scores, and returns the result."""
@@ -56,8 +56,8 @@ class TextEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSettings:
-    """Settings of the shortening. `keep` is the share of unprotected tokens that stay. `protect`
-    are regular expressions of protected text. `segment` is the number of tokens in a segment
+    """Settings of prompt compression. `keep`: fraction of unprotected tokens to keep. `protect` are
+    regular expressions of protected text. `segment` is the number of tokens in a segment
     (iterative), `context` the number of tokens that the small model reads."""
 
     keep: float = 0.5
@@ -102,7 +102,7 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compressed:
-    """A shortened prompt. `parts` are the given parts, shortened. Tokens are the small model's."""
+    """A compressed prompt. `parts`: the given parts, shortened. Tokens are counted by the small model's tokenizer."""
 
     parts: tuple[str, ...]
     num_tokens_before: int
@@ -230,19 +230,21 @@ def _inform(
     tokens = (first + past + own)[-context:]
     if len(tokens) < 2:
         return
-    # The first token has nothing before it and is kept.
+    # The first token has no predecessor and is kept.
     found = [float("inf"), *(yield tokens)][-len(own) :]
     found = [float("inf")] * (len(own) - len(found)) + found
     at = 0
     for unit in chunk:
         values = found[at : at + len(unit.token_ids)]
-        if values:  # a unit within its neighbour's last token has none, and stays
+        if (
+            values
+        ):  # a unit inside its neighbour's last token has no information of its own, and is kept
             unit.information = sum(values) / len(values)
         at += len(values)
 
 
 def _choose(units: Sequence[_TextUnit], keep: float) -> None:
-    """Remove the unprotected units with the least information, as long as enough tokens stay."""
+    """Remove the unprotected units with the least information, as long as enough tokens are left."""
     free = [p for p in units if not p.protected]
     total = left = sum(len(p.token_ids) for p in free)
     for unit in sorted(free, key=lambda p: p.information):
@@ -258,8 +260,8 @@ def _choose(units: Sequence[_TextUnit], keep: float) -> None:
 def _split_units(
     parts: Sequence[PromptPart], tokenizer: TextEncoder, settings: ContextSettings
 ) -> list[_TextUnit]:
-    """Returns the units of all parts. Each has the tokens of the whole text that begin in it. A unit in which no token
-    begins is joined to its neighbour."""
+    """The units of all parts. A unit has the tokens of the whole text that begin in it. A unit in
+    which no token begins is joined to its neighbour."""
     spans = [span for i, part in enumerate(parts) for span in _spans(i, part, settings)]
     text = "".join(text for _, text, _ in spans)
     tokens = tokenizer.encode(text, add_special_tokens=False)
@@ -293,7 +295,7 @@ def _split_units(
             found[-1].text += unit_text
             found[-1].protected |= protected
     for i, unit in enumerate(found):
-        if not unit.token_ids:  # it lies within its neighbour's last token: both must stay
+        if not unit.token_ids:  # it is inside its neighbour's last token: both are kept
             unit.protected = True
             if i > 0:
                 found[i - 1].protected = True
@@ -344,7 +346,7 @@ def _cut(span: tuple[int, int, str, bool], starts: Sequence[int]) -> list[tuple[
 
 
 def information(positions: Sequence[PositionLogprobs | None] | None) -> list[float]:
-    """The self-information of a prompt's tokens from the log-probabilities in an answer (None for the first)."""
+    """Self-information of a prompt's tokens, computed from the log-probabilities in an answer; None for the first."""
     return [-p.chosen.logprob for p in (positions or ()) if p is not None]
 
 
@@ -367,7 +369,7 @@ class Shortener:
         protect: tuple[str, ...],
     ) -> Compressed:
         """Shortens the texts of `parts`, which are pairs (text, whether it is protected).
-        ConfigError or RequestError say what is wrong."""
+        ConfigError or RequestError for invalid arguments."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             raise RequestError(
@@ -406,8 +408,8 @@ def scorer(llm: LLM) -> Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerChange:
-    """A model's greedy answers to the original and the shortened prompt. `extra_nats` is by how much the first answer's mean
-    −ln p rises after the shortened prompt. `overlap` is the F1 of the two answers' words."""
+    """A model's greedy answers to the original and the compressed prompt. `extra_nats`: increase of the first
+    answer's mean −ln p after the compressed prompt. `overlap`: F1 of the two answers' words."""
 
     answer_before: str
     answer_after: str

@@ -1,4 +1,4 @@
-"""The core of a text-generating model, and the features that join its loop."""
+"""The core of a text-generating model, and the features that take part in its loop."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DecoderCore(EngineCore):
             load_adapter=None if config.lora is None else executor.load_adapter,
             whole_media=spec.media is not None and spec.media.bidirectional is not None,
             routed_experts=config.model.routed_experts,
-            store=executor.store,
+            stores=executor.stores,
             padded=padding(config, spec) if config.device.has_graphs else None,
         )
         self.grammars = Grammars(
@@ -68,7 +68,7 @@ class DecoderCore(EngineCore):
             JoiningTexts(self._texts),
         )
         events = config.cache.events
-        if events is not None and executor.store is not None:
+        if events is not None and executor.stores:
             message = "kv_events_config: blocks that come back from lower tiers are not told; leave one of them out"
             raise ConfigError(message, field="kv_events_config")
         published = () if events is None else (PublishingCacheEvents(events, scheduler),)
@@ -83,16 +83,18 @@ class DecoderCore(EngineCore):
         self._stalled = False
         requests = list(requests)
         for request in requests:
-            # it comes with its parent, and without the pixels
+            # a fork gets it from its parent, without the pixels
             if request.media and request.fork_of is not None:
                 parent = next(r for r in requests if r.request_id == request.fork_of)
                 request = dataclasses.replace(request, media=parent.media)
             if is_masked := request.sampling.is_masked:
                 self._join(MaskingGrammars)
-            self.scheduler.add(request, held=is_masked)  # one that is refused leaves no grammar
+            self.scheduler.add(
+                request, held=is_masked
+            )  # must come first: a refused request must leave no grammar
             if is_masked and self.grammars.begin(request):
                 self.scheduler.requests.release(request.request_id)
-        # A prompt that several choices or beams share is one prompt.
+        # A prompt shared by several choices or beams is counted once.
         whole = (r for r in requests if r.parent is None)
         self._prompt_tokens += sum(len(r.encoder_token_ids) or r.num_prompt_tokens for r in whole)
 
@@ -136,7 +138,7 @@ class DecoderCore(EngineCore):
             )
 
     def tend(self, at_once: int | None = None) -> bool:
-        if self.scheduler.tiers is None or self._in_flight or self._planned:
+        if self._in_flight or self._planned:
             return False
         self.scheduler.tend(at_once)
-        return self.scheduler.tiers.is_busy
+        return any(tiers.is_busy for tiers in self.scheduler.tiers)

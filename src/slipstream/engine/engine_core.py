@@ -2,15 +2,15 @@
 
     add / abort ──> Scheduler ── StepPlan ──> Executor ──> tokens ──> Scheduler ──> EngineOutput
 
-`EngineCore` has the loop, which names no feature: a feature's listener joins the loop with its first request. `DecoderCore`
-(`decoder_core.py`) is the core of a text-generating model. A `TextCore` (`text_core.py`) has a `TextScheduler`, TextsPlans and
-vectors in the places of these.
+`EngineCore` has the loop, which names no feature: a feature's listener joins the loop with its first request.
+`DecoderCore` (`decoder_core.py`) is the core of a text-generating model. A `TextCore` (`text_core.py`), for
+encoders, has a `TextScheduler`, TextsPlans and vectors instead.
 
-Where launches are asynchronous two steps are in flight: step N + 1 is scheduled and launched while step N runs, and its input
-tokens never leave the device. (A pipeline's stages are at a step each, of different requests, and one more is in flight.) The
-scheduler knows how many tokens step N will add, if not which. A sequence that turns out to have ended in step N is dropped
-from N + 1's results. A step that samples for a grammar is launched in two parts: its forward, then, once step N's tokens are
-known and while the device runs the forward, the masks of what may be drawn.
+If launches are asynchronous, two steps are in flight: step N + 1 is scheduled and launched while step N runs,
+and its input tokens never leave the device. (With pipeline parallelism, one step per stage and one more.) The
+scheduler knows how many tokens step N will add, but not which. A sequence that turns out to have ended in
+step N is dropped from N + 1's results. A step that samples under a grammar is launched in two parts: first
+the forward; then, when step N's tokens are known and while the forward runs, the masks of allowed tokens.
 
 Not thread-safe: one thread owns a core. No torch.
 """
@@ -45,16 +45,16 @@ COMPILING_S = 0.001
 """Interval, in seconds, at which an idle loop checks whether a grammar's compilation is done."""
 
 LAST_BLOCKS = 128
-"""Blocks that may be stored before the last answer is returned. The rest are stored after it, so
-that the answer does not wait for them. A prompt of 32,000 tokens leaves a thousand blocks, which
-take the host some 5 ms."""
+"""Maximum blocks stored in lower tiers before the last answer is returned. The rest follow after
+it, so that the answer does not wait. A prompt of 32,000 tokens leaves a thousand blocks, which take
+the host some 5 ms."""
 
 FLUSH_S = 10.0
 """Maximum seconds that a shutdown waits for blocks to be stored."""
 
 
 class EngineCore:
-    """Base of the cores: the loop of steps, and the operations that all have. `asleep.core_of` makes a model's."""
+    """Base of the cores: the step loop, and operations common to all. `asleep.core_of` creates a model's core."""
 
     weights: LiveWeights | None = None
     """Updates of the weights, if the model has any."""
@@ -63,15 +63,17 @@ class EngineCore:
         self, executor: Executor, scheduler: Steps, listeners: Sequence[Listener] = ()
     ) -> None:
         self.executor, self.scheduler, self._all_listeners = executor, scheduler, listeners
-        self._listeners: tuple[Listener, ...] = ()  # those that joined, in the order of all
+        self._listeners: tuple[
+            Listener, ...
+        ] = ()  # active listeners, in the order of `_all_listeners`
         self.description = executor.description
         self.config = executor.config
         self.ledger = executor.ledger
         self._has_stages = executor.config.parallel.num_stages > 1
         self._in_flight: deque[Launched] = deque()
-        self._launched_at: deque[float] = deque()  # of those in flight
-        self._planned: Plan | None = None  # and not launched yet
-        # the last look found nothing to compute; only news or time will change that
+        self._launched_at: deque[float] = deque()  # launch times of the steps in flight
+        self._planned: Plan | None = None  # a plan not yet launched
+        # the last attempt found nothing to compute; only news or time can change that
         self._stalled = False
         self.is_paused = False  # no step is planned until `resume`
         self._started = self._last_step = time.monotonic()
@@ -129,9 +131,9 @@ class EngineCore:
         return bool(self._in_flight) or self._planned is not None or self.scheduler.has_requests
 
     def step(self) -> list[EngineOutput]:
-        """Launch the next step, if there is one, and finish the oldest when enough are in flight. Whatever interrupts it, a
-        Ctrl-C included, ends all requests: a step that was planned and not carried out leaves blocks that hold less than
-        they stand for."""
+        """Launch the next step, if there is one, and finish the oldest when enough are in flight.
+        Any interruption, Ctrl-C included, ends all requests: a planned step that did not run leaves
+        cache blocks incomplete."""
         try:
             return self._step()
         except BaseException as error:
@@ -139,7 +141,7 @@ class EngineCore:
             raise
 
     def fail(self, error: str) -> list[EngineOutput]:
-        """End all requests. Steps in flight and a planned one are forgotten."""
+        """End all requests with `error`. Steps in flight and a planned step are dropped."""
         self._in_flight.clear()
         self._planned = None
         outputs = self.scheduler.fail_all(FinishReason.ERROR, error)
@@ -158,12 +160,12 @@ class EngineCore:
         limit = 0 if plan is None else self.executor.max_in_flight(plan)
         waits = plan is None or len(self._in_flight) + 1 >= limit
         if plan is not None and len(self._in_flight) >= limit:
-            self._planned = plan  # the tokens of the step under way are not to wait for it
+            self._planned = plan  # so that the running step's tokens don't wait for this plan
         elif plan is not None:
             outputs += self._launch(plan)
         while self._in_flight:
             step = self._in_flight[0]
-            if step.awaits_mask:  # all tokens before it are known by now
+            if step.awaits_mask:  # all earlier tokens are known by now
                 outputs += self._mask(step)
             if not (waits or step.is_done):
                 break
@@ -178,7 +180,7 @@ class EngineCore:
         step = self.executor.launch(plan)
         self._in_flight.append(step)
         if self._has_stages and step.awaits_mask:
-            return self._mask(step)  # nothing of its requests is pending
+            return self._mask(step)  # nothing of its requests is in flight
         return []
 
     def _mask(self, step: Launched) -> list[EngineOutput]:
@@ -193,18 +195,18 @@ class EngineCore:
         self._generated_tokens += sum(
             [len(o.token_ids) for o in outputs if isinstance(o, TokenOutput)]
         )
-        self._stalled = False  # drafts may follow
+        self._stalled = False  # drafts may now be possible
         return outputs
 
     def pass_on(self, outputs: list[StepOutput]) -> list[EngineOutput]:
-        """Pass the outputs through all listeners, and return those that none took."""
+        """Pass the outputs through all listeners. Returns those that no listener consumed."""
         if outputs:
             for listener in self._listeners:
                 outputs = listener.take(outputs)
         return outputs  # type: ignore[return-value]  # each kind of a step's own has a listener
 
     def pause(self) -> list[EngineOutput]:
-        """Finish the steps in flight, and plan none until `resume`. Requests keep their blocks."""
+        """Finish the steps in flight and plan none until `resume`. Requests keep their blocks."""
         self.is_paused = True
         outputs: list[EngineOutput] = []
         while self.can_step:
@@ -242,7 +244,7 @@ class EngineCore:
 
     @cached_property
     def cache_news(self) -> CacheNews:
-        """Changes of the prefix cache, for routers. Empty in this engine."""
+        """Prefix cache changes, for routers. Empty for this core."""
         return CacheNews(self.config.cache.block_size, None, {})
 
     # --- From start to end --------------------------------------------------------------------------------------------
@@ -257,26 +259,26 @@ class EngineCore:
             pass
 
     def _expect(self, times: Sequence[StepTime]) -> None:
-        """Give the scheduler step times that were measured before the first request."""
+        """Give the scheduler step times measured before the first request."""
 
     def tend(self, at_once: int | None = None) -> bool:
-        """Store at most `at_once` more blocks in the tiers below the device's cache, while there
-        are no requests. Returns whether more blocks wait."""
+        """Store up to `at_once` more blocks in lower cache tiers while there are no requests.
+        Returns whether more are waiting."""
         return False
 
     def flush(self) -> None:
-        """Write waiting blocks to the tiers below, for FLUSH_S at most."""
+        """Write waiting blocks to lower cache tiers, for FLUSH_S seconds at most."""
         end = time.monotonic() + FLUSH_S
         while self.tend() and time.monotonic() < end:
             time.sleep(COMPILING_S)
 
     def shutdown(self) -> None:
-        """End the executor's processes and threads. No other call may follow."""
+        """Stop the executor's processes and threads. The core can't be used afterwards."""
         self.flush()
         self.executor.shutdown()
         for listener in self._listeners:
             listener.close()
-        # They refer to this core, and would keep the model's memory.
+        # Listeners refer to this core and would keep the model's memory alive.
         self._all_listeners = self._listeners = ()
 
     def stats(self, *, experts: bool = False) -> EngineStats:

@@ -23,9 +23,9 @@ def this_machine() -> Machine:
 
 
 def settled(args: EngineArgs, *, one_device: bool = False) -> EngineArgs:
-    """Returns `args`, with an engine folder's settings where the user left them open. For a model
-    that is no engine folder, `args` unchanged. Differences of the machine are logged. `one_device`:
-    leave out the folder's settings for several devices."""
+    """`args` with an engine folder's settings filled in where the user left them open; unchanged if
+    the model is no engine folder. Differences of the machine are logged. `one_device`: ignores the
+    folder's multi-device settings."""
     path = Path(args.model).expanduser()
     if not args.model or not is_engine_folder(path):
         return args

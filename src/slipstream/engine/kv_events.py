@@ -1,8 +1,8 @@
 """Events of the prefix cache for other projects' routers, in vLLM's format: ZeroMQ messages of
-three frames, the topic, a number that counts up (8 bytes, big-endian), and a batch in MessagePack.
+three frames, the topic, a sequence number (8 bytes, big-endian), and a batch in MessagePack.
 
 llm-d's endpoint picker reads them (`precise-prefix-cache-producer`). It hashes the tokens itself,
-so that our keys are only names. Blocks that were stored before it subscribed are not told again.
+so our keys only serve as names. Blocks stored before it subscribed are not reported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError
 from slipstream.messages.outputs import EngineOutput, StepOutput
 
 MEDIUM = "GPU"
-"""vLLM's word for the cache that steps read, on a CPU, too."""
+"""vLLM's name for the cache that steps read, used on a CPU, too."""
 
 
 class PublishingCacheEvents(Listener):
@@ -38,7 +38,7 @@ class PublishingCacheEvents(Listener):
         self._number = 0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 100_000)  # batches that wait for a slow reader
+        self._socket.setsockopt(zmq.SNDHWM, 100_000)  # batches queued for a slow subscriber
         try:
             self._socket.bind(settings.endpoint)
         except zmq.ZMQError as error:
@@ -61,8 +61,8 @@ class PublishingCacheEvents(Listener):
         self._socket.close(linger=100)
 
     def _stored(self, request: Request, blocks: Sequence[int]) -> None:
-        """Record newly cached blocks of a request. `blocks` are their indices in the request, in
-        order."""
+        """Record newly cached blocks of a request. `blocks`: their indices in the request,
+        ascending."""
         self._forget()
         for first, end in _runs(blocks):
             keys, size = request.block_keys, self._block_size
@@ -106,10 +106,10 @@ def _runs(numbers: Sequence[int]) -> Iterable[tuple[int, int]]:
 
 
 def _extra(request: Request, block: int, size: int) -> list[str] | None:
-    """Keys that a block's content depends on next to its tokens: the salt's hash
-    (in the first, as the salt is its clients' secret), and pictures."""
+    """Inputs of a block's hash besides its tokens: in the first block the hash of the salt (which
+    is the client's secret), and images."""
     begin = block * size
     found = [i.key.hex() for i in request.spec.media if i.offset < begin + size and begin < i.end]
-    if not block and request.spec.cache_salt:
-        found.append(hashlib.sha256(request.spec.cache_salt.encode()).hexdigest())
+    if not block and request.spec.prefix_salt:
+        found.append(hashlib.sha256(request.spec.prefix_salt.encode()).hexdigest())
     return found or None

@@ -1,7 +1,8 @@
-"""Features of an engine core that listen to its stream of outputs: grammars, beam searches, texts.
+"""Features of an engine core that process its stream of outputs: grammars, beam searches, embeddings of texts.
 
-The core's loop has a list of listeners and knows none of them by name. One joins with the first request of its feature,
-so that a core of plain requests calls none. What a feature needs inside the scheduler is a participant (`core/participants/`).
+The core's loop has a list of listeners and knows none of them by name. A listener joins with the first request of its
+feature, so that plain requests cost no calls. Code of a feature that runs inside the scheduler is a participant
+(`core/participants/`).
 """
 
 from __future__ import annotations
@@ -37,38 +38,38 @@ class Listener:
     """Number of generated tokens that appear in no output, for statistics."""
 
     def warm(self) -> None:
-        """Make at the start of a server what the feature's first request would stop others for."""
+        """Prepare, when a server starts, what would otherwise block all requests at the feature's first use."""
 
     def joined(self) -> None:
-        """Register the feature's part with the scheduler, before its first request."""
+        """Register the feature's participant with the scheduler, before its first request."""
 
     def prepare(self) -> list[EngineOutput]:
-        """Work before a step is scheduled. Returns the last outputs of requests that end."""
+        """Work before a step is scheduled. Returns final outputs of requests that end."""
         return []
 
     def mask(self, step: Launched) -> list[EngineOutput]:
-        """Mask the logits of a launched step. Returns the last outputs of requests that end."""
+        """Mask the logits of a launched step. Returns final outputs of requests that end."""
         return []
 
     def take(self, outputs: list[StepOutput]) -> list[StepOutput]:
-        """Act on a step's outputs, and return the outputs to pass on."""
+        """Process a step's outputs, and return those to pass on."""
         return outputs
 
     def forget(self, request_ids: Iterable[str]) -> Iterable[str]:
-        """Forget aborted requests. Returns the ids of the scheduler's requests to abort."""
+        """Forget aborted requests. Returns the scheduler's request ids to abort."""
         return request_ids
 
     def clear(self) -> None:
         """Forget all requests."""
 
     def close(self) -> None:
-        """End its threads. No other call may follow."""
+        """Stop its threads. The listener can't be used afterwards."""
 
 
 class MaskingGrammars(Listener):
-    """Holds requests until their grammars are compiled, masks their steps, and ends their answers.
+    """Holds requests back until their grammars are compiled, masks their steps, and ends their answers.
 
-    A request whose budget of reasoning is over, and that has no grammar, becomes a plain one.
+    When the reasoning budget of a request without a grammar is over, it becomes a plain request.
     """
 
     def __init__(self, grammars: Grammars, scheduler: Scheduler, executor: Executor) -> None:
@@ -76,7 +77,7 @@ class MaskingGrammars(Listener):
         self._forced = ForcedTokens(grammars.forced)
 
     def warm(self) -> None:
-        """Read the vocabulary, if steps are as short as a GPU's: 128,000 tokens hold Python's lock for 0.8 s."""
+        """Read the vocabulary, if steps are as short as a GPU's: reading 128,000 tokens holds the GIL for 0.8 s."""
         if self._executor.config.device.info.is_cuda:
             self._grammars.read_vocabulary()
 
@@ -88,7 +89,7 @@ class MaskingGrammars(Listener):
         return self._grammars.is_compiling or self._grammars.is_late
 
     def prepare(self) -> list[EngineOutput]:
-        """Release requests whose grammars are now compiled, or whose late masks have come."""
+        """Release requests whose grammars are now compiled, or whose late masks have arrived."""
         outputs: list[EngineOutput] = []
         for request_id in self._grammars.arrived() if self._grammars.is_late else ():
             self._scheduler.requests.release(request_id)
@@ -120,18 +121,18 @@ class MaskingGrammars(Listener):
         ]
 
     def take(self, outputs: list[StepOutput]) -> list[StepOutput]:
-        """Advance grammars by new tokens. An answer after which nothing can follow is complete."""
+        """Advance grammars by new tokens. An answer that can't continue is complete."""
         if not (self._grammars or self.is_waiting):
             return outputs
         found: list[StepOutput] = []
         given: list[tuple[str, Sequence[int]]] = []
-        at: dict[int, int] = {}  # index of an output's tokens among the given ones
+        at: dict[int, int] = {}  # index of an output's tokens in the list of answers
         for i, output in enumerate(outputs):
             if not isinstance(output, TokenOutput):
                 continue
             tokens = output.token_ids
             if output.finish_reason is not None and len(tokens) < 2:
-                self._grammars.forget([output.request_id])  # it may be compiling, too
+                self._grammars.forget([output.request_id])  # its grammar may still be compiling
             elif output.request_id in self._grammars:
                 at[i] = len(given)
                 given.append(
@@ -186,7 +187,7 @@ class MaskingGrammars(Listener):
 
 
 class Searching(Listener):
-    """Continues beam searches where a step of theirs is complete."""
+    """Advances beam searches when all beams of a step have arrived."""
 
     def __init__(
         self,
@@ -221,8 +222,8 @@ class Searching(Listener):
 
 
 class JoiningTexts(Listener):
-    """Collects the vectors of a request's texts. A decoder computes each text as a request of its
-    own."""
+    """Collects the embeddings of a request's texts. A decoder computes each text as a separate
+    request."""
 
     def __init__(self, texts: TextSequences) -> None:
         self._texts = texts

@@ -1,12 +1,12 @@
-"""The weights of a core that runs: updates of them, and their versions.
+"""Weight updates of a running core, and weight versions.
 
-1. A version is a text that names one set of weights. It is used once, so a token's version says
-   which weights made it. "0" are the checkpoint's, as they were read at the start.
-2. A write is all or nothing. Whatever is wrong before it is an error, and the old weights go on. If
-   the write itself fails, the weights are a mix: all requests end with an error, and none is taken
-   until an update is written whole.
-3. Prefixes that other weights computed are not found any more: their keys begin with the version
-   and the checksum. The checksum keeps apart two runs that share a folder of cached blocks.
+1. A version is a string that names one set of weights. It is used only once, so a token's version
+   says which weights produced it. "0": the checkpoint as read at the start.
+2. An error before the write changes nothing: the old weights stay in use. If the write itself
+   fails, the weights are a mix: all requests end with an error, and new ones are refused until a
+   complete update is written.
+3. Cached prefixes of other weights are never matched: keys begin with the version and the checksum.
+   The checksum distinguishes runs that share a folder of cached blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slipstream.worker.executor import Executor
 if TYPE_CHECKING:
     from slipstream.engine.engine_core import EngineCore
 
-    # msgspec, which the operations need, is loaded for the first of them
+    # msgspec, which these operations need, is imported for the first of them
     from slipstream.messages.weight_ops import WeightsOp
 
 
@@ -53,11 +53,11 @@ class LiveWeights:
         return self._executor.takes_tensors
 
     def refuse(self) -> NoReturn:
-        """Raise EngineError: the weights are `broken`, and no request may run."""
+        """Raise EngineError because the weights are `broken`, so that no request may run."""
         raise EngineError(f"{self.state.broken}; update them again")
 
     def change(self, op: WeightsOp | GivenPiece) -> None:
-        """Carry out a part of an update, or of its transport. Errors have changed nothing."""
+        """Perform one part of an update, or of its transport. If it raises, nothing has changed."""
         from slipstream.messages.weight_ops import BeginWeights, DropWeights
 
         self._executor.change_weights(op)
@@ -91,10 +91,10 @@ class LiveWeights:
         version: str | None,
         deliver: Callable[[list[EngineOutput]], None] = lambda outputs: None,
     ) -> None:
-        """Finish the update between two steps of the core. `deliver` gets what the old weights still made.
+        """Finish the update between two steps of the core. `deliver` gets the last outputs of the old weights.
 
-        RequestError or CheckpointError: it can't be written, and the old weights go on. EngineError: it failed halfway, and
-        all requests have ended with that error."""
+        RequestError or CheckpointError: it can't be written, and the old weights stay in use. EngineError: the write
+        failed halfway, and all requests have ended with that error."""
         begin, was_paused = time.monotonic(), core.is_paused
         version = self._prepare(version)
         deliver(core.pause())
@@ -114,7 +114,7 @@ class LiveWeights:
 
         state, failed = self.state, "an update of the weights failed while it was written"
         self.is_updating = False
-        state.broken = f"{failed} (interrupted)"  # until all of it is done, also by a Ctrl-C
+        state.broken = f"{failed} (interrupted)"  # until the write is complete, also after Ctrl-C
         try:
             sums = self._executor.change_weights(WriteWeights())
         except BaseException as error:
@@ -134,7 +134,7 @@ class LiveWeights:
         return core.pass_on([*self._scheduler.abort([*self._scheduler.requests.by_id])])
 
     def retract_all(self) -> None:
-        """Preempt all requests of a paused core, so that they compute their tokens again."""
+        """Preempt all requests of a paused core, so that their tokens are computed again."""
         retract_all(self._scheduler)
 
     def info(self, *, checksums: bool = False, is_paused: bool = False) -> WeightsInfo:

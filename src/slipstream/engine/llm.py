@@ -80,8 +80,9 @@ from slipstream.params.sampling import SamplingParams
 from slipstream.params.search import BeamSearchParams, PoolingParams
 
 QUEUED_TOKENS = 262_144
-"""Prompt tokens that are queued before a step of `generate`: two steps' cached blocks (`MAX_ADOPTED` of `core/scheduler.py`),
-or as many tokens as 32 steps compute. With half of it steps are smaller, and a GPU's attention takes as long in each."""
+"""Maximum prompt tokens queued before a step of `generate`: the cached blocks that two steps adopt (`MAX_ADOPTED` of
+`core/scheduler.py`), or the tokens that 32 steps compute. With half of it, steps are smaller, but a GPU's attention takes as
+long in each."""
 
 Message = dict[str, Any]
 P = ParamSpec("P")
@@ -91,7 +92,8 @@ S = TypeVar("S")
 def _takes(
     settings: Callable[P, EngineArgs],
 ) -> Callable[[Callable[[S, EngineArgs], None]], Callable[Concatenate[S, P], None]]:
-    """Gives an `__init__` that takes an `EngineArgs` the signature of `settings`, with each field's help in its docstring."""
+    """Decorator that gives an `__init__` with an `EngineArgs` parameter the signature of `settings`, and adds each field's
+    help to its docstring."""
 
     def decorate(init: Callable[[S, EngineArgs], None]) -> Callable[Concatenate[S, P], None]:
         def made(self: S, /, *args: P.args, **values: P.kwargs) -> None:
@@ -143,12 +145,12 @@ class LLM(OfflineEngine):
         use_tqdm: bool | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """The answers, in the order of the prompts. Give one SamplingParams for all, or one for each.
+        """Generates answers, in the order of the prompts. `sampling_params`: one for all prompts, or a list with one each.
 
-        If a prompt or its parameters can't work, a RequestError names it and none is answered. `progress` shows a bar on a
-        terminal. `lora_request`: an adapter for all, or one for each (or None), with `enable_lora`.
+        RequestError names an invalid prompt or its parameters before any is answered. `progress` shows a bar on a terminal.
+        `lora_request`: an adapter for all prompts, or a list with one (or None) each; requires `enable_lora`.
 
-        vLLM's names do the same: `use_tqdm` for the bar, `prompt_token_ids` in place of prompts.
+        vLLM's names work, too: `use_tqdm` for `progress`, `prompt_token_ids` instead of prompts.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise RequestError("give either prompts or prompt_token_ids", field="prompts")
@@ -182,19 +184,19 @@ class LLM(OfflineEngine):
         use_tqdm: bool | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer as `generate` does, for one conversation or several, through the model's chat template, or another.
+        """Generates answers to one conversation or several, formatted by the model's chat template or `chat_template`.
 
-        Each answer has its `text` and, as `message`, its parts: content, reasoning and tool calls. `tools`, `tool_choice` and
-        `parallel_tool_calls` are OpenAI's: with "required", a named function, a `strict` tool or without parallel calls the
-        answer keeps to the tools' schemas. The formats of calls and of reasoning are those that the chat template asks for;
+        Each answer has its `text` and, as `message`, its parts: content, reasoning and tool calls. `tools`, `tool_choice`
+        and `parallel_tool_calls` are OpenAI's: with "required", a named function, a `strict` tool or without parallel calls
+        the answer keeps to the tools' schemas. The formats of calls and of reasoning are detected in the chat template;
         `tool_call_parser` and `reasoning_parser` name others, or "none".
 
-        A content may be a list of parts with pictures among them: {"type": "image_url", "image_url": {"url": a data: URI}}, or
-        vLLM's {"type": "image_pil", "image_pil": a PIL image, bytes or an array}; for a model that hears OpenAI's
+        A content may be a list of parts, including images: {"type": "image_url", "image_url": {"url": a data: URI}}, or
+        vLLM's {"type": "image_pil", "image_pil": a PIL image, bytes or an array}; for a model that accepts audio OpenAI's
         {"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}}, or {"type": "audio", "audio": samples}.
 
-        `continue_final_message` (with `add_generation_prompt=False`) goes on with the last message. `chat_template_kwargs` are
-        given to the template. RequestError names what can't work, and nothing is answered.
+        `continue_final_message` (with `add_generation_prompt=False`) continues the last message. `chat_template_kwargs` are
+        passed to the template. RequestError names an invalid argument before anything is answered.
         """
         tokenizer = self.get_tokenizer()
         single = bool(messages) and isinstance(messages[0], dict)
@@ -266,8 +268,8 @@ class LLM(OfflineEngine):
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Finds the likeliest answers of each prompt, as transformers does; `engine/beams.py` says
-        how. A RequestError names a prompt that can't work before anything runs."""
+        """Finds the most likely answers to each prompt by beam search, as transformers does
+        (`engine/beams.py`). RequestError names an invalid prompt before anything runs."""
         prompts = _listed(prompts)
         adapters = self._adapters(lora_request, len(prompts))
         searches = [
@@ -303,12 +305,12 @@ class LLM(OfflineEngine):
         words: bool = False,
         progress: bool = True,
     ) -> list[TranscriptionOutput]:
-        """The text of a sound, or of each of a list: a path, a file's bytes, samples at 16 kHz, or (samples, rate).
+        """Transcribes a sound, or each of a list: a path, a file's bytes, samples at 16 kHz, or (samples, rate).
 
-        Sounds of any length are read in windows; those of different sounds run together. `task="translate"` writes English.
-        `timestamps`: the segments have times (those of sounds longer than a window always have). `details`: they have
-        log-probabilities. `words`: they have times and words with times. RequestError names what can't work before anything
-        runs.
+        Sounds of any length are read in windows; those of different sounds run together. `task="translate"` translates
+        to English. `timestamps`: segments have times (always so for sounds longer than a window). `details`: segments
+        have log-probabilities. `words`: segments have times, and words with times. RequestError names an invalid
+        argument before anything runs.
         """
         options = TranscriptionOptions(
             task=task,
@@ -350,14 +352,14 @@ class LLM(OfflineEngine):
         use_tqdm: bool | None = None,
         pooling_params: PoolingParams | None = None,
     ) -> list[EmbeddingOutput]:
-        """A vector for each text, pooled and normalised as the model's files say; a decoder gives its last token's state.
-        `dimensions` asks for shorter vectors, of models trained to give them. A text that is too long is a ContextLengthError;
-        with `truncate` its end is cut off. `pooling_params` say the same by vLLM's names."""
+        """Embeds each text: a vector pooled and normalized as the model's files say; by default a decoder's last
+        token's state. `dimensions` truncates vectors, for models trained for that. ContextLengthError for a text that
+        is too long; with `truncate` its end is cut off. `pooling_params`: the same options by vLLM's names."""
         prompts, asked = _listed(prompts), pooling_params or PoolingParams()
         dimensions, truncate = dimensions or asked.dimensions, truncate or _truncates(asked)
         refuse_classifier(self.core.description)
         check_dimensions(self.core.description, dimensions)
-        found: dict[int, list[EmbeddingOutput]] = {}  # by the first one's place
+        found: dict[int, list[EmbeddingOutput]] = {}  # by the index of its first vector
 
         def take(first: int, vectors: Vectors) -> None:
             found[first] = as_embeddings(vectors, dimensions)
@@ -375,8 +377,8 @@ class LLM(OfflineEngine):
         truncate: bool = False,
         progress: bool = True,
     ) -> list[RerankResult]:
-        """The documents that answer the query best, the best first. A cross-encoder scores each (query, document); a model of
-        embeddings compares their vectors by the cosine, from −1 to 1."""
+        """Ranks documents by how well they answer the query, best first. A cross-encoder scores
+        each pair (query, document); an embedding model compares vectors by cosine, from −1 to 1."""
         texts = rerank_texts(self.core.description, query, documents)
         answer = self._read_pairs(texts, 1, truncate, progress)
         model, tokenizer = self.core.description, self.tokenizer
@@ -393,7 +395,7 @@ class LLM(OfflineEngine):
         use_tqdm: bool | None = None,
         pooling_params: PoolingParams | None = None,
     ) -> list[ScoreOutput]:
-        """Scores of the pairs data_1[i], data_2[i]; a single text in `data_1` is paired with all of `data_2`. A
+        """Scores each pair data_1[i], data_2[i]; a single text in `data_1` is paired with all of `data_2`. A
         cross-encoder scores pairs; other models give the cosine of their vectors, as in `rerank`."""
         first, second = (
             [data] if isinstance(data, str) else list(data) for data in (data_1, data_2)
@@ -420,8 +422,8 @@ class LLM(OfflineEngine):
         use_tqdm: bool | None = None,
         pooling_params: PoolingParams | None = None,
     ) -> list[EncodingOutput]:
-        """The model's output for each text, as an array: the vector of `embed`, or a classifier's scores of its labels, before
-        they become probabilities. With `pooling_task="token_embed"` an encoder gives a vector for each token."""
+        """Computes the model's raw output for each text, as an array: the vector of `embed`, or a classifier's label scores
+        before they become probabilities. With `pooling_task="token_embed"` an encoder returns a vector for each token."""
         prompts, model = _listed(prompts), self.core.description
         asked = pooling_params or PoolingParams()
         truncate = truncate or _truncates(asked)
@@ -434,7 +436,7 @@ class LLM(OfflineEngine):
     def embed_sparse(
         self, prompts: Prompt | Sequence[Prompt], *, truncate: bool = False, progress: bool = True
     ) -> list[SparseEmbeddingOutput]:
-        """Weights of tokens for each text, of a model with a lexical head (bge-m3)."""
+        """Computes token weights of each text (a sparse vector), with a model that has a lexical head (bge-m3)."""
         prompts, model = _listed(prompts), self.core.description
         check_sparse(model)
         answer = self._read(prompts, truncate, progress=progress, task="sparse_embed")
@@ -449,8 +451,8 @@ class LLM(OfflineEngine):
         use_tqdm: bool | None = None,
         pooling_params: PoolingParams | None = None,
     ) -> list[ClassificationOutput]:
-        """A classifier's probabilities of its labels for each text, and the name of the likeliest. `problem_type` of its config
-        says whether labels exclude each other."""
+        """Classifies each text: probabilities of the labels, and the name of the most likely one.
+        `problem_type` in the model's config says whether labels are exclusive."""
         prompts, truncate = _listed(prompts), truncate or _truncates(pooling_params)
         label_names(self.core.description)
         shown = progress if use_tqdm is None else use_tqdm
@@ -474,7 +476,7 @@ class LLM(OfflineEngine):
             sampling_params or self.get_default_sampling_params(),
             RequestOptions(add_special_tokens=add_special_tokens, lora_request=lora_request),
         )
-        core = self.core  # an error before anything is queued
+        core = self.core  # raises before anything is queued
         with self._exclusive():
             self._output.add(request)
             try:
@@ -534,7 +536,7 @@ class LLM(OfflineEngine):
     def _each(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
-        """Returns a list with one value for each prompt, from one value for all or a list."""
+        """One SamplingParams for each prompt, from one for all or a list."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         each = (
@@ -557,7 +559,7 @@ class LLM(OfflineEngine):
         truncate: bool,
         progress: bool,
     ) -> TextsAnswer:
-        """The model's output for texts to be scored, of which the first are queries where they are no pairs."""
+        """Runs the model on texts to be scored. Those that are no pairs begin with `num_first` queries."""
         task = self.core.description.text_task
         return self._read(texts, truncate, progress=progress, task=task, num_queries=num_first)
 
@@ -571,8 +573,8 @@ class LLM(OfflineEngine):
         task: TextTask = "embed",
         num_queries: int | None = None,
     ) -> TextsAnswer:
-        """The model's vectors of the texts. `take(first, vectors)` is called with each part as soon as it is there; the part
-        begins with text number `first`."""
+        """Runs the model on the texts. `take(first, vectors)` is called with each batch of vectors
+        as soon as it is ready; `first` is the index of its first text."""
         cut, how = -1 if truncate else None, dict(task=task, num_queries=num_queries)
         prepared = self._input.texts.prepare(texts, truncate_to=cut, **how)  # type: ignore[arg-type]
         answer, request = TextsAnswer(prepared), prepared.request
@@ -602,9 +604,9 @@ class LLM(OfflineEngine):
         *,
         progress: bool,
     ) -> list[RequestOutput]:
-        """Run `count` requests to their end. Returns their complete answers, in order."""
+        """Runs `count` requests to completion. Returns their complete answers, in order."""
         requests, done = list[PreparedRequest](), dict[str, RequestOutput]()
-        core = self.core  # an error before anything is queued
+        core = self.core  # raises before anything is queued
         with self._exclusive():
             try:
                 with progress_bar(count, shown=progress) as advance:
@@ -617,7 +619,7 @@ class LLM(OfflineEngine):
                                 advance(
                                     1, sum(len(c.token_ids) for c in done[delta.request_id].outputs)
                                 )
-            finally:  # an error or an interrupt leaves nothing behind
+            finally:  # after an error or an interrupt nothing may be left in the queue
                 core.abort([key for r in requests for key in self._output.discard(r.request_id)])
         return [
             done[r.request_id] if r.sampling.best_of is None else best_of(done[r.request_id], r)
@@ -630,8 +632,8 @@ class LLM(OfflineEngine):
         requests: list[PreparedRequest],
         collect_young: Callable[[], object],
     ) -> Iterator[list[RequestOutput]]:
-        """Each step's outputs, until all requests are done. A step begins with `QUEUED_TOKENS` more tokens in the queue, as
-        long as there are any: the device computes the first requests while the others are prepared, which go to `requests`."""
+        """Yields each step's outputs until all requests are done. Before a step up to `QUEUED_TOKENS` more tokens are
+        queued: the device computes the first requests while the others are prepared and added to `requests`."""
         num_tokens = 0
         for request in prepared:
             requests.append(request)
@@ -643,7 +645,7 @@ class LLM(OfflineEngine):
                 yield self._step(until_done=True)
         if self._output:
             yield self._step(until_done=True)
-        collect_young()  # the last of them are in a step under way
+        collect_young()  # the last of them are in a running step
         while self._output:
             yield self._step(until_done=True)
 

@@ -20,14 +20,16 @@ _logger = logging.getLogger("slipstream.engine")
 
 
 def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | None:
-    """The tokenizer that `args` asks for: the model's own, another one, or none. With a `chat_template` it has that one.
-    ConfigError if the file is none."""
+    """The tokenizer that `args` asks for: the model's own, another one, or none. With a
+    `chat_template` it uses that one. ConfigError if the file is no tokenizer."""
     if args.skip_tokenizer_init:
         return None
     path = None
     if args.tokenizer is not None:
         path = Path(args.tokenizer).expanduser()
-        if not (path / "tokenizer.json").is_file():  # else it needs no model beside it
+        if not (
+            path / "tokenizer.json"
+        ).is_file():  # otherwise it is complete without a model's files
             path = resolve_model(args.tokenizer, download_dir=args.download_dir)
     tokenizer = Tokenizer.for_model(model, path)
     if args.chat_template is not None:
@@ -36,13 +38,13 @@ def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | Non
 
 
 class EarlyTokenizer:
-    """A GGUF file's tokenizer, which a thread reads while the weights are loaded. It takes twice its memory until it is made;
-    that is free again before all weights are there."""
+    """A GGUF file's tokenizer, built in a thread while the weights are loaded. It needs twice its
+    memory while being built, which is free again before all weights are loaded."""
 
     def __init__(self, args: EngineArgs) -> None:
         self._args = args
         self.known: ModelDescription | None = None
-        """Description of the model, if its file was read."""
+        """Description of the model, if its file was already read."""
         path = resolve_model(args.model, download_dir=args.download_dir)
         if path.suffix == ".gguf" and not args.skip_tokenizer_init:
             self.known = read_spec(path).taking_media(args.max_images)
@@ -57,7 +59,7 @@ class EarlyTokenizer:
         return found
 
     def of(self, model: ModelDescription) -> Tokenizer | None:
-        """The tokenizer of `model`, which was loaded by the same settings."""
+        """The tokenizer of `model`, which was loaded with the same settings."""
         return load_tokenizer(self._args, model) if self.known is None else self._read.result()
 
 

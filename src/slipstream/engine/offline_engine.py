@@ -1,4 +1,4 @@
-"""The engine under `LLM`: its start and end, adapters, sleep, changes of its weights, and the step that one caller runs."""
+"""The engine core under `LLM`: start and end, adapters, sleep, weight updates, and exclusive use by one caller."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def no_collections() -> Iterator[Callable[[], object]]:
-    """Context manager without Python's cyclic garbage collection. With torch's million objects a
-    collection stops a step for 50 ms, many times a second, and a step leaves no cycles.
+    """Context manager that disables Python's cyclic garbage collection. With torch's million
+    objects a collection delays a step by 50 ms, many times a second, and steps create no cycles.
 
-    Yields a function that looks through the new objects now, as the first allocation afterwards would: 64 prompts of
-    8,000 tokens take 7 ms, which cost nothing while a device computes.
+    Yields a function that collects the youngest generation now, instead of at the first allocation
+    afterwards: 7 ms for 64 prompts of 8,000 tokens, which cost nothing while a device computes.
     """
     was = gc.isenabled()
     gc.disable()
@@ -53,7 +53,8 @@ def no_collections() -> Iterator[Callable[[], object]]:
 
 
 class OfflineEngine:
-    """An engine core in this process, with the model's tokenizer. Calls of other threads are refused while one runs."""
+    """An engine core in this process, with the model's tokenizer. While one call runs, calls from other threads are
+    refused."""
 
     @classmethod
     def from_engine_args(
@@ -67,10 +68,12 @@ class OfflineEngine:
     def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
         args = settled(args)
         if args.chat_template is not None:
-            read_template(args.chat_template)  # a bad one is an error before the model is loaded
+            read_template(
+                args.chat_template
+            )  # an invalid one must raise before the model is loaded
         self._asleep: Asleep | None = None
         progress("model")
-        with no_collections():  # nearly all objects of a start stay
+        with no_collections():  # nearly all objects of a start stay alive
             early = EarlyTokenizer(args)
             self._source = ExecutorSource(args, early.known)
             self._core: EngineCore | None = build_core(self._source, progress)
@@ -82,13 +85,15 @@ class OfflineEngine:
             self._core.description, self._core.config, self.tokenizer
         )
         self._output = OutputProcessor(self.tokenizer)
-        self._turn = threading.Lock()  # the thread that holds it steps the engine
+        self._turn = threading.Lock()  # the thread that holds it may step the engine
 
-    if not TYPE_CHECKING:  # checkers would take every name
+    if not TYPE_CHECKING:  # type checkers would accept any name
 
         def __getattr__(self, name: str) -> Any:
             if name not in METHODS:
-                return object.__getattribute__(self, name)  # raises, also a property's own error
+                return object.__getattribute__(
+                    self, name
+                )  # raises AttributeError, or a property's own error
             what = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(f"{what}; {METHODS[name]}")
 
@@ -128,12 +133,12 @@ class OfflineEngine:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of a request without any: those of the model's generation_config.json, else the usual ones."""
+        """Default parameters of a request: those of the model's generation_config.json, otherwise general defaults."""
         return default_sampling(self.core.description)
 
     def load_adapter(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> None:
-        """Read an adapter before a request needs it. AdapterError says what is wrong with it. `load_inplace`: it replaces the
-        one with its id, from the same files or others."""
+        """Read an adapter before a request needs it. AdapterError if it is invalid. `load_inplace`:
+        it replaces the adapter with the same id, from the same files or others."""
         if load_inplace:
             self.core.replace_adapter(lora_request)
         else:
@@ -144,13 +149,14 @@ class OfflineEngine:
         self.core.unload_adapter(lora_request.id)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix, and the answers in which drafts are looked up (for measurements)."""
+        """Forget all cached prefixes, and the earlier answers that drafts are looked up in (for benchmarks)."""
         self.core.scheduler.reset_prefix_cache()
 
     # --- Weights that change ------------------------------------------------------------------------------------------
 
     def init_weight_transfer_engine(self, request: Any = None) -> WeightsInfo:
-        """Join a trainer's group, as `AsyncLLM` does. Neither this nor the next four may be called while a stream is open."""
+        """Join a trainer's group, as in `AsyncLLM`. Neither this nor the next four methods may be called while a stream is
+        open."""
         from slipstream.engine.weight_calls import joining
 
         group = joining(request)
@@ -183,7 +189,7 @@ class OfflineEngine:
         return self._change_weights(DropWeights())
 
     def weights(self, *, checksums: bool = False) -> WeightsInfo:
-        """The state of the running weights. With `checksums`, those of all parameters are
+        """State of the current weights. With `checksums`, checksums of all parameters are
         computed."""
         return weights_of(self.core).info(checksums=checksums)
 
@@ -193,10 +199,10 @@ class OfflineEngine:
         return self.weights()
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`: at level 1 that of the KV cache, at level 2 that of the weights, too, which are
-        read again from the checkpoint then. Cached prefixes are forgotten.
+        """Free memory until `wake_up`: at level 1 the KV cache; at level 2 also the weights, which are then read again
+        from the checkpoint. Cached prefixes are lost.
 
-        Level 1 leaves the weights in the host's memory. A GPU's are not moved there: on a GPU there is level 2.
+        Level 1 keeps the weights in host memory. A GPU's weights are not moved there, so a GPU only supports level 2.
         """
         with self._exclusive():
             self._asleep = Asleep(self.core, self._source, level)
@@ -204,7 +210,7 @@ class OfflineEngine:
         self._asleep.free()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Undo `sleep`: weights and cache are back. `tags` are vLLM's: None, or both of "weights" and "kv_cache"."""
+        """Undo `sleep`: restore weights and cache. `tags` are vLLM's: None, or both "weights" and "kv_cache"."""
         if tags is not None and set(tags) != {"weights", "kv_cache"}:
             raise RequestError(
                 f"all is taken back at once; leave tags out, got {list(tags)!r}", field="tags"
@@ -228,7 +234,7 @@ class OfflineEngine:
             return
         core.shutdown()
         release = core.executor.release_unused
-        del core  # only now can its memory be found unused
+        del core  # must be dropped before its memory can be freed
         if release is not None:
             collect_and_release(release)
 
@@ -245,8 +251,8 @@ class OfflineEngine:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Context manager that holds the engine for one caller. Only one may step it, since that
-        caller gets everything the engine returns."""
+        """Context manager that holds the engine for one caller. Only one may step it, because that
+        caller receives all outputs."""
         if not self._turn.acquire(blocking=False):
             raise RequestError(
                 "this LLM is in the middle of a stream or of another thread's call: finish or close that first, or use AsyncLLM"
@@ -272,8 +278,8 @@ class OfflineEngine:
 
 
 def check_alive(core: EngineCore) -> None:
-    """Raise EngineError if requests wait and nothing can ever run them. That would be a bug of the
-    scheduler, and an error is better than a hang."""
+    """Raise EngineError if requests wait and nothing can ever run them: that would be a scheduler
+    bug, and an error is better than a hang."""
     if core.scheduler.has_requests and core.next_wakeup() is None:
         raise EngineError(
             "requests are waiting but no step can be scheduled; please report this with the settings used"

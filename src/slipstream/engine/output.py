@@ -1,8 +1,8 @@
 """Turns the engine's tokens back into text.
 
-`OutputProcessor` makes `RequestOutput` deltas of the engine's outputs: text, stop strings, finish reasons, log-probabilities. A
-`Sink` may get a single token without a delta. `merge` joins deltas, so the complete answer equals the collected stream. No
-torch.
+`OutputProcessor` converts the engine's outputs to `RequestOutput` deltas: text, stop strings,
+finish reasons, log-probabilities. A `Sink` may accept single tokens without a delta. `merge` joins
+deltas, so a complete answer equals its collected stream. No torch.
 """
 
 from __future__ import annotations
@@ -27,32 +27,34 @@ from slipstream.messages.weights import FIRST_VERSION
 from slipstream.outputs import CompletionOutput, PositionLogprobs, RequestOutput, RequestTimes
 
 OnToken: TypeAlias = Callable[[int, str, float], None]
-"""Called with a token: its id, the text that is complete with it, and its arrival time (time.monotonic())."""
+"""Callback for a token: (id, text that the token completes, arrival time by time.monotonic())."""
 
 
 class Sink(Protocol):
-    """Receives the new output of a request. Its methods are called while the engine's message is read, so they must not block
-    or raise."""
+    """Receives a request's new output. Methods are called while the engine's message is read, so
+    they must not block or raise."""
 
     @property
     def on_token(self) -> OnToken | None:
-        """Function for single tokens, None if there is none. It may be called for tokens between
-        the first and the last, instead of `put`."""
+        """Callback for single tokens, or None. It may be called for tokens between the first and
+        the last, instead of `put`."""
 
     def put(self, delta: RequestOutput) -> None: ...
     def fail(self, error: Exception) -> None:
-        """Take the error that ended the request. No other call follows."""
+        """Receive the error that ended the request. No other call follows."""
 
 
 @dataclass(slots=True)
 class _Choice:
     index: int
     detokenizer: IncrementalDetokenizer | None
-    can_wait: bool  # the request has no stop string
+    can_wait: bool  # the request has no stop strings
     waiting: list[int] = field(default_factory=list)  # tokens not yet processed
     waiting_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    waiting_versions: list[tuple[str, int]] = field(default_factory=list)  # of earlier weights
-    num_drafted: int = 0  # for them, and how many of them are accepted drafts
+    waiting_versions: list[tuple[str, int]] = field(
+        default_factory=list
+    )  # (version, number) of tokens by earlier weights
+    num_drafted: int = 0  # accepted drafts among the waiting tokens
     num_accepted: int = 0
     done: bool = False
 
@@ -61,7 +63,7 @@ class _Choice:
 class _State:
     request: PreparedRequest
     choices: dict[str, _Choice]
-    prompt_token_ids: list[int]  # one list, shared by all deltas
+    prompt_token_ids: list[int]  # one list shared by all deltas
     on_token: OnToken | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -76,23 +78,23 @@ class OutputProcessor:
         self.weight_version = FIRST_VERSION
         self._states: dict[str, _State] = {}
         self._owner: dict[str, str] = {}  # engine request id -> user's request id
-        # by engine request id
+        # by engine request id: requests whose single tokens are reported without a delta
         self._plain: dict[str, tuple[_State, IncrementalDetokenizer, OnToken]] = {}
-        # those whose tokens may wait for the last: the first is there
+        # choices whose tokens may be decoded later: the first was reported
         self._may_wait: dict[str, _Choice] = {}
 
     def __len__(self) -> int:
         return len(self._states)
 
     def use_version(self, version: str) -> None:
-        """Set the version of the weights that make the outputs from now on."""
+        """Set the version of the weights that produce outputs from now on."""
         if version == self.weight_version:
             return
         for choice in self._may_wait.values():
             if count := len(choice.waiting) - sum(n for _, n in choice.waiting_versions):
                 choice.waiting_versions.append((self.weight_version, count))
         self.weight_version = version
-        self._plain.clear()  # a request's single tokens say no version
+        self._plain.clear()  # single-token callbacks don't report a version
 
     def add(self, request: PreparedRequest, on_token: OnToken | None = None) -> None:
         """Add a request. `on_token`, if given, may be called for a token between the first and the
@@ -112,7 +114,7 @@ class OutputProcessor:
         self._owner.update(dict.fromkeys(choices, request.request_id))
 
     def unfinished(self, request_id: str) -> list[str]:
-        """A request's engine requests that still run; none if it is unknown."""
+        """A request's engine requests that are still running; empty if it is unknown."""
         state = self._states.get(request_id)
         if state is None:
             return []
@@ -130,14 +132,14 @@ class OutputProcessor:
         return unfinished
 
     def owner(self, key: str) -> str | None:
-        """The request that an engine request belongs to, unless it is forgotten."""
+        """Id of the request to which an engine request belongs; None if it was forgotten."""
         return self._owner.get(key)
 
     def take(
         self, request_ids: Sequence[str], token_ids: bytes, outputs: Sequence[TokenOutput]
     ) -> tuple[list[RequestOutput], list[str]]:
-        """Process a step's outputs: first those that are a single token, which go to a request's `on_token` if it has
-        one, then the others."""
+        """Process a step's outputs: first single tokens, which are passed to the request's
+        `on_token` if it has one, then the others."""
         now, plain, others = time.monotonic(), self._plain, []
         for request_id, token in zip(request_ids, array("i", token_ids), strict=True):
             known = plain.get(request_id)
@@ -152,11 +154,11 @@ class OutputProcessor:
     def process(
         self, outputs: Sequence[TokenOutput], *, until_done: bool = False
     ) -> tuple[list[RequestOutput], list[str]]:
-        """Take the outputs of engine requests. Returns what is new for each request, and the engine
-        requests that a stop string ended and that must be aborted.
+        """Process outputs of engine requests. Returns (deltas of the requests, engine requests that
+        a stop string ended and that must be aborted).
 
-        `until_done` says that nobody looks at an answer before it is complete. Its tokens after the
-        first (whose time counts) are then decoded together, unless a stop string could end it.
+        `until_done`: no answer is read before it is complete. Its tokens after the first (whose
+        time counts) are then decoded together, unless a stop string could end it.
         """
         now = time.monotonic()
         news: dict[str, RequestOutput] = {}
@@ -172,11 +174,11 @@ class OutputProcessor:
                 continue
             owner = self._owner.get(output.request_id)
             if owner is None:
-                continue  # aborted since
+                continue  # aborted meanwhile
             state = self._states[owner]
             choice = state.choices[output.request_id]
             if choice.done:
-                continue  # a stop string ended it; these tokens came after
+                continue  # tokens that arrived after a stop string ended it
             choice.num_drafted += output.num_drafted
             choice.num_accepted += output.num_accepted
             if choice.waiting:
@@ -252,7 +254,7 @@ class OutputProcessor:
         text = ""
         detokenizer = choice.detokenizer
         if detokenizer is not None:
-            # A token that ends the answer is no part of its text, unless asked for.
+            # A token that ends the answer is not part of its text, unless requested.
             hide_last = (
                 output.stop_token_id is not None
                 and not state.request.sampling.include_stop_str_in_output
@@ -296,7 +298,7 @@ class OutputProcessor:
             num_cached_tokens=state.num_cached_tokens,
         )
         delta.lora_request = request.engine_requests[0].lora
-        # The prompt's log-probabilities go out once, with the first tokens, when the prompt is complete.
+        # The prompt's log-probabilities are sent once, with the first tokens, when the prompt is complete.
         if (
             request.sampling.prompt_logprobs is not None
             and not state.sent_prompt_logprobs
@@ -328,7 +330,7 @@ def raise_on_error(output: RequestOutput) -> RequestOutput:
 
 
 def merge(whole: RequestOutput | None, delta: RequestOutput) -> RequestOutput:
-    """Adds `delta` to `whole`, or starts a new one, in place. Choices are in order of index."""
+    """Adds `delta` to `whole` in place, or starts a new whole. Choices are ordered by index."""
     if whole is None:
         whole = dataclasses.replace(delta, outputs=[])
     by_index = {c.index: c for c in whole.outputs}
@@ -354,7 +356,7 @@ def merge(whole: RequestOutput | None, delta: RequestOutput) -> RequestOutput:
 def version_runs(
     before: list[tuple[str, int]], version: str, num_tokens: int
 ) -> list[tuple[str, int]]:
-    """Runs of tokens by the version of the weights that made them: `before`, and then `version`, for `num_tokens` in all."""
+    """(version, number) of tokens by the weights that made them: `before`, extended by `version` to `num_tokens` in all."""
     if not before:
         return [(version, num_tokens)] if num_tokens else []
     found = list[tuple[str, int]]()
@@ -365,7 +367,7 @@ def version_runs(
 
 
 def extend_runs(whole: list[tuple[str, int]], new: Sequence[tuple[str, int]]) -> None:
-    """Append runs of tokens to those before, in place."""
+    """Append (version, number) runs of tokens in place."""
     for version, count in new:
         if whole and whole[-1][0] == version:
             whole[-1] = version, whole[-1][1] + count
@@ -374,7 +376,7 @@ def extend_runs(whole: list[tuple[str, int]], new: Sequence[tuple[str, int]]) ->
 
 
 def extend(whole: CompletionOutput, new: CompletionOutput) -> None:
-    """Append a choice's delta to the whole choice."""
+    """Append a choice's delta to the whole choice, in place."""
     whole.text += new.text
     whole.token_ids += new.token_ids
     extend_runs(whole.weight_versions, new.weight_versions)

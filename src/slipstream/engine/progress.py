@@ -11,8 +11,7 @@ from contextlib import contextmanager
 @contextmanager
 def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
     """Context manager of a progress bar with tokens per second, on a terminal only. Yields a
-    function to report progress: (number of requests that are done in addition, number of their
-    tokens)."""
+    function to report progress: (number of newly finished requests, number of their tokens)."""
     if not (shown and sys.stderr.isatty()):
         yield lambda num_requests, num_tokens: None
         return

@@ -1,8 +1,8 @@
-"""Folders for temporary files that no killed process leaves for good: `slipstream-…` in the system's temporary folder.
+"""Temporary folders that are cleaned up even after a process was killed: `slipstream-…` in the system's temporary folder.
 
-1. Who makes a folder holds a lock on its file `lock` as long as it lives. The kernel frees it, also after SIGKILL.
-2. Who makes the next folder removes those of this user whose lock is free. A folder without the file is nobody's to remove.
-3. A sweep may come between the making of a folder and its lock. Then that folder is gone, and another is made.
+1. The process that creates a folder holds a lock on the file `lock` in it. The kernel releases the lock, also after SIGKILL.
+2. Creating a folder removes those of this user whose lock is free. A folder without the file is never removed.
+3. If another process removes a folder before it is locked, a new one is created.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _PAUSE_S = 0.01
 
 
 class OwnedFolder:
-    """The path of a folder, which `make` makes, for this user alone."""
+    """A folder path for this user alone, created by `make`."""
 
     def __init__(self, kind: str = "") -> None:
         self.path = f"{tempfile.gettempdir()}/slipstream-{kind}{secrets.token_hex(8)}"
         self._lock = -1
 
     def make(self) -> None:
-        """Make the folder unless it is there, and remove those whose owners are gone. OSError."""
+        """Create the folder if it doesn't exist, and remove those whose owners are gone. OSError if that fails."""
         if self._lock >= 0:
             return
         sweep()
@@ -41,11 +41,11 @@ class OwnedFolder:
                 os.mkdir(self.path, 0o700)
             except (
                 FileExistsError
-            ):  # a sweep has taken the lock and not removed all yet, or was killed in between
+            ):  # another process has the lock to remove the folder, or was killed meanwhile
                 time.sleep(_PAUSE_S)
                 sweep()
                 continue
-            with contextlib.suppress(FileNotFoundError):  # a sweep took it
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
                 lock = open_private(f"{self.path}/{_LOCK}")
                 if locks.take(lock) and locks.is_file_of(lock, f"{self.path}/{_LOCK}"):
                     self._lock = lock
@@ -65,7 +65,7 @@ def sweep() -> None:
     with os.scandir(tempfile.gettempdir()) as found:
         paths = [entry.path for entry in found if _OURS.fullmatch(entry.name)]
     for path in paths:
-        with contextlib.suppress(OSError):  # it goes as we look, or is another user's
+        with contextlib.suppress(OSError):  # removed meanwhile, or another user's
             about = os.lstat(path)
             if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
                 continue

@@ -1,12 +1,12 @@
-"""Calls that update weights, by vLLM's names, as `LLM` and `AsyncLLM` have them: what they send the core.
+"""Arguments of vLLM-compatible calls for weight updates, converted to messages for the core (for `LLM` and `AsyncLLM`).
 
 A trainer calls `init_weight_transfer_engine` once, and then, for each update, `start_weight_update`, `update_weights` for
 each piece, and `finish_weight_update`. A piece is one of:
 
 1. `tensors`: tensors or arrays of the caller's process, by name;
-2. `path`: a safetensors file with a part of the tensors, or a checkpoint of the same model, whole;
+2. `path`: a safetensors file with some of the tensors, or a complete checkpoint of the same model;
 3. `names`, `dtype_names`, `shapes`: tensors that the trainer broadcasts next, in this order;
-4. these with `ipc_handles`: tensors in the memory of the engine's GPU.
+4. the same with `ipc_handles`: tensors in the memory of the engine's GPU.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from slipstream.messages.weight_ops import (
 from slipstream.messages.weights import GivenPiece
 
 GROUP = "weights"
-"""Name of a group that has none, and of SGLang's default."""
+"""Name of a group that was given none; also SGLang's default."""
 
 MAX_WORLD_SIZE = 65536
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def unwrapped(request: Any, name: str) -> dict[str, Any]:
-    """The `init_info` or `update_info` of a request: a dict that has it, an object that has it, or itself."""
+    """The `init_info` or `update_info` in a request: its entry, its attribute, or the request itself."""
     if request is None:
         return {}
     if isinstance(request, Mapping):
@@ -52,7 +52,7 @@ def unwrapped(request: Any, name: str) -> dict[str, Any]:
 
 
 def joining(request: Any) -> JoinWeightGroup | None:
-    """The group that an `init_info` describes. None if it describes none: pieces come by another way."""
+    """The group that an `init_info` describes; None if pieces come another way."""
     info = unwrapped(request, "init_info")
     known = {
         *("master_address", "master_port", "rank_offset", "world_size"),
@@ -94,7 +94,7 @@ def joining(request: Any) -> JoinWeightGroup | None:
 
 
 def declared(request: Any) -> tuple[TensorInfo, ...] | None:
-    """The tensors that `start_weight_update` announces. None if it announces none."""
+    """The tensors that `start_weight_update` announces; None if it announces none."""
     info = unwrapped(request, "update_info")
     _refuse_unknown(info, {"names", "dtype_names", "dtypes", "shapes"}, "update_info")
     return tensor_infos(info) if info else None
@@ -155,8 +155,8 @@ def _refuse_unknown(info: Mapping[str, Any], known: set[str], what: str) -> None
 
 @contextmanager
 def as_message(piece: Piece | GivenPiece) -> Iterator[Piece]:
-    """Context manager that yields the piece as a message can have it. Tensors of this process go
-    through a file in the system's memory, which is removed when the engine has opened it."""
+    """Context manager that yields the piece in a form that a message can carry. Tensors of this
+    process are written to a file in memory, removed when the engine has opened it."""
     if not isinstance(piece, GivenPiece):
         yield piece
         return
@@ -175,7 +175,7 @@ def write_tensors(tensors: Mapping[str, Any], path: Path) -> None:
     if any(hasattr(x, "data_ptr") for x in tensors.values()):
         from safetensors.torch import save_file
 
-        # a copy each: names may share memory (tied embeddings), which the format refuses
+        # a copy each: names may share memory (tied embeddings), which safetensors refuses
         made = {n: x.detach().to("cpu", copy=True).contiguous() for n, x in tensors.items()}
         save_file(made, path)
         return

@@ -1,8 +1,8 @@
 """A private certificate authority for mutual TLS between gateway and replicas (`tls: auto`).
 
 The authority signs one certificate for the gateway and one for the replicas. Its key is dropped as
-soon as both are signed, so nobody can make a third. Every replica's certificate is for the name
-`replica`, whatever its address."""
+soon as both are signed, so no further certificate can be issued. Every replica's certificate is for
+the name `replica`, whatever its address."""
 
 from __future__ import annotations
 

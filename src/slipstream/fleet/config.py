@@ -50,7 +50,7 @@ class ReplicaRange(Spec, frozen=True, kw_only=True):
 
 
 class Resources(Spec, frozen=True, kw_only=True):
-    """Resources of one replica. CPUs are logical: Ray counts them, and nothing is pinned to them."""
+    """Resources of one replica. CPUs are logical: Ray counts them, but processes are not pinned to them."""
 
     cpus: Annotated[float, Meta(ge=0)] = 1.0
     gpus: Annotated[float, Meta(ge=0)] = 0.0
@@ -63,10 +63,10 @@ Role = Literal["mixed", "prefill", "decode"]
 
 
 class Pool(Spec, frozen=True, kw_only=True):
-    """Replicas of one kind. A field that is left out has the version's value."""
+    """Replicas of one kind. Missing fields take the version's values."""
 
     name: Name
-    # what of a request they compute: prompts for others, answers, or (mixed) whatever costs least
+    # which parts of requests they compute: prompts for others, answers, or (mixed) whichever costs least
     role: Role = "mixed"
     replicas: Count | ReplicaRange | None = None
     engine: dict[str, Any] = {}  # added to the version's
@@ -78,7 +78,7 @@ class VersionSpec(Spec, frozen=True, kw_only=True):
     name: Name
     model: str  # in any form that `slipstream serve` takes
     share: Share = 1.0  # weight among the model's versions when a request chooses one
-    # share of requests that are also sent here; the answers are dropped
+    # fraction of requests also sent here; the answers are dropped
     shadow: Annotated[float, Meta(ge=0, le=1)] = 0.0
     replicas: Count | ReplicaRange = 1
     engine: dict[str, Any] = {}  # fields of EngineArgs
@@ -92,7 +92,7 @@ class VersionSpec(Spec, frozen=True, kw_only=True):
 
 
 class ScalingObjectives(Spec, frozen=True, kw_only=True):
-    """Latency objectives that an autoscaler keeps for 99 of 100 requests: seconds to the first
+    """Latency objectives that an autoscaler meets for 99 of 100 requests: seconds to the first
     token, and a request's mean seconds between tokens."""
 
     ttft_s: Seconds | None = None
@@ -120,7 +120,7 @@ class Model(Spec, frozen=True, kw_only=True):
 
 
 class Retries(Spec, frozen=True, kw_only=True):
-    # retries as a share of requests, in the long run
+    # retries as a fraction of requests, in the long run
     share: Annotated[float, Meta(ge=0, le=1)] = 0.2
     most: Annotated[int, Meta(ge=0, le=20)] = 3  # retries of one request
 
@@ -134,14 +134,14 @@ class Hedging(Spec, frozen=True, kw_only=True):
 
 
 PATIENCE_SHARE = 1 / 3
-"""Share of the objective of the TTFT that a router gives for hits."""
+"""Fraction of the TTFT objective that a router may spend on cache hits."""
 
 
 class Routing(Spec, frozen=True, kw_only=True):
     policy: Policy = "prefix"
     balance: Annotated[float, Meta(ge=0)] = 0.1
     thrift: Annotated[float, Meta(ge=0)] = 1.5
-    # predicted TTFT that may be paid for hits; default: a third of `objectives.ttft_s`
+    # predicted TTFT that a router may spend on cache hits; default: a third of `objectives.ttft_s`
     patience_s: Seconds | None = None
     retries: Retries = Retries()
     hedging: Hedging | None = None
@@ -162,11 +162,11 @@ class Routing(Spec, frozen=True, kw_only=True):
 
 
 CACHE_SHARE = 8
-"""Part of `models_memory` that the KV cache of a model with `min: 0` takes by default, as in a server of several models."""
+"""Default limit of the KV cache of a model with `min: 0`: 1/8 of `models_memory`, as in a server of several models."""
 
 
 class Tls(Spec, frozen=True, kw_only=True):
-    """Files for mutual TLS between gateway and replicas. `auto` in place of this means certificates
+    """Files for mutual TLS between gateway and replicas. The alternative `auto` means certificates
     that the fleet makes itself."""
 
     ca: str | None = None
@@ -289,7 +289,7 @@ _OF_GATEWAY = (
         "audit_failure",
     ),
 )
-"""Fields that become the gateway's ServerSettings, and that a rollout can't change."""
+"""Fields passed on to the gateway's ServerSettings."""
 
 FIXED = (*_OF_GATEWAY, "api_key_file", "backend", "ray_address", "tls", "detect", "alert_urls")
 """Fields that a rollout can't change."""
@@ -461,7 +461,7 @@ def _plain(message: str, where: str) -> str:
 
 
 def _fields() -> list[tuple[str, str]]:
-    """(place, name) of each field that a file may have. A place is, for example,
+    """(path, name) of each field that a file may have. A path is, for example,
     models[].versions[]."""
     found: list[tuple[str, str]] = []
 
@@ -553,18 +553,18 @@ def _pool(
 
 
 IN_FLEET = "unix:fleet"
-"""Stands for the address that each replica gets when it is started."""
+"""Placeholder for the address that each replica gets when it is started."""
 
 _OF_BLOCKS = (
     *("dtype", "quantization", "kv_cache_dtype", "block_size", "load_format", "seed", "kernels"),
     *("speculative_model", "speculative_config", "enable_lora", "lora_modules"),
     "max_model_len",  # LongRoPE's factors follow it
 )
-"""Settings that the blocks of a cache depend on: pools that hand over to each other have the same."""
+"""Settings on which the contents of cache blocks depend: pools that hand over to each other must have the same."""
 
 
 def _check_roles(fleet: Fleet, found: list[PoolSpec]) -> None:
-    """Check that pools with roles complement each other, and that their blocks are alike."""
+    """Check that pools with roles complement each other, and that their blocks are compatible."""
     by_version: dict[tuple[str, str], list[PoolSpec]] = {}
     for spec in found:
         by_version.setdefault((spec.model, spec.version), []).append(spec)

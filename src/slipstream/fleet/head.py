@@ -57,10 +57,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("slipstream.fleet")
 
 _OWN = ("control", "fleet.json", "fleet.json.new", "kept", "lock", "logs", "tls")
-"""Names that the head creates in its folder. Anything else there is not removed."""
+"""Files that the head creates in its folder. Other files there are not removed."""
 
 _END_S = 30.0
-"""Time for the head to end after its last request: its replicas end first."""
+"""Seconds for the head to end after its last request, including its replicas."""
 
 _DEATHS_S = 300.0  # deaths within this time make the pause before the next restart longer
 _PROBE = {
@@ -93,7 +93,7 @@ class Head:
         self._key = secrets.token_hex(32)
         self._files: certificates.CertificateFiles | None = None
         self._backend: Backend | None = None
-        self._ray: RayReplicas | None = None  # used instead when Ray Serve keeps the replicas
+        self._ray: RayReplicas | None = None  # used instead if Ray Serve runs the replicas
         self._server = self._make_server()
         self.scaling = Scaling(
             self.members,
@@ -114,7 +114,7 @@ class Head:
     async def run(
         self, listener: socket.socket, on_ready: Callable[[], None] = lambda: None
     ) -> None:
-        """Run until a signal or `down`. Errors of the first start are raised."""
+        """Run until a signal or the command `down`. Errors of the first start are raised."""
         self._failed = asyncio.get_running_loop().create_future()
         self._take_folder()
         try:
@@ -190,7 +190,7 @@ class Head:
             await asyncio.sleep(0.05)
 
     async def _end(self, *, keep_logs: bool = False) -> None:
-        """Leave no process and no file; after an error keep only the replicas' logs."""
+        """Stop all processes and remove all files; after an error keep the replicas' logs."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -211,7 +211,7 @@ class Head:
                 shutil.rmtree(path, ignore_errors=True)
             elif not path.is_dir():
                 path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # logs, or files of others, are there
+        with contextlib.suppress(OSError):  # logs or other programs' files are left
             self.folder.rmdir()
         if self._lock is not None:
             self._lock.close()
@@ -226,8 +226,8 @@ class Head:
                 await writer.drain()
 
     def _take_folder(self) -> None:
-        """Take the folder. ConfigError if a running head uses it, or if it holds another program's
-        files: the folder is emptied at the end."""
+        """Claim the folder. ConfigError if a running head uses it, or if it contains another
+        program's files, because it is emptied at the end."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if others := sorted(path.name for path in self.folder.iterdir() if path.name not in _OWN):
             message = f"{self.folder} holds other files ({others[0][:100]!r}); a fleet needs a folder of its own"
@@ -238,7 +238,9 @@ class Head:
         except OSError:
             self._lock.close()
             self._lock, folder = None, self.folder
-            self.folder = Path("/nonexistent")  # so that the end does not remove what is not ours
+            self.folder = Path(
+                "/nonexistent"
+            )  # so that other programs' files are not removed at the end
             raise ConfigError(
                 f"a fleet runs in {folder} already; `slipstream fleet down` ends it",
                 field="state_dir",
@@ -347,7 +349,7 @@ class Head:
                 return  # the file has changed meanwhile
             member.replica = Replica(member.id, spec, started.url, version, self._tls(), self._key)
             version.add(member.replica)
-            while not (member.replica.heard or ending.done()):  # it may die of its first request
+            while not (member.replica.heard or ending.done()):  # it may die at its first request
                 await asyncio.sleep(0.01)
             if not ending.done():
                 logger.info("replica %s serves after %.1f s", member.id, time.monotonic() - began)
@@ -359,13 +361,13 @@ class Head:
                 logger.error("replica %s %s, and will be replaced", member.id, how)
         finally:
             if member.replica is not None:
-                member.replica.ended(killed=True)  # by us, if it had not ended before
+                member.replica.ended(killed=True)  # by us, unless it had already ended
                 await member.replica.version.remove(member.id)
             ending.cancel()
             await started.stop(0.0)
 
     async def _retire(self, member: Member) -> None:
-        """Send the replica no more requests, wait for those it has, and end it."""
+        """Send the replica no more requests, wait for its running ones, and stop it."""
         member.unwanted = True
         replica = member.replica
         if replica is not None and replica.id in replica.version.replicas:
@@ -447,7 +449,7 @@ class Head:
         raise ValueError(f"{order['do']!r} is unknown")
 
     async def rollout(self, fleet: Fleet) -> dict[str, Any]:
-        """Make the fleet what the file says, one replica at a time."""
+        """Change the fleet to match the file, one replica at a time."""
         for name in FIXED:
             if getattr(fleet, name) != getattr(self.fleet, name):
                 raise ConfigError(f"{name}: restart the fleet to change it", field=name)
@@ -498,8 +500,8 @@ class Head:
     async def _rollout_on_ray(
         self, ray: RayReplicas, fleet: Fleet, before: Fleet, scalers: dict[str, Scaler]
     ) -> tuple[int, int, int]:
-        """The rollout on Ray. Returns the numbers of replicas replaced, started and ended. If one
-        does not start: ConfigError, and the file of before is restored."""
+        """Performs the rollout on Ray. Returns (replicas replaced, started, ended). If one does not
+        start: ConfigError, and the previous file is restored."""
         were = set(ray.followed)
         try:
             async with asyncio.timeout(self.fleet.start_timeout_s):
@@ -526,7 +528,7 @@ class Head:
         return replaced, len(are - were) - replaced, len(were - are) - replaced
 
     async def _until_serves(self, member: Member, before: Fleet) -> None:
-        """Wait until a replica serves. If it does not: ConfigError, and the file of before is
+        """Wait until a replica serves. If it fails: ConfigError, and the previous file is
         restored."""
         try:
             async with asyncio.timeout(self.fleet.start_timeout_s):
@@ -573,7 +575,7 @@ class Head:
         return surplus
 
     def _scale_now(self, spec: PoolSpec, replicas: int) -> bool:
-        """Scales without waiting. False: another change is under way."""
+        """Scale without waiting. False if another change is in progress."""
         if self._changing.locked() or self._server.state.draining:
             return False
         if self._ray is not None:

@@ -67,6 +67,7 @@ class EngineRequest:
     handover_from: str = ""
     hands_over: bool = False  # its prompt's blocks are for another engine
     media: tuple[MediaSpan, ...] = ()  # in the order of their offsets
+    whole_salt: str = ""  # in its blocks' keys, if all tokens of its prompt attend to each other
     # A beam of the same search; itself for the first one. `Scheduler.go_on` gives each token.
     beam_of: str | None = None
     # Positions of the prompt after which requests may differ: recurrent states are kept there.
@@ -95,6 +96,11 @@ class EngineRequest:
     @property
     def num_prompt_tokens(self) -> int:
         return count_ids(self.prompt_token_ids)
+
+    @property
+    def prefix_salt(self) -> str:
+        """The salt of its blocks' keys."""
+        return self.whole_salt or self.cache_salt
 
     @property
     def parent(self) -> str | None:

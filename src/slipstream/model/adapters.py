@@ -1,8 +1,8 @@
 """Adapters (LoRA) of a model on the host: reads PEFT checkpoints into slots (`spec.adapter_slots`).
 
-A host copy of an adapter leaves out the gaps that it has in a slot (`HostAdapter`). The name table
-of the base weights gives each tensor its place: a part of a product, in our order of rows. Where a
-rank has columns of `down`, the adapter's result is part of the sum over ranks, as the product's is.
+A host copy of an adapter omits the unused parts of a slot (`HostAdapter`). The base weights' table
+of names gives each tensor's place: a part of a linear layer, in our order of rows. Where a rank has
+columns of `down`, the adapter's result is a partial sum over ranks, as the linear layer's is.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
 def adapted_products(decoder: Decoder) -> dict[str, Linear]:
-    """Returns the decoder's products that can have an adapter, by the names of their weights."""
+    """The decoder's linear layers that an adapter can change, by the names of their weights."""
     found: dict[str, Linear | None] = {}
     for i, layer in zip(decoder.spec.local_layers, decoder.layers, strict=True):
         a, m, r = layer.attention, layer.mlp, layer.recurrent
@@ -86,7 +86,7 @@ def adapted_products(decoder: Decoder) -> dict[str, Linear]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A product and the location of its adapter weights in a slot."""
+    """A linear layer and the location of its adapter weights in a slot."""
 
     linear: Linear
     at: SlotPlace
@@ -97,14 +97,14 @@ class HostAdapter:
     """An adapter's weights in one contiguous tensor, with their spans in a slot. All else in the
     slot is zero."""
 
-    numbers: Tensor  # pinned where copies to the device are asynchronous
+    numbers: Tensor  # in pinned memory if copies to the device are asynchronous
     spans: tuple[slice, ...]
     parts: frozenset[tuple[str, int]]
-    """(stem of a product, number of its part) of each adapted part. It covers all ranks, so every
-    rank has the same set."""
+    """(name of the linear layer inside its decoder layer, index of its part) of each adapted part.
+    Covers all ranks, so every rank has the same set."""
 
     def copy_to(self, slot: Tensor) -> None:
-        """Copies the adapter into `slot` [slot_size], on the stream of the step."""
+        """Copies the adapter into `slot` [slot_size], on the stream that runs the step."""
         slot.zero_()
         at = 0
         for span in self.spans:
@@ -115,8 +115,8 @@ class HostAdapter:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A tensor of a checkpoint and its place in a slot: rows of `columns` elements, padded with
-    zeros after the tensor's own."""
+    """A checkpoint tensor and its place in a slot: rows of `columns` elements, each padded with
+    zeros."""
 
     name: str
     begin: int
@@ -129,10 +129,10 @@ class _Piece:
 
 
 class AdapterLayout:
-    """The places of a decoder's products in a slot, for adapters of up to `max_rank` ranks per
-    part.
+    """Positions of the linear layers' adapter weights in a slot, for adapters of rank `max_rank` or
+    lower per part.
 
-    `decoder` is the `shard`'s part of the model.
+    `decoder` holds the `shard`'s part of the model.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class AdapterLayout:
     def weights(
         self, slots: Tensor, place: Place, live: Collection[tuple[str, int]] | None = None
     ) -> LoRAWeights:
-        """Returns one product's adapter weights in `slots` [N, slot_size].
+        """Returns views of one linear layer's adapter weights in `slots` [N, slot_size].
 
         `live` limits them to the parts that the adapters have (`HostAdapter.parts`).
         """
@@ -166,7 +166,7 @@ class AdapterLayout:
         return LoRAWeights(down, up, at.starts, parts)
 
     def read(self, folder: Path, dtype: torch.dtype, *, pinned: bool = False) -> HostAdapter:
-        """Reads a PEFT checkpoint. AdapterError says what is wrong with it."""
+        """Reads a PEFT checkpoint. AdapterError for an invalid one."""
         try:
             config = read_adapter_config(folder)
             if config.most_ranks > self.max_rank:
@@ -179,7 +179,7 @@ class AdapterLayout:
     def _read(
         self, folder: Path, config: AdapterConfig
     ) -> tuple[list[_Piece], frozenset[tuple[str, int]]]:
-        """Reads this rank's tensors of the checkpoint, and `HostAdapter.parts`."""
+        """Reads this rank's tensors of the checkpoint. Returns (pieces, `HostAdapter.parts`)."""
         layout = self._layout
         found = list[_Piece]()
         sides = set[tuple[str, str]]()
@@ -206,7 +206,7 @@ class AdapterLayout:
             parts.add((adapted_stem(part.target), layout.numbers[part.target, part.start]))
             own, place = layout.own.get(part), layout.places.get(part.target)
             if own is None or place is None:
-                continue  # another rank has it
+                continue  # all of it is on another rank
             number = place.starts.index(own.start)
             if side == "A":
                 begin, columns = place.begin + number * self.max_rank * place.inner, place.inner
@@ -260,8 +260,8 @@ class AdapterLayout:
         return HostAdapter(numbers, tuple(spans), parts)
 
     def _part(self, module: str, name: str) -> Placement:
-        """Finds the part of a product that a module's adapter belongs to. AdapterError if there is
-        none."""
+        """Finds the part of a linear layer to which a module's adapter belongs. AdapterError if
+        there is none."""
         key = canonical(f"{module}.weight", self.description.family.prefixes, self._layout.names)
         part = None if key is None else self._layout.names[key]
         if key in self._shared:
@@ -286,14 +286,13 @@ class AdapterLayout:
 
 
 def _reordered(up: Tensor, part: Placement) -> Tensor:
-    """Returns lora_B [out, r] in our order of rows. A weight stored transposed has its B in the
-    usual form."""
+    """lora_B [out, r] in our order of rows. The B of a transposed weight is not transposed."""
     return up if isinstance(part.transform, Transpose) else transform(up, part.transform)
 
 
 def _are_finite(numbers: Tensor) -> bool:
-    """Tells whether all elements are finite, from the minimum and the maximum, which are NaN if any
-    element is.
+    """Whether all elements are finite, from their minimum and maximum, which are NaN if any element
+    is.
 
     It takes a sixth of the time of testing each element.
     """

@@ -1,7 +1,7 @@
-"""Cross attention of some heads over a window of audio, from which times of words are told.
+"""Cross-attention weights of some heads over a window of audio, from which word times are computed.
 
-The text is computed once more, whole, next to the engine's cache: each layer has a cache of its own, which is dropped after it.
-The heads' weights are computed in plain torch on every device.
+The whole text is computed again without the engine's cache: each layer gets its own, which is
+dropped afterwards. Attention weights are computed in plain torch on every device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slipstream.platform import platform_of
 
 @dataclass(frozen=True, slots=True)
 class WatchedCross(CrossAttention):
-    """Cross attention that adds the weights of `watched` heads to `found`, float32 [N, S] each."""
+    """Cross attention that appends the attention weights of the `watched` heads to `found`, float32 [N, S] each."""
 
     keys: Tensor  # [S, K, D]
     watched: tuple[int, ...]
@@ -49,7 +49,7 @@ def cross_weights(
     heads: Sequence[tuple[int, int]],
     block_size: int,
 ) -> Tensor:
-    """The attention of each (layer, head) from N tokens to the S states of a window, float32 [heads, N, S].
+    """Attention weights of each (layer, head) from N tokens to the S states of a window, float32 [heads, N, S].
 
     `frames`: see `AudioInput`.
     """
@@ -113,10 +113,12 @@ def cross_weights(
 
 
 def smoothed(weights: Tensor, width: int) -> Tensor:
-    """Weights [heads, N, S] → [N, S]: standardised over tokens, a median of `width` states, the mean of heads."""
+    """Weights [heads, N, S] → [N, S]: standardized over tokens, median-filtered over `width` states, averaged over heads."""
     std = weights.std(dim=-2, keepdim=True, unbiased=False)
     weights = (weights - weights.mean(dim=-2, keepdim=True)) / std
-    weights = weights.where(std > 0, 0.0)  # a state that all tokens see alike says nothing
+    weights = weights.where(
+        std > 0, 0.0
+    )  # a state with the same weight from all tokens carries no information
     half = width // 2
     if half and weights.shape[-1] > half:
         padded = torch.nn.functional.pad(weights, (half, half), mode="reflect")

@@ -1,5 +1,5 @@
-"""Builds the parts of a layer (`model.layers`) from its spec and its parameters, which an op set
-lays out. No torch."""
+"""Builds a layer (`model.layers`) from its spec and its parameters, in the layout of an op set. No
+torch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def build_layer(
     """Builds a layer of a `Decoder` from the `parameters` whose names begin with `name`, and
     removes them from the mapping.
 
-    With a `partition`, `spec` and the parameters are a rank's part.
+    With a `partition`, `spec` and the parameters are one rank's.
     """
     products = {} if products is None else products
     of_experts, scheme = scheme, None if scheme is not None and scheme.experts_only else scheme
@@ -118,7 +118,7 @@ def build_layer(
         )
 
     def spread_heads(num_heads: int, width: int, like: Any) -> Linear:
-        """Zeros and ones that give a head's number to each of its `width` results."""
+        """Matrix of zeros and ones that copies a head's gate to each of its `width` outputs."""
         ones = np.repeat(np.eye(num_heads, dtype=np.float32), width, 0)
         parameters[f"{name}attention.spread.weight"] = constant(like, ones, own_type=True)
         return linear("attention.spread", None)
@@ -133,7 +133,7 @@ def build_layer(
         of_heads = s.qk_norm is not None and s.qk_norm.over == "head"
         if s.qk_norm is not None and not s.qk_norm.learned:
             norms = [tables.ones(s.head_dim)] * 2
-        if s.kv_from is not None:  # there are no keys to be normed
+        if s.kv_from is not None:  # the layer has no keys of its own
             norms[1] = norms[0]
         heads = _heads(s, cos_sin, *(norms if of_heads else ()))
         params = AttentionParams(
@@ -273,7 +273,7 @@ def build_layer(
         made: Any = {x: linear(f"streams.{x}", None) for x in parts}
 
         def apart(part: str) -> tuple[Linear, ...]:
-            """The products of the streams, whose weights are stored as one."""
+            """Splits the weight of several streams' linear layers, which is stored as one."""
             whole: Any = parameters.pop(f"{name}streams.{part}.weight")
             each = whole.shape[0] // (s.count - 1)
             for i in range(s.count - 1):
@@ -341,8 +341,7 @@ def build_norm(
     parameters: MutableMapping[str, Tensor],
     tables: PositionTables | None = None,
 ) -> NormParams:
-    """Builds a norm. If the model has learned no weights for it, they are ones, shared through
-    `tables`."""
+    """Builds a norm. A norm without learned weights gets ones, shared through `tables`."""
     if not spec.learned:
         assert tables is not None
         return NormParams(kind=spec.kind, weight=tables.ones(spec.size), eps=spec.eps)
@@ -372,11 +371,11 @@ def build_linear(
 def _learned(
     activation: Activation, name: str, parameters: MutableMapping[str, Tensor]
 ) -> Activation:
-    """Returns the activation with a layer's own numbers, which are stored before a softplus."""
+    """The activation with a layer's learned parameters, which are stored as inputs of a softplus."""
     if not isinstance(activation, Xielu):
         return activation
     stored: list[Any] = [parameters.pop(f"{name}.{x}.weight") for x in ("positive", "negative")]
-    if not hasattr(stored[0], "item"):  # placeholders of a model that is not loaded
+    if not hasattr(stored[0], "item"):  # placeholders of a model without weights
         return activation
     positive, negative = (math.log1p(math.exp(min(float(x.item()), 80.0))) for x in stored)
     return Xielu(positive=positive, negative=negative + 0.5)
@@ -388,7 +387,7 @@ def _heads(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
 ) -> QKVLayout:
-    """Returns the layout of a layer's heads, with its rotary table and its norms' weights, if
+    """Layout of a layer's heads, with its rotary table and the weights of its q and k norms, if
     any."""
     return QKVLayout(
         num_heads=s.num_heads,
@@ -430,13 +429,13 @@ def _product(
     pack: Callable[[Linear], Linear],
     quantize: Callable[[Tensor, Tensor | None], Linear],
 ) -> Linear:
-    """Returns a product made from its held weight, or else from the dense one, and adds it to
-    `products`."""
+    """Builds a linear layer from a prepared weight in `products`, or else from the dense one, and
+    adds it to `products`."""
     key, bias = f"{name}.weight", parameters.pop(f"{name}.bias", None)
     dense, held = (
         parameters.pop(key, None),
         products.get(key),
-    )  # an embedding table shared with the head has both
+    )  # an embedding table that is also the head is in both mappings
     if held is not None:
         products[key] = pack(dataclasses.replace(held, bias=bias))
     else:

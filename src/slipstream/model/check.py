@@ -2,9 +2,9 @@
 
 The first difference shows the faulty layer.
 
-1. The other model is a torch module that takes `input_ids` [1, T], with its layers in a ModuleList, like those of
-   transformers. It returns `.logits` [1, T, V]; an encoder `.last_hidden_state`, a classifier a text's logits.
-2. An encoder-decoder has `get_encoder` and `get_decoder`, which read the same tokens.
+1. The other model is a torch module that takes `input_ids` [1, T] and has its layers in a ModuleList, like those of
+   transformers. It returns `.logits` [1, T, V]; an encoder returns `.last_hidden_state`, a classifier the text's logits.
+2. An encoder-decoder has `get_encoder` and `get_decoder`; both get the same tokens.
 3. Both compute the whole text in one step, from an empty cache. The error is max |ours − theirs| / max |theirs|, over all
    tokens.
 """
@@ -50,7 +50,7 @@ ENDS = {
     "an encoder": "states",
     "a classifier": "scores",
 }
-"""The name of a model's last point of comparison, by `ModelSpec.kind`."""
+"""Name of a model's last compared state, by `ModelSpec.kind`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +58,8 @@ class Difference:
     """The error at one point of the model.
 
     `where` is one of: embeddings, layer 0, layer 1, …, logits (an encoder's states, a classifier's
-    scores), as one program. In an encoder-decoder "encoder: embeddings", "encoder: layer 0", … come
-    first.
+    scores), or "as one program". In an encoder-decoder "encoder: embeddings", "encoder: layer 0", …
+    come first.
     """
 
     where: str
@@ -72,7 +72,7 @@ class CheckReport:
     tolerance: float
     top1_agreement: (
         float | None
-    )  # the share of tokens after which both find the same token likeliest, if there are logits
+    )  # fraction of tokens for which both models rank the same next token first; None without logits
 
     @property
     def first_divergence(self) -> str | None:
@@ -96,13 +96,12 @@ def check(
 ) -> CheckReport:
     """Loads the checkpoint at `path` in float32 and compares it with `theirs`.
 
-    Both get dense weights if the inputs of quantized products can't be compared
-    (`unrounded_inputs`).
+    Both get dense weights if their quantized activations can't be compared (`unrounded_inputs`).
     """
     place, description = torch.device(device), read_spec(path)
     ops = select_ops(place, kernels)
     if unrounded_inputs(description):
-        ops.rounded = frozenset()  # so every weight is expanded
+        ops.rounded = frozenset()  # so that every weight is expanded
         for module in theirs.modules():
             if (scheme := getattr(module, "quantization_scheme", None)) is not None:
                 scheme.input_activations = None
@@ -111,7 +110,7 @@ def check(
 
 
 def unrounded_inputs(description: ModelDescription) -> bool:
-    """Tells whether the quantized inputs of a checkpoint's products can't be compared.
+    """Whether a checkpoint quantizes activations in a way that differs between the two implementations.
 
     transformers divides int8's range into 255 steps, and uses static scales. The engine scales each
     token, to 254 steps.
@@ -122,8 +121,8 @@ def unrounded_inputs(description: ModelDescription) -> bool:
 
 
 def padding_tokens(theirs: nn.Module) -> set[int]:
-    """Returns the tokens that the other model takes for padding. Models like RoBERTa count positions
-    without them."""
+    """Tokens that the other model treats as padding. Models like RoBERTa skip them when counting
+    positions."""
     tables = [m for m in theirs.modules() if isinstance(m, nn.Embedding)]
     return {m.padding_idx for m in tables if m.padding_idx is not None}
 
@@ -132,9 +131,9 @@ def padding_tokens(theirs: nn.Module) -> set[int]:
 def compare(
     ours: LoadedModel, theirs: nn.Module, tokens: Sequence[int], *, tolerance: float
 ) -> CheckReport:
-    """Compares the states after the embeddings and each layer, and the head's result.
+    """Compares the states after the embeddings and after each layer, and the head's output.
 
-    If the engine computes a step as one program (`model.step_program`), that result is compared too.
+    If the engine computes a step as one program (`model.step_program`), the program's output is compared too.
     """
     found = _our_states(ours.decoder, tokens)
     expected = dict(_their_states(theirs, tokens, ours.spec))
@@ -162,8 +161,8 @@ def compare(
 
 
 def _metadata(decoder: Decoder, count: int) -> tuple[AttentionMetadata, AttentionMetadata]:
-    """Returns the metadata of one sequence, and of its encoder's text, which has the same length and
-    the blocks after the sequence's."""
+    """(metadata of one sequence, that of its encoder's text). The encoder's text has the same
+    length; its blocks follow the sequence's."""
     meta = single_sequence(0, count, block_size=BLOCK_SIZE, platform=platform_of(decoder.device))
     num_blocks = meta.block_table.shape[1]
     read = dataclasses.replace(
@@ -177,8 +176,8 @@ def _metadata(decoder: Decoder, count: int) -> tuple[AttentionMetadata, Attentio
 
 
 def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
-    """Makes a cache for each layer that has one of its own. An encoder's layers share one, which
-    they use in turn."""
+    """A cache for each layer that needs its own. An encoder's layers share one, which they use in
+    turn."""
     new = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
     num_blocks, layers = 2 * meta.block_table.shape[1] + 1, decoder.spec.layers
     if decoder.spec.is_encoder:
@@ -198,8 +197,8 @@ def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
 
 
 def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
-    """Returns the residuals [T, E] by name. The last is the logits [T, V], an encoder's states
-    [T, E] or a classifier's scores."""
+    """The residuals [T, E] by name. The last entry is the logits [T, V], an encoder's states [T, E]
+    or a classifier's scores."""
     meta, read = _metadata(decoder, len(tokens))
     kv, ids = _caches(decoder, meta), torch.tensor(tokens, dtype=torch.int32, device=decoder.device)
 
@@ -208,7 +207,7 @@ def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
     def through(
         layers: Sequence[Layer], kv: Sequence[LayerKV], meta: AttentionMetadata, name: str
     ) -> Any:
-        """Returns the residual before the final norm, and writes the states by name to `found`."""
+        """Runs the layers, stores the state after each in `found`, and returns the residual before the final norm."""
 
         def before(i: int, pending: Pending, residual: Tensor | None) -> None:
             where = f"{name}layer {i - 1}" if i else f"{name}embeddings"
@@ -244,12 +243,12 @@ def _whole_step(decoder: Decoder, program: StepProgram, tokens: Sequence[int]) -
 def _their_states(
     model: Any, tokens: Sequence[int], spec: ModelSpec
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the other model's states by the same names."""
+    """Yields the other model's states under the same names."""
     found: dict[str, Tensor] = {}
     hooks: list[Any] = []
 
     def watch(part: nn.Module, layers: Sequence[LayerSpec], name: str) -> None:
-        # One of ours may be two of theirs: a mixer and the MLP after it (Nemotron-H).
+        # One of our layers may be two of theirs: a mixer and the MLP after it (Nemotron-H).
         ends = list(accumulate(1 + (layer.mlp is not None) for layer in layers))
         every = [m for m in part.modules() if isinstance(m, nn.ModuleList)]
         lists = [[*m] for m in every if len(m) == len(layers)]

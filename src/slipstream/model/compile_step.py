@@ -58,8 +58,8 @@ def compile_step(
     """Compiles the step of a decoder with packed weights into a program. If the kernels lack an
     operator, returns the reason.
 
-    The program takes and returns the platform's values. `rest` computes what it leaves out, an
-    encoder's embeddings, instead of `decoder`.
+    The program takes and returns the platform's values. `rest`, if given, computes what the program
+    leaves out (an encoder's embeddings) instead of `decoder`.
     """
     step = trace(decoder)
     if (reason := refusal(step.head)) is not None:
@@ -76,8 +76,8 @@ def compile_step(
         return reading
     width = 0 if step.taken is None else step.taken.width
     head = [_head_step(pool, op) for op in step.head]
-    # A factor or a soft cap could round neighbouring logits to the same value. A batch that needs
-    # logits would then take the first of them, and this program the larger.
+    # A scale or soft cap could round neighbouring logits to the same value, so that the plain loop
+    # would take the first of them, and this program, which compares before it, the larger.
     weight = step.head[0].arguments["w"] if len(head) == 1 else None
     return StepProgram(rest or decoder, pool, platform, body, reading, head, weight, width)
 
@@ -90,15 +90,15 @@ def compiled(
     result: Value | None,
     more: Sequence[Value] = (),
 ) -> CompiledOps | Reason:
-    """Compiles `part` of a recording. If the program lacks an operator, returns the reason. `more`
-    are further results."""
+    """Compiles `part` of a recording, or returns the reason if the program lacks an operator.
+    `more`: further outputs."""
     program = Program(pool)
     lowered = lower(part, given, result, ProgramEmitter(program), more)
     return lowered if isinstance(lowered, Reason) else CompiledOps(program, lowered, num_groups)
 
 
 def _head_step(pool: ThreadPool, op: Op) -> Callable[[Floats], Floats]:
-    """Makes a function for one op between hidden states and logits."""
+    """Makes a function that runs one op between hidden states and logits."""
     if op.name == "linear":
         return LinearProgram(pool, op.arguments["w"])
     if op.name == "scale":

@@ -5,9 +5,9 @@
   logits = head(norm(h))
 
 It knows no architecture by name and no device, and imports no torch. With
-`kernels.tracing.recording.RecordingOps` it records its ops instead of computing them. Faster ways to run
-the same layers are made from that record (`model.step_program`, `model.one_token`). The decoder knows
-none of them.
+`kernels.tracing.recording.RecordingOps` it records its ops instead of computing them. Faster
+implementations of the same layers are built from that recording (`model.step_program`,
+`model.one_token`). The decoder depends on none of them.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """Inputs of the layers next to the residual (`LayerInputsSpec`)."""
+    """Per-layer inputs, which layers read besides the residual (`LayerInputsSpec`)."""
 
     spec: LayerInputsSpec
     table: Any  # in the op set's layout
     project: Linear
     norm: NormParams
-    is_short: bool = False  # tokens beyond the table have its first row (Gemma 3n)
+    is_short: bool = False  # token ids beyond the table use its row 0 (Gemma 3n)
 
     def into(self, meta: Any, ops: OpSet, token_ids: Tensor, h: Tensor) -> Any:
-        """Returns the step's metadata with them."""
+        """Returns the step's metadata with the per-layer inputs added."""
         s, rows = self.spec, ops.linear(h, self.project)
         made = ops.layer_inputs(
             token_ids,
@@ -76,7 +76,7 @@ class LayerInputs:
 def _held_or_dense(
     name: str, parameters: MutableMapping[str, Tensor], products: MutableMapping[str, Linear]
 ) -> Tensor | Linear:
-    """Takes the table of embeddings out of `products` if it is quantized there, and else out of `parameters`."""
+    """Removes and returns the embedding table: from `products` if it is quantized there, otherwise from `parameters`."""
     dense, held = parameters.pop(f"{name}.weight", None), products.get(f"{name}.weight")
     found = dense if held is None else held
     assert found is not None, name
@@ -84,12 +84,12 @@ def _held_or_dense(
 
 
 class Decoder:
-    """A model of `spec`.
+    """The model that `spec` describes, with its weights.
 
-    1. `parameters` have the names of `spec.parameters`. `ops` lays them out, with the layers'
-       products quantized by `scheme`. After that they are not needed any more.
+    1. `parameters` have the names of `spec.parameters`. `ops` lays them out, and quantizes the
+       linear layers by `scheme`. They may be dropped afterwards.
     2. `products` are already quantized weights by the same names, without biases. Construction adds
-       all other products of the decoder, as laid out.
+       all other linear layers, as laid out.
     3. `layers`, if given, replace those that `parameters` would make. Training and calibration,
        which run layers one at a time, pass an empty list.
     4. With a `partition`, the spec (except its `vocab_size`) and the parameters are a rank's part.
@@ -175,7 +175,9 @@ class Decoder:
         self.reads_tokens = any(getattr(layer.mlp, "hashed", 0) for layer in spec.layers)
         self.encoder = self.classifier = None
         self.tap: AnyTap | None = None  # collects the states between layers that a draft head reads
-        self.relays: tuple[int, ...] = ()  # on all stages: the layers whose states such a tap reads
+        self.relays: tuple[
+            int, ...
+        ] = ()  # on all pipeline stages: the layers whose input states such a tap reads
 
         def stack(own: Sequence[LayerSpec], name: str, held: range) -> list[Layer]:
             tables.distances = parameters.pop(f"{name}distances.weight", None)
@@ -224,7 +226,7 @@ class Decoder:
             norm = None if c.norm is None else build_norm(c.norm, "classifier.norm", parameters)
             self.classifier = Classifier(c, dense, norm, out)
         self.stream: LayerStream | DeviceStream | None = (
-            None  # set if some layers' weights are read when they are needed
+            None  # streams the weights of layers that are not kept in memory
         )
         self.take_layers(
             layers if layers is not None else stack(spec.layers, "", spec.local_layers)
@@ -232,7 +234,7 @@ class Decoder:
         assert not parameters, f"unused: {list(parameters)}"
 
     def take_layers(self, layers: Sequence[Layer]) -> None:
-        """Sets these layers, from the first local one on."""
+        """Replaces the layers, from the first local one on."""
         groups = zip(
             layers,
             self.spec.group_of_layer[self.spec.local_layers.start : self.spec.local_layers.stop],
@@ -246,7 +248,7 @@ class Decoder:
         """token_ids [T] → hidden states [T, E] after the final norm. Writes keys and values to the
         cache.
 
-        On a pipeline stage other than the last, the result is what was sent to the next stage.
+        On a pipeline stage before the last, returns what was sent to the next stage.
         """
         h = self.embedded(token_ids, meta)
         meta = self.with_inputs(token_ids, h, meta)
@@ -257,13 +259,12 @@ class Decoder:
     def tapped(
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """Returns (the result of `forward`, the states of the step that a draft head reads
-        [T, E])."""
+        """(result of `forward`, the states between layers that a draft head reads [T, E])."""
         h = self.embedded(token_ids, meta)
         return self.run(h, kv, self.with_inputs(token_ids, h, meta))
 
     def with_inputs(self, token_ids: Tensor, h: Tensor, meta: Any) -> Any:
-        """Returns the step's metadata with the layers' own inputs (`OwnInputSpec`), made from the
+        """Returns the step's metadata with the per-layer inputs (`OwnInputSpec`), computed from the
         first layer's input `h`."""
         if self.reads_tokens:
             meta = dataclasses.replace(meta, token_ids=token_ids)
@@ -277,8 +278,8 @@ class Decoder:
         meta: AttentionMetadata,
         before: Callable[[int], None] = lambda layer: None,
     ) -> tuple[Tensor, Tensor]:
-        """Runs the layers over `h` and returns the hidden states and the tap's. Without a tap these
-        are the hidden states twice.
+        """Runs the layers on `h`. Returns (hidden states, the tap's states); without a tap the
+        hidden states twice.
 
         `before(i)` is called before layer i, and after the last with i = the number of layers.
         """
@@ -302,12 +303,12 @@ class Decoder:
                     else self.ops.gather_tokens(state, ranks, num_tokens)
                 )
 
-        if self.tap is not None:  # it adds in the order of the layers, as on one device
-            # those of earlier stages come first; the others are this stage's own
+        if self.tap is not None:  # the tap adds its states in layer order, as on one device
+            # states of earlier stages come first; the others are this stage's own
             for layer, whole in zip(self.relays, passed, strict=False):
                 state = whole if ranks is None else self.ops.own_tokens(whole, ranks)
                 taken = self.tap.add(self.ops, taken, layer, state, None)
-        if ranks is not None:  # each rank has some of the tokens between the products
+        if ranks is not None:  # each rank holds some of the tokens between linear layers
             if meta.layer_inputs is not None:
                 inputs = self.ops.own_tokens(meta.layer_inputs, ranks)
                 meta = dataclasses.replace(meta, layer_inputs=inputs)
@@ -326,23 +327,23 @@ class Decoder:
         else:
             hidden = self.finished(*run_layers(self.ops, self.layers, h, kv, meta, look))
         if not self.spec.has_last:
-            for state in passed:  # behind what `finished` sent
+            for state in passed:  # after what `finished` sent
                 self.pipe.send(state)  # type: ignore[union-attr]
         return hidden, hidden if taken is None else taken
 
     def _received_states(self, h: Tensor) -> list[Tensor]:
-        """Receives the states of `relays` on earlier stages, which follow `h`, in the layers' order."""
+        """Receives the states of `relays` from earlier stages, which are sent after `h`, in layer order."""
         earlier = [i for i in self.relays if i < self.spec.local_layers.start]
         receive: Any = None if self.pipe is None else self.pipe.receive
         return [receive(tuple(h.shape), self.dtype) for _ in earlier]
 
     def sharing(self, h: Tensor) -> RankGroup | None:
-        """Returns the ranks that split a step's residual by tokens. None if each has all of it."""
+        """The ranks that split the step's residual by tokens; None if each rank holds the whole residual."""
         part = self.partition
         return None if part is None or not part.sequence else self.sharers(len(h))
 
     def sharers(self, num_tokens: int) -> RankGroup | None:
-        """Returns `sharing` for a step's number of tokens."""
+        """`sharing` for a step with this number of tokens."""
         part = self.partition
         return part.group if part is not None and part.shares_tokens(num_tokens) else None
 
@@ -357,7 +358,7 @@ class Decoder:
         )
 
     def encoder_input(self, given: Tensor, meta: AttentionMetadata) -> Tensor:
-        """Returns the input [T, E] of the encoder's first layer."""
+        """Computes the input [T, E] of the encoder's first layer."""
         assert self.encoder is not None
         if self.encoder.audio is not None:
             return self.encoder.audio(self.ops, given)
@@ -367,14 +368,14 @@ class Decoder:
         return self.encoder.text(self.ops, h, meta)
 
     def remember(self, states: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """Writes the keys and values of the encoder's states [T, E] to each layer's cache."""
+        """Writes to each layer's cache the keys and values computed from the encoder's states [T, E]."""
         for layer, cache in zip(self.layers, kv, strict=True):
             assert layer.cross is not None
             layer.cross.remember(self.ops, states, cache, meta)
 
     def embedded(self, token_ids: Tensor, meta: AttentionMetadata) -> Tensor:
-        """Embeds token_ids [T] → the first layer's input [T, E]. A later pipeline stage receives it
-        from the stage before."""
+        """Embeds token_ids [T] → the first layer's input [T, E]. A later pipeline stage receives
+        this input from the previous stage."""
         if not self.spec.has_first:
             assert self.pipe is not None
             return self.pipe.receive((len(token_ids), self.spec.hidden_size), self.dtype)
@@ -393,7 +394,7 @@ class Decoder:
         return self.ops.linear(h, self.embed_in) if narrow and self.embed_in is not None else h
 
     def finished(self, h: Pending, residual: Tensor | None) -> Tensor:
-        """Finishes a forward: the last layer's output → the input of `logits`. A pipeline stage
+        """Ends a forward pass: the last layer's output → the input of `logits`. A pipeline stage
         before the last sends it on instead."""
         if not self.spec.has_last:
             assert self.pipe is not None
@@ -401,7 +402,7 @@ class Decoder:
         return finished(self.ops, self.final_norm, h, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, E] → [N, V]."""
+        """Hidden states [N, E] → logits [N, V]."""
         return self.vocabulary.gathered(self.ops, self._own_logits(hidden))
 
     def greedy(self, hidden: Tensor) -> Tensor | None:
@@ -414,7 +415,7 @@ class Decoder:
         )
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of this rank's part of the vocabulary."""
+        """Logits of this rank's part of the vocabulary."""
         assert self.head is not None
         if self.embed_out is not None:
             hidden = self.ops.linear(hidden, self.embed_out)
@@ -437,15 +438,15 @@ class Decoder:
         return {i: x.expert_counts for i, x in counted if x.expert_counts is not None}
 
     def route_own_tokens(self) -> None:
-        """Routes each rank's tokens on that rank from now on, where requests are dealt out."""
+        """Makes each rank route its own tokens itself from now on, where ranks compute different requests."""
         for i, layer in enumerate(self.layers):
             if isinstance(layer.mlp, MoE):
                 mlp = dataclasses.replace(layer.mlp, routes_own=True)
                 self.layers[i] = dataclasses.replace(layer, mlp=mlp)
 
     def keep_routed_experts(self, num_tokens: int) -> Tensor:
-        """Writes each token's experts in every step from now on. Returns where: int16 [layers with
-        experts, num_tokens, k]."""
+        """Records each token's experts in every step from now on. Returns the buffer: int16 [layers
+        with experts, num_tokens, k]."""
         mixtures = [i for i, layer in enumerate(self.layers) if isinstance(layer.mlp, MoE)]
         most = max(x.mlp.spec.num_experts_per_token for x in self.layers if isinstance(x.mlp, MoE))
         self.routed_experts = self.ops.new_routed_experts(

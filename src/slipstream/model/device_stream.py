@@ -1,7 +1,7 @@
-"""Layers whose weights lie in host memory and are copied to the device ahead of use. `spec.offload`
-says which and why.
+"""Layers whose weights stay in host memory and are copied to the device ahead of use.
+`spec.offload` chooses them.
 
-  pinned memory ──copy──> place 0, place 1, place 0, …      while the layers before are computed
+pinned memory ──copy──> place 0, place 1, place 0, … while earlier layers are computed
 
 1. A layer's weights are views of its place (a staging buffer), at the same addresses in every step.
    So its `Layer` is made once.
@@ -32,20 +32,20 @@ from slipstream.platform import Event, Platform
 from slipstream.spec.offload import NUM_SLOTS, PIECE
 
 PINNERS = 4
-"""Number of threads that pin memory, whose pages the system clears first.
+"""Number of threads that pin memory. Pinning is slow, because the system clears each page first.
 
 With one thread, a start with 23 GiB of random weights took 17.6 s on an H200's host, most of it for
 pinning.
 """
 
 ALIGNMENT = 512
-"""Alignment in bytes of a tensor in its place, as torch's allocator aligns."""
+"""Alignment in bytes of a tensor in a staging buffer, as torch's allocator aligns."""
 
 
 def with_tensors(layer: Layer, change: Callable[[Tensor], Tensor]) -> Layer:
     """Returns the layer with each tensor of its weights changed, in order.
 
-    A weight's second form, without its zeros, is dropped, because it would have to be copied too.
+    A weight's additional sparse form is dropped, because it would have to be copied too.
     """
 
     def changed(w: Linear | MLAParams) -> Linear | MLAParams:
@@ -86,7 +86,7 @@ def without_data(layer: Layer) -> Layer:
 
 
 class DeviceStream:
-    """Gives the decoder its layers in turn. `read_bytes` counts the copied bytes."""
+    """Hands the decoder its streamed layers in order, copied to the device in time. `read_bytes` counts copied bytes."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform, self._copies = platform, platform.copy_queue()
@@ -95,10 +95,10 @@ class DeviceStream:
         self._host: dict[int, list[Tensor]] = {}  # pinned uint8 pieces by layer
         self._sizes: dict[int, int] = {}
         self._order: list[int] = []
-        self._places: list[Tensor] = []  # uint8, on the device
+        self._places: list[Tensor] = []  # uint8 staging buffers on the device
         self._arrivals: dict[
             int, Event | None
-        ] = {}  # of layers copied or on their way, and not computed since
+        ] = {}  # copies that are done or running, by layer not computed since
         self._computing: int | None = None  # the layer whose weights the latest queued work reads
         self._layouts: set[tuple[Any, ...]] = set()
         self._idle = False
@@ -107,8 +107,8 @@ class DeviceStream:
     # --- At the start ---
 
     def expect(self, sizes: Mapping[int, int]) -> None:
-        """Announces the `layer_bytes` of the layers to keep, in order, and starts to pin their
-        memory while loading goes on."""
+        """Announces the `layer_bytes` of the layers to keep in host memory, in order, and starts
+        pinning memory while loading continues."""
         for index, size in sorted(sizes.items()):
             parts = (min(PIECE, size - begin) for begin in range(0, size, PIECE))
             self._pinning[index] = [
@@ -151,7 +151,7 @@ class DeviceStream:
         return without_data(layer)
 
     def open(self) -> None:
-        """Allocates the places on the device, and begins to copy layers to them. Call it after
+        """Allocates the staging buffers on the device and starts copying layers. Call it after
         `keep` of all layers."""
         size = max(self._sizes.values())
         for _ in range(min(NUM_SLOTS, len(self._order))):
@@ -159,7 +159,7 @@ class DeviceStream:
         self._fill()
 
     def placed(self, index: int, layer: Layer) -> Layer:
-        """Returns the layer that `keep` returned, with its weights as views of its place on the
+        """Returns a layer from `keep` with its weights as views of its staging buffer on the
         device."""
         place, at = self._places[self._place_of(index)], 0
 
@@ -181,9 +181,9 @@ class DeviceStream:
 
     @torch.inference_mode()
     def before(self, layer: int) -> None:
-        """Orders the work queued next after the layer's copy, and begins to copy the next layers.
+        """Makes the work queued next wait for the layer's copy, and starts copying the next layers.
 
-        Called before each layer in turn, and after the last with the number of layers.
+        Call it before each layer, in order, and after the last one with the number of layers.
         """
         if self._idle:
             return
@@ -198,13 +198,13 @@ class DeviceStream:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Context manager without copies, for steps whose results are not used. They compute with
-        whatever layers are in the places.
+        """Context manager for steps whose results are unused: no layer is copied, and they compute
+        with whatever is in the staging buffers.
 
-        Where layers have several layouts, one can't stand for another, and they are copied all the
-        same.
+        If layers have different layouts, they are copied nevertheless, because one can't replace
+        another.
         """
-        self._platform.synchronize()  # so that the places are full
+        self._platform.synchronize()  # so that the staging buffers are full
         self._idle = len(self._layouts) == 1
         try:
             yield
@@ -213,7 +213,7 @@ class DeviceStream:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes that a step copies."""
+        """Bytes that one step copies to the device."""
         return sum(self._sizes.values())
 
     def _fill(self) -> None:
@@ -225,7 +225,7 @@ class DeviceStream:
         return self._order.index(layer) % len(self._places)
 
     def _after(self, layer: int) -> int:
-        """Returns the layer that uses the place of `layer` next, in this step or the following
+        """The layer that uses the staging buffer of `layer` next, in this step or the following
         one."""
         number = self._order.index(layer) + len(self._places)
         return (
@@ -233,13 +233,13 @@ class DeviceStream:
         )
 
     def _begin(self, layer: int) -> None:
-        """Queues a layer's copy to its place after all queued work, unless that was done
-        already."""
+        """Queues a layer's copy to its staging buffer after all queued work, unless already
+        done."""
         if layer in self._arrivals:
             return
         place = self._place_of(layer)
         for other in [x for x in self._arrivals if self._place_of(x) == place]:
-            del self._arrivals[other]  # it was copied for a step that did not reach it
+            del self._arrivals[other]  # copied for a step that ended before it
         at = 0
         with self._copies.behind():
             for piece in self._host[layer]:
@@ -266,7 +266,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _order_of(tensor: Tensor) -> list[int]:
-    """Returns a tensor's dimensions in memory order, slowest first."""
+    """A tensor's dimensions ordered by stride, largest first."""
     return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
 
 

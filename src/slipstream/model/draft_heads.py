@@ -1,12 +1,12 @@
 """Draft heads, which propose tokens for a loaded model.
 
-`spec.drafts.heads` describes them; `draft_loader` and `host_head` load them. A head that continues
-from its own states computes a *pair* at each position: the model's state at a token, and the token
-after it. It returns the state from which the next token is drawn, and the state that the next pair
-takes in place of the model's.
+`spec.drafts.heads` describes them; `draft_loader` and `host_head` load them. An autoregressive head
+reads a *pair* at each position: the model's state at a token, and the token after it. It returns
+the state from which the next token is predicted, and the state that the next pair uses instead of
+the model's.
 
-Values are tensors or NumPy arrays; arrays need no torch. The layers' code also takes the symbolic
-values of a recording, so a pass is one program on a CPU.
+Values are tensors or NumPy arrays; arrays need no torch. The layers' code also runs on the symbolic
+values of a recording, so that a pass becomes one program on a CPU.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
 
 MAPS = ("d2t", "t2d")
-"""Tensors of a head's file that map tokens."""
+"""Tensors of a head's file that map its tokens to the model's."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLayers:
-    """The layers of a head, with its norms and its first product.
+    """A head's layers, norms and input projection.
 
-    A product of [embedding; state] is computed as a sum of two: `halves` has the weights for the
-    embedding and for the state. The second has the bias.
+    A projection of [embedding; state] is computed as a sum of two: `halves` has the weights for the
+    embedding and for the state. The second one has the bias.
     """
 
     spec: LayeredSpec
@@ -74,7 +74,7 @@ class HeadLayers:
         """embeddings [T, E], states [T, E] → (input of the output head, state for the next pair),
         both [T, E].
 
-        Heads that read states as a context take no `state` here.
+        Heads that attend to states as a context get no `state` here.
         """
         layers, residual, h = self.layers, None, embedded
         if self.spec.join == "product":
@@ -94,8 +94,8 @@ class HeadLayers:
     def remember(
         self, ops: OpSet, state: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> None:
-        """Writes to their slots the keys and values that the layers make of a context's states
-        [T, E]."""
+        """Writes the keys and values computed from a context's states [T, E] to the layers'
+        caches."""
         inputs = self.layers[0].inputs[0]
         rows = ops.norm(state, self.norms["hidden_norm"], inputs=inputs)[0]
         for layer, cache in zip(self.layers, kv, strict=True):
@@ -121,12 +121,12 @@ class HeadLayers:
         return layer.mlp(ops, rows), residual
 
     def _joined(self, ops: OpSet, embedded: Tensor, rows: Any) -> Tensor:
-        """Returns the product of the embeddings and of the normed states `rows`."""
+        """The projection of embeddings and normed states `rows` to the layers' input."""
         first = ops.linear(self._rows(ops, embedded, "embed_norm"), self.halves[0])
         return ops.linear_added(rows, self.halves[1], first)
 
     def _rows(self, ops: OpSet, x: Tensor, norm: str) -> Any:
-        """Returns the input of a product of `halves`, normed if there is a norm."""
+        """Input of one linear layer of `halves`, normed if there is a norm."""
         return (
             ops.norm(x, self.norms[norm], inputs=self.halves[0].inputs)[0]
             if norm in self.norms
@@ -136,8 +136,8 @@ class HeadLayers:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Locations of the pairs in a chain's passes [P, S]. In pass i the first counts[i] sequences
-    have a pair."""
+    """Metadata of all passes of a chain of drafts, [P, S]. In pass i the first counts[i] sequences
+    take part."""
 
     block_table: npt.NDArray[np.int32]  # [S, max_blocks]
     positions: npt.NDArray[np.int64]
@@ -164,9 +164,9 @@ class Passes:
 
 
 def as_model(logits: Any, model: ModelSpec | None) -> Any:
-    """Applies the scale and cap of `model` to its output head's products [N, V], float32.
+    """Applies the logit scale and soft cap of `model` to its output head's logits [N, V], float32.
 
-    With None, a head's own products are its logits.
+    With None (a head of its own) logits are returned unchanged.
     """
     if model is None:
         return logits
@@ -182,12 +182,12 @@ def as_model(logits: Any, model: ModelSpec | None) -> Any:
 
 
 class LayeredHead:
-    """A head of layers.
+    """A draft head made of decoder layers.
 
-    `tap` collects the model's states that it reads; None means the final hidden states.
-    `mask_state` [E] stands for an unknown token's state. `model` is the model whose output head
-    this is; None means the head's own. `ends` are the vocabularies of the embedding table and of
-    the output head. A pass and its most likely tokens are C++ programs where the kernels have them
+    `tap` collects the model's states that it reads; None: it reads the final hidden states.
+    `mask_state` [E] replaces an unknown token's state. `model`: the model whose output head is
+    used; None: the head has its own. `ends`: (vocabulary of the embedding table, that of the output
+    head). A pass and its most likely tokens are C++ programs where the kernels have them
     (`program`).
     """
 
@@ -247,7 +247,7 @@ class LayeredHead:
         given = None if spec.join == "context" else state
         if (
             following is hidden
-        ):  # the output head and the next pair read the same state, which is copied out
+        ):  # the output head and the next pair read the same state, which must be copied
             self.program = compiled(pool, 1, tuple(ops.ops), given, None, (following,))
         else:
             self.program = compiled(
@@ -268,10 +268,10 @@ class LayeredHead:
     def forward(
         self, token_ids: Any, states: Any, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> tuple[Any, Any]:
-        """tokens [T], the states before them [T, E] → (input of `logits`, states for the next
-        pairs), both [T, E].
+        """tokens [T], the previous states [T, E] → (input of `logits`, states for the next pairs),
+        both [T, E].
 
-        With a context, `states` is None, and there are no states for a next pair.
+        For heads with a context, `states` is None, and no states for a next pair are returned.
         """
         if isinstance(self.program, Reason):
             embedded = self._tokens_in.embed(self.ops, token_ids, self._embed, self._scale)
@@ -292,7 +292,7 @@ class LayeredHead:
         return _like(token_ids, hidden), _like(token_ids, following)
 
     def remember(self, states: Any, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """Stores the states of a context [T, E] at their slots."""
+        """Writes the keys and values of a context's states [T, E] to the cache."""
         if isinstance(self._context, CompiledOps):
             self._context.run(kv, meta, None, _floats(states), None)
         else:
@@ -311,11 +311,11 @@ class LayeredHead:
         passes: Passes,
         own: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
     ) -> Iterator[npt.NDArray[np.int32]]:
-        """Runs greedy passes after a first one, and yields the tokens that each proposes. Each
-        sequence has one pair per pass.
+        """Runs the greedy passes after the first one, and yields the tokens that each pass
+        proposes. Each sequence has one pair per pass.
 
-        Token ids int32 [S] and states [S, E] are those of the first of these passes, and are
-        overwritten from pass to pass. `own` maps the head's tokens to the model's.
+        `token_ids` int32 [S] and `states` [S, E] are the inputs of the first of these passes; each
+        pass overwrites them with the next inputs. `own` maps the head's tokens to the model's.
         """
         assert isinstance(self.program, CompiledOps)
         assert self._argmax is not None
@@ -361,7 +361,7 @@ class LayeredHead:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a pass per token; 0 where unknown."""
+        """Bytes of activations per token of a pass; 0 if unknown."""
         made = [
             p.program.token_bytes
             for p in (self.program, self._context)
@@ -373,8 +373,8 @@ class LayeredHead:
 class MedusaHead:
     """Medusa heads (Cai et al. 2024, section 2.1.1).
 
-    `model` is the model whose output head serves all places; None if each place has its own.
-    `tokens` is the vocabulary of an output head.
+    `model`: the model whose output head all positions share; None if each position has its own.
+    `tokens`: vocabulary of an output head.
     """
 
     tap = None
@@ -392,7 +392,7 @@ class MedusaHead:
         self._tokens = tokens
         self._programs = dict[
             int, LinearProgram
-        ]()  # by weight, as the model's head may serve every place
+        ]()  # keyed by weight, since all positions may share the model's head
 
     def logits(self, hidden: Any, place: int) -> Any:
         """[N, E] → float32 [N, V], the logits of the token `place` + 2 positions after the state's
@@ -411,8 +411,8 @@ class MedusaHead:
         return y if isinstance(y, np.ndarray) else self._tokens.gathered(self.ops, y).float()
 
     def greedy(self, hidden: Any, place: int, token_ids: None = None) -> Any:
-        """Finds the tokens with the largest logits: [N, E] → int64 [N]. The heads have the model's
-        vocabulary."""
+        """Finds the tokens with the largest logits: [N, E] → int64 [N]. These heads use the model's
+        token ids."""
         found = self._products(hidden, place)
         return found.argmax(-1) if isinstance(found, np.ndarray) else self.ops.argmax(found)
 
@@ -433,7 +433,7 @@ def _like(given: Any, found: npt.NDArray[Any]) -> Any:
     """Converts `found` to a tensor if `given` is one."""
     if isinstance(given, np.ndarray):
         return found
-    import torch  # late, as arrays need no torch
+    import torch  # imported late, since arrays need no torch
 
     return torch.from_numpy(found)
 
@@ -443,7 +443,7 @@ class LoadedHead:
     """A loaded head.
 
     `target_ids` (int64) maps the head's tokens to the model's; None if they are the same.
-    `weights_bytes` counts as in `LoadedModel`, without what is shared with the model.
+    `weights_bytes` is counted as in `LoadedModel`, without weights shared with the model.
     """
 
     head: LayeredHead | MedusaHead
@@ -466,10 +466,12 @@ def build_head(
     scheme: Scheme | None = None,
     products: MutableMapping[str, Linear] | None = None,
 ) -> LayeredHead | MedusaHead:
-    """Builds a head from parameters by the names of `spec.shapes`, and removes them from
-    `values`. `products` are weights that are quantized already."""
+    """Builds a head from parameters named as in `spec.shapes`, and removes them from `values`.
+    `products`: weights that are already quantized."""
     ops, products = decoder.ops, {} if products is None else products
-    of_first = None if products else scheme  # `fc` and `join` are in no checkpoint's `products`
+    of_first = (
+        None if products else scheme
+    )  # `fc` and `join` are never among a checkpoint's `products`
     own, of_model = Vocabulary(spec.draft_vocab_size), decoder.vocabulary
 
     def linear(name: str) -> Linear:
@@ -533,11 +535,11 @@ def build_head(
 
 
 def _head_for_drafts(head: Linear, ops: OpSet, scheme: Scheme | None) -> Linear:
-    """Returns the model's output head as drafts read it: a copy in 8 bits, if that is their scheme
-    and the model's own is dense.
+    """The output head for drafts: an 8-bit copy of the model's, if that is the drafts' scheme and
+    the model's own is dense; otherwise the model's.
 
-    A pass of one layer over a large vocabulary takes as long as reading the head. Drafts only propose,
-    and a verification reads the model's own.
+    With a large vocabulary, reading the head takes most of the time of a one-layer pass. Rounding
+    it is safe, because verification uses the model's own head.
     """
     fits = scheme is not None and scheme.weight_bits == 8 and type(head) is Linear
     if not fits or head.bias is not None or head.out_features % ops.output_multiple:
@@ -550,8 +552,8 @@ def head_tensors(
     stored: Iterable[tuple[str, Any, Callable[[], Any]]],
     maps: dict[str, Any],
 ) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
-    """Yields the tensors (name, shape, read) of a head's file that have a place, and puts those of
-    `MAPS` into `maps`."""
+    """Yields the tensors (name, shape, read) of a head's file that are parameters, and stores those
+    of `MAPS` in `maps`."""
     for name, shape, read in stored:
         name = name.removeprefix("medusa_heads.").removeprefix(WRAPPED)
         if name in MAPS and description.has_map:
@@ -575,10 +577,10 @@ def _two_dims(read: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _state_of(row: Any, fc: Any, norms: Sequence[NormParams]) -> Any:
-    """Applies `fc` [E, n · E] to a row [n · E], float32 [E]. The n parts of the row go through
-    `norms`, if any.
+    """`fc` [E, n · E] applied to a row [n · E] → float32 [E]. The row's n parts are normed first if
+    there are `norms`.
 
-    Tensors or arrays.
+    Takes tensors or arrays.
     """
     total = 0.0
     parts = _columns(row[None], len(norms) or 1)
@@ -605,11 +607,11 @@ def _columns(weight: Any, count: int) -> list[Any]:
 def target_ids(
     spec: LayeredSpec, maps: dict[str, npt.NDArray[Any]]
 ) -> npt.NDArray[np.int64] | None:
-    """Returns the model's token for each of the head's, or None if they are the same.
+    """The model's token id for each of the head's tokens; None if they are the same.
 
-    `d2t` is the offset from each of the head's tokens to the model's. `t2d` marks the model's
-    tokens that the head has. Without `d2t` the head's tokens are in the model's order.
-    CheckpointError if the tensors don't fit.
+    `d2t`: the difference between the model's id and the head's. `t2d`: a mask of the model's tokens
+    that the head has; without `d2t` the head's tokens are these, in order. CheckpointError if the
+    tensors are inconsistent.
     """
     steps, chosen = maps.get("d2t"), maps.get("t2d")
     if chosen is not None and (

@@ -1,13 +1,13 @@
-"""The encoder of an encoder-decoder, a classifier, and pooling. Nothing here imports torch.
+"""The encoder of encoder-decoders, classifiers, and pooling. No torch.
 
 1. An encoder's layers are a decoder's without causal attention. They keep no state: all layers use
    one cache in turn, and read their keys and values back in the same step. (A GPU reads them from
-   the product's result.) So a step holds whole texts.
+   the projection's output.) So a step holds whole texts.
 2. In an encoder-decoder (T5) the decoder's layers attend to the encoder's last states. The keys and
    values of these states are computed once per request. They are in blocks of the layers' own
-   caches, with a block table of their own (`CacheGroup`'s `cross`).
+   caches, with a separate block table (`CacheGroup`'s `cross`).
 3. While the encoder runs, it uses these blocks of the first layer's cache.
-4. An encoder of audio (Whisper) reads what two convolutions make of a spectrogram. They are products of each three frames.
+4. An audio encoder (Whisper) reads the output of two convolutions over a spectrogram.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PoolingKind: TypeAlias = Literal["mean", "cls", "last"]
 
 @dataclass(frozen=True, slots=True)
 class AudioInput:
-    """Convolutions over a spectrogram's frames, and positions."""
+    """The convolutions over a spectrogram's frames, and the positions, before an audio encoder's layers."""
 
     spec: AudioSpec
     first: Linear
@@ -42,8 +42,8 @@ class AudioInput:
     positions: Tensor  # [num_states, E]
 
     def __call__(self, ops: OpSet, frames: Tensor) -> Tensor:
-        """Frames float32 [N · num_frames, mels · 3] of N windows, each with the frames before and after it → [N · num_states,
-        E]."""
+        """Frames float32 [N · num_frames, mels · 3] of N windows, each row with the previous and
+        the next frame → [N · num_states, E]."""
         rows = frames.to(self.positions.dtype)
         h: Any = ops.activation(ops.linear(rows, self.first), "gelu", gated=False)
         pairs = h.unflatten(0, (-1, self.spec.num_states, 2))  # [N, num_states, 2, E]
@@ -59,7 +59,7 @@ class AudioInput:
 
 @dataclass(frozen=True, slots=True)
 class TextInput:
-    """An encoder's own positions and norm, which its tokens' embeddings get."""
+    """An encoder's own positions and norm, applied to token embeddings."""
 
     positions: Tensor  # [num_positions, E]
     offset: int
@@ -73,8 +73,8 @@ class TextInput:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """The encoder of an encoder-decoder. Its inputs are made of embeddings as the decoder's are, or by `text`, or made from
-    `audio`."""
+    """The encoder of an encoder-decoder. Its input is computed from embeddings as in the decoder,
+    or by `text`, or from `audio`."""
 
     layers: Sequence[Layer]
     final_norm: NormParams | None
@@ -82,8 +82,8 @@ class Encoder:
     text: TextInput | None = None
 
     def __call__(self, ops: OpSet, h: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        """Embeddings of whole texts [T, E] → their states [T, E]. `kv` holds keys and values for
-        the time of a layer."""
+        """Embeddings of whole texts [T, E] → states [T, E]. `kv` holds keys and values while a
+        layer runs."""
         return finished(
             ops, self.final_norm, *run_layers(ops, self.layers, h, [kv] * len(self.layers), meta)
         )
@@ -97,8 +97,8 @@ class Classifier:
     out: Linear
 
     def __call__(self, ops: OpSet, hidden: Tensor, starts: Tensor) -> Tensor:
-        """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → scores
-        [S, labels]; of a classifier of tokens [T, labels]."""
+        """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → scores [S, labels];
+        for token classifiers [T, labels]."""
         kind = self.spec.pooling
         h = hidden if kind == "tokens" else pool(ops, hidden, starts, kind)
         h = h if h.dtype == hidden.dtype else h.to(hidden.dtype)
@@ -130,7 +130,7 @@ class Dense:
     activation: DenseActivation
 
     def __call__(self, vectors: Tensor, xp: Any) -> Tensor:
-        """[S, inputs] → [S, outputs]. `xp` is the module of its arrays, NumPy or torch."""
+        """[S, inputs] → [S, outputs]. `xp` is the arrays' module, NumPy or torch."""
         made: Any = vectors @ self.weight.T
         made = made if self.bias is None else made + self.bias
         if self.activation == "tanh":
@@ -142,15 +142,15 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class TextHeads:
-    """Heads after an encoder other than a classifier: products of texts' vectors and of tokens',
-    and a token's weight."""
+    """Heads after an encoder other than classifiers: linear layers on text vectors and on token
+    vectors, and token weights."""
 
     dense: tuple[Dense, ...] = ()
     token_dense: tuple[Dense, ...] = ()
     lexical: Dense | None = None
 
     def of_tokens(self, hidden: Tensor, task: str, xp: Any) -> Tensor:
-        """States float32 [T, E] → the tokens' vectors [T, …], or for `sparse_embed` their weights [T, 1]."""
+        """States float32 [T, E] → token vectors [T, …], or for `sparse_embed` token weights [T, 1]."""
         if task == "sparse_embed":
             assert self.lexical is not None
             return self.lexical(hidden, xp)

@@ -1,16 +1,15 @@
-"""Layers whose weights are read from a file ahead of use, on a CPU. `spec.offload` says which and
-why.
+"""Layers whose weights are read from a file ahead of use, on a CPU. `spec.offload` chooses them.
 
-  file ──read──> slot 0, slot 1, slot 0, …      by a thread, while the layers before are computed
+file ──read──> slot 0, slot 1, slot 0, … by a thread, while earlier layers are computed
 
-1. A layer's packed products are views of its slot, at the same addresses every time. So its `Layer`
-   is made once.
+1. A layer's packed weights are views of its slot, at the same addresses every time. So its `Layer`
+   is built once.
 2. Norms, biases and other small tensors stay in memory.
 3. The file is written layer by layer when the model is loaded, so that at most one layer is in
-   memory in addition to those that stay. It has no name, so nothing is left of it, however the
-   process ends.
-4. What was read may stay in the system's file cache, as long as nothing else needs the memory. Then
-   reading it again is a copy.
+   memory in addition to those that stay. It is unlinked at once, so nothing is left of it, however
+   the process ends.
+4. Data stays in the system's page cache as long as nothing else needs the memory. Then reading it
+   again is a copy.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from slipstream.spec.offload import CHUNK, NUM_SLOTS
 
 ALIGNMENT = 4096
 READERS = 2
-"""Number of reading threads. One alone does not reach the rate of a disk or of the file cache."""
+"""Number of reading threads. One thread does not reach the bandwidth of a disk or of the page cache."""
 
 
 def with_parts(value: Any, kinds: tuple[type, ...], change: Callable[[Any], Any]) -> Any:
@@ -54,7 +53,7 @@ def with_parts(value: Any, kinds: tuple[type, ...], change: Callable[[Any], Any]
 
 
 def products_of(value: Any) -> Iterator[NativeLinear | NativeExperts]:
-    """Yields the packed products of a layer, in order."""
+    """Yields the packed weights of a layer, in order."""
     if isinstance(value, (NativeLinear, NativeExperts)):
         yield value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -67,14 +66,14 @@ def layer_bytes(layer: Layer) -> int:
 
 
 class LayerStream:
-    """Gives the decoder its layers in turn.
+    """Hands the decoder its streamed layers in order, read from the file in time.
 
     `waited_s` is the time spent waiting for reads, `read_bytes` the bytes read. With `forgets` the
-    system's file cache drops what was read, so that measurements read from the disk.
+    page cache drops what was read, so that benchmarks measure the disk.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Opens a nameless file in `folder`. CheckpointError if that fails."""
+        """Opens an unnamed file in `folder`. CheckpointError if that fails."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (it is read as long as the model is there)
@@ -94,7 +93,7 @@ class LayerStream:
     # --- At the start ---
 
     def write(self, index: int, layer: Layer) -> None:
-        """Writes a layer's products to the file. They may be dropped after that."""
+        """Writes a layer's packed weights to the file. They may be dropped afterwards."""
         begin = self._end
         try:
             for part in (part for w in products_of(layer) for part in w.parts):
@@ -108,8 +107,8 @@ class LayerStream:
         self._order = sorted(self._spans)
 
     def resident(self, index: int, layer: Layer) -> Layer:
-        """Returns the layer with its products read into memory of their own. Call it after `write`
-        of all layers."""
+        """Returns the layer with its weights read into separate memory. Call it after `write` of
+        all layers."""
         offset, size = self._spans[index]
         memory = Arena(None, 0).take(size)
         for reading in self._submit(memory, offset):
@@ -117,8 +116,8 @@ class LayerStream:
         return _moved(layer, memory)
 
     def keep_only(self, layers: Sequence[int]) -> None:
-        """Selects the layers that are read in each step, and makes their slots. The others stay in
-        memory."""
+        """Selects the layers that are read in each step, and allocates their slots. The other
+        layers stay in memory."""
         self._spans = {i: self._spans[i] for i in layers}
         self._order = sorted(self._spans)
         size = max(size for _, size in self._spans.values())
@@ -129,14 +128,14 @@ class LayerStream:
             self._slots.append(whole[-whole.ctypes.data % ALIGNMENT :][:size])
 
     def streamed(self, index: int, layer: Layer) -> Layer:
-        """Returns the layer with its products in its slot."""
+        """Returns the layer with its weights as views of its slot."""
         return _moved(layer, self._slots[self._slot_of(index)])
 
     # --- In a step ---
 
     def before(self, layer: int) -> None:
-        """Waits until layer `index` is in its slot, and begins to read the next ones. Called before
-        each layer in turn, and after the last with the number of layers."""
+        """Waits until the layer is in its slot, and starts reading the next ones. Call it before
+        each layer, in order, and after the last one with the number of layers."""
         at = self._spans.get(layer)
         if at is None:
             if layer > self._order[-1]:
@@ -155,15 +154,14 @@ class LayerStream:
         return self._order.index(layer) % len(self._slots)
 
     def _begin(self, layer: int) -> None:
-        """Begins to read a layer into its slot, unless that was done already.
+        """Starts reading a layer into its slot, unless already done.
 
-        The layer that used the slot before is already computed, because a call on a CPU returns
-        when it is done.
+        The slot's previous layer has been computed, because CPU calls are synchronous.
         """
         if layer in self._reading:
             return
         if overwritten := [x for x in self._reading if self._slot_of(x) == self._slot_of(layer)]:
-            for other in overwritten:  # it was read for a step that did not reach it
+            for other in overwritten:  # read for a step that ended before it
                 for reading in self._reading.pop(other):
                     reading.result()
         offset, size = self._spans[layer]
@@ -190,12 +188,12 @@ class LayerStream:
 
 
 def without_data(layer: Layer) -> Layer:
-    """Returns the layer with placeholders for its products' bytes, which have only their size."""
+    """Returns the layer with its weights' bytes replaced by placeholders of the same size."""
     return _moved(layer, None)
 
 
 def _moved(layer: Layer, memory: Bytes | None) -> Layer:
-    """Returns the layer with its products' bytes in `memory`, in the layout of
+    """Returns the layer with its weights' bytes in `memory`, in the layout of
     `LayerStream.write`."""
     at = 0
 

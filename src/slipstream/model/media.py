@@ -1,5 +1,5 @@
-"""The common part of encoders of pictures and of sounds: layers without a cache, and passes over several inputs. Uses torch
-and the decoder's op set.
+"""Common code of image and audio encoders: layers without a cache, and passes over several inputs.
+Uses torch and the decoder's op set.
 
 Shapes: N patches or states of all inputs, E the encoder's hidden size.
 """
@@ -27,18 +27,18 @@ from slipstream.spec.media.vision import CLIPPED
 from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec, OwnActivation
 
 MAX_PATCHES = {"cuda": 16384, "cpu": 8192}
-"""Maximum patches of one pass, unless a single picture has more. More pictures are encoded in
-several passes of similar size.
+"""Maximum patches of one pass, by device, unless a single image has more. More images are encoded
+in several passes of similar size.
 
 On a GPU the host takes 12 to 16 ms to launch a pass, whatever its size.
 """
 
 PRODUCTS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
-"""Names of a layer's products, in the order of `MediaLayer`'s fields."""
+"""Names of a layer's linear layers, in the order of `MediaLayer`'s fields."""
 
 ROW = 8
-"""Multiple to which the hidden units of an MLP are padded, since a GPU's fast products read rows of
-whole 16 bytes.
+"""Multiple to which the hidden units of an MLP are padded, since a GPU's fast matrix products need
+rows of a multiple of 16 bytes.
 
 On an H100, Qwen 2.5 VL's rows of 3,420 elements took 347 µs, and padded rows about 110.
 """
@@ -46,35 +46,36 @@ On an H100, Qwen 2.5 VL's rows of 3,420 elements took 347 µs, and padded rows a
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Places of some pictures' patches. Tensors are on the encoder's device."""
+    """Metadata of a pass: where each image's patches are. Tensors are on the encoder's device."""
 
     whole: PackedParts  # one part per picture
     windows: PackedParts  # one part per window; `whole` without windows
-    positions: Tensor | None  # int64 [N, n]: rows of the position table, which are summed
+    positions: Tensor | None  # int64 [N, n]: rows of the position table, to be summed
     weights: Tensor | None  # float32 [N, n]: their weights; None: 1
     cos_sin: Tensor | None  # float32 [N, D]: cosines, then sines
     meta: AttentionMetadata  # patch i has row i of `cos_sin`, and slot i of keys and values
-    order: Tensor | None  # int64 [N / merge²]: groups in window order; None: unchanged
-    inner: Tensor | None = None  # int64 [N]: rows of patches among those with class tokens
-    interleaved: bool = False  # how `cos_sin` rotates
+    order: Tensor | None  # int64 [N / merge²]: groups in window order; None: no reordering
+    inner: Tensor | None = None  # int64 [N]: row of each patch if class tokens are inserted
+    interleaved: bool = False  # layout of the pairs that `cos_sin` rotates
 
 
 @dataclass(frozen=True, slots=True)
 class Clamped:
-    """A product that clamps its input and its results, as one op set's linear.
+    """A linear layer that clamps its input and its output.
 
-    It has several products side by side, of `rows` each. Those with the same bounds of inputs are
-    computed together.
+    It combines several stacked layers. Those with the same input bounds are computed together.
     """
 
     linear: Linear
-    inputs: Sequence[tuple[float, float, slice]]  # bounds, and the columns of the result
-    low: Tensor  # [R], of the results
+    inputs: Sequence[
+        tuple[float, float, slice]
+    ]  # (low, high, columns of the output) of each input clamp
+    low: Tensor  # [R], of the outputs
     high: Tensor
 
     @classmethod
     def of(cls, linear: Linear, bounds: Tensor, rows: Sequence[int]) -> Clamped:
-        """A linear of n products: product i has `rows[i]` rows and the bounds `bounds[i]`
+        """Combines n stacked linear layers: layer i has `rows[i]` rows and the bounds `bounds[i]`
         (`spec.media.vision.BOUNDS`)."""
         counts = torch.tensor(rows, device=bounds.device)
         low, high = (bounds[:, i].repeat_interleave(counts) for i in (2, 3))
@@ -102,7 +103,7 @@ class MediaLayer:
     norms: Mapping[str, NormParams]
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-    gains: Tensor | None = None  # [2, E]: of what attention and MLP add
+    gains: Tensor | None = None  # [2, E]: factors of the outputs of attention and MLP
 
     def __call__(
         self, ops: OpSet, h: Tensor, parts: PackedParts, layout: Layout | None = None
@@ -146,7 +147,9 @@ class MediaLayer:
         first, second = (1, 1) if self.gains is None else self.gains
         h = h + first * self._after("post_attention", ops, _product(ops, mixed, self.out))
         rows = _product(ops, normed(ops, self.norms["pre_mlp"], h), self.up)
-        if isinstance(act := mlp.activation, OwnActivation):  # which needs no kernel here
+        if isinstance(
+            act := mlp.activation, OwnActivation
+        ):  # a custom activation, which needs no kernel here
             rows = act.function(rows.float()).to(rows.dtype)
         else:
             rows = cast("Tensor", ops.activation(rows, act, gated=mlp.gated))
@@ -161,7 +164,7 @@ def _product(ops: OpSet, x: Tensor, by: Linear | Clamped) -> Tensor:
 
 
 class MediaTower:
-    """An encoder of pictures or sounds. Takes the `parameters` whose names begin with "media." out of the mapping."""
+    """An image or audio encoder. Removes the `parameters` whose names begin with "media." from the mapping."""
 
     spec: MediaSpec
 
@@ -186,23 +189,23 @@ class MediaTower:
     def __call__(
         self, given: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()
     ) -> list[Tensor]:
-        """The numbers of pictures or sounds → the token embeddings of each, [num_tokens, text size]. `sizes`: rows and columns
-        of tokens."""
+        """Encodes inputs of images or audio → token embeddings of each, [num_tokens, text size].
+        `sizes`: rows and columns of tokens."""
         raise NotImplementedError
 
     def probe(self) -> int:
-        """Encode an input so that its memory can be measured. Returns how many times that memory a pass may take."""
+        """Encode an input so that its memory can be measured. Returns how many times that memory a pass may need."""
         raise NotImplementedError
 
     def _linear(self, name: str) -> Linear:
         return build_linear(f"media.{name}", self._own, self.ops, None, {})
 
     def _size(self, given: Tensor) -> int:
-        """The number of an input's patches or states."""
+        """Number of an input's patches or states."""
         raise NotImplementedError
 
     def _encode(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """The token embeddings of each input, in one pass."""
+        """Token embeddings of each input, computed in one pass."""
         raise NotImplementedError
 
     def _in_passes(self, given: Sequence[Tensor]) -> list[Tensor]:
@@ -244,10 +247,10 @@ class MediaTower:
 
 
 def pass_ends(counts: Sequence[int], most: int) -> list[int]:
-    """Returns the end of each pass over inputs with these patch `counts`.
+    """End indices of the passes over inputs with these patch `counts`.
 
-    A pass has at most `most` patches, unless a single input has more. It ends when it has its
-    even share, so the last pass is seldom much smaller than the others.
+    A pass has at most `most` patches, unless a single input has more. Passes get similar shares, so
+    the last one is seldom much smaller than the others.
     """
     each = -(-sum(counts) // -(-sum(counts) // most)) if counts else 0
     ends, num_patches = list[int](), 0

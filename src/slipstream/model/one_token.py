@@ -30,8 +30,7 @@ from slipstream.spec.reason import Reason
 class OneTokenKernel:
     """A decoder whose layers run as one kernel.
 
-    `layers` turns the first layer's input x [1, E] into the residual after the last layer, in
-    place.
+    `layers` overwrites the first layer's input x [1, E] with the residual after the last layer.
     """
 
     def __init__(
@@ -49,10 +48,10 @@ class OneTokenKernel:
 
 
 def compile_one_token(decoder: Decoder) -> OneTokenKernel | Reason:
-    """Compiles the decoder's kernel, or returns the reason why there is none.
+    """Compiles the decoder's kernel, or returns the reason why that is not possible.
 
-    Call `count_experts` first, because the kernel holds its counters. With a partition all ranks
-    call this.
+    Call `count_experts` first, because the kernel stores its counters' addresses. With a partition
+    all ranks must call this.
     """
     if decoder.routed_experts is not None:
         return ROUTED_EXPERTS
@@ -110,15 +109,15 @@ def _experts(layers: Sequence[LayerMatch]) -> list[Linear]:
 
 
 def _apart(layers: Sequence[LayerMatch]) -> Linear | None:
-    """Returns one of the experts' weights if they have a format that no other product has (4-bit
-    floats next to 16 bits), or else None."""
+    """One of the experts' weights if their format differs from all other linear layers' (4-bit
+    floats next to 16 bits); otherwise None."""
     if isinstance(layers[0].products["qkv"], Float4Linear):
         return None
     return next((w for w in _experts(layers) if isinstance(w, Float4Linear)), None)
 
 
 def _tensors(layer: LayerMatch) -> LayerTensors:
-    """Returns a layer's tensors and numbers by the kernel's names."""
+    """A layer's tensors and scalars, named as in the kernel."""
     found: dict[str, Any] = {
         "expert_counts": None,
         **layer.tensors,
@@ -141,12 +140,12 @@ def _tensors(layer: LayerMatch) -> LayerTensors:
 
 
 def _as_it_is(w: Linear, like: Tensor) -> bool:
-    """Tells whether it is a plain product of the model's type that the kernel can read in place."""
+    """Whether `w` is a dense weight of the model's dtype that the kernel can read in place."""
     return type(w) is Linear and w.weight.dtype == like.dtype and _lies_well(w)
 
 
 def _alike(products: Sequence[Linear]) -> bool:
-    """Tells whether all products have the same format and a memory layout that the kernel reads."""
+    """Whether all linear layers have the same format and a memory layout that the kernel can read."""
 
     def form(w: Linear) -> tuple[object, ...]:
         if isinstance(w, GroupedLinear):

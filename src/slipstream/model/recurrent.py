@@ -1,7 +1,6 @@
-"""Recurrent parts of a layer: their products around one op each (`spec/recurrent.py` has the equations). No torch.
+"""Recurrent parts of a layer: linear layers around one recurrent op (`spec/recurrent.py` has the equations). No torch.
 
-Each takes rows [T, E] and gives [T, E]. The states are the layer's (`LayerKV.state`); which of them a step reads and keeps
-says `meta.states`.
+Each maps [T, E] → [T, E]. States are in `LayerKV.state`; `meta.states` says which of them a step reads and writes.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ def _state(kv: LayerKV) -> LayerState:
 
 
 def _gathered(ops: OpSet, x: Tensor, meta: AttentionMetadata, ranks: RankGroup | None) -> Tensor:
-    """Returns the rows of all tokens, where x has this rank's of a long step: a state passes all."""
+    """Gathers the rows of all tokens if x only has this rank's tokens of a long step: the recurrence needs all."""
     if ranks is None or len(x) == len(meta.positions):
         return x
     return ops.gather_tokens(x, ranks, len(meta.positions))
 
 
 def _own(ops: OpSet, x: Tensor, like: Any, ranks: RankGroup | None) -> Tensor:
-    """Returns this rank's rows of x, if `like` has no others."""
+    """This rank's rows of x, if `like` only has these."""
     return x if ranks is None or len(x) == len(like) else ops.own_tokens(x, ranks)
 
 
@@ -67,14 +66,14 @@ class GatedDelta:
     out: Linear
     params: GatedDeltaParams
     latents: tuple[Linear, Linear, Linear, Linear] | None = None
-    """Products with `spec.latent`: decay to its latent and back, the output gate to its latent and back."""
+    """Linear layers with `spec.latent`: decay to its latent and back, output gate to its latent and back."""
 
-    inputs: InputFormat | None = None  # the gates' product reads rows of the model's type
-    context: RankGroup | None = None  # the ranks with the other tokens' rows, in long steps
+    inputs: InputFormat | None = None  # the gates' linear layer reads unquantized rows
+    context: RankGroup | None = None  # ranks with other tokens' rows, in long steps
 
     @property
     def products(self) -> dict[str, Linear]:
-        """The products by their names in the layer, as those of the other kinds."""
+        """The linear layers by their names in the layer."""
         own = {"in": self.into, "gates": self.gates, "out": self.out}
         parts = ("decay_latent", "decay_up", "gate_latent", "gate_up")
         return own | dict(zip(parts, self.latents or (), strict=False))
@@ -102,8 +101,8 @@ class Mamba2:
     into: Linear
     out: Linear
     params: Mamba2Params
-    norm: Tensor | None = None  # with `spec.norm_part`: the norm's weights, which `params` lack
-    group: RankGroup | None = None  # the ranks that have the other parts
+    norm: Tensor | None = None  # weights of the norm that `params` lacks, with `spec.norm_part`
+    group: RankGroup | None = None  # ranks with the other parts
     context: RankGroup | None = None
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
@@ -138,7 +137,7 @@ class Mamba:
     conv: ConvParams
     params: MambaParams
     norms: tuple[NormParams, NormParams, NormParams] | None = None  # of dt's latent, B and C
-    group: RankGroup | None = None  # the ranks that have the other channels
+    group: RankGroup | None = None  # ranks with the other channels
     context: RankGroup | None = None
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
@@ -194,7 +193,7 @@ Recurrent: TypeAlias = GatedDelta | Mamba2 | Mamba | ShortConv
 
 
 def constant(like: Any, values: Any, *, own_type: bool = False) -> Any:
-    """Returns numbers that no checkpoint has, as a tensor, an array, or a shape as `like` is; with `own_type` of its type."""
+    """Constants that no checkpoint has, as a tensor, an array or a shape like `like`; with `own_type` in its dtype."""
     if isinstance(like, NamedWeight):
         return NamedWeight("constant", values.shape)
     if not hasattr(like, "new_tensor"):
@@ -211,10 +210,10 @@ def build_recurrent(
     group: RankGroup | None = None,
     context: RankGroup | None = None,
 ) -> Recurrent:
-    """Builds a layer's recurrent part from the parameters `name`recurrent.…, which it removes from the mapping.
+    """Builds a layer's recurrent part from the parameters named `{name}recurrent.…`, and removes them from the mapping.
 
-    `linear(stem, scheme)` makes a product; with None it is not quantized. `group` has the ranks whose parts are summed,
-    `context` those with the other tokens' rows.
+    `linear(stem, scheme)` builds a linear layer; with None it is not quantized. `group`: ranks whose parts are summed;
+    `context`: ranks with other tokens' rows.
     """
 
     def take(part: str) -> Any:

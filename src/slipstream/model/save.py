@@ -1,8 +1,8 @@
-"""Writes checkpoints, as `load/weights.py` reads them, into a folder that appears complete or not at
-all.
+"""Writes checkpoints, as `load/weights.py` reads them, into a folder that appears complete or not
+at all.
 
-A checkpoint is safetensors with the family's own names, and the config and tokenizer of the model
-that it was made from. So programs that load the original also load it.
+A checkpoint has safetensors with the family's own names, and the config and tokenizer of the model
+from which it was made. So programs that load the original also load it.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ KEPT_FILES = (
     *(
         "tokenizer.model",
         "spiece.model",
+        "tekken.json",
         "vocab.txt",
         "chat_template.jinja",
         "chat_template.json",
@@ -68,20 +69,20 @@ KEPT_FILES = (
         "config_sentence_transformers.json",
         "LICENSE",
     ),
-    *(  # how pictures are read
+    *(  # image preprocessing
         "preprocessor_config.json",
         "processor_config.json",
         "video_preprocessor_config.json",
     ),
 )
-"""Files of a folder that are copied: the tokenizer, the recommended sampling, and the settings of
-pooling."""
+"""Files that are copied from the source folder: tokenizer, recommended sampling, and pooling
+settings."""
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Context manager that makes a folder next to `out` to write into. On exit it becomes `out`, or
-    is removed after an error.
+    """Context manager that yields a new folder next to `out` to write into. On exit it is renamed
+    to `out`, or removed after an error.
 
     ConfigError if `out` exists and is not empty.
     """
@@ -95,7 +96,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield folder
         folder.chmod(0o755)
         for file in (f for f in folder.rglob("*") if f.is_file()):
-            file.chmod(0o644)  # safetensors makes files that only the owner can read
+            file.chmod(0o644)  # safetensors creates files that only the owner can read
         os.replace(folder, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -104,9 +105,9 @@ def new_folder(out: Path) -> Iterator[Path]:
 def stored_tensors(
     family: Family, spec: ModelSpec, parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name in the checkpoint, tensor) of the given `parameters`, as transformers names them
-    and the family stores them."""
-    prefix = family.prefixes[-1]  # the bare names come first, for writers that leave the prefix out
+    """Yields (name in the checkpoint, tensor) for the given `parameters`, with transformers' names
+    and the family's layout."""
+    prefix = family.prefixes[-1]  # bare names come first, for writers that omit the prefix
     for name, placement in family.names(spec).items():
         if placement.target in parameters:
             above = "" if placement.target.startswith("head.") else prefix
@@ -122,7 +123,7 @@ def stored_tensors(
 
 
 def stored(parameter: Tensor, placement: Placement) -> Tensor:
-    """Returns the checkpoint tensor that fills `placement`."""
+    """The checkpoint tensor that fills `placement`, cut from a parameter: the inverse of loading."""
     part = place(parameter, placement)
     match placement.transform:
         case None | Turnable():
@@ -195,7 +196,7 @@ def write_tensors(
         if held and size + num_bytes > shard_bytes:
             write()
             size = 0
-        # A view would keep its whole storage, and two views of one storage are refused.
+        # A view would keep its whole storage alive, and safetensors refuses two views of one storage.
         held[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         size, total = size + num_bytes, total + num_bytes
     write()
@@ -214,7 +215,7 @@ def write_tensors(
 def copy_surroundings(folder: Path, source: ModelDescription) -> None:
     """Copies the tokenizer and generation config of a Hugging Face folder.
 
-    The engine writes those of a GGUF file (`Tokenizer.save`).
+    For a GGUF file the engine writes them (`Tokenizer.save`).
     """
     if source.format == "safetensors":
         for name in KEPT_FILES:
@@ -228,8 +229,8 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_writable(source: ModelDescription, *, inside: bool = False) -> None:
-    """Raises UnsupportedModelError or CheckpointError if a checkpoint of this kind of model can't
-    be written. With `inside` a language model inside another one is written into its place there."""
+    """Raises UnsupportedModelError or CheckpointError if a checkpoint of this kind of model can't be written.
+    With `inside`, a language model nested in another model may be written back into its place."""
     if source.family.nested_config is not None and not inside:
         raise UnsupportedModelError(
             f"{source.name} holds a language model inside another one ({source.family.nested_config}); write the language "

@@ -2,10 +2,10 @@
 importances.
 
 1. A `SequenceBatch` holds sequences of any lengths, one after another.
-2. A layer's cache is *flat*: one block per sequence. It is made for the layer and dropped after it.
+2. A layer's cache is *flat*: one block per sequence. It exists only while the layer runs.
 3. `WholeModel` is the decoder as a torch module. Its parameters have the names of
    `spec.parameters`. Its blocks can be sharded one by one, and recomputed in the backward pass
-   instead of kept.
+   instead of stored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SequenceBatch:
     """A batch of T tokens in S sequences, one after another."""
 
     token_ids: Tensor  # int64 [T]
-    lengths: tuple[int, ...]  # of the S sequences, at least 1 each
+    lengths: tuple[int, ...]  # lengths of the S sequences, at least 1 each
     meta: AttentionMetadata
 
     @classmethod
@@ -73,7 +73,7 @@ class SequenceBatch:
         return sum(self.lengths)
 
     def starts(self) -> Tensor:
-        """Returns bool [T]: true for the first token of each sequence, which nothing predicts."""
+        """Mask of each sequence's first token, bool [T]: no earlier token predicts it."""
         return self.meta.positions == 0
 
     def flat_cache(self, spec: LayerSpec, dtype: torch.dtype) -> LayerKV:
@@ -88,8 +88,8 @@ class SequenceBatch:
 
 
 def attention_of(layer: LayerSpec) -> AttentionSpec | None:
-    """Returns the layer's attention, None if it is recurrent only. UnsupportedModelError if it is latent,
-    or if it reads what comes from elsewhere than its input: training and compression don't support these."""
+    """The layer's attention; None if it is purely recurrent. UnsupportedModelError for latent attention, or
+    if the layer reads more than its input: training and compression don't support these."""
     if isinstance(layer.streams, RecallSpec):
         raise UnsupportedModelError(
             "layers that share weights can't be trained or compressed yet", field="num_mem_blocks"
@@ -111,7 +111,7 @@ def attention_of(layer: LayerSpec) -> AttentionSpec | None:
 def run_layer(
     layer: Layer, ops: OpSet, pending: Tensor, residual: Tensor | None, batch: SequenceBatch
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs `Layer` on whole sequences and returns (the output to be added, the residual)."""
+    """Runs `Layer` on whole sequences. Returns (the output not yet added, the residual)."""
     kind = pending.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else pending.dtype
     made, residual = layer(ops, pending, residual, batch.flat_cache(layer.spec, dtype), batch.meta)
@@ -119,13 +119,13 @@ def run_layer(
 
 
 def layer_output(layer: Layer, ops: OpSet, x: Tensor, batch: SequenceBatch) -> Tensor:
-    """Returns the residual [T, E] after the layer, given the residual `x` before it."""
+    """The residual [T, E] after the layer, given the residual `x` before it."""
     pending, residual = run_layer(layer, ops, x, None, batch)
     return pending if residual is None else pending + residual
 
 
 class TrainableLayer(nn.Module):
-    """A layer whose parameters are this module's, by the names of `spec.parameters` without their
+    """A layer as a torch module. Its parameters have the names of `spec.parameters` without
     `layers.N.`."""
 
     def __init__(
@@ -138,7 +138,7 @@ class TrainableLayer(nn.Module):
     def forward(
         self, pending: Tensor, residual: Tensor | None, batch: SequenceBatch
     ) -> tuple[Tensor, Tensor | None]:
-        # Built anew each time: with sharded parameters, each pass has other tensors than the last.
+        # Rebuilt for each pass, because sharded parameters are different tensors each time.
         layer = build_layer(
             self.spec, dict[str, Tensor](self.named_parameters()), self.ops, self.tables
         )
@@ -148,10 +148,10 @@ class TrainableLayer(nn.Module):
 class WholeModel(nn.Module):
     """The decoder over whole sequences, under autograd.
 
-    `parameters` become this module's, by their names. Those that require gradients still do. The
-    first axis of inputs and outputs is T, the tokens of all sequences. With `recompute`, a block's
-    inner activations are recomputed in the backward pass. Sequences have at most `max_len` tokens.
-    `ops` are `AutogradOps` or extend them (watching, fake quantization).
+    `parameters` become this module's under their names; `requires_grad` is kept. The first axis of
+    inputs and outputs is T, the tokens of all sequences. With `recompute`, a block's inner
+    activations are recomputed in the backward pass. Sequences have at most `max_len` tokens. `ops`:
+    `AutogradOps` or a subclass (for observing, or fake quantization).
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class WholeModel(nn.Module):
         )
 
     def ends(self) -> Decoder:
-        """Makes the decoder without layers from this module's current parameters."""
+        """Builds the decoder without layers from this module's current parameters."""
         own: dict[str, Tensor] = {}
         for part, module in self.named_children():
             if part != "layers":
@@ -192,9 +192,9 @@ class WholeModel(nn.Module):
     def hidden(
         self, batch: SequenceBatch, each: Callable[[int, Tensor], None] | None = None
     ) -> Tensor:
-        """Returns the hidden states [T, E] after the final norm.
+        """Hidden states [T, E] after the final norm.
 
-        `each` is called with the residual before layer i, and after the last with i = the number of
+        `each(i, residual)` is called before layer i, and after the last one with i = the number of
         layers.
         """
         ends = self.ends()
@@ -211,7 +211,7 @@ class WholeModel(nn.Module):
         return ends.finished(h, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, E] → [N, V]."""
+        """Hidden states [N, E] → logits [N, V]."""
         return self.ends().logits(hidden)
 
     def forward(
@@ -222,16 +222,16 @@ class WholeModel(nn.Module):
     ) -> Any:
         """Returns the logits [T, V], or `read` of the final hidden states.
 
-        `read` runs inside this module's call, where sharded parameters are complete. Tensors that
-        need gradients must be returned as themselves or in a tuple. `each` is as in `hidden`.
+        `read` runs inside this module's call, where sharded parameters are complete. Return tensors
+        that need gradients directly or in a tuple. `each` is as in `hidden`.
         """
         hidden = self.hidden(batch, each)
         return self.logits(hidden) if read is None else read(hidden)
 
 
 def register(module: nn.Module, parameters: dict[str, Tensor]) -> None:
-    """Registers `parameters` with the module. Each dot of a name is a submodule. A plain tensor is
-    wrapped without a copy."""
+    """Registers `parameters` with the module. Each dot in a name makes a submodule. Plain tensors
+    are wrapped without a copy."""
     for name, value in parameters.items():
         *path, last = name.split(".")
         at = module

@@ -1,5 +1,5 @@
-"""Runs a sound encoder (`spec/media/sound.py`): spectrograms → the embeddings of their tokens. Uses torch and the decoder's op
-set.
+"""Runs an audio encoder (`spec/media/sound.py`): spectrograms → token embeddings. Uses torch and
+the decoder's op set.
 
 Shapes: S states of a sound, E the encoder's hidden size.
 """
@@ -24,7 +24,7 @@ from slipstream.spec.media.sound import SoundSpec
 
 
 class SoundTower(MediaTower):
-    """A sound encoder of `spec`."""
+    """The audio encoder that `spec` describes."""
 
     spec: SoundSpec
 
@@ -43,8 +43,8 @@ class SoundTower(MediaTower):
     def __call__(
         self, sounds: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()
     ) -> list[Tensor]:
-        """Frames of a spectrogram each, float32 [2 · S + 1, mels], of which the last one is read by its neighbour alone → the
-        token embeddings of each sound [num_tokens, text size]."""
+        """Spectrograms, float32 [2 · S + 1, mels] each → token embeddings of each sound
+        [num_tokens, text size]. The last frame only serves as its neighbour's context."""
         return self._in_passes(sounds)
 
     def _size(self, given: Tensor) -> int:
@@ -57,7 +57,7 @@ class SoundTower(MediaTower):
         parts = PackedParts.of(counts, self.device)
         for layer in self.layers:
             h = layer(ops, h, parts)
-        if self.up is not None and self.spec.activation is not None:  # of whole windows
+        if self.up is not None and self.spec.activation is not None:  # if whole windows are read
             if self.final_norm is not None:
                 h = normed(ops, self.final_norm, h)
             rows: Any = ops.linear(h.reshape(-1, pool * h.shape[1]), self.up)
@@ -73,7 +73,7 @@ class SoundTower(MediaTower):
         return list(ops.linear(h, self.out).split([len(own) for own in pooled]))
 
     def _states(self, frames: Tensor, count: int) -> Tensor:
-        """The first layer's input [S, E]. Each frame is read with the one before and the one after it."""
+        """The first layer's input [S, E]. Each frame is convolved with the previous and the next one."""
         around = F.pad(frames, (0, 0, 1, 1)).unfold(0, 3, 1)[: count * FRAMES_PER_STATE]
         audio = dataclasses.replace(
             self.audio,

@@ -1,8 +1,8 @@
-"""A model's step as one program of the C++ kernels. Python passes tokens, lengths and tables, and
-gets hidden states: NumPy arrays, or torch tensors, which share their memory with arrays. No torch.
+"""A model's step as one program of C++ kernels. Python passes tokens, lengths and block tables, and
+gets hidden states: NumPy arrays, or torch tensors that share memory with arrays. No torch.
 
-`compile_step.py` makes it. An encoder-decoder has two programs: one reads prompts, the other is the
-decoding step.
+`compile_step.py` makes it. An encoder-decoder has two programs: one encodes prompts, the other is
+the decoding step.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class StepProgram:
     ) -> None:
         """Takes the compiled step.
 
-        `reading` encodes an encoder-decoder's prompts. `head` has the functions from hidden states
-        to logits, and `weight` the product if that is all of them. `taken_width` is the width of a tap's result.
+        `reading`: the program that encodes an encoder-decoder's prompts. `head`: the functions from hidden states to
+        logits; `weight`: the output head's weight if there is nothing else. `taken_width`: width of a tap's result.
         """
         self.decoder = decoder
         self.hidden_size = decoder.spec.hidden_size
         self._taken_width = taken_width
-        self._embeds = not decoder.spec.is_encoder  # else the decoder does
+        self._embeds = not decoder.spec.is_encoder  # otherwise the decoder embeds
         self.platform, self.pool = platform, pool
         self._body, self._reading = body, reading
         self._head = head
@@ -80,7 +80,7 @@ class StepProgram:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The programs of the step and of the output head. An encoder has no head."""
+        """The programs of the step and of the output head. Encoders have no head."""
         return (
             self._body.program,
             *(step.program for step in self._head if isinstance(step, LinearProgram)),
@@ -122,10 +122,10 @@ class StepProgram:
         return self.platform.upload(found)
 
     def greedy(self, hidden: Tensor) -> Tensor | None:
-        """float32 [N, E] → int64 [N], the tokens with the largest logits, the first of equal ones,
-        without writing the logits.
+        """float32 [N, E] → int64 [N], the tokens with the largest logits, the first of equal ones, without
+        writing the logits.
 
-        None if logits must be written: they are scaled or capped, or the head has several parts.
+        None if logits must be written out, because they are scaled or capped or the head has several parts.
         """
         if self._argmax is None:
             return None
@@ -133,8 +133,8 @@ class StepProgram:
 
     @property
     def writes_no_logits(self) -> bool:
-        """Whether tokens can be drawn without writing logits: these are neither scaled nor capped,
-        and the head has one part."""
+        """Whether tokens can be sampled without writing logits: logits are neither scaled nor
+        capped, and the head has one part."""
         return self._argmax is not None
 
     def begin(
@@ -145,11 +145,11 @@ class StepProgram:
         params: SamplingTensors | None,
         beyond: Beyond | None,
     ) -> tuple[Tensor, Tensor | None, Tensor, RunningStep] | None:
-        """Begins `forward(...)` of a decoder and its tokens as one step.
+        """Starts `forward(...)` of a decoder and the choice of its tokens as one step.
 
-        Tokens are drawn with `params`, or are those with the largest logits. Returns (tokens,
-        packed log-probabilities if they are asked for, `tapped`'s second result, the running step).
-        All but the last are valid after the step ends. None as in `greedy`.
+        Tokens are sampled with `params`; without it, the ones with the largest logits are taken.
+        Returns (tokens, packed log-probabilities if requested, `tapped`'s second result, the
+        running step); all but the last are valid when the step ends. None as in `greedy`.
         """
         if self._argmax is None:
             return None
@@ -169,17 +169,17 @@ class StepProgram:
     def drawn(
         self, hidden: Tensor, params: SamplingTensors, beyond: Beyond
     ) -> tuple[Tensor, Tensor]:
-        """float32 [N, E] → the tokens and packed log-probabilities of `begin`, where it `writes_no_logits`."""
+        """float32 [N, E] → (tokens, packed log-probabilities) as in `begin`. Requires `writes_no_logits`."""
         tokens, packed = self._draws(self.platform.values.array(hidden), params, beyond)
         return self.platform.upload(tokens), self.platform.upload(packed)
 
     def count_experts(self, layer: int, counts: Array) -> None:
-        """Adds the tokens by expert of every step from now on to `counts`, int64 [X]."""
+        """Makes every step from now on add its tokens by expert to `counts`, int64 [X]."""
         self._body.program.bind(self._body.lowered.counts[layer], counts[None])
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a step needs per token: the programs' buffers, their inputs, and the hidden states."""
+        """Bytes that a step needs per token: the programs' buffers and inputs, and the hidden states."""
         reading = (
             0 if self._reading is None else self._reading.program.token_bytes + 4 * self.hidden_size
         )
@@ -188,14 +188,14 @@ class StepProgram:
 
 @dataclass(slots=True, eq=False)
 class CompiledOps:
-    """A program and how to call it."""
+    """A program with its buffers, and how to call it."""
 
     program: Program
     lowered: Lowered
     num_groups: int
     _kv: Sequence[LayerKV] | None = None
     _pointers: object = None
-    # index of the cache with the largest heads, which is of a layer with attention
+    # index of the cache with the largest heads, which belongs to a layer with attention
     _blocks: int = 0
     _is_recurrent: bool = False
 
@@ -210,7 +210,9 @@ class CompiledOps:
     ) -> None:
         """Runs the program. `given` [T, E] is read and not changed; `out` [T, E] and `more` are written."""
         if given is not None and self.lowered.given is not None:
-            given = np.array(given, np.float32, order="C")  # a copy, as layers add to it in place
+            given = np.array(
+                given, np.float32, order="C"
+            )  # a copy, since layers add to it in place
         self.bind(given, out, more)
         inputs, kept = self.inputs(kv, meta, token_ids)
         self.program.run(inputs)
@@ -230,7 +232,7 @@ class CompiledOps:
         return self.program.begin(inputs, then, (kept, out, kv, more))
 
     def bind(self, given: Array | None, out: Array | None, more: Sequence[Array]) -> None:
-        """Sets the arrays that the next runs read and write. Layers add to `given` in place."""
+        """Sets the arrays that the next runs read and write. Layers modify `given` in place."""
         for buffer, tensor in ((self.lowered.given, given), (self.lowered.out, out)):
             if buffer is not None and tensor is not None:
                 self.program.bind(buffer, tensor)
@@ -240,10 +242,10 @@ class CompiledOps:
     def inputs(
         self, kv: Sequence[LayerKV], meta: AttentionMetadata, token_ids: Array | None
     ) -> tuple[native.StepInputs, object]:
-        """Returns the step's inputs for the library, and an object that must live while it runs."""
+        """(the step's inputs for the library, an object that must stay alive while it runs)."""
         if self._kv is not kv:
             self._kv, self._pointers = kv, layer_pointers(kv)
-            # no cache itself: the caller may give back the memory of all of them
+            # an index, not the cache itself, so that the caller can free all caches
             self._blocks = max(range(len(kv)), key=lambda i: kv[i].k.shape[3])
             self._is_recurrent = any(layer.state is not None for layer in kv)
         assert not self._is_recurrent or meta.states is not None

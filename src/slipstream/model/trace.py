@@ -2,7 +2,7 @@
 imports torch.
 
 `trace` takes a built decoder, or one without weights (`named_decoder`); both give the same ops.
-`covered` tells from a spec which fast ways to run a step support it.
+`covered` tells from a spec which fast implementations of a step support it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 SPLIT = Reason(
     "the model is split over ranks, which sum up their parts between the products", notable=False
 )
-"""Reason why no program and no kernel covers a whole step of a split model."""
+"""Reason why no program and no kernel runs a whole step of a model that is split over ranks."""
 
 HOST_EXPERTS = Reason("the host computes experts between the products", notable=False)
 
@@ -51,7 +51,7 @@ class Trace:
     """The ops of one pass, in three parts.
 
     1. `embedding`: tokens → `embedded`.
-    2. `body`: layers and final norm → `hidden`. In an encoder-decoder's encoder it ends when all
+    2. `body`: layers and final norm → `hidden`. For an encoder-decoder's encoder it ends when the
        keys and values of its states are cached.
     3. `head`: `hidden` → `logits`, if there is a head.
 
@@ -87,8 +87,8 @@ def trace(decoder: Decoder) -> Trace:
 
 
 def trace_encoder(decoder: Decoder) -> Trace:
-    """Records an encoder-decoder's encoder, and the caching of its states by each of the decoder's
-    layers."""
+    """Records an encoder-decoder's encoder, and the caching of keys and values of its states for
+    each decoder layer."""
     assert decoder.encoder is not None
     recorder, view = _recorded(decoder)
     made: Any = view.encoder_input if decoder.encoder.audio is None else view.embedded
@@ -113,11 +113,11 @@ def named_decoder(spec: ModelSpec) -> Decoder:
 def covered(
     spec: ModelSpec, *, kernels: Literal["cpu", "triton"], num_ranks: int = 1
 ) -> dict[str, Reason | None]:
-    """Returns for each fast way to run a step with these kernels None, or the reason why it can't
-    run the model.
+    """Maps each fast implementation of a step with these kernels to None, or the reason why it
+    can't run the model.
 
-    It assumes 16-bit weights and a model split over `num_ranks` by tensors. Weight formats and the
-    device may still rule a way out.
+    Assumes 16-bit weights and tensor parallelism over `num_ranks`. Weight formats and the device
+    may still rule an implementation out.
     """
     decoder = named_decoder(spec)
     if kernels == "cpu":
@@ -133,7 +133,7 @@ def covered(
 
 
 def program_refusal(decoder: Decoder) -> Reason | None:
-    """Returns why the C++ program can't run this model, whatever its weights; None if it can."""
+    """The reason why the C++ program can't run this model, whatever its weights; None if it can."""
     step = trace(decoder)
     if (reason := refusal(step.head)) is not None:
         return reason
@@ -147,10 +147,10 @@ def program_refusal(decoder: Decoder) -> Reason | None:
 
 
 def lowered_part(spec: ModelSpec, step: Trace) -> tuple[tuple[Op, ...], Value | None, Value]:
-    """Returns the part of a step that the C++ program computes: (ops, input, result).
+    """The part of a step that the C++ program computes: (ops, input, output).
 
-    An encoder's embeddings are computed before it, as they take little time compared with whole
-    texts.
+    An encoder's embeddings are computed outside it, since they take little time compared with the
+    layers.
     """
     if spec.is_encoder:
         return step.body, step.embedded, step.hidden
@@ -184,7 +184,7 @@ def _layers(
     embedded: Value,
     caches: Sequence[TracedKV],
 ) -> tuple[Any, Any]:
-    """Runs the layers, each recorded under its index, and returns their result."""
+    """Runs the layers, each recorded under its index, and returns their output."""
 
     def before(index: int, *_: object) -> None:
         _enter(recorder, index, len(layers))
@@ -198,7 +198,7 @@ def _enter(recorder: RecordingOps, layer: int, num_layers: int) -> None:
 
 
 def _taken(recorder: RecordingOps) -> tuple[Op, ...]:
-    """Returns the ops recorded since the last call."""
+    """The ops recorded since the last call."""
     found = tuple(recorder.ops)
     recorder.ops.clear()
     return found

@@ -1,8 +1,8 @@
-"""Runs an image encoder (`spec/media/vision.py`): pictures → the embeddings of their tokens. Uses torch
-and the decoder's op set.
+"""Runs an image encoder (`spec/media/vision.py`): images → token embeddings. Uses torch and the
+decoder's op set.
 
-Each product and norm goes through the op set. The steps between them (patches of pixels, positions,
-the order of windows) only move numbers, and are plain torch.
+Linear layers and norms run through the op set. The steps between them (cutting patches, positions,
+window order) only move data, and are plain torch.
 
 Shapes: N patches of all pictures, E the encoder's hidden size, C channels, P a patch's side.
 """
@@ -49,14 +49,14 @@ LongArray = npt.NDArray[np.int64]
 PROBE_GROUPS = 17
 """Side, in patch groups, of the image whose memory is measured.
 
-It is no multiple of a window's side, so windows of several lengths, which take another attention
-kernel, also run at the start.
+It is not a multiple of a window's side, so that windows of different lengths, which need another
+attention kernel, also run at start-up.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Projector:
-    """The products of a connector and its norm; None for those that it has not. `standard`: (shift,
+    """The linear layers and the norm of a connector; None for absent ones. `standard`: (shift,
     gain)."""
 
     spec: Connector
@@ -92,7 +92,7 @@ class Projector:
 
 @dataclass(frozen=True, slots=True)
 class GatedMerger:
-    """The products and the norm of a `GatedMergeConnector`."""
+    """The linear layers and the norm of a `GatedMergeConnector`."""
 
     spec: GatedMergeConnector
     merge: Linear
@@ -115,7 +115,7 @@ def by_channel(h: Tensor, merge: int) -> Tensor:
 
 
 class ImageTower(MediaTower):
-    """An image encoder of `spec`."""
+    """The image encoder that `spec` describes."""
 
     spec: VisionSpec
 
@@ -181,10 +181,10 @@ class ImageTower(MediaTower):
     def __call__(
         self, pictures: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()
     ) -> list[Tensor]:
-        """Pixels, uint8 [height, width, C], of whole groups of patches → the token embeddings of
-        each picture, with those for DeepStack next to them: [num_tokens, (1 + layers) · text
-        size]. `sizes`: rows and columns of tokens, and `MediaSpan.inner` of a model with pinpoints,
-        which needs them."""
+        """Pixels, uint8 [height, width, C], in whole groups of patches → token embeddings of each
+        image, concatenated with those for DeepStack: [num_tokens, (1 + layers) · text size].
+        `sizes`: rows and columns of tokens, then `MediaSpan.inner`; required for models with
+        pinpoints."""
         if self.row_end is None:
             return self._in_passes(pictures)
         grid = self.spec.position
@@ -257,7 +257,7 @@ class ImageTower(MediaTower):
 
     def _patches(self, pixels: Tensor) -> Tensor:
         """Pixels [B, height, width, C] → patches in group order, [N, C · frames · P · P] in the
-        encoder's type."""
+        encoder's dtype."""
         s = self.spec
         values = (pixels.float() * self._scale - self._mean) / self._std
         grid = s.grid(*pixels.shape[1:3])
@@ -278,7 +278,7 @@ class ImageTower(MediaTower):
         return rows.flatten(1).to(self.dtype)
 
     def _positions(self, index: Tensor, weights: Tensor | None) -> Tensor:
-        """The sums [N, E] of rows of the position table."""
+        """Weighted sums [N, E] of rows of the position table."""
         assert self.positions is not None
         table, found = self.positions, None
         for i in range(index.shape[1]):
@@ -344,7 +344,7 @@ class ImageTower(MediaTower):
         return Layout(whole, windows, positions, weights, turned, meta, order, inner, interleaved)
 
     def _meta(self, count: int) -> AttentionMetadata:
-        """Makes metadata for `rope_and_cache`, which reads only positions and slots."""
+        """Metadata for `rope_and_cache`, which reads only positions and slots."""
         index = torch.arange(count, device=self.device)
         none = index[:0].int()
         return AttentionMetadata(
@@ -363,15 +363,15 @@ class ImageTower(MediaTower):
 
 
 def tiles_of(picture: Tensor, side: int) -> Tensor:
-    """[height, width, C] → [rows, columns, side, side, C]."""
+    """Cuts an image into tiles: [height, width, C] → [rows, columns, side, side, C]."""
     cut: Tensor = picture.unflatten(1, (-1, side)).unflatten(0, (-1, side))
     return cut.transpose(1, 2)
 
 
 def joined(tiles: Tensor, num_rows: int, size: tuple[int, ...], row_end: Tensor) -> Tensor:
-    """Token embeddings of a picture's tiles [n, side², E], in `num_rows` rows → those in the middle of their grid, with
-    `row_end` [1, E] after each row. `size` counts rows and columns, with that one. A single row of one tile has all of its
-    tokens. After these counts, those in the middle that are scaled to them may stand."""
+    """Token embeddings of an image's tiles [n, side², E], in `num_rows` rows → those in the centre of their grid, with
+    `row_end` [1, E] after each row. `size`: rows and columns, `row_end` included, then possibly the size of the centre
+    from which the tokens are scaled down. A single row with one tile keeps all tokens."""
     if size == (1, tiles.shape[1] + 1):
         return torch.cat((tiles[0], row_end.to(tiles)))
     side = math.isqrt(tiles.shape[1])
@@ -389,7 +389,7 @@ def joined(tiles: Tensor, num_rows: int, size: tuple[int, ...], row_end: Tensor)
 
 
 def patch_places(grid: PatchGrid, merge: int) -> tuple[LongArray, LongArray]:
-    """Returns the row and the column of each patch, in group order."""
+    """The row and the column of each patch, in group order."""
     rows, columns = np.indices(grid, np.int64)
 
     def grouped(x: LongArray) -> LongArray:
@@ -401,12 +401,11 @@ def patch_places(grid: PatchGrid, merge: int) -> tuple[LongArray, LongArray]:
 
 
 def grid_positions(grid: PatchGrid, side: int, merge: int) -> LongArray:
-    """Returns rows of a table of side × side positions for the patches of a grid, at the same
-    fractions of its sides.
+    """Row, for each patch of a grid, of a table of side × side positions at the same fractions of
+    its sides.
 
-    They are compared in float32 with torch's bucket ends, because the models were trained so. With
-    19, 25 or 29 patches per side, even a grid of the table's own size does not read each row
-    exactly once.
+    Fractions are compared in float32 with torch's bucket boundaries, as in training. With 19, 25 or
+    29 patches per side, even a grid of the table's own size does not read each row exactly once.
     """
     rows, columns = patch_places(grid, merge)
     ends = torch.arange(1 / side, 1.0, 1 / side).numpy()
@@ -424,8 +423,8 @@ def grid_positions(grid: PatchGrid, side: int, merge: int) -> LongArray:
 def between_cells(
     grid: PatchGrid, side: int, merge: int
 ) -> tuple[LongArray, npt.NDArray[np.float32]]:
-    """Returns the four cells of a table of side × side positions around each patch, and their
-    weights, both [N, 4]. The corners of grid and table are the same."""
+    """(the four cells of a side × side position table around each patch, their bilinear weights),
+    both [N, 4]. The corners of grid and table coincide."""
 
     def near(at: LongArray, count: int) -> tuple[LongArray, npt.NDArray[np.float32]]:
         where = at.astype(np.float32) * np.float32(side - 1) / np.float32(max(count - 1, 1))
@@ -440,8 +439,8 @@ def between_cells(
 def among_cells(
     grid: PatchGrid, side: int, merge: int
 ) -> tuple[LongArray, npt.NDArray[np.float32]]:
-    """Returns the sixteen cells of a table of side × side positions around each patch, and their weights, both [N, 16]: Keys'
-    cubic kernel with a = −0.75. The edges of grid and table are the same, and cells beyond it are its outermost."""
+    """(the sixteen cells of a side × side position table around each patch, their weights), both [N, 16]:
+    Keys' cubic kernel with a = −0.75. The edges of grid and table coincide; cells beyond them are clamped."""
 
     def near(at: LongArray, count: int) -> tuple[LongArray, npt.NDArray[np.float32]]:
         where = (at.astype(np.float32) + np.float32(0.5)) * np.float32(side) / np.float32(count)
@@ -460,8 +459,8 @@ def among_cells(
 def covered_cells(
     grid: PatchGrid, side: int, merge: int
 ) -> tuple[LongArray, npt.NDArray[np.float32]]:
-    """Returns the cells of a table of side × side positions that each patch covers, and their weights: a triangle as wide as
-    two cells, or as two patches if these are wider. The edges of grid and table are the same."""
+    """(cells of a side × side position table that each patch covers, their weights): a triangular kernel as
+    wide as two cells, or as two patches if these are wider. The edges of grid and table coincide."""
 
     def near(at: LongArray, count: int) -> tuple[LongArray, npt.NDArray[np.float32]]:
         scale = np.float32(side) / np.float32(count)
@@ -480,7 +479,7 @@ def covered_cells(
 def levelled(
     found: Sequence[tuple[LongArray, npt.NDArray[np.float32]]],
 ) -> list[tuple[LongArray, npt.NDArray[np.float32]]]:
-    """Returns the cells and weights of several pictures with as many columns each; weights of the added ones are 0."""
+    """Cells and weights of several images, padded to the same number of columns with weight 0."""
     most = max(cells.shape[1] for cells, _ in found)
 
     def wide(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -495,7 +494,7 @@ def crossed(
     side: int,
     merge: int,
 ) -> tuple[LongArray, npt.NDArray[np.float32]]:
-    """Returns the cells that are near in both directions, and the products of their weights."""
+    """(cells that are near in both directions, products of their weights)."""
     rows, columns = patch_places(grid, merge)
     (above, by_row), (left, by_column) = near(rows, grid.height), near(columns, grid.width)
     cells, weights = (
@@ -506,14 +505,14 @@ def crossed(
 
 
 BETWEEN = {"bilinear": between_cells, "bicubic": among_cells, "antialiased": covered_cells}
-"""How a table of positions is read between its cells."""
+"""Interpolation function of a position table by `GridPositionSpec.read`."""
 
 
 def axial_rotations(
     spec: AxialRopeSpec, rows: LongArray, columns: LongArray
 ) -> npt.NDArray[np.float32]:
-    """Returns float32 [N, head_dim]: the cosines of each patch's angles (by row, then by column),
-    then their sines."""
+    """Rotary table of patches, float32 [N, head_dim]: cosines of each patch's angles (by row, then
+    by column), then their sines."""
     half = spec.head_dim // 2
     powers = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
     frequencies = np.float32(1.0) / np.power(np.float64(spec.theta), powers).astype(np.float32)
@@ -534,8 +533,8 @@ def axial_rotations(
 
 
 def group_windows(groups: PatchGrid, side: int) -> list[LongArray]:
-    """Returns the groups of each window of a picture, row by row. Windows at the right and lower
-    edges may be smaller."""
+    """The groups of each window of an image, row by row. Windows at the right and lower edges may
+    be smaller."""
     index = np.arange(groups.num_patches, dtype=np.int64).reshape(groups)
     return [
         index[top : top + side, left : left + side].reshape(-1)

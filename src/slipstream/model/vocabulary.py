@@ -1,5 +1,5 @@
-"""A model's two ends: the embedding table and the output head. With several ranks, each has the
-rows of some tokens. No torch."""
+"""The embedding table and the output head. With several ranks, each has the rows of some tokens. No
+torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A vocabulary of `size` tokens. Without a tensor parallel `partition` all of them are on this
+    """A vocabulary of `size` tokens. Without a tensor-parallel `partition` all of them are on this
     rank."""
 
     size: int
@@ -26,7 +26,7 @@ class Vocabulary:
         return self.partition is not None and self.partition.shard.tensor
 
     def embed(self, ops: OpSet, token_ids: Any, table: Any, scale: float) -> Tensor:
-        """tokens [T] → [T, E]."""
+        """Token ids [T] → embeddings [T, E]."""
         part = self.partition
         if part is None or not self.is_shared:
             return ops.embed(token_ids, table, scale)

@@ -80,7 +80,7 @@ from slipstream.server.state import EngineProtocol, ServerSettings, ServerState,
 
 
 def prompt_routes(state: ServerState) -> list[Route]:
-    """Routes of requests whose prompts a fleet's gateway reads, too."""
+    """Routes of requests whose prompts a fleet's gateway also reads."""
     return [
         Route(
             "/v1/completions",
@@ -118,7 +118,7 @@ def prompt_routes(state: ServerState) -> list[Route]:
 
 
 def model_routes(state: ServerState) -> list[Route]:
-    """Routes that ask a model. A server of several models has them once for each."""
+    """Routes that use a model. A server of several models has them once for each."""
     tokens, rendering = Tokens(state), Rendering(state)
     return [
         *prompt_routes(state),
@@ -179,7 +179,7 @@ def observers(settings: ServerSettings, model: str) -> Observers:
 
 @cache
 def described(has_keys: bool, on_demand: bool, updates_weights: bool) -> tuple[bytes, str]:
-    """The OpenAPI document as JSON and as a page. Made on the first request, because it takes as
+    """The OpenAPI document as (JSON, HTML page). Made at the first request, because it takes as
     long as the rest of the start."""
     document = openapi.document(
         __version__, has_keys=has_keys, on_demand=on_demand, updates_weights=updates_weights
@@ -212,7 +212,7 @@ def create_app(
 
 
 def make_app(state: ServerState, routes: list[Route]) -> Starlette:
-    """The app of these routes, and of those that any server has."""
+    """Makes the app of these routes, plus those common to all servers."""
     settings = state.settings
     if settings.max_stored_responses:
         kept = settings.state_dir or settings.shared_dir

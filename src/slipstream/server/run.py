@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("slipstream.server")
 
 Create: TypeAlias = Callable[[EngineProtocol, ServerSettings, ShortenerProtocol | None], Starlette]
-"""Makes the app of an engine."""
+"""Creates the app of an engine."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 2048
@@ -60,7 +60,7 @@ KEEP_ALIVE_S = 75
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, but a signal begins to drain instead of closing."""
+    """uvicorn's server, where a signal starts draining instead of closing."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState, room: LineRunner) -> None:
         """Make the server. `room` decides how many lines of batches run at once."""
@@ -179,7 +179,7 @@ def needs_grpc() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Exclude all objects made so far from garbage collection; called after the start.
+    """Exclude all existing objects from garbage collection; called after the start.
 
     They stay alive anyway, and each full collection would stop all streams of the process for tens
     of milliseconds. Only for a process that does nothing but serve.

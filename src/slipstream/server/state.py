@@ -101,7 +101,7 @@ class Watcher(Protocol):
 
 
 class IdleCheck(Protocol):
-    """A check of the model that the server runs while nobody asks. It joins by `ServerState.join`."""
+    """A check of the model that the server runs while idle; registered with `ServerState.join`."""
 
     @property
     def name(self) -> str:
@@ -109,14 +109,14 @@ class IdleCheck(Protocol):
 
     @property
     def ok(self) -> bool | None:
-        """Whether the model answers as it should. None: it was not checked yet."""
+        """Whether the model's outputs are right. None: not checked yet."""
 
     async def run(self) -> None:
-        """Check as long as the server runs."""
+        """Run checks as long as the server runs."""
 
     async def interrupt(self) -> None:
-        """Ends the request of this check: a pause of the engine would keep it, and a sleep would
-        wait for it."""
+        """End this check's request: a pause of the engine would hold it, and a sleep would wait for
+        it."""
 
     def families(self) -> Iterable[Metric]:
         """Metrics of the check."""
@@ -182,7 +182,7 @@ class EngineProtocol(Protocol):
 
 
 class WeightsProtocol(Protocol):
-    """The calls of `AsyncLLM` for weights that change (`engine.process.weight_operations`)."""
+    """The methods of `AsyncLLM` for weight updates (`engine.process.weight_operations`)."""
 
     async def init_weight_transfer_engine(self, request: Any = None) -> WeightsInfo: ...
     async def leave_weight_group(self, name: str) -> WeightsInfo: ...
@@ -199,7 +199,7 @@ class WeightsProtocol(Protocol):
 
 
 class Shortened(Protocol):
-    """A shortened prompt by parts. Tokens are the small model's."""
+    """A shortened prompt, by parts. Tokens are counted by the small model's tokenizer."""
 
     @property
     def parts(self) -> tuple[str, ...]: ...
@@ -212,8 +212,8 @@ class Shortened(Protocol):
 
 
 class ShortenerProtocol(Protocol):
-    """Shortens the parts of a prompt. A part is (text, whether it must stay as it is). `protect`
-    are regular expressions of text that stays in every part."""
+    """Shortens the parts of a prompt. A part is (text, whether it must stay unchanged). `protect`:
+    regular expressions of text kept in every part."""
 
     async def __call__(
         self,
@@ -248,9 +248,9 @@ class ServerSettings:
     enable_weight_updates: bool = False  # enables the routes of `server.operations.weights`
     weights_folder: str | None = None  # weights in it may be read over HTTP; None: none
     lora_folder: str | None = None  # adapters in it may be loaded over HTTP; None: no loading
-    # HOST or HOST:PORT that pictures are fetched from; empty: none are fetched
+    # HOST or HOST:PORT from which images may be fetched; empty: none
     allowed_media_hosts: tuple[str, ...] = ()
-    # Values of `Host` besides this machine's own names and IP addresses: names, `*.DOMAIN` or `*`.
+    # Accepted values of `Host` besides this machine's own names and IP addresses: names, `*.DOMAIN` or `*`.
     allowed_hosts: tuple[str, ...] = ()
     # Origins whose pages may send requests from a browser; "*": any.
     cors_origins: tuple[str, ...] = ()
@@ -260,18 +260,18 @@ class ServerSettings:
     # A name in `tool_formats.FORMATS`, or "none"; None: by the chat template
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None  # the same for REASONING
-    # What becomes of lines of system prompts that differ between requests: `answers.changing_lines`
+    # Treatment of system prompt lines that differ between requests: see `answers.changing_lines`
     changing_lines: Literal["keep", "billing", "dates"] = "billing"
-    # "module:function" by the name that requests give
+    # "module:function" by the name that requests use
     logits_processors: dict[str, str] = field(default_factory=dict)
     grpc_port: int | None = None  # port of KServe's protocol over gRPC; None: no gRPC
-    state_dir: str | None = None  # keeps answers beyond the server's life
-    max_stored_responses: int = 1000  # 0: none are kept
+    state_dir: str | None = None  # stores answers beyond the server's life
+    max_stored_responses: int = 1000  # 0: none are stored
     max_stored_bytes: int = 256 * 2**20
-    # The only key that is accepted: that of a fleet's gateway (`server.operations.fleet`).
+    # The only accepted key: that of a fleet's gateway (`server.operations.fleet`).
     fleet_key: str | None = None
     ssl_ca_certs: str | None = None  # clients must show a certificate signed by one of these
-    files_dir: str | None = None  # keeps files and batches; None: no such routes
+    files_dir: str | None = None  # stores files and batches; None: no such routes
     max_files_bytes: int = 2**30  # of all files together
     max_file_bytes: int = 100 * 2**20
     batch_max_concurrent: int | None = None  # lines at once; None: half of max_num_seqs
@@ -286,7 +286,7 @@ class ServerSettings:
     self_check_every_s: float = 300.0
     # Receives spans and metrics, such as http://127.0.0.1:4318
     otlp_endpoint: str | None = None
-    # Set by the supervisor: front ends share the state there that ends with the server.
+    # Set by the supervisor: folder for state that front ends share and that ends with the server.
     shared_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -363,7 +363,7 @@ class ServerSettings:
             "changing_lines",
             "'keep', 'billing' or 'dates'",
         )
-        assert self.formats  # checks both parsers' names
+        assert self.formats  # raises for unknown parser names
         require(all(self.served_model_names), "served_model_names", "made of non-empty names")
         hosts = self.allowed_media_hosts
         require(
@@ -425,7 +425,7 @@ class ServerState:
     keys: Keyring
     limiter: Limiter
     shortener: ShortenerProtocol | None = None  # shortens prompts with a small model
-    in_flight: set[Exchange] = field(default_factory=set)  # this process's
+    in_flight: set[Exchange] = field(default_factory=set)  # in this process
     load: ServerLoad = field(default_factory=ServerLoad)
     responses: ResponseStore | None = None
     files: FileStore | None = None
@@ -436,7 +436,7 @@ class ServerState:
     # Work that runs as long as the server does.
     background: list[Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=list)
     checks: list[IdleCheck] = field(default_factory=list)
-    on_demand: bool = False  # models are loaded and unloaded as requests say (`server.many`)
+    on_demand: bool = False  # models are loaded and unloaded on demand (`server.many`)
     created: int = field(default_factory=lambda: int(time.time()))
     _fingerprint: str = ""
 
@@ -451,18 +451,18 @@ class ServerState:
         self.background.append(check.run)
 
     async def interrupt_checks(self) -> None:
-        """End the requests of checks, so that a drain or a pause does not wait for them."""
+        """End the checks' requests, so that a drain or a pause does not wait for them."""
         for check in self.checks:
             await check.interrupt()
 
     @property
     def draining(self) -> bool:
-        """Whether the process takes no new requests; the states of its models share it."""
+        """Whether the process accepts no new requests; the states of its models share this flag."""
         return self.load.draining
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`: equal for equal versions, models and forms of weights."""
+        """OpenAI's `system_fingerprint`: equal for equal versions, models and weight formats."""
         if self._fingerprint:
             return self._fingerprint
         model = self.engine.description

@@ -1,9 +1,9 @@
-"""The layout of an adapter's slot: the place of each product's numbers, and the slot's size in
+"""Layout of a LoRA adapter's slot: where each linear layer's weights begin, and the slot's size in
 bytes. No torch.
 
-A slot is one flat piece of memory with space for all products that can have an adapter. With
-several ranks, a rank's slot has the part of an adapter that its products need: rows of `up` where
-their outputs are split, columns of `down` where their inputs are.
+A slot is one flat buffer with room for every linear layer that an adapter can change. With several
+ranks, a rank's slot has the part of an adapter that its shard needs: rows of `up` where their
+outputs are split, columns of `down` where their inputs are.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _STEMS = frozenset(
         *("attention.index_q", "attention.index_k", "attention.index_weights"),
     )
 )
-"""Products of a layer that can have an adapter."""
+"""Linear layers, by their name inside a decoder layer, that can have an adapter."""
 
 
 def adapted_stem(name: str) -> str:
-    """The part of a weight's name inside its layer, if that product can have an adapter; otherwise
+    """Name of the linear layer inside its decoder layer if an adapter can change it; otherwise
     ""."""
     match = _LAYER.fullmatch(name)
     return match[1] if match is not None and match[1] in _STEMS else ""
@@ -51,8 +51,8 @@ def adapted_stem(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OwnPart:
-    """A rank's share of a part of a product. Its rows begin at `start` of the rank's parameter.
-    They are `rows` of the whole part, and have `columns` of its inputs. None: all."""
+    """Part of a linear layer that a rank holds. Its rows begin at row `start` of the rank's parameter. `rows`
+    and `columns` select rows and input columns of the whole layer; None selects all."""
 
     start: int
     rows: tuple[Range, ...] | None
@@ -61,10 +61,10 @@ class OwnPart:
 
 @dataclass(frozen=True, slots=True)
 class SlotPlace:
-    """The place of a product's numbers in a slot. `starts` are the first rows of its parts, and
-    `numbers` the numbers of these parts in the whole product."""
+    """Position of a linear layer's adapter weights in a slot. `starts`: first row of each stacked
+    part (such as q, k, v). `numbers`: index of each part in the whole, unsharded layer."""
 
-    stem: str  # the product's name in its layer
+    stem: str  # name of the linear layer inside its decoder layer
     inner: int
     out: int
     starts: tuple[int, ...]
@@ -73,8 +73,8 @@ class SlotPlace:
 
 
 class SlotLayout:
-    """The places of all products in a slot, for adapters of up to `max_rank` ranks in each part.
-    The products are the whole model's, or the `shard`'s part of them."""
+    """Positions of all linear layers in a slot, for adapters of rank `max_rank` or lower in each
+    part. The layers are the whole model's, or those of the tensor-parallel `shard`."""
 
     def __init__(self, description: ModelDescription, max_rank: int, shard: Shard = ALONE) -> None:
         self.names = description.family.names(description.spec)
@@ -94,7 +94,7 @@ class SlotLayout:
             for target, found in starts.items()
             for number, start in enumerate(sorted(found))
         }
-        parts = dict[str, dict[int, int]]()  # numbers by the first rows on this rank
+        parts = dict[str, dict[int, int]]()  # parts' indices by their first rows on this rank
         for place, own in self.own.items():
             parts.setdefault(place.target, {})[own.start] = self.numbers[place.target, place.start]
         self.places: dict[str, SlotPlace] = {}
@@ -102,20 +102,20 @@ class SlotLayout:
         for name, (out, inner) in (
             (name, shape) for name, shape in shapes.items() if adapted_stem(name)
         ):
-            if name not in parts:  # this rank has only zeros of it
+            if name not in parts:  # this rank holds only padding of the layer
                 continue
             own_starts, numbers = zip(*sorted(parts[name].items()), strict=True)
             self.places[name] = SlotPlace(
                 adapted_stem(name), inner, out, own_starts, numbers, self.size
             )
-            # Triton reads 16 bytes at a time only where 16 divides the distance of slots.
+            # Triton loads 16 bytes at once only if the stride between slots is a multiple of 16.
             self.size += -(-(len(own_starts) * inner + out) * max_rank // 16) * 16
 
 
 def _part_of(
     place: Placement, cut: ParameterShard | None, whole: dict[str, Shape]
 ) -> OwnPart | None:
-    """A rank's share of a part of a product; None if it has nothing of it."""
+    """The rank's share of one part of a linear layer; None if the rank holds nothing of it."""
     if cut is None:
         return OwnPart(place.start, None, None)
     found = cut.placed(place, whole[place.target][0])

@@ -25,7 +25,7 @@ _NO_EFFECT = frozenset((
     "layers_to_transform", "loftq_config", "lora_dropout", "megatron_config", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type", "ensure_weight_tying",
 ))  # fmt: skip
-"""Keys about training, and about which modules were trained, which the tensors show."""
+"""Config keys about training or about which modules were trained. The tensors' names tell the latter."""
 
 _REFUSED = {
     "use_dora": "DoRA scales the base weight's columns anew, which is not built",
@@ -68,7 +68,7 @@ class AdapterConfig:
         return int(_matching(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """The factor that multiplies B · A."""
+        """The factor by which the product B · A is multiplied (lora_alpha / r, or / √r with rslora)."""
         rank, alpha = self.rank_of(module), float(_matching(self.alpha_pattern, module, self.alpha))
         return float(alpha / (rank**0.5 if self.use_rslora else rank))
 

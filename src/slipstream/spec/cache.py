@@ -1,4 +1,4 @@
-"""KV cache groups: which layers share a block table, and how many blocks a sequence holds. No torch."""
+"""KV cache groups: which layers share a block table, and how many blocks a sequence occupies. No torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class CacheGroup:
 
     1. In a `full` group a sequence keeps all its blocks.
     2. In a `window` group it releases the blocks that no later token attends to.
-    3. A `cross` group holds the keys and values of an encoder's states. `num_read`: each request has so many (audio); None: as
-       many as its prompt has tokens.
-    4. Block ids are unique over all groups, so one pool serves them. The layer at place p of any group uses cache tensor p.
-       Layers with other sizes of keys share tensors by a `MixedLayout`.
+    3. A `cross` group holds the keys and values of an encoder's states. `num_read`: number of these states
+       per request (audio); None: one per prompt token.
+    4. Block ids are unique over all groups, so one pool serves them. The p-th layer of each group uses cache
+       tensor p. Layers whose keys differ in size share tensors through a `MixedLayout`.
     """
 
     kind: Literal["full", "window", "cross"]
@@ -30,7 +30,7 @@ class CacheGroup:
     num_read: int | None = None
 
     def first_block(self, num_computed_tokens: int, block_size: int) -> int:
-        """The first block that a token at position `num_computed_tokens` or later attends to."""
+        """Index of the first block that a token at position `num_computed_tokens` or later attends to."""
         return (
             0
             if self.window is None
@@ -38,8 +38,8 @@ class CacheGroup:
         )
 
     def max_blocks(self, num_tokens: int, block_size: int, max_step_tokens: int) -> int:
-        """The most blocks that a sequence holds at once until it has `num_tokens` tokens, if a step computes up to
-        `max_step_tokens` of them."""
+        """Maximum number of blocks that a sequence holds at any time until it has `num_tokens`
+        tokens, if a step computes up to `max_step_tokens` of them."""
         whole = -(-(self.num_read or num_tokens) // block_size)
         return (
             whole
@@ -52,18 +52,20 @@ class CacheGroup:
 class SlotKind:
     """A kind of cache besides blocks: slots of one size, of which the first is the null slot.
 
-    A running sequence has two, and one for each draft that a step verifies. The others are checkpoints, from which
-    prompts go on. The kind's number in steps, in keys and in the tiers is its place in `SLOT_KINDS`, from 1 on. What
-    becomes of its slots is a class in `core/cache`, and its tensors are made in `worker/device_cache.py`.
+    A running sequence has two, plus one for each draft token that a step verifies. The other slots are checkpoints: saved
+    states from which a later prompt with the same prefix continues. The kind's number in steps, keys and tiers is its index
+    in `SLOT_KINDS` plus 1. A class in `core/cache` manages its slots, and `worker/device_cache.py` allocates its tensors.
     """
 
-    setting: str | None  # field of `EngineArgs` with the number of slots; None: as many as fit
+    setting: (
+        str | None
+    )  # the field of `EngineArgs` that sets the number of slots; None: as many as fit in memory
     contents: str
     layers: str
     is_used: Callable[[ModelSpec], bool]
     slot_bytes: Callable[
         [ModelSpec, int], int
-    ]  # of the layers that are here, by the bytes of a number
+    ]  # bytes of a slot in the local layers, given the bytes of an element
 
 
 SLOT_KINDS = (
@@ -85,15 +87,16 @@ def slot_sizes(spec: ModelSpec, element_bytes: int) -> list[int]:
 def blocks_of_sequence(
     groups: Sequence[CacheGroup], num_tokens: int, block_size: int, max_step_tokens: int
 ) -> int:
-    """Blocks of a sequence in all groups together. An encoder is taken to have read as many
-    tokens."""
+    """Blocks that a sequence holds in all groups together. An encoder is assumed to have read the
+    same number of tokens."""
     return sum(group.max_blocks(num_tokens, block_size, max_step_tokens) for group in groups)
 
 
 def longest_sequence(
     groups: Sequence[CacheGroup], num_blocks: int, block_size: int, max_step_tokens: int, limit: int
 ) -> int:
-    """The most tokens of a sequence for which `num_blocks` suffice: whole blocks, up to the one that contains `limit`."""
+    """Maximum tokens of a sequence that `num_blocks` can hold. Counted in whole blocks, up to the block that contains
+    `limit`."""
 
     def needed(count: int) -> int:
         return blocks_of_sequence(groups, count * block_size, block_size, max_step_tokens)
@@ -104,8 +107,8 @@ def longest_sequence(
 
 
 def state_interval(spec: ModelSpec, dtype_bytes: int, kv_bytes: float) -> int:
-    """Tokens between the states that are kept of a prompt: as many as have keys and values of a state's bytes, a power of two
-    from 256 to 8,192. So a long prompt's states take no more memory than its keys and values."""
+    """Tokens between two saved states of a prompt: the number whose keys and values take as many bytes as one state, rounded
+    to a power of two from 256 to 8,192. So saved states never take more memory than a long prompt's keys and values."""
     if not spec.is_recurrent:
         return 0
     ratio = spec.state_bytes(dtype_bytes) / max(1, spec.kv_bytes_per_token(kv_bytes))
@@ -113,8 +116,8 @@ def state_interval(spec: ModelSpec, dtype_bytes: int, kv_bytes: float) -> int:
 
 
 def attention_depth(spec: ModelSpec) -> float:
-    """Depth in tokens at which a token's attention to all before it costs as many operations as the rest of the token. Layers
-    with a window are part of the rest. Infinite if no layer attends to all tokens."""
+    """Depth in tokens at which attending to all earlier tokens costs as many operations as the rest of a token's
+    forward pass. Sliding-window layers count as the rest. Infinite if no layer attends to all tokens."""
     rest = of_each = 0.0
     for layer in spec.layers:
         share = getattr(layer.mlp, "num_experts_per_token", 1) / getattr(
@@ -169,24 +172,24 @@ def group_layers(
 
 @dataclass(frozen=True, slots=True)
 class MixedLayout:
-    """The places of layers whose keys differ in size, in cache tensors of `width` numbers for each token of a block.
+    """How layers whose keys differ in size share cache tensors. A tensor has `width` elements for each token of a block.
 
     1. `width` is a multiple of all sizes. A tensor's block has `width` / size parts for a layer's keys, or values.
     2. The parts of a group's layers follow each other, keys and then values of each layer.
     3. For a layer's kernels the tensor has `scale` = `width` / size times as many blocks, and begins with the layer's part.
-       They find the parts of block b at b · `scale`, so block tables of the group have ids times `scale`.
+       They find block b at index b · `scale`, so the group's block tables hold ids multiplied by `scale`.
     """
 
     width: int
     places: Mapping[int, tuple[tuple[int, int], tuple[int, int]]]
-    """The tensor and the part of keys, and those of values, by layer."""
+    """Mapping from layer to the (tensor, part) of its keys and the (tensor, part) of its values."""
 
     scales: tuple[int, ...]
-    """Factors of block ids, by group."""
+    """The factor by which block ids are multiplied, by group."""
 
     @property
     def tensors(self) -> list[int]:
-        """The tensors that some layer uses."""
+        """Indices of the tensors that at least one layer uses."""
         return sorted({tensor for parts in self.places.values() for tensor, _ in parts})
 
 
@@ -212,14 +215,14 @@ def mixed_layout(
 
 
 MAX_GROUPS = 16
-"""Most groups that `_mixed_groups` makes. Each has block tables, and slots in every step."""
+"""Maximum number of groups that `_mixed_groups` makes. Each adds block tables and slot mappings to every step."""
 
 
 def _mixed_groups(attentions: Mapping[int, AttentionKind], max_position: int) -> list[CacheGroup]:
-    """Groups of layers with the same window and sizes of keys, for a `MixedLayout`.
+    """Groups of layers that have the same window and the same key size, for a `MixedLayout`.
 
-    The number of tensors is the one for which the blocks of a short sequence and those that a long one keeps waste the least
-    together. If one `full` group of all layers is better, as with few windows, it is returned.
+    The number of tensors is the one that wastes the least memory, summed over a short and a long
+    sequence. If one `full` group of all layers is better, as with few windows, it is returned.
     """
     kinds: dict[tuple[int | None, int, int], list[int]] = {}
     for i, a in attentions.items():

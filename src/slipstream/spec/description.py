@@ -72,8 +72,8 @@ def usual_sampling() -> dict[str, float]:
 class ModelDescription:
     """A model on disk.
 
-    `dtype` is the one the checkpoint was saved in. `eos_token_ids` are the generation config's, or
-    else the config's. `gguf` is the open file, so that its header is read only once.
+    `dtype` is the one the checkpoint was saved in. `eos_token_ids` come from the generation config
+    or, without one, from the config. `gguf` is the open file, so that its header is read only once.
     """
 
     name: str
@@ -84,21 +84,25 @@ class ModelDescription:
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    quantization: StoredQuantization | None = None  # how weights or a cache's scales are stored
+    quantization: StoredQuantization | None = (
+        None  # storage format of the weights, or of the cache's scales
+    )
     pooling: PoolingSpec = LAST_TOKEN
-    # The generation config's, or the default.
+    # Default sampling parameters from the generation config, or `usual_sampling`.
     sampling: Mapping[str, float] = field(default_factory=usual_sampling)
-    stored: tuple[StoredType, ...] = ()  # a GGUF file's types, the largest first
+    stored: tuple[
+        StoredType, ...
+    ] = ()  # storage types in a GGUF file, the one with the most bytes first
     # How pictures are prepared, for a model with an encoder of them.
     processing: ImageProcessing | None = None
     speech: SpeechSpec | None = None  # the tokens of a model that reads audio
-    banned: Words = ()  # the generation config's words that no answer has
-    not_applied: tuple[str, ...] = ()  # what else it asks for
+    banned: Words = ()  # texts that the generation config bans from answers
+    not_applied: tuple[str, ...] = ()  # settings of the generation config that are not applied
     gguf: GGUFFile | None = field(default=None, repr=False, compare=False)
 
     def taking_media(self, most: int | None) -> ModelDescription:
-        """The model for prompts of up to `most` pictures or sounds. With 0 it is the decoder alone:
-        their encoder is not loaded."""
+        """The model for prompts with up to `most` images or sounds (None: no limit). With 0 only
+        the decoder is loaded, without the media encoder."""
         if most != 0:
             return self
         return dataclasses.replace(
@@ -107,26 +111,27 @@ class ModelDescription:
 
     @property
     def text_task(self) -> Literal["embed", "token_embed"]:
-        """The model's own task: one vector or a classifier's scores of a text, or a row for each token."""
+        """The model's pooling task. "embed": one vector, or a classifier's scores, for a text. "token_embed": one row for
+        each token."""
         classifier = self.spec.classifier
         of_tokens = classifier is not None and classifier.pooling == "tokens"
         return "token_embed" if of_tokens or self.pooling.kind == "tokens" else "embed"
 
     @property
     def scheme(self) -> str | None:
-        """The scheme of `SCHEMES` in which all products are stored; None if there is no such
-        one."""
+        """Name of the scheme in `SCHEMES` in which all linear layers are stored; None if none
+        fits."""
         return self.quantization.scheme if self.quantization is not None else None
 
     @property
     def head_name(self) -> str:
-        """The name of an untied head in the family's checkpoints."""
+        """Name of the untied output head's weight in the family's checkpoints."""
         ends = _ends(self.family, self.spec)
         return next(name for name, at in ends.items() if at.target == "head.weight")
 
     @property
     def gguf_type(self) -> str | None:
-        """The type of most values of a GGUF file's products; None for other checkpoints."""
+        """The GGUF type that stores most values of the linear layers; None for other checkpoints."""
         if self.gguf is None:
             return None
         sizes: Counter[str] = Counter()
@@ -142,7 +147,7 @@ class ModelDescription:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """The shape of every parameter, by our names."""
+        """Shape of every parameter, by Slipstream's names."""
         return parameters(self.spec)
 
     def native_formats(self, rounded: frozenset[str]) -> dict[str, WeightFormat]:
@@ -159,8 +164,8 @@ class ModelDescription:
         )
 
     def split_columns(self) -> dict[str, tuple[int, ...]]:
-        """The input columns that keep the model's type, for each of our weights with int8 inputs.
-        CheckpointError if tensors that we hold as one weight have different columns."""
+        """Input columns that stay in the model's dtype, for each weight with int8 inputs, by our
+        names. CheckpointError if tensors that we stack into one weight have different columns."""
         found: dict[str, tuple[int, ...]] = {}
         formats = self.quantization.formats if self.quantization is not None else None
         if formats is None or not formats.columns:
@@ -188,8 +193,8 @@ class ModelDescription:
     ) -> int | None:
         """Bytes of a GGUF file's weights on a CPU or a GPU; None for other checkpoints.
 
-        Weights that `scheme` rounds take its bytes. Others stay in the file's types where it
-        has kernels for them.
+        Weights that `scheme` quantizes are counted in its format. Others stay in the file's types
+        where the device has kernels for them.
         """
         if self.gguf is None or self.family.gguf is None:
             return None
@@ -211,7 +216,7 @@ class ModelDescription:
                 total += num_values * dtype_bytes
         if (
             scheme is not None and scheme.head and self.spec.tied_embeddings
-            # The rounded head is a copy of the table.
+            # The quantized head is a copy of the embedding table, so it counts in addition to it.
         ):
             total += scheme.weight_bytes(self.spec.vocab_size, self.spec.embed_width, on_cpu=on_cpu)
         return total
@@ -219,8 +224,8 @@ class ModelDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartDescription(ModelDescription):
-    """A part of a checkpoint in addition to its model: the shapes of its parameters, by our names,
-    and a family with the names of its tensors alone. A loader reads it as it reads the model."""
+    """A second component in a checkpoint, next to the model. It has the shapes of its parameters, by our
+    names, and a family that only gives the names of its tensors. A loader reads it as it reads the model."""
 
     part: Mapping[str, Shape]
 
@@ -256,9 +261,9 @@ def read_spec(path: Path) -> ModelDescription:
 
 
 _VALUES_PER_BYTE = 16
-"""More values than a byte of any weight format stores. A mask of zeros has 8."""
+"""Maximum values per byte in any weight format, with some margin. A zero mask has 8."""
 _SPARE_PARAMETERS = 2**24
-"""Number of missing parameters that is tolerated here; reading the weights names them."""
+"""Number of missing parameters tolerated by the size check; loading the weights reports them by name."""
 
 
 def _check_sizes(description: ModelDescription) -> None:
@@ -360,7 +365,7 @@ def _read_folder(path: Path) -> ModelDescription:
         or config.get("dtype")
         or config.get("torch_dtype")
     )
-    if dtype is None:  # rounded weights had 16 bits before
+    if dtype is None:  # the dtype before quantization was 16 bits
         dtype = "float32" if quantization is None or quantization.scheme is None else "bfloat16"
     return ModelDescription(
         name=path.name,
@@ -385,8 +390,8 @@ def _read_folder(path: Path) -> ModelDescription:
 
 
 def _with_beginning(spec: ModelSpec, generation: Mapping[str, Any]) -> ModelSpec:
-    """Returns an encoder-decoder of text whose answers begin with the tokens that the generation
-    config names."""
+    """The spec with the answer's first tokens (decoder start tokens) from the generation config.
+    Only for encoder-decoders of text."""
     encoder = spec.encoder
     if encoder is None or encoder.audio is not None:
         return spec
@@ -411,7 +416,7 @@ def _speech(path: Path, generation: Mapping[str, Any], spec: ModelSpec) -> Speec
 
 
 def _ends(family: Family, spec: ModelSpec) -> Mapping[str, Placement]:
-    """The family's names of parameters outside the layers, including an untied head's."""
+    """Placements of the parameters outside the layers by the family's names, including an untied head's."""
     encoder = spec.encoder
     if encoder is not None:
         encoder = dataclasses.replace(encoder, layers=encoder.layers[:1])
@@ -427,7 +432,7 @@ def _ends(family: Family, spec: ModelSpec) -> Mapping[str, Placement]:
 
 
 def _with_stored_head(path: Path, family: Family, spec: ModelSpec, alone: bool) -> ModelSpec:
-    """The model with the head that the checkpoint stores, whatever its config says.
+    """The spec with an output head as the checkpoint stores it, whatever its config says.
 
     1. A stored head that differs from the table of embeddings unties the model. That is
        transformers 5's rule: fine-tunes of tied models may have such heads.
@@ -469,7 +474,7 @@ def _with_stored_head(path: Path, family: Family, spec: ModelSpec, alone: bool) 
         return spec
     if "head.weight" in stored:
         return dataclasses.replace(spec, tied_embeddings=is_embed(stored["head.weight"]))
-    rounded = any(  # under another name, such as lm_head.weight_packed
+    rounded = any(  # the head is quantized, under a name such as lm_head.weight_packed
         not target(name) and target(f"{name.rpartition('.')[0]}.weight") == "head.weight"
         for name in names
     )
@@ -488,8 +493,8 @@ def _with_stored_head(path: Path, family: Family, spec: ModelSpec, alone: bool) 
 def _with_media(
     path: Path, family: Family, config: Mapping[str, Any], own: Mapping[str, Any]
 ) -> tuple[ModelSpec, ImageProcessing | None]:
-    """Returns the model of the decoder's `own` config, with the encoder of media that the whole
-    `config` describes, if any."""
+    """The spec made from the decoder's `own` config, plus the media encoder that the whole `config`
+    describes, if any."""
     if family.media is None or family.processing is None:
         return family.read(ConfigReader(own)), None
     outer = ConfigReader(config)
@@ -518,8 +523,8 @@ def _with_media(
 
 
 def _sampling(config: Mapping[str, Any]) -> dict[str, float]:
-    """Default sampling by a generation config. It has `repetition_penalty`, and with `do_sample`
-    temperature and filters; without any of these `usual_sampling` applies."""
+    """Default sampling parameters from a generation config: `repetition_penalty`, and with
+    `do_sample` temperature and filters. Without any of these `usual_sampling` applies."""
     drawn = ("temperature", "top_p", "top_k", "min_p") if config.get("do_sample") else ()
     found = {
         name: value

@@ -29,15 +29,15 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedSilu:
-    """min(silu(g), limit) · u, with u clamped to ± `limit` (Step 3.5), for gated MLPs only. `of_gate`: g itself is clamped,
-    before silu (DeepSeek V4). The C++ kernels lack it."""
+    """min(silu(g), limit) · u, with u clamped to ± `limit` (Step 3.5), for gated MLPs only. `of_gate`: g is
+    clamped before silu instead of after it (DeepSeek V4); the C++ kernels lack this form."""
 
     limit: float
     of_gate: bool = False
 
     @property
     def highest(self) -> float:
-        """The largest value of the clamped silu."""
+        """Upper bound of the clamped silu's output."""
         return self.limit / (1 + math.exp(-self.limit)) if self.of_gate else self.limit
 
     def __str__(self) -> str:
@@ -60,10 +60,10 @@ class Xielu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnActivation:
-    """An activation that the kernels lack (docs/adding-a-model.md).
+    """A custom activation, one that the kernels lack (docs/adding-a-model.md).
 
     `function(gate, up)`, or `function(x)` without a gate, takes float32 tensors. `triton` is the
-    same as an elementwise `triton.jit` function in float32; a GPU needs it.
+    same function as an elementwise `triton.jit` function in float32; required on a GPU.
     """
 
     name: str
@@ -79,7 +79,7 @@ Activation: TypeAlias = NamedActivation | ClampedSwiglu | ClampedSilu | Xielu | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnNorm:
-    """A norm that the kernels lack.
+    """A custom norm, one that the kernels lack.
 
     `function(x, weight, bias, eps)` maps x [T, E] in float32 to the same shape. Weight [E] and bias
     ([E] or None) are passed as they are stored. It runs in torch on every device.
@@ -92,9 +92,9 @@ class OwnNorm:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
     """A norm. `rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · (weight +
-    weight_offset) + bias. Or a function of one's own. Gemma and Nemotron store weights minus one, so
-    their weight_offset is 1. `gain` multiplies the stored weights. Without `learned` the weights are 1 and
-    there is no bias (OLMo)."""
+    weight_offset) + bias. Or a custom function (`OwnNorm`). Gemma and Nemotron store weights minus
+    one, so their weight_offset is 1. `gain` multiplies the stored weights. Without `learned` the
+    weights are 1 and there is no bias (OLMo)."""
 
     kind: Literal["rms", "layer"] | OwnNorm
     size: int
@@ -105,7 +105,7 @@ class NormSpec:
     learned: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.eps <= 1:  # NaN fails, too
+        if not 0 <= self.eps <= 1:  # also refuses NaN
             raise UnsupportedModelError(
                 f"the norm's epsilon must be from 0 to 1, got {self.eps!r}", field="norm_eps"
             )

@@ -1,8 +1,8 @@
-"""Keys of a checkpoint's generation config about answers, besides sampling. No torch.
+"""Keys of a checkpoint's generation config that restrict answers, apart from sampling parameters. No torch.
 
-1. `bad_words_ids` and `suppress_tokens` are applied to every answer, as transformers does.
-2. Other keys that change answers are not applied. They are named when the model is loaded.
-3. A folder without a generation_config.json has these keys in its config.json.
+1. `bad_words_ids` and `suppress_tokens` are applied to every answer, as in transformers.
+2. Other keys that change answers are not applied; a message names them when the model is loaded.
+3. If a folder has no generation_config.json, these keys are read from its config.json.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
     "token_healing": (False,),
     "typical_p": (1,),
 }
-"""Keys that can change an answer and are not applied, with the values that change nothing besides null."""
+"""Keys that can change an answer but are not applied. Their values here, besides null, have no effect."""
 
 
 def not_applied(generation: Mapping[str, Any], *, speech: bool) -> tuple[str, ...]:
-    """Keys that ask for something that is not done, as "name=value". Speech models have rules of their own for some."""
+    """Keys with an effect that is not applied, as "name=value". Some are excluded for speech models, which have their own
+    rules."""
     own = {"begin_suppress_tokens", "forced_decoder_ids"} if speech else set()
     found = {name: generation.get(name) for name in NOT_APPLIED if name not in own}
-    if found["num_beams"] in (None, 1):  # it is read with beams alone
+    if found["num_beams"] in (None, 1):  # only read with beam search
         found.pop("length_penalty")
     return tuple(
         f"{name}={value!r}"
@@ -55,8 +56,9 @@ def not_applied(generation: Mapping[str, Any], *, speech: bool) -> tuple[str, ..
 
 
 def banned_words(generation: Mapping[str, Any], ends: Iterable[int], vocab_size: int) -> Words:
-    """The words that no answer has, as tokens: `bad_words_ids` but single end tokens, and `suppress_tokens`. What has a
-    token outside the vocabulary can't be written and is left out. CheckpointError if they have another form."""
+    """Token sequences that no answer may contain: `bad_words_ids`, except single end tokens, and `suppress_tokens`.
+    Sequences with a token outside the vocabulary can't be generated and are left out. CheckpointError for malformed
+    values."""
     words, tokens = (generation.get(name) or [] for name in ("bad_words_ids", "suppress_tokens"))
     if not isinstance(words, list) or not all(isinstance(word, list) and word for word in words):
         raise _wrong("bad_words_ids", words, "lists of tokens")

@@ -1,7 +1,7 @@
-"""Mixtures whose experts stay in the host's memory and are computed there, next to a GPU.
+"""Mixtures of experts whose experts are kept in host memory and computed by the CPU, while a GPU computes the rest.
 
-A token reads few of a mixture's experts. So a host with slow memory keeps up with a GPU that does
-everything else (KTransformers; llama.cpp's `--n-cpu-moe`).
+A token reads only a few experts of a mixture, so slow host memory is enough to keep up with a GPU (KTransformers;
+llama.cpp's `--n-cpu-moe`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from slipstream.spec.model import ModelSpec, MoESpec
 
 
 def mixtures(spec: ModelSpec) -> tuple[int, ...]:
-    """The layers that have experts."""
+    """Indices of the layers that have experts."""
     return tuple(i for i, layer in enumerate(spec.layers) if isinstance(layer.mlp, MoESpec))
 
 
 def host_weights(spec: ModelSpec, num_layers: int) -> dict[str, int]:
-    """The experts' weights of the first `num_layers` mixtures, by our names, with the number of
-    experts of each."""
+    """Number of experts of each expert weight in the first `num_layers` mixtures, by our parameter
+    names."""
     found: dict[str, int] = {}
     for i in mixtures(spec)[:num_layers]:
         own = spec.layers[i].mlp

@@ -1,6 +1,6 @@
-"""Layer specs: attention, MLPs and mixtures of experts, and how a layer norms and adds them. No torch.
+"""Layer specs: attention, MLPs and mixtures of experts, and where a layer places norms and residual additions. No torch.
 
-Each spec gives the names and shapes of its parameters. `spec/model.py` puts layers together to a model.
+Each spec gives the names and shapes of its parameters. `spec/model.py` combines layers to a model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slipstream.spec.recurrent import RecurrentSpec
 
 
 class WeightShape(NamedTuple):
-    """The shape [rows, inner] of a layer's weight that schemes quantise. Experts have `copies` of it, stacked."""
+    """Shape [rows, inner] of a layer's weight that schemes quantize. Expert weights are `copies` of it, stacked."""
 
     part: Literal["attention", "mlp"]
     rows: int
@@ -24,18 +24,18 @@ class WeightShape(NamedTuple):
 
 
 INT4_BYTES = 0.5
-"""The element size that stands for an int4 KV cache where a size of its numbers is given."""
+"""Element size in bytes that stands for an int4 KV cache, where functions take a size instead of a format."""
 
 
 def int4_row_bytes(head_dim: int) -> tuple[int, int]:
-    """Bytes of a head's key and of its value in an int4 KV cache: codes of 5 and of 4 bits, and scales of a byte, two
-    and one (`kernels.cache.int4`)."""
+    """(bytes of a head's key, bytes of its value) in an int4 KV cache. Keys have 5-bit codes and
+    two scale bytes, values 4-bit codes and one (`kernels.cache.int4`)."""
     return head_dim // 2 + head_dim // 8 + 2, head_dim // 2 + 1
 
 
 ROUNDED = frozenset(("qkv", "q", "kv", "q_latent", "latent", "in", "out", "up", "down"))
-"""The products of a layer that schemes quantise. Routers are not quantised, neither are the small products of a recurrent
-layer, nor `expand`, which is split by heads."""
+"""The linear layers of a decoder layer that schemes quantize. Not quantized: routers, the small
+linear layers of a recurrent layer, and `expand`, which is split by heads."""
 
 
 def linear_shapes(name: str, rows: int, inner: int, bias: bool = False) -> dict[str, Shape]:
@@ -45,15 +45,15 @@ def linear_shapes(name: str, rows: int, inner: int, bias: bool = False) -> dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QKNormSpec:
-    """A norm of q and k before the rotation. `over` says what is normed:
+    """A norm of q and k before the rotation. `over` says which elements are normed together:
 
     1. `head`: each head, with one weight for all heads, RMS (Qwen 3, Gemma 3).
     2. `row`: all heads together, RMS (OLMo 2).
     3. `each`: each head, with a weight of its own, layer norm (Command R+).
     4. `layer`: each head, with one weight and one bias for all heads, layer norm (Phi).
 
-    `after`: the norm of heads comes after the rotation (Hunyuan). Without `learned` a head's
-    weights are 1 (Llama 4).
+    `after`: the norm of heads comes after the rotation (Hunyuan). Without `learned` the weights are
+    1 (Llama 4).
     """
 
     over: Literal["head", "row", "each", "layer"]
@@ -67,14 +67,14 @@ class QKNormSpec:
 class DifferentialSpec:
     """Differences of heads (Differential Transformer, arXiv:2410.05258), as DiffLlama has them.
 
-    1. Values of a kv head are those of two: head i of the first half next to head i of the second. Kv heads i of both halves
-       share them.
-    2. A result is that of head i of the first half, less λ times that of head i of the second.
-    3. λ is `base` and a learned number: exp(q1 · k1) − exp(q2 · k2).
-    4. A result is divided by its root mean square, with `eps`, and multiplied by 1 − `base`.
+    1. Values are shared by pairs of kv heads: head i of the first half and head i of the second
+       both read [values of the first; values of the second].
+    2. The output is that of head i of the first half minus λ times that of head i of the second.
+    3. λ = `base` + exp(q1 · k1) − exp(q2 · k2), with learned vectors.
+    4. The output is divided by its root mean square, with `eps`, and multiplied by 1 − `base`.
 
-    Each head is computed twice, with each half of its values: so `AttentionSpec` counts twice the product's heads, which is
-    what the cache holds.
+    Each head is computed twice, once for each half of its values. So `AttentionSpec` counts twice
+    as many heads as the projection has, and the cache holds that number.
     """
 
     base: float
@@ -88,20 +88,20 @@ LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 class AttentionSpec:
     """Attention with `num_heads` query heads over `num_kv_heads` key/value heads: MHA, MQA and GQA.
 
-    `window`: a token attends to itself and the window − 1 tokens before it; if not `causal`, to as many after it, too.
-    `softcap`: scores become tanh(s / cap) · cap.
-    `clip_qkv`: q, k and v are clamped to ± this number (MPT).
-    `sinks`: each head has a learned score without a value, which its softmax counts in the denominator (gpt-oss).
-    `value_eps`: each head's values pass an RMS norm with this epsilon and without weights (Gemma 4).
-    `keys_as_values`: the values are the product's keys, before their norm and rotation (Gemma 4).
-    `kv_from`: the layer whose cached keys and values are read; there are queries alone, and nothing is cached (Gemma 3n and 4).
-    `gated`: results are multiplied by the sigmoid of a gate, whose rows stand before q's in the product (Qwen3-Next). "head":
-    the gate has one number for each head (Step 3.5). `gate`: or by its softplus (Laguna).
-    `value_dim`: values have so many numbers, fewer than keys (MiMo V2). They are cached with zeros
-    after them. `value_scale` multiplies the stored weights of the output product, in the place of
-    the values. `out_norm` is of all heads' results, before the output product (BitNet). `reads`: the
-    width of its rows, if it is not the layer's (Zamba 2). `of_heads`: if this is a rank's part
-    (`spec.parallel`), the query and kv heads of all ranks together, without those of zeros.
+    `window`: a token attends to itself and the window − 1 tokens before it; if not `causal`, to as
+    many after it, too. `softcap`: scores become tanh(s / cap) · cap. `clip_qkv`: q, k and v are
+    clamped to ± this number (MPT). `sinks`: each head has a learned score without a value, which
+    its softmax counts in the denominator (gpt-oss). `value_eps`: each head's values pass an RMS
+    norm with this epsilon and without weights (Gemma 4). `keys_as_values`: the values are the
+    projected keys, before their norm and rotation (Gemma 4). `kv_from`: index of the layer whose
+    cached keys and values are read; this layer only computes queries and caches nothing (Gemma 3n
+    and 4). `gated`: outputs are multiplied by the sigmoid of a gate, whose rows precede q's in the
+    projection (Qwen3-Next); "head": one gate per head (Step 3.5). `gate`: the gate's activation,
+    sigmoid or softplus (Laguna). `value_dim`: size of a head's values if smaller than the keys';
+    they are cached padded with zeros (MiMo V2). `value_scale`: factor of the values, folded into
+    the output projection at load. `out_norm`: norm of all heads' outputs before the output
+    projection (BitNet). `reads`: input width, if not the layer's (Zamba 2). `of_heads`: on a rank
+    of several (`spec.parallel`), the whole model's query and kv heads, without padding.
     """
 
     num_heads: int
@@ -136,7 +136,7 @@ class AttentionSpec:
 
     @property
     def gate_size(self) -> int:
-        """Rows of the gate in the product of q, k and v."""
+        """Rows of the gate in the projection of q, k and v."""
         if self.gated == "head":
             return self.num_heads
         return self.q_size if self.gated else 0
@@ -147,7 +147,7 @@ class AttentionSpec:
 
     @property
     def value_width(self) -> int:
-        """Size of a head's values and results."""
+        """Size of a head's values and outputs."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
@@ -156,17 +156,17 @@ class AttentionSpec:
 
     @property
     def out_size(self) -> int:
-        """Number of inputs of the output product."""
+        """Number of inputs of the output projection."""
         return self.num_heads * self.value_width // self.times
 
     @property
     def times(self) -> int:
-        """Number of times that the product computes each head."""
+        """Number of times that each projected head is computed: 2 for differential attention."""
         return 1 if self.differential is None else 2
 
     @property
     def qkv_rows(self) -> tuple[int, ...]:
-        """Rows of q, k and v in their product, as far as it has them."""
+        """Number of rows of q, k and v in their joint projection; without k and v if another layer's are read."""
         q, n = self.gate_size + self.q_size // self.times, self.times
         if self.kv_from is not None:
             return (q,)
@@ -174,7 +174,7 @@ class AttentionSpec:
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
-        """Sizes of the weights of q's norm and of k's."""
+        """(size of the weight of q's norm, that of k's)."""
         if self.qk_norm is None or not self.qk_norm.learned:
             return 0, 0
         return (
@@ -185,12 +185,12 @@ class AttentionSpec:
 
     @property
     def cached_size(self) -> int:
-        """Number of elements of a token that are read from the cache, and kept there by the layer
-        that owns them."""
+        """Elements per token that the layer reads from the cache; the layer that owns the keys and
+        values also stores them."""
         return 2 * self.kv_size
 
     def cached_bytes(self, element_bytes: float) -> int:
-        """Bytes of these numbers. `INT4_BYTES` stands for an int4 cache."""
+        """Bytes per token that the layer reads from the cache. `element_bytes` may be `INT4_BYTES`."""
         if element_bytes == INT4_BYTES:
             return self.num_kv_heads * sum(int4_row_bytes(self.head_dim))
         return round(self.cached_size * element_bytes)
@@ -220,7 +220,7 @@ class AttentionSpec:
         return found | linear_shapes("attention.out", hidden_size, self.out_size, self.out_bias)
 
     def cross_shapes(self, hidden_size: int) -> dict[str, Shape]:
-        """The shapes of cross attention, over an encoder's states."""
+        """Shapes of the parameters of cross attention over an encoder's states."""
         q = linear_shapes("cross.q", self.q_size, hidden_size, self.qkv_bias)
         kv = linear_shapes("cross.kv", 2 * self.kv_size, hidden_size, self.qkv_bias)
         return q | kv | linear_shapes("cross.out", hidden_size, self.q_size, self.out_bias)
@@ -230,13 +230,13 @@ class AttentionSpec:
 class IndexSpec:
     """The index of sparse attention, which chooses the keys that a token attends to (DeepSeek-V3.2, arXiv:2512.02556).
 
-    1. A token has one index key of `head_dim` numbers, layer-normed and rotated. It is cached next to the token's latent.
-    2. It has `num_heads` index queries, products of the queries' latent, and a weight for each of them.
+    1. A token has one index key of `head_dim` elements, layer-normed and rotated. It is cached next to the token's latent.
+    2. It has `num_heads` index queries, projected from the queries' latent, and a weight for each of them.
     3. The score of a key is the sum, over the heads, of weight · max(0, query · key).
-    4. The token attends to the `top_k` keys with the highest scores, of equals the earlier ones. Up to `top_k` keys it
-       attends to all.
+    4. The token attends to the `top_k` keys with the highest scores; ties go to the earlier key. With at most `top_k` keys
+       it attends to all.
 
-    The products of the index are never quantised, so that rounding doesn't change the choice.
+    The index's linear layers are never quantized, so that rounding doesn't change the choice.
     """
 
     num_heads: int
@@ -256,16 +256,16 @@ class IndexSpec:
 class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-    1. A token has an RMS-normed latent of `kv_rank` numbers. Keys and values of all heads are products of it.
-    2. A token has one rotated key of `rotary_dim` numbers, which all heads share.
+    1. A token has an RMS-normed latent vector of `kv_rank` elements. Keys and values of all heads are projected from it.
+    2. A token has one rotated key of `rotary_dim` elements, shared by all heads.
     3. Only these two are cached, as one kv head: its keys are [rotated, latent], its values are the latents.
-    4. A query head has `nope_dim` numbers for the key from the latent and `rotary_dim` for the rotated key. Its output has
-       `value_dim` numbers.
-    5. With `q_rank`, queries are products of a latent too.
+    4. A query head has `nope_dim` elements for the key from the latent and `rotary_dim` for the rotated key. Its output has
+       `value_dim` elements.
+    5. With `q_rank`, queries are projected from a latent, too.
 
-    `bias` is for the products into latents and for the output product. `index` chooses the keys that a token attends to
-    ("previous": those of the layer before it); it needs `q_rank`. `gated`: a head's results are multiplied by the sigmoid
-    of a number, a product of the layer's rows that is not quantised (Ling 3).
+    `bias`: whether the projections to latents and the output projection have one. `index` chooses the keys that a token
+    attends to ("previous": those of the layer before it); it needs `q_rank`. `gated`: a head's output is multiplied by the
+    sigmoid of one number, which an unquantized linear layer computes from the layer's input (Ling 3).
     """
 
     num_heads: int
@@ -333,22 +333,24 @@ class LatentAttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedAttentionSpec(LatentAttentionSpec):
-    """DeepSeek V4's attention: latent attention whose values are the keys themselves, over near tokens and compressed keys.
+    """DeepSeek V4's attention: latent attention whose values are the keys themselves, over recent tokens and compressed
+    keys.
 
-    1. A token has one RMS-normed key of `head_dim` numbers, the last of which are rotated. Queries are products of a latent,
-       normed by head without weights. Since values are rotated keys, results are rotated back
-       by the query's position.
+    1. A token has one RMS-normed key of `head_dim` elements, the last of which are rotated. Queries are projected from a
+       latent and normed per head without weights. Since values are rotated keys, outputs are rotated back by the query's
+       position.
     2. A token attends to itself and the `local` − 1 tokens before it, and to a learned score without a value (a sink).
-    3. With a `rate`, each `rate` tokens make a compressed key when the last of them is there: a mean of their values with
-       the softmax of their gates plus a learned bias as weights, by column, then RMS-normed, and rotated as their first
-       position. A token attends to all of those.
-    4. With an `index_spec` windows overlap: a token gives values and gates to its own window, and others to the next one.
-       The index has smaller compressed keys of the same windows, and chooses the `top_k` that a token attends to.
-    5. The output is two products: one for each of `num_out_groups` parts of the heads, to `out_rank` numbers, and one of all.
+    3. With a `rate`, every `rate` tokens (a window) yield one compressed key once the last of them is computed. It is a
+       column-wise weighted mean of their values, with weights softmax(gates + learned bias), then RMS-normed and rotated to
+       the window's first position. A token attends to all compressed keys.
+    4. With an `index_spec` windows overlap: a token contributes values and gates to its own window, and different ones to
+       the next. The index has smaller compressed keys of the same windows, and chooses the `top_k` that a token attends to.
+    5. The output projection has two steps: each of `num_out_groups` groups of heads is projected to `out_rank` elements,
+       then all together to the hidden size.
 
     A token's values and gates (`source_size`) stay in the cache next to its key, since later windows and other continuations
-    of a shared prefix read them. A compressed key lies with the last `entry_rows` tokens of its window, whose block no other
-    continuation shares.
+    of a shared prefix read them. A compressed key is stored with the last `entry_rows` tokens of its window, because no
+    other continuation shares their block.
     """
 
     local: int
@@ -366,12 +368,12 @@ class CompressedAttentionSpec(LatentAttentionSpec):
         return math.gcd(self.rate, 4)
 
     def width(self, dim: int) -> int:
-        """Number of columns of a token's values, for compressed keys of `dim` numbers."""
+        """Columns of a token's values for compressed keys of size `dim`: twice `dim` if windows overlap."""
         return dim * (2 if self.overlaps else 1)
 
     @property
     def source_sizes(self) -> tuple[int, ...]:
-        """Columns of a token's values and gates, and of those for the index."""
+        """(columns of a token's values and gates, those for the index's keys)."""
         if not self.rate:
             return ()
         own = (self.width(self.head_dim),) * 2
@@ -385,7 +387,7 @@ class CompressedAttentionSpec(LatentAttentionSpec):
 
     @property
     def index_dim(self) -> int:
-        """Numbers cached for a token next to its own key: its values and gates, and its share of compressed keys."""
+        """Elements cached per token besides its own key: its values and gates, and its share of the compressed keys."""
         if not self.rate:
             return 0
         entry = self.head_dim + (0 if self.index_spec is None else self.index_spec.head_dim)
@@ -418,10 +420,10 @@ AttentionKind: TypeAlias = AttentionSpec | LatentAttentionSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSpec:
-    """An MLP. `gated`: down(act(gate(x)) · up(x)); otherwise down(act(up(x))). `bias`: of both products, or of `down` alone
-    (GTE). `sparsity`: act reads max(0, g − c), where about this part of a row's gates g are below c, their mean and some
-    standard deviations (Gemma 3n). `down_norm` is of what `down` reads (BitNet). `of_size`: if this is a rank's part of such
-    an MLP, the gates of all ranks together."""
+    """An MLP. `gated`: down(act(gate(x)) · up(x)); otherwise down(act(up(x))). `bias`: of both linear layers,
+    or only of `down` (GTE). `sparsity`: fraction of a row's gates g that are zeroed: act gets max(0, g − c),
+    where c is their mean plus the matching number of standard deviations (Gemma 3n). `down_norm`: norm of the
+    input of `down` (BitNet). `of_size`: on a rank of several, the number of gates of all ranks together."""
 
     intermediate_size: int
     activation: Activation
@@ -437,12 +439,12 @@ class DenseSpec:
 
     @property
     def width(self) -> int:
-        """Elements of a token between the two products: gates and ups, and as many without a
-        gate."""
+        """Elements per token between the two linear layers: gates and ups; the same number without
+        a gate."""
         return 2 * self.intermediate_size
 
     def shapes(self, hidden_size: int, name: str = "mlp", copies: int = 1) -> dict[str, Shape]:
-        """The shapes of its parameters; of `copies` experts, stacked."""
+        """Shapes of its parameters; with `copies`, of so many stacked experts."""
         up = linear_shapes(f"{name}.up", copies * self.up_rows, hidden_size, self.bias is True)
         if isinstance(self.activation, Xielu):
             up |= {f"{name}.positive.weight": (1,), f"{name}.negative.weight": (1,)}
@@ -464,8 +466,9 @@ class SharedExpertSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLimit:
-    """Group-limited routing. Experts form `num_groups` groups of equal size, and a token's experts come from its `num_chosen`
-    best groups. A group's score is that of its best expert (DeepSeek V2), or the sum of its best two (V3)."""
+    """Group-limited routing. Experts form `num_groups` groups of equal size. A token's experts come from the `num_chosen`
+    groups with the highest scores. A group's score is that of its best expert (DeepSeek V2), or the sum of its best two
+    (V3)."""
 
     num_groups: int
     num_chosen: int
@@ -476,20 +479,22 @@ class GroupLimit:
 class MoESpec:
     """A mixture of experts (Shazeer et al. 2017).
 
-    1. The router, a product (`router_bias`: with a bias), gives a logit for each of `num_experts`. `scores` makes scores of
-       them: the softmax over all experts, each one's sigmoid, or the root of its softplus (DeepSeek V4).
+    1. The router, a linear layer (`router_bias`: with a bias), computes a logit for each of `num_experts`. `scores` converts
+       logits to scores: softmax over all experts, sigmoid, or the square root of softplus (DeepSeek V4).
     2. The `num_experts_per_token` experts with the highest scores are chosen. `correction` adds a learned number to each
        score for this choice alone (DeepSeek V3, arXiv:2412.19437, section 2.1.2), or to each logit ("logits", Kolibri).
-    3. The experts' outputs are summed with their scores as weights. `normalize`: the chosen weights are divided by their sum.
-       `weight_scale` multiplies them at the end, and with `expert_scales` each expert's own learned number (Gemma 4).
-       `nearness` (PhiMoE, arXiv:2409.12136): the weight of each choice is a softmax of its own, over the experts that are not
-       chosen yet, without those whose logit is below the largest, m, by more than `nearness` · max(|logit|, m).
-       `scales_input`: the weights multiply what the experts read, in the place of what they give (Llama 4).
-    4. `hashed`: a table of so many tokens has each one's experts, and takes the place of the choice (DeepSeek V4).
-    5. With `latent`, experts read and give rows of so many numbers. One product makes them of a token's row, another makes a
-       row of the sum (Nemotron 3 Super).
+    3. The experts' outputs are summed with their scores as weights. `normalize`: the chosen weights are divided by their
+       sum. `weight_scale` then multiplies all of them, and with `expert_scales` a learned number multiplies each expert's
+       (Gemma 4). `nearness` (PhiMoE, arXiv:2409.12136): the weight of each choice is a softmax of its own, over the experts
+       that are not chosen yet, without those whose logit is below the largest, m, by more than `nearness` · max(|logit|, m).
+       `scales_input`: the weights multiply the experts' inputs instead of their outputs (Llama 4).
+    4. `hashed`: a table of this many tokens gives the experts of each token id; it replaces the choice by scores (DeepSeek
+       V4).
+    5. With `latent`, the experts' inputs and outputs have this size. A linear layer projects a token's state to it, another
+       projects the experts' sum back (Nemotron 3 Super).
 
-    `held`: (first, number) of the experts whose weights are here, if other ranks have the others. All are routed to.
+    `held`: (index of the first, number) of the experts whose weights this rank has, if other ranks have the others. The
+    router still chooses among all.
     """
 
     num_experts: int
@@ -511,12 +516,12 @@ class MoESpec:
 
     @property
     def has_usual_choice(self) -> bool:
-        """Whether scores and choice are those of all kernels. Torch computes others."""
+        """Whether all kernels implement these scores and this choice. Torch computes the others."""
         return self.scores != "sqrt_softplus" and self.correction != "logits"
 
     @property
     def num_local_experts(self) -> int:
-        """Experts whose weights are here."""
+        """Number of experts whose weights this rank has."""
         return self.num_experts if self.held is None else self.held[1]
 
     @property
@@ -576,8 +581,8 @@ class SequentialBlock(TransformerBlock):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwinBlock(SequentialBlock):
-    """A sequential block whose mixture and shared expert have norms of their own (Gemma 4):
-    h += post_mlp(post_shared(shared(pre_mlp(h))) + post_experts(experts(pre_experts(h)))). The router reads pre_router(h)."""
+    """A sequential block in which the mixture and the shared expert each have norms (Gemma 4): h +=
+    post_mlp(post_shared(shared(pre_mlp(h))) + post_experts(experts(pre_experts(h)))). The router reads pre_router(h)."""
 
     pre_router: NormSpec
     pre_experts: NormSpec
@@ -608,9 +613,9 @@ BlockSpec: TypeAlias = SequentialBlock | PostNormBlock | ParallelBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnInputSpec:
-    """The addition after a layer's MLP from an input of its own (Gemma 3n and 4): h += norm(project(act(gate(h)) · x)).
+    """Per-layer input, added to the residual after a layer's MLP (Gemma 3n and 4): h += norm(project(act(gate(h)) · x)).
 
-    x are the numbers [first, first + size) of the model's layer inputs (`LayerInputsSpec`).
+    x are the elements [first, first + size) of the model's layer inputs (`LayerInputsSpec`).
     """
 
     size: int
@@ -629,15 +634,19 @@ class OwnInputSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamsSpec:
-    """Several residuals side by side, of which a layer computes one (AltUp, Baykal et al. 2023, arXiv:2301.13310; Gemma 3n).
+    """Several parallel residual streams, of which a layer computes one (AltUp, Baykal et al. 2023, arXiv:2301.13310; Gemma
+    3n).
 
-    1. A layer predicts each stream as a sum of all, by coefficients from the `active` one. It runs on the prediction of that
-       one, and its result corrects all predictions.
-    2. Attention's addition and a low-rank one of `low_rank` (LAuReL, arXiv:2411.07501) are summed, divided by √2.
-    3. The layer's own input is added to all streams but the first. With `scaled` it reads the active one times learned numbers.
-    4. The first layer (`opens`) makes the streams of the embeddings by products, and the last (`closes`) their mean again.
+    1. A layer predicts each stream as a weighted sum of all streams, with coefficients computed from the `active` one. It
+       runs on the active stream's prediction, and its output corrects all predictions.
+    2. The outputs of attention and of a low-rank branch of rank `low_rank` (LAuReL, arXiv:2411.07501) are added and divided
+       by √2.
+    3. The per-layer input is added to all streams but the first. With `scaled` it is computed from the active stream times
+       learned factors.
+    4. The first layer (`opens`) projects the embeddings to the streams; the last one (`closes`) projects them back and takes
+       their mean.
 
-    `norm` is before the router of coefficients. `low_rank_norm` is after the low-rank product.
+    `norm` precedes the router that computes the coefficients. `low_rank_norm` follows the low-rank branch.
     """
 
     count: int
@@ -668,13 +677,15 @@ class StreamsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HyperSpec:
-    """`count` residuals side by side (hyper-connections, Zhu et al. 2024, arXiv:2409.19606; their manifold-constrained form,
-    arXiv:2512.24880; DeepSeek V4).
+    """`count` parallel residual streams (hyper-connections, Zhu et al. 2024, arXiv:2409.19606; their manifold-constrained
+    form, arXiv:2512.24880; DeepSeek V4).
 
-    1. Attention and MLP each read a sum of the streams, and their result is added to all of them, which are mixed with
-       each other first. All coefficients of a token are made of its streams by a product, `base` and `scale`.
+    1. Attention and MLP each read a weighted sum of the streams. The streams are mixed with each other, then the output is
+       added to each with a weight. A linear layer, `base` and `scale` compute all of a token's coefficients from its
+       streams.
     2. `iterations` make the mixing matrix doubly stochastic (Sinkhorn and Knopp).
-    3. The first layer (`opens`) copies the embeddings, and after the last (`closes`) there is a last sum.
+    3. The first layer (`opens`) copies the embeddings to all streams; after the last (`closes`) a final weighted sum is
+       taken.
 
     Its parameters stay float32.
     """
@@ -698,11 +709,12 @@ class HyperSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecallSpec:
-    """The embeddings next to the residual, [h, e], for layers that read them again (Zamba 2, arXiv:2411.15242).
+    """The token embeddings e kept next to the residual h, as [h, e], for layers that read them again (Zamba 2,
+    arXiv:2411.15242).
 
     1. A layer with attention makes t = join(mlp(pre_mlp(attention(pre_attention([h, e]))))). Without it t is 0.
     2. h += recurrent(norm(h + t)).
-    3. The first layer (`opens`) puts the embeddings there twice, and after the last (`closes`) h is left.
+    3. The first layer (`opens`) starts with [e, e]; after the last (`closes`) only h remains.
     """
 
     norm: NormSpec
@@ -717,14 +729,14 @@ class RecallSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer. `residual_scale` multiplies what attention and MLP add to the residual (Granite). `cross` is attention over
-    the encoder's last states; its heads are those of `attention`. `scaled`: the residual after the layer is multiplied by a
-    learned number (Gemma 4).
+    """One layer. `residual_scale` multiplies what attention and MLP add to the residual (Granite). `cross` is
+    attention over the encoder's last states; its heads are those of `attention`. `scaled`: the residual after the
+    layer is multiplied by a learned number (Gemma 4).
 
-    A hybrid's layer has a `recurrent` part in the place of attention, or next to it: then both read the same norm, and
-    their results are added (Falcon-H1). A layer without an `mlp` ends after them (Mamba).
+    A layer of a hybrid model has a `recurrent` part instead of attention, or in parallel with it: then both read the
+    same normed input, and their outputs are added (Falcon-H1). A layer without an `mlp` ends after them (Mamba).
 
-    `same_as`: the layer before it whose weights it uses, instead of its own (ALBERT)."""
+    `same_as`: index of the earlier layer whose weights it shares (ALBERT)."""
 
     attention: AttentionKind | None = None
     mlp: MLPSpec | None
@@ -739,13 +751,13 @@ class LayerSpec:
 
     @property
     def self_attention(self) -> AttentionKind:
-        """The attention of a layer that has one."""
+        """The layer's attention; only for layers that have one."""
         assert self.attention is not None
         return self.attention
 
     @property
     def feed_forward(self) -> MLPSpec:
-        """The MLP of a layer that has one."""
+        """The layer's MLP; only for layers that have one."""
         assert self.mlp is not None
         return self.mlp
 
@@ -756,7 +768,7 @@ class LayerSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the results of attention and MLP are only added to the residual before the next
+        """Whether outputs of attention and MLP are simply added to the residual before the next
         norm, as in most models."""
         of_block = isinstance(self.block, SequentialBlock) and self.norms.keys() == {
             "pre_attention",
@@ -774,7 +786,7 @@ class LayerSpec:
         )
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
-        """The shape of every parameter of its own, in the order of computation."""
+        """Shape of every parameter that the layer owns, in the order of computation."""
         found: dict[str, Shape] = {}
         if self.same_as is not None:
             return found

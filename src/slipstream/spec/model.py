@@ -75,8 +75,8 @@ from slipstream.spec.recurrent import state_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSpec:
-    """The encoder of an encoder-decoder model. It shares the decoder's embeddings, or reads `audio`. The decoder's text begins
-    with `start_token_id` and the tokens of `forced`. `positions`, `embed_norm`: its own, in the place of the decoder's."""
+    """The encoder of an encoder-decoder model. It shares the decoder's embeddings, or reads `audio`. The decoder starts with
+    `start_token_id` and the tokens of `forced`. `positions`, `embed_norm`: the encoder's own, instead of the decoder's."""
 
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec | None
@@ -87,12 +87,13 @@ class EncoderSpec:
     embed_norm: NormSpec | None = None
 
     def longest(self, max_model_len: int) -> int:
-        """The most tokens or states of a request that it reads. Of audio it always reads as many."""
+        """Maximum tokens (or audio states) of a request that the encoder reads. For audio a constant number."""
         return max_model_len if self.audio is None else self.audio.num_states
 
 
 class SharedTensor(NamedTuple):
-    """A tensor of several layers: `base`, and for each plus the product of its own `up` and `down`, if named."""
+    """A weight shared by several layers: `base`, plus, where named, the product of the layer's own low-rank `up` and
+    `down`."""
 
     base: str
     down: str | None = None
@@ -101,11 +102,12 @@ class SharedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputsSpec:
-    """Inputs that layers read next to the residual (Gemma 3n and 4; `OwnInputSpec`), `size` numbers
-    for each of `num_layers`.
+    """Per-layer inputs, which layers read besides the residual (Gemma 3n and 4; `OwnInputSpec`): `size` elements for each of
+    `num_layers`.
 
-    They are (norm(project(h)) + scale · row) · factor, where h are the first layer's inputs and `row` is the token's in a table
-    of `vocab_size` tokens. The norm is over each layer's numbers. The table is looked up, so it stays as it is stored.
+    They are (norm(project(h)) + scale · row) · factor, where h is the first layer's input and `row` the token's entry in a
+    table of `vocab_size` tokens. The norm is taken over each layer's elements separately. The table is only indexed, so it
+    keeps its stored format.
     """
 
     vocab_size: int
@@ -126,8 +128,8 @@ class LayerInputsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierSpec:
-    """A classification head in place of the output head: out(norm(act(dense(x)))), with x pooled from the tokens' last states,
-    or with `pooling` "tokens" each of them.
+    """A classification head in place of the output head: out(norm(act(dense(x)))), with x pooled
+    from the tokens' final states, or with `pooling` "tokens" the state of each token.
 
     `bias` is that of `dense`. Without `activation` it is out(x) alone, without a bias on decoders.
     """
@@ -152,7 +154,7 @@ class ClassifierSpec:
 
 
 MAX_EXPERTS = 2**18
-"""Most experts of all layers together: each has a line in the table of names."""
+"""Maximum experts of all layers together, since each has an entry in the table of names."""
 
 MAX_PARAMETERS = 2**45
 
@@ -170,22 +172,22 @@ class ModelSpec:
     2. An encoder (BERT) has `layers` that are not causal, no output head, and sometimes a `classifier`. Embeddings of
        `num_token_types` token types are added to the tokens' embeddings.
     3. An encoder-decoder (T5) has an `encoder`, and causal `layers` with cross attention. Its encoder may read audio (Whisper).
-    4. A decoder with an encoder of pictures or sounds (`media`) reads these, too: their embeddings stand in the place of
-       placeholders.
+    4. A decoder with an image or audio encoder (`media`) reads images or audio, too: their embeddings replace
+       placeholder tokens.
 
-    `max_position`: the longest context that it was trained for; of an encoder-decoder the longest prompt and longest answer.
-    `embed_size`: the width of the embeddings, if not the layers'; then there are projections in and out (OPT 350M).
-    `embed_norm`: a norm of the embeddings (BLOOM). If it has the width `embed_size`, so have positions and token types, and
-    the projection in comes after the norm and has a bias (ELECTRA).
-    `headless`: a decoder of which AutoModel wrote no head; it gives vectors alone.
-    `layer_inputs`: tables and a product that give each layer an input of its own (Gemma 3n and 4).
-    `logit_scale` multiplies logits (Cohere, Granite). With `logit_softcap` they then become tanh(l / cap) · cap.
-    `folded`: numbers by which weights are multiplied when they are loaded, by the end of the checkpoint's name. Each pair has
-    a count of rows and their number (Falcon-H1).
-    `shared`: tensors of layers, by the names in the family's table, and what a checkpoint has in their place (Zamba 2).
-    `stage`: the layers [first, last) whose weights are here, if other ranks have the others. The first layer's rank has the
-    embeddings, too, and the last layer's what comes after it. With `embeds` a later stage has them, too, for a draft head.
-    `groups`: if this is a rank's part (`spec.parallel`), the cache groups of the whole model, which all ranks share.
+    `max_position`: maximum trained context; for an encoder-decoder, of the prompt and of the answer each.
+    `embed_size`: the width of the embeddings, if not the layers'; then there are projections in and out (OPT
+    350M). `embed_norm`: a norm of the embeddings (BLOOM). If its size is `embed_size`, positions and token
+    types have that width, too, and the input projection follows the norm and has a bias (ELECTRA).
+    `headless`: a decoder saved without its head (by AutoModel); it only computes embeddings. `layer_inputs`:
+    per-layer inputs (Gemma 3n and 4). `logit_scale` multiplies logits (Cohere, Granite). With `logit_softcap`
+    they then become tanh(l / cap) · cap. `folded`: factors by which weights are multiplied at load, by name
+    suffix in the checkpoint; each pair is (number of rows, their factor) (Falcon-H1). `shared`: tensors used
+    by several layers: name in the family's table, and the checkpoint tensors that it is made from (Zamba 2).
+    `stage`: the layers [first, last) of this pipeline stage, if other ranks have the others. The first stage
+    also has the embeddings, the last one everything after the layers. With `embeds` a later stage has the
+    embeddings, too, for a draft head. `groups`: on a rank of several (`spec.parallel`), the cache groups of
+    the whole model, which all ranks share.
     """
 
     family: str
@@ -307,7 +309,7 @@ class ModelSpec:
 
     @property
     def local_layers(self) -> range:
-        """The layers whose weights are here."""
+        """Indices of the layers whose weights this rank has."""
         return range(self.num_layers) if self.stage is None else range(*self.stage)
 
     @property
@@ -322,22 +324,22 @@ class ModelSpec:
 
     @property
     def attentions(self) -> tuple[AttentionKind, ...]:
-        """The attention of each layer that has one."""
+        """Attention specs of the layers that have attention, in order."""
         return tuple(x.attention for x in self.layers if x.attention is not None)
 
     @property
     def sees(self) -> bool:
-        """Whether prompts may have pictures."""
+        """Whether prompts may contain images."""
         return self.media is not None and self.media.medium == "image"
 
     @property
     def hears(self) -> bool:
-        """Whether prompts may have sounds in the place of pictures."""
+        """Whether prompts may contain audio clips (instead of images)."""
         return self.media is not None and self.media.medium == "audio"
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether some layers have recurrent states, instead of keys and values or next to them."""
+        """Whether some layers have recurrent states, instead of or in addition to keys and values."""
         return any(layer.recurrent is not None for layer in self.layers)
 
     @property
@@ -370,7 +372,7 @@ class ModelSpec:
 
     @property
     def joins_prompts(self) -> bool:
-        """Whether all tokens of a prompt with pictures attend to each other."""
+        """Whether all tokens of a prompt with images attend to each other."""
         return self.media is not None and self.media.bidirectional == "prompt"
 
     @property
@@ -380,17 +382,17 @@ class ModelSpec:
 
     @property
     def has_head(self) -> bool:
-        """The output head has its own weight."""
+        """Whether the output head has its own weight, not the embedding table's."""
         return self.generates and not self.tied_embeddings
 
     @property
     def embed_width(self) -> int:
-        """The width of the embedding table and of the output head."""
+        """Width of the embedding table and of the output head."""
         return self.hidden_size if self.embed_size is None else self.embed_size
 
     @property
     def sums_narrow(self) -> bool:
-        """Embeddings, positions and token types are added and normed before they are projected to the layers' width."""
+        """Whether embeddings, positions and token types are added and normed before the projection to the hidden size."""
         return self.embed_norm is not None and self.embed_norm.size == self.embed_size
 
     @property
@@ -400,7 +402,7 @@ class ModelSpec:
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The KV cache groups. An encoder has one, which keeps nothing. An encoder-decoder has a `cross` group as its last."""
+        """The KV cache groups. An encoder's only group retains no blocks. An encoder-decoder's last group is `cross`."""
         if self.groups is not None:
             return self.groups
         groups = group_layers(
@@ -421,13 +423,13 @@ class ModelSpec:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """The layer, for each one, that caches the keys and values that it reads."""
+        """Index, for each layer, of the layer that caches the keys and values it reads."""
         kept = (None if x.attention is None else x.attention.kv_from for x in self.layers)
         return tuple(i if source is None else source for i, source in enumerate(kept))
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
-        """The index of the group with a layer's own keys and values, for each layer; 0 for a layer
+        """Index, for each layer, of the cache group with its own keys and values; 0 for layers
         without attention."""
         found = {
             layer: i
@@ -439,13 +441,13 @@ class ModelSpec:
 
     @property
     def cross_group(self) -> int:
-        """The index of an encoder-decoder's `cross` group."""
+        """Index of an encoder-decoder's `cross` group."""
         return len(self.cache_groups) - 1
 
     @property
     def cache_places(self) -> tuple[int, ...]:
-        """The cache tensor that each layer uses: its place in its group, −1 without attention. An
-        encoder's layers all use the first in turn."""
+        """Index of each layer's cache tensor, which is its index in its group; −1 without
+        attention. All layers of an encoder use tensor 0 in turn."""
         if self.is_encoder:
             return (0,) * self.num_layers
         found = {
@@ -455,7 +457,7 @@ class ModelSpec:
 
     @property
     def mixed_layout(self) -> MixedLayout | None:
-        """The layout of the local layers' caches, if layers of groups have other sizes of keys."""
+        """Cache layout of the local layers if their groups differ in key size; otherwise None."""
         layout = mixed_layout(
             self.cache_groups, {i: x.attention for i, x in enumerate(self.layers) if x.attention}
         )
@@ -466,12 +468,12 @@ class ModelSpec:
 
     @property
     def block_scales(self) -> tuple[int, ...]:
-        """Factors of each group's block ids in block tables."""
+        """The factor of each group's block ids in block tables (`MixedLayout.scales`)."""
         layout = self.mixed_layout
         return (1,) * len(self.cache_groups) if layout is None else layout.scales
 
     def block_bytes_per_token(self, element_bytes: float) -> int:
-        """Bytes of a block, in all cache tensors, for each of its tokens."""
+        """Bytes per token of a block, summed over all cache tensors."""
         if self.is_encoder:
             return self.kv_bytes_per_token(element_bytes)
         if (layout := self.mixed_layout) is not None:
@@ -482,14 +484,14 @@ class ModelSpec:
         return sum(sizes.values())
 
     def kv_bytes_per_token(self, element_bytes: float) -> int:
-        """2 · kv_heads · head_dim · bytes (latent attention: (kv_rank + rotary_dim) · bytes), summed over layers. Of an
-        encoder the largest layer's, since its layers use one cache in turn. A layer that reads another's keys and values has
-        none."""
+        """2 · kv_heads · head_dim · bytes (latent attention: (kv_rank + rotary_dim) · bytes),
+        summed over layers. An encoder counts its largest layer, since its layers use one cache in
+        turn. A layer that reads another's keys and values counts 0."""
         sizes = [a.cached_bytes(element_bytes) for a in self.attentions if a.kv_from is None]
         return max(sizes) if self.is_encoder else sum(sizes)
 
     def state_bytes(self, element_bytes: int) -> int:
-        """Bytes of a sequence's states in the recurrent layers that are here; 0 if there are none."""
+        """Bytes of a sequence's states in the local recurrent layers; 0 without such layers."""
         own = (self.layers[i].recurrent for i in self.local_layers)
         return sum(state_bytes(r, element_bytes) for r in own if r is not None)
 
@@ -508,7 +510,8 @@ def parameters(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def _is_held(name: str, spec: ModelSpec) -> bool:
-    """Whether a stage has the parameter. A tied output head is the embedding's table, which then is on two."""
+    """Whether the pipeline stage has the parameter. A tied output head is the embedding table, which is then on two
+    stages."""
     if name.startswith("layers."):
         return int(name.split(".")[1]) in spec.local_layers
     if name == "embed.weight":

@@ -1,9 +1,9 @@
-"""Weights that are not all kept in memory: the choice of the layers to read in each step.
+"""Weight offloading: which layers stay in memory and which are read from disk or host memory in every step.
 
-A step of such a model runs layer by layer. While one layer is computed, the next streamed layer is
-read into one of two slots in memory, in turn. A step takes at least as long as its reading,
-whatever the number of its tokens. So large batches pay off (FlexGen, Sheng et al. 2023; DeepSpeed
-ZeRO-Inference, Aminabadi et al. 2022).
+A step of such a model runs layer by layer. While one layer is computed, the next streamed layer is read into
+one of two slots in memory, in turn. A step takes at least as long as these reads, whatever its number of
+tokens. So large batches pay off (FlexGen, Sheng et al. 2023; DeepSpeed ZeRO-Inference, Aminabadi et al.
+2022).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dataclasses import dataclass
 from slipstream.errors import ConfigError
 
 NUM_SLOTS = 2
-"""Memory slots for streamed layers: one is computed with while the other is filled."""
+"""Memory slots for streamed layers: one is in use while the other is being filled."""
 
 CHUNK = 8 * 2**20
 """Bytes of a single read from disk."""
 
 PIECE = 64 * 2**20
-"""Most bytes of a copy from the host to a GPU: 1.2 ms at 55 GB/s. A power of two: torch rounds
-pinned memory up to one."""
+"""Maximum bytes of one copy from the host to a GPU: 1.2 ms at 55 GB/s. A power of two, because
+torch rounds pinned memory up to one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """A plan of the layers that stay in memory, and those that are read in every step (`streamed`).
+    """Choice of the layers that stay in memory and of those that are read in every step (`streamed`).
 
-    `resident_bytes`: memory in use, including `slot_bytes` for streamed layers. `read_bytes`: bytes
-    that a step reads.
+    `resident_bytes`: weights in memory, including `slot_bytes` of slots for streamed layers.
+    `read_bytes`: bytes that a step reads.
     """
 
     num_layers: int
@@ -46,10 +46,10 @@ class OffloadPlan:
 
 
 def plan_offload(layer_bytes: Sequence[int], other_bytes: int, budget: int) -> OffloadPlan | None:
-    """Plan which layers to read, so that at most `budget` bytes of weights are in memory. None: all
-    fit.
+    """Choose the layers to stream, so that at most `budget` bytes of weights are in memory. None:
+    all fit.
 
-    It reads as few layers as possible, evenly spread, so that each is read while others are
+    It streams as few layers as possible, evenly spread, so that each is read while others are
     computed. ConfigError if no plan fits the budget.
     """
     count = len(layer_bytes)

@@ -54,23 +54,23 @@ from slipstream.spec.parameters import Placement
 from slipstream.spec.recurrent import NormPart
 
 Range: TypeAlias = tuple[int, int]
-"""[first, last + 1) of rows or columns. (−n, 0) means n zeros, which the model does not have."""
+"""Range [begin, end) of rows or columns. (−n, 0) means n rows of zeros that the model does not have."""
 
 VOCAB_MULTIPLE = 16
-"""Padding multiple for a rank's rows of the vocabulary, as 8-bit products require. Rows after the
-last token are zeros."""
+"""The number of vocabulary rows on a rank is padded to a multiple of this, as 8-bit matrix products
+require. Padding rows are zeros."""
 
 COPIED_SUMS_FROM = 2048
-"""Fewest tokens of a step in which two GPUs copy sums to each other while products run. In smaller
-steps the products are cut into pieces too short to gain from it."""
+"""Minimum tokens of a step for which two GPUs copy partial sums to each other while matrix products
+run. In smaller steps the products would be cut into pieces too short to gain from it."""
 
 INNER_MULTIPLE = 16
-"""Padding multiple for a rank's slice of an inner (K) dimension."""
+"""A rank's slice of an inner (K) dimension is padded to a multiple of this."""
 
 
 class SplitUnits(NamedTuple):
-    """Divisors of a rank's number of inputs to attention's output product and to an MLP's second
-    product: this many inputs share a scale."""
+    """Numbers of inputs, of attention's output projection and of an MLP's down projection, that
+    share a quantization scale. A rank's slice must be a multiple."""
 
     attention: int = 1
     mlp: int = 1
@@ -84,8 +84,8 @@ class Shard:
     """One of `size` ranks that compute a model's layers together.
 
     - `tensor`: attention, dense MLPs and the vocabulary are split.
-    - `experts`: each rank has whole experts; otherwise a part of every expert. With `experts` alone
-      each rank has its own requests (`deals_requests`).
+    - `experts`: each rank has whole experts; otherwise a slice of every expert. With only
+      `experts`, each rank computes its own requests (`deals_requests`).
     - `layers`: the layers of these ranks, if a pipeline's other stages compute the others.
     - `embeds`: a later stage has the embeddings, too, for a draft head.
     """
@@ -99,7 +99,7 @@ class Shard:
     embeds: bool = False
 
     def dealt(self, total: int) -> Range:
-        """This rank's range of `total` things (experts) that are not divided."""
+        """This rank's range out of `total` indivisible items, such as experts."""
         return self.rank * total // self.size, (self.rank + 1) * total // self.size
 
     def width(self, total: int) -> int:
@@ -120,8 +120,8 @@ class Shard:
 
     @property
     def deals_requests(self) -> bool:
-        """Whether each rank computes its own requests, and only a mixture's experts see the tokens
-        of all."""
+        """Whether each rank computes its own requests, and tokens of all ranks meet only in the
+        experts."""
         return self.experts and not self.tensor and self.size > 1
 
     def vocabulary(self, size: int) -> int:
@@ -146,7 +146,7 @@ class ParameterShard:
     keep: bool = True
 
     def within(self, start: int, stop: int) -> tuple[Range, ...]:
-        """A copy's rows in [start, stop), counted from `start`, with the zeros between them."""
+        """Rows [start, stop) of a copy that this rank holds, counted from `start`, with the zeros between them."""
         if self.rows is None:
             return ((0, stop - start),)
         at = [i for i, (a, b) in enumerate(self.rows) if max(a, start) < min(b, stop)]
@@ -156,11 +156,11 @@ class ParameterShard:
         )
 
     def local_rows(self, num_rows: int) -> int:
-        """Rows on this rank of a copy with `num_rows` rows, zeros included."""
+        """Number of rows, padding included, that this rank holds of a copy with `num_rows` rows."""
         return num_rows if self.rows is None else sum(b - a for a, b in self.rows)
 
     def _before(self, start: int) -> int:
-        """Rows on this rank before the first one from `start` on."""
+        """Number of rows on this rank before the first one at or after `start`."""
         count = 0
         for a, b in self.rows or ((0, start),):
             if a >= 0 and b > start:
@@ -169,10 +169,10 @@ class ParameterShard:
         return count
 
     def placed(self, place: Placement, num_rows: int) -> tuple[Placement, tuple[Range, ...]] | None:
-        """The place of a tensor's part in this rank's share of a parameter with `num_rows` rows,
-        and the tensor's rows in that part.
+        """(placement of a tensor's part in this rank's share of a parameter with `num_rows` rows,
+        the tensor's rows in that part).
 
-        The rows are those of each copy. None: this rank has nothing of the tensor.
+        Rows are counted per copy. None: this rank has nothing of the tensor.
         """
         size = num_rows // self.copies
         held = self.local_rows(size)
@@ -188,7 +188,7 @@ class ParameterShard:
 
 
 def _filled(part: Range, size: int, offset: int = 0) -> tuple[Range, ...]:
-    """Returns the range shifted by `offset`, then zeros up to `size`."""
+    """The range shifted by `offset`, followed by zeros up to `size`."""
     first, last = part
     own = ((first + offset, last + offset),) if first < last else ()
     missing = size - (last - first)
@@ -201,8 +201,8 @@ def _filled(part: Range, size: int, offset: int = 0) -> tuple[Range, ...]:
 class RankHeads(NamedTuple):
     """A rank's heads: query heads [first, last), and the kv heads that they read, in order.
 
-    The rank holds `num_heads` and `num_kv_heads`; those that exceed the model's are zeros. All
-    ranks together hold each kv head `copies` times.
+    The rank holds `num_heads` and `num_kv_heads`, including heads of zeros as padding. All ranks
+    together hold each kv head `copies` times.
     """
 
     query: Range
@@ -235,7 +235,7 @@ def heads_of(a: AttentionKind, shard: Shard) -> RankHeads:
     found = _heads(a.num_heads, 1, a.value_dim, shard)
     if not shard.tensor or shard.size == 1:
         return found
-    if isinstance(a, CompressedAttentionSpec):  # whole groups of its output (`check_split`)
+    if isinstance(a, CompressedAttentionSpec):  # only whole output groups (`check_split`)
         each = a.num_heads // shard.size
         own = (shard.rank * each, (shard.rank + 1) * each)
         return RankHeads(own, (0,), each, 1, shard.size)
@@ -268,22 +268,22 @@ def _heads(num_heads: int, num_kv_heads: int, width: int, shard: Shard) -> RankH
 def _slots(num_heads: int, num_kv_heads: int, width: int, size: int, unit: int) -> tuple[int, int]:
     """(slots of a rank, query heads of a slot).
 
-    A slot has a kv head and an equal number of its query heads. The choice with the fewest rows of
-    q, k and v is taken. A rank's query heads together have a multiple of `unit` numbers.
+    A slot is a kv head with an equal number of its query heads. Chosen so that q, k and v have the
+    fewest rows. The elements of a rank's query heads must be a multiple of `unit`.
     """
     whole, found = num_heads // num_kv_heads, []
     for group in range(1, whole + 1):
         slots = -(-num_kv_heads * -(-whole // group) // size)
         while slots * group * width % unit:
             slots += 1
-        if whole % group == 0 or slots == 1:  # otherwise there would be zeros between heads
+        if whole % group == 0 or slots == 1:  # otherwise there would be zero heads between others
             found.append((slots * (group + 2), slots, group))
     _, slots, group = min(found)
     return slots, group
 
 
 def uneven_parts(spec: ModelSpec, shard: Shard) -> list[str]:
-    """Messages about the parts that don't divide by the number of ranks."""
+    """A message for each part whose size is not divisible by the number of ranks."""
     found: dict[str, None] = {}  # in order, each once
     n = shard.size
     for a in (x.attention for x in spec.all_layers) if shard.tensor else ():
@@ -337,8 +337,8 @@ def uneven_parts(spec: ModelSpec, shard: Shard) -> list[str]:
 
 
 def split_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
-    """The spec of a rank's computation. `vocab_size` stays the whole one, because logits are
-    gathered. `layers` stay all of them; `stage` says which the rank has."""
+    """The spec that one rank computes. `vocab_size` stays the model's, because logits are gathered.
+    All `layers` stay; `stage` says which of them the rank has."""
     if shard.layers is not None:
         spec = dataclasses.replace(spec, stage=shard.layers, embeds=shard.embeds)
     if shard.size == 1:
@@ -400,7 +400,7 @@ def _split_recurrent(r: RecurrentSpec, shard: Shard) -> RecurrentSpec:
         part = dataclasses.replace(part, rates=own + (1.0,) * (heads.num_heads - len(own)))
     if r.norm is None or (heads.copies == 1 and r.norm_groups == r.num_groups):
         return dataclasses.replace(part, norm_groups=heads.num_kv_heads)
-    each = r.num_groups // r.norm_groups  # groups that are normed together
+    each = r.num_groups // r.norm_groups  # groups normed together
     of = tuple(group // each for group in heads.kv)
     of += (0,) * (heads.num_kv_heads - len(of))
     whole = NormPart(of, r.norm_groups, r.v_size // r.norm_groups)
@@ -425,7 +425,7 @@ def _split_dense(m: DenseSpec, shard: Shard) -> DenseSpec:
 
 
 def split_shapes(spec: ModelSpec, shard: Shard) -> dict[str, Shape]:
-    """The shapes of a rank's parameters, by the names of `parameters`."""
+    """Shapes of a rank's parameters, by the names of `parameters`."""
     found = parameters(split_spec(spec, shard))
     for name in ("embed.weight", "head.weight", "head.bias") if shard.size > 1 else ():
         if name in found:
@@ -437,7 +437,7 @@ def split_shapes(spec: ModelSpec, shard: Shard) -> dict[str, Shape]:
 
 
 def cuts(spec: ModelSpec, shard: Shard) -> dict[str, ParameterShard]:
-    """The part that a rank holds of each parameter that is split."""
+    """The part that the rank holds of each parameter that is split, by name."""
     found: dict[str, ParameterShard] = {}
     if shard.size == 1:
         return found
@@ -474,8 +474,8 @@ def cuts(spec: ModelSpec, shard: Shard) -> dict[str, ParameterShard]:
 
 
 def _of_layer(layer: LayerSpec, shard: Shard) -> dict[str, ParameterShard]:
-    """The part that a rank holds of each parameter of a layer, by name. Some names may be missing
-    in the layer."""
+    """The part that the rank holds of each split parameter of a layer, by name. Some names may not
+    exist in the layer."""
     found: dict[str, ParameterShard] = {}
     elsewhere = ParameterShard(keep=shard.rank == 0)
 
@@ -527,8 +527,8 @@ def _of_attention(
     sum_of_parts: Callable[[str, tuple[Range, ...]], None],
     product: Callable[[str, ParameterShard], None],
 ) -> dict[str, ParameterShard]:
-    """The part that a rank holds of each attention parameter. `product` and `sum_of_parts` record
-    that of a weight and its bias."""
+    """Records which part of each attention parameter the rank holds: `product` for a linear layer
+    split by rows, `sum_of_parts` for one split by columns, whose results are summed over ranks."""
     found: dict[str, ParameterShard] = {}
     heads = heads_of(a, shard)
     if isinstance(a, CompressedAttentionSpec):
@@ -575,7 +575,7 @@ def _of_recurrent(
     sum_of_parts: Callable[[str, tuple[Range, ...]], None],
     product: Callable[[str, ParameterShard], None],
 ) -> dict[str, ParameterShard]:
-    """The part that a rank holds of each parameter of a recurrent layer, as `_of_attention`."""
+    """Records which part of each parameter of a recurrent layer the rank holds, like `_of_attention`."""
     found: dict[str, ParameterShard] = {}
 
     def rows(*names: str, of: tuple[Range, ...]) -> None:
@@ -597,7 +597,7 @@ def _of_recurrent(
         size = r.num_groups * r.key_dim
 
         def channels(begin: int) -> tuple[Range, ...]:
-            """x, B and C."""
+            """The rank's channels of x, B and C."""
             of = (heads.kv_rows(r.key_dim, begin + at + i * size) for i in range(2))
             return (*heads.rows(v, begin), *itertools.chain(*of))
 
@@ -622,7 +622,7 @@ def _of_recurrent(
 
 
 def _inner_rows(m: DenseSpec, shard: Shard) -> tuple[Range, ...]:
-    """Rows of `up`: the gates of this rank's share, then its ups."""
+    """Rows of `up` on this rank: its gates, then its ups."""
     return tuple(
         part
         for i in range(1 + m.gated)
@@ -634,12 +634,12 @@ def _inner_rows(m: DenseSpec, shard: Shard) -> tuple[Range, ...]:
 
 
 def even_stages(spec: ModelSpec, count: int) -> tuple[int, ...]:
-    """Numbers of layers of `count` stages, so that the largest stage reads as few weights for a
-    token as possible. The output head counts as the last stage's."""
+    """Number of layers in each of `count` stages. The stage that reads the most weights per token
+    is made as small as possible. The output head belongs to the last stage."""
     sizes = [_read(layer, spec.hidden_size) for layer in spec.layers]
     sizes[-1] += spec.vocab_size * spec.embed_width if spec.generates else 0
     ends = [0, *itertools.accumulate(sizes)]
-    # By number of layers before: (the largest stage so far, the stages).
+    # By number of layers assigned: (cost of the largest stage so far, the stages).
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(count):
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -653,7 +653,7 @@ def even_stages(spec: ModelSpec, count: int) -> tuple[int, ...]:
 
 
 def _read(layer: LayerSpec, hidden_size: int) -> int:
-    """Parameters that the step of one token reads."""
+    """Number of parameters that the layer reads for one token."""
     total, m = layer.num_parameters(hidden_size), layer.mlp
     if isinstance(m, MoESpec):
         one = sum(map(math.prod, m.expert.shapes(hidden_size).values()))
@@ -665,7 +665,7 @@ def _read(layer: LayerSpec, hidden_size: int) -> int:
 
 
 def check_split(spec: ModelSpec, *, tensor: int, experts: int) -> None:
-    """Raise ConfigError if `tensor` exceeds the model's heads, or `experts` its experts."""
+    """Raise ConfigError if there are more `tensor` ranks than heads, or more `experts` ranks than experts."""
     for layer in spec.all_layers if tensor > 1 else ():
         a, r = layer.attention, layer.recurrent
         if r is not None:
@@ -705,7 +705,7 @@ def check_split(spec: ModelSpec, *, tensor: int, experts: int) -> None:
 
 
 def _check_norm(r: Mamba2Spec, tensor: int) -> None:
-    """Raise ConfigError if a group of a norm would lie in several groups of heads."""
+    """Raise ConfigError if a norm group would span several ranks' groups of heads."""
     if r.num_groups % r.norm_groups:
         raise ConfigError(
             f"tensor_parallel_size={tensor}: the model's mamba_n_groups ({r.num_groups}) are no multiple of the norm's "

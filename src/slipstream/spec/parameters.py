@@ -1,7 +1,6 @@
-"""The places of a checkpoint's tensors in a model's parameters. No torch.
+"""Placement of a checkpoint's tensors in a model's parameters, and the transforms between their layouts. No torch.
 
-If we hold several tensors as one parameter (q, k and v; gate and up; experts), each tensor fills a
-slice of its rows.
+Where several tensors form one parameter (q, k and v; gate and up; experts), each fills a slice of its rows.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from slipstream.spec.model import parameters as parameters
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """The tensor is [in, out] (GPT-2)."""
+    """The tensor is stored as [in, out] (GPT-2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turnable:
-    """The tensor is [out, in], or [in, out] as other writers have it (Qwen 3 VL's experts). Its shape tells."""
+    """The tensor is stored as [out, in] or, by some writers, as [in, out] (Qwen 3 VL's experts). Its shape tells which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ungroup:
-    """Rows are ordered by kv head: its `group` query heads, its key, its value (GPT-NeoX, Falcon)."""
+    """Rows are grouped by kv head: its `group` query heads, its key, its value (GPT-NeoX, Falcon)."""
 
     num_kv_heads: int
     group: int
@@ -40,12 +39,12 @@ class Unpermute:
 
 @dataclass(frozen=True, slots=True)
 class MinusOne:
-    """Stored values are larger by one (norms of Gemma and Nemotron in GGUF)."""
+    """Stored values are 1 larger than ours (norms of Gemma and Nemotron in GGUF)."""
 
 
 @dataclass(frozen=True, slots=True)
 class NegatedExp:
-    """Stored values are −exp of ours (decays in GGUF)."""
+    """Stored values are −exp(ours) (decays in GGUF)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +61,26 @@ class SwapGateUp:
 
 @dataclass(frozen=True, slots=True)
 class Flatten:
-    """The tensor is a convolution's, [out, *kernel]. Its windows do not overlap, so it is a matrix
-    product."""
+    """The tensor is a convolution's, [out, *kernel]. Its windows don't overlap, so it acts as a
+    matrix."""
 
     kernel: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class OneRow:
-    """The tensor has a dimension of 1 before the others (ERNIE 4.5's correction of a router)."""
+    """The tensor has an additional leading dimension of size 1 (ERNIE 4.5's router correction)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """The tensor is one row without a dimension for rows (a head's norm in StableLM)."""
+    """The tensor is one row, stored without the row dimension (a head's norm in StableLM)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Regroup:
-    """Rows are ordered by group, and in each by part, of `sizes` rows. Ours are ordered by part: `order` has the parts."""
+    """Rows are stored group by group, and within a group part by part, with `sizes` rows each. Our rows are ordered by part;
+    `order` lists the parts."""
 
     num_groups: int
     sizes: tuple[int, ...]
@@ -90,7 +90,7 @@ class Regroup:
 @dataclass(frozen=True, slots=True)
 class Untile:
     """Rows from `start` on are heads of `size` rows, ordered by [repeat, group] (value heads of Qwen 3.5 in GGUF, whose
-    groups share a key head). Ours are ordered by [group, repeat]. `columns`: so are the tensor's columns."""
+    groups share a key head). Ours are ordered by [group, repeat]. `columns`: applies to the columns instead of the rows."""
 
     num_groups: int
     size: int
@@ -100,7 +100,7 @@ class Untile:
 
 @dataclass(frozen=True, slots=True)
 class TransformChain:
-    """Several changes, in the order in which they are undone."""
+    """Several transforms, in the order in which they are undone."""
 
     steps: tuple[Transform, ...]
 
@@ -115,15 +115,15 @@ class AxisHalves:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Rows are multiplied by numbers of the config. Each pair has a count of rows and their number (Falcon-H1)."""
+    """Rows are multiplied by factors from the config. Each pair is (number of rows, their factor) (Falcon-H1)."""
 
     factors: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """The tensor has the rows of all experts below each other, [copies · rows, in] (DBRX). `transposed`: an expert's are
-    [in, out]."""
+    """The tensor has all experts' rows stacked in one dimension, [copies · rows, in] (DBRX).
+    `transposed`: each expert's part is [in, out]."""
 
     copies: int
     transposed: bool = False
@@ -131,8 +131,8 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Reshape:
-    """A vector is stored with more dimensions (Kimi Linear's decays, norms of groups in GGUF), or a table with rows of `width`
-    numbers (MoonViT's positions)."""
+    """The parameter is stored in another shape: a vector with more dimensions (Kimi Linear's
+    decays, group norms in GGUF), or a table with rows of `width` elements (MoonViT's positions)."""
 
     shape: tuple[int, ...]
     width: int | None = None
@@ -140,7 +140,7 @@ class Reshape:
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """The tensor has whole numbers, int64 (DeepSeek V4's experts of each token)."""
+    """The tensor holds integers, int64 (DeepSeek V4's experts of each token id)."""
 
 
 Transform: TypeAlias = (
@@ -167,17 +167,17 @@ Transform: TypeAlias = (
 
 
 def orders_rows(transform: Transform | None) -> bool:
-    """Tells whether a transform only reorders whole rows. Weights in blocks of a row's numbers
-    allow no other."""
+    """Whether a transform only reorders whole rows. Weights quantized in blocks along a row allow
+    no other transform."""
     if isinstance(transform, Untile):
         return not transform.columns
     return isinstance(transform, Unpermute | Regroup | None)
 
 
 def keeps_float32(name: str) -> bool:
-    """Tells whether a parameter stays float32 in a model of any type: corrections that decide
-    between near scores of experts, scales of experts, tables of tokens' experts, the decays of
-    recurrent layers, gates' biases of compressed keys, and the coefficients of hyper-connections."""
+    """Whether a parameter stays float32 in a model of any dtype: router corrections that decide
+    between close scores, scales of experts, tables of tokens' experts, decays of recurrent layers,
+    gate biases of compressed keys, and coefficients of hyper-connections."""
     kept = (
         *(
             ".correction.weight",
@@ -192,8 +192,8 @@ def keeps_float32(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of a checkpoint tensor: rows [start, start + rows) of parameter `target`, or all if
-    `rows` is None.
+    """Destination of a checkpoint tensor: rows [start, start + rows) of parameter `target`, or all
+    if `rows` is None.
 
     With `copies` the tensor has all experts, [copies, rows, in], and fills these rows of each
     expert.

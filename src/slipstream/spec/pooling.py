@@ -1,12 +1,11 @@
-"""The pooling of a text into one vector or score, read from sentence-transformers' files. No torch.
+"""How a text's token states are pooled to one vector or score, read from sentence-transformers' files. No
+torch.
 
 1. `modules.json` lists the steps: Transformer, Pooling (the mean of all tokens, the first, or the
    last), Dense (EmbeddingGemma has two), Normalize. An unknown step or order raises an error.
-2. A language model that scores pairs (Qwen3-Reranker) has the step LogitScore. The chat template
-   makes a prompt of query and document, and the score comes from the logits of one or two tokens
-   after it.
-3. Without `modules.json` an encoder takes the mean and a decoder the last token, and vectors are
-   normalised.
+2. A language model that scores pairs (Qwen3-Reranker) has the step LogitScore. The chat template formats
+   query and document as a prompt; the score is computed from the logits of one or two tokens after it.
+3. Without `modules.json` encoders pool the mean and decoders the last token, and vectors are normalized.
 4. A cross-encoder's scores are probabilities unless its config says otherwise.
 """
 
@@ -33,13 +32,13 @@ CONFIG_KEYS = frozenset(
         "sentence_transformers",
     )
 )
-"""Keys of config.json that are read here instead of by the family."""
+"""Keys of config.json that this module reads, not the family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseStep:
-    """A step that multiplies vectors: act(x · weightᵀ + bias). `folder`, or a file, has its weights; the names begin with
-    `name`."""
+    """A linear layer on vectors: act(x · weightᵀ + bias). `folder` (or file) holds its weights,
+    whose names begin with `name`."""
 
     folder: Path
     name: str = "linear"
@@ -51,13 +50,13 @@ class DenseStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateSpec:
-    """Late interaction (ColBERT, Khattab and Zaharia 2020): queries and documents as vectors of their tokens, compared by the
-    sum over a query's tokens of the best product with a document's token (MaxSim).
+    """Late interaction (ColBERT, Khattab and Zaharia 2020): each token of queries and documents has a vector.
+    The score is MaxSim: the sum, over the query's tokens, of the largest dot product with a document token.
 
-    A prefix precedes the text. With `inserts_prefix` (PyLate, the original code) it is a token, if the vocabulary has it, which
-    comes after the special tokens at the text's beginning. Lengths are in tokens, with all special ones; a longer text is
-    cut. `skipped`: tokens of a document without a vector. `expands`: the model was trained with queries filled up with [MASK]
-    tokens, which is not done here.
+    A prefix precedes the text. With `inserts_prefix` (PyLate, the original code) it is inserted as one token,
+    if the vocabulary has it, after the initial special tokens. Lengths are in tokens, special ones included;
+    longer texts are truncated. `skipped`: document tokens that get no vector. `expands`: the model was
+    trained with queries padded with [MASK] tokens, which is not done here.
     """
 
     query_prefix: str = ""
@@ -71,25 +70,25 @@ class LateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingSpec:
-    """The way a text becomes a vector or a score.
+    """How a text becomes a vector or a score.
 
-    - `max_length`: longest text in tokens that sentence-transformers reads; it cuts a longer one.
-      None if the files have no limit or one above the positions, and for a model that generates
-      text.
+    - `max_length`: maximum tokens of a text in sentence-transformers, which truncates longer ones.
+      None: no limit, a limit above the model's positions, or a model that generates text.
     - `prompt`: precedes every text.
-    - `dimensions`: lengths to which vectors may be cut (Matryoshka); empty: any length; None: they
-      can't be cut.
-    - `probabilities`: a classifier's scores pass the sigmoid.
+    - `dimensions`: lengths to which vectors may be truncated (Matryoshka); empty: any length; None:
+      truncation is not supported.
+    - `probabilities`: a sigmoid is applied to a classifier's scores.
     - `score_tokens`: a pair's score is the logit of the first token, minus that of the second if
       there is one.
-    - `labels`: names of a classifier's scores, as far as its config has them. `problem` says how they become probabilities:
-      each by itself (`multi_label`), all together (`single_label`), or not at all (`regression`). None: together, and one
-      label by `probabilities`.
-    - `dense`: products of the pooled vectors, before they are normalised.
-    - `kind` `tokens`: each token has a vector of its own, and the text has none (ColBERT).
-    - `token_dense`: products of the tokens' vectors. `without_first`: the first token has none (bge-m3).
+    - `labels`: names of a classifier's scores, if its config has them. `problem`: how scores become
+      probabilities: sigmoid of each (`multi_label`), softmax (`single_label`), or not at all
+      (`regression`). None: softmax for several labels; for one label `probabilities` decides.
+    - `dense`: linear layers on the pooled vectors, before they are normalized.
+    - `kind` `tokens`: each token has a vector, and there is none for the whole text (ColBERT).
+    - `token_dense`: linear layers on the tokens' vectors. `without_first`: the first token gets no
+      vector (bge-m3).
     - `late`: how queries and documents differ for MaxSim.
-    - `lexical`: a product that gives each token a weight (bge-m3's sparse vectors).
+    - `lexical`: a linear layer that computes a weight for each token (bge-m3's sparse vectors).
     """
 
     kind: Literal["mean", "cls", "last", "tokens"]
@@ -120,8 +119,8 @@ LAST_TOKEN = PoolingSpec(kind="last", normalize=True)
 
 
 def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> PoolingSpec:
-    """The pooling of the folder `path`, whose config.json is `config`. UnsupportedModelError names
-    what is unknown."""
+    """How the model in the folder `path`, whose config.json is `config`, pools texts.
+    UnsupportedModelError names what is unknown."""
     kind: Literal["mean", "cls", "last", "tokens"] = "mean" if is_encoder else "last"
     normalize, score_tokens, dense = True, None, list[DenseStep]()
     modules = _json(path / "modules.json", [])
@@ -180,7 +179,7 @@ def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> 
 
 
 SPARSE_NAME, COLBERT_NAME = "sparse_linear.safetensors", "colbert_linear.safetensors"
-"""Files of bge-m3's heads for sparse vectors and for vectors of tokens."""
+"""Files of bge-m3's heads for sparse vectors and for token vectors."""
 
 PUNCTUATION = tuple("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
 
@@ -188,8 +187,8 @@ PUNCTUATION = tuple("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
 def _late(
     path: Path, config: Mapping[str, Any], modules: list[Any], says: Mapping[str, Any]
 ) -> LateSpec | None:
-    """The late interaction of a ColBERT model: of the original code (`HF_ColBERT`), PyLate or sentence-transformers. None for
-    another model."""
+    """Late interaction of a ColBERT model in the format of the original code (`HF_ColBERT`), PyLate
+    or sentence-transformers. None for other models."""
     if "HF_ColBERT" in (config.get("architectures") or ()):
         own = _json(path / "artifact.metadata", {})
         return LateSpec(
@@ -233,7 +232,7 @@ def _name_of(module: Mapping[str, Any]) -> str:
 
 
 def _token_steps(path: Path, modules: list[Any]) -> list[DenseStep]:
-    """The Dense steps of a ColBERT model. Its vectors have the length 1, whether or not a Normalize step says so."""
+    """The Dense steps of a ColBERT model. Its vectors are always normalized, with or without a Normalize step."""
     found: list[DenseStep] = []
     for module in modules:
         name, folder = _name_of(module), _inside(module)
@@ -247,7 +246,7 @@ def _token_steps(path: Path, modules: list[Any]) -> list[DenseStep]:
 
 
 def _inside(module: Mapping[str, Any]) -> Path:
-    """The folder of a step, which must be in the model's."""
+    """Folder of a step. UnsupportedModelError if it is outside the model's folder."""
     folder = Path(str(module.get("path", "")))
     if folder.is_absolute() or ".." in folder.parts:
         what = f"modules.json: the path {str(folder)!r} is outside the model's folder"
@@ -258,7 +257,8 @@ def _inside(module: Mapping[str, Any]) -> Path:
 def _token_dense(
     path: Path, config: Mapping[str, Any], dense: list[DenseStep]
 ) -> tuple[DenseStep, ...]:
-    """Products of tokens' vectors: the Dense steps; of the original ColBERT `linear` among its weights; bge-m3's."""
+    """Linear layers on tokens' vectors: the Dense steps, or `linear` among the weights of an original ColBERT, or
+    bge-m3's."""
     if dense:
         return tuple(dense)
     if "HF_ColBERT" in (config.get("architectures") or ()):
@@ -282,8 +282,8 @@ def _token_dense(
 
 
 def _product(file: Path, activation: DenseActivation) -> DenseStep | None:
-    """Reads a product from a safetensors file of its weight and bias; None if there is no such
-    file."""
+    """Reads a linear layer from a safetensors file with its weight and bias; None if the file
+    doesn't exist."""
     if not file.is_file():
         return None
     shapes = file_shapes(file)
@@ -302,7 +302,7 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _problem(config: Mapping[str, Any]) -> Problem | None:
-    """The kind of a classifier's scores. UnsupportedModelError if it is unknown."""
+    """How a classifier's scores become probabilities, from `problem_type`. UnsupportedModelError for an unknown value."""
     said = config.get("problem_type")
     known: dict[Any, Problem | None] = {
         None: None,
@@ -319,7 +319,7 @@ def _problem(config: Mapping[str, Any]) -> Problem | None:
 
 
 def _dense(folder: Path, before: DenseStep | None, *, of_tokens: bool = False) -> DenseStep:
-    """A Dense step. UnsupportedModelError names what is unknown in its config."""
+    """Reads a Dense step. UnsupportedModelError names an unknown key or value of its config."""
     config = _json(folder / "config.json", {})
     sizes = [config.get(name) for name in ("in_features", "out_features")]
     if any(not isinstance(n, int) or isinstance(n, bool) or not 0 < n < 2**20 for n in sizes):
@@ -363,13 +363,13 @@ _LIMITS = ("sentence_bert_config.json", *(
     for kind in ("roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 ))  # fmt: skip
 """Files in which versions of sentence-transformers store the Transformer step's arguments. The
-first that exists counts."""
+first existing one is used."""
 
 
 def _max_length(path: Path, limits: Mapping[str, Any], file: str) -> int | None:
-    """The limit of the first source that has one.
+    """The maximum length of a text in tokens, from the first source that has one.
 
-    The sources are: arguments of reading texts, arguments of the tokenizer, `max_seq_length` of
+    The sources are: arguments of the processor, arguments of the tokenizer, `max_seq_length` of
     versions before 6, and the tokenizer's own `model_max_length`.
     """
     reading = limits.get("processing_kwargs") or {}
@@ -399,7 +399,7 @@ def _score_tokens(config: Mapping[str, Any]) -> tuple[int, int | None]:
 
 
 def gguf_pooling(number: object, *, is_encoder: bool) -> PoolingSpec:
-    """The pooling of llama.cpp's `pooling_type`: 1 the mean, 2 the first token, 3 the last; 0 or None the default."""
+    """The pooling for llama.cpp's `pooling_type`: 1 mean, 2 first token, 3 last token; 0 or None the default."""
     kinds: dict[object, Literal["mean", "cls", "last"]] = {1: "mean", 2: "cls", 3: "last"}
     usual: Literal["mean", "last"] = "mean" if is_encoder else "last"
     if number not in (None, 0, *kinds):
@@ -410,7 +410,7 @@ def gguf_pooling(number: object, *, is_encoder: bool) -> PoolingSpec:
 
 
 def gguf_dense(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[DenseStep, ...]:
-    """The Dense steps of EmbeddingGemma, `dense_2` and `dense_3` among the tensors of the file `path`."""
+    """EmbeddingGemma's Dense steps: `dense_2` and `dense_3` among the tensors of the file `path`."""
     found: list[DenseStep] = []
     for name in ("dense_2", "dense_3"):
         shape = shapes.get(f"{name}.weight")
@@ -426,7 +426,7 @@ def gguf_dense(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Dense
 
 
 def _kind(config: Mapping[str, Any]) -> Literal["mean", "cls", "last"]:
-    """The one mode that a Pooling step's config enables."""
+    """The single pooling mode that a Pooling step's config enables."""
     modes: dict[str, Literal["mean", "cls", "last"]] = {
         "pooling_mode_mean_tokens": "mean",
         "pooling_mode_cls_token": "cls",
@@ -457,7 +457,7 @@ def _kind(config: Mapping[str, Any]) -> Literal["mean", "cls", "last"]:
 
 
 def _probabilities(config: Mapping[str, Any]) -> bool:
-    """Whether a cross-encoder's activation is Sigmoid, the default, and not Identity."""
+    """Whether a cross-encoder's scores pass through Sigmoid (the default) rather than Identity."""
     own = config.get("sentence_transformers")
     name = (
         (own.get("activation_fn") if isinstance(own, Mapping) else None)
@@ -473,7 +473,7 @@ def _probabilities(config: Mapping[str, Any]) -> bool:
 
 
 def _json(path: Path, default: Any) -> Any:
-    """The file's content, which must have the type of `default`; `default` if there is no file."""
+    """Content of a JSON file, which must have the type of `default`; `default` if the file doesn't exist."""
     if not path.is_file():
         return default
     try:

@@ -1,4 +1,4 @@
-"""Position embeddings of a model spec. No torch."""
+"""Position embeddings of model specs. No torch."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class LongRopeScaling:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency is divided by its own factor.
 
     cos and sin are multiplied by `attention_factor`. An engine uses the short factors if its
-    longest context is within `original_max_position`, otherwise the long ones. It can't change
+    maximum context is within `original_max_position`, otherwise the long ones. It can't change
     between them, because cached keys are already rotated.
     """
 
@@ -97,7 +97,7 @@ class LongRopeScaling:
     attention_factor: float
 
     def is_long(self, num_positions: int) -> bool:
-        """Whether an engine whose longest context this is uses the long factors."""
+        """Whether an engine with this maximum context uses the long factors."""
         return num_positions > self.original_max_position
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProportionalScaling:
-    """A scaling by which only the first `num_turned` frequencies turn, divided by `factor`; the others are 0 (Gemma 4)."""
+    """Scaling in which only the first `num_turned` frequencies are used, divided by `factor`; the others are 0 (Gemma 4)."""
 
     num_turned: int
     factor: float = 1.0
@@ -134,11 +134,11 @@ RopeScaling: TypeAlias = (
 class RopeSpec:
     """Rotary embedding (Su et al. 2021) of the first `rotary_dim` dimensions of each head.
 
-    `style` `half`: dimension i is rotated with i + rotary_dim/2 (GPT-NeoX, Llama). `interleaved`:
-    2i with 2i + 1 (GPT-J). `sections`: a token has three positions (a picture's time, row and
-    column; all the same for text), and sections[j] frequencies use position j (M-RoPE; Qwen 2 VL,
-    arXiv:2409.12191). `alternate`: rows have the second of every three frequencies up to their
-    number, columns the third, and time has the others (Qwen 3 VL, arXiv:2511.21631). `backwards`: by −angle (nanochat).
+    `style` `half`: dimension i is rotated with i + rotary_dim/2 (GPT-NeoX, Llama). `interleaved`: 2i with 2i
+    + 1 (GPT-J). `sections`: a token has three positions (time, row and column in an image; equal for text),
+    and sections[j] frequencies use position j (M-RoPE; Qwen 2 VL, arXiv:2409.12191). `alternate`: of every
+    three frequencies the second uses the row and the third the column, up to their numbers in `sections`; the
+    others use time (Qwen 3 VL, arXiv:2511.21631). `backwards`: rotates by −angle (nanochat).
     """
 
     theta: float
@@ -166,7 +166,7 @@ class RopeSpec:
 
     @property
     def axes(self) -> tuple[int, ...] | None:
-        """The position, of three, that each frequency uses; None if tokens have one."""
+        """Index (0 … 2) of the position that each frequency uses; None if tokens have one position."""
         if self.sections is None:
             return None
         if not self.alternate:
@@ -192,8 +192,8 @@ class AlibiSpec:
     """ALiBi (Press et al. 2021): scores decrease linearly with distance.
 
     `max_bias` sets the slopes, as in MPT. `factor` multiplies them: Falcon adds the bias before it
-    scales the scores. `part`: (first, all) if the heads are those from `first` on, out of the
-    model's `all`.
+    scales the scores. `part`: (first, all) if this rank's heads begin at `first` of the model's
+    `all`.
     """
 
     max_bias: float = 8.0
@@ -205,9 +205,9 @@ class AlibiSpec:
 class BucketSpec:
     """Relative position biases (T5, Raffel et al. 2020, §2.1).
 
-    A learned number for each head and bucket of distances is added to the scores. Half of the
-    buckets are for one distance each; the others widen up to `max_distance`. `both_directions`: an
-    encoder's. `own`: each layer has a table (UMT5); otherwise all layers of a stack share one.
+    A learned number for each head and bucket of distances is added to the scores. Half of the buckets are for one
+    distance each; the others widen up to `max_distance`. `both_directions`: buckets distinguish earlier from later
+    keys (encoders). `own`: each layer has its own table (UMT5); otherwise all layers of a stack share one.
     """
 
     num_buckets: int
@@ -218,12 +218,13 @@ class BucketSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DisentangledSpec:
-    """Disentangled attention (DeBERTa, He et al. 2021, arXiv:2006.03654): scores of contents and of relative positions.
+    """Disentangled attention (DeBERTa, He et al. 2021, arXiv:2006.03654): attention scores are sums of content and
+    relative-position terms.
 
-    All layers share a table of 2 · `span` rows, one for each bucket of query position − key position. Each layer makes keys of
-    it for the queries (`has_keys`), and queries for the keys (`has_queries`). These terms are added to q · k, before all are
-    scaled. `own`: the layer has products for it; otherwise its queries' and keys' products serve. `num_buckets`: distances up
-    to half of them have one each, the others widen up to `max_distance`; None: each distance has one. `norm`: that of the
+    All layers share a table of 2 · `span` rows, one for each bucket of query position − key position. Each layer projects it
+    to keys for the queries (`has_keys`), and to queries for the keys (`has_queries`). These terms are added to q · k before
+    scaling. `own`: the layer has separate projections for it; otherwise those of q and k are used. `num_buckets`: half of
+    them are for one distance each, the others widen up to `max_distance`; None: one bucket per distance. `norm`: norm of the
     table.
     """
 
@@ -240,15 +241,15 @@ class DisentangledSpec:
 
     @property
     def products(self) -> tuple[str, ...]:
-        """Names of a layer's own products."""
+        """Names of a layer's own projections of the table."""
         kinds = (("position_key", self.has_keys), ("position_query", self.has_queries))
         return tuple(name for name, is_there in kinds if is_there and self.own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedPositionSpec:
-    """A table of `num_positions` rows that is added to the embeddings. Position p has row p +
-    `offset` (OPT: 2)."""
+    """A table of `num_positions` rows added to the embeddings. Position p uses row p + `offset`
+    (OPT: 2)."""
 
     num_positions: int
     offset: int = 0
@@ -256,9 +257,9 @@ class LearnedPositionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinusoidSpec:
-    """Numbers that are added to the embeddings (Vaswani et al. 2017, §3.5): half of them sines, then as many cosines, with
-    frequencies from 1 to 1/10000. Position p has those of p + `offset` (XGLM: 2). Without `far` the last frequency is one step
-    before 1/10000 (Marian)."""
+    """Fixed sinusoidal positions added to the embeddings (Vaswani et al. 2017, §3.5): the first
+    half are sines, the second cosines, with frequencies from 1 to 1/10000. Position p uses p +
+    `offset` (XGLM: 2). Without `far` the last frequency is one step before 1/10000 (Marian)."""
 
     num_positions: int
     offset: int = 0

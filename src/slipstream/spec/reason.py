@@ -1,13 +1,13 @@
-"""Reasons why a forward path does not cover a model or a batch."""
+"""Reasons why a forward path does not support a model or a batch."""
 
 from __future__ import annotations
 
 
 class Reason(str):
-    """A sentence for a user, without a full stop."""
+    """A reason as a sentence for a user, without a full stop."""
 
     notable: bool
-    """Whether the user could expect the path to work. A missing CUDA kernel on a CPU is not
+    """Whether a user could expect the path to work. That a CPU lacks CUDA kernels is not
     notable."""
 
     def __new__(cls, text: str, *, notable: bool = True) -> Reason:

@@ -1,9 +1,9 @@
 """Recurrent layers as data: gated delta rule, Mamba-2, Mamba-1 and short convolutions. No torch.
 
-A recurrent layer keeps a state of constant size for each sequence, in the place of keys and values:
+A recurrent layer keeps a state of constant size for each sequence instead of keys and values:
 
 1. the last `conv_width` − 1 inputs of a causal convolution over each channel;
-2. float32 numbers of shape `state_shape`, if it has a recurrence.
+2. a float32 array of shape `state_shape`, if it has a recurrence.
 
 Shapes: E hidden size, H value heads, K key size of a head, V value size of a head, C channels of the convolution.
 """
@@ -31,9 +31,9 @@ class GatedDeltaSpec:
     2. g = −exp(A) · softplus(a + dt): one number a head, or with `decay="channel"` one for each of its K key channels.
        With a `bound` below 0, g = bound · sigmoid(exp(A) · (a + dt)) (Ling 3).
     3. β = sigmoid(b), twice that with `negative_eigenvalues`.
-    4. The result is RMS-normed by head, and multiplied by `gate`(z).
-    5. Parameters: `in` makes q, k, v, and z unless `latent` is set; `gates` makes b and a. With `latent`, z and a
-       come from two products each, through `latent` numbers; then `gates` makes b alone.
+    4. The output is RMS-normed per head and multiplied by `gate`(z).
+    5. Parameters: `in` projects to q, k, v and, without `latent`, z; `gates` projects to b and a. With
+       `latent`, z and a are low-rank projections of rank `latent`, and `gates` projects to b only.
     """
 
     num_key_heads: int
@@ -62,7 +62,7 @@ class GatedDeltaSpec:
 
     @property
     def decay_size(self) -> int:
-        """Number of elements of g for each token."""
+        """Number of elements of g per token."""
         return self.num_heads * (self.key_dim if self.decay == "channel" else 1)
 
     @property
@@ -94,8 +94,8 @@ class GatedDeltaSpec:
 
 
 class NormPart(NamedTuple):
-    """A rank's part of a norm by groups: `of` has the group of each of its parts, of equal size; there
-    are `num_groups` groups of `size` numbers over all ranks."""
+    """A rank's part of a group norm. `of`: the group of each of its equally large parts. Over all
+    ranks there are `num_groups` groups of `size` elements."""
 
     of: tuple[int, ...]
     num_groups: int
@@ -106,12 +106,13 @@ class NormPart(NamedTuple):
 class Mamba2Spec:
     """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): S = exp(−exp(A) · dt) · S + dt · B xᵀ; y = Sᵀ C + D x.
 
-    1. `in` makes the gate z [H · V], then the convolution's channels x [H · V], B and C [num_groups · K each], then dt [H].
+    1. `in` projects to the gate z [H · V], then the convolution's channels x [H · V], B and C [num_groups · K each], then dt
+       [H].
     2. B and C of a group serve H / num_groups consecutive heads.
     3. dt = softplus(dt + bias), clamped to `time_limit`.
     4. `norm`: y · silu(z) is RMS-normed in `norm_groups` equal groups (`gate_first`), or y is normed and then multiplied
        by silu(z). None: y · silu(z).
-    5. `norm_part`: if this is a rank's part (`spec.parallel`) and other ranks have parts of the norm's groups.
+    5. `norm_part`: set on a rank of several (`spec.parallel`) if norm groups span ranks.
     """
 
     num_heads: int
@@ -139,7 +140,7 @@ class Mamba2Spec:
 
     @property
     def time_at(self) -> int:
-        """The column of `in`'s rows with which dt begins."""
+        """Column of the output of `in` at which dt begins."""
         return self.v_size + self.conv_channels
 
     @property
@@ -166,21 +167,21 @@ class Mamba2Spec:
 class LightningSpec(Mamba2Spec):
     """Lightning attention (Qin et al. 2024, arXiv:2401.04658; MiniMax): S = exp(−rate) · S + k vᵀ; o = Sᵀ q.
 
-    It is Mamba-2 with C, B and x as q, k and v, where dt is 1 and D is 0:
+    It is computed as Mamba-2 with C, B and x as q, k and v, dt = 1 and D = 0:
 
-    1. `in` makes the gate z, then v, k and q [H · K each], through SiLU. There is no convolution.
-    2. Each head has one of the `rates`, which are no parameters.
-    3. The result is RMS-normed over all heads, then multiplied by sigmoid(z).
+    1. `in` projects to the gate z, then v, k and q [H · K each], which pass SiLU. There is no convolution.
+    2. Each head has a fixed decay rate from `rates`, which are not parameters.
+    3. The output is RMS-normed over all heads, then multiplied by sigmoid(z).
     """
 
     rates: tuple[float, ...]
-    num_groups: int = 0  # as many as heads
+    num_groups: int = 0  # one per head
     conv_width: int = 1
     norm: Literal["gate_first", "norm_first"] | None = "norm_first"
     time_limit: tuple[float, float] = (1.0, 1.0)
 
     gate: ClassVar[Literal["silu", "sigmoid"]] = "sigmoid"
-    time_at: ClassVar[int] = 0  # any columns do, since the limit makes 1 of all
+    time_at: ClassVar[int] = 0  # any column does, because the clamp sets every dt to 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_groups", self.num_heads)
@@ -194,11 +195,11 @@ class LightningSpec(Mamba2Spec):
 class MambaSpec:
     """Mamba-1 (Gu and Dao 2023, arXiv:2312.00752): S = exp(−exp(A) · dt) · S + dt · x Bᵀ; y = S C + D x, by channel.
 
-    1. `in` makes x and the gate z [`width` each]. After the convolution `select` makes [dt latent (`rank`), B, C] of x,
-       and `dt` makes dt [`width`] of the latent. dt = softplus(dt + time).
-    2. With `normed`, dt's latent, B and C are RMS-normed before: each with its weights (Jamba), or if it is "plain" without
-       any (FalconMamba).
-    3. The result is y · silu(z).
+    1. `in` projects to x and the gate z [`width` each]. After the convolution `select` projects x to [dt latent
+       (`rank`), B, C], and `dt` projects the latent to dt [`width`]. dt = softplus(dt + time).
+    2. With `normed`, dt's latent, B and C are RMS-normed: each with its own weights (Jamba), or if "plain" without
+       weights (FalconMamba).
+    3. The output is y · silu(z).
     """
 
     width: int
@@ -237,7 +238,7 @@ class MambaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvSpec:
-    """LFM2's gated short convolution: `in` makes b, c and x of `width` each; the result is c · conv(b · x)."""
+    """LFM2's gated short convolution: `in` projects to b, c and x of `width` each; the output is c · conv(b · x)."""
 
     width: int
     conv_width: int
@@ -266,6 +267,6 @@ RecurrentSpec: TypeAlias = GatedDeltaSpec | Mamba2Spec | MambaSpec | ShortConvSp
 
 
 def state_bytes(spec: RecurrentSpec, element_bytes: int) -> int:
-    """Bytes of a sequence's state in one layer. `element_bytes` is for the convolution's inputs."""
+    """Bytes of a sequence's state in one layer. `element_bytes`: size of the convolution's inputs."""
     conv = spec.conv_channels * (spec.conv_width - 1) * element_bytes
     return conv + (0 if spec.state_shape is None else 4 * math.prod(spec.state_shape))

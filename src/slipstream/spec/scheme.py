@@ -1,8 +1,8 @@
-"""Schemes: the number formats of the weights of a layer's products, and of their inputs. No torch.
+"""Quantization schemes: the number formats of linear layers' weights and inputs. No torch.
 
 | scheme | weights | inputs | scales |
 | --- | --- | --- | --- |
-| `fp8` | float8 e4m3 | float8 e4m3 | one a row of the weight, one a token (found at run time) |
+| `fp8` | float8 e4m3 | float8 e4m3 | one per row of the weight, one per token (computed at run time) |
 | `fp8-block` | float8 e4m3 | float8 e4m3 | one a tile of 128 × 128 weights, one for each 128 numbers of a token |
 | `int8` | int8 | int8 | one a row, one a token |
 | `int4` | 4 bits, −8 … 7 | the model's type | one a row and group of 128 (or 32) inputs |
@@ -23,32 +23,32 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 RowFormat: TypeAlias = Literal["fp8", "int8"]
-"""8-bit numbers with a float32 scale for each row: float8 e4m3 (up to 448) or int8 (up to 127). A
-row of activations is a token, a row of a cache is a head."""
+"""8-bit elements with a float32 scale per row: float8 e4m3 (up to 448) or int8 (up to 127). A row
+of activations is a token, a row of a cache is a head."""
 
 InputFormat: TypeAlias = RowFormat | Literal["fp8-block"]
-"""An 8-bit format of activations. `fp8-block` is float8 e4m3 with a float32 scale for each
-`FP8_TILE` numbers of a token."""
+"""8-bit format of activations. `fp8-block` is float8 e4m3 with a float32 scale per `FP8_TILE`
+elements of a token."""
 
 FORMAT_MAX: dict[InputFormat, float] = {"fp8": 448.0, "int8": 127.0, "fp8-block": 448.0}
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the codes 0 … 7 of a 4-bit float. Codes 8 … 15 are the same below 0."""
+"""Values of the codes 0 … 7 of a 4-bit float (e2m1). Codes 8 … 15 are their negatives."""
 
 FP8_TILE = 128
-"""Rows, and inputs, of a tile with one scale in `fp8-block` (DeepSeek-V3, arXiv:2412.19437, section
-3.3.2)."""
+"""Rows, and columns, of a weight tile with one scale in `fp8-block` (DeepSeek-V3, arXiv:2412.19437,
+section 3.3.2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A scheme that weights are quantised to at load.
+    """A scheme to which weights are quantized at load.
 
-    - `inputs`: the 8-bit format of the inputs; None: the model's type.
-    - `group_size`, `block_rows`: a scale is for `group_size` inputs (None: all) of `block_rows`
-      rows.
+    - `inputs`: the 8-bit format of the inputs; None: the model's dtype.
+    - `group_size`, `block_rows`: one scale covers `group_size` input columns (None: all) of
+      `block_rows` rows.
     - `head`: the output head is quantised, too.
-    - `experts_only`: only the products of experts are quantised.
+    - `experts_only`: only experts' linear layers are quantized.
     """
 
     name: Literal["fp8", "fp8-block", "int8", "int4", "nvfp4", "mxfp4"]
@@ -61,7 +61,7 @@ class Scheme:
 
     @property
     def multiple(self) -> int:
-        """The number of a product's inputs must be a multiple of this."""
+        """A linear layer's number of inputs must be a multiple of this."""
         return 16 if self.group_size is None else max(64, self.group_size)
 
     def weight_bytes(self, rows: int, inner: int, *, on_cpu: bool = False) -> int:
@@ -87,7 +87,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """Statistics of the products whose weights have the same format: a type, a scheme, or `sparse
+    """Statistics of the linear layers whose weights share a format: a dtype, a scheme, or `sparse
     int8`."""
 
     name: str
@@ -117,27 +117,27 @@ NATIVE_PRODUCTS: dict[str, frozenset[str]] = {
         frozenset(("fp8", "fp8-block", "int8", "int8-split", "int4", "nvfp4", "mxfp4")),
     ),
 }
-"""Products for weights that a checkpoint stores quantised, by op set. Experts have no
-int8-split."""
+"""Matrix products that compute directly with a checkpoint's quantized weights, by op set. Experts
+have no int8-split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """A checkpoint's format of a product's weight. A number is (code − zero) · scale; if
+    """A checkpoint's format of a linear layer's weight. A value is (code − zero) · scale; if
     `symmetric`, zero is 0.
 
-    - `group_size`, `block_rows`: a scale is for `group_size` inputs (None: all) of `block_rows`
-      rows.
+    - `group_size`, `block_rows`: one scale covers `group_size` input columns (None: all) of
+      `block_rows` rows.
     - `whole`: one scale for the whole weight.
-    - `scale`: the end of the name of the scales' tensor.
-    - `inputs`: the 8-bit format of the product's inputs, with a scale for each token, or one static
+    - `scale`: suffix of the name of the scales' tensor.
+    - `inputs`: the 8-bit format of the layer's inputs, with one scale per token, or one static
       scale (`static_inputs`).
-    - `split`: some columns of int8 inputs keep the model's type
+    - `split`: some columns of int8 inputs keep the model's dtype
       (`quantization_config.COLUMNS_NAME`).
-    - `scale_type`: e8m0 is a byte with the exponent of a power of two. With e4m3 there is a factor
-      for the whole weight, too.
-    - `by_modelopt`: ModelOpt's names. Its factor multiplies the scales; that of compressed-tensors
-      divides them.
+    - `scale_type`: e8m0 is a byte with the exponent of a power of two. With e4m3 there is also one
+      factor for the whole weight.
+    - `by_modelopt`: tensors have ModelOpt's names, and its factor multiplies the scales; that of
+      compressed-tensors divides them.
     """
 
     kind: Literal["int", "float"] = "int"
@@ -173,13 +173,13 @@ class WeightFormat:
 
     @property
     def lowest(self) -> int:
-        """The smallest code of an int. The largest is lowest + 2^bits − 1."""
+        """The smallest integer code. The largest is lowest + 2^bits − 1."""
         return -(1 << self.bits - 1)
 
     @property
     def product(self) -> InputFormat | Literal["int8-split", "int4", "nvfp4", "mxfp4"] | None:
-        """The product that computes with the stored weight; None: it is expanded to the model's
-        type."""
+        """The matrix product that computes with the stored weight; None: it is expanded to the
+        model's dtype."""
         if self.inputs is not None:
             return "int8-split" if self.split else self.inputs
         if self.in_pairs:
@@ -188,12 +188,12 @@ class WeightFormat:
 
     @property
     def in_pairs(self) -> bool:
-        """Whether a byte has two codes, the first in its low half."""
+        """Whether a byte holds two codes, the first in its low half."""
         return self.kind == "float" and self.bits == 4
 
     @property
     def factor(self) -> str | None:
-        """The last part of the name of the whole weight's factor; None if there is none."""
+        """Last part of the name of the tensor with the whole weight's factor; None if there is none."""
         if self.scale_type != "e4m3":
             return None
         return "weight_scale_2" if self.by_modelopt else "weight_global_scale"
@@ -204,7 +204,7 @@ class WeightFormat:
         return self.kind == "int" and self.inputs is None
 
     def groups(self, inner: int) -> int:
-        """Scales of a row with `inner` inputs. The last tile may be partial."""
+        """Number of scales of a row with `inner` inputs. The last group may be partial."""
         if self.group_size is None:
             return 1
         return inner // self.group_size if self.block_rows == 1 else -(-inner // self.group_size)
@@ -236,4 +236,4 @@ FORMATS: dict[str, WeightFormat] = {
     "nvfp4": WeightFormat(kind="float", bits=4, group_size=16, scale_type="e4m3"),
     "mxfp4-all": WeightFormat(kind="float", bits=4, group_size=32, scale_type="e8m0"),
 }
-"""Checkpoints' format of the weights of each scheme."""
+"""The checkpoint format of each scheme's weights."""

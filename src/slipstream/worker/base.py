@@ -52,8 +52,9 @@ class Executor(ABC):
     choose."""
     phases: dict[str, float]
     """Seconds of each phase of the start."""
-    store: HostBlockStore | RankBlockStore | None = None
-    """Tiers below the device's cache; None if there are none."""
+    stores: Sequence[HostBlockStore | RankBlockStore] = ()
+    """Tiers below the device's cache, if there are any: one store, or one of each rank with requests of
+    its own."""
     processes: tuple[int, ...] = ()
     """Process ids of the ranks on this host."""
     canary: CanaryResult | None

@@ -47,7 +47,8 @@ class LocalExecutor(Executor):
         self.description, self.phases = description, loaded.phases
         self.tiles = tiles.describe() if config.device.info.is_cuda else ""
         self.config, self.ledger, self.runner = fit_cache(config, loaded, loaded.profile())
-        self.store = open_tiers(self.config, description, self.runner, self.ledger.sizes)
+        store = open_tiers(self.config, description, self.runner, self.ledger.sizes)
+        self.stores: Sequence[HostBlockStore] = () if store is None else (store,)
         self.canary, self.weight_state = None, loaded.weight_state
 
     @classmethod
@@ -167,9 +168,9 @@ class LocalExecutor(Executor):
 
     def shutdown(self) -> None:
         """Stop the tiers' threads. Memory is freed when the process ends."""
-        if self.store is not None:
-            self.store.close()
-            self.store = None
+        for store in self.stores:
+            store.close()
+        self.stores = ()
 
 
 def _woken(loaded: LoadedRunner, canary: CanaryResult | None) -> LocalExecutor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from slipstream.core.cache.invariants import check_pool
 from slipstream.core.cache.kv_cache_manager import KVCacheManager
 from slipstream.core.request import Request
@@ -29,7 +27,7 @@ def test_a_copy_needs_a_block_as_well():
 def test_a_block_that_another_holds_is_not_freed_by_passing_it():
     """Two requests share the first block of a window group, and none is free. That one of them has passed the block gives it
     no other, as long as the other request holds it."""
-    kv = KVCacheManager(config(groups=(window(BLOCK),))["cache"], 4, "", None, time.monotonic)
+    kv = KVCacheManager(config(groups=(window(BLOCK),))["cache"], 4, "")
     a, b = (
         Request(request(name, range(2 * BLOCK)), (0, 0.0, i), b"", 1) for i, name in enumerate("ab")
     )

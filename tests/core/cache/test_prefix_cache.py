@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from hashlib import blake2b
 
@@ -25,7 +24,7 @@ def test_salts_are_told_apart_wherever_one_ends():
 
 
 def test_adapters_and_tenants_are_told_apart():
-    kv = KVCacheManager(config()["cache"], 6, "model", None, time.monotonic)
+    kv = KVCacheManager(config()["cache"], 6, "model")
     asked = [(tenant, adapter) for tenant in ("", "a", "b") for adapter in ("", "a", "b")]
     assert len({kv.root_key(*each) for each in asked}) == len(asked)
     for (
@@ -67,7 +66,7 @@ def test_a_picture_is_told_apart_by_where_it_begins():
 
 def test_a_block_with_a_token_that_is_not_known_is_not_cached():
     """Steps in flight may have computed tokens that a grammar forces, before the request knows them."""
-    kv = KVCacheManager(config()["cache"], 6, "", None, time.monotonic)
+    kv = KVCacheManager(config()["cache"], 6, "")
     own = Request(request("a", range(BLOCK + 2)), (0, 0.0, 0), b"", 1)
     own.status = Status.RUNNING
     assert kv.allocate(StepBuilder(config()["scheduling"], {}), own, 2 * BLOCK)

@@ -31,7 +31,7 @@ def start(monkeypatch):
         sizes = dict(max_num_batched_tokens=2 * BLOCK, max_model_len=400, num_blocks=300)
         made = config(**sizes, state_interval=2 * BLOCK, state_slots=40)
         made["cache"] = dataclasses.replace(made["cache"], slots=(40, 30))
-        engine = Engine({**made, "store": store})
+        engine = Engine({**made, "stores": () if store is None else (store,)})
         if store is not None:
             store.cells, store.states = engine.worker.slots, engine.worker.states
         return engine
@@ -44,7 +44,7 @@ def hit(engine, name):
     """The tokens of the prompt that a new request does not compute."""
     before = len(engine.plans)
     engine.scheduler.add(request(name, PROMPT))
-    run(engine) if engine.scheduler.tiers else engine.run()
+    run(engine) if engine.scheduler.kv.tiers else engine.run()
     return next(
         s.num_computed_tokens
         for plan in engine.plans[before:]
@@ -87,7 +87,7 @@ def test_tiers_keep_the_checkpoints_of_each_kind(start):
     for pool in (
         engine.scheduler.pool,
         *engine.scheduler.slot_pools,
-        engine.scheduler.tiers._hosts[2],
+        engine.scheduler.kv.tiers._hosts[2],
     ):
         pool.forget_all()
     store.lost.update(key for key in store.files if kind_of(key) == 2)

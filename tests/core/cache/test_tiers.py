@@ -135,7 +135,7 @@ class Store:
 
 
 def engine(store, depth=1, **settings):
-    made = Engine({**config(**settings), "store": store}, depth)
+    made = Engine({**config(**settings), "stores": (store,)}, depth)
     made.worker.is_empty = not store.sizes[0]
     store.cells, store.states = made.worker.slots, made.worker.states
     return made
@@ -144,10 +144,11 @@ def engine(store, depth=1, **settings):
 def settle(made):
     """Run until all copies are done."""
     for _ in range(1000):
-        if not made.scheduler.tiers.is_busy:
+        if not any(tiers.is_busy for tiers in made.scheduler.tiers):
             return
-        while made.scheduler.tiers._store.waiting:
-            made.scheduler.tiers._store.advance()
+        for tiers in made.scheduler.tiers:
+            while tiers._store.waiting:
+                tiers._store.advance()
         made.scheduler.tend()
     raise AssertionError("copies do not end")
 
@@ -156,9 +157,9 @@ def run(made):
     for _ in range(3000):
         if not made.scheduler.has_requests and not made.in_flight:
             return settle(made)
-        store = made.scheduler.tiers._store
-        if store.waiting:
-            store.advance()
+        for tiers in made.scheduler.tiers:
+            if tiers._store.waiting:
+                tiers._store.advance()
         if not made.step():
             wakeup = made.scheduler.next_wakeup()
             assert wakeup is not None
@@ -289,7 +290,7 @@ class TierMachine(RuleBasedStateMachine):
             scheduler = self.engine.scheduler
             check_pool(scheduler.pool)
             check_holders(scheduler)
-            tiers = scheduler.tiers
+            tiers = scheduler.kv.tiers
             hosts = [pool for pool in tiers._hosts if pool is not None]
             for host in hosts:
                 check_pool(host)
@@ -304,12 +305,12 @@ class TierMachine(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         assert set(self.engine.ends) == set(self.added)
         assert scheduler.pool.num_free == scheduler.pool.num_usable, "a block leaked"
-        pools = [*scheduler.tiers._hosts, *scheduler.slot_pools]
+        pools = [*scheduler.kv.tiers._hosts, *scheduler.slot_pools]
         assert all(p is None or p.num_free == p.num_usable for p in pools), "a slot leaked"
-        assert not scheduler.tiers._loading
-        assert not scheduler.tiers._arrived
-        assert not scheduler.tiers._loads
-        assert not scheduler.tiers._handing
+        assert not scheduler.kv.tiers._loading
+        assert not scheduler.kv.tiers._arrived
+        assert not scheduler.kv.tiers._loads
+        assert not scheduler.kv.tiers._handing
 
 
 TestTierMachine = TierMachine.TestCase
@@ -367,7 +368,7 @@ def test_another_engine_takes_over_what_a_prompt_left(groups, states):
     stats = second.scheduler.stats()
     assert stats.prefix_hits == stats.tiers.peer_hit_tokens == 4 * BLOCK
     assert second.tokens["p/1"][0] == first.tokens["p/1"][0]
-    assert not second.scheduler.tiers._keeps  # what came is in no tier
+    assert not second.scheduler.kv.tiers._keeps  # what came is in no tier
 
 
 def test_a_prompt_that_was_cancelled_hands_nothing_over():
@@ -387,7 +388,7 @@ def test_a_request_that_probed_a_tier_and_loads_the_rest_gives_all_back(num_slot
     made.scheduler.add(request("p/1", prompt))
     run(made)
     made.scheduler.pool.forget_all()
-    made.scheduler.tiers.rates.prefill.learn(
+    made.scheduler.kv.tiers.rates.prefill.learn(
         1, 10.0, made.now
     )  # loading is not measured yet: a few blocks are tried
     made.scheduler.add(request("p/2", prompt))
@@ -540,10 +541,10 @@ def test_so_many_blocks_are_stored_at_once():
     made = engine(store)
     made.scheduler.add(request("p/1", PROMPT))
     made.step()
-    found = len(made.scheduler.tiers._offers)
+    found = len(made.scheduler.kv.tiers._offers)
     assert found > 2
     made.scheduler.tend(1)
-    assert (len(store.waiting), len(made.scheduler.tiers._offers)) == (1, found - 1)
+    assert (len(store.waiting), len(made.scheduler.kv.tiers._offers)) == (1, found - 1)
     made.scheduler.tend()
     assert len(store.waiting) > 1
     run(made)
@@ -576,7 +577,7 @@ def test_loading_is_chosen_by_what_it_took():
 
 def test_a_slow_disk_is_left_alone_and_tried_again():
     made, store = stored(num_blocks=40, max_model_len=128)
-    tiers, long = made.scheduler.tiers, range(100, 100 + 20 * BLOCK)
+    tiers, long = made.scheduler.kv.tiers, range(100, 100 + 20 * BLOCK)
     made.scheduler.add(request("l/1", long, 1))
     run(made)
     tiers.rates.prefill.learn(1000, 1.0, made.now)
@@ -603,7 +604,7 @@ def test_a_slow_disk_is_left_alone_and_tried_again():
 )
 def test_a_load_is_not_charged_for_a_step_that_nobody_looked_during(busy, seconds):
     made, store = stored(num_blocks=40, max_model_len=128)
-    tiers = made.scheduler.tiers
+    tiers = made.scheduler.kv.tiers
     before = made.now
     if busy == "before":  # a step ended, and nothing was looked for since
         tiers.rates.ended(998, before)
@@ -631,7 +632,7 @@ def test_a_load_is_not_charged_for_a_step_that_nobody_looked_during(busy, second
 
 def test_blocks_that_come_within_a_step_are_followed_by_all_others():
     made, store = stored(num_blocks=60, max_model_len=128)
-    tiers, long = made.scheduler.tiers, range(100, 100 + 20 * BLOCK)
+    tiers, long = made.scheduler.kv.tiers, range(100, 100 + 20 * BLOCK)
     made.scheduler.add(request("l/1", long, 1))
     run(made)
     tiers.rates.prefill.learn(1000, 1.0, made.now)
@@ -735,7 +736,7 @@ def test_a_request_that_comes_while_its_blocks_are_brought_back_waits_for_them()
     made, text = paused()
     made.now += 6.0
     made.scheduler.tend()
-    assert made.scheduler.tiers.is_copying
+    assert made.scheduler.kv.tiers.is_copying
     made.scheduler.add(request("next", text))
     made.step()
     assert made.scheduler.num_running == 0

@@ -78,7 +78,7 @@ def nothing_is_held(*engines):
         for pool in pools:
             check_pool(pool)
             assert pool.num_free == pool.num_usable
-        if (exchange := llm.core.executor.store.exchange) is not None:
+        if (exchange := llm.core.executor.stores[0].exchange) is not None:
             exchange.check()
 
 

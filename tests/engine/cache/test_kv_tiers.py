@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import urllib.request
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +17,11 @@ from slipstream import LLM, SamplingParams
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.costs.estimate import estimate
 from slipstream.costs.memory import host_slots
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, EngineError
 from slipstream.kernels.cpu import native
 from slipstream.spec.description import read_spec
 from slipstream.worker.host_loading import HostLoaded
+from slipstream.worker.ranks import process_executor
 from slipstream.worker.ranks.block_store import RankBlockStore
 from slipstream.worker.ranks.messages import RankTiers
 from slipstream.worker.tiers.opening import open_tiers
@@ -119,7 +119,7 @@ def test_each_rank_keeps_its_part(tmp_path, family, how):
         assert answers(llm) == expected
         assert llm.stats().tiers.disk_hit_tokens >= 128
         assert llm.stats().tiers.failed_blocks == 0
-        disk = llm.core.executor.store.disk
+        disk = llm.core.executor.stores[0].disk
         assert disk.num_bytes == sum(p.stat().st_size for own in files for p in own)
     for path in files[1]:
         path.write_bytes(path.read_bytes()[:-1] + b"!")
@@ -127,6 +127,51 @@ def test_each_rank_keeps_its_part(tmp_path, family, how):
         assert answers(llm) == expected
         assert llm.stats().tiers.failed_blocks > 0
         assert llm.stats().num_free_blocks == llm.stats().num_blocks
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("mixtral", {}),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.slow),
+        pytest.param("lfm2_moe", {}, marks=pytest.mark.slow),
+        pytest.param("mixtral", dict(pipeline_parallel_size=2), marks=pytest.mark.slow),
+    ],
+)
+def test_requests_dealt_out_find_their_blocks_on_the_disk_of_a_rank(
+    tmp_path, family, how, monkeypatch
+):
+    """A disk serves after a rank was killed, too, and whatever the order of the requests."""
+    monkeypatch.setattr(process_executor, "available_cores", lambda: 4)  # they share what there is
+    model, folder = tmp_path / "model", tmp_path / "kv"
+    tiny_models.write(model, family)
+    how = {"expert_parallel_size": 2, "max_num_seqs": 8, **how}
+    with LLM(str(model), **SIZES) as llm:
+        expected = answers(llm)
+    with engine(model, folder, **how) as llm:
+        assert answers(llm) == expected
+        wait_for(lambda: not llm.core.tend(), "blocks are not stored")
+        assert llm.stats().tiers.stored_blocks > 8
+        os.kill(llm.core.executor.processes[1], signal.SIGKILL)
+        with pytest.raises(EngineError, match="rank 1"):
+            answers(llm)
+    count = 2 * how.get("pipeline_parallel_size", 1)
+    files = [
+        {p.name for p in (folder / f"rank-{i + 1}-of-{count}").rglob("*.kv")} for i in range(count)
+    ]
+    assert all(files)
+    assert files[0].isdisjoint(files[1])  # each has its own requests' blocks
+    assert files[:2] == files[-2:]  # all stages alike
+    for prompts in (PROMPTS, PROMPTS[::-1]):
+        with engine(model, folder, **how) as llm:
+            found = llm.generate(prompts, GREEDY, progress=False)
+            wanted = expected if prompts is PROMPTS else expected[::-1]
+            assert [a.outputs[0].token_ids for a in found] == wanted
+            stats = llm.stats()
+            assert stats.tiers.disk_hit_tokens == stats.prefix_hits == 32 + 96 + 128
+            assert stats.tiers.failed_blocks == 0
+            assert stats.num_free_blocks == stats.num_blocks
 
 
 def test_window_groups_and_an_8_bit_cache(tmp_path):
@@ -195,8 +240,8 @@ def test_ranks_allocate_as_many_slots_as_the_one_with_the_fewest(made):
     )
     assert host_slots(config, (1024, 0)) == [512, 0]
     assert open_tiers(config, description, runner, (1024, 0)) == [102, 0]
-    found = [RankTiers([], [size, 0], [102, 0]) for size in (1024, 5120)]
-    store = RankBlockStore(lambda message: None, SimpleNamespace(tiers=deque()), found)
+    found = {rank: RankTiers([], [size, 0], [102, 0]) for rank, size in enumerate((1024, 5120))}
+    store = RankBlockStore(lambda message: None, SimpleNamespace(), found)
     assert store.slots == [102, 0]
     assert store.sizes == [6144, 0]
 

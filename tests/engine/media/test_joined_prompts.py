@@ -8,9 +8,13 @@ import io
 
 import pytest
 
-from slipstream import AsyncLLM
+from slipstream import AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
+from slipstream.core.cache.sessions import Sessions
+from slipstream.engine.grammars.grammar import Grammars
 from slipstream.errors import ConfigError, RequestError
+from slipstream.params.answer_forms import StructuredOutputsParams
+from slipstream.params.options import RequestOptions
 from tests.engine.media.test_vision import (
     GREEDY,
     engine,
@@ -94,6 +98,36 @@ def test_hits_are_of_the_whole_prompt_or_none(paligemma):
             theirs = their_logprobs("paligemma2", model, answer.prompt_token_ids, [picture(1)])
             assert largest_difference(answer, theirs) < 2e-4
             assert answer.outputs[0].token_ids == answer.outputs[1].token_ids
+
+
+def test_prompts_of_one_salt_share_a_compiled_grammar_and_recent_answers(paligemma, monkeypatch):
+    """The keys of blocks alone are of one prompt and salt."""
+    first, second = (prompt_of("paligemma2", picture(1), end=end) for end in (" what?", " where?"))
+    number = StructuredOutputsParams(regex="[0-9]{12}")
+    guided = SamplingParams(temperature=0, max_tokens=16, structured_outputs=number)
+    drafts = {"method": "suffix", "num_speculative_tokens": 3}
+    compiled, compile_ = [], Grammars._compile
+    monkeypatch.setattr(
+        Grammars, "_compile", lambda *given: compiled.append(given[1]) or compile_(*given)
+    )
+    asked, arrived = [], Sessions.arrived
+    monkeypatch.setattr(
+        Sessions,
+        "arrived",
+        lambda self, keys, hints, salt: (
+            asked.append((keys[0], salt)) or arrived(self, keys, hints, salt)
+        ),
+    )
+    with engine(paligemma[0], speculative_config=drafts) as llm:
+        plain = [llm.generate(x, guided)[0] for x in (first, second)]
+        assert [x.num_cached_tokens for x in plain] == [0, 0]
+        assert compiled == [number]
+        options = [RequestOptions(cache_salt=salt) for salt in "aba"]
+        made = [llm._input.prepare(first, guided, x).engine_requests[0] for x in options]
+    assert [salt for _, salt in asked] == ["", ""]
+    assert [x.cache_salt for x in made] == ["a", "b", "a"]
+    assert made[0].prefix_salt == made[2].prefix_salt != made[1].prefix_salt
+    assert len({key for key, _ in asked}) == 2
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from slipstream.config import EngineArgs
 from slipstream.engine.media.sounds import SoundProcessor
 from slipstream.errors import RequestError
 from slipstream.spec.description import read_spec
+from tests.data.make_mistral import AUDIO, CHATS, NUM_SPECIAL, NUM_TOKENS, SPECIALS
 from tests.engine.media.test_sounds import GREEDY, engine
+from tests.engine.text.test_tekken import file_of, known
 from tests.server.conftest import serving
 from tests.support import forked_ranks
 from tests.support.sound_models import VOXTRAL, build_voxtral, part, sound, their_windows
@@ -133,6 +136,48 @@ def test_preempted_requests_hear_their_sounds_again(made):
         answers = llm.generate(prompts, wanted)
         assert llm.stats().num_preemptions > 0
     assert [list(a.outputs[0].token_ids) for a in answers] == alone
+
+
+@pytest.mark.slow
+def test_a_published_folder_chats_as_it_stands(tmp_path):
+    """Voxtral's has a tekken.json, no other tokenizer, and no chat template."""
+    audio = SPECIALS.index("[AUDIO]")
+    model = build_voxtral(tmp_path, seed=3, token=audio, vocab_size=NUM_SPECIAL + NUM_TOKENS)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+    (tmp_path / "tekken.json").write_text(json.dumps(file_of("v7")))
+    messages, _, _ = CHATS["sound"]
+    heard = iter(SOUNDS[:1] + SOUNDS[2:])
+    asked = [
+        message
+        if isinstance(message["content"], str)
+        else {
+            **message,
+            "content": [part(next(heard)) if x == AUDIO else x for x in message["content"]],
+        }
+        for message in messages
+    ]
+    ids = []
+    for token in known()["chats"]["sound"]["v7"]:
+        ids += [SPECIALS.index("[BEGIN_AUDIO]"), *[audio] * 25] if token == audio else [token]
+    exact = their_greedy(model, ids, SOUNDS[:1] + SOUNDS[2:])
+    args = EngineArgs(model=str(tmp_path), dtype="float32", block_size=4, kv_cache_bytes=2**24)
+    with (
+        serving(start=lambda: AsyncLLM.start(args), served_model_names=("x",)) as server,
+        server.http() as http,
+    ):
+        body = {"model": "x", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+        more = {"return_token_ids": True}
+        answer = http.post("/v1/chat/completions", json={**body, **more, "messages": asked}).json()
+        assert answer["prompt_token_ids"] == ids
+        assert answer["choices"][0]["token_ids"] == exact
+        tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+        call = {"tools": [tool], "tool_choice": "required", "max_tokens": 200, "ignore_eos": False}
+        answer = http.post(
+            "/v1/chat/completions", json={**body, **call, "messages": asked[:1]}
+        ).json()
+        (called,) = answer["choices"][0]["message"]["tool_calls"][:1]
+        assert called["function"]["name"] == "now"
 
 
 def test_a_sound_beyond_the_last_window_is_refused(made):

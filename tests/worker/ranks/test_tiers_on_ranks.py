@@ -12,7 +12,7 @@ from tests.engine.test_adapters import ALL, adapter, build
 from tests.engine.test_adapters import PROMPTS as SHORT
 from tests.engine.test_adapters import SETTINGS as ADAPTED
 from tests.support import tiny_models
-from tests.support.vision_models import build_vision, picture
+from tests.support.vision_models import build_vision, mixed_prompts, picture
 from tests.support.waiting import wait_for
 from tests.worker.ranks.test_context_extras import DRAWN, GREEDY, PROMPTS, SEVERAL, answers
 from tests.worker.ranks.test_context_ranks import SETTINGS
@@ -24,6 +24,8 @@ FORMS = {
     "stages": {"pipeline_parallel_size": 2},
     "context": {"context_parallel_size": 2},
 }
+DEALT = {"expert_parallel_size": 2, "max_num_seqs": 16}
+"""Requests dealt out, which takes a mixture."""
 SAMPLINGS = [GREEDY, DRAWN, SEVERAL]
 
 
@@ -53,6 +55,31 @@ def test_blocks_of_a_disk_have_the_states_that_a_head_reads(tmp_path, form, kind
         given |= {"state_slots": 96, "kv_cache_bytes": 2**22}
     how = {**FORMS[form], "speculative_config": setup.config}
     check_disk(setup.path, tmp_path / "kv", how, given)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_blocks_of_a_rank_have_the_states_that_a_head_reads(tmp_path, kind):
+    sizes = {} if kind == "mtp" else {"num_hidden_layers": 6}
+    setup = Setup(tmp_path, kind, family="qwen3_moe", max_position_embeddings=256, **sizes)
+    given = {**SETTINGS, "skip_tokenizer_init": True}
+    how = {**DEALT, "speculative_config": setup.config}
+    check_disk(setup.path, tmp_path / "kv", how, given)
+
+
+def test_blocks_of_a_rank_are_those_of_an_adapter(tmp_path):
+    made = tmp_path, build(tmp_path, "qwen2_moe")
+    prompts = [{"prompt_token_ids": SHORT[i]} for _, i in ALL]
+    loras = [adapter(made, n) for n, _ in ALL]
+    given = {**ADAPTED, "block_size": 4, "max_num_batched_tokens": 72}
+    check_disk(tmp_path / "base", tmp_path / "kv", DEALT, given, prompts, lora_request=loras)
+
+
+def test_blocks_of_a_rank_are_those_of_a_picture(tmp_path):
+    """Next to recurrent states, of which a rank stores the checkpoints."""
+    build_vision(tmp_path / "model", "qwen3_5_moe", seed=3)
+    given = {**SETTINGS, "kv_cache_bytes": 2**24, "max_model_len": 512, "block_size": 4}
+    prompts = mixed_prompts("qwen3_5_moe")
+    check_disk(tmp_path / "model", tmp_path / "kv", DEALT, given, prompts)
 
 
 @pytest.mark.parametrize("form", FORMS)

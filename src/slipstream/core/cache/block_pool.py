@@ -13,8 +13,8 @@
 5. Block 0 is the null block. Padding is written to it, and it replaces released blocks in block
    tables. No sequence holds it.
 
-Every operation takes constant time per block, apart from the order's own. Of many blocks, as a prompt's that is cached, counts
-and flags change as arrays.
+Every operation takes constant time per block, apart from the order's own. For many blocks at once,
+counts and flags are changed as arrays.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MANY = 32
 
 
 def as_array(blocks: Sequence[int]) -> npt.NDArray[np.int32]:
-    """The blocks as an array of their own memory, or of a copy."""
+    """The blocks as an array, which shares their memory if possible."""
     return np.frombuffer(blocks if isinstance(blocks, array) else array("i", blocks), np.int32)
 
 
@@ -77,7 +77,7 @@ class BlockPool:
 
     @property
     def num_usable(self) -> int:
-        """Blocks that sequences can hold: all but the null block."""
+        """Number of blocks available to sequences: all except the null block."""
         return self.num_blocks - 1
 
     def allocate(self, count: int) -> list[int]:
@@ -90,7 +90,7 @@ class BlockPool:
         block = following[end]
         for _ in range(count):
             if block == end:
-                break  # the others are in the order
+                break  # the other blocks are in the order
             if self.hashes[block] is not None:
                 self.forget(block)
             self.ref_counts[block] = 1
@@ -106,7 +106,7 @@ class BlockPool:
         return taken
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Add one holder to each of different blocks. A free (cached) block leaves the free list."""
+        """Add one holder to each of these (distinct) blocks. A free (cached) block leaves the free list."""
         counts, free = self.ref_counts, array("i")
         if len(blocks) >= MANY:
             where = as_array(blocks)
@@ -122,7 +122,7 @@ class BlockPool:
             self._unlink(free)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Release a reference to each of these different blocks, starting with the last one."""
+        """Remove one holder from each of these (distinct) blocks, starting with the last one."""
         counts, free = self.ref_counts, array("i")
         if len(blocks) >= MANY:
             where = as_array(blocks)[::-1]
@@ -138,7 +138,7 @@ class BlockPool:
             self._link(free)
 
     def num_revived(self, blocks: Sequence[int]) -> int:
-        """Number of these blocks that nobody holds."""
+        """Number of these blocks without a holder."""
         return len(blocks) - int(np.count_nonzero(self._counts[as_array(blocks)]))
 
     def num_leading_cached(self, blocks: Sequence[int]) -> int:
@@ -147,7 +147,7 @@ class BlockPool:
         return len(blocks) if flags.all() else int(flags.argmin())
 
     def num_blank(self, most: int) -> int:
-        """Number of free blocks outside the order, at most `most`."""
+        """Number of free blocks outside the order, limited to `most`."""
         block, count = self._next[self._end], 0
         while block != self._end and count < most:
             block, count = self._next[block], count + 1
@@ -240,7 +240,7 @@ class BlockPool:
         return array("i", where[flagged].tobytes()), array("i", where[~flagged].tobytes())
 
     def _link(self, blocks: Sequence[int]) -> None:
-        """Take free blocks in: cached ones at the list's tail, or into the order; others at the head."""
+        """Add free blocks: cached ones at the list's tail or to the order, others at the head."""
         self.num_free += len(blocks)
         following, previous, hashes = self._next, self._previous, self.hashes
         if self.order is not None:

@@ -1,4 +1,4 @@
-"""Eviction of cached blocks by value: what a block saves when its session comes back, times the chance that it does.
+"""Eviction of cached blocks by value: the time a block saves when its session returns, times the chance that it does.
 
 1. The *value* of a run of blocks is the rate of its session (`core/cache/sessions.py`), times the cost of computing one of its
    tokens, times the weight of the client's hints. A deep token costs more, because it attends to more tokens.
@@ -6,8 +6,8 @@
    is evicted, the last block first: a block is of no use without the blocks before it.
 3. A run that several sessions begin with has a session of its own, whose pauses are the times between its uses.
 
-A hint changes the order alone. Every block that no request holds can be evicted. An operation takes constant time
-per block, and logarithmic time per change of a session.
+A hint only changes the order. Every block that no request holds can be evicted. An operation takes constant time per
+block, and logarithmic time per change of a session.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Run:
     """Cached blocks of consecutive positions, with the same holders."""
 
     order: ValueOrder
-    session: Session | None  # None after everything was forgotten
+    session: Session | None  # None after the cache was emptied
     above: Run | None
     start: int  # tokens before the first block
     writer: str = ""  # id of the request that extends it
@@ -38,7 +38,7 @@ class Run:
     num_below: int = 0
     num_free: int = 0
     entry: tuple[float, int, Run] | Literal[True] | None = None
-    """Entry in the heap. True: the run is about to get one."""
+    """Entry in the heap. True: the run is about to be added."""
 
     def __post_init__(self) -> None:
         if self.session is not None:
@@ -50,7 +50,7 @@ class Run:
 class ValueOrder:
     """The free cached blocks of a pool, by value.
 
-    `is_whole`: a block stands for the whole chain before it, as a state does.
+    `is_whole`: a block can be used without the blocks before it, like a recurrent state.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ValueOrder:
     # --- What the pool calls ------------------------------------------------------------------------------------------
 
     def add(self, blocks: Sequence[int]) -> None:
-        """Take in cached blocks that nobody holds any more."""
+        """Add cached blocks that have lost their last holder."""
         for run, same in self._by_run(blocks):
             if run is None:
                 self._loose.update(dict.fromkeys(same))
@@ -86,7 +86,7 @@ class ValueOrder:
                 run.num_free -= len(same)
 
     def _by_run(self, blocks: Sequence[int]) -> Iterable[tuple[Run | None, Sequence[int]]]:
-        """Group neighbouring blocks by run; no loop for a run's first, in order or reversed."""
+        """Group neighbouring blocks by run; without a loop for a run's first blocks, in order or reversed."""
         if isinstance(blocks, array) and blocks:
             for same in (blocks, blocks[::-1]):
                 run = self._owners[same[0]]
@@ -96,7 +96,7 @@ class ValueOrder:
         return ((run, [*same]) for run, same in groupby(blocks, own))
 
     def take(self, count: int) -> list[int]:
-        """Take the blocks that are worth least. There must be as many."""
+        """Take the `count` blocks with the lowest value. There must be as many."""
         taken: list[int] = []
         timers = self.sessions.timers
         if self._fresh or (timers and timers[0][0] <= self.sessions.clock()):
@@ -107,7 +107,7 @@ class ValueOrder:
                 taken.append(self._loose.popitem()[0])
                 continue
             if not heap:
-                if self._fresh:  # runs that were above others before
+                if self._fresh:  # runs that had runs below them before
                     self._refresh()
                     continue
                 self._loosen()
@@ -134,7 +134,7 @@ class ValueOrder:
         return taken
 
     def following(self, block: int) -> Sequence[int]:
-        """Returns a cached block and the blocks after it in its chain, as far as they are known."""
+        """A cached block and the blocks after it in its chain, as far as known."""
         run = self._owners[block]
         return (block,) if run is None or run.blocks[0] != block else run.blocks
 
@@ -163,10 +163,10 @@ class ValueOrder:
     def enter(
         self, blocks: Sequence[int], session: Session, writer: str
     ) -> tuple[Run | None, list[Session], int]:
-        """Find the run that ends with the last of `blocks`, the cached beginning of a request's chain.
+        """Find the run that ends with the last of `blocks`, the cached prefix of a request's chain.
 
         Runs are split where the chain leaves them. Returns that run, and the sessions of the runs on the way that
-        others begin with as well, with the number of their blocks: they are in use now, and the caller closes them.
+        several sessions share, with their number of blocks: they are in use now, and the caller closes them.
         """
         above: Run | None = None
         shared: dict[Session, None] = {}
@@ -209,7 +209,7 @@ class ValueOrder:
     def extend(self, run: Run | None, session: Session, writer: str, block: int, index: int) -> Run:
         """Append a newly cached block to a chain whose last run is `run`. Returns the run of the block."""
         if run is not None and run.session is None:
-            run = None  # everything was forgotten
+            run = None  # the cache was emptied
         if run is None or run.num_below or run.writer != writer:
             run = self._new(session, run, index, writer)
         self._owners[block] = run
@@ -224,7 +224,7 @@ class ValueOrder:
         return run
 
     def aside(self, block: int, run: Run | None, depth: int) -> Run:
-        """Move a block that its request has passed to `run`, or to a new one. Used ones stay together."""
+        """Move a block that its request has left behind to `run`, or to a new one. Used ones stay together."""
         if run is None or run.session is None:
             run = Run(self, self.sessions.pausing("passed"), None, depth)
         owner = self._owners[block]
@@ -233,7 +233,7 @@ class ValueOrder:
         return run
 
     def part(self, session: Session) -> None:
-        """Split a session's runs at the ends of the prefixes that it keeps."""
+        """Split a session's runs at the ends of the prefixes that it wants kept."""
         for end, _ in session.kept:
             for run in [*session.runs]:
                 index = (end - run.start) / self._size
@@ -241,12 +241,12 @@ class ValueOrder:
                     self._split(run, int(index))
 
     def demote(self, run: Run) -> None:
-        """Move a run that its session no longer uses to the pausing ones."""
+        """Count a run that its session no longer uses among the pausing ones."""
         if run.session is not None:
             self._move(run, self.sessions.pausing("passed"))
 
     def touch(self, blocks: Iterable[int], depth: int) -> None:
-        """Note that a request begins with passed blocks."""
+        """Record that a request begins with blocks that had been left behind."""
         used = [
             b
             for b in blocks
@@ -282,12 +282,12 @@ class ValueOrder:
         return self.value_of(session, run.start + len(run.blocks) * self._size)
 
     def value_of(self, session: Session, depth: int) -> float:
-        """Value of a session's blocks that end after `depth` tokens."""
+        """Value of a session's blocks that end at position `depth`, in tokens."""
         cost = 1 + depth / 2 / self.sessions.attention_tokens
         return self.sessions.rate_of(session, depth) * cost * (depth if self._is_whole else 1)
 
     def num_below(self, value: float) -> int:
-        """Number of free blocks that are worth less than `value`. Some that come later in the order are not counted."""
+        """Number of free blocks whose value is below `value`, not counting some that come later in the order."""
         self._refresh()
         counts, found = self._ref_counts, len(self._loose)
         for entry in self._heap:
@@ -343,9 +343,9 @@ class ValueOrder:
         return upper
 
     def _branch(self, rest: Run, session: Session, share: float) -> None:
-        """Note that `session` leaves a chain before `rest`, after that share of its run.
+        """Record that `session` leaves a chain before `rest`, after the fraction `share` of its run.
 
-        If it has most of the run, the chain has gone on, mostly with another end than it had.
+        If it shares most of the run, it continues the same conversation with a changed end.
         """
         other = rest.session
         if not rest.num_free or other is None or other.kind in ("shared", "rest"):
@@ -382,18 +382,18 @@ class ValueOrder:
         self._left(above)
 
     def _left(self, above: Run | None) -> None:
-        """Note that `above` has one run less below it."""
+        """Record that `above` has one run less below it."""
         if above is not None:
             above.num_below -= 1
             if not above.num_below and above.num_free:
                 self.revalue(above)
 
     def _loosen(self) -> None:
-        """Remove all free blocks from their runs: copies to the tiers hold the blocks at the ends
-        of these."""
+        """Remove all free blocks from their runs, because copies to the tiers hold the blocks at
+        the runs' ends."""
         counts = self._ref_counts
         found = {run for run in self._owners if run is not None and run.num_free}
-        for run in sorted(found, key=lambda run: run.start):  # the last is taken first
+        for run in sorted(found, key=lambda run: run.start):  # the last one is evicted first
             for block in run.blocks:
                 if not counts[block]:
                     self._owners[block] = None

@@ -1,4 +1,4 @@
-"""Invariants of a cache's blocks, for tests and simulations."""
+"""Invariants of the block cache, for tests and simulations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_order(order: ValueOrder) -> None:
 
 
 def check_lease(request: Request) -> None:
-    """Assert that what a lease promises is true."""
+    """Assert that the conditions of a decode lease hold."""
     kv, computed, lease = request.kv, request.num_computed_tokens, request.lease
     if computed >= lease:
         return
@@ -64,6 +64,6 @@ def check_lease(request: Request) -> None:
 
 
 def check_leases(scheduler: Scheduler) -> None:
-    """Assert what must hold between steps."""
+    """Assert invariants that must hold between steps."""
     for request in scheduler.requests.running:
         check_lease(request)

@@ -14,8 +14,8 @@ pool.
    join after the step that computed it. Copies run before the next step. Until that step is
    planned, `copies` lists them, and each copy holds its source. So no source is also a target.
 
-`core/cache/shared_blocks.py` has what requests do that share a prompt's blocks. Ranks with requests of
-their own have a manager each (`Request.kv`). Two managers share nothing.
+`core/cache/shared_blocks.py` has the operations for requests that share a prompt's blocks. Ranks
+that compute different requests have a manager each (`Request.kv`); managers share nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from slipstream.core.cache.sessions import Session, Sessions
 from slipstream.core.cache.slots import Slots
 from slipstream.core.request import Request, Status
 from slipstream.core.step import StepBuilder
-from slipstream.core.tiers.block_store import BlockStore
 from slipstream.core.tiers.tiers import Tiers
 from slipstream.messages.steps import StateMark, TableUpdate
 
@@ -51,8 +50,8 @@ class KVCacheManager:
     """Manages the blocks of one rank.
 
     `num_blocks` is the size of the pool, null block included. `salt` keeps prefixes of different
-    models apart. `store` has the tiers below the device. `rank` is the rank whose cache this is.
-    With `sessions`, which all ranks share, cached blocks are evicted by value.
+    models apart. `rank` is the rank whose cache this is. With `sessions`, which all ranks share,
+    cached blocks are evicted by value.
     """
 
     def __init__(
@@ -60,8 +59,6 @@ class KVCacheManager:
         cache: CacheConfig,
         num_blocks: int,
         salt: str,
-        store: BlockStore | None,
-        clock: Callable[[], float],
         rank: int = 0,
         max_drafts: int = 0,
         sessions: Sessions | None = None,
@@ -72,7 +69,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks)
         self.block_size = cache.block_size
         self.own = tuple(g for g, group in enumerate(cache.groups) if group.kind != "cross")
-        """Groups that a request's own tokens are written to."""
+        """Groups in which the request's own tokens are cached."""
         self.windows = tuple(
             (g, group) for g, group in enumerate(cache.groups) if group.kind == "window"
         )
@@ -87,16 +84,9 @@ class KVCacheManager:
         self.kinds = make_kinds(cache, max_drafts, sessions)
         self.copies: dict[int, int] = {}  # pending copies: target block to source block
         self._copied = Counter[int]()  # number of pending copies of each source block
-        self.tiers = None
-        if store is not None:
-            slots = {kind.number: kind.pool for kind in self.kinds}
-            self.tiers = Tiers(
-                store, self.pool, self.own, dict(self.windows), cache.block_size, clock, slots
-            )
-            if sessions is not None and not self.kinds:  # slots of sessions come back from no tier
-                sessions.keeps_keys = True
+        self.tiers: Tiers | None = None  # set by `make_tiers`
         self.stored: Callable[[Request, Sequence[int]], None] | None = None
-        """Told of a request's blocks that the prefix cache took, by their numbers in the request."""
+        """Callback with a request and the indices of its blocks that were newly cached."""
         self._last_step = 0
         self._model = self._salt = salt
         self._root_key = root_key(salt, "")  # for requests without a salt and an adapter
@@ -111,7 +101,7 @@ class KVCacheManager:
     # --- Blocks to write ----------------------------------------------------------------------------------------------
 
     def holds(self, request: Request, num_tokens: int) -> bool:
-        """True if `allocate` would change nothing."""
+        """Whether `allocate` would change nothing."""
         if request.needs_copy or self.windows:
             return False
         if self.kinds and not self._may_write(request):
@@ -179,14 +169,14 @@ class KVCacheManager:
     # only compares positions. Whatever changes one of these conditions drops the lease.
 
     def lease(self, request: Request) -> None:
-        """Give a request that decodes a lease as far as its blocks reach."""
+        """Give a decoding request a lease up to the end of its blocks."""
         num_tokens = len(request.blocks[self.own[0]]) * self.block_size
         for kind in self.kinds:
             num_tokens = min(num_tokens, kind.next_mark(request))
         request.lease = min(num_tokens, request.end - 1)
 
     def drop_lease(self, request: Request) -> None:
-        """End the request's lease. Its next step asks `allocate` again."""
+        """End the request's lease. Its next step calls `allocate` again."""
         request.lease = 0
 
     def _may_write(self, request: Request) -> bool:
@@ -197,7 +187,7 @@ class KVCacheManager:
         return self.pool.is_writable(block, self._copied[block])
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy a block before the next step. Until then it is held."""
+        """Copy a block before the next step. The source is held until then."""
         self.pool.hold([source])
         self.copies[target] = source
         self._copied[source] += 1
@@ -207,7 +197,7 @@ class KVCacheManager:
         if not self.copies:
             return ()
         found = tuple([(source, target) for target, source in self.copies.items()])
-        for source in self.copies.values():  # may be one block's
+        for source in self.copies.values():  # several copies may have the same source
             self.pool.release([source])
         self.copies.clear()
         self._copied.clear()
@@ -270,7 +260,7 @@ class KVCacheManager:
         return all(kind.has_room(request) for kind in self.kinds)
 
     def begin(self, request: Request, cached: Sequence[Sequence[int]], computed: int) -> None:
-        """Begin at `computed` tokens, which are in blocks that the request holds, or in the `cached` ones."""
+        """Start a request with `computed` tokens in blocks that it holds, or in the `cached` ones."""
         if cached:
             self.adopt(request, cached)
             request.num_registered = len(cached[0])
@@ -281,25 +271,25 @@ class KVCacheManager:
             kind.start(request, computed)
 
     def place(self, request: Request, computed: int, end: int, num_drafts: int) -> bool:
-        """Note that a step computes tokens [computed, end). True if the request may decode under a lease after it."""
+        """Record that a step computes tokens [computed, end). True if the request may decode under a lease after it."""
         given = request, computed, end, num_drafts
         return not self.kinds or all([kind.place(*given) for kind in self.kinds])  # noqa: C419
 
     def verified(self, request: Request, num_drafts: int, num_right: int) -> None:
-        """Take back the tokens that were computed after the last accepted draft."""
+        """Undo the tokens that were computed after the last accepted draft."""
         request.num_computed_tokens -= num_drafts - num_right
         for kind in self.kinds:
             kind.verified(request, num_right)
 
     @property
     def may_rewind(self) -> bool:
-        """Whether a request may compute its last token again: a step changes nothing but blocks."""
+        """Whether a request may compute its last token again: only if a step changes nothing but blocks."""
         return not self.kinds
 
     # --- The order of eviction ------------------------------------------------------------------------------------------
 
     def arrived(self, request: Request) -> None:
-        """Find the request's session, whose blocks are not evicted before others' from now on."""
+        """Find the request's session. From now on its blocks are evicted after those of sessions not in use."""
         if self.sessions is None or request.session is not None:
             return
         full = len(request.token_ids) // self.block_size
@@ -321,7 +311,7 @@ class KVCacheManager:
                 order.touch([b for b in tables[g] if b != NULL_BLOCK], depth)
 
     def _leave_order(self, order: ValueOrder, request: Request, session: Session) -> None:
-        """Prepare the order for a request's blocks. Those at the ends of windows go with the last blocks of its chain."""
+        """Prepare the order for a request's blocks. Blocks at the ends of windows go with the last blocks of its chain."""
         hashes, depth = self.pool.hashes, request.num_computed_tokens
         last = [
             block
@@ -339,13 +329,14 @@ class KVCacheManager:
         request.run, request.shared, request.passed = None, [], None
 
     def ended(self, request: Request) -> None:
-        """Tell the session of a request whose blocks were released that it has ended."""
+        """Tell the session of a request that it has ended; its blocks were released."""
         if self.sessions is not None and request.session is not None:
             session, request.session = request.session, None
+            session.rank = self.rank
             size, hints = self.block_size, request.spec.cache_hints
             num_prompt = request.num_prompt_tokens // size
             session.kept = () if hints.ttl_s is None else ((math.inf, hints.ttl_s),)
-            for share, seconds in hints.breakpoints:  # a block is kept whole
+            for share, seconds in hints.breakpoints:  # whole blocks are kept
                 end = math.ceil(share * request.num_prompt_tokens / size) * size
                 session.kept += ((end, seconds),)
             if self.order is not None and hints.breakpoints:
@@ -356,10 +347,10 @@ class KVCacheManager:
 
     # --- Blocks to share ----------------------------------------------------------------------------------------------
 
-    def root_key(self, cache_salt: str, adapter: str) -> bytes:
+    def root_key(self, salt: str, adapter: str) -> bytes:
         """First key of the chain that a request's block keys continue."""
         root = root_key(self._salt, "", adapter) if adapter else self._root_key
-        return salted(root, cache_salt)
+        return salted(root, salt)
 
     def use_weights(self, identity: str) -> None:
         """Use new weights: block keys computed from now on differ from those of the old weights."""
@@ -368,7 +359,7 @@ class KVCacheManager:
 
     def begin_anew(self, request: Request) -> None:
         """Make a request without blocks look for cached blocks of the current weights."""
-        request.root_key = self.root_key(request.spec.cache_salt, "")
+        request.root_key = self.root_key(request.spec.prefix_salt, "")
         request.block_keys, request.looked_up, request.is_mixed = [], False, False
 
     def may_begin_cached(self, request: Request) -> bool:
@@ -410,7 +401,7 @@ class KVCacheManager:
             if (session := request.session) is not None:
                 self._enter_order(self.order, request, tables, session)
                 begin, end = session.prefetched
-                if end and self.tiers is not None:
+                if end and self.tiers is not None and session.rank == self.rank:
                     hit = len(tables[self.own[0]]) * self.block_size
                     self.tiers.count_used(max(0, min(hit, end) - begin))
                     session.prefetched = 0, 0
@@ -444,12 +435,14 @@ class KVCacheManager:
                     )
                 if self.tiers is not None:
                     self.tiers.offer(block, key, step_id)
-            if self.stored is not None and took and not g:  # the keys of other groups are not told
+            if (
+                self.stored is not None and took and not g
+            ):  # only keys of the first group are reported
                 self.stored(request, took)
         request.num_registered = full
 
     def planned(self, step_id: int) -> tuple[StateMark, ...]:
-        """Checkpoints that the step keeps which was just planned (`Slots.planned`)."""
+        """Checkpoints that the newly planned step keeps (`Slots.planned`)."""
         self._last_step = step_id
         if not self.kinds:
             return ()

@@ -18,7 +18,7 @@ from slipstream.spec.model import CacheGroup
 
 KEY_BYTES, MARK_BYTES = 16, 64
 STRETCH, SHORT, MAX_STRETCHES = 32, 4, 8192
-"""Blocks whose keys are remembered together, those at the end of a text, and the number of either.
+"""(blocks whose keys are cached together, blocks at the end of a text, maximum number of either).
 
 A conversation's turns hash their common beginning again and again. With blocks of 16 tokens the
 stretches of 4 million tokens take some 30 MB.
@@ -38,7 +38,7 @@ def salted(root: bytes, cache_salt: str) -> bytes:
     """The root key of requests with a salt. A fleet's gateway has the roots without one from its replicas, and salts them."""
     if not cache_salt:
         return root
-    # `person`: no salt makes a root that is the key of a block of other requests.
+    # `person` ensures that no salt makes a root equal to a key of other requests' blocks.
     return blake2b(root + cache_salt.encode(), digest_size=KEY_BYTES, person=b"cache_salt").digest()
 
 
@@ -94,8 +94,8 @@ def _keys_after(key: bytes, data: bytes, each: int) -> tuple[bytes, ...]:
 
 
 class _Stretches:
-    """Cache of the keys of recently used stretches of tokens. They are found by their ends and
-    compared as a whole: to hash all of a stretch takes ten times as long."""
+    """Cache of the keys of recently used stretches of tokens. A stretch is looked up by its two
+    ends and then compared as a whole, because hashing all of it takes ten times as long."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, tuple[bytes, tuple[bytes, ...]]] = {}
@@ -122,22 +122,24 @@ def group_key(key: bytes, group: int) -> bytes:
     return key + bytes((group,)) if group else key
 
 
-SLOT_GROUPS = 240  # from here on a key's group is no block's: 256 minus the number of a `SlotKind`
+SLOT_GROUPS = (
+    240  # key bytes from here on don't denote a block's group: 256 minus the number of a `SlotKind`
+)
 
 
 def slot_key(key: bytes, kind: int) -> bytes:
-    """Key in the tiers of what a slot of a `SlotKind` holds after a block; `key` is the chain's key."""
+    """Key in the tiers of a checkpoint of a `SlotKind` after a block; `key` is the block's chain key."""
     return group_key(key, 256 - kind)
 
 
 def kind_of(key: bytes) -> int:
-    """The kind that a key of the tiers belongs to: 0 for blocks, else the number of the `SlotKind`."""
+    """The cache kind of a tier's key: 0 for blocks, otherwise the number of the `SlotKind`."""
     return 256 - key[KEY_BYTES] if len(key) > KEY_BYTES and key[KEY_BYTES] >= SLOT_GROUPS else 0
 
 
 def announced_state(key: bytes) -> bytes:
-    """The key under which a router is told of the recurrent state after a block: as long as a block's,
-    and no block's. `key` is the chain's key."""
+    """Key under which the recurrent state after a block is reported to routers. It has a block
+    key's length, but differs from all block keys. `key`: the block's chain key."""
     return bytes(255 - byte for byte in key)
 
 
@@ -181,8 +183,8 @@ def usable_prefix(
 ) -> tuple[dict[int, int], int]:
     """Number of leading cached blocks that a sequence of `num_tokens` tokens can start with.
 
-    Returns (first needed block of each group, number of blocks). `found` has each group's cached
-    blocks, or None where a block is missing.
+    Returns (first needed block of each group, number of blocks). `found`: each group's cached
+    blocks, None where one is missing.
 
     1. A hit of n blocks needs all n blocks of a full group, and those blocks of a window group that
        later tokens attend to. The longest hit is taken.
@@ -206,7 +208,7 @@ def usable_prefix(
 
 
 def _runs(found: Sequence[int | None]) -> list[int]:
-    """Lengths of the runs of cached blocks that end with block n − 1, for each n from 0 on."""
+    """[n]: length of the run of cached blocks that ends with block n − 1."""
     runs = [0]
     for block in found:
         runs.append(0 if block is None else runs[-1] + 1)

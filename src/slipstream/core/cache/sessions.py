@@ -1,18 +1,17 @@
-"""Sessions of the prefix cache, and what is learned of their pauses.
+"""Sessions of the prefix cache, and statistics of their pauses.
 
 1. A *session* is a chain of requests, each of which extends the prompt of the one before. It is found by the keys of the
    prompt's last blocks, so no client has to name it. Between two requests it pauses.
 2. `Pauses` counts how many pauses reached each age and how many ended there, in buckets of doubling length, for each kind of
-   pause: of requests with tools and without, after the first turn or a later one. Each later turn has counts of its own, too,
-   so it is learned when sessions end. A session has a pace of its own: if its pauses were half as long as others', the next is
-   expected to be, too, as far as sessions were seen to keep their pace.
+   pause: after requests with or without tools, after the first or a later turn. Each later turn is also counted separately,
+   to learn after how many turns sessions end. A session has its own pace: if its pauses were half as long as others', the
+   next is expected to be so, too, to the degree that sessions were observed to keep their pace.
 3. The *rate* of a session is the highest value, over all horizons, of the chance that it returns by then, divided by the
-   time that it is expected to be kept until then (a Gittins index). So a session that usually returns after ten seconds
-   is worth more at the age of eight seconds than at the age of sixty. Before anything is learned the rate falls with
-   age, as under LRU.
+   time that it is expected to be kept until then (a Gittins index). So a session that usually returns after ten seconds has
+   a higher rate after eight seconds than after sixty. Without statistics the rate falls with age, as under LRU.
 
-4. A session is *returning* once it has paused for half as long as its pace lets expect. With tiers below the device its blocks
-   are then brought back (`KVCacheManager.prefetch`).
+4. A session is *returning* once it has paused for half of the expected time. With tiers below the device its blocks are then
+   loaded again (`KVCacheManager.prefetch`).
 
 `core/cache/cache_value.py` evicts blocks by these rates.
 """
@@ -38,53 +37,54 @@ NUM_BUCKETS = len(EDGES) - 1
 WIDTHS = tuple(EDGES[i + 1] - EDGES[i] for i in range(NUM_BUCKETS))
 
 FIRST_HAZARD, FIRST_WEIGHT = 0.1, 4.0
-"""Chance that a pause ends in a bucket, before anything is known, and the number of pauses that this guess counts as."""
+"""(prior probability that a pause ends in a bucket, number of pauses that this prior counts as)."""
 
 RATES_AGE = 8
-"""Number of buckets that pauses reach until their rates are computed again. Of their whole kind it is 8 times as many."""
+"""Number of bucket entries of pauses after which their rates are computed again; 8 times as many for a whole kind."""
 
 MAX_TURN = 32
-"""Number of turns with counts of their own."""
+"""Number of turns that are counted separately."""
 
 MEMORY = 1024.0
 """Number of pauses of a kind after which its counts are halved."""
 
 OWN_MEMORY = 8
-"""Number of a session's latest pauses that make its pace."""
+"""Number of a session's latest pauses that determine its pace."""
 
 FIRST_SLOPE, SLOPE_WEIGHT = 0.5, 8.0
-"""Share of a session's pace that its next pause is expected to keep, before any is known, and the pauses that it counts as."""
+"""(prior fraction of a session's pace that its next pause keeps, number of pauses that this prior counts as)."""
 
 STEP, MIN_STEP_S = 1.19, 2.0
-"""Growth of a pausing session's age after which its blocks are valued anew; ages below `MIN_STEP_S` count as that."""
+"""(growth factor of a pausing session's age after which its blocks are valued again, minimum age in seconds)."""
 
 MAX_SESSIONS = 32768
-"""Maximum number of pausing sessions that are remembered. The one that has paused longest is forgotten first."""
+"""Maximum number of pausing sessions that are stored. The one that has paused longest is dropped first."""
 
 MAX_NAMES = 4096
-"""Maximum number of names (`prompt_cache_key`) whose pauses are remembered."""
+"""Maximum number of names (`prompt_cache_key`) for which pauses are stored."""
 
 RETURNING, RETRY, MAX_WAIT = 0.5, 1.25, 2.0
-"""Shares of the expected pause after which a session's blocks are first and last brought back, and the factor between tries."""
+"""(fraction of the expected pause after which a session's blocks are first loaded again, factor between attempts, fraction
+of the last attempt)."""
 
 MIN_PAUSES = 4
-"""Least number of pauses of a kind by which the length of the next is expected."""
+"""Minimum number of pauses of a kind from which the next one's length is predicted."""
 
 MAX_KEYS = 1 << 20
-"""Maximum number of keys of pausing sessions that are remembered, 16 bytes each."""
+"""Maximum number of block keys of pausing sessions that are stored, 16 bytes each."""
 
 IN_USE = 1e9
-"""Rate of a session with a request that waits or runs."""
+"""Rate of a session with a waiting or running request: above all others."""
 
 HINTED = 4.0
-"""Weight of a session within the time to live that its client asked for."""
+"""Factor of a session's rate within the time to live that its client requested."""
 
 Kind: TypeAlias = Literal[
     "text", "call", "later text", "later call", "shared", "passed", "used", "rest"
 ]
-"""Kinds of pauses. "text", "call": after a first turn, without and with calls of tools. "later": after others. "shared": a
-beginning of several sessions. "passed": blocks that left a window, and earlier states. "used": those, after a request began
-there. "rest": the end of a chain that its session did not go on from."""
+"""Kinds of pauses. "text", "call": after a first turn, without and with tool calls. "later": after other
+turns. "shared": a prefix of several sessions. "passed": blocks that left a window, and earlier states.
+"used": those, after a request began there. "rest": the end of a chain that its session did not continue."""
 
 
 @dataclass(slots=True)
@@ -95,21 +95,23 @@ class OwnPace:
     mean: float = 0.0
 
     def deviation(self, mean: float) -> float:
-        """Difference from the kind's mean; less while few pauses are known."""
+        """Difference from the kind's mean, shrunk while few pauses are known."""
         return (self.mean - mean) * self.count / (self.count + 2)
 
 
 class Pauses:
-    """Pauses of a kind: how many reached each bucket and how many ended in it, and how far sessions keep their pace. Those
-    after one turn are also among the pauses `of` their kind, which say what is expected while few of the turn are known."""
+    """Pauses of a kind: how many reached each bucket and how many ended in it, and how much sessions keep their pace. Pauses
+    after one turn are also counted in `of`, those of their kind, which are used while few of the turn are known."""
 
     def __init__(self, of: Pauses | None = None) -> None:
         self.of = of
         self._age, self._rates = RATES_AGE, [0.0]
-        self.num_reached = self._seen = 0  # buckets; `_seen`: those of the kind at the last rates
+        self.num_reached = self._seen = (
+            0  # buckets; `_seen`: the kind's number at the last computation of rates
+        )
         self.reached, self.ended = [0.0] * NUM_BUCKETS, [0.0] * NUM_BUCKETS
         self.count, self.mean = 0, 0.0
-        # of deviations: the sums of (before times now) and of (before squared)
+        # of deviations: sums of (previous × current) and of (previous squared)
         self.products = self.squares = 0.0
 
     def reach(self, bucket: int) -> None:
@@ -146,7 +148,7 @@ class Pauses:
 
     @property
     def slope(self) -> float:
-        """Share of the deviation of a session's pauses that its next one is expected to have."""
+        """Regression slope of a session's deviations: the fraction that its next pause is expected to keep."""
         known = self.products + FIRST_SLOPE * SLOPE_WEIGHT
         return min(1.5, max(0.0, known / (self.squares + SLOPE_WEIGHT)))
 
@@ -159,13 +161,13 @@ class Pauses:
         return self._rates
 
     def hazards(self) -> list[float]:
-        """Chance of each bucket that a pause that reaches it ends there."""
+        """Probability, for each bucket, that a pause which reaches it ends there."""
         first = [FIRST_HAZARD] * NUM_BUCKETS if self.of is None else self.of.hazards()
         counts = zip(self.ended, self.reached, first, strict=True)
         return [(n + h * FIRST_WEIGHT) / (total + FIRST_WEIGHT) for n, total, h in counts]
 
     def rate_at(self, age: float, pace: OwnPace) -> float:
-        """Rate of a session of that pace. If its pauses are half as long as others', it is at half the age as they are."""
+        """Rate of a session with this pace. If its pauses are half as long as others', its age counts twice."""
         slower, kind = 1.0, self.of or self
         if pace.count:
             slower = exp(pace.deviation(kind.mean) * kind.slope)
@@ -177,7 +179,7 @@ class Pauses:
 
 
 def rate(hazards: Sequence[float], bucket: int) -> float:
-    """Expected returns per second of keeping, at the best horizon from `bucket`'s beginning on."""
+    """Expected returns per second of keeping blocks, maximized over the horizons from the start of `bucket` on."""
     best = chance = seconds = 0.0
     alive = 1.0
     for i in range(bucket, NUM_BUCKETS):
@@ -192,7 +194,7 @@ def rate(hazards: Sequence[float], bucket: int) -> float:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Session:
-    """A conversation, or another cause for which cached runs of blocks may be used again."""
+    """A conversation, or another reason why cached runs of blocks may be used again."""
 
     kind: Kind
     pauses: Pauses = field(init=False)  # among which its own is counted
@@ -203,18 +205,19 @@ class Session:
     num_turns: int = 0
     runs: dict[Run, None] = field(default_factory=dict)
     hints: CacheHints = NO_HINTS
-    kept: tuple[tuple[float, float], ...] = ()  # tokens and seconds that are hinted to be kept
+    kept: tuple[tuple[float, float], ...] = ()  # (tokens, seconds) that hints ask to keep
     due: tuple[float, int, Session] | None = None  # its entry among the timers
-    ends: tuple[bytes, ...] = ()  # keys by which the next request is recognised
-    mark: Run | None = None  # the state that its next request goes on from
-    keys: bytes = b""  # of its blocks, one after the other, while they may be brought back
-    returns_at: float = 0.0  # ages for the next and the last try
+    ends: tuple[bytes, ...] = ()  # keys by which the next request is recognized
+    mark: Run | None = None  # the state from which its next request continues
+    keys: bytes = b""  # concatenated keys of its blocks, while they may be loaded again
+    returns_at: float = 0.0  # ages of the next and the last attempt
     returns_by: float = 0.0
     prefetched: tuple[int, int] = (0, 0)  # tokens that were brought back: from, to
+    rank: int = 0  # where its last request ran, of ranks with requests of their own
 
 
 class Sessions:
-    """All sessions of one cache, and what was learned of their pauses.
+    """All sessions of one cache, and the statistics of their pauses.
 
     `attention_tokens` is the depth at which attention costs as much as the rest of a token.
     """
@@ -229,12 +232,12 @@ class Sessions:
         self._named: dict[tuple[str, str], OwnPace] = {}
         self.timers: list[tuple[float, int, Session]] = []
         self._number = 0
-        # sessions that pause, the one that has paused longest first
+        # pausing sessions, the one that has paused longest first
         self.idle: dict[Session, None] = {}
         self.keeps_keys = False  # for `returning`
         self._num_keys = 0
         self.returning: list[Session] = []
-        """Pausing sessions with keys whose return is near. Whoever brings their blocks back empties it."""
+        """Pausing sessions with keys that will return soon. The reader empties the list."""
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
@@ -247,7 +250,7 @@ class Sessions:
         if hints.session:
             session.pace = self._of_name((salt, hints.session))
         session.hints = hints
-        if not session.num_open:  # several requests may go on from one end
+        if not session.num_open:  # several requests may continue one end
             session.num_turns += 1
         self.open(session)
         return session
@@ -260,8 +263,8 @@ class Sessions:
         num_prompt_blocks: int,
         calls: bool = False,
     ) -> None:
-        """End a session's request; after its last one the session pauses. Other sessions share its first `num_shared`
-        blocks. `calls`: the answer called a tool, whose result is to come."""
+        """End a session's request; after its last one the session pauses. Its first `num_shared` blocks are
+        shared with other sessions. `calls`: the answer called a tool, so its result will follow."""
         self.tick()
         first = max(num_shared, num_prompt_blocks - 2)
         ends = (*keys[first:num_prompt_blocks], *keys[num_prompt_blocks:][-1:])
@@ -277,7 +280,7 @@ class Sessions:
         self.close(session, kind)
 
     def _expect(self, session: Session, kind: Kind, keys: Sequence[bytes]) -> None:
-        """Remember the keys of a session's blocks until it returns, if its pace lets expect when."""
+        """Store the keys of a session's blocks until it returns, if its pace allows a prediction."""
         length = self._kinds[kind].length(session.pace)
         if length is not None and self._num_keys + len(keys) <= MAX_KEYS:
             session.keys = b"".join(keys)
@@ -285,7 +288,7 @@ class Sessions:
             self._num_keys += len(keys)
 
     def drop_keys(self, session: Session) -> None:
-        """Stop bringing a session's blocks back from the tiers."""
+        """Stop loading a session's blocks from the tiers."""
         self._num_keys -= len(session.keys) // KEY_BYTES
         session.keys = b""
 
@@ -304,7 +307,7 @@ class Sessions:
     # --- Pauses -------------------------------------------------------------------------------------------------------
 
     def open(self, session: Session) -> None:
-        """End the session's pause, if it pauses: something uses it."""
+        """End the session's pause, if it is pausing, because something uses it."""
         session.num_open += 1
         if session.num_open > 1:
             return
@@ -345,7 +348,7 @@ class Sessions:
         return session
 
     def _wait(self, session: Session) -> None:
-        """Set the timer for the session's next value."""
+        """Set the timer for the session's next valuation."""
         now = self.clock()
         age = max(now - session.idle_since, MIN_STEP_S)
         after = EDGES[session.bucket + 1]
@@ -387,7 +390,7 @@ class Sessions:
             heapify(timers)
 
     def _forget(self, session: Session) -> None:
-        """Expect no return of a session any more."""
+        """Assume that a session does not return any more."""
         session.due = None
         self.drop_keys(session)
         self.idle.pop(session, None)
@@ -399,7 +402,7 @@ class Sessions:
             run.order.revalue(run)
 
     def rate_of(self, session: Session, depth: float = inf) -> float:
-        """Rate of returns of a session, with the weight of its hints for blocks that end after `depth` tokens."""
+        """Rate of returns of a session, multiplied by the weight of its hints for blocks that end at position `depth`."""
         if session.num_open:
             return IN_USE
         hints = session.hints

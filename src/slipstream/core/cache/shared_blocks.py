@@ -1,4 +1,4 @@
-"""Blocks that several requests share: of the prompt of several choices, and of the beams of a search."""
+"""Blocks shared by several requests: choices with one prompt, and beams of a search."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def take_over(kv: KVCacheManager, beam: Request, source: Request) -> list[TableU
             and own[whole - 1] == theirs[whole - 1]
             and beam.num_passed[g] == source.num_passed[g]
         ):
-            # If the prompt's last block is the same, so are all blocks before it, except blocks
-            # of a window that only one of the two has passed: a beam that was recomputed passes
-            # fewer blocks in that step.
+            # If the prompt's last block is the same, all blocks before it are, too, except window
+            # blocks that only one of the two has released: a recomputed beam releases fewer blocks
+            # in that step.
             same = whole
         while same < both and own[same] == theirs[same]:
             same += 1
         stop = None
         if len(own) == len(theirs) == written + 1:
-            # both have written to their last blocks, so each holds its own alone
+            # both have written to their last blocks, so each holds its own exclusively
             assert kv.pool.is_writable(own[written])
             kv.copy_block(theirs[written], own[written])
             stop = written
@@ -91,7 +91,7 @@ def take_over(kv: KVCacheManager, beam: Request, source: Request) -> list[TableU
 def shared_prefixes(
     kv: KVCacheManager, decodes: Iterable[tuple[Request, int]]
 ) -> tuple[SharedPrefix, ...]:
-    """Find runs of neighbouring decodes that begin with the same prompt blocks.
+    """Find runs of adjacent decodes that begin with the same prompt blocks.
 
     `decodes` are (request, number of computed tokens). A run counts from `MIN_SHARED` common
     tokens.

@@ -1,5 +1,5 @@
-"""Interface of the cache kinds other than blocks, as the cache manager calls them (`SlotKind`). A
-kind is a subclass of `Slots`, and one of `KINDS`."""
+"""Interface between the cache manager and cache kinds other than blocks (`SlotKind`). A kind is a
+subclass of `Slots`, listed in `KINDS`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from slipstream.messages.steps import StateMark, TableUpdate
 class Slots(ABC):
     """The slots of one kind on one rank. Slot 0 is the null slot.
 
-    `send` puts the slots that the worker's row of a request lacks into `Request.slot_updates`: the
-    one to read, then those to write. With `sessions`, checkpoints are evicted by value, each as a
-    whole.
+    `send` stores slots that the worker doesn't know yet in `Request.slot_updates`: the one to read,
+    then those to write. With `sessions`, checkpoints are evicted by value, each as a whole.
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class Slots(ABC):
         max_drafts: int,
         sessions: Sessions | None = None,
     ) -> None:
-        """`number` is the kind's. A step verifies at most `max_drafts` drafts of a request."""
+        """`number`: the kind's. `max_drafts`: maximum drafts of a request that a step verifies."""
         self.number, self.block_size, self.max_drafts = number, cache.block_size, max_drafts
         self.pool = BlockPool(num_slots)
         self.order: ValueOrder | None = None
@@ -38,21 +37,21 @@ class Slots(ABC):
             self.order = ValueOrder(sessions, self.pool, cache.block_size, is_whole=True)
             self.pool.order = self.order
         self.offered: list[tuple[int, bytes]] = []
-        """Checkpoints, with the keys of the blocks that they follow, that the tiers below the device may have."""
+        """(checkpoint, key of the block that it follows) of checkpoints that may be stored in lower tiers."""
 
     def send(self, request: Request, slots: tuple[int, ...]) -> None:
-        """Let the worker's row name `slots` from the next step on."""
+        """Send the request's `slots` to the worker, for the next step on."""
         others = tuple(update for update in request.slot_updates if update.group != -self.number)
         request.slot_updates = (*others, TableUpdate(-self.number, 0, slots))
 
     def has(self, key: bytes) -> bool:
-        """True if a checkpoint follows the block with this key. A prefix hit ends where each kind has one."""
+        """Whether a checkpoint follows the block with this key. A prefix hit must end where every kind has one."""
         return self.pool.lookup(key) is not None
 
     @abstractmethod
     def has_room(self, request: Request) -> bool:
-        """True if there are slots for a new request, and one for the checkpoint that it begins
-        with."""
+        """Whether there are slots for a new request, and one for the checkpoint from which it
+        continues."""
 
     @abstractmethod
     def start(self, request: Request, computed: int) -> None:
@@ -69,7 +68,7 @@ class Slots(ABC):
 
     @abstractmethod
     def may_write(self, request: Request) -> bool:
-        """True if there is a slot for what the request's next step writes."""
+        """Whether there is a slot for the state that the request's next step writes."""
 
     @abstractmethod
     def next_mark(self, request: Request) -> int:
@@ -86,17 +85,17 @@ class Slots(ABC):
 
     @abstractmethod
     def may_share(self, parent: Request) -> bool:
-        """True if the state before the prompt's last token is kept, so that others may begin with
-        it."""
+        """Whether the state before the prompt's last token is stored, so that other requests can
+        continue from it."""
 
     @abstractmethod
     def share(self, parent: Request, children: Sequence[Request]) -> None:
-        """Let `children` begin with that state."""
+        """Let `children` continue from that state."""
 
     @abstractmethod
     def take_over(self, request: Request, source: Request) -> None:
-        """Let a request go on from where another one is."""
+        """Let a request continue from the state of another."""
 
     @abstractmethod
     def release(self, request: Request) -> None:
-        """Take back the request's slots. The checkpoints that it made stay cached."""
+        """Release the request's slots. The checkpoints that it made stay cached."""

@@ -3,18 +3,18 @@
 A slot holds one state of every recurrent layer (`kernels/states.py`). Slots come from a `BlockPool`, as blocks do, and slot 0
 is the null slot.
 
-1. A running request has slots of its own. A step reads its state from one slot and writes it to one of its own, mostly the
-   same. A step with drafts writes the state after each token to a slot of its own; the tokens that were right say which
-   is read next. So nothing has to be computed again after a wrong draft.
+1. A running request has slots of its own. A step reads its state from one slot and writes it to one of its own, mostly
+   the same. A step with drafts writes the state after each token to a separate slot; the next step reads the one after
+   the last accepted draft. So nothing is computed again after a rejected draft.
 2. A *checkpoint* is a slot that is cached under the chained key of the block that ends at its position. A prefix hit is as
    long as the keys and values *and* a checkpoint allow. Unused ones are overwritten, the least recently used first.
-3. Checkpoints are kept at *marks*: at the end of a prompt, every `interval` tokens of it, where its cached keys and values
-   reach further than a checkpoint (there prompts part), where the caller says so, and every `ANSWER_INTERVAL` tokens of an
-   answer, of which the last one stays.
+3. Checkpoints are kept at *marks*: at the end of a prompt, every `interval` tokens of it, where its cached keys and
+   values reach further than a checkpoint (where prompts diverge), where the caller requests it, and every
+   `ANSWER_INTERVAL` tokens of an answer, of which only the last stays.
 4. A request writes only to slots that it alone holds. Nothing is copied: a request goes on from a checkpoint, or from
    another request's state, by reading that slot once and writing to its own.
-5. No request reads a slot that another writes in the same step. So a checkpoint is cached after the step that writes it is
-   planned, and what a step reads is held as long.
+5. No request reads a slot that another writes in the same step. So a checkpoint is cached after the step that writes
+   it is planned, and the slot that a step reads is held until then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slipstream.core.request import Request
 from slipstream.messages.steps import StateMark
 
 ANSWER_INTERVAL = 64
-"""Tokens between the checkpoints of an answer. A larger one saves updates, a smaller one tokens of the next turn."""
+"""Tokens between checkpoints of an answer. More saves updates; fewer saves recomputed tokens in the next turn."""
 
 
 @dataclass(slots=True)
@@ -39,14 +39,13 @@ class RequestState:
 
     own: list[int] = field(default_factory=list)
     read: int = NULL_BLOCK
-    """The state after its computed tokens; the null slot before the first. If it is not its own, the request holds it."""
+    """Slot with the state after its computed tokens; the null slot before the first. If it is not one of its own, the
+    request holds it."""
     marks: list[int] = field(default_factory=list)  # positions in its prompt, ascending
-    drafted: list[int] = field(default_factory=list)  # the slots that a step with drafts writes
-    sent: tuple[
-        int, ...
-    ] = ()  # what the worker's row has, once the step is sent that is being planned
+    drafted: list[int] = field(default_factory=list)  # slots that a step with drafts writes
+    sent: tuple[int, ...] = ()  # slots that the worker knows, once the step being planned is sent
     fork: int = NULL_BLOCK
-    """The state before the last prompt token, for requests that share the prompt."""
+    """Slot with the state before the last prompt token, for requests that share the prompt."""
     answer_mark: int = NULL_BLOCK  # the last checkpoint of the answer
     answer_key: bytes = b""
 
@@ -54,7 +53,8 @@ class RequestState:
 class StateSlots(Slots):
     """The slots of one rank's recurrent states, with a checkpoint every `CacheConfig.state_interval` tokens of a prompt.
 
-    Of those offered to the tiers are a prompt's, and the last one of an answer. A session's value is that of its last one.
+    Checkpoints of prompts, and the last one of an answer, are offered to the tiers. A session's value is that of its last
+    checkpoint.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class StateSlots(Slots):
         self._of: dict[Request, RequestState] = {}
         self._borrowed: list[int] = []  # held until the step that reads them is planned
         self._made: list[tuple[Request, int, bytes, int]] = []
-        """Checkpoints of the step: requests, positions, keys and slots."""
+        """(request, position, key, slot) of the step's checkpoints."""
         self.kept: list[StateMark] = []
-        """The states inside its parts that the step keeps which is being planned."""
+        """States between tokens of the step being planned that are kept."""
 
     # --- Before a request runs ----------------------------------------------------------------------------------------
 
@@ -97,12 +97,12 @@ class StateSlots(Slots):
         state.sent = ()
 
     def _num_own(self, request: Request) -> int:
-        """Number of a request's slots: one, and one for each draft. A guided request has two,
-        because others may take over its state."""
+        """Number of a request's slots: one, and one per draft. A guided request has two, because
+        others may take over its state."""
         return max(2 if request.guide is not None else 1, 1 + self.max_drafts)
 
     def _marks_of(self, request: Request, computed: int) -> list[int]:
-        """Positions in the prompt, in tokens, whose states are kept. All end blocks.
+        """Positions in the prompt, in tokens, whose states are kept. All are ends of blocks.
 
         At least two tokens follow the last one, as after any hit (`usable_prefix`).
         """
@@ -142,7 +142,7 @@ class StateSlots(Slots):
 
     @property
     def _may_keep(self) -> bool:
-        """True if a slot is free besides one that the request may have to write."""
+        """Whether a slot is free besides the one that the request may have to write."""
         return self.pool.num_free > 1
 
     def may_write(self, request: Request) -> bool:
@@ -152,7 +152,7 @@ class StateSlots(Slots):
         return any(self.pool.ref_counts[slot] == 1 for slot in state.own)
 
     def _writable(self, state: RequestState) -> int:
-        """One of the request's own slots that nobody else holds; the one that it reads if possible."""
+        """One of the request's slots with no other holder; if possible the one that it reads."""
         counts = self.pool.ref_counts
         if state.read in state.own and counts[state.read] == 1:
             return state.read
@@ -164,7 +164,7 @@ class StateSlots(Slots):
         return new
 
     def _keep_current(self, request: Request, state: RequestState, computed: int) -> None:
-        """Makes a checkpoint of the state that the step begins with, if that is at a mark."""
+        """Make a checkpoint of the state at the step's beginning, if that is a mark."""
         of_prompt = False
         while state.marks and state.marks[0] <= computed:
             of_prompt = state.marks.pop(0) == computed
@@ -181,11 +181,11 @@ class StateSlots(Slots):
         if of_answer:
             old, state.answer_mark = state.answer_mark, slot
             if old != NULL_BLOCK and self.pool.hashes[old] == state.answer_key:
-                self.pool.drop(old)  # the later one is worth more
+                self.pool.drop(old)  # the later one is more useful
             state.answer_key = key
 
     def _cache(self, request: Request, position: int, key: bytes, slot: int) -> None:
-        """Make a held slot a checkpoint."""
+        """Cache a held slot as a checkpoint."""
         session = request.session
         if self.pool.register(slot, key) and self.order is not None and session is not None:
             if session.mark is not None:
@@ -200,7 +200,7 @@ class StateSlots(Slots):
         return state.read
 
     def _keep_inner(self, request: Request, state: RequestState, computed: int, end: int) -> None:
-        """Keeps states at the marks, and the state to fork, between a step's tokens."""
+        """Keep the states at marks, and the state to fork, between a step's tokens."""
         last = request.num_prompt_tokens - 1
         if request.forks and computed <= last < end and self._may_keep:
             if computed < last:
@@ -223,7 +223,7 @@ class StateSlots(Slots):
             self._cache(request, position, key, slot)
             self.offered.append((slot, key))
             self.pool.release([slot])
-        for slot in reversed(self._borrowed):  # may be one slot's
+        for slot in reversed(self._borrowed):  # may contain a slot several times
             self.pool.release([slot])
         self._made, self._borrowed, self.kept = [], [], []
         return kept
@@ -243,7 +243,7 @@ class StateSlots(Slots):
         for child in children:
             own = self._of[child] = RequestState()
             self._go_on_from(own, state.fork)
-        # not released at once: the step that is being planned writes it, whether or not there is a child left
+        # not released at once: the step being planned writes it, even if no child is left
         self._borrowed.append(state.fork)
         state.fork = NULL_BLOCK
 
@@ -258,7 +258,7 @@ class StateSlots(Slots):
             self.pool.hold([slot])
 
     def _let_go(self, state: RequestState) -> None:
-        """Releases the slot that the request reads, if it does not own it."""
+        """Release the slot that the request reads, unless it owns it."""
         if state.read != NULL_BLOCK and state.read not in state.own:
             self.pool.release([state.read])
         state.read = NULL_BLOCK

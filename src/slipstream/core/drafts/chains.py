@@ -1,8 +1,8 @@
 """Chooses how many drafts of a draft model a step verifies.
 
-All requests for which drafts pay get the same number, because a pass of the drafter takes as long
-for a few requests as for all. A chain that is drafted ahead is as long as the last one. A request
-without drafts stays without, because the drafter would first have to compute the tokens it missed.
+All requests for which drafts pay get the same number, because a drafter pass takes as long for a
+few requests as for all. A chain drafted ahead is as long as the last one. A request without drafts
+gets none later, because the drafter would first have to compute the tokens it missed.
 
 Acceptance rates are kept by position, per request and over all requests. They are arrays for speed,
 because the GPU waits for the choice.
@@ -29,7 +29,7 @@ REACH = 2
 """Number of positions by which chains may exceed the longest chosen so far."""
 
 OWN_MEMORY, MEMORY = 32, 1024
-"""Tries of a position, per request and over all, after which both counts are halved."""
+"""Number of drafts at a position, (per request, over all), after which both counts are halved."""
 
 OWN_WEIGHT = 4
 """Weight of a prior in tries: the overall rates are a request's prior, `_FIRST` is theirs."""
@@ -69,7 +69,7 @@ class Chains:
         self._own, self._all = DraftCounts(64, OWN_MEMORY), DraftCounts(1, MEMORY)
         self._rows: dict[str, int] = {}  # row of each request
         self._free = list(range(64))
-        # (drafts, accepted) by row, not counted yet
+        # (drafts, accepted drafts) by row, not counted yet
         self._verified: dict[int, tuple[int, int]] = {}
         self._length = self._longest = 0  # of the last chosen chains; of the longest ever chosen
         # tokens per second relative to plain steps, for the last choice; 0 without drafts

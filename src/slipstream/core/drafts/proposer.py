@@ -25,13 +25,13 @@ MAX_PLACES = 32
 """Maximum number of earlier positions of a pair that are compared."""
 
 MAX_MATCH = 32
-"""Tokens of a run that are compared. Longer runs predict no better."""
+"""Maximum tokens of a run that are compared. Longer runs predict no better."""
 
 MAX_INDEXED = 32_768
-"""Tokens of a request that are searched: the latest ones at its first proposal."""
+"""Maximum tokens of a request that are searched: the latest ones at its first proposal."""
 
 MAX_TRAFFIC = 65_536
-"""Tokens of ended answers that are searched, per cache salt."""
+"""Maximum tokens of ended answers that are searched, per cache salt."""
 
 SEPARATOR = -1
 """Separates two answers. No request has this token."""
@@ -76,7 +76,7 @@ class PairIndex:
         self._end = max(self._end, end)
 
     def longest(self, own: Sequence[int], tokens: Sequence[int], most: int) -> tuple[int, int]:
-        """Find the longest run in the indexed `tokens` that ends `own`; the latest among equals.
+        """Find the longest suffix of `own` in the indexed `tokens`; the latest among equals.
 
         Returns (place, length), or (−1, 0) if not even the last pair occurs. Lengths are counted up
         to `most`.

@@ -1,12 +1,12 @@
-"""Places of LoRA adapters, a resource of admission like blocks.
+"""Memory for LoRA adapters, which like blocks is a condition of a request's admission.
 
 An adapter needs a place in the host's memory, where it is loaded, and one of `max_running` slots on
 the device while a request with it runs.
 
-1. A new request's adapter is loaded at once if there is a place that no other request needs.
-2. Otherwise it is loaded when the request is the next to be admitted. It may then take the place of
-   an adapter that only later requests need. So a place becomes free when running requests end,
-   however many wait.
+1. A new request's adapter is loaded at once if a place in host memory is free or unneeded.
+2. Otherwise it is loaded when the request is the next to be admitted. It may then replace an
+   adapter that only later requests need. So a place becomes free when running requests end, however
+   many wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.errors import EngineOverloadedError
 from slipstream.params.lora_request import LoRARequest
 
 LoadAdapter: TypeAlias = Callable[[LoRARequest, Callable[[], Collection[int]]], str]
-"""Loads an adapter where those with the given ids must stay; returns the version of its files.
+"""Loads an adapter while those with the given ids must stay loaded; returns the version of its files.
 
 EngineOverloadedError if there is no place, AdapterError if the adapter can't be read.
 """
@@ -34,7 +34,7 @@ class AdapterAdmission(Participant):
         self._max_running = max_running
         self._running = Counter[int]()  # number of running requests by adapter
         self.roots: dict[str, bytes] = {}
-        """Keys with which prefixes of requests without a salt begin, by the adapter's name."""
+        """Root keys of prefixes of requests without a salt, by adapter name."""
 
     def concerns(self, request: Request) -> bool:
         return request.spec.lora is not None
@@ -45,12 +45,12 @@ class AdapterAdmission(Participant):
         return {lora.id for lora in found if lora is not None}
 
     def waiting(self) -> tuple[str, ...]:
-        """Names of the adapters that only waiting requests have."""
+        """Names of adapters used only by waiting requests."""
         found = (r.spec.lora for r in self.requests.by_id.values())
         return tuple({o.name: None for o in found if o is not None and o.id not in self._running})
 
     def load(self, lora: LoRARequest) -> str:
-        """Load the adapter without evicting one that a request has. Returns its identity."""
+        """Load the adapter without evicting one that a request needs. Returns its identity."""
         return f"{lora.path}:{self._load(lora, self.in_use)}"
 
     def entered(self, request: Request) -> None:
@@ -72,7 +72,7 @@ class AdapterAdmission(Participant):
     def _loaded(self, request: Request, identity: str) -> None:
         """Take the adapter's files into the keys of the request's prefix blocks, now that their
         `identity` is known."""
-        lora, key = request.spec.lora, request.kv.root_key(request.spec.cache_salt, identity)
+        lora, key = request.spec.lora, request.kv.root_key(request.spec.prefix_salt, identity)
         assert lora is not None
         self.roots[lora.name] = request.kv.root_key("", identity)
         if key != request.root_key:

@@ -1,4 +1,4 @@
-"""A feature's part in scheduling: what the scheduler and the table of steps in flight call.
+"""Hooks of a feature in scheduling, called by the scheduler and the table of steps in flight.
 
 They have a list of participants and know none of them by name. A new feature is a new file here, a
 line in `core/make.py`, and nothing in the scheduler.
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 class Participant:
-    """Takes part in nothing; a feature overrides what it needs.
+    """Base class with hooks that do nothing; a feature overrides those it needs.
 
-    `Request.participants` are those that a request concerns. Methods with a request are called for
-    these alone, so a plain request costs nothing. Methods without one are called once a step.
+    `Request.participants` are those that a request concerns. Hooks with a request are only called
+    for these, so a plain request costs nothing. Hooks without one are called once per step.
     """
 
     guides: ClassVar[bool] = False
-    """True if it decides about each step of its requests. Such a request never has a decode lease."""
+    """True if the participant decides about each step of its requests. Such a request never has a decode lease."""
 
     adds: ClassVar[bool] = False
-    """True if it has `certain` tokens at times."""
+    """True if it sometimes returns tokens from `certain`."""
 
     requests: RequestTable
     """The scheduler's requests, set when the scheduler is made."""
 
     def concerns(self, request: Request) -> bool:
-        """True if it takes part in the request's steps."""
+        """Whether this participant's hooks are called for the request."""
         return False
 
     # --- Before a request runs ----------------------------------------------------------------------------------------
@@ -45,14 +45,14 @@ class Participant:
         """Prepare a request that is about to be queued. An error refuses it."""
 
     def admits(self, request: Request) -> bool:
-        """Return whether there are resources for the request to run now, besides rows and blocks.
+        """Whether resources other than rows and blocks allow the request to run now.
 
         If not, others may overtake it. A SlipstreamError ends it.
         """
         return True
 
     def stays(self, request: Request) -> bool:
-        """True if the request must run on the rank that it has."""
+        """Whether the request must run on its current rank."""
         return False
 
     def started(self, request: Request) -> None:
@@ -71,7 +71,7 @@ class Participant:
         return True
 
     def certain(self, request: Request) -> tuple[int, ...]:
-        """Tokens known to follow the last one, of a request that it guides.
+        """Tokens known to follow the last one of a request that it guides.
 
         The step computes as many of them with that token as it has room for.
         """
@@ -101,7 +101,7 @@ class Participant:
     # --- After a step -------------------------------------------------------------------------------------------------
 
     def takes(self, request: Request) -> bool:
-        """True if it takes the result of a request that it guides, instead of the sampled token."""
+        """Whether it processes the result of a request that it guides, instead of the sampled token."""
         return False
 
     def arrived(self, plan: StepPlan, extras: Extras | None) -> None:
@@ -123,5 +123,5 @@ class Participant:
         """Forget all data that the old weights computed; they are being replaced."""
 
     def stats(self) -> dict[str, Any]:
-        """Fields of `SchedulerStats`."""
+        """The participant's fields of `SchedulerStats`."""
         return {}

@@ -1,8 +1,8 @@
-"""Beams of searches: requests whose next tokens a search chooses.
+"""Requests that are beams of a search, which chooses their next tokens.
 
-A beam's step samples its likeliest tokens. None of them is taken: the search chooses tokens for all
-its beams, and reports them through `Beams.go_on`. Until then the beam is held. A beam stays on its
-rank, because the beams of a search take over each other's blocks.
+A beam's step returns its most likely tokens, but appends none of them: the search chooses tokens
+for all its beams, and reports them through `Beams.go_on`. Until then the beam is held. A beam stays
+on its rank, because the beams of a search take over each other's blocks.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class Beams(Participant):
                 self.requests.table_updates.setdefault(beam.request_id, []).extend(updates)
         elif beam.status is Status.RUNNING:  # everything must be computed again
             self.requests.preempt(beam)
-        else:  # blocks it may still hold have its own old tokens
+        else:  # blocks that it still holds contain its old tokens
             beam.kv.release(beam)
 
     def make_way(self) -> bool:
         """Move held beams out of the worker if they occupy all of its rows or blocks while they
-        wait for other beams. They keep their blocks until others need them. True if a request is
-        waiting.
+        wait for other beams. They keep their blocks until others need them. Returns whether a
+        request is waiting.
         """
         requests = self.requests
         if requests.waiting.first() is None:

@@ -1,4 +1,4 @@
-"""Requests whose masks are late: the tokens that the newest step samples for them are dropped."""
+"""Requests whose masks are late: the tokens that the latest step samples for them are discarded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def may_take_back(scheduler: Scheduler, share: ScheduledRequest) -> bool:
     """Whether a request may compute the last token of its share of a step again. It may not after a
-    prompt or drafts, nor where a step changes more than the cache's blocks."""
+    prompt or drafts, nor if a step changes more than the cache's blocks."""
     request = scheduler.requests.by_id.get(share.request_id)
     return (
         request is not None
@@ -24,14 +24,14 @@ def may_take_back(scheduler: Scheduler, share: ScheduledRequest) -> bool:
         and not request.spec.sampling.by_chain
         and share.num_tokens == share.num_sampled == 1
         and share.num_computed_tokens >= request.num_prompt_tokens
-        # What ends a block is shared by then.
+        # A completed block is shared by then.
         and all((share.num_computed_tokens + 1) % kv.block_size for kv in scheduler.kvs)
     )
 
 
 def take_back(scheduler: Scheduler, plan: StepPlan, shares: Iterable[ScheduledRequest]) -> None:
-    """Drop the tokens that the newest step samples for these requests; `may_take_back` must hold
-    for each. They wait until they are released, and then compute their last token again.
+    """Discard the tokens that the latest step samples for these requests, which `may_take_back`
+    must allow. They wait until they are released, and then compute their last token again.
     """
     for share in shares:
         request = scheduler.requests.by_id[share.request_id]

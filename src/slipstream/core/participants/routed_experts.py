@@ -1,8 +1,8 @@
 """Experts of each token, returned with an answer (`enable_return_routed_experts`).
 
-They are kept by the place of a token's keys in the cache. Results arrive in the order of their
-steps, and each changes places and tables here as its step changed the worker's. So a step's place
-has what the step left in the cache, whoever owns the block by now.
+They are stored by the slot of a token's keys in the cache. Results arrive in step order, and each
+updates slots and tables here as its step did in the worker. So the entries always match the cache
+after that step, whoever owns the block now.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class KeptRoutedExperts(Participant):
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._num_blocks, self._block_size = num_blocks, block_size
         self._kept: npt.NDArray[np.int16] | None = None  # [blocks, block_size, layers, k]
-        self._tables: dict[str, array[int]] = {}  # blocks as of the last step that arrived
+        self._tables: dict[str, array[int]] = {}  # block tables as of the last step that arrived
 
     def arrived(self, plan: StepPlan, extras: Extras | None) -> None:
         """Keep the experts of the step's tokens."""

@@ -18,8 +18,8 @@ With `num_speculative_tokens="auto"`, the choice maximises the expected tokens p
 A step without drafts may be scheduled before the previous step's tokens are known. A step with
 drafts needs them. So while a request has a proposal that pays, nothing is scheduled until the step
 in flight is done, and all requests of the step lose the overlap. The measured times include this:
-plain steps are timed with overlap, steps with drafts without it. Delaying only the requests with
-drafts would cost more, since they would miss every second step.
+plain steps are timed with overlap, steps with drafts without it. Delaying only requests with drafts
+would cost more, since they would miss every second step.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Speculation(Participant):
         self.drafting: dict[Request, Drafting] = {}  # of requests with proposals
 
     def concerns(self, request: Request) -> bool:
-        """True but for requests with Mirostat, whose state advances token by token."""
+        """All requests but those with Mirostat, whose state advances token by token."""
         spec = request.spec
         return not (spec.pooled or spec.beam_of is not None or spec.sampling.mirostat_mode)
 
@@ -127,7 +127,7 @@ class Speculation(Participant):
         return not self.choose(running)
 
     def choose(self, running: Iterable[Request]) -> bool:
-        """Set drafts on the running requests where that pays.
+        """Set drafts on the running requests for which they pay.
 
         True means that nothing may be scheduled until the step in flight is done, because the
         drafts need its tokens.
@@ -222,7 +222,7 @@ class Speculation(Participant):
 
     def _traffic_of(self, request: Request) -> RecentAnswers:
         salt = request.spec.cache_salt
-        # moved to the end: the latest
+        # moved to the end: most recently used last
         found = self._traffic[salt] = self._traffic.pop(salt, RecentAnswers())
         if len(self._traffic) > MAX_SALTS:
             del self._traffic[next(iter(self._traffic))]

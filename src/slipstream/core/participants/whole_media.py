@@ -1,4 +1,4 @@
-"""Pictures whose tokens attend to one another, so that one step must compute all of them."""
+"""Images whose tokens attend to each other, so that one step must compute all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class WholeMedia(Participant):
         return bool(request.spec.media)
 
     def chunk(self, request: Request, computed: int, count: int, room: int) -> int:
-        """Ends the chunk before a picture that it would split, or after the picture if it begins with
+        """Ends the chunk before an image that it would split, or after the image if it begins with
         it.
 
         The latter may exceed the limit of a step with decodes, but not that of a step.

@@ -1,1 +1,1 @@
-"""Tiers of KV blocks below the device. No torch."""
+"""KV cache tiers below the device. No torch."""

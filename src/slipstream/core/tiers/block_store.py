@@ -1,4 +1,4 @@
-"""Interface of the store of tiers: the worker implements it, and carries out their copies."""
+"""Interface of the store of lower cache tiers, implemented by the worker, which performs the copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DiskInfo(Protocol):
 
 
 class ExchangeInfo(Protocol):
-    """Blocks that this engine hands over to others (`worker/tiers/exchange.py`)."""
+    """Memory from which other engines copy this engine's blocks (`worker/tiers/exchange.py`)."""
 
     limit_bytes: int
     num_expired: int
@@ -31,8 +31,8 @@ class ExchangeInfo(Protocol):
 class BlockStore(Protocol):
     """The worker's side of the tiers: it carries out copies."""
 
-    sizes: Sequence[int]  # bytes of a block, and of a slot of each `SlotKind`; 0: it holds nothing
-    slots: Sequence[int]  # places in host memory, by kind; 0 if there is no host tier
+    sizes: Sequence[int]  # bytes of a block, and of a slot of each `SlotKind`; 0: none are stored
+    slots: Sequence[int]  # number of slots in host memory, by kind; 0 without a host tier
 
     @property
     def disk(self) -> DiskInfo | None:
@@ -48,7 +48,7 @@ class BlockStore(Protocol):
     def submit(self, copies: Sequence[BlockCopy]) -> None:
         """Start copies. A copy from or to the device runs after all steps launched so far.
 
-        A copy to a peer goes to the exchange, where others find it as soon as this returns.
+        A copy to a peer goes to the exchange, where peers can find it as soon as this returns.
         """
 
     def finished(self) -> list[tuple[int, bool]]:

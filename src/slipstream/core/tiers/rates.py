@@ -1,4 +1,4 @@
-"""Measured rates of loading from tiers and of computing, and whether a load pays."""
+"""Measured rates of loading from tiers and of computing, to decide whether loading pays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Rate:
         self._seconds = self._units = 0.0
         self.measured_at = 0.0
 
-    def learn(self, units: int, seconds: float, now: float) -> None:
+    def learn(self, units: float, seconds: float, now: float) -> None:
         self._seconds = self._seconds * DECAY + seconds
         self._units = self._units * DECAY + units
         self.measured_at = now
@@ -36,17 +36,27 @@ class Rate:
 
 
 class Rates:
-    """Time to load a block from each tier, and time to compute a prompt token."""
+    """Time to load a block from each tier, and time for a rank to compute a prompt token."""
 
     def __init__(self) -> None:
         self.host, self.disk, self.peer, self.prefill = Rate(), Rate(), Rate(), Rate()
-        self._in_flight: dict[int, tuple[float, int]] = {}
+        self._in_flight: dict[int, tuple[float, float]] = {}
         self.last_end = float("-inf")  # of a step
 
-    def launched(self, step_id: int, now: float, num_prompt_tokens: int, num_tokens: int) -> None:
-        """Note a step's launch. It measures prompts if at least half of its tokens are theirs."""
+    def launched(
+        self,
+        step_id: int,
+        now: float,
+        num_prompt_tokens: int,
+        num_tokens: int,
+        share: float = 1.0,
+    ) -> None:
+        """Note a step's launch. It measures prompts if at least half of its tokens are theirs.
+
+        `share` of them are on the rank with the most, for which the others wait.
+        """
         if 2 * num_prompt_tokens >= num_tokens:
-            self._in_flight[step_id] = now, num_prompt_tokens
+            self._in_flight[step_id] = now, num_prompt_tokens * share
 
     def ended(self, step_id: int, now: float) -> None:
         """Record the time of a step that was launched.

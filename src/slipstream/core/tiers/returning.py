@@ -1,4 +1,4 @@
-"""Blocks of pausing sessions, brought back from a tier before their next request comes."""
+"""Loads blocks of pausing sessions from a tier before their next request arrives."""
 
 from __future__ import annotations
 
@@ -10,31 +10,40 @@ from slipstream.core.cache.prefix_cache import KEY_BYTES, group_key
 from slipstream.core.cache.sessions import Session
 
 if TYPE_CHECKING:
+    from slipstream.core.cache.block_pool import BlockPool
+    from slipstream.core.cache.cache_value import ValueOrder
     from slipstream.core.cache.kv_cache_manager import KVCacheManager
 
 
-def prefetch(kv: KVCacheManager, spare: int) -> None:
-    """Bring back blocks of sessions whose return is near, from a tier to the device.
+def prefetch(kvs: Sequence[KVCacheManager], spare: int) -> None:
+    """Bring back blocks of sessions whose return is near, from a tier to their rank's device.
 
-    Blocks that are evicted for them are worth less. `spare` blocks of the device stay free.
+    Only blocks of lower value are evicted for them. `spare` blocks of the device stay free.
     """
-    sessions, order, tiers = kv.sessions, kv.order, kv.tiers
-    if sessions is None or order is None or tiers is None or not sessions.keeps_keys:
+    sessions = kvs[0].sessions  # of all ranks
+    if sessions is None or not sessions.keeps_keys:
         return
     sessions.tick()
     while sessions.returning:
         session = sessions.returning.pop()
+        kv = kvs[session.rank]
+        order, tiers = kv.order, kv.tiers
+        assert order is not None, "sessions are an order's"
+        assert tiers is not None, "sessions keep keys for tiers"
         joined = session.keys
         keys = [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
         worth = order.value_of(session, len(keys) * kv.block_size)
 
-        def has_room(count: int, worth: float = worth) -> bool:
-            blank = kv.pool.num_blank(count + spare)
-            return blank + order.num_below(worth) >= count + spare <= kv.pool.num_free
-
+        has_room = partial(_has_room, kv.pool, order, worth, spare)
         done = tiers.bring_back(keys, has_room, partial(_brought_back, kv, session, keys))
         if done or session.returns_at > session.returns_by:
             sessions.drop_keys(session)
+
+
+def _has_room(pool: BlockPool, order: ValueOrder, worth: float, spare: int, count: int) -> bool:
+    """True if `count` blocks fit that are blank or worth less, and `spare` ones."""
+    blank = pool.num_blank(count + spare)
+    return blank + order.num_below(worth) >= count + spare <= pool.num_free
 
 
 def _brought_back(
@@ -45,10 +54,10 @@ def _brought_back(
     begin: int,
     end: int,
 ) -> None:
-    """Add a session's blocks that came from a tier to those that wait for its next request."""
+    """Add a session's blocks that were loaded from a tier to those that wait for its next request."""
     session.prefetched = begin, end
     if kv.order is None or session.due is None:
-        return  # its request has come, and takes them
+        return  # its request has arrived and uses them
     table: list[int] = []
     if kv.full is not None:
         for key in keys:

@@ -1,4 +1,4 @@
-"""KV cache tiers below the device: what is stored, what is loaded, when loading pays. No torch.
+"""KV cache tiers below the device: storing, loading, and when loading pays. No torch.
 
     device ── store ──> host ── store ──> disk          on a GPU
     device ── store ─────────────────────> disk          on a CPU, whose cache is the host's memory
@@ -8,31 +8,33 @@
    ended. A cached block does not change while it is held, and a copy holds its block. So no block
    is written during its copy.
 2. A request waits (`wants`) if a tier has further blocks of its prompt. They are loaded into blocks
-   that no other request can find, and each is cached when it has arrived. The load holds the blocks
+   that no other request can find; each is cached when it has arrived. The load holds the blocks
    until the request is admitted, which then finds them in the cache. Under memory pressure the load
    gives them back.
 3. Loading is chosen if it takes less time than computing, judged by recent measurements (`Rates`).
    A rate that rules out loading expires, and a few blocks are then loaded to measure it again. A
    load that takes much longer than expected is abandoned.
 4. A block that can't be read is a miss: the request computes it.
-5. Checkpoints of other kinds of cache, such as recurrent states (`core/cache/states.py`), are stored
-   and loaded as blocks are. Their keys are those of the blocks that end there, in a group of their
-   own (`slot_key`). A load brings the blocks up to the last checkpoint, and that. Without attention
-   blocks hold nothing: they are not stored, and any that a checkpoint needs is there.
+5. Checkpoints of other kinds of cache, such as recurrent states (`core/cache/states.py`), are
+   stored and loaded as blocks are. Their keys are those of the blocks that end there, in a group of
+   their own (`slot_key`). A load brings the blocks up to the last checkpoint, and the checkpoint.
+   In models without attention blocks are empty, so they are not stored.
 6. An engine that computed a prompt for another one puts its blocks into its exchange (`hand_over`).
-   The other one's request says where they are (`EngineRequest.handover_from`), and they are loaded
-   as from a tier. So what got lost on the way is computed.
-7. Blocks of a session that pauses come back before its next request, if there is room (`bring_back`).
+   The other engine's request says where they are (`EngineRequest.handover_from`), and they are
+   loaded as from a tier. Lost ones are computed again.
+7. Blocks of a pausing session are loaded before its next request, if there is room (`bring_back`).
 
-The worker carries out the copies (`BlockStore`).
+The worker performs the copies (`BlockStore`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from math import inf
+from typing import TYPE_CHECKING, TypeAlias
 
 from slipstream.core.cache.block_pool import NULL_BLOCK, BlockPool
 from slipstream.core.cache.prefix_cache import group_key, kind_of, slot_key, usable_prefix
@@ -43,29 +45,36 @@ from slipstream.messages.stats import TierStats
 from slipstream.messages.tiers import BlockCopy, Place
 from slipstream.spec.model import CacheGroup
 
+if TYPE_CHECKING:
+    from slipstream.core.cache.kv_cache_manager import KVCacheManager
+
 PROBE_BLOCKS = 8
 """Number of blocks loaded to measure a rate again."""
 
 PATIENCE = 3.0
-"""Longest wait for a load, as a multiple of the expected time to compute its tokens."""
+"""Maximum wait for a load, as a multiple of the expected time to compute its tokens."""
 
 MIN_PATIENCE_S = 0.25
-"""Shortest limit of the wait for a load, in seconds."""
+"""Minimum of that limit, in seconds."""
 
 PEER_PATIENCE_S = 2.0
-"""Shortest limit of the wait for another engine's blocks, in seconds. It is reached if that engine hangs."""
+"""Minimum of the limit for another engine's blocks, in seconds. It is reached if that engine hangs."""
 
 BLIND_PATIENCE_S = 10.0
-"""Longest wait for a load, in seconds, while no prompt has been measured."""
+"""Maximum wait for a load, in seconds, before any prompt has been measured."""
 
 STORE_SHARE = 8
 """Copies to the tiers may hold 1/`STORE_SHARE` of the device's blocks, and of its slots."""
 
 SPARE_SLOTS = 2
-"""Free slots of a kind that copies to the tiers leave to requests."""
+"""Free slots of a kind that copies to the tiers leave for requests."""
 
 ELSEWHERE = -1
-"""Stands for a block that is in a tier, instead of a block number of the device."""
+"""Value instead of a device block number for a block that is in a tier."""
+
+
+Found: TypeAlias = Mapping[int, Sequence[int | None]]
+"""The device's blocks of a chain, by group; None for a block that is not there."""
 
 
 class TierLoad:
@@ -79,16 +88,18 @@ class TierLoad:
         patience_s: float,
         era: int,
     ) -> None:
-        self.request = request  # None: it is gone or waits no longer, or its session pauses
+        self.request = (
+            request  # None: it has gone or stopped waiting, or the load is for a pausing session
+        )
         self.arrived: Callable[[], None] | None = None  # called when all blocks are cached
-        self.others: list[Request] = []  # other requests that want blocks of this load
-        # what the request will find on the device, in addition to what is being loaded
+        self.others: list[Request] = []  # other requests that need blocks of this load
+        # blocks that the request will find on the device, besides those being loaded
         self.held = held
         self.pending: dict[int, tuple[int, bytes]] = {}  # (block, key) by copy number
-        self.sizes = Counter[Place]()  # bytes by where they are
-        self.num_peer_tokens = 0  # what a peer's blocks save, if all come
+        self.sizes = Counter[Place]()  # bytes by location
+        self.num_peer_tokens = 0  # tokens saved by a peer's blocks, if all arrive
         self.num_lost = 0
-        self.probes = False  # the load measures a rate; more blocks may follow
+        self.probes = False  # the load only measures a rate; more blocks may follow
         self.is_measured = False
         self.era = era
         self.begun, self.until = now, now + patience_s
@@ -103,6 +114,7 @@ class Tiers:
 
     `pool` is the device's pool, `own` are the groups of layers that requests write to, and `clock`
     is the scheduler's clock. `slots` are the pools of the model's other kinds of cache, by kind.
+    Ranks with requests of their own have tiers each, and share the `rates`.
     """
 
     def __init__(
@@ -114,18 +126,19 @@ class Tiers:
         block_size: int,
         clock: Callable[[], float],
         slots: Mapping[int, BlockPool],
+        rates: Rates,
     ) -> None:
         self._store, self._pool, self._size, self._clock = store, pool, block_size, clock
         self._own, self._windows, self._kinds = own, windows, slots
         self._pools = {0: pool, **slots}
         self._keeps = any(store.slots) or store.disk is not None
-        # blocks of the request that is being looked up, and the address of the peer that has them
+        # (blocks of the request being looked up that a peer promised, the peer's address)
         self._promised: frozenset[bytes] = frozenset()
         self._peer = ""
-        self._handing: list[tuple[BlockPool, int]] = []  # held until they are in the exchange
-        # a host tier has room for each kind that the device has, if it is not empty
+        self._handing: list[tuple[BlockPool, int]] = []  # held until copied to the exchange
+        # a host tier, unless empty, has slots for each kind that the device has
         self._hosts = [BlockPool(count + 1) if count else None for count in store.slots]
-        self.rates = Rates()
+        self.rates = rates
         self._looked = -inf  # when finished copies were looked for last
         self._number = self._era = 0  # a new era begins when everything is forgotten
         # callbacks to run when a copy ends, by copy number
@@ -167,7 +180,7 @@ class Tiers:
         return bool(self._after)
 
     def holds(self, block: int, kind: int = 0) -> int:
-        """Number of times that copies and loads hold a block of the device, or a slot, for tests."""
+        """Number of holds of copies and loads on a device block or slot, for tests."""
         loads = [*self._loads, *self._arrived.values()]
         pool = self._pools[kind]
         held = [found for key, found in self._storing.items() if kind_of(key) == kind]
@@ -178,7 +191,7 @@ class Tiers:
         return held.count(block)
 
     def _device(self, key: bytes) -> BlockPool:
-        """The pool of the device that has what is stored under `key`: blocks, or slots."""
+        """The device's pool for the contents stored under `key`: of blocks, or of slots."""
         return self._pools[kind_of(key)]
 
     def _slots(self, key: bytes) -> BlockPool | None:
@@ -189,7 +202,7 @@ class Tiers:
         return self._store.sizes[kind_of(key)]
 
     def _chain_key(self, key: bytes) -> bytes:
-        """The key under which the device's pool has what the tiers have under `key`."""
+        """The device pool's key for the contents that tiers store under `key`."""
         return key[:-1] if kind_of(key) else key
 
     # --- Storing ------------------------------------------------------------------------------------------------------
@@ -311,7 +324,7 @@ class Tiers:
 
     def _promises(self, request: Request) -> frozenset[bytes]:
         """Keys of the blocks and the state that another engine may hand over for the request's
-        prompt; none if it named no such engine."""
+        prompt; empty if it named no engine."""
         if not request.spec.handover_from or self._store.exchange is None:
             return frozenset()
         keys = request.block_keys[: (request.num_prompt_tokens - 2) // self._size]
@@ -351,14 +364,8 @@ class Tiers:
         self, request: Request, tables: Sequence[Sequence[int]], num_cached: int, spare: int
     ) -> bool:
         size, keys = self._size, request.block_keys
-        reach = self._reach(keys)
         self._counts["queried_tokens"] += request.num_tokens - num_cached
-        if reach * size <= num_cached:
-            return False
-        found = {
-            g: [self._pool.lookup(group_key(key, g)) for key in keys[:reach]] for g in self._own
-        }
-        wanted, gained = self._missing(keys, request.num_tokens, found, reach, num_cached)
+        found, wanted, gained = self._further(keys, request.num_tokens, num_cached)
         if not wanted:
             return False
         if (
@@ -368,7 +375,7 @@ class Tiers:
             request.looked_up = False  # the tiers may have more of its blocks
             return True
         pays = self._pays(wanted, gained)
-        # A few blocks may end at no checkpoint. If they came within a step, more are needed to see their rate.
+        # A few blocks may end before any checkpoint. If they arrived within a step, more are needed to measure their rate.
         before = self._arrived.get(request)
         probes = pays is None and not self._kinds and (before is None or before.is_measured)
         if probes:
@@ -391,6 +398,15 @@ class Tiers:
         load.probes = probes
         return True
 
+    def reach(self, request: Request, num_cached: int) -> int:
+        """Number of tokens of a request's prompt that the device and the tiers have together.
+
+        `num_cached` of them are on the device. A request that was looked up computes the others.
+        """
+        if request.looked_up:
+            return num_cached
+        return num_cached + self._further(request.block_keys, request.num_tokens, num_cached)[2]
+
     def bring_back(
         self,
         keys: Sequence[bytes],
@@ -399,8 +415,8 @@ class Tiers:
     ) -> bool:
         """Load blocks of a chain that no request waits for, if `has_room` for their number.
 
-        Calls `arrived` with the keys of the blocks, and the tokens from and to which they are, before they are let go. Returns
-        False if it may be tried again.
+        Calls `arrived` with the keys of the blocks and the positions of their first and last token,
+        before they are released. Returns False if the caller may try again.
         """
         size, end = self._size, len(keys) * self._size + 2
         reach = self._reach(keys)
@@ -422,13 +438,13 @@ class Tiers:
         return fits
 
     def count_used(self, num_tokens: int) -> None:
-        """Count tokens that were brought back, and were found by the next request of their session."""
+        """Count loaded tokens that the next request of their session used."""
         self._counts["prefetch_hit_tokens"] += num_tokens
 
     def _reach(self, keys: Sequence[bytes]) -> int:
         """Upper bound on the number of prefix blocks that the device and the tiers have.
 
-        Most prompts are in no tier. One look shows that, and it must be fast because the GPU waits
+        Most prompts are in no tier. This check shows that, and must be fast because the GPU waits
         for it.
         """
         # a group that needs all blocks of a prefix
@@ -440,15 +456,30 @@ class Tiers:
                     return i
         return len(keys)
 
+    def _further(
+        self, keys: Sequence[bytes], num_tokens: int, num_cached: int
+    ) -> tuple[Found, list[bytes], int]:
+        """Look for blocks of a prompt that only the tiers have, after the `num_cached` tokens on the device.
+
+        Returns (the device's blocks by group, keys of the blocks to load, number of tokens gained).
+        """
+        reach = self._reach(keys)
+        if reach * self._size <= num_cached:
+            return {}, [], 0
+        found = {
+            g: [self._pool.lookup(group_key(key, g)) for key in keys[:reach]] for g in self._own
+        }
+        return found, *self._missing(keys, num_tokens, found, reach, num_cached)
+
     def _missing(
         self,
         chain: Sequence[bytes],
         num_tokens: int,
-        found: Mapping[int, Sequence[int | None]],
+        found: Found,
         most: int,
         num_cached: int,
     ) -> tuple[list[bytes], int]:
-        """Choose the blocks of a chain to load for the longest prefix of at most `most` blocks, and the slots.
+        """Choose the blocks and slots to load for a chain's longest prefix of at most `most` blocks.
 
         Returns (keys of the blocks, number of tokens gained over `num_cached`). `found` has the
         device's blocks by group.
@@ -465,7 +496,7 @@ class Tiers:
         kinds = self._kinds.items()
 
         def ends(n: int) -> bool:
-            """True if there is a checkpoint of each kind after n blocks, anywhere."""
+            """Whether there is a checkpoint of each kind after n blocks, on the device or in a tier."""
             key = chain[n - 1]
             return all(
                 pool.lookup(key) is not None or self.has(slot_key(key, k)) for k, pool in kinds
@@ -493,7 +524,7 @@ class Tiers:
         for key in keys:
             sizes[self._tier_of(key) or "disk"] += self._bytes(key)
         if sizes["peer"]:
-            return True  # who sent the request has decided it
+            return True  # the sender of the request has decided
         found = self.rates.pays(sizes["host"], sizes["disk"], num_tokens, self._clock())
         if found is False:
             self._counts["declined_tokens"] += num_tokens
@@ -515,7 +546,7 @@ class Tiers:
         patience = BLIND_PATIENCE_S if computing is None else max(least, PATIENCE * computing)
         for pool, block in held:
             pool.hold((block,))
-        if request is None:  # it is to come
+        if request is None:  # a session's next request, which will arrive later
             patience = inf
         elif (probe := self._arrived.pop(request, None)) is not None:
             # its blocks are among the held ones
@@ -552,7 +583,7 @@ class Tiers:
         return load
 
     def _bring(self, load: TierLoad, block: int, key: bytes) -> BlockCopy:
-        """Make the first copy on a block's way to the device."""
+        """First copy on a block's way to the device."""
 
         def arrived(ok: bool) -> None:
             self._take(load, copy.number, ok)
@@ -621,14 +652,14 @@ class Tiers:
         now = self._clock()
         rates, sizes = self.rates, load.sizes
         rate = rates.peer if sizes["peer"] else rates.disk if sizes["disk"] else rates.host
-        # A step, during which no one looks, may take seconds, which are not the copies' time. The look before it is their
-        # earliest end; if they began after that, nothing is known.
+        # A step, during which nobody checks, may take seconds that are not the copies' time. The
+        # previous check is their earliest end; if they began after it, nothing is known.
         unseen = not sizes["peer"] and self.rates.last_end > max(self._looked, load.begun)
         ended = self._looked if unseen else now
         if ended > load.begun and not (sizes["peer"] and load.num_lost):
             rate.learn(sizes.total(), ended - load.begun, now)
             load.is_measured = True
-        if not load.num_lost:  # what a peer promised is no hit before it has come
+        if not load.num_lost:  # a peer's promised blocks count as hits only when they arrive
             self._counts["peer_hit_tokens"] += load.num_peer_tokens
             if load.request is not None:
                 load.request.num_peer_tokens = load.num_peer_tokens
@@ -664,7 +695,7 @@ class Tiers:
         return ready
 
     def let_go(self, request: Request) -> None:
-        """Release the blocks that are held for a request that is admitted or gone.
+        """Release the blocks held for a request that was admitted or has gone.
 
         The blocks stay in the cache.
         """
@@ -677,7 +708,7 @@ class Tiers:
                 load.others.remove(request)
 
     def give_way(self) -> bool:
-        """Give back the blocks held for waiting requests, which may then be evicted.
+        """Release the blocks held for waiting requests, so that they may be evicted.
 
         False if there are none.
         """
@@ -692,7 +723,7 @@ class Tiers:
         self.rates.forget_steps()
 
     def forget_all(self) -> None:
-        """Forget everything in the tiers and everything on its way."""
+        """Forget all contents of the tiers, and all copies in progress."""
         self._era += 1
         self._offers.clear()
         for host in self._hosts:
@@ -701,7 +732,8 @@ class Tiers:
         self._store.clear()
 
     def stats(self) -> TierStats:
-        store, counts, rates = self._store, self._counts, self.rates
+        """Statistics without the rates, which all ranks share (`total_stats`)."""
+        store, counts = self._store, self._counts
         host_bytes = sum(
             each * sum(key is not None for key in host.hashes)
             for host, each in zip(self._hosts, store.sizes, strict=True)
@@ -711,10 +743,6 @@ class Tiers:
         return TierStats(
             host_bytes=host_bytes,
             disk_bytes=0 if disk is None else disk.num_bytes,
-            host_bytes_per_s=rates.host.per_second,
-            disk_bytes_per_s=rates.disk.per_second,
-            peer_bytes_per_s=rates.peer.per_second,
-            prefill_tokens_per_s=rates.prefill.per_second,
             exchange_bytes=0 if exchange is None else exchange.num_bytes,
             exchange_limit_bytes=0 if exchange is None else exchange.limit_bytes,
             expired_blocks=0 if exchange is None else exchange.num_expired + exchange.num_evicted,
@@ -734,3 +762,33 @@ class Tiers:
         self._number += 1
         self._after[self._number] = done
         return BlockCopy(self._number, source, target, key, block, slot, kind_of(key), address)
+
+
+def make_tiers(
+    kvs: Sequence[KVCacheManager], stores: Sequence[BlockStore], clock: Callable[[], float]
+) -> list[Tiers]:
+    """Make the tiers below the caches of all ranks, each in its own of the `stores`; none without these."""
+    rates, made = Rates(), list[Tiers]()
+    for kv, store in zip(kvs, stores, strict=True) if stores else ():
+        slots, windows = {kind.number: kind.pool for kind in kv.kinds}, dict(kv.windows)
+        kv.tiers = Tiers(store, kv.pool, kv.own, windows, kv.block_size, clock, slots, rates)
+        if kv.sessions is not None and not kv.kinds:  # slots of sessions come back from no tier
+            kv.sessions.keeps_keys = True
+        made.append(kv.tiers)
+    return made
+
+
+def total_stats(tiers: Sequence[Tiers]) -> TierStats | None:
+    """Statistics of all ranks' tiers; None if there are none. The rates are of all ranks together."""
+    if not tiers:
+        return None
+    each, rates = [asdict(own.stats()) for own in tiers], tiers[0].rates
+    return TierStats(
+        **{name: sum(own[name] for own in each) for name in each[0]}
+        | {
+            "host_bytes_per_s": rates.host.per_second,
+            "disk_bytes_per_s": rates.disk.per_second,
+            "peer_bytes_per_s": rates.peer.per_second,
+            "prefill_tokens_per_s": rates.prefill.per_second,
+        }
+    )

@@ -28,7 +28,7 @@ def verbose(
     segments: Sequence[TranscriptionSegment],
     granularities: Collection[str] = ("segment",),
 ) -> dict[str, Any]:
-    """The object of `verbose_json`, with the `granularities` ("segment", "word") that are asked for."""
+    """The `verbose_json` object, with the requested `granularities` ("segment", "word")."""
     made: dict[str, Any] = {
         "task": task,
         "language": "english" if task == "translate" else language,
@@ -52,7 +52,7 @@ def _segment(index: int, s: TranscriptionSegment) -> dict[str, Any]:
 
 
 def _clock(seconds: float, point: str) -> str:
-    """Formats a time as subtitles write it: hours, minutes, seconds and milliseconds."""
+    """A time in subtitle format: hours, minutes, seconds and milliseconds."""
     ms = round(seconds * 1000)
     return (
         f"{ms // 3_600_000:02d}:{ms // 60_000 % 60:02d}:{ms // 1000 % 60:02d}{point}{ms % 1000:03d}"

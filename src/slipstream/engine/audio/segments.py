@@ -17,7 +17,7 @@ class TranscriptionWord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptionSegment:
-    """A piece of text with its times. Log-probabilities are the model's own, before the rules."""
+    """A piece of text with its times. Log-probabilities are the model's own, before sampling rules."""
 
     start: float
     end: float
@@ -39,7 +39,7 @@ class TranscriptionSegment:
 
 @dataclass(frozen=True, slots=True)
 class TranscriptionOutput:
-    """The text of a sound. `language` is its name in English; None if the model names none that is known."""
+    """Transcription of a sound. `language`: its English name; None if unknown."""
 
     text: str
     language: str | None

@@ -2,7 +2,7 @@
 
 1. WAV is read here: PCM of 8 to 32 bits, and floats. Other formats (FLAC, MP3, Ogg) need soundfile (the extra audio).
 2. Channels are averaged. Other rates are resampled by a windowed sinc.
-3. Before anything is decoded, the file's own header says how long it is, and a longer one than allowed is refused.
+3. The length in the file's header is checked before anything is decoded; too long files are refused.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ CROSSINGS = 24
 """Zero crossings of the resampling filter on each side. Its error is then below 16 bits' noise."""
 BETA = 9.0
 ROLLOFF = 0.945
-"""Part of the lower rate's band that passes."""
+"""Fraction of the lower rate's band that the filter passes."""
 MAX_PHASES = 1024
-"""Parts of a sample for each of which there is a filter. Rates that need more, such as 767,999 Hz, have NUM_PHASES, and others
-between them: a table for each part would take gigabytes."""
+"""Maximum number of subsample phases with separate filters. Rates that need more, such as 767,999
+Hz, interpolate between NUM_PHASES filters: a full table would take gigabytes."""
 NUM_PHASES = 512
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 
 
 def decode_audio(data: bytes, *, max_s: float) -> Samples:
-    """Samples of a file. RequestError (field `file`) if it is none that can be read, or has more than `max_s` seconds."""
+    """Samples of an audio file. RequestError (field `file`) if it can't be read, or is longer than `max_s` seconds."""
     if not data:
         raise _refused("is empty")
     if data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE":
@@ -54,7 +54,7 @@ def decode_audio(data: bytes, *, max_s: float) -> Samples:
 
 
 def read_samples(given: Any) -> Samples:
-    """`as_samples` of a path too, with a limit of a day."""
+    """`as_samples`, also for paths, with a limit of one day."""
     if isinstance(given, (str, PathLike)):
         try:
             given = Path(given).read_bytes()
@@ -64,8 +64,8 @@ def read_samples(given: Any) -> Samples:
 
 
 def as_samples(given: Any, *, max_s: float) -> Samples:
-    """Samples of a file's bytes, or of (array, rate) or an array at 16 kHz, as vLLM takes them. Floats are from −1 to 1;
-    integers are divided by the range of their type, int16 or int32."""
+    """Samples of a file's bytes, of (array, rate), or of an array at 16 kHz, as in vLLM. Floats are
+    in −1 … 1; integers are divided by the range of their dtype, int16 or int32."""
     if isinstance(given, (bytes, bytearray, memoryview)):
         return decode_audio(bytes(given), max_s=max_s)
     rate = SAMPLE_RATE
@@ -89,7 +89,7 @@ def as_samples(given: Any, *, max_s: float) -> Samples:
 
 
 def _scale(found: npt.NDArray[Any]) -> np.float32:
-    """The divisor of samples. RequestError for integers of a type whose range no sound has."""
+    """Divisor of samples by their dtype. RequestError for integer dtypes that audio doesn't use."""
     if found.dtype.kind not in "iub" or not found.any():
         return np.float32(1)
     if found.dtype.name not in ("int16", "int32"):
@@ -102,7 +102,7 @@ def _scale(found: npt.NDArray[Any]) -> np.float32:
 
 
 def resampled(samples: Samples, rate: int) -> Samples:
-    """The sound at 16 kHz."""
+    """The sound resampled to 16 kHz."""
     if rate == SAMPLE_RATE:
         return np.ascontiguousarray(samples, np.float32)
     shared = math.gcd(rate, SAMPLE_RATE)
@@ -112,7 +112,7 @@ def resampled(samples: Samples, rate: int) -> Samples:
     padded = np.pad(samples, (half, half + down + 1))
     out = np.empty(count, np.float32)
     for phase in range(min(up, count)):
-        # Output phase + i · up lies at input position (phase · down) // up + i · down, and a part of a sample.
+        # Output phase + i · up is at input position (phase · down) // up + i · down, plus a fraction of a sample.
         start, own = phase * down // up, len(range(phase, count, up))
         windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)[start::down][:own]
         out[phase::up] = windows @ _filter(filters, phase * down % up, up)
@@ -120,7 +120,7 @@ def resampled(samples: Samples, rate: int) -> Samples:
 
 
 def _filter(filters: Samples, part: int, up: int) -> Samples:
-    """The filter of the part / up of a sample, between two of the table where it has not all."""
+    """The filter for the phase part / up of a sample, interpolated if the table doesn't have it."""
     at, rest = divmod(part * (len(filters) - 1), up)
     found: Samples = filters[at]
     if rest:
@@ -131,9 +131,9 @@ def _filter(filters: Samples, part: int, up: int) -> Samples:
 
 @lru_cache(maxsize=8)
 def _filters(up: int, down: int) -> tuple[Samples, int]:
-    """Filters [phases + 1, 2 · half + 1] for equal parts of a sample from 0 to 1, and half."""
+    """(filters [phases + 1, 2 · half + 1] for equidistant phases from 0 to 1, half)."""
     num_phases = up if up <= MAX_PHASES else NUM_PHASES
-    cutoff = ROLLOFF * min(1.0, up / down)  # of the input's band
+    cutoff = ROLLOFF * min(1.0, up / down)  # relative to the input's band
     half = math.ceil(CROSSINGS / cutoff)
     offsets = np.arange(-half, half + 1)[None] - np.linspace(0.0, 1.0, num_phases + 1)[:, None]
     window = np.i0(BETA * np.sqrt(np.maximum(0.0, 1.0 - (offsets / (half + 1)) ** 2))) / np.i0(BETA)
@@ -155,7 +155,9 @@ def _wav(data: bytes, max_s: float) -> tuple[Samples, int]:
         elif name == b"data":
             if form is None:
                 raise _refused("is a WAV without a format before its data")
-            return _pcm(data[at : at + size], *form, max_s)  # a stream's header may say too much
+            return _pcm(
+                data[at : at + size], *form, max_s
+            )  # a stream's header may state too large a size
         at += size + size % 2
     raise _refused("is a WAV without data")
 
@@ -194,7 +196,7 @@ def _by_soundfile(data: bytes, max_s: float) -> tuple[Samples, int]:
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             _check(file.frames, file.samplerate, max_s)
-            most = int(max_s * file.samplerate) + 1  # headers may lie
+            most = int(max_s * file.samplerate) + 1  # headers may be wrong
             found: Samples = file.read(most, dtype="float32", always_2d=True)
             _check(len(found), file.samplerate, max_s)
             return found, int(file.samplerate)
@@ -211,7 +213,7 @@ def _check(count: int, rate: Any, max_s: float) -> None:
 
 
 def _refusal(count: int, rate: Any, max_s: float) -> str | None:
-    """The fault of a sound's rate or length; None if it has none."""
+    """Error message for a sound's rate or length; None if both are valid."""
     is_number = isinstance(rate, (int, float, np.integer)) and not isinstance(rate, bool)
     if not is_number or not MIN_RATE <= rate <= MAX_RATE:
         return f"has a rate of {rate!r} Hz; from {MIN_RATE} to {MAX_RATE} are supported"

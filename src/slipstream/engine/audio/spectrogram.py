@@ -14,11 +14,12 @@ from slipstream.spec.media.audio import HOP, SAMPLE_RATE, WINDOW
 FRAMES_AT_ONCE = 3000
 LOWEST = 1e-10
 RANGE = 8.0
-"""Decades below the loudest value that are kept."""
+"""Dynamic range in decades: values further below the maximum are clamped."""
 
 
 def log_mel(samples: Samples, num_mel_bins: int) -> npt.NDArray[np.float32]:
-    """Samples at 16 kHz → float32 [mels, N / HOP]: Hann windows, powers, mel bands, log10 between `RANGE` decades, scaled.
+    """Samples at 16 kHz → float32 [mels, N / HOP]: Hann windows, powers, mel bands, log10 clamped to `RANGE` decades,
+    scaled.
 
     Frames are centred, with the sound mirrored at its ends. The last one is dropped, as Whisper does.
     """
@@ -40,7 +41,8 @@ def log_mel(samples: Samples, num_mel_bins: int) -> npt.NDArray[np.float32]:
 
 @lru_cache(maxsize=4)
 def mel_bands(num_mel_bins: int) -> npt.NDArray[np.float64]:
-    """Triangular filters [mels, WINDOW / 2 + 1] on Slaney's mel scale up to half the rate, each with the same area."""
+    """Triangular filters [mels, WINDOW / 2 + 1] on Slaney's mel scale up to the Nyquist frequency, each with the same
+    area."""
     frequencies = np.linspace(0.0, SAMPLE_RATE / 2, WINDOW // 2 + 1)
     edges = _hertz(np.linspace(0.0, _mel(SAMPLE_RATE / 2), num_mel_bins + 2))
     widths = np.diff(edges)
@@ -54,7 +56,7 @@ _STEP = np.log(6.4) / 27.0
 
 
 def _mel(hertz: float) -> float:
-    """Linear up to 1 kHz, then logarithmic."""
+    """Mel scale: linear up to 1 kHz, then logarithmic."""
     if hertz < _LINEAR_HZ:
         return hertz * _LINEAR_MEL / _LINEAR_HZ
     return float(_LINEAR_MEL + np.log(hertz / _LINEAR_HZ) / _STEP)

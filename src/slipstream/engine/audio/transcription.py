@@ -1,10 +1,10 @@
-"""A transcription: windows of one sound, one after the other, and the segments that a speech model writes of them. No torch.
+"""Transcription of one sound, window by window, to segments. No torch.
 
-1. `Transcription.next` has the prompt and the sampling of the next window. `take` reads the model's answer. The caller runs the
-   requests, so many transcriptions share the engine's steps.
-2. A sound that fits in one window is read once. Of a longer one, the model writes times. The next window begins at the last
-   time of a finished segment, as in transformers' long-form generation.
-3. The first window tells the language, if the caller does not.
+1. `Transcription.next` returns the next window's prompt and sampling parameters. `take` processes the model's
+   answer. The caller runs the requests, so many transcriptions share the engine's steps.
+2. For sounds longer than one window the model generates timestamps. The next window begins at the last
+   timestamp of a finished segment, as in transformers' long-form generation.
+3. The first window determines the language, if the caller gives none.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class TextCodec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptionOptions:
-    """Options of a transcription. `language`: a code or a name; None: the model tells it. `prompt`:
-    a text before the first, for names and style. `timestamps`: segments have times. `details`:
-    segments have log-probabilities. `words`: they have times and words."""
+    """Options of a transcription. `language`: a code or a name; None: the model detects it.
+    `prompt`: a text before the first one, for names and style. `timestamps`: segments have times.
+    `details`: segments have log-probabilities. `words`: segments have times and words."""
 
     task: Task = "transcribe"
     language: str | None = None
@@ -68,7 +68,7 @@ class TranscriptionOptions:
 
 
 def speech_of(description: ModelDescription) -> tuple[SpeechSpec, AudioSpec]:
-    """The tokens and the encoder of a speech model. RequestError (field `model`) for another one."""
+    """(special tokens, encoder spec) of a speech model. RequestError (field `model`) for other models."""
     encoder, speech = description.spec.encoder, description.speech
     if speech is None or encoder is None or encoder.audio is None:
         raise RequestError("this model takes no audio; serve a Whisper model", field="model")
@@ -84,7 +84,7 @@ class Transcription:
     max_model_len: int
     spectrogram: npt.NDArray[np.float32]
     num_samples: int
-    language: int | None = None  # the token
+    language: int | None = None  # token id
     seek: int = 0
     segments: list[TranscriptionSegment] = field(default_factory=list)
     num_output_tokens: int = 0
@@ -101,7 +101,7 @@ class Transcription:
         options: TranscriptionOptions,
         max_model_len: int,
     ) -> Transcription:
-        """Check the options, and make the spectrogram. RequestError names the field."""
+        """Check the options and compute the spectrogram. RequestError names an invalid field."""
         speech, audio = speech_of(description)
         if tokenizer is None:
             raise RequestError(
@@ -141,7 +141,7 @@ class Transcription:
 
     @property
     def language_name(self) -> str | None:
-        """The language in English, as OpenAI writes it. None if it is unknown yet."""
+        """The language's English name, as OpenAI writes it. None if not yet known."""
         codes = {token: code for code, token in self.speech.languages.items()}
         code = codes.get(self.language) if self.language is not None else None
         return ("english" if not codes else None) if code is None else NAMES.get(code, code)
@@ -156,7 +156,7 @@ class Transcription:
         )
 
     def next(self) -> tuple[Prompt, SamplingParams]:
-        """The prompt of the window at `seek`, and how its answer is drawn."""
+        """Prompt and sampling parameters of the window at `seek`."""
         speech, o = self.speech, self.options
         task = speech.translate if o.task == "translate" else speech.transcribe
         fixed = list[tuple[int, ...]]()
@@ -167,7 +167,8 @@ class Transcription:
             fixed.append((task,))
         if not self.writes_times:
             fixed.append((speech.no_timestamps,))
-        # The first position says whether anybody speaks. Where that is not asked, what is known is part of the prompt.
+        # The first answer token tells whether there is speech. If that is not requested, known tokens are part of the
+        # prompt.
         is_known = all(len(some) == 1 for some in fixed) and not o.details
         head = (*self._head, *(some[0] for some in fixed)) if is_known else self._head
         self._prompt_ids, self._forced = head, () if is_known else tuple(fixed)
@@ -195,8 +196,8 @@ class Transcription:
         return prompt, sampling
 
     def question(self, token_ids: Sequence[int]) -> AlignmentQuestion | None:
-        """Returns the question whose answer gives `take` the times of the window's words. Like
-        transformers it leaves out an answer's last token."""
+        """The question whose answer `take` needs to compute word times in the window. As in
+        transformers, it omits an answer's last token."""
         num_skipped = len(self._prompt_ids) + len(self._forced)
         read = (*self._prompt_ids, *token_ids[:-1])
         if not self.options.words or len(read) <= num_skipped:
@@ -215,7 +216,7 @@ class Transcription:
         logprobs: Sequence[PositionLogprobs] | None = None,
         attention: Matrix | None = None,
     ) -> list[TranscriptionSegment]:
-        """Read the answer of the window, and move on. Returns its segments. `attention` answers `question`."""
+        """Process the window's answer, and advance. Returns its segments. `attention`: the answer to `question`."""
         self.num_output_tokens += len(token_ids)
         num_forced, speech, seek = len(self._forced), self.speech, self.seek
         if self.language is None and speech.languages and token_ids:
@@ -265,19 +266,20 @@ class Transcription:
         return new
 
     def decoded(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without times and special tokens."""
+        """Text of tokens, without timestamps and special tokens."""
         return self.tokenizer.decode([t for t in tokens if t < self.speech.end])
 
     def beginning(self, token_ids: Sequence[int]) -> str:
-        """The text at the beginning of an unfinished answer. Text after a time may be read again by
-        the next window."""
+        """Text of an unfinished answer. Text after a timestamp may be transcribed again by the next
+        window."""
         own = token_ids[len(self._forced) :]
         return self.decoded(list(takewhile(lambda token: token < self.speech.end, own)))
 
     def _parts(
         self, tokens: list[int], num_frames: int
     ) -> tuple[list[tuple[int, int, int, int]], int]:
-        """Pieces (first, last + 1, start, end) of the window's tokens, with times in steps, and the frames to move on by."""
+        """((first, last + 1, start, end) of each segment in the window's tokens, with times in timestamp steps; number of
+        frames to advance by)."""
         first, num_steps = self.speech.first_timestamp, num_frames // FRAMES_PER_STATE
         is_time = [token >= first for token in tokens]
         cuts = [i + 1 for i in range(len(tokens) - 1) if is_time[i] and is_time[i + 1]]
@@ -293,7 +295,7 @@ class Transcription:
         for cut in cuts:
             parts.append((begin, cut, tokens[begin] - first, tokens[cut - 1] - first))
             begin = cut
-        # Without a time at the end, the rest is unfinished: it is read again from the last time on.
+        # Without a final timestamp the rest is unfinished: it is transcribed again from the last timestamp on.
         moved = num_frames if ends_with_time else (tokens[begin - 1] - first) * FRAMES_PER_STATE
         return parts, moved
 
@@ -304,7 +306,7 @@ class Transcription:
         return AudioWindow(num_mel_bins=self.audio.num_mel_bins, data=found.tobytes())
 
     def _prompt(self) -> tuple[int, ...]:
-        """Returns the last tokens of the prompt, as many as fit in half of the context."""
+        """The last tokens of the prompt, as many as fit in half of the context."""
         text = self.options.prompt.strip()
         if not text:
             return ()
@@ -319,7 +321,7 @@ class Transcription:
 
 
 def _language(speech: SpeechSpec, o: TranscriptionOptions) -> int | None:
-    """The token of the language that is asked for."""
+    """Token of the requested language; None if none is requested."""
     if o.task == "translate" and speech.translate is None:
         raise RequestError("this model writes English alone; it translates nothing", field="model")
     if o.language is None:

@@ -1,7 +1,7 @@
-"""Times of words: which states of a window's audio the tokens of its text attend to. As transformers' and OpenAI's Whisper.
+"""Word times, from the audio states to which a window's text tokens attend, as in transformers' and OpenAI's Whisper.
 
-1. `Executor.attention_of` gives a matrix of attention. `token_times` warps tokens to states (dynamic time warping).
-2. `words_of` makes words of tokens.
+1. `Executor.attention_of` computes the attention matrix. `token_times` aligns tokens with states (dynamic time warping).
+2. `words_of` joins tokens into words.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ REPLACEMENT = "\ufffd"
 
 
 def token_times(matrix: Matrix) -> list[float]:
-    """Seconds at which each of N tokens ends, and the last once more for the one after them, by the cheapest monotonic path
-    through the matrix [N, S]. Costs along an anti-diagonal are computed at once."""
+    """Seconds at which each of N tokens ends, with the last value repeated for an end token: the cheapest
+    monotonic path through the matrix [N, S]. Costs along an anti-diagonal are computed at once."""
     num_tokens, num_states = matrix.shape
     costs = -matrix.astype(np.float64)
     total = np.full((num_tokens + 1, num_states + 1), np.inf, np.float32)
@@ -41,7 +41,7 @@ def token_times(matrix: Matrix) -> list[float]:
     ends = [0.0] * num_tokens
     while at or state:
         if at:
-            ends[at - 1] = (state - 1) * STATE_S  # the first state of the token is written last
+            ends[at - 1] = (state - 1) * STATE_S  # overwritten until the first state of the token
         step = int(trace[at, state])
         at, state = at - (step != 2), state - (step != 1)
     return [*ends, ends[-1]]
@@ -66,11 +66,11 @@ def words_of(
 
 
 Part = tuple[str, list[int]]
-"""A text, and the indices of its tokens."""
+"""(text, indices of its tokens)."""
 
 
 def _characters(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[Part]:
-    """Joins tokens into parts that end with a whole character."""
+    """Joins tokens into parts that end with a complete character."""
     whole, parts, own, offset = decode(list(tokens)), list[Part](), list[int](), 0
     for index in range(len(tokens)):
         own.append(index)
@@ -83,7 +83,7 @@ def _characters(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> li
 
 
 def _joined(parts: list[Part]) -> list[Part]:
-    """Joins parts into words. A space or a sign of punctuation begins a new part."""
+    """Joins parts into words. A space or a punctuation mark begins a new word."""
     words = list[Part]()
     for text, own in parts:
         if not words or text.startswith(" ") or text.strip() in PUNCTUATION:
@@ -94,8 +94,7 @@ def _joined(parts: list[Part]) -> list[Part]:
 
 
 def _punctuated(words: list[Part]) -> None:
-    """Moves signs of punctuation to the words that they belong to. Leaves empty parts in their
-    places."""
+    """Attaches punctuation marks to neighbouring words, and leaves empty parts in their places."""
     j = len(words) - 1
     for i in range(len(words) - 2, -1, -1):
         (text, own), (after, later) = words[i], words[j]

@@ -1,1 +1,1 @@
-"""Answers that keep to a grammar or a schema. No torch."""
+"""Answers constrained by a grammar or a schema. No torch."""

@@ -1,7 +1,7 @@
-"""Checks of grammars before a request is queued: the front end's 400s come from here.
+"""Validates grammars before a request is queued; the server answers 400 if that fails.
 
-Clients compile in turns (`bounded_threads`), small grammars in threads of their own. What was found is kept for the
-next request with the same grammar.
+Clients take turns (`bounded_threads`); small grammars have separate threads. Results are cached for
+later requests with the same grammar.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from slipstream.spec.description import ModelDescription
 T = TypeVar("T")
 
 MAX_SECONDS = 10.0
-"""Seconds that a compilation may take. A grammar within the limits below takes under one."""
+"""Maximum seconds of a compilation. Grammars within the limits below take under one."""
 
 MAX_STUCK = 4
 """Maximum number of compilations that still run after their time is over. With this many, no other
@@ -54,13 +54,13 @@ CACHED_GRAMMARS = 64
 
 
 def tokenizer_with_library(args: EngineArgs, model: ModelDescription) -> Tokenizer | None:
-    """`load_tokenizer`, after the import of the library that checks grammars, which later would stop streams for 35 ms."""
+    """`load_tokenizer`, after importing the library that checks grammars; a later import would block streams for 35 ms."""
     llguidance_library()
     return load_tokenizer(args, model)
 
 
 class GrammarThreads(Generic[T]):
-    """Threads in which grammars are compiled. Small ones have threads of their own."""
+    """Thread pools in which grammars are compiled: one for small grammars, one for the others."""
 
     def __init__(self, name: str, *, most_small: int) -> None:
         def threads(most: int) -> BoundedThreads[T]:
@@ -71,8 +71,8 @@ class GrammarThreads(Generic[T]):
     def submit(
         self, call: Callable[[], T], params: StructuredOutputsParams | None, client: str
     ) -> Future[T]:
-        """Run `call` in the threads for the grammar's size, as `BoundedThreads.submit` does. An
-        empty `client` stands for nobody in particular."""
+        """Run `call` in the pool for the grammar's size, as `BoundedThreads.submit` does. An empty
+        `client` means no particular client."""
         given: tuple[object, ...] = ()
         if params is not None:
             choice = params.choice or ()
@@ -84,19 +84,19 @@ class GrammarThreads(Generic[T]):
 
 _checks: GrammarThreads[None] = GrammarThreads("grammar checks", most_small=4)
 _Salted: TypeAlias = tuple[str, StructuredOutputsParams]
-"""Key of a checked grammar. It includes the request's `cache_salt`, so that the duration of a check tells no client
-that another one has sent the same grammar."""
+"""Cache key of a grammar. It includes the request's `cache_salt`, so that the duration of a check
+doesn't reveal that another client sent the same grammar."""
 
 _found: OrderedDict[_Salted, tuple[str, str] | None] = OrderedDict()
 """Results of the latest checks: for each grammar (error text, field at fault), or None if it is valid."""
 
 _pending_checks: dict[tuple[str, _Salted], _PendingCheck] = {}
-_found_lock = threading.RLock()  # a check that is refused ends while another is submitted
+_found_lock = threading.RLock()  # reentrant: a refused check ends while another is being submitted
 
 
 class _PendingCheck:
-    """A check that is queued for one client. `num_waiting` requests are known to wait for it. If
-    none is left when its turn comes, it is not begun."""
+    """A check queued for one client, for which `num_waiting` requests are known to wait. If none is
+    left when its turn comes, it is not started."""
 
     def __init__(self, salted: _Salted, client: str) -> None:
         self._key, self.num_waiting = (client, salted), 0
@@ -119,7 +119,7 @@ class _PendingCheck:
 
 
 def check(params: StructuredOutputsParams, cache_salt: str = "") -> None:
-    """Raise RequestError if the grammar can't be enforced. It names the part of a schema.
+    """Raise RequestError, naming the part of the schema, if the grammar can't be enforced.
     EngineOverloadedError if too many compilations are stuck."""
     try:
         if (pending := _begin_check((cache_salt, params))) is not None:
@@ -132,19 +132,22 @@ def check(params: StructuredOutputsParams, cache_salt: str = "") -> None:
 async def check_in_thread(
     params: StructuredOutputsParams, client: str = "", cache_salt: str = ""
 ) -> None:
-    """Run `check` in a thread, so that the event loop goes on. The grammars of one `client` are checked one after the other."""
-    import asyncio  # a front end has it already
+    """Run `check` in a thread, so that the event loop is not blocked. Grammars of one `client` are checked one after
+    another."""
+    import asyncio  # already imported in a front end
 
     try:
         if (pending := _begin_check((cache_salt, params), client)) is not None:
             with pending as future:
-                await asyncio.shield(asyncio.wrap_future(future))  # others may wait for it
+                await asyncio.shield(
+                    asyncio.wrap_future(future)
+                )  # other requests may wait for the same check
     except TimeoutError:
         raise refused(too_slow(), given_form(params)[0]) from None
 
 
 def _begin_check(salted: _Salted, client: str = "") -> _PendingCheck | None:
-    """Queues a check and returns it; None if the grammar was found valid by a recent check."""
+    """Queues a check and returns it; None if a recent check found the grammar valid."""
     with _found_lock:
         if salted not in _found:
             pending = _pending_checks.get((client, salted))
@@ -161,7 +164,7 @@ def _begin_check(salted: _Salted, client: str = "") -> _PendingCheck | None:
 
 
 def _check(salted: _Salted) -> None:
-    with _found_lock:  # another request may have had the same
+    with _found_lock:  # another request may have submitted the same
         is_known, message = salted in _found, _found.get(salted)
     if not is_known:
         message = _problem(salted[1])
@@ -214,8 +217,8 @@ def invalid(grammar: str) -> str | None:
 
 
 def _culprit(schema: Any, message: str, options: dict[str, Any]) -> str:
-    """Finds the smallest part of a schema that by itself gives the same error, and returns its path. The schema is the
-    one that `promise` has rewritten."""
+    """Path of the smallest part of a schema that alone gives the same error. `schema` was rewritten
+    by `promise`."""
     around = {
         k: schema[k] for k in ("$defs", "definitions") if isinstance(schema, dict) and k in schema
     }

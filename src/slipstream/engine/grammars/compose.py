@@ -1,8 +1,7 @@
-"""A request's structured outputs as a grammar of `llguidance`: a JSON schema, a regular expression, choices, or a
-grammar in Lark's or llama.cpp's notation.
+"""A request's structured outputs as a grammar of `llguidance`: a JSON schema, a regular expression,
+choices, or a grammar in Lark's or llama.cpp's notation.
 
-A grammar's compilation is bounded in characters, in depth (`depth.py`), in symbols, in the work of its lexer, and in
-seconds.
+Compilation is limited in characters, depth (`depth.py`), symbols, lexer work, and seconds.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ MAX_CHARACTERS = 256 * 1024
 """Maximum characters of a schema, a regular expression, a grammar, or of all choices together."""
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Whitespace between two tokens of JSON. Without a bound a model that has lost its way writes
-spaces until max_tokens."""
+"""Whitespace between JSON tokens. It is bounded, because a confused model writes spaces until
+max_tokens."""
 
 MAX_WHITESPACE = 1000
 """Maximum characters of a whitespace pattern that a request sets."""
@@ -42,8 +41,8 @@ T = TypeVar("T")
 
 
 def compose(params: StructuredOutputsParams) -> str:
-    """Returns the request's structured outputs as a grammar for llguidance. RequestError if that is
-    not possible."""
+    """The request's structured outputs as a grammar for llguidance. RequestError if that is not
+    possible."""
     inner = compose_inner(params)
     if params.around is None:
         return inner
@@ -104,7 +103,7 @@ def _from_llama_cpp(text: str) -> str:
 
 
 def llguidance_library() -> Any:
-    """The library, imported late: it would take a tenth of every start but a server's."""
+    """llguidance, imported late: except in servers, importing it would take a tenth of the start-up time."""
     import llguidance
 
     return llguidance
@@ -112,7 +111,7 @@ def llguidance_library() -> Any:
 
 @cache
 def limits() -> Any:
-    """The bounds of a grammar's compilation."""
+    """Limits of a grammar's compilation, for llguidance."""
     return llguidance_library().LLParserLimits(
         max_grammar_size=250_000, initial_lexer_fuel=1_000_000, verbose_errors=False
     )
@@ -171,7 +170,7 @@ def refused(message: str, name: str) -> RequestError:
 
 
 def readable(message: str) -> str:
-    """Returns an error message of llguidance, or a clearer one in its place."""
+    """An error message of llguidance, or a clearer replacement."""
     if "NoExtensionBias" in message:
         return "the grammar has no end: it refers to itself before any text, or allows none; give it an alternative that ends"
     if "exceed" in message and "nest" in message:  # regex-syntax repeats the whole pattern
@@ -182,7 +181,8 @@ def readable(message: str) -> str:
 
 
 def _ambiguous(schema: Any, path: str = "") -> str | None:
-    """The path of a part that has `$id` and `$ref`: up to draft 7 the `$id` does not count, later `$ref` is resolved by it."""
+    """Path of a schema part with both `$id` and `$ref`: up to draft 7 `$id` is ignored there, later `$ref` is resolved
+    against it."""
     if (
         isinstance(schema, dict)
         and isinstance(schema.get("$ref"), str)

@@ -1,7 +1,7 @@
-"""How deep a grammar is, and how much of one terminal is optional, found without recursion.
+"""Limits on a grammar's nesting depth and on optional parts of a terminal, computed without recursion.
 
-llguidance follows references recursively in C, and a stack that overflows there ends the process. So what is deeper than
-`MAX_DEPTH` is refused before llguidance sees it. A depth counts
+llguidance follows references recursively in native code, and a stack overflow there ends the process. So
+grammars deeper than `MAX_DEPTH` are refused before llguidance reads them. The depth counts
 
 1. the schemas inside each other, and those that a `$ref` names;
 2. the rules and terminals of a Lark or GBNF grammar that refer to one another in a chain, the groups (parentheses) around
@@ -10,8 +10,8 @@ llguidance follows references recursively in C, and a stack that overflows there
 For a terminal with n optional parts in a row llguidance builds n² expressions at once, and has no limit for that:
 40,000 parts take 6 GB. So n is limited here, too.
 
-A reference back to where it comes from counts nothing: grammars may be recursive. What llguidance bounds itself (groups in each
-other, JSON text and regular expressions in each other) is refused here with the remedy.
+A reference that closes a cycle counts nothing, because grammars may be recursive. Limits of llguidance's own
+(nested groups, JSON text and regular expressions) are checked here, too, for an error with a remedy.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any
 from urllib.parse import unquote
 
 MAX_DEPTH = 400
-"""Maximum nesting of schemas, rules and groups. llguidance's compilation takes up to 5 KB of stack for each level:
-nested objects are compiled to a depth of 1,700 on 8 MiB, a thread's default, and of 420 on 2 MiB. A compiled grammar
-is flat. At a depth of 6,000 its masks and copies, and freeing it, take less than 256 KiB, so any thread may do
-that."""
+"""Maximum nesting of schemas, rules and groups. llguidance's compilation takes up to 5 KB of stack
+for each level: an 8 MiB stack, a thread's default, suffices for nested objects to depth 1,700, a 2
+MiB stack to 420. A compiled grammar is flat. At a depth of 6,000 its masks and copies, and freeing
+it, take less than 256 KiB, so any thread may do that."""
 
 MAX_NESTED_JSON = 120
 """Maximum nesting of objects and lists in the text of a schema. llguidance reads 123 levels."""
@@ -40,8 +40,8 @@ MAX_NESTED_REGEX = 250
 """Maximum nesting of groups in a regular expression: llguidance's own limit."""
 
 MAX_OPTIONAL = 4000
-"""Maximum number of optional parts of a regular expression, or of a terminal including the terminals that it names.
-This many take half a second and 80 MB."""
+"""Maximum number of optional parts of a regular expression, or of a terminal including the
+terminals that it names. That many take half a second and 80 MB to compile."""
 
 MAX_RESOURCES = 64
 """Maximum number of schemas with an `$id` that are tried as the base of a relative reference."""
@@ -57,9 +57,10 @@ _REGEX_PART = re.compile(
 )
 _OPTIONAL_GROUP = re.compile(r"\[|\{\s*0|\(\s*\|")
 _SPACE = re.compile(r"\s*")
-# How llguidance tells it from GBNF, in linear time.
+# llguidance's rule to tell Lark from GBNF, as a pattern that runs in linear time
 _LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|start\s*:)")
-# What is begun and never ends is one token to the end of the text. Else each beginning is searched for its end, with the GIL.
+# An unterminated token extends to the end of the text. Otherwise each opening would be searched for its end, while holding
+# the GIL.
 _LARK_TOKEN = re.compile(
     r"""(?P<skip>(?:\#|//)[^\n]*|"(?:[^"\\]|\\.)*"?|<[^<>\s]+>|@[\w-]+|::)|/(?P<regex>(?:\\.|[^/\\])+)/?
     |(?P<json>%(?:json|regex|llguidance))\b|(?P<inner>%lark\s*\{)|%\w+|(?P<name>_?(?:[a-z][_a-z0-9-]*|[A-Z][_A-Z0-9-]*))
@@ -97,8 +98,8 @@ def check_schema(schema: Any) -> None:
 
 
 def check_regex(pattern: str) -> int:
-    """Count the optional parts of a regular expression. TooDeepError if they are too many, or if
-    groups are in each other too deeply."""
+    """Number of optional parts of a regular expression. TooDeepError if there are too many, or if
+    groups are nested too deeply."""
     depth = optional = 0
     before, end = "open", 0
     for found in _REGEX_PART.finditer(pattern):
@@ -140,8 +141,8 @@ def is_lark(text: str) -> bool:
 
 
 def _longest(nodes: Iterable[Hashable], edges: Callable[[Any], Edges]) -> int:
-    """Returns the length of the longest path in a graph whose edges have lengths, or any length above `MAX_DEPTH`. An
-    edge that closes a cycle counts nothing."""
+    """Length of the longest path in a graph whose edges have lengths, or any number above
+    `MAX_DEPTH` if it is longer. Edges that close a cycle count nothing."""
     longest: dict[Hashable, int] = {}
     on_path: set[Hashable] = set()
     for first in nodes:
@@ -174,14 +175,14 @@ def _longest(nodes: Iterable[Hashable], edges: Callable[[Any], Edges]) -> int:
 
 
 class _Document:
-    """The parts of a schema's text, each known by the identity of its object."""
+    """The parts of a schema, identified by object identity."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
         self.weights: dict[int, int] = {id(root): 1}
         """Weight of each object and list by its identity: 1 for a schema, else 0."""
         self.parts: dict[int, Any] = {id(root): root}
-        self._resources: dict[str, list[Any]] = {}  # by the end of their $id
+        self._resources: dict[str, list[Any]] = {}  # by the last segment of their $id
         self._anchors: dict[str, list[Any]] = {}
         waiting, maps = [root], set[int]()
         while waiting:
@@ -203,7 +204,10 @@ class _Document:
                 self._anchors.setdefault(name, []).append(schema)
         for key in ("$id", "id"):
             if isinstance(name := schema.get(key), str):
-                for end in {_last(name), ""}:  # a reference without a base may be relative to any
+                for end in {
+                    _last(name),
+                    "",
+                }:  # a reference without a base may be relative to any `$id`
                     self._resources.setdefault(end, []).append(schema)
                 if name.startswith("#"):
                     self._anchors.setdefault(name[1:], []).append(schema)
@@ -226,8 +230,8 @@ class _Document:
                         yield id(target), 1
 
     def _targets(self, reference: str) -> Iterable[Any]:
-        """Returns the parts that a reference may refer to. There are several if an `$id` makes its
-        base ambiguous."""
+        """The parts to which a reference may point; several if an `$id` makes its base
+        ambiguous."""
         base, _, fragment = reference.partition("#")
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
@@ -238,7 +242,7 @@ class _Document:
 
 
 def _last(uri: str) -> str:
-    """Last segment of a URI's path, which is the same in an absolute and a relative spelling."""
+    """Last segment of a URI's path, equal in absolute and relative spelling."""
     return uri.partition("#")[0].rstrip("/").rpartition("/")[2]
 
 
@@ -269,14 +273,14 @@ def _rule_edges(
 ) -> tuple[Mapping[Hashable, list[tuple[Hashable, int]]], Mapping[Hashable, int]]:
     """Read a grammar's rules and terminals. Returns two mappings by rule or terminal:
 
-    1. The rules, terminals and schemas that it names, each with its depth: the groups around it,
-       and one more, or the schema's own depth.
-    2. The number of its own optional parts.
+    1. The rules, terminals and schemas that it names, each with a depth: 1 plus the number of
+       groups around it, or the schema's own depth.
+    2. The number of optional parts in its own text.
     """
     form = _LARK_TOKEN if is_lark(text) else _GBNF_TOKEN
     edges: dict[Hashable, list[tuple[Hashable, int]]] = {}
     optional = Counter[Hashable]()
-    numbers = itertools.count()  # of inner grammars, whose rules are theirs alone, and of schemas
+    numbers = itertools.count()  # ids of inner grammars, whose rules are local, and of schemas
     outer: list[tuple[int, str, int]] = []
     grammar, rule, depth, at = next(numbers), "", 0, 0
     line: list[tuple[Hashable, int]] = []
@@ -329,10 +333,10 @@ def _rule_edges(
 def _check_terminals(
     edges: Mapping[Hashable, list[tuple[Hashable, int]]], own: Mapping[Hashable, int], lark: bool
 ) -> None:
-    """Raise TooDeepError if a terminal has too many optional parts. The parts of terminals that it
-    names count each time. llama.cpp's grammars do not tell terminals from rules: all that are not
-    recursive are terminals."""
-    found: dict[Hashable, int | None] = {}  # None: it is none
+    """Raise TooDeepError if a terminal has too many optional parts, including those of the
+    terminals that it names, each time. GBNF doesn't distinguish terminals from rules: all that are
+    not recursive count as terminals."""
+    found: dict[Hashable, int | None] = {}  # None: not a terminal
     begun: set[Hashable] = set()
 
     def is_terminal(node: Any) -> bool:

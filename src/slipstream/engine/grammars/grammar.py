@@ -1,13 +1,13 @@
-"""Answers that keep to a grammar: which tokens may come next, by `llguidance`. No torch.
+"""Answers constrained by a grammar: masks of allowed next tokens, by `llguidance`. No torch.
 
-1. `check.py` looks at a request's grammar before it is queued.
-2. `Grammars`, in the engine core, compiles it in a thread while the request is held back, and then has a `GrammarState` of
-   each request (`state.py`).
-3. Each step asks for the masks of the tokens that it samples, while the device runs the forward.
-4. The tokens that the step gave advance the states.
+1. `check.py` validates a request's grammar before it is queued.
+2. `Grammars`, in the engine core, compiles it in a thread while the request is held back, and then keeps a
+   `GrammarState` for each request (`state.py`).
+3. Each step requests masks for the tokens that it samples, while the device runs the forward.
+4. The step's tokens advance the states.
 
-A budget of reasoning (`reasoning.py`) is a part of a request's state, with a grammar or alone. An end token is allowed
-exactly where the grammar may end. Where nothing more can follow, the answer ends without one.
+A budget of reasoning (`reasoning.py`) is a part of a request's state, with a grammar or alone. An end token
+is allowed exactly where the grammar may end. If nothing can follow, the answer ends without one.
 """
 
 from __future__ import annotations
@@ -87,24 +87,24 @@ CACHED_CLASSES = 8
 MAX_MASK_THREADS = 32
 
 SLOW_S, PATIENCE_S = 0.003, 0.002
-"""Seconds from which on a mask is slow, and seconds that a step waits for slow masks. An answer whose mask was slow finds its
-next ones in a thread of their own."""
+"""(seconds from which a mask counts as slow, seconds that a step waits for slow masks). After a
+slow mask, the answer's next ones are computed in separate threads."""
 
 MAX_SLOW, MAX_SLOW_THREADS = 32, 4
-"""Maximum number of requests whose masks are computed in such threads at a time, and minimum number
-of these threads."""
+"""(maximum requests whose masks are computed in such threads at once, minimum number of these
+threads)."""
 
 MAX_MASK_BYTES = 64 << 20
 """Maximum bytes of cached masks for schemas."""
 
 
 class _Vocabulary:
-    """The interface that llguidance needs of a tokenizer."""
+    """The tokenizer interface that llguidance requires."""
 
     def __init__(self, tokenizer: Tokenizer, num_rows: int, ends: Sequence[int]) -> None:
         self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_token_id
         self.tokens = [tokenizer.token_bytes(i) for i in range(min(tokenizer.vocab_size, num_rows))]
-        self.tokens += [b""] * (num_rows - len(self.tokens))  # of an embedding with more rows
+        self.tokens += [b""] * (num_rows - len(self.tokens))  # the embedding has more rows
         self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < num_rows)
         self._tokenizer = tokenizer
 
@@ -113,8 +113,8 @@ class _Vocabulary:
 
 
 class Compiled(NamedTuple):
-    """A compiled grammar: its matcher, and where they help a matcher over string lengths and the
-    shared states of its expression. All are None without a grammar."""
+    """A compiled grammar: its matcher and, if useful, a matcher over string lengths, and the shared
+    states of its expression. All are None without a grammar."""
 
     matcher: LLMatcher | None
     by_length: ByLength
@@ -143,19 +143,19 @@ class Grammars:
         self._ends: tuple[int, ...] = ()
         self._tokenizer: Tokenizer | None = None
         self._vocabulary: LLTokenizer | None = None
-        self._read: _Vocabulary | None = None  # what both are made of
+        self._read: _Vocabulary | None = None  # source of both tokenizers
         self._lengths: LengthVocabulary | None = None
         self._texts: TokenTexts | None = None
         self._classes: OrderedDict[frozenset[int], tuple[ClassVocabulary, LLTokenizer]] = (
             OrderedDict()
         )
-        # by the ends of answers and of the model
+        # by the end tokens of the answer and of the model
         self._shared: dict[tuple[tuple[int, ...], ...], SharedMasks] = {}
         self._lock = threading.Lock()
         self._threads: GrammarThreads[Compiled] = GrammarThreads("grammars", most_small=2)
         self._executor: LLExecutor | None = None
         self._num_threads = min(MAX_MASK_THREADS, max(1, available_cores() - 1))
-        # by the request's salt, too, as in `check`
+        # the key includes the request's salt, as in `check`
         self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Compiled] = OrderedDict()
         self._pending: dict[str, tuple[EngineRequest, Future[Compiled]]] = {}
         self._states: dict[str, GrammarState] = {}
@@ -166,8 +166,8 @@ class Grammars:
         self._late: dict[str, tuple[GrammarState, Future[Bits]]] = {}
 
     def begin(self, request: EngineRequest) -> bool:
-        """Compile the request's grammar. Returns True if it is ready; otherwise `compiled` is called once it is.
-        EngineOverloadedError if too many compilations are stuck. A budget alone needs no more than the tokenizer."""
+        """Compile the request's grammar. True if it is ready; otherwise `compiled` will report it.
+        EngineOverloadedError if too many compilations are stuck. A reasoning budget alone only needs the tokenizer."""
         params = request.sampling.structured_outputs
         key = (request.cache_salt, params)
         ready = None
@@ -194,8 +194,8 @@ class Grammars:
         return bool(self._pending)
 
     def compiled(self) -> list[tuple[str, str | None]]:
-        """Takes the requests whose compilations have ended, each with its error if it failed.
-        Requests in `overloaded` may be retried, because their compilation was never begun."""
+        """Returns the requests whose compilations have ended since the last call, each with its error or
+        None. Requests in `overloaded` may be retried, because their compilation never started."""
         found: list[tuple[str, str | None]] = []
         self.overloaded.clear()
         for request_id, (request, future) in list(self._pending.items()):
@@ -205,7 +205,7 @@ class Grammars:
             error = None
             if isinstance(failure := future.exception(), TimeoutError):
                 error = f"the grammar can't be enforced: {too_slow()}"
-            elif failure is not None:  # whatever it is, it is this request's alone
+            elif failure is not None:  # whatever it is, it concerns this request alone
                 error = str(failure) or type(failure).__name__
                 if isinstance(failure, EngineOverloadedError):
                     self.overloaded.add(request_id)
@@ -220,8 +220,8 @@ class Grammars:
         return found
 
     def close(self) -> None:
-        """Cancel masks whose computation has not begun, so that the process need not wait for them
-        when it ends."""
+        """Cancel masks whose computation has not started, so that the process doesn't wait for them
+        at exit."""
         if self._slow is not None:
             self._slow.shutdown(wait=False, cancel_futures=True)
 
@@ -229,13 +229,13 @@ class Grammars:
         for request_id in request_ids:
             state = self._states.pop(request_id, None)
             if (late := self._late.pop(request_id, None)) is not None:
-                late[1].cancel()  # if it has not begun
+                late[1].cancel()  # unless it has started
             if state is not None and state.lane is not None:
                 state.lane[0].give(state.lane[1])
             if (pending := self._pending.pop(request_id, None)) is not None and all(
                 future is not pending[1] for _, future in self._pending.values()
             ):
-                pending[1].cancel()  # if it has not begun
+                pending[1].cancel()  # unless it has started
 
     def clear(self) -> None:
         self.forget([*self._pending, *self._states])
@@ -247,8 +247,8 @@ class Grammars:
         return bool(self._states)
 
     def forced(self, request_id: str, num_pending: int) -> tuple[int, ...]:
-        """Tokens that must follow the accepted tokens of a request and `num_pending` drawn ones
-        that it has not accepted yet. () if none are known."""
+        """Tokens that must follow a request's accepted tokens and `num_pending` sampled tokens not
+        yet accepted. () if unknown."""
         state = self._states.get(request_id)
         try:
             return () if state is None else state.forced(num_pending)
@@ -256,9 +256,9 @@ class Grammars:
             return ()
 
     def accept(self, request_id: str, tokens: Sequence[int]) -> int | None:
-        """Advance a request by its new tokens. Returns how many of them complete its answer, None
-        if it goes on. Tokens drawn after its end are no part of it. GrammarError if it can't go
-        on."""
+        """Advance a request by its new tokens. Returns how many of them complete its answer; None
+        if it continues. Tokens sampled after the end are not part of it. GrammarError if it can't
+        continue."""
         [result] = self.accept_all([(request_id, tokens)])
         if isinstance(result, GrammarError):
             raise result
@@ -269,7 +269,7 @@ class Grammars:
     ) -> list[int | GrammarError | None]:
         """`accept` for several requests at once. Their matchers advance in parallel."""
         results: list[int | GrammarError | None] = [None] * len(answers)
-        late: list[int] = []  # those whose one token the matcher must take in
+        late: list[int] = []  # those whose single token the matcher must consume
         for i, (request_id, tokens) in enumerate(answers):
             state = self._states[request_id]
             try:
@@ -288,7 +288,7 @@ class Grammars:
             self._consume([state for state in states if len(state.untaken) == 1])
         for i, state in zip(late, states, strict=True):
             try:
-                _ = state.matcher  # takes in the token, unless `_consume` did
+                _ = state.matcher  # consumes the token, unless `_consume` did
                 state.check()
                 if state.is_finished:
                     results[i] = 1
@@ -330,12 +330,11 @@ class Grammars:
         may_wait: Callable[[ScheduledRequest], bool] = lambda s: False,
         late: list[ScheduledRequest] | None = None,
     ) -> tuple[TokenMask, dict[str, str | None]]:
-        """Masks of the tokens that a step samples, and the requests that can't go on. The latter
-        have the reason, or None if they are complete. All tokens of earlier steps must be accepted
-        before.
+        """(masks of the tokens that a step samples, requests that can't continue with an error or
+        None if complete). All tokens of earlier steps must have been accepted.
 
-        Requests that `may_wait`, and whose mask takes long, are put into `late`: what the step
-        samples for them must be thrown away, and they be held until their mask has `arrived`.
+        Requests that `may_wait` and whose mask takes long are added to `late`: the caller must
+        discard the step's tokens for them and hold them back until their mask has `arrived`.
 
         `drafts` are the forced tokens, then those to verify, of requests that have some. The first
         token is sampled after the last forced one.
@@ -356,10 +355,10 @@ class Grammars:
         ]
         for state, tokens in zip(states, forced, strict=True):
             if tokens:
-                with contextlib.suppress(GrammarError):  # `finish_mask` says so below
+                with contextlib.suppress(GrammarError):  # `finish_mask` reports it below
                     state.accept(tokens)
         self._find(states)
-        # A mask that rows share is there once, after the masks of single rows.
+        # A mask shared by several rows is stored once, after the masks of single rows.
         shared = [
             state.known if s.num_sampled == 1 else None
             for state, (s, _) in zip(states, found, strict=True)
@@ -415,8 +414,8 @@ class Grammars:
     def _begin_slow(
         self, own: Iterable[tuple[ScheduledRequest, GrammarState, int, Sequence[int]]]
     ) -> dict[str, Future[Bits]]:
-        """Begin computing the masks of requests whose latest mask was slow, in threads of their
-        own. States in error are skipped."""
+        """Start computing the masks of requests whose latest mask was slow, in separate threads.
+        States in error are skipped."""
         found = dict[str, Future[Bits]]()
         for s, state, _, _ in own:
             with contextlib.suppress(GrammarError):
@@ -439,8 +438,8 @@ class Grammars:
         bits: Bits,
         drafts: Mapping[str, Sequence[int]],
     ) -> dict[str, str | None]:
-        """Compute the masks of requests that can't use shared ones, and write each request's from its row on. Returns
-        errors by request, as `masks` does."""
+        """Compute the masks of requests without shared ones, and write each from the request's row
+        on. Returns errors by request, as `masks` does."""
         ended: dict[str, str | None] = {}
         matchers, asked = list[tuple["LLMatcher", int]](), list[GrammarState]()
         for s, state, row, _ in own:
@@ -473,11 +472,11 @@ class Grammars:
             except GrammarError as error:
                 ended[s.request_id] = str(error)
             if s.request_id in ended:
-                bits[row] = -1  # what is drawn is thrown away
+                bits[row] = -1  # the sampled token is discarded
         return ended
 
     def _compute(self, matchers: list[tuple[LLMatcher, int]], bits: Bits) -> None:
-        """Computes masks by the matchers themselves, and writes each into its row."""
+        """Computes masks with the matchers, and writes each into its row."""
         size = bits.shape[1] * 4
         if len(matchers) < PARALLEL_ROWS:
             for matcher, row in matchers:
@@ -488,8 +487,8 @@ class Grammars:
         )
 
     def _consume(self, states: Sequence[GrammarState]) -> None:
-        """Advance matchers by one token each, in parallel. A matcher that can't is in error
-        afterwards."""
+        """Advance matchers by one token each, in parallel. A matcher that rejects its token is in
+        error afterwards."""
         if states:
             self._threads_of_masks().consume_token_par([state.take_one() for state in states])
 
@@ -499,7 +498,7 @@ class Grammars:
         return self._executor
 
     def _find(self, states: Sequence[GrammarState]) -> None:
-        """Look up masks that several positions share: those of an expression's states, and those inside strings."""
+        """Look up masks shared by several positions: those of an expression's states, and those inside strings."""
         rows: dict[RegexStates | SchemaStates, list[GrammarState]] = {}
         for state in states:
             spot, of = state.spot, state.regex
@@ -557,7 +556,7 @@ class Grammars:
         if lanes is not None and number is not None:
             state.lane = lanes, number
         self._states[request.request_id] = state
-        with contextlib.suppress(GrammarError):  # the next mask says so
+        with contextlib.suppress(GrammarError):  # the next mask reports it
             state.accept(request.answer_token_ids)
             state.settle()
 
@@ -572,7 +571,7 @@ class Grammars:
 
     @property
     def _texts_read(self) -> tuple[list[bytes], Sequence[int]]:
-        """Texts of the vocabulary's tokens, and which of them are special."""
+        """(texts of the vocabulary's tokens, ids of the special ones)."""
         if self._read is None:
             raise GrammarError("the vocabulary is not read yet")
         return self._read.tokens, self._read.special_token_ids
@@ -617,8 +616,8 @@ class Grammars:
         return Compiled(matcher, by_length, states, lanes)
 
     def _lane(self, grammar: str, counts: CountedStrings | None) -> Lane:
-        """Makes the matchers of a grammar: one over the model's vocabulary and, where it helps, one
-        over string lengths."""
+        """Makes a grammar's matchers: one over the model's vocabulary and, if useful, one over
+        string lengths."""
         make = partial(call_library, llguidance_library().LLMatcher)
         options = {"log_level": 0, "limits": limits()}
         matcher, second = make(self._vocabulary, grammar, **options), None
@@ -626,7 +625,7 @@ class Grammars:
             second = make(self._lengths.tokenizer, grammar, **options)
         if (
             not matcher.is_error()
-        ):  # the states of its first mask are made here: a step would wait for them, up to seconds
+        ):  # computes the states of its first mask now: a step would wait for them, up to seconds
             call_library(matcher.compute_bitmask)
         by_length = (
             None if counts is None or second is None or second.is_error() else (second, counts)
@@ -667,7 +666,7 @@ class Grammars:
         return None if matcher.is_error() else RegexStates(automaton, classes[0], matcher)
 
     def read_vocabulary(self) -> None:
-        """Read what all grammars need of the model's vocabulary. An error is raised by the first grammar, as without this."""
+        """Read the model's vocabulary for all grammars. Errors are raised later, by the first grammar."""
         with contextlib.suppress(Exception):
             self._compile(StructuredOutputsParams(json_object=True))
             self._read_lengths()
@@ -688,7 +687,7 @@ class Grammars:
         return None if states.start is None else states
 
     def _make_vocabulary(self, tokenizer: Tokenizer) -> LLTokenizer:
-        # llguidance wants an end token also of a model that has none.
+        # llguidance requires an end token even for a model that has none.
         self._ends = tuple(self._ends_of(tokenizer)) or (
             min([*tokenizer.special_ids, self.num_rows - 1]),
         )

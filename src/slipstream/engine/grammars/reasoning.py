@@ -1,15 +1,15 @@
-"""Reasoning counted token by token, and ended after a budget.
+"""Counts reasoning tokens, and ends reasoning when a budget is used up.
 
-A position in an answer is a `Spot`, a plain value, and `after` gives the next one. So drafts
-are tried on a copy, and tokens are taken back by going to an earlier spot. Text decides what is
-reasoning, as in the parser of answers (`text/tool_formats/base.py`): a marker may be one special
-token, several tokens, or a part of one.
+A position in an answer is a `Spot`, a plain value, and `after` gives the next one. So drafts can be
+tried on a copy, and tokens are undone by returning to an earlier spot. Markers are found in the
+text, as in the parser of answers (`text/tool_formats/base.py`): a marker may be one special token,
+several tokens, or part of one.
 
-With a budget the first N tokens of reasoning are free. After them the tokens of the end marker are
-the only ones allowed, one after the other. Tokens of markers are no reasoning.
+With a budget the first N tokens of reasoning are free. After them, only the tokens of the end
+marker are allowed, one after another. Marker tokens don't count.
 
-A grammar of the answer does not see the reasoning. For it the end marker follows at once. So a
-budget may end within a character, which no grammar could.
+The answer's grammar doesn't see reasoning; for it the end marker follows at once. So a budget may
+end inside a character, which a grammar could not.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from slipstream.errors import RequestError
 from slipstream.params.answer_forms import ReasoningMarkers
 
 WAITING, OPENED, REASONING, ENDING, DONE = range(5)
-"""Phases: nothing but whitespace or a part of the begin marker has come; the prompt has begun the
-reasoning, and the marker may come once more; reasoning; the end marker is forced; no reasoning can
-follow."""
+"""Phases. WAITING: only whitespace or part of the begin marker so far. OPENED: the prompt has begun
+reasoning, and the marker may be repeated. REASONING. ENDING: the end marker is forced. DONE: no
+more reasoning."""
 
 HEAD, ANALYSIS_HEAD, OTHER = range(5, 8)
 """Further phases of harmony: within a message's header, within the header of reasoning, and within
@@ -39,11 +39,11 @@ Bits: TypeAlias = npt.NDArray[np.int32]
 
 
 class Spot(NamedTuple):
-    """A position in an answer. `pieces` are the last tokens' bytes, in which a marker may have begun.
-    `num_forced` are tokens of the end marker."""
+    """A position in an answer. `pieces`: bytes of the last tokens, in which a marker may have
+    begun. `num_forced`: tokens of the end marker so far."""
 
     phase: int
-    num_tokens: int = 0  # of reasoning
+    num_tokens: int = 0  # reasoning tokens so far
     pieces: tuple[bytes, ...] = ()
     num_forced: int = 0
 
@@ -63,8 +63,8 @@ class ReasoningCounter:
     def __init__(
         self, markers: ReasoningMarkers, tokenizer: MarkerTokenizer, budget: int | None = None
     ) -> None:
-        """A counter, which forces the end if there is a `budget`. RequestError if the tokenizer can't
-        write the marker."""
+        """Counts reasoning, and forces its end if there is a `budget`. RequestError if the
+        tokenizer can't encode the marker."""
         self.budget = budget
         self._bytes = _spelling(markers, tokenizer)
         self._begin = markers.begin.encode()
@@ -72,7 +72,7 @@ class ReasoningCounter:
         self.closing: tuple[int, ...] = ()
         if budget is not None:
             self.closing = _tokens_of(markers.end, tokenizer)
-        self.marker = self.closing  # of it, what ends the reasoning
+        self.marker = self.closing  # the part of it that ends the reasoning
         self.forced = frozenset(self.closing)
         self.start = self._limited(Spot(OPENED if markers.opened else WAITING))
 
@@ -96,11 +96,11 @@ class ReasoningCounter:
         return self._limited(self._reasoning(num_tokens + 1, pieces))
 
     def allowed(self, spot: Spot) -> tuple[int, ...]:
-        """The only tokens that may come next; () if the budget rules nothing out."""
+        """The only tokens allowed next; () if the budget doesn't restrict them."""
         return self.closing[spot.num_forced : spot.num_forced + 1] if spot.phase == ENDING else ()
 
     def is_free(self, spot: Spot, num_tokens: int) -> bool:
-        """Whether the budget rules out none of the next `num_tokens` tokens, whatever they are, nor
+        """Whether the budget restricts none of the next `num_tokens` tokens, whatever they are, nor
         the one after them."""
         budget = self.budget
         return budget is None or spot.phase == DONE or spot.num_tokens + num_tokens < budget
@@ -120,8 +120,8 @@ class ReasoningCounter:
         return Spot(DONE, num_tokens)
 
     def _limited(self, spot: Spot) -> Spot:
-        """Returns the spot unchanged, or the one at which the end marker is forced if the budget is
-        used up. If the model has begun the marker, only its rest is forced."""
+        """The same spot, or the one at which the end marker is forced if the budget is used up. If
+        the model has begun the marker, only the rest is forced."""
         if (
             self.budget is None
             or spot.phase not in (OPENED, REASONING)
@@ -135,7 +135,7 @@ class ReasoningCounter:
 
 
 class ChannelCounter(ReasoningCounter):
-    """Follows harmony's messages, of which any may be reasoning. Those of one answer share a budget.
+    """Counts reasoning in harmony's messages, any of which may be reasoning. All messages of an answer share a budget.
 
     After the budget the message is ended, the next one's header is begun, and its channel is one of
     `markers.channels`.
@@ -206,7 +206,7 @@ class ReasoningBudget:
     ) -> None:
         self._counter, self._vocabulary = counter, vocabulary
         self._spots = [*spots] or [counter.start]
-        # tokens for the grammar, of each step from a spot to the next
+        # tokens passed to the grammar between one spot and the next
         self._num_given: list[int] = []
 
     def copy(self) -> ReasoningBudget:
@@ -214,7 +214,7 @@ class ReasoningBudget:
 
     @property
     def is_over(self) -> bool:
-        """Whether the reasoning has ended, so that none can follow."""
+        """Whether the reasoning has ended and none can follow."""
         return self._spots[-1].phase == DONE
 
     @property
@@ -223,15 +223,15 @@ class ReasoningBudget:
 
     @property
     def allowed(self) -> tuple[int, ...]:
-        """The only tokens that may come next; () if the budget rules nothing out."""
+        """The only tokens allowed next; () if the budget doesn't restrict them."""
         return self._counter.allowed(self._spots[-1])
 
     def is_free(self, num_tokens: int) -> bool:
         return self._counter.is_free(self._spots[-1], num_tokens)
 
     def accept(self, token: int) -> tuple[int, ...] | None:
-        """Advance by a token. Returns the tokens for the answer's grammar: none within the reasoning,
-        its marker once at its end. None, and nothing is done, if the token is not allowed."""
+        """Advance by a token. Returns the tokens for the answer's grammar: none within reasoning,
+        the end marker once at its end. None, without advancing, if the token is not allowed."""
         before, counter = self._spots[-1], self._counter
         if (only := counter.allowed(before)) and token not in only:
             return None
@@ -246,7 +246,7 @@ class ReasoningBudget:
         return given
 
     def rollback(self, num_tokens: int) -> int:
-        """Take back the last tokens. Returns how many of the grammar's are taken back with them."""
+        """Undo the last tokens. Returns how many of the grammar's tokens are undone with them."""
         if not num_tokens:
             return 0
         num_given = sum(self._num_given[-num_tokens:])
@@ -254,17 +254,17 @@ class ReasoningBudget:
         return num_given
 
     def settle(self) -> None:
-        """Drop the data for `rollback`, because no token so far will be taken back."""
+        """Drop the data for `rollback`, since no token so far will be undone."""
         del self._spots[:-1]
         self._num_given.clear()
 
     def write_mask(self, into: Bits) -> None:
-        """Write which tokens reasoning may hold."""
+        """Write the mask of tokens allowed in reasoning."""
         assert self._vocabulary is not None
         into[:] = self._vocabulary.mask(b"".join(self._spots[-1].pieces))
 
     def narrow(self, mask: Bits) -> bool:
-        """Take the tokens from a mask that the budget rules out. Returns whether there are some."""
+        """Remove from a mask the tokens that the budget forbids. Returns whether any token is left."""
         if not (only := self.allowed):
             return False
         mask &= _bits(only, len(mask))
@@ -272,9 +272,9 @@ class ReasoningBudget:
 
 
 class ReasoningVocabulary:
-    """Tokens that reasoning may hold before an answer with a grammar: all text, and the marker that
-    ends it. Text that would only look like a marker is left out, since the answer's parser would find
-    the end there, and the grammar would not."""
+    """Tokens allowed in reasoning before an answer with a grammar: all text, and the end marker.
+    Text that only looks like a marker is forbidden, since the answer's parser would end reasoning
+    there, but the grammar would not."""
 
     def __init__(
         self, counter: ReasoningCounter, tokens: Sequence[bytes], special: Collection[int]
@@ -292,8 +292,8 @@ class ReasoningVocabulary:
         return any(t in token and (t, token) != (self._by_text,) * 2 for t in self._texts)
 
     def mask(self, before: bytes) -> Bits:
-        """Returns the mask of the tokens that may follow the bytes `before`, in which a marker may
-        have begun."""
+        """Mask of the tokens that may follow the bytes `before`, in which a marker may have
+        begun."""
         rests = tuple(
             text[k:]
             for text in self._texts
@@ -321,7 +321,7 @@ def _bits(tokens: Iterable[int], words: int) -> Bits:
 
 
 class _Markers:
-    """Searcher of several marker texts in the bytes of the latest tokens."""
+    """Search for several marker texts in the bytes of the latest tokens."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = tuple(text.encode() for text in texts)
@@ -347,22 +347,22 @@ class _Markers:
 
 
 def _spelling(markers: ReasoningMarkers, tokenizer: MarkerTokenizer) -> Callable[[int], bytes]:
-    """The bytes that a token adds to the text in which markers are searched."""
+    """Function from a token to the bytes that it adds to the text in which markers are searched."""
     if markers.shows_special:
         return tokenizer.token_bytes
     return lambda token: b"" if token in tokenizer.special_ids else tokenizer.token_bytes(token)
 
 
 def _stripped(data: bytes) -> bytes:
-    """Bytes without the whitespace at their beginning."""
+    """Bytes without leading whitespace."""
     try:
         return data.decode().lstrip().encode()
-    except UnicodeDecodeError:  # a character is not complete
+    except UnicodeDecodeError:  # incomplete character
         return data.lstrip()
 
 
 def _tokens_of(text: str, tokenizer: MarkerTokenizer) -> tuple[int, ...]:
-    """The tokens that spell a marker. RequestError if there are none."""
+    """The tokens that encode a marker. RequestError if there are none."""
     tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
     if b"".join(map(tokenizer.token_bytes, tokens)).lstrip() != text.encode():
         raise RequestError(

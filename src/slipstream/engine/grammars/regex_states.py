@@ -1,21 +1,21 @@
-"""States of a regular expression, shared by all requests that have it. No torch.
+"""States of a regular expression, shared by all requests that use it. No torch.
 
-llguidance finds a mask by walking through the vocabulary, and each copy of a matcher makes the
-states of its lexer anew: 0.4 ms a row for `[a-z ]{400,}` and 128,000 tokens. Two facts save that.
+llguidance computes a mask by walking the vocabulary, and each copy of a matcher builds its lexer
+states again: 0.4 ms per row for `[a-z ]{400,}` and 128,000 tokens. Two facts avoid that.
 
 1. Answers after which the same texts may follow have the same mask. A `RegexAutomaton` follows an
    answer by sets of positions in the expression: equal sets, equal texts. Most expressions have a
    few hundred sets, whatever the number of requests.
-2. Bytes that no set of characters of the expression tells apart can stand for each other. So each
-   token of the model becomes a token of a `ClassVocabulary`, in which the least byte of each class
-   stands for all. These are far fewer tokens, and their mask says which of the model's are allowed.
+2. Bytes that no character set of the expression distinguishes are equivalent. So each token of the
+   model is mapped to a token of a `ClassVocabulary`, in which the lowest byte of a class represents
+   all. These are far fewer tokens, and their mask tells which of the model's are allowed.
 
-The masks themselves are llguidance's, found once for each state by one matcher. Where llguidance
-forces a token, its mask has that token alone, and depends on the token before: there a state has no
-shared mask, and each request asks its own matcher.
+The masks are computed by llguidance, once for each state. Where llguidance forces a token, its mask
+has only that token, and depends on the previous one: such a state has no shared mask, and each
+request uses its own matcher.
 
-Characters beyond ASCII are not followed: an answer with one goes on by its own matcher. So does an
-expression with syntax that is not known here.
+Non-ASCII characters are not followed: an answer with one continues with its own matcher. So do
+expressions with syntax unknown here.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ MAX_STATES = 4096
 """Maximum number of states that are kept for an expression."""
 
 MAX_MASKS = 128
-"""Maximum number of different masks that are kept for an expression, 16 KB each for 128,000 tokens. States with
-further masks have no shared one."""
+"""Maximum number of different masks kept for an expression, 16 KB each for 128,000 tokens. Further
+states have no shared mask."""
 
 WALK_S = 0.002
-"""Seconds of a step that one expression's new states may take. Others wait for the next step, and the requests' own matchers
-serve them in this one."""
+"""Seconds per step for computing one expression's new states. Others wait for the next step; until
+then requests use their own matchers."""
 
 _ALL = (1 << 128) - 1
 
@@ -88,7 +88,7 @@ def _escaped(char: str) -> int:
 
 
 def _members(text: str) -> int:
-    """Returns the set of characters of a class in brackets, such as `[a-z]`."""
+    """Character set of a bracket class such as `[a-z]`, as a bit set."""
     if any(operator in text for operator in ("&&", "--", "~~")):
         raise UnknownSyntaxError
     items = list(_MEMBER.finditer(text))
@@ -159,11 +159,11 @@ def parse(text: str) -> Part:
 
 
 class RegexAutomaton:
-    """An automaton whose states are sets of positions in an expression. `closed` sets of them
-    follow an answer."""
+    """An automaton whose states are sets of positions in an expression. An answer is tracked by a
+    `closed` set of them."""
 
     def __init__(self, text: str) -> None:
-        self._empty: list[list[int]] = []  # edges without a character
+        self._empty: list[list[int]] = []  # edges without a character (epsilon)
         self._edges: list[list[tuple[int, int]]] = []  # (set of characters, target)
         self.sets: set[int] = set()
         first, self._last = self._node(), self._node()
@@ -198,7 +198,7 @@ class RegexAutomaton:
                 self._build(inner, first, first := self._node())
             if (
                 most is None
-            ):  # its own node, since an edge back to `first` would be one of what is before it
+            ):  # a separate node, since an edge back to `first` would repeat what precedes it
                 loop = self._node()
                 self._empty[first].append(loop)
                 self._build(inner, loop, again := self._node())
@@ -211,7 +211,7 @@ class RegexAutomaton:
                 self._empty[first].append(last)
 
     def closed(self, nodes: Iterable[int]) -> frozenset[int]:
-        """Nodes that have edges with characters (or are the last), reached without one."""
+        """Nodes reachable without a character that have edges with characters, or are final."""
         seen, todo = set(nodes), list(nodes)
         while todo:
             for other in self._empty[todo.pop()]:
@@ -231,8 +231,8 @@ class RegexAutomaton:
 
 
 class ClassVocabulary:
-    """A vocabulary in which the least byte of each class stands for the class. Token 0 is an end, and
-    from 32 on come 256 tokens of one byte each, then longer ones."""
+    """A vocabulary in which the lowest byte of each byte class represents the class. Token 0 is the
+    end; 256 single-byte tokens follow from 32 on, then longer ones."""
 
     def __init__(
         self, tokens: Sequence[bytes], special: Sequence[int], num_rows: int, sets: Iterable[int]
@@ -257,8 +257,8 @@ class ClassVocabulary:
         self._masks: dict[bytes, Bits] = {}
 
     def expand(self, own: Bits) -> Bits | None:
-        """Converts a mask of this vocabulary to one of the model's. None if fewer than two characters can follow,
-        because a token may be forced then."""
+        """Converts a mask of this vocabulary to one of the model's. None if fewer than two
+        characters can follow, because llguidance may then force a token."""
         if np.unpackbits(own[1:9].view(np.uint8)).sum() < 2:
             return None
         key = own.tobytes()
@@ -273,34 +273,34 @@ class ClassVocabulary:
 
 
 class RegexState:
-    """A state of an expression. `text` is a short answer that leads to it, written in
-    representatives of byte classes. `mask` is that of the model's vocabulary once `is_known`; None
-    where there is no shared one. `accepts` whether the answer may end here."""
+    """A state of an expression. `text`: a short answer that leads to it, in representatives of byte
+    classes. `mask`: over the model's vocabulary, valid once `is_known`; None if there is no shared
+    one. `accepts`: whether the answer may end here."""
 
     __slots__ = "accepts", "is_known", "mask", "next", "nodes", "text"
 
     def __init__(self, nodes: frozenset[int], text: bytes) -> None:
         self.nodes, self.text = nodes, text
-        self.next: dict[int, RegexState | None] = {}  # by a byte; None: it is not followed
+        self.next: dict[int, RegexState | None] = {}  # by byte; None: not followed
         self.is_known = self.accepts = False
         self.mask: Bits | None = None
 
 
 class RegexStates:
-    """The states of one expression. `matcher` is of the `vocabulary`; it walks from state to state."""
+    """The states of one expression. `matcher`, over `vocabulary`, is moved from state to state."""
 
     def __init__(
         self, automaton: RegexAutomaton, vocabulary: ClassVocabulary, matcher: LLMatcher
     ) -> None:
         self._automaton, self._vocabulary, self._matcher = automaton, vocabulary, matcher
-        self._at = b""  # where the matcher is
+        self._at = b""  # text after which the matcher is
         self._words = np.zeros(vocabulary.num_words, np.int32)
         self.start = RegexState(automaton.start, b"")
         self._states = {automaton.start: self.start}
-        self._masks: dict[int, Bits] = {}  # by id
+        self._masks: dict[int, Bits] = {}  # by state id
 
     def after(self, state: RegexState, token: int) -> RegexState | None:
-        """The state after a token of the model; None if it is not followed."""
+        """The state after a token of the model; None if it can't be followed."""
         place = self._vocabulary.place[token]
         if not place:
             return None
@@ -322,7 +322,7 @@ class RegexStates:
         return found
 
     def find(self, states: Iterable[RegexState]) -> None:
-        """Find the masks of states that are not known, as many as there is time for."""
+        """Compute the masks of states where they are missing, as far as time allows."""
         until = time.monotonic() + WALK_S
         for state in sorted({s for s in states if not s.is_known}, key=lambda s: s.text):
             self._walk(state)

@@ -18,14 +18,14 @@ MAX_PARTS = 20_000
 """Maximum number of parts of a schema."""
 
 MAX_NAMES = 32_768
-"""Limit of the characters of an object's names, up to which it may have other names too."""
+"""Maximum characters of an object's property names for which other names are supported, too."""
 
 MAX_TOGETHER = 32
 """Maximum number of parts in a row. Further ones are nested in the last one, which keeps the stack
 of places short."""
 
 MAX_BOUND = 10**15
-"""The largest bound of a whole number that is written here."""
+"""Maximum bound of an integer that is translated."""
 
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _WORDS = {"title", "description", "default", "examples", "$comment", "$defs", "definitions", "readOnly"}  # fmt: skip
@@ -43,8 +43,8 @@ class SchemaUnknownError(Exception):
 
 
 class Expression:
-    """An expression: a `set` of bytes as bits, `all` parts in order, `any` of some, one repeated (`times`), or one that is
-    given later (`later`)."""
+    """An expression: a `set` of bytes as bits, `all` parts in sequence, `any` of several, a
+    repetition (`times`), or one defined later (`later`)."""
 
     __slots__ = "bits", "kind", "least", "most", "parts"
 
@@ -116,7 +116,7 @@ _QUOTE = _text('"')
 
 
 def _plain(text: str) -> str:
-    """Returns the text, which JSON writes without escapes; SchemaUnknownError for others."""
+    """The text, which must need no escapes in JSON; SchemaUnknownError otherwise."""
     if any(char in '"\\' or ord(char) < 32 or ord(char) == 127 for char in text):
         raise SchemaUnknownError
     return text
@@ -134,7 +134,7 @@ def _between(low: int, high: int) -> Expression:
     x, y, rest = int(a[same]), int(b[same]), len(a) - same - 1
     if not rest:
         return _all(*_texts(a[:same]), _bytes(48 + x, 48 + y))
-    # the numbers that begin with the same digits: from `low` on, whole tens, up to `high`
+    # numbers with the same leading digits: from `low` on, whole tens, up to `high`
     full = 10**rest
     parts = list[Expression]()
     low_rest, high_rest = int(a[same + 1 :]), int(b[same + 1 :])
@@ -170,7 +170,7 @@ def _padded(low: int, high: int, width: int) -> Expression:
 
 
 def _integers(low: int | None, high: int | None) -> Expression:
-    """Whole numbers between bounds, as llguidance spells them: -0 is one if both signs are within the bounds' reach."""
+    """Integers within bounds, as llguidance spells them: -0 is one if the bounds admit both signs."""
     if any(bound is not None and abs(bound) > MAX_BOUND for bound in (low, high)):
         raise SchemaUnknownError
     minus = _text("-")
@@ -196,7 +196,7 @@ def _integers(low: int | None, high: int | None) -> Expression:
 
 
 class _Writer:
-    """Writes a schema's parts, as llguidance reads it."""
+    """Translates a schema's parts as llguidance interprets them."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         options = root.get("x-guidance", {})
@@ -218,7 +218,7 @@ class _Writer:
             self._space = _times(_pattern(pattern, _SPACE), 0, 1)
         escapes = options.get("json_allowed_escapes", 'nrbtf\\"u')
         short = [_one_of(escapes.replace("u", ""))]
-        if "u" in escapes:  # of control characters alone
+        if "u" in escapes:  # only of control characters
             last = _any(_all(_one_of("01"), _HEX), _all(_text("7"), _one_of("fF")))
             short.append(_all(_text("u00"), last))
         self._escape = _all(_text("\\"), _any(*short))
@@ -367,7 +367,7 @@ class _Writer:
         if more is not None:
             one = _all(self._other_name(list(listed)), space, colon, space, more, space)
             items.append((_all(one, _times(_all(comma, one), 0, None)), False))
-        first = rest = NOTHING  # what follows as the first property, and after one
+        first = rest = NOTHING  # expressions of the rest: before the first property, and after one
         for item, is_required in reversed(items):
             begun = _all(item, rest)
             first = begun if is_required else _any(begun, first)
@@ -376,11 +376,10 @@ class _Writer:
         return _all(_text("{"), space, first, _text("}"))
 
     def _other_name(self, names: Sequence[str]) -> Expression:
-        """Returns the expression of a property name that is none of the given ones."""
+        """Expression of a property name other than the given ones."""
 
         def after(endings: list[str]) -> Expression:
-            """Returns the expression of a string's rest, so that the text is none of the
-            `endings`."""
+            """Expression of a string's rest, such that the text is none of the `endings`."""
             if not endings:
                 return _all(self._chars, _QUOTE)
             by_byte: dict[int, list[str]] = {}
@@ -399,11 +398,11 @@ class _Writer:
 
 
 _UNSURE = re.compile(r"\[\^|\\[A-Zux]|(?<!\\)\.|[^\x00-\x7f]")
-"""Syntax that may stand for characters beyond ASCII."""
+"""Syntax that may match non-ASCII characters."""
 
 
 def _pattern(text: str, within: int) -> Expression:
-    """A regular expression of ASCII alone, whose characters are all `within` a set."""
+    """An ASCII-only regular expression whose characters are all in the set `within`."""
     if _UNSURE.search(text):
         raise SchemaUnknownError
     try:
@@ -426,8 +425,8 @@ def _from_regex(part: regex_states.Part, within: int) -> Expression:
 
 
 def expression_of(grammar: str) -> Expression:
-    """Returns the expression of a schema, which is given as llguidance's grammar. SchemaUnknownError if it has
-    something that this module can't express."""
+    """Expression of a schema given as llguidance's grammar. SchemaUnknownError if it can't be
+    expressed here."""
     [part, *others] = json.loads(grammar)["grammars"]
     if others or "json_schema" not in part:
         raise SchemaUnknownError

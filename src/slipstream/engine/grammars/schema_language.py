@@ -1,13 +1,13 @@
-"""Places that a text may be at in an expression of a schema. No torch.
+"""Tracks the positions (places) that a text may have reached in a schema's expression. No torch.
 
-A `SchemaPlace` is a part with what follows after it: a list of parts, like a stack. `Language.after` says which
-places a byte leads to from others. Places are made once each, so they compare by identity.
+A `SchemaPlace` is a part of the expression with the parts that follow it, like a stack.
+`Language.after` computes the places after a byte. Equal places are the same object, so they are
+compared by identity.
 
-An item of a list, or a character of a string, is counted. Counts that are further from a bound than any
-token is long allow the same tokens: such a count is far. The text's own count is then kept next to
-the places, one for each place in `slots`. A place whose count is n more than that of its slot has
-it as `_far(kind, n)`: where a number may go on, or may be over, the text is at two places with
-different counts.
+Items of a list and characters of a string are counted. Counts further from a bound than the longest
+token all allow the same tokens; such a count is called far. The exact count is then stored outside
+the place, in `slots`. A place whose count exceeds its slot's by n has the count `_far(kind, n)`:
+two places with different counts occur where a number may continue or may be over.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MAX_PLACES = 64
 """Maximum number of places that a text may be at simultaneously."""
 
 MAX_REACHED = 2048
-"""Maximum number of places that are visited to find those."""
+"""Maximum number of places visited to find those."""
 
 FAR_BELOW, FAR = -1, -2
-"""Counts that are far below the least, and between least and most but far below the most."""
+"""Counts (far below the minimum, far above the minimum and far below the maximum)."""
 
 MAX_DEEP = 1000
 """Maximum depth of a place. Deeper texts are not followed, since their places would cost more than a mask."""
@@ -57,10 +57,10 @@ Source: TypeAlias = "tuple[SchemaPlace | None, int]"
 count)."""
 
 _Begun: TypeAlias = "tuple[tuple[SchemaPlace, int], ...]"
-"""Slots that begin to count here, each with its first count."""
+"""Slots where counting begins, each with its first count."""
 
 END = SchemaPlace(Expression("end"), 0, None, 0)
-"""The place of a complete text."""
+"""Place after a complete text."""
 
 
 def _far(kind: int, ahead: int) -> int:
@@ -111,8 +111,8 @@ class Language:
         return self._renamed(places, dict.fromkeys(counts, 0), exact, settle=True)
 
     def limit(self, slot: SchemaPlace) -> int:
-        """The smallest count that is near its limit: from it on, which tokens are allowed depends
-        on the count."""
+        """The smallest count near its limit: from this count on, the allowed tokens depend on
+        it."""
         most = slot.part.least if slot.count == FAR_BELOW else slot.part.most
         assert most is not None
         return most - self.horizon
@@ -125,7 +125,7 @@ class Language:
         return found
 
     def _near(self, part: Expression, count: int) -> int:
-        """The count as a place keeps it: all counts far from a limit are one value, because they
+        """The count as stored in a place: all counts far from a limit share one value, because they
         allow the same tokens."""
         if count < part.least:
             return FAR_BELOW if part.least - count > self.horizon else count
@@ -261,7 +261,7 @@ def having(places: frozenset[SchemaPlace], byte: int) -> tuple[SchemaPlace, ...]
 
 
 def is_inside(places: frozenset[SchemaPlace]) -> bool:
-    """Whether the text is inside a string, where any plain character leads to the same places as any other."""
+    """Whether the text is inside a string where all plain characters lead to the same places."""
     narrow = [place.part.bits for place in places if place.part.bits & NARROW]
     leads = [place.part.bits & LEADS for place in places]
     return (
@@ -273,7 +273,7 @@ def is_inside(places: frozenset[SchemaPlace]) -> bool:
 
 
 def following(places: frozenset[SchemaPlace]) -> int:
-    """Bytes that may follow, as bits."""
+    """Set of bytes that may follow, as bits."""
     found = 0
     for place in places:
         found |= place.part.bits
@@ -281,8 +281,8 @@ def following(places: frozenset[SchemaPlace]) -> int:
 
 
 def language_of(grammar: str, longest: int) -> Language | None:
-    """The texts of a schema, given as llguidance's grammar. None if something of it can't be written, or has a wrong type,
-    which llguidance will say. `longest`: bytes of the longest token."""
+    """The texts that match a schema, given as llguidance's grammar. None if it can't be translated,
+    or has a wrong type, which llguidance will report. `longest`: bytes of the longest token."""
     try:
         return Language(expression_of(grammar), longest)
     except (SchemaUnknownError, RecursionError, TypeError, AttributeError, ValueError):

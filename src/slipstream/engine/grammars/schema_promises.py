@@ -1,17 +1,18 @@
-"""A JSON schema, rewritten so that what llguidance makes of it is valid for a JSON parser and a validator.
+"""Rewrites a JSON schema so that answers which llguidance allows are valid for a JSON parser and a validator.
 
-llguidance enforces how an answer is written. A reader parses it first, and then validates what the parser gives. They differ:
+llguidance constrains an answer's text. A client parses the text, then validates the parsed value. These differ:
 
-1. A parser reads `"\\u0061"` as the name `a`. Where other names may stand next to named ones, no `\\u` escapes are allowed.
+1. A parser reads `"\\u0061"` as the name `a`. Where additional properties are allowed next to named ones, `\\u` escapes are
+   forbidden.
 2. A parser rounds numbers to doubles, and llguidance reads some doubles of a schema inexactly. Exclusive bounds become
    inclusive ones of at most 15 digits.
-3. ECMA-262, Python and llguidance's regular expressions have different classes of characters (`\\s`, `\\W`, `.`). A string
+3. ECMA-262, Python and llguidance's regular expressions have different character classes (`\\s`, `\\W`, `.`). A string
    matches a pattern only if ECMA-262 and Python agree.
-4. Formats are checked by value: a date exists, a leap second stands where one may be.
+4. Formats are checked by value: a date must exist, a leap second must be possible.
 5. A parser keeps one of two equal names, so repeated names can't count for `minProperties`.
 6. `$ref`, `$id`, `$schema` and `additionalItems` mean what the schema's draft says.
 
-What can't be rewritten is a ValueError that names the part. Parts that no `$ref` reaches are not looked at.
+ValueError names a part that can't be rewritten. Definitions that no `$ref` reaches are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MAX_DECIMALS = 20
 1e-20."""
 
 SHORT_STEP = 1e-4
-"""Step of the numbers with few decimals, which doubles tell apart from each other and from any
+"""Step of numbers with few decimals, which doubles distinguish from each other and from any
 bound."""
 
 MAX_ID = 2000
@@ -70,14 +71,14 @@ _LATER = {
     "$dynamicRef",
     "$recursiveRef",
 }
-"""Keywords that older drafts do not know."""
+"""Keywords that older drafts lack."""
 
 _DRAFT_3 = {"extends", "disallow", "divisibleBy"}
 
 
 def promise(schema: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite `schema`, in place, and return the options that llguidance needs with it. ValueError
-    names what can't hold."""
+    """Rewrite `schema` in place, and return the options with which llguidance must compile it.
+    ValueError names a part that can't be enforced."""
     if "x-guidance" in schema:
         raise ValueError(
             "x-guidance would change what is enforced; leave it out (disable_any_whitespace and whitespace_pattern say what "
@@ -108,8 +109,8 @@ def promise(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 _Path = tuple["_Path", str] | None
-"""Path of a part: the path of the part around it, and a name. Whole texts would take gigabytes for
-the paths below a part with a long name."""
+"""Path of a part: the path of the enclosing part, and a name. Paths as strings would take gigabytes
+below a part with a long name."""
 
 
 def _where(path: _Path) -> str:
@@ -131,17 +132,17 @@ class _Walk:
         if len(own := str(root.get(self._id_key, ""))) > MAX_ID:
             raise ValueError(f"{self._id_key} has {len(own)} characters, more than {MAX_ID}")
         self._everywhere = _has_named_reference(root)
-        # a $ref into a part with another base, and its path
+        # a $ref to a part with another base, and its path
         self._strange: tuple[str, _Path] | None = None
         self._relative = ""  # a $ref in a part whose base is not the whole schema
-        self.is_open = False  # names may be free next to named ones
+        self.is_open = False  # additional property names are allowed next to named ones
         self.has_control = False
         self.merges = False  # parts are combined
         self.factors = set[Fraction]()
 
     def parts(self) -> Iterator[tuple[dict[str, Any], _Path]]:
-        """Visit each part once, before the parts in it, which may be changed meanwhile. It uses a
-        stack, since schemas may be deep."""
+        """Visit each part once, before the parts inside it, which may be changed meanwhile. Uses a
+        stack instead of recursion, since schemas may be deep."""
         stack: list[tuple[Any, _Path, dict[str, Any]]] = [(self._root, None, self._root)]
         seen = set[int]()
         while stack:
@@ -173,10 +174,10 @@ class _Walk:
     def _target(
         self, reference: str, path: _Path, base: dict[str, Any]
     ) -> tuple[Any, _Path, dict[str, Any]]:
-        """Part that a `$ref` names by its place, with its path and its base. It is None if the
-        place is not given or holds nothing. llguidance reads the part as if it stood where the
-        `$ref` does. That is wrong if the part has another base and names something relative to it,
-        so both conditions are noted here."""
+        """(part to which a `$ref` points by location, its path, its base). The part is None if
+        there is no location or nothing there. llguidance treats the part as if it were in place of
+        the `$ref`. That is wrong if the part has another base and contains relative references, so
+        both conditions are recorded here."""
         address, fragment = urldefrag(reference)
         own = urldefrag(str(self._root.get(self._id_key, ""))).url
         is_strange = base is not self._root or urljoin(own, address) != own
@@ -186,7 +187,7 @@ class _Walk:
             if "//json-schema.org/" in address:
                 self._relative = reference
         if (address and is_strange) or (fragment and not fragment.startswith("/")):
-            return None, path, base  # all parts are looked at
+            return None, path, base  # it is visited like all other parts
         found: Any = base
         names = [unquote(n).replace("~1", "/").replace("~0", "~") for n in fragment.split("/")[1:]]
         for name in names:
@@ -197,11 +198,11 @@ class _Walk:
             elif isinstance(found, dict) and name in found:
                 found = found[name]
             else:
-                return None, path, base  # llguidance says so
+                return None, path, base  # llguidance reports it
         return found, (None, ".".join(names)) if names else None, base
 
     def check_references(self) -> None:
-        """Raises the errors that `_target` noted. Call it after all parts were looked at."""
+        """Raises the errors that `_target` recorded. Call it after all parts were visited."""
         if self._strange and self._relative:
             reference, path = self._strange
             raise ValueError(
@@ -276,7 +277,7 @@ def _rewrite_numbers(part: dict[str, Any], walk: _Walk) -> None:
         is_strict = _is_number(strict) and not (_is_number(bound) and bound * sign > strict * sign)
         bound = strict if is_strict else bound
         if not _is_number(bound):
-            continue  # llguidance refuses what is neither
+            continue  # llguidance refuses anything else
         part.pop(inclusive, None)
         tight[inclusive] = _inside(bound, is_strict, sign, whole)
         few = abs(bound) < 1e15 * abs(step or SHORT_STEP) and _is_exact(bound)
@@ -285,8 +286,8 @@ def _rewrite_numbers(part: dict[str, Any], walk: _Walk) -> None:
             if step is not None:
                 del tight[inclusive]
     if short and step is None:
-        # Of an inclusive 0.999… llguidance allows 0.90 and not 0.9, which the bound begins with. So numbers that end soon have
-        # the exclusive bound.
+        # For an inclusive bound 0.999… llguidance allows 0.90 but not 0.9, a prefix of the bound.
+        # So numbers with few decimals get the exclusive bound.
         kind = {"type": part["type"]} if "type" in part else {}
         either = [{**kind, **tight}, {**kind, **tight, **short, "multipleOf": SHORT_STEP}]
         for inclusive, exclusive, _ in _BOUNDS:
@@ -309,7 +310,7 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def _decimal(value: int | float) -> Decimal:
-    if not abs(value) <= sys.float_info.max:  # NaN, too
+    if not abs(value) <= sys.float_info.max:  # also true for NaN
         raise ValueError(
             f"{str(value)[:_SHOWN]} is not a number of JSON, or is larger than doubles"
         )
@@ -327,8 +328,8 @@ def _is_exact(value: int | float) -> bool:
 
 
 def _inside(value: int | float, strict: bool, sign: int, whole: bool) -> int | float:
-    """Returns the inclusive bound nearest to `value` that llguidance reads exactly and that lies
-    inside of it. `sign` is 1 for a lower bound and −1 for an upper one."""
+    """The inclusive bound closest to `value` that llguidance reads exactly and that doesn't exceed
+    it. `sign`: 1 for a lower bound, −1 for an upper one."""
     bound = _decimal(value)
     if whole:
         rounded = sign * math.floor(sign * bound) if strict else sign * math.ceil(sign * bound)
@@ -372,13 +373,13 @@ def _factor(factor: int | float) -> Fraction:
 
 
 def _rewrite_items(part: dict[str, Any]) -> None:
-    """Rewrite `additionalItems` for llguidance, which takes it for a sign of an older draft and
-    looks for the items right before it."""
+    """Rewrite `additionalItems` for llguidance, which takes it as a sign of an older draft and
+    expects `items` right before it."""
     if "additionalItems" not in part:
         return
     rest = part.pop("additionalItems")
     if not isinstance(part.get("items"), list):
-        return  # without a list it means nothing in any draft
+        return  # without a list it has no meaning in any draft
     if "prefixItems" in part:
         raise ValueError("items is a list next to prefixItems; write the rest as items")
     after = list(part.items())
@@ -417,9 +418,9 @@ def _strings(value: Any) -> list[str]:
 
 
 def _before_line_end(pattern: str) -> str | None:
-    """Returns the translated pattern with a line end inserted before its `$`. It matches the names
-    that the pattern matches in Python but not in ECMA-262, so that these can be excluded. None if
-    the pattern does not end in a character and `$`."""
+    """The translated pattern with a line end inserted before its final `$`. It matches the names
+    that match the pattern in Python but not in ECMA-262, so that these can be excluded. None if the
+    pattern doesn't end with a character and `$`."""
     found = re.fullmatch(
         r"[^|]*?(\[(?:[^\[\]\\]|\\.)+\]|\\[^a-zA-Z0-9]|[\w/-])(\+|\{[1-9]\d*(?:,\d*)?\})?\$",
         pattern,
@@ -459,7 +460,7 @@ def _has_control(value: Any) -> bool:
 
 _FOUR = "(?:0[48]|[2468][048]|[13579][26])"
 _LEAP = f"(?:[0-9][0-9]{_FOUR}|{_FOUR}00)"
-_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"  # a date of Python has no year 0
+_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"  # Python's dates have no year 0
 _DATE = (
     f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
     f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
@@ -468,7 +469,7 @@ _FRACTION = r"(?:\.[0-9]+)?"
 _TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]{_FRACTION}(?:[zZ]|[+\-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _LEAP_SECOND = rf"23:59:60{_FRACTION}(?:[zZ]|[+\-]00:00)"
 _A, _H = "[0-9A-Za-z]", "[0-9A-Za-z\\-]"
-# Two hyphens in the third and fourth place begin an encoded name (punycode), whose rules are no regular language.
+# Two hyphens at positions three and four begin an encoded name (punycode), whose rules are not a regular language.
 _LABEL = f"{_A}(?:{_A}|{_H}{_A}|{_H}{{2}}{_A}|{_H}(?:{_A}{_H}|-{_A}){_H}{{0,58}}{_A})?"
 
 FORMATS: dict[str, tuple[str, int | None]] = {
@@ -477,7 +478,7 @@ FORMATS: dict[str, tuple[str, int | None]] = {
     "date-time": (f"^(?:{_DATE}[tT]{_TIME}|{_YEAR}-(?:06-30|12-31)[tT]{_LEAP_SECOND})$", None),
     "hostname": (rf"^{_LABEL}(?:\.{_LABEL})*$", 253),
 }
-"""Replacement of each format: a pattern, and the longest string, None without a limit."""
+"""Replacement of each format: (pattern, maximum length or None)."""
 
 
 # --- Patterns -------------------------------------------------------------------------------------------------------
@@ -489,8 +490,8 @@ _WORD, _ANY_WORD = "0-9A-Za-z_", r"_\p{L}\p{N}"
 _DIGIT, _ANY_DIGIT = "0-9", r"\p{Nd}"
 
 _SETS = {"s": (_BOTH_SPACE, _ANY_SPACE), "w": (_WORD, _ANY_WORD), "d": (_DIGIT, _ANY_DIGIT)}
-"""Characters of each class letter: those that both ECMA-262 and Python count, and those that either
-does."""
+"""Characters of each class letter: (those in both ECMA-262's and Python's class, those in
+either)."""
 
 _ECMA = {"s": _ECMA_SPACE, "w": _WORD, "d": _DIGIT}
 _LINE = r"[^\n\r\u2028\u2029]"
@@ -500,8 +501,8 @@ _TOKEN = re.compile(
 
 
 def translate(pattern: str, exact: bool = False) -> str:
-    """Translates a regular expression of ECMA-262 for llguidance. It matches what both ECMA-262 and
-    Python match; if `exact`, what ECMA-262 does. What is not known is left for llguidance to
+    """Translates an ECMA-262 regular expression for llguidance. It matches what both ECMA-262 and
+    Python match; with `exact`, what ECMA-262 matches. Unknown syntax is left for llguidance to
     refuse."""
     out: list[str] = []
     tokens = _TOKEN.findall(pattern)
@@ -532,8 +533,8 @@ def _is_set(token: str) -> bool:
 
 
 def _set(letter: str, exact: bool, negated: bool = False) -> str:
-    """Returns llguidance's spelling of a class letter such as `d` or `W`. With `negated` the
-    letter stands in a class that is left out: then the larger set is the safe one."""
+    """llguidance's spelling of a class letter such as `d` or `W`. With `negated` the letter is
+    inside a negated class: then the larger set is the safe one."""
     both, either = (_ECMA[letter.lower()],) * 2 if exact else _SETS[letter.lower()]
     if letter.islower():
         return f"[{either if negated else both}]"
@@ -563,7 +564,7 @@ def _class(tokens: list[str], at: int, exact: bool) -> tuple[int, str]:
     while at < end:
         is_range = tokens[at + 1 : at + 2] == ["-"] and at + 2 < end
         first, last = tokens[at], tokens[at + 2] if is_range else ""
-        if is_range:  # next to a set the hyphen is one
+        if is_range:  # next to a set, the hyphen is literal
             hyphen = r"\-" if _is_set(first) or _is_set(last) else "-"
             out.append(f"{add(first)}{hyphen}{add(last)}")
         else:

@@ -1,11 +1,11 @@
-"""States of a JSON schema, shared by all requests that have it. No torch.
+"""States of a JSON schema, shared by all requests that use it. No torch.
 
-1. A `SchemaStates` follows answers by their places in the schema's `Language`. Answers at the same places
-   may go on alike, so they have one mask.
-2. The masks are llguidance's. The first request that comes to a state finds its mask by its own matcher;
-   others look it up. So a schema's masks cost what its states do, whatever the number of requests.
-3. Where one byte alone can follow, llguidance forces tokens, and its mask depends on the token before, too.
-   There masks and forced tokens are kept for each such token.
+1. `SchemaStates` tracks answers by their places in the schema's `Language`. Answers at the same
+   places allow the same continuations, so they share a mask.
+2. Masks are computed by llguidance: by the matcher of the first request that reaches a state.
+   Others look them up. So the cost depends on the number of states, not of requests.
+3. Where only one byte can follow, llguidance forces tokens, and its mask also depends on the
+   previous token. There masks and forced tokens are stored for each previous token.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from slipstream.engine.grammars.string_lengths import PLAIN
 Bits: TypeAlias = npt.NDArray[np.int32]
 
 MAX_STATES = 8192
-"""Maximum number of states that are kept for a schema."""
+"""Maximum number of stored states of a schema."""
 
 MAX_KEPT_PLACES = 50_000
-"""Maximum number of places in these states, all together."""
+"""Maximum number of places in all of these states together."""
 
 MAX_STEPS = 32_768
-"""Maximum number of kept transitions (state, token) → state of a schema."""
+"""Maximum number of stored transitions (state, token) → state of a schema."""
 
 MAX_RUNS = 8192
-"""Maximum number of kept masks and forced tokens for states at which only one byte can follow."""
+"""Maximum number of stored masks and forced tokens of states where only one byte can follow."""
 
 Run: TypeAlias = tuple[tuple[int, ...], int]
-"""Forced tokens without one that completes the answer, and their number with it."""
+"""(forced tokens, without one that completes the answer; their number, with it)."""
 
 Sources: TypeAlias = tuple[tuple[int, int], ...] | None
-"""Sources of a state's counts, a pair for each: (index of the count before that it comes from, the number to add), or
--1 as index for a new count. None: all counts stay as they are."""
+"""Sources of a state's counts, one pair each: (index of the previous count, number to add); index
+-1 for a new count. None: all counts are unchanged."""
 
 
 class SchemaState:
-    """A state of a schema's automaton. `slots` are the positions in the schema at which an answer
-    counts items or characters. `limits`: a count changes the mask only from its limit on."""
+    """A state of a schema's automaton. `slots`: positions in the schema at which items or
+    characters are counted. `limits`: smallest count of each slot that affects the mask."""
 
     __slots__ = (
         *("accepts", "is_end", "is_forced", "is_inside", "limits", "masks", "moves", "next"),
@@ -64,25 +64,25 @@ class SchemaState:
         self.is_end = self.accepts and len(found.places) == 1
         self.is_forced = not self.accepts and following(found.places).bit_count() == 1
         self.is_inside = is_inside(found.places)
-        # by a number of plain characters
+        # by number of plain characters
         self.plain: dict[int, tuple[SchemaState, Sources] | None] = {}
-        # by a byte, and by what stands after the places that have it: many bytes lead to the same
+        # by the places left after a byte, since many bytes lead to the same
         self.moves: dict[tuple[SchemaPlace, ...], tuple[SchemaState, Sources] | None] = {}
         self.next: dict[int, tuple[SchemaState, Sources] | None] = {}
         self.tokens: dict[int, tuple[SchemaState, Sources] | None] = {}
-        self.masks: dict[int, SharedMask | None] = {}  # by the token before, -1 for any
+        self.masks: dict[int, SharedMask | None] = {}  # by previous token, -1 for any
         self.runs: dict[tuple[int, object], Run] = {}
         self.spot = SchemaSpot(self, (), -1)
 
 
 class Completes(Protocol):
-    """Completes masks with the tokens that end an answer."""
+    """Adds the tokens that end an answer to masks."""
 
     def made(self, mask: Bits, *, accepts: bool) -> Bits | None: ...
 
 
 class SharedMask:
-    """A mask of a matcher, whether the answer may end there, and the mask completed with different ends."""
+    """A matcher's mask, whether the answer may end there, and completed masks by end tokens."""
 
     __slots__ = "accepts", "bits", "complete"
 
@@ -114,7 +114,7 @@ class SchemaSpot:
         return self.state.is_end
 
     def complete(self, shared: Completes) -> Bits | None:
-        """The mask of the model's vocabulary; None if there is no shared one, or not yet."""
+        """Mask over the model's vocabulary; None if there is no shared one, or not yet."""
         found = self.state.masks.get(self.last)
         if found is None:
             return None
@@ -124,7 +124,7 @@ class SchemaSpot:
 
 
 class Followed(Protocol):
-    """An answer that follows the states of a schema. `choose` selects the answers whose matchers
+    """An answer tracked by the states of a schema. `choose` selects the answers whose matchers
     compute masks."""
 
     untaken: list[int]
@@ -137,8 +137,8 @@ R = TypeVar("R", bound=Followed)
 
 
 class TokenTexts:
-    """The model's tokens as bytes, b"" for those that are not followed; `plain`: the number of characters of those that are
-    plain inside a string, 0 for others."""
+    """The model's tokens as bytes, b"" for those that are not tracked. `plain`: number of
+    characters of tokens that are plain inside a string, 0 for others."""
 
     def __init__(self, tokens: Sequence[bytes], special: Collection[int]) -> None:
         ruled_out = set(special)
@@ -184,7 +184,7 @@ class SchemaStates:
         return SchemaSpot(state, counts, last)
 
     def after(self, spot: SchemaSpot, token: int) -> SchemaSpot | None:
-        """The spot after a token of the model; None if it is not followed."""
+        """The spot after a token of the model; None if it can't be tracked."""
         state = spot.state
         found = None
         if state.is_inside and token < len(self._plain) and (count := self._plain[token]):
@@ -226,8 +226,8 @@ class SchemaStates:
         return found
 
     def _skip(self, state: SchemaState, count: int) -> tuple[SchemaState, Sources] | None:
-        """The state after this number of plain characters of a string. None if they may not all be
-        inside it."""
+        """The state after this number of plain characters of a string. None if the string may end
+        before."""
         at, sources = state, None
         for _ in range(count):
             byte = ord("a")
@@ -276,8 +276,8 @@ class SchemaStates:
         return list(least.values())
 
     def _may_share(self, state: SchemaState) -> bool:
-        """Whether all answers at a state can share a mask: the tokens forced there end before a count reaches its
-        limit."""
+        """Whether all answers at a state can share a mask: forced tokens must end before a count
+        reaches its limit."""
         at: SchemaState = state
         for _ in range(self._language.horizon if state.slots else 0):
             if not at.is_forced:
@@ -290,14 +290,14 @@ class SchemaStates:
         return not state.slots
 
     def keep(self, spot: SchemaSpot, own: Bits, *, accepts: bool) -> None:
-        """Keep the mask that a matcher has at a spot, and whether the answer may end there."""
+        """Store the mask that a matcher computed at a spot, and whether the answer may end there."""
         self._num_runs += spot.last >= 0
         mask = self._masks.setdefault(own.tobytes(), own)
         spot.state.masks[spot.last] = SharedMask(mask, accepts)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the masks that are kept."""
+        """Bytes of the stored masks."""
         return len(self._masks) * self.num_words * 4
 
     def forget_masks(self) -> None:
@@ -308,8 +308,8 @@ class SchemaStates:
         self._num_runs = 0
 
     def keep_run(self, spot: SchemaSpot, shared: object, run: Run) -> None:
-        """Keep the tokens that are forced at a spot, for all answers there with the same `shared`
-        ends."""
+        """Store the tokens forced at a spot, for all answers there with the same end tokens
+        (`shared`)."""
         if self._num_runs < MAX_RUNS and self._may_share(spot.state):
             self._num_runs += 1
             spot.state.runs[spot.last, shared] = run

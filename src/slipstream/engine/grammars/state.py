@@ -1,9 +1,9 @@
 """One answer's position in its grammar, and its masks.
 
-1. `GrammarState` follows an answer: by a matcher of `llguidance`, by the states of an expression or a schema, by the
-   lengths of its strings, and by its budget of reasoning. `Grammars` (`grammar.py`) has one of each request.
-2. `Lanes` are the matchers of one grammar, of which each state has a copy.
-3. `SharedMasks` completes masks that several answers share with the tokens that end an answer.
+1. `GrammarState` tracks an answer: by an `llguidance` matcher, the states of an expression or a schema, the
+   lengths of strings, and its reasoning budget. `Grammars` (`grammar.py`) has one for each request.
+2. `Lanes` is a pool of matchers of one grammar, of which each state has a copy.
+3. `SharedMasks` adds end tokens to masks that several answers share.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 PARALLEL_ROWS = 8
-"""Minimum number of masks for which several threads are used."""
+"""Minimum number of masks that are computed by several threads."""
 
 MAX_COMPLETE = 256
 """Maximum number of complete masks that are kept for requests with the same end tokens."""
 
 MAX_LANE_AT_ONCE_S, MAX_LANE_S = 0.005, 1.0
-"""Seconds in which another matcher of a grammar is made at once, and in another thread. One that takes longer is not made."""
+"""(seconds up to which another matcher of a grammar is made at once, seconds up to which it is made in a thread). One that
+takes longer is not made."""
 
 Bits = npt.NDArray[np.int32]
 ByLength: TypeAlias = "tuple[LLMatcher, CountedStrings] | None"
@@ -43,18 +44,18 @@ Lane: TypeAlias = "tuple[LLMatcher, ByLength]"
 
 
 class Lanes:
-    """Pool of matchers of one grammar, each with its own lexer. A lexer serves one thread at a time, so masks are computed in
-    parallel only with several."""
+    """Pool of matchers of one grammar, each with its own lexer. A lexer serves one thread at a
+    time, so parallel masks need several."""
 
     def __init__(self, first: Lane, make: Callable[[], Lane], seconds: float) -> None:
-        """`make` builds another matcher, in about `seconds` seconds of processor time."""
+        """`make` builds another matcher, in about `seconds` of CPU time."""
         self._made, self._make, self._seconds = [first], make, seconds
         self._counts = [0]
         self._is_growing = seconds > MAX_LANE_S
 
     def take(self, most: int) -> tuple[int, Lane]:
-        """Assigns a matcher to a new request. Returns its number and the matcher. If all are busy,
-        up to `most` are made."""
+        """Assigns a matcher to a new request: (its index, the matcher). If all are in use, more are
+        made, up to `most`."""
         least = min(range(len(self._made)), key=self._counts.__getitem__)
         if self._counts[least] >= PARALLEL_ROWS and len(self._made) < most and not self._is_growing:
             self._is_growing = True
@@ -63,7 +64,7 @@ class Lanes:
             else:
                 try:
                     start_thread(self._grow, name="grammar")
-                except EngineOverloadedError:  # with a later request
+                except EngineOverloadedError:  # try again with a later request
                     self._is_growing = False
             least = min(range(len(self._made)), key=self._counts.__getitem__)
         self._counts[least] += 1
@@ -82,23 +83,24 @@ class Lanes:
 
 
 Compute: TypeAlias = "Callable[[list[tuple[LLMatcher, int]], Bits], None]"
-"""Writes the masks of matchers, each into its row."""
+"""Computes the masks of matchers, and writes each into its row."""
 
 
 class GrammarError(Exception):
-    """The grammar can't go on: it became too complex, or no token of the vocabulary fits."""
+    """The grammar can't continue: it became too complex, or no token of the vocabulary fits."""
 
 
 class SharedMasks:
-    """Complete masks of the requests that end by the same tokens. `ends` end an answer, `never` are not allowed anywhere."""
+    """Completed masks for requests with the same end tokens. `ends`: tokens that end an answer; `never`: tokens forbidden
+    everywhere."""
 
     def __init__(self, ends: Collection[int], never: Collection[int]) -> None:
         self.ends, self.never = tuple(ends), tuple(set(never) - set(ends))
-        # by the matcher's mask, which is kept so that its id stays its own
+        # by id of the matcher's mask, which is stored too so that the id stays unique
         self._complete: dict[tuple[int, bool], tuple[Bits, Bits | None]] = {}
 
     def complete(self, mask: Bits, *, accepts: bool) -> Bits | None:
-        """The mask with end tokens where the answer may end. None if nothing is left."""
+        """The mask, with end tokens added if the answer may end. None if no token is left."""
         found = self._complete.get((id(mask), accepts))
         if found is None:
             found = mask, self.made(mask, accepts=accepts)
@@ -108,8 +110,7 @@ class SharedMasks:
         return found[1]
 
     def made(self, mask: Bits, *, accepts: bool) -> Bits | None:
-        """`complete` without caching the result. A mask that is complete already is returned as it
-        is."""
+        """`complete` without caching. A mask that is already complete is returned unchanged."""
         complete = mask.copy()
         self.write_ends(complete, accepts=accepts)
         if is_empty(complete):
@@ -125,13 +126,13 @@ class SharedMasks:
 
 
 class GrammarState:
-    """Position of one answer in its grammar and in its budget of reasoning. Without a `matcher` the
-    budget is all. `shared` has the tokens that end the answer. `sampling` says what else the request
-    rules out, so that an answer for which nothing is left is noticed here. `lengths` follows the same
-    answer by the lengths of its strings, and `regex` by its expression's states, where these are enough.
+    """Position of one answer in its grammar and its reasoning budget. Without a `matcher` there is
+    only the budget. `shared` has the tokens that end the answer. `sampling`: further restrictions
+    of the request, so that an answer without any allowed token is detected here. `lengths` tracks
+    the answer by string lengths, and `regex` by its expression's states, where these suffice.
 
-    `known` is the mask of this position, if it is shared with other answers. Tokens that it allows
-    are `untaken` until the matcher is needed.
+    `known`: mask of this position, if it is shared with other answers. Tokens that it allows are
+    queued as `untaken` until the matcher is needed.
     """
 
     def __init__(
@@ -150,14 +151,16 @@ class GrammarState:
         self.regex = regex if self.is_plain else None
         self.spot: Spot | None = None if self.regex is None else self.regex.start
         self.known: Bits | None = None
-        self._incomplete: Bits | None = None  # mask that the matcher would write
+        self._incomplete: Bits | None = (
+            None  # mask that the matcher would write, without end tokens
+        )
         self.untaken: list[int] = []
-        self._spots: list[Spot | None] = []  # before each token since the last `settle`
+        self._spots: list[Spot | None] = []  # the spot before each token since the last `settle`
         self._is_borrowed = False
-        self.is_slow = False  # its last mask took long
-        self.lane: tuple[Lanes, int] | None = None  # which the matcher is of
+        self.is_slow = False  # its last mask took long to compute
+        self.lane: tuple[Lanes, int] | None = None  # pool and index of the matcher
         self._answer: list[int] = []
-        self._allowed: Bits | None = None  # as a mask
+        self._allowed: Bits | None = None  # `allowed_token_ids` as a mask
 
     @property
     def has_matcher(self) -> bool:
@@ -165,7 +168,7 @@ class GrammarState:
 
     @property
     def matcher(self) -> LLMatcher:
-        """The matcher, which has taken in all tokens. GrammarError if it can't."""
+        """The matcher, after it has consumed all tokens. GrammarError if it rejects one."""
         matcher = self._own
         if self._is_borrowed:
             self._matcher, self._is_borrowed = (matcher := matcher.deep_copy()), False
@@ -178,20 +181,20 @@ class GrammarState:
 
     @property
     def _own(self) -> LLMatcher:
-        """Returns the matcher itself. Only a grammar has one."""
+        """The matcher itself. Only states with a grammar have one."""
         if self._matcher is None:
             raise GrammarError("the answer has a budget of reasoning alone, and no grammar")
         return self._matcher
 
     def take_one(self) -> tuple[LLMatcher, int]:
-        """The matcher and the one token that it still has to consume. The caller makes it consume
-        the token."""
+        """The matcher and the one token that it has not consumed yet. The caller must make it
+        consume the token."""
         assert not self._is_borrowed
         [token], self.untaken = self.untaken, []
         return self._own, token
 
     def copy(self, *, borrow: bool = False) -> GrammarState:
-        """A copy. If it may `borrow` the matcher until it needs one of its own, this state must not change before."""
+        """A copy. With `borrow` it uses this state's matcher until it needs its own; this state must not change before."""
         budget = None if self.budget is None else self.budget.copy()
         matcher = self._matcher if borrow or self._matcher is None else self._matcher.deep_copy()
         other = GrammarState(matcher, self.shared, self._sampling, budget=budget, regex=self.regex)
@@ -201,8 +204,8 @@ class GrammarState:
         return other
 
     def mask(self, into: Bits) -> bool:
-        """Write which tokens may come next into int32 [words]. Returns False if none may, because
-        the answer is complete. GrammarError if it can't go on."""
+        """Write the mask of next tokens into int32 [words]. False if the answer is complete, so
+        that none may follow. GrammarError if it can't continue."""
         if (known := self.look(alone=True)) is not None:
             into[:] = known
             return True
@@ -211,7 +214,7 @@ class GrammarState:
         return self.finish_mask(into)
 
     def look(self, *, alone: bool = False) -> Bits | None:
-        """The shared mask of this position, if there is one. `alone`: it may be found for this answer only."""
+        """The shared mask of this position, if there is one. `alone`: it may be computed for this answer only."""
         if self.known is not None:
             return self.known
         spot, lengths = self.spot, self.lengths
@@ -232,28 +235,28 @@ class GrammarState:
         return self.known
 
     def look_inside(self, own: Bits) -> Bits | None:
-        """Finds the mask of a position inside a string, from a mask of the vocabulary of lengths.
-        None if the answer is at no such position."""
+        """The mask of a position inside a string, from a mask over the vocabulary of lengths. None
+        if the answer is not at such a position."""
         assert self.lengths is not None
         mask = self.lengths.expand(own)
-        if mask is not None and self.is_plain:  # no answer ends inside a string
+        if mask is not None and self.is_plain:  # an answer can't end inside a string
             self.known = self.shared.complete(mask, accepts=False)
         self._incomplete = mask
         return mask
 
     @property
     def needs_matcher(self) -> bool:
-        """Whether the matcher must find the mask of this position."""
+        """Whether the matcher must compute the mask of this position."""
         is_free = self.budget is not None and self.budget.is_reasoning
         return self.has_matcher and not is_free and self.known is self._incomplete is None
 
     def take_mask(self, mask: Bits) -> None:
-        """Take the mask that the matcher has written for this position."""
+        """Store the mask that the matcher computed for this position."""
         self._incomplete = mask
 
     def write_free(self, into: Bits) -> bool:
-        """Write the mask of a place where the grammar has no say: within reasoning, or without one.
-        False, and nothing is written, elsewhere."""
+        """Write the mask of a position that the grammar doesn't restrict: within reasoning, or
+        without a grammar. False, without writing, elsewhere."""
         if self._matcher is None:
             into.fill(-1)
         elif self.budget is not None and self.budget.is_reasoning:
@@ -263,7 +266,7 @@ class GrammarState:
         return True
 
     def write_known(self, into: Bits) -> bool:
-        """Writes the mask if it is known without the matcher. Otherwise returns False and writes
+        """Write the mask if it is known without the matcher. Otherwise returns False and writes
         nothing."""
         if self.write_free(into):
             return True
@@ -273,11 +276,11 @@ class GrammarState:
         return mask is not None
 
     def finish_mask(self, into: Bits) -> bool:
-        """Complete a mask that the matcher has written. Returns and raises what `mask` does.
+        """Complete a mask that the matcher has computed. Returns and raises like `mask`.
 
         1. End tokens are allowed where the answer may end. The grammar has no rule for them.
-        2. Tokens that the model or the request rules out are taken away. A marker that a budget
-           forces is not.
+        2. Tokens that the model or the request forbids are removed, except a marker that a budget
+           forces.
         """
         if self._matcher is None:
             if self.budget is not None:
@@ -303,7 +306,7 @@ class GrammarState:
         return True
 
     def _rule_out(self, into: Bits) -> None:
-        """Clear the tokens that the request's `allowed_token_ids` and bad words do not allow."""
+        """Clear tokens that the request's `allowed_token_ids` and bad words forbid."""
         sampling, answer = self._sampling, self._answer
         if sampling.allowed_token_ids is not None:
             if self._allowed is None:
@@ -320,13 +323,13 @@ class GrammarState:
                 into[last >> 5] &= ~bit_of(last)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by tokens that its masks allowed. GrammarError if it can't."""
+        """Advance by tokens that its masks allowed. GrammarError if it rejects one."""
         if self.advance(tokens):
-            _ = self.matcher  # takes them in
+            _ = self.matcher  # makes it consume them
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Advance as `accept` does, but leave the matcher behind. Returns whether the matcher must take the tokens
-        now, because they may be wrong or complete the answer."""
+        """Advance like `accept`, but without the matcher. Returns whether the matcher must consume
+        the tokens now, because they may be invalid or complete the answer."""
         given = tokens
         if self.budget is not None:
             given = []
@@ -346,8 +349,8 @@ class GrammarState:
         return must
 
     def _follow(self, tokens: Sequence[int]) -> bool:
-        """Advance through the shared states, without the matcher. Returns whether the tokens are certainly allowed and
-        don't complete the answer."""
+        """Advance through the shared states, without the matcher. Returns whether the tokens are
+        certainly allowed and don't complete the answer."""
         certain = self.is_plain
         for token in tokens:
             if isinstance(spot := self.spot, SchemaSpot):
@@ -364,7 +367,7 @@ class GrammarState:
                 if spot is not None:
                     assert isinstance(self.regex, RegexStates)
                     self.spot = self.regex.after(spot, token)
-                certain = certain and self.spot is not None  # it can go on
+                certain = certain and self.spot is not None  # it can continue
             else:  # it stays inside a string
                 inside = self.lengths is not None and not self.lengths.vocabulary.has_quote(token)
                 certain = certain and inside
@@ -373,10 +376,10 @@ class GrammarState:
         return certain
 
     def forced(self, num_pending: int = 0) -> tuple[int, ...]:
-        """Tokens that must follow `num_pending` forced ones. They stop before a token that
-        completes the answer. () if not even the pending ones are known."""
+        """Tokens that must follow `num_pending` forced ones, up to one that completes the answer.
+        () if even the pending ones are unknown."""
         if not self.is_plain:
-            return ()  # what is forced may be ruled out
+            return ()  # forced tokens may be forbidden by the request
         if isinstance(spot := self.spot, SchemaSpot):
             if not spot.state.is_forced:
                 return ()
@@ -391,7 +394,7 @@ class GrammarState:
         return run[0][num_pending:] if run[1] > num_pending else ()
 
     def _run(self) -> Run:
-        """The forced tokens without one that completes the answer, and their number with it."""
+        """(forced tokens, without one that completes the answer; their number, with it)."""
         matcher = self.matcher
         tokens: list[int] = matcher.compute_ff_tokens()
         ends, never = self.shared.ends, self.shared.never
@@ -408,7 +411,7 @@ class GrammarState:
         return tuple(tokens[: taken - complete]), taken
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens."""
+        """Undo the last tokens."""
         num_given = num_tokens if self.budget is None else self.budget.rollback(num_tokens)
         untaken = min(num_given, len(self.untaken))
         del self.untaken[len(self.untaken) - untaken :]
@@ -424,10 +427,10 @@ class GrammarState:
         del self._answer[len(self._answer) - num_tokens :]
 
     def mask_drafts(self, masks: Bits, drafts: Sequence[int]) -> None:
-        """Write the masks after each draft into int32 [1 + drafts, words]. The first row is written
-        already. Rows after a wrong draft stay as they are: nothing that is drawn there counts."""
+        """Write the masks after each draft into int32 [1 + drafts, words]. The first row is already
+        written. Rows after an invalid draft are not written: tokens sampled there are discarded."""
         assert len(masks) == 1 + len(drafts), "drafts are not known"
-        # a draft may be wrong, and a matcher in error stays so
+        # a draft may be invalid, and a matcher in error stays in error
         ahead = self.copy(borrow=True) if drafts else self
         for i, token in enumerate(drafts):
             if (
@@ -440,7 +443,7 @@ class GrammarState:
                 ahead.accept([token])
                 if not ahead.is_finished:
                     ahead.mask(masks[i + 1])
-            except GrammarError:  # it is an error once the draft turns out right
+            except GrammarError:  # only an error if the draft is accepted
                 masks[i + 1] = -1
                 break
 
@@ -449,18 +452,18 @@ class GrammarState:
         """Whether the answer is complete, so that nothing can follow."""
         if self._matcher is None:
             return False
-        if (spot := self.spot) is not None:  # a state of an expression that is followed can go on
+        if (spot := self.spot) is not None:  # a tracked state of an expression can always continue
             return isinstance(spot, SchemaSpot) and spot.is_end
         matcher = self.matcher
         return bool(matcher.is_stopped() and matcher.is_accepting())
 
     def is_free(self, num_tokens: int) -> bool:
-        """Whether the next `num_tokens` tokens, and the one after them, may be any tokens."""
+        """Whether the grammar and the budget allow any next `num_tokens` tokens, and any token after them."""
         return self._matcher is None and (self.budget is None or self.budget.is_free(num_tokens))
 
     def settle(self) -> None:
-        """Forget the data for taking tokens back: none so far will be. A spent budget is dropped,
-        too."""
+        """Drop the data for undoing tokens, since none so far will be undone. A used-up budget is
+        dropped, too."""
         self._spots.clear()
         if self.budget is not None:
             self.budget.settle()
@@ -474,7 +477,7 @@ class GrammarState:
 
 
 def find_masks(rows: Sequence[GrammarState], compute: Compute) -> None:
-    """Find the masks that rows share by the states of their expression or schema, which is one for all."""
+    """Compute the masks that rows share by the states of their expression or schema, which is the same for all."""
     states = rows[0].regex
     if isinstance(states, RegexStates):
         states.find([row.spot for row in rows if isinstance(row.spot, RegexState)])
@@ -482,7 +485,7 @@ def find_masks(rows: Sequence[GrammarState], compute: Compute) -> None:
         return
     chosen: list[tuple[SchemaSpot, LLMatcher]] = []
     for spot, row in states.choose(rows):
-        with contextlib.suppress(GrammarError):  # its own mask says so
+        with contextlib.suppress(GrammarError):  # reported by its own mask
             chosen.append((spot, row.matcher))
     if not chosen:
         return

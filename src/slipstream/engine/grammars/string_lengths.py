@@ -1,15 +1,15 @@
-"""Masks inside JSON strings, without a look at each token.
+"""Masks inside JSON strings, without testing each token.
 
-llguidance finds a mask by walking through the vocabulary. Where a string nears its `maxLength` it walks nearly all of it:
-milliseconds, for which a whole batch waits.
+llguidance computes a mask by walking the vocabulary. Near a string's `maxLength` it walks nearly
+all of it: milliseconds during which a whole batch waits.
 
-Where a schema says of its strings only how long they are, one plain character (no quote, backslash or control character) is as
-good as another. So a second matcher follows the answer in a `LengthVocabulary`, where each token begins with as many a's as
-it begins with plain characters. These are a few thousand tokens instead of 128,000, and most begin alike. Inside a string the
-mask of these tokens says all of the mask of the model's. Strings of all places and lengths have few different masks, which are
-kept.
+If a schema only limits its strings' lengths, all plain characters (no quote, backslash or control
+character) are equivalent. So a second matcher tracks the answer in a `LengthVocabulary`, where the
+leading plain characters of each token are replaced by a's. These are a few thousand tokens instead
+of 128,000, and most have common prefixes. Inside a string their mask determines the mask of the
+model's tokens. There are few different masks for all positions and lengths, and these are cached.
 
-`counts_only` says of which schemas this holds.
+`counts_only` tells for which schemas this holds.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ PLAIN = re.compile(
     rb"(?:[\x20-\x21\x23-\x5b\x5d-\x7e]|[\xc2-\xdf]%b|(?:\xe0[\xa0-\xbf]|[\xe1-\xec\xee\xef]%b|\xed[\x80-\x9f])%b"
     rb"|(?:\xf0[\x90-\xbf]|[\xf1-\xf3]%b|\xf4[\x80-\x8f])%b%b)*" % ((_MORE,) * 6)
 )
-"""The plain characters, whole ones of UTF-8, that a token begins with."""
+"""The plain characters, as complete UTF-8 characters, with which a token begins."""
 
 SLICED = 10
-"""Characters by which a string must be able to grow for llguidance to find its mask at once, from precomputed slices
-of the vocabulary."""
+"""Number of characters by which a string must still be able to grow for llguidance to use
+precomputed slices of the vocabulary."""
 
 MAX_MASKS = 1024
-"""Maximum number of kept masks of the model's vocabulary."""
+"""Maximum number of cached masks of the model's vocabulary."""
 
 _STRUCTURE = {
     "type",
@@ -78,16 +78,16 @@ KNOWN = _STRUCTURE | _VALUES | _WORDS | _LISTED | _COMBINED
 
 
 class CountedStrings(enum.Enum):
-    """Strings of a schema inside which only their length counts."""
+    """Strings of a schema that are restricted only in their length."""
 
-    # others may be names of properties, which must stay distinct
+    # others may be property names, which must stay distinct
     BOUNDED = "those that have a maxLength"
     ALL = "all"
 
 
 def counts_only(schema: Any) -> CountedStrings | None:
-    """Strings of a schema of which only the length counts. None if there are none, or if it would
-    not help. Strings may be listed (`enum`) where no other string can stand in their place."""
+    """Strings of a schema that are restricted only in their length. None if there are none, or if
+    it would not help. Enumerated strings (`enum`) are allowed where no other string can occur."""
     keywords: set[str] = set()
     if not _known(schema, keywords) or (keywords & _LISTED and keywords & _COMBINED):
         return None
@@ -97,8 +97,8 @@ def counts_only(schema: Any) -> CountedStrings | None:
 
 
 def _known(schema: Any, keywords: set[str]) -> bool:
-    """Whether a schema has only known keywords. They are added to `keywords`, and "open" with them
-    if the schema names properties (by `required`, too) and may have others."""
+    """Whether a schema has only known keywords. They are added to `keywords`; also "open" if the
+    schema names properties (in `required`, too) and allows others."""
     if isinstance(schema, bool):
         return True
     if not isinstance(schema, dict) or not schema.keys() <= KNOWN:
@@ -123,11 +123,11 @@ def _known(schema: Any, keywords: set[str]) -> bool:
 
 
 class LengthVocabulary:
-    """A vocabulary whose tokens begin with a's in the place of plain characters.
+    """A vocabulary in whose tokens leading plain characters are replaced by a's.
 
-    Token 0 is an end. From 32 on come 256 tokens of one byte each, then "aa", "aaa" and so on, up to one more than the
-    longest run of plain characters or `SLICED`, then all others. Special tokens of the model have none here: JSON has no place
-    for them.
+    Token 0 is an end. From 32 on come 256 tokens of one byte each, then "aa", "aaa" and so on, up
+    to one more than the longest run of plain characters or `SLICED`, then all others. The model's
+    special tokens have no counterpart, since they can't occur in JSON.
     """
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int], num_rows: int) -> None:
@@ -145,7 +145,7 @@ class LengthVocabulary:
         places = {token: i for i, token in enumerate(own) if i >= 32}
         self._place = np.zeros(
             -(-num_rows // 32) * 32, np.int64
-        )  # of a token of the model; 0: it has none
+        )  # by token of the model; 0: no counterpart
         ruled_out = set(special)
         for i in range(len(tokens)):
             if tokens[i] and i not in ruled_out:
@@ -156,7 +156,7 @@ class LengthVocabulary:
             own[place] == token for token, place in zip(tokens, self._place.tolist(), strict=False)
         ]
         self.num_words = -(-len(own) // 32)
-        import llguidance  # late: it would take a tenth of every start
+        import llguidance  # imported late: it would take a tenth of every start
 
         self.tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(OwnTokens(own)), n_vocab=len(own), eos_token=[0]
@@ -167,11 +167,11 @@ class LengthVocabulary:
         self._masks: OrderedDict[bytes, Bits] = OrderedDict()
 
     def expand(self, own: Bits, counts: CountedStrings) -> Bits | None:
-        """A mask of the model's vocabulary, int32 [words], from one of this, int32 [num_words]; None if that does not follow,
-        since it is not inside a string whose length alone counts."""
+        """Expands a mask of this vocabulary, int32 [num_words], to one of the model's, int32
+        [words]. None if the position is not inside a string restricted only in its length."""
         if ((own[1:9] & self._plain) != self._plain).any():
             return (
-                None  # as many characters can follow only inside a string that is not one of a list
+                None  # only inside a string that is not enumerated can this many characters follow
             )
         last = 32 + 256 - 2 + self._most
         if counts is CountedStrings.BOUNDED and own[last >> 5] >> (last & 31) & 1:
@@ -188,7 +188,7 @@ class LengthVocabulary:
         return mask
 
     def spelled(self, token: int, *, inside: bool) -> list[int]:
-        """A token of the model in tokens of this vocabulary. `inside` a string only its length counts."""
+        """A token of the model as tokens of this vocabulary. `inside` a string only its length counts."""
         if inside or self._is_same[token]:
             return [int(self._place[token])]
         return [32 + byte for byte in self._bytes[token]]
@@ -215,20 +215,20 @@ class OwnTokens:
 
 
 class StringLengths:
-    """Follower of one answer in a `LengthVocabulary`."""
+    """Tracks one answer in a `LengthVocabulary`."""
 
     def __init__(
         self, vocabulary: LengthVocabulary, matcher: LLMatcher, counts: CountedStrings
     ) -> None:
         self.vocabulary, self.matcher, self._counts = vocabulary, matcher, counts
-        self.may_be_inside = False  # a string
-        self._is_inside = False  # the last mask was found here, and nothing was accepted since
-        self._spelled: list[int] = []  # of each token of the answer, in how many tokens
-        # tokens that the matcher has not taken in, since no mask was needed
+        self.may_be_inside = False  # the answer may be inside a string
+        self._is_inside = False  # the last mask was computed here, and nothing was accepted since
+        self._spelled: list[int] = []  # number of tokens here for each token of the answer
+        # tokens that the matcher has not consumed, since no mask was needed
         self._pending: list[int] = []
 
     def expand(self, own: Bits) -> Bits | None:
-        """The mask of the model's vocabulary that follows from the matcher's; None if none does."""
+        """The model's mask that follows from the matcher's; None if it can't be derived."""
         mask = self.vocabulary.expand(own, self._counts)
         self._is_inside = self.may_be_inside = mask is not None
         return mask
@@ -242,8 +242,8 @@ class StringLengths:
             self._pending += own
 
     def settle(self) -> bool:
-        """Gives the pending tokens to the matcher. Returns False if it can't go on: limits of
-        llguidance may end it before the answer."""
+        """Makes the matcher consume the pending tokens. False if it can't continue: llguidance's
+        limits may end it before the answer."""
         pending, self._pending = self._pending, []
         return not pending or bool(self.matcher.consume_tokens(pending))
 

@@ -1,1 +1,1 @@
-"""Pictures of prompts."""
+"""Images and audio in prompts."""

@@ -20,7 +20,7 @@ _SHOWN = 80
 
 
 def from_data_uri(url: str) -> bytes:
-    """The bytes of a data: URI (RFC 2397) of an image. RequestError (field "image") if it is none."""
+    """Bytes of an image's data: URI (RFC 2397). RequestError (field "image") if it is invalid."""
     match = _DATA.fullmatch(url)
     if match is None or match[1] is None:
         raise bad(f"{url[:_SHOWN]!r} is no data:image/… URI")
@@ -38,7 +38,7 @@ AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
 
 
 def from_base64(data: str, form: str, where: str) -> bytes:
-    """The file of OpenAI's `input_audio`. RequestError (field `where`) if it is broken or not as `form` says."""
+    """The file of OpenAI's `input_audio`. RequestError (field `where`) if it is invalid or not of the format `form`."""
     if form not in AUDIO_FORMATS:
         what = f"format must be one of {', '.join(AUDIO_FORMATS)}, got {form[:_SHOWN]!r}"
         raise RequestError(what, field=f"{where}.format")
@@ -60,7 +60,7 @@ def from_base64(data: str, form: str, where: str) -> bytes:
 
 
 def audio_format(data: bytes) -> str | None:
-    """The one of `AUDIO_FORMATS` as which a file begins; None if as none of them."""
+    """The format in `AUDIO_FORMATS` that a file's first bytes indicate; None for others."""
     if data[:4] in (b"RIFF", b"RF64"):
         return "wav"
     if data[:4] == b"OggS":
@@ -71,14 +71,14 @@ def audio_format(data: bytes) -> str | None:
     )
     if data[size : size + 4] == b"fLaC":  # some writers put ID3 tags before it
         return "flac"
-    # MPEG audio: eleven bits of synchronization, layer I to III
+    # MPEG audio: eleven sync bits, then layer I to III
     is_frame = len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0 and data[1] & 0x06
     return "mp3" if tagged or is_frame else None
 
 
 def without_media(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages for a chat template, with {"type": "image"} in the place of their pictures, {"type": "audio"} in that of sounds,
-    and these. RequestError (field "messages") for a part of another type."""
+    """(messages for a chat template, with {"type": "image"} and {"type": "audio"} instead of images and
+    sounds; the images and sounds). RequestError (field "messages") for a part of another type."""
     plain, media = list[dict[str, Any]](), list[Any]()
     for i, message in enumerate(messages):
         content = message.get("content")
@@ -120,7 +120,7 @@ def without_media(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, An
 
 
 def _named(given: str | dict[str, Any], where: str) -> Any:
-    """The picture of OpenAI's `image_url`, or of vLLM's short form: the URL alone."""
+    """The image in OpenAI's `image_url`, or in vLLM's short form: the URL alone."""
     url, more = (
         (given, {})
         if isinstance(given, str)

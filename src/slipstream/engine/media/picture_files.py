@@ -1,15 +1,15 @@
-"""Picture files as they come from strangers: their size, and what of them Pillow gets to read.
+"""Checks untrusted image files, and removes what Pillow need not read.
 
-Pillow reads more than pixels, and some of that has no bound: comments of a GIF take time that grows with their square, and its
-older versions copy gigabytes for entries of EXIF that all name the same bytes. So a file is walked here first, block by block:
+Pillow reads more than pixels, sometimes without limits: GIF comments take quadratic time, and older versions
+copy gigabytes for EXIF entries that all point to the same bytes. So a file is parsed here first, block by
+block:
 
-1. The format is one of FORMATS, told by its first bytes.
+1. The format must be one of FORMATS, recognized by the first bytes.
 2. Width and height are read before any decoder allocates memory for them, and bounded.
-3. Pixels and transparency are kept. Of the rest only EXIF's orientation is read. Comments, profiles and thumbnails are left
-   out.
-4. A file that moves, or whose scans are too many, is refused.
+3. Only pixels, transparency and EXIF's orientation are kept. Comments, profiles and thumbnails are dropped.
+4. Animated files, and files with too many scans, are refused.
 
-What is not as the format says stays in the file, so that the decoder's own error tells about it. No Pillow here.
+Invalid data stays in the file, so that the decoder reports it. No Pillow here.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from slipstream.errors import RequestError
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_FILE_BYTES = 32 * 2**20
 MAX_PIXELS = 64 * 2**20
-"""Pixels of a picture before it is scaled. Phones take pictures of 50 million."""
+"""Maximum pixels of an image before scaling. Phones take pictures of 50 million."""
 
 MAX_REQUEST_PIXELS = MAX_PIXELS
-"""Pixels of all pictures of a request together."""
+"""Maximum pixels of all images of a request together."""
 
 MAX_SIDE = 65_535
-"""Longest side of a picture, which is JPEG's own bound. Scaling a longer side takes a table of
+"""Maximum side of an image in pixels, JPEG's own limit. Scaling a longer side takes a table of
 gigabytes."""
 
 MAX_SCANS = 100
-"""Scans of a progressive JPEG, each of which is a pass over all pixels. Cameras and programs write
-some 10."""
+"""Maximum scans of a progressive JPEG, each of which is a pass over all pixels. Cameras and
+programs write about 10."""
 
 
 @dataclass(frozen=True, slots=True)
 class PictureFile:
-    """A file that can be decoded. `orientation` is EXIF's: 1 is upright."""
+    """A file that can be decoded. `orientation`: EXIF's; 1 is upright."""
 
     data: bytes
     format: str
@@ -51,14 +51,14 @@ class PictureFile:
 
     @property
     def num_pixels(self) -> int:
-        """Number of pixels as the bounds count them. Each counts twice in a progressive JPEG and
-        three times in a WebP: their decoders take that much more memory."""
+        """Number of pixels that counts toward limits: twice the actual number for progressive JPEG
+        and three times for WebP, whose decoders need that much more memory."""
         return self.width * self.height * self.weight
 
 
 def measured(data: bytes) -> PictureFile:
-    """The file with its format and size, found without decoding it. RequestError (field "image") if
-    it can't be a picture within the bounds."""
+    """Determines format and size without decoding. RequestError (field "image") if the file can't
+    be an image within the limits."""
     if len(data) > MAX_FILE_BYTES:
         raise bad(f"the file has {len(data)} bytes, more than {MAX_FILE_BYTES}")
     for mark, read in _READERS.items():
@@ -188,7 +188,7 @@ def _gif(data: bytes) -> PictureFile:
         while at < len(data) and data[at]:
             at += 1 + data[at]
         at += 1
-        if kind == 0x2C or data[begin + 1] == 0xF9:  # what its colours, and their transparency, are
+        if kind == 0x2C or data[begin + 1] == 0xF9:  # image data, or the colours' transparency
             kept.append(data[begin:at])
     return PictureFile(b"".join((*kept, b"\x3b")), "GIF", width, height)
 

@@ -1,12 +1,12 @@
-"""Prepares pictures for the engine: decodes them within bounds, scales and cuts them as the model's image processor does, and
-hashes them.
+"""Prepares images for the engine: decodes them within limits, scales and cuts them as the model's
+image processor does, and hashes them.
 
     source (bytes, a PIL image, an array) ── opened ──> RGB ── pieces ──> uint8 pixels with their key, and the text that
                                                                             stands for the picture in a prompt
 
-Pillow and NumPy alone. Pictures are prepared in a pool of threads: decoding and scaling release Python's lock. The pixels that
-are decoded at a time are bounded, and clients take turns. Pixels stay bytes until the worker has them; it rescales and
-normalises them, as `ImageProcessing` says.
+Uses only Pillow and NumPy. Images are prepared in a thread pool, since decoding and scaling release
+the GIL. The number of pixels decoded at a time is limited, and clients take turns. The worker
+rescales and normalizes the pixels (`ImageProcessing`).
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ _logger = logging.getLogger("slipstream.engine")
 _NO_PILLOW = "pictures are read by Pillow, which is not installed here: the extra vision"
 
 MAX_DECODED_PIXELS = 96 * 2**20
-"""Pixels in decoding at a time. One client may have at most the pixels of one request, so that
-there is room for another client. A pixel takes some 6 bytes."""
+"""Maximum pixels being decoded at a time. One client may use at most the pixels of one request, so
+that others have room. A pixel takes about 6 bytes."""
 
 _STRIP_PIXELS = 2**20
 LOW_DETAIL_PIXELS, LOW_DETAIL_TOKENS, LOW_DETAIL_SIDE = 512 * 512, 70, 512
@@ -82,15 +82,15 @@ Detail: TypeAlias = Literal["auto", "low", "high"]
 
 @dataclass(frozen=True, slots=True)
 class DetailedPicture:
-    """A picture that is not prepared yet, with OpenAI's `detail`."""
+    """An image not yet prepared, with OpenAI's `detail`."""
 
     source: Any
     detail: str
 
 
 class PictureProcessor(MediaProcessor):
-    """Reader of pictures for one model. Without Pillow a warning is logged, text is served, and
-    pictures are refused."""
+    """Prepares images for one model. Without Pillow a warning is logged, text is served, and images
+    are refused."""
 
     spec: VisionSpec
 
@@ -117,8 +117,8 @@ class PictureProcessor(MediaProcessor):
         )
 
     def measure(self, data: bytes) -> Future[PictureFile]:
-        """Measure a file without decoding it, so that its pixels are known beforehand. `submit`
-        takes the result in place of the file's bytes."""
+        """Check a file in a thread without decoding it, so that its pixels are known beforehand.
+        `submit` accepts the result instead of the file's bytes."""
         return self._pool.submit(partial(measured, data))
 
     def submit(self, source: Any, detail: str = "auto") -> Future[PreparedMedia]:
@@ -131,7 +131,7 @@ class PictureProcessor(MediaProcessor):
         return self._pool.submit(partial(self.prepare, source, detail), weight=_num_pixels(source))
 
     def prepare(self, source: Any, detail: str = "auto") -> PreparedMedia:
-        """A picture's pieces. RequestError says what is wrong with it."""
+        """Prepares an image's pieces. RequestError if the image is invalid."""
         source = _with_file(source)
         if isinstance(source, DetailedPicture):
             source, detail = source.source, source.detail
@@ -205,18 +205,20 @@ class PictureProcessor(MediaProcessor):
         if spec.prompt.style == "framed_tiles":
             whole_count = pieces[-1].num_tokens * (len(pieces) > rows * columns > 0)
             return PreparedMedia(spec.prompt.text(count, rows, columns, whole_count), pieces)
-        if spec.prompt.style != "tiles":  # in one run
+        if spec.prompt.style != "tiles":  # one run of tokens
             count = sum(piece.num_tokens for piece in pieces)
         return PreparedMedia(spec.prompt.text(count, rows, columns), pieces, among)
 
     def _one_square(self, source: OpenPicture, sizes: PinpointTiles) -> PreparedMedia | None:
-        """The picture in the middle of a square of the mean colour, in one tile, with a token after its rows."""
+        """The image centred on a square of the mean colour, as one tile, with a token after each row."""
         import PIL.Image
 
         if sizes.most is None:
             return None
         height, width = source.height, source.width
-        if (side := max(height, width)) > MAX_SIDE:  # a square of a narrow one would be large
+        if (
+            side := max(height, width)
+        ) > MAX_SIDE:  # the square of a very narrow image would be too large
             height, width = (max(1, x * MAX_SIDE // side) for x in (height, width))
             side = MAX_SIDE
         colour = tuple(int(x * 255) for x in self.processing.mean)
@@ -229,7 +231,7 @@ class PictureProcessor(MediaProcessor):
         return PreparedMedia(self.spec.prompt.text(count), (piece,))
 
     def _in_pinpoint(self, source: OpenPicture, sizes: PinpointTiles) -> tuple[PatchGrid, Image]:
-        """The picture with black around, and the part of its grid that is not padding."""
+        """(token grid without padding, the image padded with black)."""
         import PIL.Image
 
         size = pinpoint(source.height, source.width, sizes)
@@ -242,7 +244,7 @@ class PictureProcessor(MediaProcessor):
         return without_padding(source.height, source.width, grid), image
 
     def _cut(self, image: Image, tile: int) -> Image:
-        """The image without the pixels of each tile that are beyond its last patch."""
+        """The image without the pixels of each tile after its last whole patch."""
         import PIL.Image
 
         kept = tile - tile % self.spec.patch_size
@@ -257,7 +259,7 @@ class PictureProcessor(MediaProcessor):
         return found
 
     def _padded(self, source: OpenPicture, limits: PatchLimits) -> Image:
-        """The picture with black to its right and below."""
+        """The image padded with black on the right and below."""
         import PIL.Image
 
         height, width = within_patches(source.height, source.width, limits)
@@ -278,7 +280,8 @@ class PictureProcessor(MediaProcessor):
     def _whole_or_tiles(
         self, source: OpenPicture, sizes: WholeOrTiles, *, is_low: bool
     ) -> tuple[list[Image], int, int]:
-        """The tiles row by row, perhaps with the whole after them, and the numbers of rows and columns: 0 if it is one."""
+        """(the tiles row by row, possibly followed by the whole image; rows; columns). Rows and columns are 0 if there is
+        only one piece."""
         whole = source.scaled(*within_pixels(source.height, source.width, sizes.whole), self._how)
         tiles = sizes.tiles
         if is_low or tiles is None or not sizes.are_tiles(source.height, source.width):
@@ -290,7 +293,7 @@ class PictureProcessor(MediaProcessor):
         return [*found, whole] if sizes.thumbnail else found, rows, columns
 
     def _ratio_tiles(self, source: OpenPicture, sizes: RatioTiles, *, splits: bool) -> list[Image]:
-        """Returns the tiles row by row, and the whole picture after them if there are several."""
+        """The tiles row by row, followed by the whole image if there are several."""
         tile = sizes.tile
         rows, columns = tiles_by_ratio(source.height, source.width, sizes) if splits else (1, 1)
         whole = source.scaled(tile, tile, self._how)
@@ -303,8 +306,8 @@ class PictureProcessor(MediaProcessor):
     def _tiles(
         self, source: OpenPicture, sizes: TileSizes, *, splits: bool
     ) -> tuple[list[Image], int, int]:
-        """The tiles row by row with the whole picture after them, and the numbers of rows and
-        columns: 0 if it is one tile."""
+        """(the tiles row by row, followed by the whole image; rows; columns). Rows and columns are
+        0 for a single tile."""
         tile = sizes.tile
         size = scaled_for_tiles(source.height, source.width, sizes.longest)
         image = source.scaled(*size, self._how)
@@ -337,8 +340,8 @@ class PictureProcessor(MediaProcessor):
     def _piece(
         self, image: Image, tokens: PatchGrid | None = None, inner: tuple[int, ...] = ()
     ) -> MediaPiece:
-        """A picture or tile, ready for the encoder, with the key of its pixels. `tokens`: its rows and columns of tokens, if
-        they differ from its groups of patches. `inner`: see `MediaSpan`."""
+        """An image or tile for the encoder, with the key of its pixels. `tokens`: its token grid,
+        if it differs from the grid of patch groups. `inner`: see `MediaSpan`."""
         pixels = np.asarray(image, np.uint8)
         height, width = pixels.shape[:2]
         grid, merge = self.spec.grid(height, width), self.spec.merge
@@ -353,20 +356,19 @@ class PictureProcessor(MediaProcessor):
 class OpenPicture:
     """A decoded picture that is not yet upright, flat or scaled.
 
-    A large one is scaled colour by colour, and its transparency is taken out strip by strip, in place: all at once it would be
-    there four times.
+    A large one is scaled channel by channel, and transparency is removed strip by strip, in place;
+    otherwise four copies would be in memory.
     """
 
     def __init__(self, image: Image, orientation: int, *, is_own: bool) -> None:
-        """`is_own`: the image may be changed."""
+        """`is_own`: the image may be modified."""
         self._image = _flat(image, is_own=is_own)
         self._turn = _TURNS.get(orientation)
         width, height = self._image.size
         self.width, self.height = (height, width) if orientation > 4 else (width, height)
 
     def scaled(self, height: int | None = None, width: int | None = None, how: Any = None) -> Image:
-        """The picture in RGB, turned upright. Its size is `height` by `width` if both are given,
-        else its own."""
+        """The image in RGB, upright, scaled to `height` by `width` if both are given."""
         import PIL.Image
 
         planes = []
@@ -385,8 +387,8 @@ _TURNS: dict[int, Any] = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 
 
 def opened(source: Any) -> OpenPicture:
-    """A picture of a file's bytes, a PIL image, or an array uint8 [height, width, 3]. Transparent parts are white. RequestError
-    (field "image") if it can't be read, moves, or is too large."""
+    """Opens an image: a file's bytes, a PIL image, or an array uint8 [height, width, 3]. Transparent parts
+    become white. RequestError (field "image") if it is invalid, animated, or too large."""
     import PIL.Image
 
     source = _with_file(source)
@@ -426,7 +428,7 @@ def _decoded(file: PictureFile) -> Image:
     import PIL.Image
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of sizes, which are checked before
+        warnings.simplefilter("ignore")  # about sizes, which were checked before
         try:
             image = PIL.Image.open(io.BytesIO(file.data), formats=(file.format,))
             if image.size != (file.width, file.height):
@@ -436,17 +438,17 @@ def _decoded(file: PictureFile) -> Image:
             raise
         except PIL.UnidentifiedImageError:
             raise bad(f"it can't be read as {file.format}") from None
-        except Exception as error:  # whatever a decoder raises, it raises over these bytes
+        except Exception as error:  # any decoder error is caused by these bytes
             raise bad(f"it can't be read: {error}") from error
     return image
 
 
 def _flat(image: Image, *, is_own: bool) -> Image:
-    """Returns the image without transparency: its first three bands are red, green and blue, or its
-    first is grey."""
+    """The image without transparency: its first three bands are red, green and blue, or its first
+    band is grey."""
     import PIL.Image
 
-    if image.mode.startswith("I;16"):  # which `convert` would cut at 255
+    if image.mode.startswith("I;16"):  # `convert` would clip these at 255
         return PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise bad(f"its pixels are numbers of 32 bits (mode {image.mode}); send 8 bits a colour")
@@ -482,7 +484,7 @@ def _in_rgb(image: Image) -> Image:
 
 
 def _with_file(source: Any) -> Any:
-    """The source, with a file's bytes measured."""
+    """The source, with a file's bytes replaced by the checked file."""
     match source:
         case DetailedPicture(inner, detail):
             return DetailedPicture(_with_file(inner), detail)
@@ -492,7 +494,7 @@ def _with_file(source: Any) -> Any:
 
 
 def _num_pixels(source: Any) -> int:
-    """Number of pixels, as the bounds count them, of a source that `_with_file` returned."""
+    """Number of pixels, as counted for limits, of a source that `_with_file` returned."""
     match source:
         case DetailedPicture(source=inner):
             return _num_pixels(inner)

@@ -1,5 +1,5 @@
-"""Pictures and sounds of a prompt, ready for the engine: pieces with keys, the text that stands for them, and their places. No
-torch."""
+"""Prepared images and sounds of a prompt: pieces with hash keys, the prompt text that represents
+them, and their positions. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from slipstream.spec.media.medium import MediaSpec
 
 if TYPE_CHECKING:
     from slipstream.engine.text.tokenizer import Tokenizer
-    from slipstream.params.options import RequestOptions
     from slipstream.spec.model import ModelSpec
 
 KEY_BYTES = 16
@@ -28,7 +27,7 @@ PLURAL = {"image": "pictures", "audio": "sounds"}
 
 @dataclass(frozen=True, slots=True)
 class MediaPiece:
-    """A sound, a picture, or a tile of one, as the encoder reads it: `MediaSpan` without its place."""
+    """A sound, an image, or a tile of one, as the encoder's input: a `MediaSpan` without its position."""
 
     rows: int
     columns: int
@@ -59,8 +58,8 @@ class MediaPiece:
 
 @dataclass(frozen=True, slots=True)
 class PreparedMedia:
-    """The pieces of a picture or sound in their order, and the text that stands for them in a prompt. `among`: the same where
-    a prompt has several, if that is something else."""
+    """The pieces of an image or sound in order, and the prompt text that represents them. `among`:
+    the version for prompts with several media, if it differs."""
 
     text: str
     pieces: tuple[MediaPiece, ...]
@@ -68,7 +67,7 @@ class PreparedMedia:
 
 
 class MediaProcessor:
-    """Reader of pictures or of sounds for one model. `most`: how many a prompt may have."""
+    """Prepares images or sounds for one model. `most`: maximum number in a prompt."""
 
     spec: MediaSpec
     most: int
@@ -78,12 +77,12 @@ class MediaProcessor:
         self._pool.close()
 
     def submit(self, source: Any, detail: str = "auto") -> Future[PreparedMedia]:
-        """Prepares one of them in the pool of threads. `detail` is of pictures."""
+        """Prepares one image or sound in the thread pool. `detail` applies to images."""
         raise NotImplementedError
 
     def prepare_all(self, sources: Sequence[Any]) -> list[PreparedMedia]:
-        """Prepare them in the pool, and pass those through that are prepared already. RequestError for the first that can't
-        be prepared."""
+        """Prepares all sources in the pool; those already prepared are returned unchanged.
+        RequestError for the first invalid one."""
         begun = [x if isinstance(x, PreparedMedia) else self.submit(x) for x in sources]
         try:
             return [x if isinstance(x, PreparedMedia) else x.result() for x in begun]
@@ -94,13 +93,13 @@ class MediaProcessor:
 
 
 def _of_prompt(media: Sequence[PreparedMedia]) -> Sequence[PreparedMedia]:
-    """The media of one prompt, as they are there."""
+    """The media of one prompt; if it has several, in their `among` version."""
     return media if len(media) < 2 else [x if x.among is None else x.among for x in media]
 
 
 def with_media(text: str, media: Sequence[PreparedMedia], spec: MediaSpec) -> str:
-    """The prompt with each placeholder replaced by the text of its picture or sound. RequestError if
-    their numbers differ."""
+    """The prompt with each placeholder replaced by the text of its image or sound. RequestError if
+    the numbers differ."""
     parts = text.split(spec.prompt.placeholder)
     if len(parts) - 1 != len(media):
         raise RequestError(
@@ -114,10 +113,10 @@ def with_media(text: str, media: Sequence[PreparedMedia], spec: MediaSpec) -> st
 
 
 def joined(
-    tokens: Sequence[int], spans: Sequence[MediaSpan], options: RequestOptions, spec: ModelSpec
-) -> tuple[tuple[MediaSpan, ...], RequestOptions]:
-    """The pictures of a prompt whose tokens all attend to each other, and the options with a salt for its cached blocks: no
-    other prompt has their keys and values. RequestError if it is longer than the decoder's window."""
+    tokens: Sequence[int], spans: Sequence[MediaSpan], cache_salt: str, spec: ModelSpec
+) -> tuple[tuple[MediaSpan, ...], str]:
+    """The pictures of a prompt whose tokens all attend to each other, and the salt of its cached blocks: no other prompt has
+    their keys and values. RequestError if it is longer than the decoder's window."""
     window = min(getattr(a, "window", None) or len(tokens) for a in spec.attentions)
     if len(tokens) > window:
         why = (
@@ -125,10 +124,10 @@ def joined(
         )
         raise RequestError(f"{why}; send fewer pictures or words", field="prompt")
     said = (np.array(tokens, np.uint32).tobytes(), *(x.key for x in spans))
-    given = b"".join((*said, options.cache_salt.encode()))
+    given = b"".join((*said, cache_salt.encode()))
     salt = blake2b(given, digest_size=16, person=b"whole prompt").hexdigest()
     whole = tuple(dataclasses.replace(x, joined=len(tokens)) for x in spans)
-    return whole, dataclasses.replace(options, cache_salt=salt)
+    return whole, salt
 
 
 def expanded(
@@ -137,8 +136,8 @@ def expanded(
     spec: MediaSpec,
     tokenizer: Tokenizer | None,
 ) -> tuple[int, ...]:
-    """A prompt's tokens with all placeholders of its media: as they are, or with one for each (of a model that
-    writes it otherwise than by its placeholder: what `PromptFormat.placeholder` is)."""
+    """A prompt's tokens with placeholders for all of its media. `tokens` may already have them all, or one
+    for each medium (for models with another chat placeholder, see `PromptFormat.placeholder`)."""
     count, media = tokens.count(spec.token_id), _of_prompt(media)
     if count == sum(piece.num_tokens for x in media for piece in x.pieces):
         return tuple(tokens)
@@ -169,8 +168,8 @@ def _salted(key: bytes, cache_salt: str) -> bytes:
 
 
 def _is_whole(own: Sequence[int], piece: MediaPiece, num_tokens: int) -> bool:
-    """Whether placeholders of a piece stand together, with text after each row if the model has
-    some, in a prompt of `num_tokens`."""
+    """Whether a piece's placeholders are contiguous, with text after each row if the model has it,
+    in a prompt of `num_tokens`."""
     width, first = piece.columns + piece.gap, own[0]
     if first + piece.rows * width > num_tokens:
         return False
@@ -186,9 +185,9 @@ def placed(
     spec: MediaSpec,
     cache_salt: str = "",
 ) -> tuple[MediaSpan, ...]:
-    """Places of the pieces in a prompt that has all its placeholders. RequestError if
-    placeholders and pieces do not match. With a salt, the worker's cached embeddings are shared
-    only with requests of the same salt."""
+    """Spans of the pieces in a prompt that has all placeholders. RequestError if placeholders and
+    pieces don't match. With a salt, the worker shares cached embeddings only among requests with
+    the same salt."""
     places = [i for i, token in enumerate(tokens) if token == spec.token_id]
     spans, start = list[MediaSpan](), 0
     for piece in (piece for x in _of_prompt(media) for piece in x.pieces):

@@ -1,4 +1,4 @@
-"""Pictures and sounds of prompts: what reads them, and errors that say what this model can't take. No torch."""
+"""Reads images and sounds of prompts, and raises errors for those that this model doesn't accept. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from slipstream.spec.media.vision import ImageProcessing, VisionSpec
 
 
 def media_processor(description: ModelDescription, config: EngineConfig) -> MediaProcessor | None:
-    """Reader of a prompt's pictures or sounds; None for a model that takes neither."""
+    """The processor of a prompt's images or sounds; None for a model that accepts neither."""
     spec, processing = description.spec.media, description.processing
     if config.media is None:
         return None
@@ -44,8 +44,8 @@ def media_processor(description: ModelDescription, config: EngineConfig) -> Medi
 
 
 class MediaReader:
-    """Reads the pictures and sounds of prompts for one model. `processor` prepares them; None if
-    the model takes none."""
+    """Reads the images and sounds of prompts for one model. `processor` prepares them; None if the
+    model accepts none."""
 
     def __init__(
         self, description: ModelDescription | None, processor: MediaProcessor | None
@@ -55,16 +55,16 @@ class MediaReader:
 
     @property
     def spec(self) -> MediaSpec:
-        """RequestError if the model takes no pictures and no sounds."""
+        """The model's media spec. RequestError if it accepts neither images nor sounds."""
         return self.processor_for(0).spec
 
     @property
     def name(self) -> str:
-        """The key of a prompt's pictures, or of its sounds, in `multi_modal_data`."""
+        """Key of a prompt's images, or of its sounds, in `multi_modal_data`."""
         return "image" if self.processor is None else self.processor.spec.medium
 
     def parted(self, prompt: Prompt) -> tuple[Prompt, Sequence[PreparedMedia]]:
-        """A prompt without its pictures or sounds, and these. They are prepared here, if they are not yet."""
+        """(a prompt without its images or sounds, these). They are prepared here unless they already are."""
         given: Any = prompt
         if not isinstance(given, dict) or "multi_modal_data" not in given:
             return prompt, ()
@@ -79,14 +79,14 @@ class MediaReader:
             )
         sources = _sources(data)
         processor = self._processor_of(data, len(sources))
-        if not sources:  # a place in the prompt would be read as a word
+        if not sources:  # a placeholder in the prompt would be read as text
             text, ids = rest.get("prompt"), rest.get("prompt_token_ids")
             with_media(text if isinstance(text, str) else "", (), processor.spec)
             placed(ids if isinstance(ids, list | tuple) else (), (), processor.spec)
         return rest, processor.prepare_all(sources)
 
     def _processor_of(self, data: dict[str, Any], count: int) -> MediaProcessor:
-        """The processor of a prompt's pictures or sounds. RequestError if the model takes the others."""
+        """The processor of a prompt's images or sounds. RequestError if the model accepts only the other kind."""
         (name,) = data
         if self.processor is not None and name != self.name:
             takes = "sounds, not pictures" if self.name == "audio" else "pictures, not sounds"
@@ -94,7 +94,8 @@ class MediaReader:
         return self.processor_for(count)
 
     def audio_of(self, prompt: Prompt) -> AudioWindow | None:
-        """The window of audio of a prompt, if the model reads audio. RequestError if only one of both is there."""
+        """The audio window of a prompt, for models that read audio. RequestError if the model and the prompt disagree about
+        audio."""
         encoder = None if self.description is None else self.description.spec.encoder
         audio = None if encoder is None else encoder.audio
         data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
@@ -124,7 +125,7 @@ class MediaReader:
         return " with max_images=0" if has and self.processor is None else ""
 
     def with_prepared(self, prompts: Sequence[Prompt], processor: MediaProcessor) -> list[Prompt]:
-        """The prompts; the pictures or sounds of all of them are prepared side by side."""
+        """The prompts, with the images or sounds of all of them prepared in parallel."""
         found: list[Any] = list(prompts)
         given = dict[int, list[Any]]()
         for i, prompt in enumerate(found):
@@ -139,12 +140,12 @@ class MediaReader:
         return found
 
     def check_media(self, count: int) -> None:
-        """Raise RequestError if a prompt can't have this number of pictures or sounds."""
+        """Raise RequestError if a prompt can't have this number of images or sounds."""
         if count:
             self.processor_for(count)
 
     def processor_for(self, count: int) -> MediaProcessor:
-        """Processor of `count` pictures or sounds of a prompt. RequestError if it can't have that many."""
+        """Processor for `count` images or sounds of a prompt. RequestError if there are too many."""
         if self.processor is None:
             has = self.description is not None and self.description.family.media is not None
             off = "pictures and sounds are off (max_images=0); leave them out"
@@ -158,14 +159,14 @@ class MediaReader:
         return self.processor
 
     def picture_processor(self) -> PictureProcessor:
-        """Processor of picture files. RequestError if the model takes none."""
+        """Processor of image files. RequestError if the model accepts no images."""
         if isinstance(found := self.processor_for(1), PictureProcessor):
             return found
         raise RequestError("this model takes sounds, not pictures; leave them out", field="image")
 
 
 def _sources(data: dict[str, Any]) -> list[Any]:
-    """The pictures or sounds of a prompt. A sound may be a list of samples, or (samples, rate)."""
+    """List of a prompt's images or sounds. A sound may be a list of samples, or (samples, rate)."""
     ((name, given),) = data.items()
     if name == "audio":
         several = isinstance(given, list) and not isinstance(next(iter(given), None), Number)

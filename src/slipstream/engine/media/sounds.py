@@ -1,7 +1,7 @@
-"""Prepares sounds of prompts for the engine: decodes them within bounds, makes their spectrograms, and hashes them. No torch.
+"""Prepares sounds of prompts for the engine: decodes them within limits, computes spectrograms, and hashes them. No torch.
 
-A sound becomes a piece for each window, in one row of tokens. Its numbers are the spectrogram's frames, float32 in the
-machine's byte order.
+A sound becomes one piece per window, in one run of tokens. A piece's data are the spectrogram's frames, float32 in native
+byte order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slipstream.spec.media.sound import SoundSpec
 
 
 class SoundProcessor(MediaProcessor):
-    """Reader of sounds for one model: a file's bytes, samples at 16 kHz, or (samples, rate)."""
+    """Prepares sounds for one model: a file's bytes, samples at 16 kHz, or (samples, rate)."""
 
     spec: SoundSpec
 
@@ -42,8 +42,7 @@ class SoundProcessor(MediaProcessor):
         return self._pool.submit(partial(self.prepare, source))
 
     def prepare(self, source: Any) -> PreparedMedia:
-        """Reads a sound for the prompt. RequestError (field "file" or "audio") says what is wrong
-        with it."""
+        """Prepares a sound. RequestError (field "file" or "audio") if it is invalid."""
         sound, audio = self.spec, self.spec.audio
         samples = as_samples(source, max_s=audio.window_s * (sound.most_windows or 1))
         count = sound.num_states(len(samples))
@@ -60,7 +59,7 @@ class SoundProcessor(MediaProcessor):
         return PreparedMedia(sound.prompt.text(sum(piece.num_tokens for piece in pieces)), pieces)
 
     def _piece(self, frames: npt.NDArray[np.float32], count: int) -> MediaPiece:
-        """The first `count` states' frames of a window, and one more, which the last one reads."""
+        """The frames of the first `count` states of a window, plus one, which the last state's convolution reads."""
         own = frames[: count * FRAMES_PER_STATE + 1]
         own = np.pad(own, ((0, count * FRAMES_PER_STATE + 1 - len(own)), (0, 0)))
         raw = np.ascontiguousarray(own, np.float32).tobytes()

@@ -1,4 +1,4 @@
-"""Operation of an engine: at which times of its audio the words of a text are spoken."""
+"""Engine operation that computes when in its audio the words of a text are spoken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients of an engine's process that get news of the prefix cache."""
+"""Clients of an engine process that receive events of the prefix cache."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class CacheWatchers(Operation):
-    """The clients of an engine's process that get the news. `send` sends a message to the client of
-    a number."""
+    """The clients of an engine process that receive cache events. `send(message, number)` sends a
+    message to a client."""
 
     takes = (WatchCache,)
 
     def __init__(self, send: Callable[[CacheEvents, int], None]) -> None:
         self._send = send
         self._numbers: set[int] = set()
-        self._last = 0  # the number of the last event
+        self._last = 0  # sequence number of the last event
 
     def __bool__(self) -> bool:
         return bool(self._numbers)

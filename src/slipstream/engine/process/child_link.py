@@ -1,4 +1,4 @@
-"""The link to an engine core in a process that we started."""
+"""The link to an engine core in a process that this process started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.worker.executor import ForkServer
 
 
 class ChildLink(CoreLink):
-    """An engine process that we started. The caller must `end` it, whatever happens next."""
+    """An engine process started by this process. The caller must call `end`, whatever happens."""
 
     def __init__(self, process: Process, folder: OwnedFolder):
         self.process, self._folder = process, folder
@@ -34,9 +34,9 @@ class ChildLink(CoreLink):
         cls, args: EngineArgs, forks: ForkServer | None = None,
         template: ForkServer | None = None, *, low_priority: bool = False,
     ) -> ChildLink:  # fmt: skip
-        """Start the process and send the first message as soon as it has connected. If the process ended before,
-        `receive` raises. `forks`, `template`: see `start_process`. `low_priority`: see `WakeUp`."""
-        # The process comes before the folder: if we are killed, it is there to remove it.
+        """Start the process, and send the first message as soon as it has connected. If the process ends
+        before, `receive` raises. `forks`, `template`: see `start_process`. `low_priority`: see `WakeUp`."""
+        # The process is started before the folder is created: if we are killed, it removes the folder.
         folder = socket_folder()
         child = cls(await start_process(f"{folder.path}/engine", forks, template), folder)
         try:
@@ -45,7 +45,7 @@ class ChildLink(CoreLink):
         except BaseException:
             await child.end(at_once=True)
             raise
-        child._folder.remove()  # both ends are open: the socket's name is not needed any more
+        child._folder.remove()  # both ends are connected, so the socket's path is not needed any more
         return child
 
     def death(self) -> EngineDeadError | None:
@@ -56,8 +56,9 @@ class ChildLink(CoreLink):
         return kind(f"the engine process {describe_exit(code)}")
 
     async def end(self, *, at_once: bool = False) -> None:
-        """Ask the process to stop, wait, kill it if it does not, and remove the socket. If the caller is cancelled meanwhile,
-        or with `at_once`, the process is killed at once: one that starts reads no messages, and has nothing to finish."""
+        """Ask the process to stop, wait, kill it if it does not, and remove the socket. If the caller is cancelled
+        meanwhile, or with `at_once`, the process is killed: while starting it reads no messages, and has nothing to
+        finish."""
         try:
             if at_once:
                 self.process.kill()
@@ -65,7 +66,7 @@ class ChildLink(CoreLink):
                 self.send(Stop())
             await asyncio.to_thread(wait_or_kill, self.process, 5.0)
         finally:
-            self.process.kill()  # nothing, if it has ended
+            self.process.kill()  # no effect if it has ended
             stdin_of(self.process).close()
             await super().end(at_once=at_once)
             self._folder.remove()

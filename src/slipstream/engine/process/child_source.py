@@ -1,4 +1,4 @@
-"""Engine processes as children, started again after a death."""
+"""Engine processes as child processes, restarted after a death."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from slipstream.worker.executor import ForkServer
 
 
 class CoreTemplate:
-    """The process that engine processes are forks of, which has imported what they need. It is started by the first
-    `get`, and again after its death, which its forks survive."""
+    """The process from which engine processes are forked; it has imported what they need. The first
+    `get` starts it, also after its death, which its forks survive."""
 
     def __init__(self) -> None:
         self._forks: ForkServer | None = None
 
     def get(self) -> ForkServer | None:
-        """None: this system has no such forks (`os.pidfd_open`)."""
+        """The fork server, started if needed. None if this system can't fork this way (`os.pidfd_open`)."""
         if not hasattr(os, "pidfd_open"):
             return None
         if self._forks is None or not self._forks.is_alive:
@@ -33,8 +33,8 @@ def child_source(
     template: CoreTemplate | None = None,
     low_priority: Callable[[], bool] = lambda: False,
 ) -> CoreSource:
-    """Engine processes with these settings, one after the other. Their ranks are forks of one process. With
-    `template` they are forks themselves. `low_priority`: see `WakeUp`; not for ranks."""
+    """A source of engine processes with these settings. Their ranks are forked from one process, with
+    `template` the engine processes, too. `low_priority`: see `WakeUp`; it doesn't apply to ranks."""
     forks: ForkServer | None = None
 
     async def connect() -> ChildLink:

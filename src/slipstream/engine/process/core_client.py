@@ -1,14 +1,14 @@
 """The connection to an engine core in another process, and its restart after a crash.
 
-A `CoreLink` is our end of a socket to a core. `child_link.py` has the one to a core that we started. A `CoreClient` keeps one
-link up:
+A `CoreLink` is this process's end of a socket to a core. `child_link.py` has the link to a core
+that this process started. A `CoreClient` keeps one link up:
 
 1. `adopt` waits until the core is ready.
-2. Its messages go to the owner as they come.
+2. Its messages are passed to the owner.
 3. When the core dies, the owner gets a callback, and another link is opened. A start that fails is tried again after a growing
    pause.
-4. It stays down after more than `MAX_FAST_DEATHS` deaths and failed starts in a row, or at once if a setting or the model is at
-   fault.
+4. It gives up after more than `MAX_FAST_DEATHS` deaths and failed starts in a row, or at once if a
+   setting or the model is at fault.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slipstream.errors import EngineDeadError, EngineKilledError, SlipstreamErro
 from slipstream.messages.start import Failed, Phase
 
 LOOK_S = 0.2
-"""Seconds between two checks whether the core has ended. No message reports that."""
+"""Seconds between checks whether the core has ended, which no message reports."""
 
 
 _logger = logging.getLogger("slipstream.engine")
@@ -43,8 +43,10 @@ class CoreLink(ABC):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
         self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Future[None] | None = None  # of who waits in `receive`
-        self._look: asyncio.TimerHandle | None = None  # detects a death that no message reports
+        self._news: asyncio.Future[None] | None = None  # future of the task waiting in `receive`
+        self._look: asyncio.TimerHandle | None = (
+            None  # periodic check for a death that no message reports
+        )
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         try:
             self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -58,17 +60,17 @@ class CoreLink(ABC):
 
     @abstractmethod
     def death(self) -> EngineDeadError | None:
-        """Error that says how the core ended. None while it runs."""
+        """Error that describes how the core ended. None while it runs."""
 
     def send(self, message: ToChild) -> bool:
-        """Queue a message without waiting; the queue has no bound. False if the core is not connected yet, or not any more;
-        `receive` then raises."""
+        """Queue a message without waiting; the queue is unbounded. False if the core is not
+        connected; `receive` then raises."""
         try:
             self._socket.send(self._encoder.encode(message), self._zmq.NOBLOCK)
             sent = True
         except self._zmq.Again:
             sent = False
-        # A send may have taken the descriptor's signal that a message has come.
+        # Sending may have consumed the descriptor's signal of an incoming message.
         if (
             self._news is not None
             and cast("int", self._socket.getsockopt(self._zmq.EVENTS)) & self._zmq.POLLIN
@@ -77,12 +79,13 @@ class CoreLink(ABC):
         return sent
 
     async def receive(self) -> ToParent:
-        """The next message. EngineDeadError when the core has ended and all its messages were read. One task waits at a time.
+        """The next message. EngineDeadError when the core has ended and all its messages were read. Only one task may wait
+        at a time.
 
-        The socket's descriptor reports only messages that came after the last read. So we wait for it only after a read found
-        nothing. A message costs one future. With pyzmq's own coroutines it costs some ten, in every step.
+        The socket's descriptor only signals messages that arrived after the last read, so it is awaited only after a read
+        found nothing. A message costs one future; with pyzmq's own coroutines it costs about ten, in every step.
         """
-        # what the message before brought is written first, however many wait
+        # output of the previous message is written first
         await asyncio.sleep(0)
         while (data := self._take()) is None:
             if self._look is None:
@@ -106,7 +109,9 @@ class CoreLink(ABC):
             return None
 
     def _wake(self) -> None:
-        if self._news is None:  # take the signal, or the loop would spin until `receive` is called
+        if (
+            self._news is None
+        ):  # consume the signal, or the loop would spin until `receive` is called
             self._socket.getsockopt(self._zmq.EVENTS)
         elif not self._news.done():
             self._news.set_result(None)
@@ -116,7 +121,7 @@ class CoreLink(ABC):
         self._wake()
 
     async def end(self, *, at_once: bool = False) -> None:
-        """Close the link. A core that is our child process ends; with `at_once` it does not finish its work."""
+        """Close the link. If the core is a child process, it ends; with `at_once` without finishing its work."""
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.FD)
         if self._look is not None:
@@ -139,7 +144,7 @@ class CoreClient:
     def __init__(self, owner: Owner, source: CoreSource) -> None:
         self.link: CoreLink | None = None  # to a core that is ready
         self.down_reason = ""
-        self.was_killed = False  # SIGKILL ended the last one
+        self.was_killed = False  # SIGKILL ended the last core
         self.num_restarts = 0
         self.stopping = False
         self.reader: asyncio.Task[None] | None = None
@@ -152,7 +157,8 @@ class CoreClient:
     async def adopt(
         self, link: CoreLink, progress: Callable[[str], None] = lambda phase: None
     ) -> CoreLink:
-        """Wait until the core is ready, and return its link. Its errors are raised here as they are, and the link is ended."""
+        """Wait until the core is ready, and return its link. If the start fails, its error is raised unchanged, and the link
+        is closed."""
         try:
             while not isinstance(message := await link.receive(), Ready):
                 if isinstance(message, Phase):
@@ -164,7 +170,7 @@ class CoreClient:
             return link
         except BaseException as error:
             self.link = None
-            # cancelled: the start is given up
+            # cancelled: abandon the start
             await link.end(at_once=not isinstance(error, Exception))
             raise
 
@@ -172,7 +178,7 @@ class CoreClient:
         self.reader = asyncio.create_task(self._read())
 
     def refuse(self) -> None:
-        """Take no more requests."""
+        """Accept no more requests."""
         self.stopping, self.down_reason = True, "the engine is shutting down"
 
     async def stop(self) -> None:
@@ -183,22 +189,22 @@ class CoreClient:
         self.refuse()
         if self.reader is not None:
             self.reader.cancel()
-            await asyncio.wait([self.reader])  # it ends the link of a restart under way
+            await asyncio.wait([self.reader])  # it closes the link of a restart in progress
         link, self.link = self.link, None
         self._owner.core_died(self.down_reason, final=True)
         if link is not None:
             await link.end()
 
     async def start_again(self) -> None:
-        """Open another link after `stop`, or after a death that no restart followed. Errors as of `adopt`."""
-        await self._stop_core()  # nothing, unless the death was not seen yet
+        """Open another link after `stop`, or after a death without a restart. Raises the same errors as `adopt`."""
+        await self._stop_core()  # no effect, unless the death has not been noticed yet
         self.stopping = False
         await self.adopt(await self._source.connect())
         self.watch()
 
     async def _read(self) -> None:
-        """Take the core's messages as they come. When it dies, log it and open another link. An unexpected error counts as the
-        core's death: if it ended this task, every request would wait for ever."""
+        """Pass on the core's messages. When the core dies, log it and open another link. An unexpected error
+        counts as the core's death: if it ended this task, every request would wait for ever."""
         deaths = 0
         while not self.stopping:
             try:
@@ -221,7 +227,7 @@ class CoreClient:
                 await asyncio.sleep(pause)
 
     async def _mark_dead(self, error: Exception, *, final: bool) -> None:
-        """Fail all waiting requests and calls, and end the link, after the core's death or an invalid message."""
+        """Fail all waiting requests and calls, and close the link, after the core's death or an invalid message."""
         then = "it stays down" if final else "it will start again"
         foreseen = isinstance(error, SlipstreamError)
         reason = str(error) if foreseen else f"unexpected {type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
 """The main loop of an engine core in its own process.
 
-`core_messages.py` has the messages. Each front end has a pair of sockets of its own and a number. The parent process
-attaches it. Front ends send what the parent sends, except Start, Attach, Detach and Stop. They get Ready, AdaptersChanged,
-and the outputs of their own requests, one message a step. Request ids are unique over all of them.
+`core_messages.py` defines the messages. Each front end has its own socket pair and a number, and is attached by the parent
+process. Front ends may send all messages except Start, Attach, Detach and Stop. They receive Ready, AdaptersChanged, and the
+outputs of their own requests, one message per step. Request ids are unique over all front ends.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ if TYPE_CHECKING:
 
 
 WARM_S = 12.0
-"""Seconds of a start that are spent on preparing sizes of steps at most. They suffice for some 200
-sizes of an 8B model on an H200. The others follow whenever there is nothing to do."""
+"""Maximum seconds spent at the start on preparing (capturing) step sizes: enough for about 200
+sizes of an 8B model on an H200. The rest is prepared when idle."""
 
 HEARTBEAT_S = 1.0
-"""Interval of the child's heartbeats in seconds, with or without work. A silent child is hung."""
+"""Interval of the core's heartbeats in seconds, with or without work. A silent core counts as hung."""
 
 TEND_MS = 2
-"""Milliseconds between two calls of `tend`, which stores blocks, while there are no requests."""
+"""Milliseconds between two calls of `tend`, which stores blocks in lower tiers, while there are no requests."""
 
 PARENT = 0
-"""Number of the process that started the child, as a client."""
+"""Client number of the process that started this one."""
 
 
 class CoreProcess:
-    """The child's main loop. It takes messages between steps, and sleeps when there is no work."""
+    """The core process's main loop. It reads messages between steps, and sleeps when there is no work."""
 
     def __init__(self, address: str, forks: ForkServer | None = None) -> None:
         import zmq
@@ -77,11 +77,11 @@ class CoreProcess:
         self._zmq, self._forks = zmq, forks
         self._context = zmq.Context()
         self._poller = zmq.Poller()
-        self._sockets: dict[int, zmq.Socket[bytes]] = {}  # by number
-        self._owners: dict[str, int] = {}  # of requests that are not the parent's
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}  # by client number
+        self._owners: dict[str, int] = {}  # client number by request, except the parent's
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToChild)
-        self.core: EngineCore | None = None  # while it is awake
+        self.core: EngineCore | None = None  # None while asleep
         self._sleeper = Sleeper(self.send)
         self._adapters = ServedAdapters(self.send)
         self.pauses = GenerationPauses(self.send, self.send_all, self._deliver)
@@ -90,7 +90,7 @@ class CoreProcess:
             *(self._sleeper, self._adapters, AudioAlignments(self.send)),
             *(self.pauses, self.cache_watchers),
         )
-        self._tending = False  # blocks go on to the tiers below while there are no requests
+        self._tending = False  # blocks are moved to lower tiers while there are no requests
         self._last_report = time.monotonic()
         self._connect(PARENT, address)
 
@@ -100,14 +100,14 @@ class CoreProcess:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 2000)
         if number != PARENT:
-            # it listens already; if it has died meanwhile, no process will
+            # the peer listens already; if it died meanwhile, no process will listen again
             socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.connect(address)
         self._sockets[number] = socket
         self._poller.register(socket, zmq.POLLIN)
 
     def run(self) -> int:
-        """Serve until a Stop message. Returns the exit code: 0, or 1 after a failure that was reported."""
+        """Serve until a Stop message. Returns the exit code: 0, or 1 after a reported failure."""
         try:
             start = self._receive(PARENT)
             if not isinstance(start, Start):
@@ -140,14 +140,14 @@ class CoreProcess:
 
     @property
     def _running(self) -> EngineCore:
-        """The core, which must not be asleep."""
+        """The core, which must be awake."""
         if self.core is None:
             raise EngineError("the engine core sleeps")
         return self.core
 
     def _prepare(self, *, soon: bool = False) -> None:
-        """Prepare a new core for requests, then tell all clients that they may send some. `soon`: see `WakeUp`; this
-        process has compiled the core's kernels already."""
+        """Prepare a new core for requests, then tell all clients that it is ready. `soon`: see
+        `WakeUp`; this process has already compiled the core's kernels."""
         core = self._running
         if not soon:
             core.warm(WARM_S)
@@ -162,14 +162,14 @@ class CoreProcess:
         self.cache_watchers.begin(core)
 
     def note_version(self) -> None:
-        """Remember which weights run and ran before, to tell front ends that attach later."""
+        """Record which weight versions run and ran before, for front ends that attach later."""
         state = self._running.executor.weight_state
         self.ready.weight_version, self.ready.used_versions = state.version, [*state.used]
 
     def _serve(self) -> bool:
-        """Make steps until a message asks to sleep (True) or to stop (False)."""
+        """Run steps until a message asks to sleep (True) or to stop (False)."""
         core = self._running
-        # A step leaves no cycles of garbage. Python's search for them would stop a step for 50 ms, so it is made when idle.
+        # A step creates no reference cycles. A collection would delay a step by 50 ms, so it runs only when idle.
         gc.freeze()
         gc.disable()
         worked = False
@@ -179,7 +179,7 @@ class CoreProcess:
                 worked = False
             self._tending = not core.has_work and core.tend()
             if not core.has_work and not self._poller.poll(0):
-                core.executor.capture_next()  # sizes of steps that were not prepared at the start
+                core.executor.capture_next()  # step sizes that were not prepared at the start
             if not self._take_messages():
                 return False
             worked = worked or core.has_work
@@ -197,9 +197,9 @@ class CoreProcess:
         sleeper, core = self._sleeper, self._running
         was_paused, self.core = core.is_paused, None
         asleep, asked = sleeper.fall_asleep(core, source)
-        del core  # only now can its memory be found unused
+        del core  # must be dropped before its memory can be freed
         asleep.free()
-        gc.freeze()  # what is left stays: a load's collections need not search it
+        gc.freeze()  # the remaining objects stay alive, so collections during a load need not scan them
         self.send_all(self._stats())
         for number, message in asked:
             self.send(Answered(message.ticket), number)
@@ -216,12 +216,12 @@ class CoreProcess:
         return True
 
     def _take_messages(self) -> bool:
-        """Take all messages that wait. Returns False if the core is to stop. All are taken before a
-        step, so that a cancelled request frees its blocks first."""
+        """Process all waiting messages. False if the core is to stop. All are processed before a
+        step, so that cancelled requests free their blocks first."""
         while ready := dict(self._poller.poll(self._patience_ms())):
             for number in [n for n, socket in self._sockets.items() if socket in ready]:
                 if number not in self._sockets:
-                    continue  # detached by the parent's message
+                    continue  # detached by a message of the parent
                 message = self._receive(number)
                 if isinstance(message, Stop):
                     return False
@@ -229,7 +229,7 @@ class CoreProcess:
         return True
 
     def _report(self) -> None:
-        """Send a heartbeat when it is due, and answer changes of adapters."""
+        """Send a heartbeat if one is due, and answer adapter changes that are confirmed."""
         if self._adapters.changes:
             self._adapters.answer()
         if (now := time.monotonic()) - self._last_report >= HEARTBEAT_S:
@@ -257,7 +257,7 @@ class CoreProcess:
                 self.send(Outputs.of(some), number)
 
     def _patience_ms(self) -> int:
-        """Milliseconds to wait for a message: 0 if steps can be made, else until work is due."""
+        """Milliseconds to wait for a message: 0 if a step is possible, otherwise until work is due."""
         core = self.core
         sleeper = self._sleeper
         if sleeper.to_wake or (sleeper.to_sleep and core is not None and not core.has_work):
@@ -272,7 +272,7 @@ class CoreProcess:
         return max(0, min(1000, int((wakeup - time.monotonic()) * 1000) + 1))
 
     def handle(self, message: ToChild, number: int) -> None:
-        """Carry out a message of the client `number`."""
+        """Process a message of the client `number`."""
         core = self.core
         if isinstance(message, Add | AddTexts | AddBeams):
             added = requests_of(message)
@@ -328,7 +328,7 @@ class CoreProcess:
                 self.send(Answered(ticket, error.message, kind, error.field), number)
 
     def awake(self) -> EngineCore:
-        """Return the core if it takes requests; otherwise raise EngineAsleepError."""
+        """The core, if it accepts requests; otherwise EngineAsleepError."""
         if self.core is None or self._sleeper.to_sleep:
             raise EngineAsleepError("the model sleeps; POST /wake_up wakes it")
         return self.core
@@ -342,8 +342,8 @@ class CoreProcess:
         return message
 
     def send(self, message: ToParent, number: int = PARENT) -> None:
-        """Send a message to a front end. Its queue has no bound. A message to one that has died is
-        lost; its Detach is on the way."""
+        """Send a message to a front end. Its queue is unbounded. A message to a dead one is lost;
+        its Detach will follow."""
         if number not in self._sockets:
             return  # detached meanwhile
         with contextlib.suppress(self._zmq.Again):

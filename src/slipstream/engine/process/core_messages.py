@@ -1,4 +1,4 @@
-"""The messages between a front end (or its supervisor) and the process of an engine core. msgpack carries them."""
+"""Messages between a front end (or its supervisor) and an engine core's process, encoded as msgpack."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class GetStats(msgspec.Struct, tag=True):
 
 
 class Attach(msgspec.Struct, tag=True):
-    """Tells the core to connect to a new client, which listens at `path` and may send requests from
-    now on. `number` identifies it in later messages."""
+    """Connect to a new client, which listens at `path` and may send requests from now on. `number`
+    identifies it in later messages."""
 
     number: int
     path: str
 
 
 class Detach(msgspec.Struct, tag=True):
-    """Cancel all requests of a client that is gone. An unknown number is ignored."""
+    """Cancel all requests of a client that has gone. Unknown numbers are ignored."""
 
     number: int
 
@@ -78,19 +78,19 @@ ToChild: TypeAlias = (
 
 
 class Ready(Started, tag=True):
-    """The core can take requests. Sent after the start, and each time after it woke up."""
+    """The core accepts requests. Sent after the start and after each wake-up."""
 
     adapters: list[LoRARequest] = msgspec.field(default_factory=list)
-    processes: tuple[int, ...] = ()  # the ids of the engine's process and of its ranks on this host
+    processes: tuple[int, ...] = ()  # ids of the engine's process and of its ranks on this host
     weight_version: str = FIRST_VERSION
     used_versions: list[str] = msgspec.field(default_factory=lambda: [FIRST_VERSION])
 
 
 class Outputs(msgspec.Struct, tag=True, gc=False):
-    """The outputs of a step. Most requests have one token and nothing else: these come first, as two arrays."""
+    """The outputs of a step. Outputs that are a single token come first, as two arrays."""
 
     request_ids: list[str] = []
-    token_ids: bytes = b""  # int32 in the machine's order, one for each of `request_ids`
+    token_ids: bytes = b""  # int32 in native byte order, one for each of `request_ids`
     tokens: list[TokenOutput] = []
     vectors: list[VectorOutput] = []
     beams: list[BeamsOutput] = []
@@ -102,7 +102,7 @@ class Outputs(msgspec.Struct, tag=True, gc=False):
         tokens: list[TokenOutput] = []
         vectors: list[VectorOutput] = []
         beams = [output for output in outputs if isinstance(output, BeamsOutput)]
-        # whose news are among `tokens`: what comes later must stand after them
+        # requests with a single token: their further outputs must come after it
         told: set[str] = set()
         for output in outputs:
             if not isinstance(output, TokenOutput):
@@ -138,7 +138,7 @@ class Rejected(msgspec.Struct, tag=True):
 
 class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
-    asked: bool  # the answer to a GetStats; else a heartbeat
+    asked: bool  # True: the answer to a GetStats; False: a heartbeat
 
 
 ToParent: TypeAlias = Phase | Ready | Outputs | Rejected | Stats | OperationNews | Failed

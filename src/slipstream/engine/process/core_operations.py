@@ -1,4 +1,4 @@
-"""Operations of a front end on an engine core other than requests: its state, sleep, adapters, cache events."""
+"""Operations of a front end on an engine core apart from requests: state, sleep, adapters, cache events."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 
 STALL_S = 60.0
-"""Health fails when the engine was silent for so long, or made no step while requests wait. A single step that takes longer
-looks the same."""
+"""Seconds after which health checks fail if the engine was silent, or made no step while requests
+wait. A single step that takes longer looks the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +45,24 @@ class Health:
 
 
 class CoreOperations:
-    """Operations of the core that `_core` is linked to, such as statistics. Their answers come to
-    `core_answered`."""
+    """Operations on the core linked by `_core`, such as statistics. `core_answered` receives their
+    answers."""
 
     def __init__(self, core: CoreClient) -> None:
         self._core = core
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
-        self._waiters: dict[int, asyncio.Future[Any]] = {}  # by their tickets
+        self._waiters: dict[int, asyncio.Future[Any]] = {}  # by ticket
         self._tickets = itertools.count()
         self.is_sleeping = False
-        self.adapters: dict[str, LoRARequest] = {}  # that are served by name; the core says which
+        self.adapters: dict[
+            str, LoRARequest
+        ] = {}  # adapters served by name, as the core reports them
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps = 0
         self._processes: tuple[int, ...] = ()
         self._cache_watchers: list[Callable[[CacheEvents], None]] = []
-        self.weight_version = FIRST_VERSION  # of the outputs that come now
-        self.used_versions = {FIRST_VERSION}  # also by cores that have died
+        self.weight_version = FIRST_VERSION  # version of the weights of current outputs
+        self.used_versions = {FIRST_VERSION}  # also those of cores that have died
 
     @property
     def num_requests(self) -> int:
@@ -80,7 +82,7 @@ class CoreOperations:
         if not self.is_alive:
             return Health(False, self._core.down_reason or "the engine process is down")
         if self.is_sleeping:
-            return Health(True)  # a wake-up is silent for as long as a start takes
+            return Health(True)  # a wake-up is silent as long as a start
         for i, pid in enumerate(self._processes):
             if is_stopped(pid):
                 whose = f"the engine's rank {i - 1}" if i else "the engine process"
@@ -100,40 +102,42 @@ class CoreOperations:
         waiter = self._ask(GetStats(), self._stats_waiters)
         try:
             return await waiter
-        finally:  # a caller that gave up must not be kept, since a hung child never answers
+        finally:  # don't keep the waiter of a caller that gave up, since a hung core never answers
             if waiter in self._stats_waiters:
                 self._stats_waiters.remove(waiter)
 
     async def sleep(self, level: int = 1) -> None:
-        """`LLM.sleep`, once all requests have ended, whoever sent them. New ones get an EngineAsleepError from now on."""
+        """Put the engine to sleep (`LLM.sleep`) when all clients' requests have ended. New requests raise EngineAsleepError
+        from now on."""
         await self._ask_for(lambda ticket: Sleep(level, ticket))
 
     async def wake_up(self, *, soon: bool = False, low_priority: bool = False) -> None:
-        """Undo `sleep`: weights and cache are back. A core that can't is dead, and starts again. `soon`, `low_priority`: see
-        `WakeUp`."""
+        """Undo `sleep`: restore weights and cache. If that fails, the core counts as dead and is
+        restarted. `soon`, `low_priority`: see `WakeUp`."""
         await self._ask_for(lambda ticket: WakeUp(ticket, soon, low_priority))
 
     async def start_again(self) -> None:
-        """Start the engine process after `shutdown` or its death. The tokenizer is kept. Errors as of `start`."""
+        """Start the engine process after `shutdown` or its death, with the same tokenizer. Raises the same errors as
+        `start`."""
         await self._core.start_again()
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """Numbers of the engine's processes, the core's first."""
+        """Ids of the engine's processes, the core's first."""
         return self._processes
 
     async def load_adapter(self, name: str, path: str, *, load_inplace: bool = False) -> None:
-        """Serve the adapter in the folder `path` by this name, in `adapters`. AdapterError says what is wrong with it.
-        `load_inplace`: it replaces the one of that name between two steps, also for requests that run."""
+        """Serve the adapter in the folder `path` under this name, listed in `adapters`. AdapterError if it is invalid.
+        `load_inplace`: it replaces the adapter of that name between two steps, also for running requests."""
         await self._ask_for(lambda ticket: LoadAdapter(name, path, ticket, load_inplace))
 
     async def unload_adapter(self, name: str) -> None:
-        """Requests that run end as they would. AdapterError: there is none of that name."""
+        """Stop serving an adapter. Running requests finish with it. AdapterError if there is none of that name."""
         await self._ask_for(lambda ticket: UnloadAdapter(name, ticket))
 
     def watch_cache(self, watcher: Callable[[CacheEvents], None]) -> Callable[[], None]:
-        """Tell `watcher` which blocks the prefix cache holds: all of them soon, also after the core's death, and
-        changes from then on. Returns a function that ends it."""
+        """Report to `watcher` which blocks the prefix cache holds: first all of them (again after a
+        restart), then changes. Returns a function that stops it."""
         self._cache_watchers.append(watcher)
         self._watch_cache()
 
@@ -158,8 +162,8 @@ class CoreOperations:
         return await waiter
 
     def _ask(self, message: ToChild, waiters: list[asyncio.Future[T]]) -> asyncio.Future[T]:
-        """Send a message and return the future that gets its answer; the future is kept in
-        `waiters` until then."""
+        """Send a message and return the future of its answer, which is stored in `waiters` until
+        then."""
         core = self._core
         if core.link is None:
             raise EngineDownError(core.down_reason or "the engine process is down")
@@ -169,13 +173,13 @@ class CoreOperations:
         return waiter
 
     def serves(self, ready: Ready) -> None:
-        """Store the data of a core that has started or woken up."""
+        """Store the data that a started or woken core reports."""
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps, self.is_sleeping, self._processes = 0, False, ready.processes
         self.adapters = {request.name: request for request in ready.adapters}
         self.weight_version = ready.weight_version
         if self.used_versions.difference(ready.used_versions):
-            self._send(KnowVersions([*self.used_versions]))  # before any request
+            self._send(KnowVersions([*self.used_versions]))  # must precede any request
         self.used_versions.update(ready.used_versions)
         self._send(KnowAdapters(0))
         if self._cache_watchers:

@@ -1,10 +1,10 @@
-"""The engine core in its own process: `python -m slipstream.engine.process.core_process ADDRESS [DESCRIPTOR]`.
-`--fork DESCRIPTOR`: the process that forks such processes (`fork_server.py`), for a server of several models.
+"""The engine core in its own process: `python -m slipstream.engine.process.core_process ADDRESS [DESCRIPTOR]`. With
+`--fork DESCRIPTOR` it is the process that forks such processes (`fork_server.py`), for a server of several models.
 
-HTTP, tokenising and detokenising never delay a step. If the engine crashes, the server survives and answers with an error.
-Messages are msgpack over a ZeroMQ pair on a Unix socket, in a folder that only this user can enter. The child ends when its
-standard input closes, so it never outlives who asked for it (the parent). The descriptor is of the process that forks ranks.
-`core_loop.py` has the loop.
+So HTTP, tokenizing and detokenizing never delay a step. If the engine crashes, the server survives and answers with an
+error. Messages are msgpack over a ZeroMQ pair on a Unix socket, in a folder that only this user can enter. The child
+ends when its standard input closes, so it never outlives its parent. DESCRIPTOR is a socket to the process that forks
+ranks. `core_loop.py` has the loop.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import threading
 
 from slipstream.costs.hardware import bound_spinning, import_numpy
 
-import_numpy()  # before what imports it: forks are of a process with one thread
+import_numpy()  # before modules that import it: only a process with one thread may fork
 
 from slipstream.engine.process.core_loop import CoreProcess  # noqa: E402
 
 
 def end_with_parent(folder: str) -> None:
-    """Exit when the parent's end of our standard input closes. Removes the folder of its sockets, which a killed
-    parent leaves."""
+    """Exit when the parent closes our standard input. Removes the folder of its sockets, which a
+    killed parent leaves behind."""
     while os.read(
         0, 1
-    ):  # the bare descriptor: a buffered reader would hold its lock while the interpreter ends
+    ):  # the bare descriptor, because a buffered reader would hold its lock while the interpreter exits
         pass
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
 def fork_cores(asked: socket.socket) -> None:
-    """Fork engine processes, with all that a core without torch imports."""
+    """Fork engine processes on request, after importing everything that a core without torch needs."""
     import zmq  # noqa: F401
 
     import slipstream.engine.asleep  # noqa: F401
@@ -46,9 +46,9 @@ def fork_cores(asked: socket.socket) -> None:
 
 
 def main(words: list[str]) -> int:
-    gc.disable()  # a start makes objects that all stay; `_serve` says when cycles are looked for
+    gc.disable()  # a start creates objects that all stay; `_serve` collects cycles
     bound_spinning()
-    # Ctrl-C and a service manager's SIGTERM reach the whole process group. The parent decides when the child ends.
+    # Ctrl-C and a service manager's SIGTERM reach the whole process group, but the parent decides when the child ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if words[0] == "--fork":

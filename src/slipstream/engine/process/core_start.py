@@ -1,4 +1,4 @@
-"""A core's start: where its socket is, when it is started again, its settings once it is ready."""
+"""Start of a core: its socket, restart delays, and its settings once it is ready."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MAX_FAST_DEATHS = 3
 MAX_RESTART_PAUSE_S = 30.0
 
 _SOCKET_PATH_BYTES = 103
-"""The longest path of a Unix socket that every system takes: macOS has 104 bytes with the final zero, Linux 108."""
+"""Maximum bytes of a Unix socket's path on all systems: macOS has 104 with the final zero, Linux 108."""
 
 
 def restart_pause(deaths: int, error: Exception) -> float | None:
-    """Seconds to wait before the next start, after this number of deaths in a row, the last by
+    """Seconds to wait before the next start, after this number of deaths in a row, the last one by
     `error`; None: no further start."""
     if deaths > MAX_FAST_DEATHS or isinstance(error, ConfigError | ModelError):
         return None
@@ -43,24 +43,24 @@ def restart_pause(deaths: int, error: Exception) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class CoreSource:
-    """Source of links to a core; `connect` makes one. All ids of requests begin with `id_prefix`, so that several
-    processes can use one core."""
+    """Source of links to a core; `connect` creates one. Request ids begin with `id_prefix`, so that
+    several processes can use one core."""
 
     connect: Callable[[], Awaitable[CoreLink]]
     pause: Callable[[int, Exception], float | None] = restart_pause
     id_prefix: str = ""
     close: Callable[[], None] = lambda: None
-    """Called when the last link has ended on purpose; another `connect` may follow."""
+    """Called when the last link was closed on purpose; another `connect` may follow."""
 
 
 def resolved_config(args: EngineArgs, description: ModelDescription, ready: Ready) -> EngineConfig:
-    """Configuration that a core runs with. Its memory limits are those of the core's own ledger."""
+    """The configuration with which a core runs. Its memory limits are those of the core's own ledger."""
     config, ledger = resolve(args, description, ready.device), ready.ledger
     return config.with_memory_limits(ledger.num_blocks - 1, ledger.block_bytes, ledger.num_slots)
 
 
 def socket_folder() -> OwnedFolder:
-    """A folder for sockets, which the caller makes. ConfigError if its path is too long for a socket in it."""
+    """A folder for sockets, not yet created. ConfigError if its path is too long for a socket."""
     folder = OwnedFolder()
     if len(os.fsencode(folder.path + "/engine")) > _SOCKET_PATH_BYTES:
         raise ConfigError(
@@ -73,8 +73,8 @@ def socket_folder() -> OwnedFolder:
 async def start_process(
     path: str, forks: ForkServer | None = None, template: ForkServer | None = None
 ) -> Process:
-    """A core's process, which connects to `path`. `forks`: the fork server for its ranks. `template`: the one that it is
-    a fork of; the first fork waits until that has imported all."""
+    """Start a core's process, which connects to `path`. `forks`: the fork server for its ranks.
+    `template`: the fork server for the core itself; its first fork waits until imports are done."""
     passed = [] if forks is None else [forks.fileno()]
     words = [f"ipc://{path}", *map(str, passed)]
     if template is not None:
@@ -85,7 +85,7 @@ async def start_process(
 
 
 def wait_or_kill(process: Process, seconds: float) -> int:
-    """Wait for a process to end, and kill it if it does not. Returns its exit code."""
+    """Wait for a process to end, and kill it after `seconds`. Returns its exit code."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""An operation on an engine core that serves, in the core's process."""
+"""An operation on a serving engine core, in the core's process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 class Operation:
-    """Answers front ends' messages of the classes that it `takes`."""
+    """Base of handlers of front ends' messages, of the classes in `takes`."""
 
     takes: ClassVar[tuple[type, ...]]
 
     def handle(self, process: CoreProcess, message: Any, number: int) -> None:
-        """Carry out and answer a message of the front end `number`. The process answers a raised SlipstreamError."""
+        """Process and answer a message of the front end `number`. A raised SlipstreamError is answered by the caller."""
         raise NotImplementedError
 
     def forget(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Messages about an engine core that serves: its sleep, its adapters, its weights, news of its cache."""
+"""Messages about a serving engine core: sleep, adapters, weights, cache events."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from slipstream.params.lora_request import LoRARequest
 
 
 class Sleep(msgspec.Struct, tag=True):
-    """Take no more requests, finish those there are, then give memory back (`Asleep`). Answered is the answer, as to WakeUp. It
-    has the question's `ticket`: a later question may be answered first."""
+    """Accept no more requests, finish those there are, then free memory (`Asleep`). The reply is Answered, as
+    for WakeUp, with the same `ticket`, because a later question may be answered first."""
 
     level: int
     ticket: int
 
 
 class WakeUp(msgspec.Struct, tag=True):
-    """Wakes a sleeping engine. `soon`: a request waits. Sizes of steps are then prepared whenever
-    there is nothing to do, not before the answer. `low_priority`: other models run on this processor, and
-    this one is loaded at a low priority."""
+    """Wake a sleeping engine. `soon`: a request waits, so step sizes are prepared when idle, not
+    before the answer. `low_priority`: other models run on this processor, so this one is loaded at
+    a low priority."""
 
     ticket: int
     soon: bool = False
@@ -31,40 +31,41 @@ class WakeUp(msgspec.Struct, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
-    """Serve the adapter in the folder `path` by this name. The reply is Answered, once all front ends that serve have got
-    AdaptersChanged and said so: whichever the client asks next knows the adapter."""
+    """Serve the adapter in the folder `path` under this name. The reply is Answered, after all serving front
+    ends have confirmed AdaptersChanged: whichever of them the client asks next knows the adapter."""
 
     name: str
     path: str
     ticket: int
-    in_place: bool = False  # it may replace the one of that name, also for requests that run
+    in_place: bool = False  # may replace the adapter of that name, also for running requests
 
 
 class UnloadAdapter(msgspec.Struct, tag=True):
-    """Unloads an adapter. Requests that run end as they would; its memory goes when the last has
-    ended and others need it."""
+    """Stop serving an adapter. Running requests finish with it; its memory is freed when the last
+    has ended and the space is needed."""
 
     name: str
     ticket: int
 
 
 class KnowAdapters(msgspec.Struct, tag=True):
-    """Front end's message: its requests now follow the AdaptersChanged of this version. Version 0
-    also says that the front end serves."""
+    """Confirmation by a front end: its requests now follow the AdaptersChanged of this version.
+    Version 0 also says that the front end serves requests."""
 
     version: int
 
 
 class ChangeWeights(msgspec.Struct, tag=True):
-    """Carry out a part of an update of the weights. WeightsAnswered is the answer, as to the next four; an error is
-    Answered."""
+    """Perform a part of a weight update. The reply is WeightsAnswered, as for the next four
+    messages; errors are Answered."""
 
     op: WeightsOp
     ticket: int
 
 
 class FinishWeights(msgspec.Struct, tag=True):
-    """Write an update in place, between two steps. All clients get WeightsChanged before outputs of the new weights."""
+    """Write a weight update in place, between two steps. All clients get WeightsChanged before outputs of the new
+    weights."""
 
     version: str | None
     ticket: int
@@ -76,7 +77,7 @@ class GetWeights(msgspec.Struct, tag=True):
 
 
 class PauseGeneration(msgspec.Struct, tag=True):
-    """Make no step until ResumeGeneration. `mode`: whether requests wait, end or finish (`pausing.py`)."""
+    """Make no steps until ResumeGeneration. `mode`: whether requests wait, end or finish (`pausing.py`)."""
 
     mode: PauseMode
     ticket: int
@@ -98,20 +99,20 @@ class WeightsAnswered(msgspec.Struct, tag=True):
 
 
 class WeightsChanged(msgspec.Struct, tag=True):
-    """Announces that later outputs are made by weights of this version."""
+    """Later outputs are produced by weights of this version."""
 
     version: str
 
 
 class KnowVersions(msgspec.Struct, tag=True):
-    """Tells a new core which versions of weights the front end has seen from an earlier core. Those weights are lost,
-    and their versions must not be used again."""
+    """Tells a new core the weight versions that the front end saw from an earlier core. Those
+    weights are lost, and their versions must not be reused."""
 
     used: list[str]
 
 
 class AlignAudio(msgspec.Struct, tag=True):
-    """Compute the attention of a text to its audio, between two steps. The answer is AudioAligned."""
+    """Compute the attention of a text to its audio, between two steps. The reply is AudioAligned."""
 
     question: AlignmentQuestion
     ticket: int
@@ -123,13 +124,13 @@ class AudioAligned(msgspec.Struct, tag=True):
 
 
 class WatchCache(msgspec.Struct, tag=True):
-    """Tell which blocks the prefix cache holds, with CacheEvents: all of them now, changes after each step. Or no more."""
+    """Report the prefix cache's blocks with CacheEvents: all of them now, changes after each step. Or stop reporting."""
 
     on: bool
 
 
 class AdaptersChanged(msgspec.Struct, tag=True):
-    """The adapters that are served by name, all of them. The answer is KnowAdapters."""
+    """All adapters served by name. The reply is KnowAdapters."""
 
     adapters: list[LoRARequest]
     version: int
@@ -145,14 +146,15 @@ class Answered(msgspec.Struct, tag=True):
 
 
 class CacheEvents(msgspec.Struct, tag=True):
-    """Changes of the prefix cache. Keys are those of `core.prefix_cache`, concatenated. Of a model with several KV groups, only
-    the first group's keys are sent. With `has_states` requests go on from checkpoints of recurrent states alone, whose keys
-    (`announced_state`) are among the others. Messages are numbered; after a gap the whole content is sent again (`whole`)."""
+    """Changes of the prefix cache. Keys are those of `core.prefix_cache`, concatenated. For models with several KV groups,
+    only the first group's keys are sent. With `has_states`, requests can only continue from checkpoints of recurrent states,
+    whose keys (`announced_state`) are among the others. Messages are numbered; after a gap the whole content is sent again
+    (`whole`)."""
 
     number: int
     block_size: int
     root_key: bytes  # of requests without adapter and salt
-    adapters: dict[str, bytes]  # the root keys of those that were used, by name
+    adapters: dict[str, bytes]  # root keys of used adapters, by name
     stored: bytes
     removed: bytes = b""
     whole: bool = False
@@ -173,6 +175,6 @@ Question: TypeAlias = (
     | OfWeights
 )
 Informed: TypeAlias = WeightsAnswered | AudioAligned
-"""Answers that have something besides done or an error, in `info`."""
+"""Replies with data in `info` instead of only success or an error."""
 OperationNews: TypeAlias = Answered | AdaptersChanged | Informed | WeightsChanged | CacheEvents
 """Messages to front ends about operations."""

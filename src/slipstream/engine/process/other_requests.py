@@ -1,4 +1,4 @@
-"""Requests of a front end besides answers: vectors and scores, beam searches, pictures of prompts, audio."""
+"""Requests of a front end other than generation: embeddings and scores, beam searches, images, audio."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 
 class OtherRequests(WeightOperations):
-    """The requests other than generation, whose outputs come to `take_others`, and the pictures of
-    prompts."""
+    """Requests other than generation, whose outputs come to `take_others`, and preparation of
+    prompts' images."""
 
     tokenizer: Tokenizer | None
     _input: InputProcessor
@@ -58,19 +58,19 @@ class OtherRequests(WeightOperations):
         self._input.prompts.media.check_media(count)
 
     async def measure_picture(self, data: bytes) -> PictureFile:
-        """Reads a picture file's header. Returns the checked file with its number of pixels, for
+        """Reads an image file's header. Returns the checked file with its number of pixels, for
         `prepare_media`."""
         pictures = self._input.prompts.media.picture_processor()
         return await asyncio.wrap_future(pictures.measure(data))
 
     async def prepare_media(self, source: Any, detail: str = "auto") -> PreparedMedia:
-        """A picture for `multi_modal_data` of prompts, prepared in a pool of threads. RequestError says what is wrong with it.
-        `detail` is OpenAI's: "low" reads it smaller."""
+        """Prepares an image for `multi_modal_data` of prompts, in a thread pool. RequestError if it
+        is invalid. `detail` is OpenAI's: "low" scales it down."""
         processor = self._input.prompts.media.processor_for(1)
         return await asyncio.wrap_future(processor.submit(source, detail))
 
     async def attention_of(self, asked: AlignmentQuestion) -> Matrix:
-        """The attention of a text's tokens to the states of its audio [tokens, states]."""
+        """Attention weights of a text's tokens to the states of its audio, [tokens, states]."""
         data: bytes = await self._ask_for(lambda ticket: AlignAudio(asked, ticket))
         return np.frombuffer(data, np.float32).reshape(-1, asked.num_states)
 
@@ -83,10 +83,10 @@ class OtherRequests(WeightOperations):
         task: TextTask = "embed",
         num_queries: int | None = None,
     ) -> Vectors:
-        """The vector of each text, or a classifier's scores of a text or a pair (see `engine.pooled`), or what another `task`
-        gives. For late interaction `num_queries` of the texts are queries. `truncate_to` cuts texts at so many tokens; −1 means
-        the context. The texts are one request: a RequestError comes before it is queued, an error of one text is an
-        error of all, and cancelling the caller cancels the request."""
+        """Computes the vector of each text, or a classifier's scores of a text or a pair (see `engine.pooled`), or the
+        output of another `task`. `num_queries`: for late interaction, the first texts are queries. `truncate_to`:
+        maximum tokens to which texts are cut; −1: the context. The texts are one request: RequestError is raised
+        before it is queued, an error of one text concerns all, and cancelling the caller cancels the request."""
 
         def prepare() -> PreparedTexts:
             return self._input.texts.prepare(
@@ -120,8 +120,8 @@ class OtherRequests(WeightOperations):
         *,
         truncate_prompt_tokens: int | None = None,
     ) -> BeamSearchOutput:
-        """`LLM.beam_search` of one prompt. The search runs in the engine's process; cancelling the caller cancels it.
-        Each beam's tokens count, for its owner's share and for `options.reserve`."""
+        """Beam search for one prompt (`LLM.beam_search`), in the engine's process; cancelling the caller
+        cancels it. Each beam's tokens count toward its owner's share and `options.reserve`."""
 
         def prepare() -> PreparedBeams:
             return prepare_beams(
@@ -169,6 +169,6 @@ class OtherRequests(WeightOperations):
             texts.fail(error)
 
     def fail_others(self, error: Exception) -> None:
-        """End all requests with the error: the core has died."""
+        """End all requests with the error, because the core has died."""
         for request_id in (*self._texts, *self._beams):
             self.fail_other(request_id, error)

@@ -1,4 +1,4 @@
-"""Pauses of an engine core in its process, and updates of its weights while it serves.
+"""Pauses of an engine core, and weight updates while it serves, in the core's process.
 
     keep      steps stop; requests keep their blocks, and go on with the next weights
     retract   steps stop; requests compute all their tokens again, with the next weights
@@ -44,10 +44,10 @@ Adds = Add | AddTexts | AddBeams
 
 
 class GenerationPauses(Operation):
-    """The core's part in pauses and changes of weights that front ends ask for.
+    """Handles front ends' requests for pauses and weight updates.
 
-    `send` sends a message to the front end of a number, `send_all` to all, and `deliver` sends
-    outputs to whom they belong.
+    `send(message, number)` sends a message to a front end, `send_all` to all, and `deliver` sends
+    outputs to their owners.
     """
 
     takes = (*get_args(OfWeights), KnowVersions)
@@ -59,21 +59,21 @@ class GenerationPauses(Operation):
         deliver: Callable[[list[EngineOutput]], None],
     ) -> None:
         self._send, self._send_all, self._deliver = send, send_all, deliver
-        # (front end, ticket) of those that wait for the last request to end
+        # (front end, ticket) of pauses that wait for the last request to end
         self._waiting: list[tuple[int, int]] = []
         self.queues = False  # new requests queue here until `resume`
         self.queued: list[tuple[Adds, int]] = []
 
     @property
     def waits(self) -> bool:
-        """Whether a pause begins as soon as there is no request."""
+        """Whether a pause is waiting for the last request to end."""
         return bool(self._waiting)
 
     def forget(self, number: int) -> None:
         self.drop(set(), number)
 
     def drop(self, request_ids: set[str], number: int | None = None) -> list[str]:
-        """Drop queued requests, by id or of a front end that is gone. Returns their ids."""
+        """Drop queued requests, by id or of a front end that has gone. Returns their ids."""
         kept, dropped = [], []
         for message, owner in self.queued:
             own = [r.request_id for r in requests_of(message)]
@@ -96,7 +96,7 @@ class GenerationPauses(Operation):
                 self._send(Rejected(ids, "EngineError", "generation was paused", None), owner)
 
     def begin_if_idle(self, core: EngineCore) -> None:
-        """Begin the pause that waits for the last request, if it has ended."""
+        """Begin a pause that waits for the last request, if that has ended."""
         if self._waiting and not core.has_work:
             asked, self._waiting = self._waiting, []
             core.pause()
@@ -115,12 +115,12 @@ class GenerationPauses(Operation):
             process.handle(queued, owner)
         process.note_version()
         if ready.weight_version != before:
-            process.cache_watchers.begin(core)  # prefixes begin with another key
+            process.cache_watchers.begin(core)  # the root keys of prefixes have changed
 
     def _handle(self, core: EngineCore, message: OfWeights, number: int) -> list[tuple[Adds, int]]:
-        """Carry out a message, and answer it. Returns queued requests that may run now.
+        """Process a message, and answer it. Returns queued requests that may run now.
 
-        RequestError: the model has no weights that change, and nothing was done.
+        RequestError, before anything is done, if the model's weights can't change.
         """
         weights = weights_of(core)
         freed: list[tuple[Adds, int]] = []
@@ -151,11 +151,11 @@ class GenerationPauses(Operation):
         return freed
 
     def _pause(self, core: EngineCore, message: PauseGeneration, number: int) -> bool:
-        """Returns whether the answer comes later."""
+        """Pause. Returns whether the answer is sent later."""
         mode = message.mode
         if mode == "wait":
             self.queues = True
-            core.resume()  # another pause would keep requests from ending
+            core.resume()  # a pause would keep requests from ending
             self._waiting.append((number, message.ticket))
             self.begin_if_idle(core)
             return True

@@ -1,4 +1,4 @@
-"""The adapters that an engine's process serves by name, and which front ends know of the last changes."""
+"""The adapters that an engine's process serves by name, and which front ends know the latest changes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from slipstream.engine.process.core_loop import CoreProcess
 
 KNOW_S = 10.0
-"""Seconds that a front end has to say that it knows of a change."""
+"""Seconds within which a front end must confirm a change."""
 
 
 @dataclass(slots=True)
 class _Change:
-    """A change of an adapter that some front ends have not confirmed yet. After the last one, the
-    front end that asked for it is answered."""
+    """A change of an adapter that some front ends have not confirmed. When all have, the front end
+    that requested it gets the answer."""
 
     asked_by: int
     ticket: int
@@ -40,24 +40,24 @@ class _Change:
 
 
 class ServedAdapters(Operation):
-    """Adapters by name. `send` sends a message to the front end of a number."""
+    """Adapters by name. `send(message, number)` sends a message to a front end."""
 
     takes = (LoadAdapter, UnloadAdapter, KnowAdapters)
 
     def __init__(self, send: Callable[[ToParent, int], None]) -> None:
         self._send = send
         self._by_name: dict[str, LoRARequest] = {}
-        self._last_id = 0  # the highest id given
+        self._last_id = 0  # the highest id assigned
         self._version = 0
-        self._serving: set[int] = set()  # the front ends that have said KnowAdapters
-        self.changes: list[_Change] = []  # that are not answered yet
+        self._serving: set[int] = set()  # front ends that have sent KnowAdapters
+        self.changes: list[_Change] = []  # changes not yet answered
 
     @property
     def all(self) -> list[LoRARequest]:
         return list(self._by_name.values())
 
     def begin(self, requests: Iterable[LoRARequest]) -> None:
-        """Serve the adapters that the core has loaded at its start."""
+        """Serve the adapters that the core loaded at its start."""
         self._by_name = {request.name: request for request in requests}
         self._last_id = len(self._by_name)
 
@@ -73,7 +73,7 @@ class ServedAdapters(Operation):
         self.answer_later(message.ticket, number)
 
     def change(self, core: EngineCore, message: LoadAdapter | UnloadAdapter) -> AdaptersChanged:
-        """Load or unload an adapter. Returns the message for all front ends. AdapterError if it can't be done."""
+        """Load or unload an adapter. Returns the message for all front ends. AdapterError if that is not possible."""
         known = self._by_name.get(message.name)
         if isinstance(message, UnloadAdapter):
             if known is None:
@@ -95,7 +95,8 @@ class ServedAdapters(Operation):
         return AdaptersChanged(self.all, self._version)
 
     def answer_later(self, ticket: int, asked_by: int) -> None:
-        """Answer a change once all front ends know of it. The one that asked reads the change before the answer."""
+        """Answer a change when all front ends have confirmed it. The one that requested it receives the change before the
+        answer."""
         unaware, until = self._serving - {asked_by}, time.monotonic() + KNOW_S
         self.changes.append(_Change(asked_by, ticket, self._version, unaware, until))
         self.answer()

@@ -1,4 +1,4 @@
-"""The sleep of an engine core in its process: who asked for it, and who for its end."""
+"""Sleep of an engine core in its process: which front ends requested it, and which its end."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 class Sleeper(Operation):
-    """The core's part in the sleep that front ends ask for. `send` sends a message to the front end
-    of a number."""
+    """Handles front ends' requests for sleep. `send(message, number)` sends a message to a front
+    end."""
 
     takes = (Sleep, WakeUp)
 
     def __init__(self, send: Callable[[ToParent, int], None]) -> None:
         self._send = send
-        self.asleep: Asleep | None = None  # the core, while it sleeps
-        self.to_sleep: list[tuple[int, Sleep]] = []  # with the front ends that sent it
+        self.asleep: Asleep | None = None  # the sleeping core
+        self.to_sleep: list[tuple[int, Sleep]] = []  # (front end, message) of requests for sleep
         self.to_wake: list[tuple[int, WakeUp]] = []
 
     def fall_asleep(
         self, core: EngineCore, source: ExecutorSource
     ) -> tuple[Asleep, list[tuple[int, Sleep]]]:
-        """Put the core to sleep at the requested level. Its owner must hold no reference to it any more. Returns the
-        sleeping core and the front ends to answer."""
+        """Put the core to sleep at the requested level. Its owner must have dropped its reference
+        to it. Returns (the sleeping core, the front ends to answer)."""
         from slipstream.engine.asleep import Asleep
 
         asked, self.to_sleep = self.to_sleep, []

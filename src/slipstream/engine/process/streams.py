@@ -1,4 +1,4 @@
-"""Consumers of the engine process's outputs: of a request's deltas, and of the vectors of one call's texts."""
+"""Consumers of the engine process's outputs: for a request's deltas, and for the vectors of one call's texts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from slipstream.outputs import RequestOutput
 
 
 class OutputStream:
-    """Queue of one request's new output for its consumer. If a delta is still pending, later ones
-    are merged into it."""
+    """Queue of one request's output for its consumer. While a delta is pending, later ones are
+    merged into it."""
 
     on_token = None
 
@@ -43,7 +43,7 @@ class OutputStream:
 
 @dataclass(frozen=True, slots=True)
 class PendingTexts:
-    """A request of texts, and the future of its caller, who may have left before the request ends."""
+    """A request of texts, and the future on which its caller waits; the caller may have left."""
 
     answer: TextsAnswer
     done: asyncio.Future[None]
@@ -58,7 +58,7 @@ class PendingTexts:
 
 
 async def collect(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """The complete answer: the stream's deltas put together."""
+    """The complete answer: all deltas of the stream merged."""
     whole: RequestOutput | None = None
     async for delta in stream:
         whole = merge(whole, delta)

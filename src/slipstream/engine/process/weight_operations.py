@@ -29,18 +29,20 @@ from slipstream.messages.weight_ops import (
 )
 from slipstream.messages.weights import PauseMode, WeightsInfo
 
-_pieces = FairThreads("weights", 1, per_client=1)  # which write pieces for the engine's process
+_pieces = FairThreads(
+    "weights", 1, per_client=1
+)  # threads that write pieces to files for the engine's process
 
 
 class WeightOperations(CoreOperations):
-    """Weights that change while the engine serves. Errors are RequestError, CheckpointError or EngineError; but of the last,
-    nothing has changed."""
+    """Weight updates while the engine serves. After a RequestError or CheckpointError nothing has
+    changed; after an EngineError something may have."""
 
     async def init_weight_transfer_engine(self, request: Any = None) -> WeightsInfo:
-        """Join the group in which a trainer broadcasts, and return when all have joined. Until the trainer listens, steps
-        go on. `init_info` has `master_address`,
-        `master_port`, `world_size`, `rank_offset` (the engine's first rank; 1), `backend` ("nccl", "gloo") and `group_name`.
-        Without them, or with the backend "ipc", "tensors" or "folder", there is nothing to join."""
+        """Join the group in which a trainer broadcasts, and return when all have joined. Steps continue until
+        the trainer listens. `init_info` has `master_address`, `master_port`, `world_size`, `rank_offset` (the
+        engine's first rank; 1), `backend` ("nccl", "gloo") and `group_name`. Without them, or with the
+        backend "ipc", "tensors" or "folder", no group is joined."""
         group = joining(request)
         if group is None:
             return await self.weights()
@@ -51,32 +53,33 @@ class WeightOperations(CoreOperations):
         return await self._change_weights(LeaveWeightGroup(name))
 
     async def start_weight_update(self, request: Any = None) -> WeightsInfo:
-        """Begin an update. With `names`, `dtype_names` and `shapes` of all tensors, one that does not fit the model is
-        an error now."""
+        """Begin an update. If `names`, `dtype_names` and `shapes` of all tensors are given, one
+        that doesn't fit the model raises now."""
         return await self._change_weights(BeginWeights(declared(request)))
 
     async def update_weights(self, request: Any) -> WeightsInfo:
-        """Send a piece of the update (`engine/weight_calls.py` has the forms). It returns when the piece has come."""
+        """Send a piece of the update (forms: `engine/weight_calls.py`). Returns when the core has received it."""
         with ExitStack() as stack:
             message = as_message(piece_of(request))
             piece = await _pieces.run(partial(stack.enter_context, message))
             return await self._change_weights(piece)
 
     async def finish_weight_update(self, weight_version: str | None = None) -> WeightsInfo:
-        """Write the update in place, between two steps. Tokens after it are of `weight_version`, or else the next number."""
+        """Write the update in place, between two steps. Later tokens have the version `weight_version`, by default the next
+        number."""
         info: WeightsInfo = await self._ask_for(lambda t: FinishWeights(weight_version, t))
         return info
 
     async def abort_weight_update(self) -> WeightsInfo:
-        """Forget an update that is not finished. The old weights go on."""
+        """Discard an unfinished update. The old weights stay in use."""
         return await self._change_weights(DropWeights())
 
     async def pause_generation(
         self, *, mode: PauseMode = "abort", clear_cache: bool = False
     ) -> WeightsInfo:
-        """Make no step until `resume_generation`, and return when none runs. `mode`: requests "keep" their blocks, are
-        computed again ("retract"), end first ("wait"), or end now ("abort"). `clear_cache` forgets cached prefixes, which
-        needs one of the last two; an update does so by itself."""
+        """Make no step until `resume_generation`, and return when none runs. `mode`: requests "keep" their
+        blocks, are computed again ("retract"), end first ("wait"), or end now ("abort"). `clear_cache` also
+        forgets cached prefixes, which requires one of the last two modes; an update does so anyway."""
         info: WeightsInfo = await self._ask_for(lambda t: PauseGeneration(mode, t))
         if clear_cache:
             await self.reset_prefix_cache()
@@ -94,7 +97,7 @@ class WeightOperations(CoreOperations):
         await self._ask_for(FlushCache)
 
     async def weights(self, *, checksums: bool = False) -> WeightsInfo:
-        """The state of the running weights. With `checksums`, those of all parameters are
+        """State of the current weights. With `checksums`, checksums of all parameters are
         computed."""
         info: WeightsInfo = await self._ask_for(lambda t: GetWeights(checksums, t))
         return info
@@ -106,7 +109,7 @@ class WeightOperations(CoreOperations):
 
 async def _listens(group: JoinWeightGroup) -> None:
     """Wait until the group's rank 0 listens. Called before joining, because the engine makes no
-    step while it joins, and most of that wait is for a trainer that is not there yet. EngineError
+    steps while it joins, and most of that time would be spent waiting for the trainer. EngineError
     after `JOIN_S`."""
     try:
         async with asyncio.timeout(JOIN_S):

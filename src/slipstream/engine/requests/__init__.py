@@ -1,1 +1,1 @@
-"""Turns what users ask for into requests of the engine core."""
+"""Converts users' requests to requests of the engine core."""

@@ -1,4 +1,4 @@
-"""The best of the answers that were drawn for a request."""
+"""Selection of the best of a request's sampled answers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def mean_logprob(logprobs: Sequence[PositionLogprobs] | None) -> float:
 
 
 def best_of(output: RequestOutput, request: PreparedRequest) -> RequestOutput:
-    """A complete answer with the `n` best of the choices that were drawn, the best first, in place."""
-    # of equals the first stays first
+    """Reduces a complete answer to the `n` best of its sampled choices, best first, in place."""
+    # among equals the first stays first
     ranked = sorted(output.outputs, key=lambda choice: -mean_logprob(choice.logprobs))
     output.outputs = ranked[: request.sampling.n]
     for index, choice in enumerate(output.outputs):
@@ -27,7 +27,7 @@ def best_of(output: RequestOutput, request: PreparedRequest) -> RequestOutput:
 
 
 def refuse_best_of() -> NoReturn:
-    """Raise RequestError for a stream with `best_of`: the best answers are known at their end."""
+    """Raise RequestError for a stream with `best_of`, because the best answers are only known at the end."""
     raise RequestError(
         "a stream can't have best_of above n: the best are known at the end", field="best_of"
     )

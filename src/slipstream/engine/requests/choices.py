@@ -1,4 +1,4 @@
-"""Answers that share a prompt, and answers that go on elsewhere. No torch."""
+"""Requests for several answers to one prompt, and answers that another engine has begun. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from slipstream.params.sampling import SamplingParams
 
 
 def fork(first: EngineRequest, index: int) -> EngineRequest:
-    """Makes the request of choice `index`. It has the same prompt and its own seed, and does not ask again for the
-    prompt's log-probabilities."""
+    """Makes the request of choice `index`: the same prompt with another seed, without the prompt's
+    log-probabilities."""
     sampling = first.sampling
     seed = None if sampling.seed is None else (sampling.seed + index + 2**63) % 2**64 - 2**63
     return dataclasses.replace(
@@ -28,7 +28,7 @@ def fork(first: EngineRequest, index: int) -> EngineRequest:
 def check_answer(
     prompts: PromptReader, begun: Sequence[int], sampling: SamplingParams, max_tokens: int
 ) -> None:
-    """Raise RequestError if an answer that has begun with these tokens can't go on."""
+    """Raise RequestError if an answer that began with these tokens can't be continued."""
     prompts.check_ids("answer_token_ids", begun)
     if len(begun) >= max_tokens:
         raise RequestError(

@@ -1,12 +1,12 @@
-"""The two sides of an encoder-decoder's text: what its encoder reads, and what an answer begins with. No torch.
+"""Inputs of an encoder-decoder's encoder and decoder, with the language tokens of translation models. No torch.
 
-Models that translate have a token for each language. A prompt names them next to its text, {"prompt": "…",
-"source_language": "eng_Latn", "target_language": "deu_Latn"}, as the tokenizer spells them, or without its signs (de for
-__de__ and >>de<<).
+Translation models have a token for each language. A prompt names languages next to its text, {"prompt": "…",
+"source_language": "eng_Latn", "target_language": "deu_Latn"}, as the tokenizer spells them, or without the surrounding
+signs (de for __de__ and >>de<<).
 
-1. The source's token takes the place of the language that the tokenizer puts at one end of a text (NLLB, mBART, M2M-100).
-2. The target's is what the decoder's text begins with, after its first token; else the checkpoint's `forced_bos_token_id`.
-3. Marian's stands before the text, and the decoder has none.
+1. The source's token replaces the language token that the tokenizer adds at one end of a text (NLLB, mBART, M2M-100).
+2. The target's token is the decoder's second token; the default is the checkpoint's `forced_bos_token_id`.
+3. In Marian the target's token precedes the encoder's text instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BEFORE_TEXT = ">>{}<<"
 
 
 def without_languages(prompt: dict[str, Any], description: ModelDescription | None) -> Any:
-    """A prompt without its languages. RequestError if the model can have none."""
+    """A prompt without its language keys. RequestError if the model supports none."""
     encoder = None if description is None else description.spec.encoder
     if encoder is None or encoder.audio is not None:
         name = next(name for name in LANGUAGES if name in prompt)
@@ -38,8 +38,8 @@ def without_languages(prompt: dict[str, Any], description: ModelDescription | No
 def both_sides(
     tokenizer: Tokenizer | None, encoder: EncoderSpec, prompt: Prompt, tokens: list[int]
 ) -> tuple[tuple[int, ...], list[int]]:
-    """(the encoder's tokens, the decoder's first ones) of a prompt with these tokens. RequestError names a language that the
-    tokenizer lacks."""
+    """(the encoder's tokens, the decoder's first tokens) of a prompt with these tokens.
+    RequestError names a language that the tokenizer lacks."""
     begin = [encoder.start_token_id, *encoder.forced]
     named: dict[str, Any] = dict(prompt) if isinstance(prompt, dict) else {}
     source, target = (named.get(name) for name in LANGUAGES)
@@ -54,7 +54,7 @@ def both_sides(
 
 
 def _language(tokenizer: Tokenizer | None, name: Any, field: str) -> tuple[int, str]:
-    """Returns the token of a language, and the one of `FORMS` that the tokenizer has it in."""
+    """(token of a language, the spelling in `FORMS` that the tokenizer uses)."""
     if tokenizer is None:
         raise RequestError(f"{field} needs a tokenizer (skip_tokenizer_init is set)", field=field)
     for form in FORMS if isinstance(name, str) and name else ():
@@ -72,7 +72,7 @@ def _may_be_language(tokenizer: Tokenizer, token: int) -> bool:
 
 
 def _spelled(tokenizer: Tokenizer, token: int) -> str:
-    """A special token that may be a language's; empty for others, which have signs around them (</s>, [PAD])."""
+    """Text of a special token that may be a language's; empty for others, which have signs around them (</s>, [PAD])."""
     text = tokenizer.id_to_token(token) or ""
     return "" if text[:1] in ("<", "[") else text
 

@@ -1,17 +1,17 @@
-"""The error of a prompt or an answer that is longer than the context. No torch."""
+"""The error for a prompt or an answer that exceeds the context. No torch."""
 
 from __future__ import annotations
 
 from slipstream.errors import ContextLengthError
 
 MAX_CHARS_PER_TOKEN = 128
-"""Maximum characters of a token. A text of more characters than a context of such tokens is refused before it is
-tokenised."""
+"""Assumed maximum characters of a token. A text with more than this per token of the context is
+refused without tokenizing it."""
 
 
 def hopeless(max_model_len: int, num_chars: int, field: str) -> ContextLengthError:
-    """`over_context` for a text that is too long to tokenise. The error gives the least number of
-    tokens that it can have."""
+    """`over_context` for a text that is too long to tokenize. The error states the minimum number
+    of tokens that it can have."""
     error = ContextLengthError(
         f"This model's maximum context length is {max_model_len} tokens. However, the prompt has {num_chars} characters, far "
         "more than fit; shorten it",
@@ -24,7 +24,7 @@ def hopeless(max_model_len: int, num_chars: int, field: str) -> ContextLengthErr
 def over_context(
     max_model_len: int, num_prompt: int, max_tokens: int | None = None
 ) -> ContextLengthError:
-    """Error that begins with the words by which OpenAI's clients know it.
+    """Error whose first words are those by which OpenAI's clients recognize it.
 
     The answer may have `max_tokens`; None: the prompt alone is too long.
     """

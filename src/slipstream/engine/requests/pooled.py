@@ -1,10 +1,10 @@
 """Embeddings and scores of texts: the model's inputs, and the conversion of its outputs. No torch.
 
-A call's texts are one request and one array, to the end. Documents are ranked for a query in one of two ways:
+A call's texts form one request, and their outputs one array. Documents are ranked for a query in one of two ways:
 
 1. A cross-encoder (one label), or a language model that judges pairs by the logits of an answer's first token, scores each
-   pair of query and document. The score passes the logistic function unless the model's config says otherwise.
-2. A model of embeddings ranks by the cosine of query and document; one of tokens' vectors by MaxSim (`token_vectors`).
+   pair of query and document. The logistic function is applied to the score unless the model's config says otherwise.
+2. An embedding model ranks by the cosine of query and document; a late-interaction model by MaxSim (`token_vectors`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slipstream.spec.description import ModelDescription
 
 
 def scores_pairs(model: ModelDescription) -> bool:
-    """Whether it gives scores of pairs of texts and no vectors."""
+    """Whether the model computes scores of text pairs and no vectors."""
     return model.spec.classifier is not None or model.pooling.score_tokens is not None
 
 
@@ -44,7 +44,7 @@ def refuse_classifier(model: ModelDescription) -> None:
 
 
 def check_dimensions(model: ModelDescription, dimensions: int | None) -> None:
-    """Raise RequestError if the model was not trained to give vectors of that length."""
+    """Raise RequestError if the model was not trained for vectors of that length."""
     whole = model.pooling.vector_size(model.spec.hidden_size)
     known = model.pooling.dimensions
     if dimensions is None or dimensions == whole:
@@ -59,7 +59,7 @@ def check_dimensions(model: ModelDescription, dimensions: int | None) -> None:
 
 
 class TextsAnswer:
-    """The answer to a request of texts, put together as it comes."""
+    """The outputs of a request of texts, collected as they arrive."""
 
     def __init__(self, prepared: PreparedTexts) -> None:
         self._prepared = prepared
@@ -67,7 +67,7 @@ class TextsAnswer:
         self.finished = False
 
     def take(self, output: VectorOutput) -> Vectors:
-        """The vectors of `output`. EngineError if the engine failed, or ended the request before its time."""
+        """Takes the vectors of `output`. EngineError if the engine failed, or ended the request early."""
         if output.num_texts:
             self._parts.append((output.first_text, output.vectors))
         if output.finish_reason is not None:
@@ -92,7 +92,7 @@ class TextsAnswer:
 
 
 def rows(vectors: Vectors, dimensions: int | None = None) -> npt.NDArray[np.float32]:
-    """float32 [N, E]; cut to `dimensions`, each has the length 1."""
+    """Vectors as float32 [N, E]. With `dimensions` they are truncated and normalized again."""
     found = np.frombuffer(vectors.data, np.float32).reshape(len(vectors.prompts), -1)
     if dimensions is None or dimensions >= found.shape[1]:
         return found
@@ -118,7 +118,7 @@ def as_embeddings(vectors: Vectors, dimensions: int | None = None) -> list[Embed
 
 
 def label_names(model: ModelDescription) -> list[str]:
-    """The names of a classifier's scores. RequestError (field `model`) for another model."""
+    """Names of a classifier's labels. RequestError (field `model`) for other models."""
     classifier = model.spec.classifier
     if classifier is None or classifier.pooling == "tokens":
         raise RequestError(
@@ -132,7 +132,8 @@ def label_names(model: ModelDescription) -> list[str]:
 def label_probabilities(
     model: ModelDescription, vectors: Vectors, *, activate: bool = True
 ) -> npt.NDArray[np.float64]:
-    """A classifier's scores [N, labels] as probabilities, in the way of its `problem_type`. Without `activate` as they are."""
+    """A classifier's scores [N, labels] as probabilities, according to its `problem_type`. Without `activate` the scores are
+    returned unchanged."""
     found, how = rows(vectors).astype(np.float64), model.pooling
     if not activate or how.problem == "regression":
         return found
@@ -145,7 +146,7 @@ def label_probabilities(
 
 
 def classified(model: ModelDescription, vectors: Vectors) -> list[ClassificationOutput]:
-    """The likeliest label of each text, and the probabilities of all."""
+    """The most likely label of each text, and the probabilities of all labels."""
     names = label_names(model)
     if not vectors.prompts:
         return []
@@ -164,7 +165,7 @@ def classified(model: ModelDescription, vectors: Vectors) -> list[Classification
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassificationOutput:
-    """A text's probabilities of a classifier's labels, and the name of the likeliest."""
+    """Probabilities of a classifier's labels for a text, and the name of the most likely one."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -180,7 +181,7 @@ class ClassificationOutput:
 def encoded(
     model: ModelDescription, vectors: Vectors, task: TextTask = "embed"
 ) -> list[EncodingOutput]:
-    """The output of each text for a pooling task."""
+    """The model's output for each text and pooling task."""
     found = rows_of_task(model, vectors, task)
     parts = zip(vectors.prompts, vectors.prompt_token_ids, found, strict=True)
     return [
@@ -192,7 +193,7 @@ def encoded(
 def rows_of_task(
     model: ModelDescription, vectors: Vectors, task: TextTask
 ) -> Sequence[npt.NDArray[np.float32]]:
-    """The array of each text: a vector, or rows of its tokens."""
+    """Array of each text: a vector, or one row per token."""
     if not vectors.prompts:
         return ()
     return rows(vectors) if task == "embed" else token_rows(model, vectors, task)  # type: ignore[return-value]
@@ -216,8 +217,8 @@ class EncodingOutput:
 def rerank_texts(
     model: ModelDescription, query: str, documents: Sequence[str]
 ) -> list[Prompt | tuple[str, str]]:
-    """The model's inputs: a pair for each document, or the query and the documents."""
-    if isinstance(documents, str):  # a sequence of letters
+    """The model's inputs for ranking: one pair per document, or the query followed by the documents."""
+    if isinstance(documents, str):  # would be a sequence of characters
         raise RequestError("documents is a string; give a list of them", field="documents")
     if not documents:
         raise RequestError("documents is empty; give at least one", field="documents")
@@ -259,8 +260,8 @@ def scores(
     *,
     activate: bool = True,
 ) -> tuple[npt.NDArray[np.float64], list[int]]:
-    """Scores from the answer to `score_texts`. Returns each pair's score, and the number of tokens
-    that were computed for it. Without `activate` a classifier's scores are its logits."""
+    """Scores from the outputs for `score_texts`: (score of each pair, number of tokens computed for
+    it). Without `activate` a classifier's scores are its logits."""
     if model.pooling.kind == "tokens":
         return max_sims(model, num_first, vectors, tokenizer)
     found, counts = rows(vectors).astype(np.float64), [len(ids) for ids in vectors.prompt_token_ids]
@@ -275,9 +276,9 @@ def scores(
     norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     cosines = np.where(norms > 0, (first * second).sum(axis=1) / np.maximum(norms, 1e-38), 0.0)
     own = counts[num_first:]
-    for i, count in enumerate(counts[:num_first]):  # a text that stands for all counts once
+    for i, count in enumerate(counts[:num_first]):  # a text used in all pairs counts once
         own[i] += count
-    return np.clip(cosines, -1.0, 1.0), own  # rounding takes those of like texts beyond
+    return np.clip(cosines, -1.0, 1.0), own  # rounding may exceed 1 for equal texts
 
 
 def rank(
@@ -289,8 +290,8 @@ def rank(
     *,
     activate: bool = True,
 ) -> list[RerankResult]:
-    """Ranking from the answer to `rerank_texts`: documents, best first, those with equal scores in
-    their order. `top_n` limits it to the best."""
+    """Ranking from the outputs for `rerank_texts`: documents, best first; equal scores keep their
+    order. `top_n`: maximum number of documents."""
     if top_n is not None and top_n < 1:
         raise RequestError(f"top_n must be at least 1, got {top_n}", field="top_n")
     found, counts = scores(model, 1, vectors, tokenizer, activate=activate)

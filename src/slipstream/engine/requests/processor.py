@@ -1,6 +1,6 @@
-"""Turns a user's request into engine requests.
+"""Converts a user's request to engine requests.
 
-`InputProcessor` checks a prompt and its SamplingParams, and rejects what could not work before anything is queued. `prompts.py`
+`InputProcessor` checks a prompt and its SamplingParams, and rejects invalid ones before anything is queued. `prompts.py`
 tokenises prompts, `texts.py` prepares the texts of embedding calls. `output.py` converts the other way. No torch.
 """
 
@@ -36,15 +36,15 @@ from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import ModelDescription
 
 INLINE_CHARS = 16_384
-"""More characters than this are tokenised in a thread; for fewer the way there and back costs more than the work."""
+"""Characters from which on text is tokenized in a thread; for less, handing it over costs more than the work."""
 
 _T = TypeVar("_T")
 
 
 _CLIENT_THREADS = max(2, NUM_CORES)
 MAX_CHARS = 16 * 2**20
-"""Characters that are tokenised or rendered at a time, half of them for one client. A character
-that is a token of its own takes some 270 bytes."""
+"""Maximum characters being tokenized or rendered at a time, half of them for one client. A
+character that is its own token takes about 270 bytes."""
 
 _texts = FairThreads(
     "texts",
@@ -59,9 +59,9 @@ _texts = FairThreads(
 async def in_thread_if_long(
     work: Callable[[], _T], num_characters: int, tokenizer: Any = None
 ) -> _T:
-    """Result of `work`, which renders or tokenises `num_characters` characters. Long work runs in a
-    thread, so that the tokens of other requests hardly wait for it. With a `tokenizer` that has a
-    time limit all work does: a short text can take all of that time."""
+    """Runs `work`, which renders or tokenizes `num_characters` characters. Long work runs in a
+    thread, so that other requests' tokens are hardly delayed. With a `tokenizer` that has a time
+    limit all work does, since even a short text can take that long."""
     if num_characters <= INLINE_CHARS and not getattr(tokenizer, "has_time_limit", False):
         return work()
     return await _texts.run(work, weight=num_characters)
@@ -73,12 +73,12 @@ def _listed(data: Any) -> list[Any]:
 
 
 def num_characters(prompt: Prompt | tuple[str, str]) -> int:
-    """Number of characters to tokenise, 0 for token ids. A prompt with media that are not
-    prepared yet counts as a long text, so that their preparation runs in a thread."""
+    """Number of characters to tokenize, 0 for token ids. A prompt with unprepared media counts as
+    long, so that they are prepared in a thread."""
     if isinstance(prompt, dict):
         media = _listed(prompt.get("multi_modal_data"))
         if not all(isinstance(x, PreparedMedia | AudioWindow) for x in media):
-            return INLINE_CHARS + 1  # they are waited for
+            return INLINE_CHARS + 1  # waits for their preparation
         prompt = prompt.get("prompt", "")  # type: ignore[assignment]
     return (
         sum(map(len, prompt))
@@ -91,16 +91,16 @@ def num_characters(prompt: Prompt | tuple[str, str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A user's request, checked: its engine requests, one for each answer that is drawn, the first of which the others fork
-    from. Engine requests have ids of their own, never used twice, so that late news of a cancelled request can't reach another
-    of the same name."""
+    """A user's request, checked: one engine request for each sampled answer; the others are forks
+    of the first. Engine requests have unique ids that are never reused, so that late messages about
+    a cancelled request can't reach another one of the same name."""
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: list[int]  # an encoder's, if the model has one
+    prompt_token_ids: list[int]  # the encoder's, if the model has one
     sampling: SamplingParams
     engine_requests: tuple[EngineRequest, ...]
-    hides_logprobs: bool = False  # the request has no log-probabilities of answers
+    hides_logprobs: bool = False  # log-probabilities of answers are not returned
 
 
 class InputProcessor:
@@ -117,9 +117,9 @@ class InputProcessor:
         in_process: bool = True,
         media: MediaProcessor | None = None,
     ) -> None:
-        """Prepares requests for one model. Without a `description` the model is a decoder that is
-        not asked for vectors. `ids` yields the ids of engine requests. With `in_process` the model
-        runs in this process, so a request can hold functions. `media` reads a prompt's pictures or sounds."""
+        """Prepares requests for one model. Without a `description` the model is a decoder without embeddings.
+        `ids` yields the ids of engine requests. With `in_process` the model runs in this process, so a
+        request may contain functions. `media` reads a prompt's pictures or sounds."""
         self.tokenizer = tokenizer
         self.description = description
         self._writes = description is None or description.spec.generates
@@ -146,8 +146,8 @@ class InputProcessor:
         ids: Iterator[str] | None = None,
         in_process: bool = True,
     ) -> InputProcessor:
-        """An answer ends at any end token that the model's files or the tokenizer name."""
-        default_sampling(description)  # wrong ones are found at the start
+        """Makes the processor of a model. An answer ends at any end token that the model's files or the tokenizer name."""
+        default_sampling(description)  # invalid ones must raise at the start
         return cls(
             tokenizer,
             vocab_size=description.spec.vocab_size,
@@ -169,9 +169,9 @@ class InputProcessor:
         grammar_checked: bool = False,
         formats: Formats = Formats(),  # noqa: B008 - it is frozen
     ) -> PreparedRequest:
-        """Check and tokenise. RequestError names the field; ContextLengthError if prompt or answer do not fit. With
-        `grammar_checked` the grammar was checked before, which can take seconds. `formats` says how the model writes its
-        reasoning, for a budget of a prompt without a chat template."""
+        """Check and tokenize a request. RequestError names an invalid field; ContextLengthError if prompt or
+        answer don't fit. `grammar_checked`: the grammar was already checked, which can take seconds.
+        `formats`: the model's reasoning format, for a budget without a chat template."""
         spec = None if self.description is None else self.description.spec
         if spec is not None and not self._writes:
             use = (
@@ -196,8 +196,9 @@ class InputProcessor:
             prompt, special, any_length=any_length, media=media, salt=salt
         )
         spans = placed(tokens, media, self.prompts.media.spec, salt) if media else ()
+        whole_salt = ""
         if spans and spec is not None and spec.joins_prompts:
-            spans, options = joined(tokens, spans, options, spec)
+            spans, whole_salt = joined(tokens, spans, salt, spec)
         if spans and any_length:
             raise RequestError("a prompt with media can't be cut", field="truncate_prompt_tokens")
         if sampling.truncate_prompt_tokens is not None:
@@ -253,7 +254,7 @@ class InputProcessor:
                 "stop strings need a tokenizer (skip_tokenizer_init is set)", field="stop"
             )
         hides_logprobs = sampling.best_of is not None and sampling.logprobs is None
-        if hides_logprobs:  # they say which answers are the best
+        if hides_logprobs:  # needed to choose the best answers
             sampling = dataclasses.replace(sampling, logprobs=0)
         if options.answer_token_ids:
             check_answer(self.prompts, options.answer_token_ids, sampling, max_tokens)
@@ -269,6 +270,7 @@ class InputProcessor:
             encoder_token_ids=encoded,
             audio=audio,
             media=spans,
+            whole_salt=whole_salt,
             marks=self.prompts.borders(tokens),
         )
         others = (fork(first, i) for i in range(1, sampling.num_drawn))

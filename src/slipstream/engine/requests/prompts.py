@@ -1,4 +1,4 @@
-"""Tokenises prompts: text, token ids, pictures, sounds. A prompt that this model can't take is a RequestError. No torch."""
+"""Tokenizes prompts: text, token ids, images, sounds. RequestError for a prompt that this model can't process. No torch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import ModelDescription
 
 MAX_BORDERS = 2
-"""Messages at whose beginnings a prompt's states are kept."""
+"""Number of last messages at whose beginnings a prompt's recurrent states are stored."""
 
 
 class PromptReader:
-    """Reader of prompts. `tokenizer` None: prompts are token ids. `media`: the processor of
-    pictures or sounds, for a model that takes some."""
+    """Reads prompts. `tokenizer` None: prompts must be token ids. `media`: processor of images or
+    sounds, for models that accept them."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PromptReader:
 
     @property
     def of_texts(self) -> Tokenizer:
-        """The tokenizer. RequestError if there is none."""
+        """The tokenizer, for text prompts. RequestError if there is none."""
         if self.tokenizer is None:
             raise RequestError(
                 "a text prompt needs a tokenizer (skip_tokenizer_init is set); pass prompt_token_ids",
@@ -64,8 +64,8 @@ class PromptReader:
         return self.description
 
     def cut(self, tokens: list[int], sampling: SamplingParams, special: bool) -> list[int]:
-        """Tokens that `truncate_prompt_tokens` leaves: the last ones, of which the `special` ones that begin a text are a part,
-        or with the side `right` the first ones."""
+        """Truncates to `truncate_prompt_tokens`: the last tokens, including the `special` ones that
+        begin a text; with the side `right` the first tokens."""
         limit = sampling.truncate_prompt_tokens
         if limit == -1:
             limit = max(1, self.max_model_len - (sampling.max_tokens or 1))
@@ -79,10 +79,10 @@ class PromptReader:
         return [*before, *tokens[len(tokens) - limit + len(before) :]]
 
     def borders(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Positions where the last two messages of a conversation begin, for models with recurrent states.
+        """Positions where the last two messages of a conversation begin, for models with recurrent states; otherwise none.
 
         A chat prompt ends with the special token that begins the answer's turn. The same token begins the other turns. The
-        next request of the conversation may have another last message, so the states before it are worth keeping.
+        conversation's next request may replace the last message, so the states before it are worth keeping.
         """
         spec = None if self.description is None else self.description.spec
         if self.tokenizer is None or spec is None or not spec.is_recurrent:
@@ -106,13 +106,13 @@ class PromptReader:
         media: Sequence[PreparedMedia] = (),
         salt: str | None = None,
     ) -> tuple[str | None, list[int], bytes]:
-        """A prompt's text, if it has one, and its tokens, as a list and packed (`TokenIds`). `salt`: see `Tokenizer.encode`."""
+        """(text of a prompt or None, token ids, packed token ids (`TokenIds`)). `salt`: see `Tokenizer.encode`."""
         given: Any = prompt
         if isinstance(given, dict) and not {*LANGUAGES}.isdisjoint(given):
             given = without_languages(given, self.description)
         match given:
             case {"prompt": str(said), **others} if not others:
-                prompt = said  # vLLM's other way to say a text
+                prompt = said  # vLLM's other form of a text prompt
         if isinstance(prompt, str):
             prompt = with_media(prompt, media, self.media.spec) if media else prompt
             tokenizer = self.check_text(prompt, any_length=any_length)
@@ -141,7 +141,7 @@ class PromptReader:
         return text, tokens, packed
 
     def check_text(self, text: str, *, any_length: bool = False) -> Tokenizer:
-        """The tokenizer of a text. RequestError if there is none, or the text is hopelessly long."""
+        """The tokenizer for a text. RequestError if there is none, or if the text is hopelessly long."""
         tokenizer = self.of_texts
         if len(text) > self.max_model_len * MAX_CHARS_PER_TOKEN and not any_length:
             raise hopeless(self.max_model_len, len(text), "prompt")
@@ -153,10 +153,10 @@ class PromptReader:
             self.read_ids(name, [*ids])
 
     def read_ids(self, name: str, given: Any) -> tuple[list[int], bytes]:
-        """Token ids as a list and packed (`TokenIds`). RequestError if not all are tokens of this model."""
-        import msgspec  # here: who only counts tokens needs no messages
+        """(token ids, packed token ids (`TokenIds`)). RequestError if not all are tokens of this model."""
+        import msgspec  # imported here: only counting tokens needs no messages
 
-        # without a loop in Python: a step of the engine waits for the first 16,384
+        # avoids a Python loop: the engine's first step waits for the first 16,384 ids
         try:
             ids = msgspec.convert(given, list[int])
             if (packed := self._in_vocabulary(ids)) is not None:
@@ -182,7 +182,7 @@ class PromptReader:
     def _in_vocabulary(self, ids: list[int]) -> bytes | None:
         """The ids packed; None if one is not in the vocabulary."""
         try:
-            packed = struct.pack(f"{len(ids)}I", *ids)  # half of the time of `min` and `max`
+            packed = struct.pack(f"{len(ids)}I", *ids)  # takes half the time of `min` and `max`
         except struct.error:
             return None
         largest = int(np.frombuffer(packed, np.uint32).max(initial=0))

@@ -15,8 +15,8 @@ from slipstream.params.sampling import SamplingParams
 def with_reasoning(
     sampling: SamplingParams, prompt: Sequence[int], formats: Formats, tokenizer: Tokenizer | None
 ) -> SamplingParams:
-    """Sampling parameters with the markers of the reasoning, which has a budget. A grammar then
-    begins after it. RequestError if the model has no reasoning, or the end can't be forced."""
+    """Adds reasoning markers to sampling parameters with a reasoning budget. A grammar then applies
+    after the reasoning. RequestError if the model has no reasoning, or the end can't be forced."""
     markers = sampling.reasoning
     if tokenizer is None:
         message = "a budget of reasoning needs a tokenizer (skip_tokenizer_init is set)"

@@ -1,5 +1,5 @@
-"""Converts sampling parameters for the engine: bad words and DRY's sequence breakers to tokens, names
-of functions to the functions. No torch."""
+"""Converts sampling parameters for the engine: bad words and DRY's sequence breakers to tokens,
+function names to functions. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_BREAKERS = 64
 
 
 class Breakers:
-    """Finds the tokens after which DRY begins a new run."""
+    """Finds the tokens after which DRY starts a new sequence (its breakers)."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -61,8 +61,8 @@ def with_words(
     prompts: PromptReader,
     banned: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
-    """Sampling parameters with their bad words and the checkpoint's `banned` as tokens. RequestError if no allowed token is
-    left."""
+    """Sampling parameters with bad words, and the checkpoint's `banned` words, as tokens.
+    RequestError if no allowed token is left."""
     words = sampling.bad_words_token_ids
     if sampling.bad_words:
         if tokenizer is None:
@@ -99,7 +99,8 @@ def with_functions(sampling: SamplingParams, *, in_process: bool) -> SamplingPar
 
 
 def importable(given: Any) -> str:
-    """A function's name, "module:function", by which another process finds it. RequestError if it would not."""
+    """A function's name, "module:function", under which another process can import it. RequestError if that is not
+    possible."""
     if isinstance(given, str):
         _imported(given)
         return given

@@ -1,4 +1,4 @@
-"""Turns the texts of one call for vectors or scores into one request. `pooled.py` converts its output. No torch."""
+"""Converts the texts of one call for embeddings or scores to one request. `pooled.py` converts its output. No torch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class PreparedTexts:
 
     request: TextsRequest
     prompts: list[str | None]
-    token_ids: list[list[int]]  # the caller's own lists, where tokens were given
+    token_ids: list[list[int]]  # the caller's own lists, if tokens were given
 
 
 class TextsProcessor:
-    """Turns texts into engine requests, whose ids come from `ids`."""
+    """Converts texts to engine requests, whose ids come from `ids`."""
 
     def __init__(self, prompts: PromptReader, ids: Iterator[str]) -> None:
         self._prompts = prompts
@@ -51,10 +51,10 @@ class TextsProcessor:
         task: TextTask = "embed",
         num_queries: int | None = None,
     ) -> PreparedTexts:
-        """A request for the embeddings of texts, or for a classifier's scores of texts or pairs. The model's own prompt stands
-        before a text. What is longer than the context, or than `truncate_to` tokens (−1: the context), is refused, or cut at
-        its end with the latter given; of a pair, the second text is cut. A note of the error says which text is at fault.
-        With `num_queries` the texts are for late interaction, and so many of them are queries."""
+        """Prepares a request for the embeddings of texts, or for a classifier's scores of texts or pairs. The
+        model's own prompt precedes each text. A text longer than the context is refused; with `truncate_to`
+        it is truncated to that many tokens (−1: the context), of a pair the second text. A note of the error
+        names the text at fault. `num_queries`: for late interaction, the number of texts that are queries."""
         spec, how = self._pooled_spec(pair=any(isinstance(text, tuple) for text in texts))
         self._check_task(task)
         limit = self._prompts.max_model_len
@@ -69,11 +69,9 @@ class TextsProcessor:
         room = limit if truncate_to == -1 else truncate_to
         prompts: list[str | None] = []
         token_ids: list[list[int]] = []
-        packed: list[npt.NDArray[np.int32]] = []  # the same
-        num_first: list[int] = []  # of pairs of a model that tells the two parts apart
-        for kind, run in itertools.groupby(
-            texts, _kind
-        ):  # a call's texts are of one kind, as a rule
+        packed: list[npt.NDArray[np.int32]] = []  # the same as arrays
+        num_first: list[int] = []  # tokens of the first text, for models that distinguish the two
+        for kind, run in itertools.groupby(texts, _kind):  # a call's texts are usually of one kind
             given: list[Any] = list(run)
             if kind is tuple:
                 found, firsts = self._pairs(given, how, room)
@@ -101,7 +99,7 @@ class TextsProcessor:
         if max(lengths, default=0) > limit:
             index = next(i for i, n in enumerate(lengths) if n > limit)
             raise _in_text(self._prompts.too_long(lengths[index]), index)
-        if num_first:  # a text that is no pair is all of the first part
+        if num_first:  # a single text belongs entirely to the first part
             num_first += [0] * (len(token_ids) - len(num_first))
             num_first = [first or n for first, n in zip(num_first, lengths, strict=True)]
         request = TextsRequest(
@@ -119,8 +117,7 @@ class TextsProcessor:
     def _pairs(
         self, pairs: list[tuple[str, str]], how: PoolingSpec, room: int | None
     ) -> tuple[list[list[int]], list[int]]:
-        """Returns the tokens of pairs of texts, and for each pair the number that belong to the
-        first text."""
+        """(tokens of each pair of texts, number of tokens of its first text)."""
         if self._tokenizer is None:
             raise RequestError(
                 "pairs of texts need a tokenizer (skip_tokenizer_init is set)", field="prompt"
@@ -166,8 +163,8 @@ class TextsProcessor:
     def _tokenised(
         self, prompts: list[Any], room: int | None, *, first: int
     ) -> tuple[list[list[int]], npt.NDArray[np.int32]]:
-        """Returns prompts that are token ids already, as lists and in one array. All ids are
-        checked at once; if one is wrong they are checked one by one, to name it."""
+        """Prompts that are already token ids, as lists and as one array. All ids are checked at
+        once; if one is invalid, they are checked one by one, to name it."""
         try:
             found = [prompt["prompt_token_ids"] for prompt in prompts if len(prompt) == 1]
             found = [ids if type(ids) is list else list(ids) for ids in found]
@@ -187,7 +184,7 @@ class TextsProcessor:
         return found, ids
 
     def _check_task(self, task: TextTask) -> None:
-        """Raise RequestError if the engine can't compute the task: a step that fails would end others' requests, too."""
+        """Raise RequestError if the engine can't compute the task; a failing step would end others' requests, too."""
         model = self._prompts.model
         if task == "embed" and model.text_task != "embed":
             raise RequestError(
@@ -200,8 +197,7 @@ class TextsProcessor:
             raise RequestError("this model gives no sparse embeddings", field="model")
 
     def _pooled_spec(self, *, pair: bool) -> tuple[ModelSpec, PoolingSpec]:
-        """Returns the model's description and its pooling. RequestError if it can't compute such
-        texts."""
+        """(the model's spec, its pooling). RequestError if it can't process such texts."""
         model = self._prompts.model
         spec, how = model.spec, model.pooling
         if spec.encoder is not None:
@@ -223,17 +219,19 @@ _RECORD = np.dtype([("kind", "u1"), ("value", "<i4")])
 
 
 def whole_numbers(lists: list[list[int]]) -> npt.NDArray[np.int32] | None:
-    """Returns the numbers of all lists in one array, or None if one of them is no `int` of 32
-    bits.
+    """The numbers of all lists in one array; None if one of them is not an `int` of 32 bits.
 
-    `marshal` (its format 2) writes the head of a list, and such an int, as five bytes, a kind and 32 bits, and any other object
-    with another kind: the fastest look at the type of each of many objects, with a conversion that costs nothing more.
+    `marshal` (format 2) writes a list's header and such an int as five bytes: a type byte and 32
+    bits; other objects have other type bytes. So it is the fastest type check of many objects, and
+    the conversion comes free.
     """
-    heads = np.arange(len(lists) + 1)  # the outer list's, then one before the numbers of each
+    heads = np.arange(
+        len(lists) + 1
+    )  # the outer list's header, then one before each inner list's numbers
     heads[2:] += np.cumsum(np.fromiter(map(len, lists), np.int64))[:-1]
     try:
         records = np.frombuffer(marshal.dumps(lists, 2), _RECORD)
-    except ValueError:  # what marshal does not know, or bytes that are no multiple of five
+    except ValueError:  # marshal can't write it, or the bytes are no multiple of five
         return None
     if not np.array_equal(np.flatnonzero(records["kind"] != ord("i")), heads):
         return None
@@ -262,8 +260,8 @@ def _in_text(error: RequestError, index: int) -> RequestError:
 def _judged(
     tokenizer: Tokenizer, query: str, document: str, instruction: str, room: int | None
 ) -> tuple[int, ...]:
-    """Returns the tokens of a query and a document in the chat template of a reranker. The
-    document is cut so that all have at most `room` tokens."""
+    """Tokens of a query and a document in a reranker's chat template. The document is truncated so
+    that all have at most `room` tokens."""
     said = [{"role": "system", "content": instruction}] if instruction else []
 
     def rendered(text: str) -> tuple[int, ...]:

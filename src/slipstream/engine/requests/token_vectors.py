@@ -1,7 +1,7 @@
 """Vectors and weights of a text's tokens: late interaction (ColBERT) and sparse embeddings. No torch.
 
-1. A model of late interaction gives each token a vector. A query's score with a document is the sum,
-   over the query's tokens, of the best product with a token of the document (MaxSim).
+1. A model of late interaction gives each token a vector. The score of a query and a document is the sum, over
+   the query's tokens, of the largest dot product with a document token (MaxSim).
 2. A model with a lexical head gives each token a weight. A text's sparse vector has the largest
    weight of each of its tokens.
 """
@@ -24,7 +24,7 @@ from slipstream.spec.pooling import SPARSE_NAME, LateSpec
 
 
 class TokenIds(Protocol):
-    """The tokens of a tokenizer."""
+    """Interface of a tokenizer that maps tokens to ids."""
 
     @property
     def special_ids(self) -> frozenset[int]: ...
@@ -36,7 +36,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseEmbeddingOutput:
-    """A text as weights of tokens. `indices` ascend; all other tokens weigh 0."""
+    """A text as token weights. `indices` ascend; all other tokens have weight 0."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -45,8 +45,8 @@ class SparseEmbeddingOutput:
 
 
 def text_task(model: ModelDescription, asked: str | None, field: str = "task") -> TextTask:
-    """Returns the task with vLLM's name `asked`; None: the model's own. RequestError if the model
-    does not do it."""
+    """The pooling task with vLLM's name `asked`; None: the model's own. RequestError if the model
+    doesn't support it."""
     own, classifier = model.text_task, model.spec.classifier
     names: dict[str, TextTask]
     if classifier is not None and own == "token_embed":
@@ -67,7 +67,7 @@ def text_task(model: ModelDescription, asked: str | None, field: str = "task") -
 
 
 def check_sparse(model: ModelDescription) -> None:
-    """Raise RequestError if the model gives no sparse vectors."""
+    """Raise RequestError if the model computes no sparse vectors."""
     if model.pooling.lexical is None:
         pickled = (model.path / SPARSE_NAME).with_suffix(".pt")
         remedy = (
@@ -79,7 +79,7 @@ def check_sparse(model: ModelDescription) -> None:
 
 
 def rows_of_tokens(vectors: Vectors) -> list[Floats]:
-    """The rows [n, …] of each text's n tokens."""
+    """The rows [n, …] of the n tokens of each text."""
     ends = np.cumsum([len(ids) for ids in vectors.prompt_token_ids])
     if not len(ends):
         return []
@@ -88,7 +88,7 @@ def rows_of_tokens(vectors: Vectors) -> list[Floats]:
 
 
 def token_rows(model: ModelDescription, vectors: Vectors, task: TextTask) -> list[Floats]:
-    """The rows of each text that its caller gets: without the first token where the model has no vector for it."""
+    """The rows of each text that the caller gets: without the first token if the model has no vector for it."""
     found = rows_of_tokens(vectors)
     return (
         [x[1:] for x in found] if model.pooling.without_first and task == "token_embed" else found
@@ -98,7 +98,7 @@ def token_rows(model: ModelDescription, vectors: Vectors, task: TextTask) -> lis
 def max_sims(
     model: ModelDescription, num_queries: int, vectors: Vectors, tokenizer: TokenIds | None
 ) -> tuple[npt.NDArray[np.float64], list[int]]:
-    """Scores of queries and documents, one query or one for each document, and the tokens that were computed for each."""
+    """(scores of documents for one query or for one each, numbers of tokens computed)."""
     rows, counts = rows_of_tokens(vectors), [len(x) for x in vectors.prompt_token_ids]
     documents = without_skipped(model, vectors, rows, tokenizer)[num_queries:]
     found = np.empty(len(documents), np.float64)
@@ -106,7 +106,7 @@ def max_sims(
         query = rows[i if num_queries > 1 else 0]
         found[i] = (query @ document.T).max(axis=1, initial=-1.0).sum(dtype=np.float64)
     own = counts[num_queries:]
-    for i, count in enumerate(counts[:num_queries]):  # a query that stands for all counts once
+    for i, count in enumerate(counts[:num_queries]):  # a query used for all documents counts once
         own[i] += count
     return found, own
 
@@ -114,7 +114,7 @@ def max_sims(
 def without_skipped(
     model: ModelDescription, vectors: Vectors, rows: Sequence[Floats], tokenizer: TokenIds | None
 ) -> list[Floats]:
-    """The rows of documents without those of tokens that are skipped (punctuation)."""
+    """The rows of documents without skipped tokens (punctuation)."""
     words = () if model.pooling.late is None or tokenizer is None else model.pooling.late.skipped
     skipped = [i for x in words if tokenizer and (i := tokenizer.token_to_id(x)) is not None]
     return [
@@ -125,7 +125,7 @@ def without_skipped(
 def late_tokens(
     late: LateSpec, tokenizer: Tokenizer, texts: list[str], *, is_query: bool
 ) -> list[list[int]]:
-    """The tokens of queries or documents."""
+    """Token ids of queries or documents."""
     prefix, longest = (
         (late.query_prefix, late.query_length)
         if is_query
@@ -148,7 +148,7 @@ def late_tokens(
 def sparse_embeddings(
     model: ModelDescription, vectors: Vectors, tokenizer: TokenIds | None
 ) -> list[SparseEmbeddingOutput]:
-    """Returns the weights above 0 of each text's tokens, without special tokens."""
+    """The positive weights of each text's tokens, without special tokens."""
     special = np.array(sorted(tokenizer.special_ids if tokenizer is not None else ()), np.int64)
     found: list[SparseEmbeddingOutput] = []
     parts = zip(vectors.prompts, vectors.prompt_token_ids, rows_of_tokens(vectors), strict=True)

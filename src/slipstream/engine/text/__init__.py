@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates, tool formats, and tokens to text. No torch."""
+"""Tokenizers, chat templates, tool-call formats, and detokenization. No torch."""

@@ -1,15 +1,16 @@
 """Chat templates: the model's own Jinja, run in a sandbox with the names that Hugging Face templates expect.
 
-Blocks take their line with them (trim_blocks, lstrip_blocks). There are loop controls, `raise_exception`, `strftime_now`,
-a `tojson` that escapes nothing, and `{% generation %}`, which marks answers for training and here is just its contents.
+A block tag's whole line is removed (trim_blocks, lstrip_blocks). Supported are loop controls, `raise_exception`,
+`strftime_now`, a `tojson` that escapes nothing, and `{% generation %}`, which marks answers for training and here only
+outputs its contents.
 
-A template is a program from a stranger, so each rendering has a `_Budget` of time and of work:
+A template is an untrusted program, so each rendering has a `_Budget` of time and work:
 
-1. A turn of a loop, a call, and each character of a result or of the output costs work.
-2. What multiplies sizes (`*`, `replace`, `join`, …) pays before it runs.
-3. A list, dict or tuple pays for all that it holds when it is made, so nothing that is later printed, compared or
-   sorted can be larger than what was paid for.
-4. Filters and methods that templates do not need, and whose results have no bound, are not there.
+1. Each loop iteration, each call, and each character of a result or of the output costs work.
+2. Operations that multiply sizes (`*`, `replace`, `join`, …) are charged before they run.
+3. A list, dict or tuple is charged for all its contents when it is created, so nothing that is later printed, compared or
+   sorted can be larger than what was charged.
+4. Filters and methods that templates don't need and whose results are unbounded are removed.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 MAX_WORK = 64 * 2**20
-"""Work that a template may do: characters (4 bytes each at most) and steps."""
+"""Work budget of a rendering: characters (of at most 4 bytes each) plus steps."""
 
 WORK_PER_CHARACTER, MAX_EXTRA_WORK = 1024, 2**30
-"""Extra work for each character of the messages, and the most that is added. Some templates build a
-text message by message, and copy it for each."""
+"""Extra work allowed per character of the messages, and its maximum. Some templates build the text
+message by message and copy it each time."""
 
 MAX_SECONDS = 1.0
-"""Processor time of this thread that a template may take."""
+"""CPU seconds of this thread that a rendering may take."""
 
 MAX_TEMPLATE, MAX_WORDS = 2**18, 25_000
-"""Characters of a template, and words as Jinja reads it. Compiling takes some 30 µs a word, within the first request. Templates
-of 20,000 characters, which are long ones, have some 5,000."""
+"""Maximum characters of a template, and maximum tokens of Jinja's lexer. Compiling takes about 30 µs per
+token, within the first request. Long templates have 20,000 characters and about 5,000 tokens."""
 
-_MAX_NUMBER = 100_000  # as an argument of a filter or method: a width, a precision, a count
+_MAX_NUMBER = 100_000  # as an argument of a filter or method: width, precision or count
 _FILTERS = frozenset((
     "abs", "attr", "batch", "capitalize", "center", "count", "d", "default", "dictsort", "e", "escape", "filesizeformat",
     "first", "float", "forceescape", "format", "groupby", "indent", "int", "items", "join", "last", "length", "list", "lower",
@@ -55,7 +56,7 @@ _FILTERS = frozenset((
 _WIDTHS = frozenset((
     "batch", "center", "indent", "ljust", "rjust", "round", "slice", "tojson", "truncate", "zfill",
 ))  # fmt: skip
-"""Filters and methods that a number tells how much to make."""
+"""Filters and methods in which a numeric argument determines the output's size."""
 _NO_METHODS = frozenset(
     {"translate", "format_map", "encode", "expandtabs", "maketrans", "to_bytes"}
 )
@@ -70,7 +71,7 @@ class _Budget:
 
     def __init__(self, variables: Mapping[str, Any]) -> None:
         self._left = MAX_WORK
-        # whose size is looked at only when it is needed
+        # their size is only computed when needed
         self._extra: Mapping[str, Any] | None = variables
         self._steps = 0
         self._until = time.thread_time() + MAX_SECONDS
@@ -95,8 +96,8 @@ _budget: ContextVar[_Budget] = ContextVar("budget")
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-    """Render a chat template. RequestError (field "messages") if the template refused, with what it
-    said, or if it went over its budget."""
+    """Render a chat template. RequestError (field "messages") with the template's message if it
+    raised one, or if it exceeded its budget."""
     token = _budget.set(_Budget(variables))
     try:
         compiled = _compile(template)
@@ -109,7 +110,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
         raise RequestError(
             f"the model's chat template was stopped: {error}", field="messages"
         ) from None
-    except Exception as error:  # whatever a template raises, it raises over these messages
+    except Exception as error:  # whatever a template raises is due to these messages
         raise RequestError(
             f"the chat template refuses these messages: {_shortened(error)}", field="messages"
         ) from error
@@ -118,9 +119,9 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
 
 def read_template(name: str) -> str:
-    """A chat template from a file, or `name` itself if it is Jinja. ConfigError (field "chat_template") if it is none: no
-    text, no Jinja, or it does not show what a user says."""
-    is_text = "{{" in name or "{%" in name  # as vLLM takes it
+    """Read a chat template from the file `name`, or take `name` itself if it is Jinja. ConfigError
+    (field "chat_template") if it is not text, not Jinja, or does not output a user's message."""
+    is_text = "{{" in name or "{%" in name  # the same rule as vLLM's
     try:
         text = name if is_text else Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -148,8 +149,9 @@ TAKES_TEXT = "this model takes no pictures and no sounds; leave them out, or tak
 def shaped_for(
     template: str, messages: Sequence[Mapping[str, Any]], placeholder: str | None
 ) -> Sequence[Mapping[str, Any]]:
-    """The messages with contents of the kind that the template reads: texts, or lists of parts ({"type": "text", "text": …},
-    {"type": "image"} and {"type": "audio"}). A template that reads texts alone gets `placeholder` for an image or a sound."""
+    """The messages with contents in the form that the template reads: strings, or lists of parts ({"type": "text", "text":
+    …}, {"type": "image"} and {"type": "audio"}). A template that only reads strings gets `placeholder` for an image or a
+    sound."""
     lists = [isinstance(m.get("content"), list) for m in messages]
     takes_texts, takes_lists = _contents_of(template)
     if not any(lists) and (takes_texts or not takes_lists):
@@ -175,7 +177,7 @@ _PROBE = "\ue001probe\ue001"
 
 @functools.lru_cache(maxsize=8)
 def _contents_of(template: str) -> tuple[bool, bool]:
-    """Whether a template reads contents that are texts, and lists of parts."""
+    """(whether the template reads contents that are strings, whether it reads lists of parts)."""
 
     def shows(content: Any) -> bool:
         messages = [{"role": "user", "content": content}]
@@ -184,7 +186,7 @@ def _contents_of(template: str) -> tuple[bool, bool]:
             text = render(template, {"messages": messages, **named})
         except RequestError:
             return False
-        # a list that is written as it is
+        # a list that is output unchanged, as Python writes it
         part = (f"{mark}text{mark}: {mark}{_PROBE}" for mark in "'\"")
         return _PROBE in text and not any(shown in text for shown in part)
 
@@ -197,7 +199,7 @@ def _shortened(error: Exception) -> str:
 
 
 def _size(value: Any, budget: _Budget | None = None) -> int:
-    """Characters and items of a value, at any depth."""
+    """Number of characters and items of a value, at any depth."""
     total, left = 0, [value]
     while left:
         item = left.pop()
@@ -220,8 +222,8 @@ def _size(value: Any, budget: _Budget | None = None) -> int:
 
 
 def _attributes(item: Any) -> Any:
-    """Attributes of a Jinja namespace; None for other objects. getattr won't do: an undefined name
-    raises at that, and may be printed."""
+    """Attributes of a Jinja namespace; None for other objects. Not read with getattr, because an
+    undefined name raises then, yet it may be printed."""
     try:
         return object.__getattribute__(item, "_Namespace__attrs")
     except AttributeError:
@@ -229,7 +231,7 @@ def _attributes(item: Any) -> Any:
 
 
 def _paid(value: Any) -> Any:
-    """Returns `value`, and takes its size off the budget."""
+    """Charges the budget for the size of `value`, and returns it."""
     budget = _budget.get()
     if isinstance(value, str):
         budget.spend(len(value))
@@ -243,7 +245,7 @@ def _number(value: object) -> bool:
 
 
 def _before_call(name: str, value: Any, args: Iterable[Any]) -> None:
-    """Spend budget for text that a filter or string method makes beyond its arguments."""
+    """Charge the budget for text that a filter or string method produces beyond its arguments."""
     given = tuple(args)
     if name in _WIDTHS and any(_number(a) and abs(a) > _MAX_NUMBER for a in given):
         raise _TooMuch(f"a number above {_MAX_NUMBER} is given to {name}")
@@ -271,15 +273,15 @@ _PLACE = re.compile(r"[-#0 +]*(\*|\d*)(?:\.(\*|\d*))?")
 
 
 def _before_percent(form: str, given: Any) -> None:
-    """Pay for `form % given`, whose widths must be numbers in the text, and small."""
+    """Charge the budget for `form % given`. Its widths must be small and literal, not taken from `given`."""
     at = form.find("%")
     while at >= 0:
         at, depth = at + 1, 0
-        while form.startswith("(", at) or depth:  # the name of a value, with brackets of its own
+        while form.startswith("(", at) or depth:  # the key of a value, which may contain brackets
             depth += {"(": 1, ")": -1}.get(form[at : at + 1], 0)
             at += 1
             if at > len(form):
-                return  # no end of the name: Python refuses it
+                return  # the key is not closed: Python raises an error
             if not depth:
                 break
         place = _PLACE.match(form, at)
@@ -291,7 +293,7 @@ def _before_percent(form: str, given: Any) -> None:
 
 
 def _before_braces(form: str, given: tuple[Any, ...]) -> None:
-    """Charge the template's budget for `form.format(…)`. Its widths must be small numbers that stand in the text."""
+    """Charge the budget for `form.format(…)`. Its widths must be small and literal."""
     for _, _, spec, _ in string.Formatter().parse(form):
         if spec and ("{" in spec or re.search(r"\d{5}", spec)):
             raise _TooMuch("a width in a format is too large")
@@ -333,7 +335,8 @@ def _environment() -> Any:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     class Meter(NodeTransformer):
-        """Puts the payments into a template. They are filters, since a filter's call is the cheapest that Jinja compiles."""
+        """Inserts the budget's charges into a template's syntax tree. They are filters, because a filter call is the
+        cheapest one that Jinja compiles."""
 
         def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 (the visitor's names)
             self.generic_visit(node)
@@ -341,7 +344,7 @@ def _environment() -> Any:
             turn = nodes.Filter(nodes.Const(fixed), "_turn", [], [], None, None)
             turn.args = [
                 nodes.Name("loop_turn_", "load")
-            ]  # not a constant: it must not be computed once for all
+            ]  # not a constant, which Jinja would evaluate only once
             node.body.insert(0, nodes.ExprStmt(turn))
             return node
 
@@ -350,7 +353,7 @@ def _environment() -> Any:
             node.nodes = [
                 n if isinstance(n, nodes.Const) else _filter(n, "_paid") for n in node.nodes
             ]
-            return node  # the text that it makes is paid for in its parts
+            return node  # its parts are charged
 
         def visit_Add(self, node: nodes.Add) -> nodes.Node:  # noqa: N802
             self.generic_visit(node)
@@ -396,7 +399,7 @@ def _environment() -> Any:
         def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
             method = getattr(
                 obj, "__wrapped__", obj
-            )  # the sandbox puts a function of its own around str.format
+            )  # the sandbox wraps str.format in its own function
             receiver, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
             _budget.get().spend(0)
             if isinstance(receiver, (str, int, float)):
@@ -415,9 +418,9 @@ def _environment() -> Any:
             return _paid(super().call(context, obj, *args, **kwargs))
 
     class PrivateNames(Namespace):
-        """Keeps names that begin with _ out of templates, as transformers does."""
+        """Hides names that begin with _ from templates, as transformers does."""
 
-        def __init__(*args: Any, **values: Any) -> None:  # so that `self` can be a name
+        def __init__(*args: Any, **values: Any) -> None:  # a variable may then be called `self`
             self, *given = args
             Namespace.__init__(self)
             for name, value in dict(*given, **values).items():
@@ -459,7 +462,7 @@ def _environment() -> Any:
         _budget.get().spend(fixed)
 
     def metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        # the context or environment stands before the value
+        # the context or environment is the first argument
         first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @functools.wraps(function)
@@ -491,8 +494,8 @@ def _environment() -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> Template | str:
-    """The compiled template, or its fault as text, so that a fault is cached, too, and not found again at each
-    request."""
+    """The compiled template, or an error message. Both are cached, so that a faulty template is not
+    compiled for every request."""
     from jinja2 import TemplateError
 
     if len(template) > MAX_TEMPLATE:

@@ -1,10 +1,10 @@
-"""Tokens to text as they come, and stop strings across their borders.
+"""Incremental detokenization, and detection of stop strings that span tokens.
 
-Text is built from the bytes of each token, once; a character whose bytes are not all there is held back. So is text
-that may be the beginning of a stop string. What was given out is never taken back, and all of it together is what
-decoding prompt and answer at once gives, less the prompt: SentencePiece's answer to "France is" begins with a space,
-which decoding the answer by itself would take off. Work per character is constant (amortised), whatever the length of a
-stop string.
+Each token's bytes are decoded once. Held back are incomplete characters, and text that may begin a
+stop string. Emitted text is never changed. All of it equals the decoding of prompt and answer
+together, minus the prompt: with SentencePiece, the answer to "France is" begins with a space, which
+decoding the answer alone would drop. Work per character is constant (amortised), whatever the
+length of a stop string.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from slipstream.engine.text.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """The text that continues `prompt_token_ids`. `stop` strings end it: before the one that is complete first (of two at
-    once, the longer), or after it with `include_stop`. They are not looked for in the text of the first `min_tokens`
-    tokens."""
+    """The text that continues `prompt_token_ids`. It ends before the first complete stop string of
+    `stop` (of two that end together, the longer), or after it with `include_stop`. Text of the
+    first `min_tokens` tokens is not searched."""
 
     def __init__(
         self,
@@ -40,16 +40,17 @@ class IncrementalDetokenizer:
         self._texts = tokenizer.texts(skip_special_tokens)
         self._between = not (
             stop or self._strip
-        )  # two characters: a token's text is what it was the last time
-        self._held = ""  # decoded, not yet given out: the longest beginning of a stop string that the text ends with
+        )  # two references: an unchanged text of a token is recognized by identity
+        self._held = (
+            ""  # decoded but not emitted: the longest suffix of the text that begins a stop string
+        )
         self.num_tokens = 0
-        # of all tokens, how many the answer keeps; they differ after a stop string
+        # number of tokens that the answer keeps; fewer than all after a stop string
         self.num_tokens_used = 0
         self.stop_reason: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens, and return the text that is final with them. After a stop string it is
-        empty."""
+        """Add tokens, and return the text that became final. Empty after a stop string."""
         alone = token_ids[0] if self._between and len(token_ids) == 1 else None
         if alone is not None and (known := self._texts.get(alone)) is not None:
             self.num_tokens += 1
@@ -70,8 +71,8 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """Text that was held back. The end of an unfinished character becomes a replacement
-        character."""
+        """End the answer and return the text held back. An incomplete character becomes a
+        replacement character."""
         if self.stop_reason is not None:
             return ""
         text = self._add(self._decoder.decode(b"", True))
@@ -86,9 +87,9 @@ class IncrementalDetokenizer:
         return data
 
     def _add(self, text: str) -> str:
-        """Add new text, and return the text that can't belong to a stop string any more."""
+        """Add new text, and return the text that can no longer be part of a stop string."""
         if not self._stops or self.num_tokens <= self._min_tokens:
-            return text  # nothing is held before the first min_tokens are over, so a stop string begins after them
+            return text  # nothing is held back before the first min_tokens are over, so stop strings begin after them
         seen = self._held + text
         for at, character in enumerate(text, len(self._held) + 1):
             complete = [m.stop for m in self._stops if m.step(character)]  # longest first
@@ -101,18 +102,18 @@ class IncrementalDetokenizer:
 
 
 class _Matcher:
-    """Knuth, Morris and Pratt: `length` is how much of `stop` the text so far ends with."""
+    """Knuth-Morris-Pratt matcher: `length` is the number of characters of `stop` with which the text so far ends."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.length = 0
-        # [i]: the longest proper beginning of stop that stop[:i + 1] ends with
+        # [i]: length of the longest proper prefix of stop with which stop[:i + 1] ends
         self._shorter = [0] * len(stop)
         for i in range(1, len(stop)):
             self._shorter[i] = self._extend(self._shorter[i - 1], stop[i])
 
     def step(self, character: str) -> bool:
-        """Take in one character. Returns whether `stop` is complete; after that it must not be called."""
+        """Consume one character. Returns whether `stop` is complete; it must not be called after that."""
         self.length = self._extend(self.length, character)
         return self.length == len(self.stop)
 

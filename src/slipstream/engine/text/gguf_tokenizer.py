@@ -1,8 +1,8 @@
 """The tokenizer inside a GGUF file, rebuilt from its own fields.
 
-Byte-level BPE (`gpt2`) differs between models in how text is split before merging; `tokenizer.ggml.pre` names that, and
-the table below says how. Rebuilding it without that field gives wrong ids: SmolLM2, for one, keeps digits apart. The
-facts are those of llama.cpp's llama-vocab.cpp, or of the models' own tokenizer.json where llama.cpp approximates them.
+Models with byte-level BPE (`gpt2`) differ in how text is split before merging. `tokenizer.ggml.pre` names the way, and
+the table below describes it. Without that field ids would be wrong: SmolLM2, for example, separates digits. The table
+follows llama.cpp's llama-vocab.cpp, or the models' own tokenizer.json where llama.cpp only approximates it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from slipstream.engine.text import sentencepiece
 from slipstream.engine.text.sentencepiece import Kind
-from slipstream.engine.text.tiktoken import CL100K, CONTRACTIONS, WORDS_END
+from slipstream.engine.text.tiktoken import (
+    CASED_END,
+    CL100K,
+    CONTRACTIONS,
+    LOWER,
+    TEKKEN,
+    UPPER,
+    WORDS_END,
+)
 from slipstream.engine.text.tokenizer_parts import (
     SpecialTokens,
     TokenizerParts,
@@ -33,10 +41,10 @@ from slipstream.spec.stored.gguf_parts import model_files
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a byte-level model cuts text before it merges: each pattern cuts what the ones before it left.
+    """How a byte-level model splits text before merging: each pattern splits the pieces that the previous ones left.
 
-    `whole_tokens`: a piece that is a token as it stands is that token, whatever the merges say. `add_bos` and `add_eos`:
-    whether text begins and ends with the tokens for that, where the file does not say.
+    `whole_tokens`: a piece that is itself a token becomes that token without merging. `add_bos` and `add_eos`: whether
+    BOS and EOS are added, if the file does not say.
     """
 
     patterns: tuple[str, ...]
@@ -47,12 +55,9 @@ class Split:
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _QWEN2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + WORDS_END
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED_END = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|{_CASED_END}"
 _GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{CONTRACTIONS}?"
-    rf"|\p{{N}}{{1,3}}|{_CASED_END}"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}|{CASED_END}"
 )
 _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
@@ -74,7 +79,7 @@ _SPLITS: dict[tuple[str, ...], Split] = {
     ): Split((_GPT2,)),
     ("roberta-bpe",): Split(
         (_GPT2,), add_bos=True, add_eos=True
-    ),  # old files are silent; the models always have <s> … </s>
+    ),  # old files don't say so, but these models always use <s> … </s>
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): Split(
         (r"\p{N}", _GPT2)
     ),
@@ -84,7 +89,7 @@ _SPLITS: dict[tuple[str, ...], Split] = {
     ("dbrx", "smaug-bpe", "chatglm-bpe"): Split((CL100K,)),
     ("glm4",): Split((CL100K,), whole_tokens=True),
     ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "grok-2"): Split((_QWEN2,)),
-    ("tekken",): Split((_TEKKEN,), whole_tokens=True, add_bos=True),
+    ("tekken",): Split((TEKKEN,), whole_tokens=True, add_bos=True),
     ("gpt-4o", "llama4"): Split((_GPT4O,)),
     ("deepseek-v3", "hunyuan-dense"): Split((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)),
     ("deepseek-coder",): Split(
@@ -96,11 +101,11 @@ _SPLITS: dict[tuple[str, ...], Split] = {
     ("default",): Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 SPLITS = {name: split for names, split in _SPLITS.items() for name in names}
-"""Splits by the name in `tokenizer.ggml.pre`."""
+"""Splits by their name in `tokenizer.ggml.pre`."""
 
 
 def read(file: GGUFFile) -> TokenizerParts:
-    """Tokenizer of a GGUF file. CheckpointError or UnsupportedModelError if it can't be read."""
+    """Read the tokenizer of a GGUF file. CheckpointError or UnsupportedModelError if that is not possible."""
     with reading(file.path):
         return _read(file)
 
@@ -122,7 +127,9 @@ def _read(file: GGUFFile) -> TokenizerParts:
     kinds = fields.array("token_type", int, len(tokens)) or [int(Kind.NORMAL)] * len(tokens)
     numbered = {name: fields.token_id(name, None, len(tokens)) for name in NUMBERED}
     ends = tuple(i for i in end_tokens(file.metadata) if i < len(tokens))
-    for i in ends:  # by its name it is one, whatever its type says: a text that holds it means it
+    for (
+        i
+    ) in ends:  # an end token by its name, whatever its type says: this text always means the token
         kinds[i] = int(Kind.CONTROL) if tokens[i] in END_NAMES else kinds[i]
     add_eos = False
     if kind == "gpt2":
@@ -137,7 +144,7 @@ def _read(file: GGUFFile) -> TokenizerParts:
         add_bos, add_eos = SPLITS[pre].add_bos, SPLITS[pre].add_eos
         backend = _byte_level(fields, tokens, kinds, SPLITS[pre])
     elif kind == "llama":
-        bos, add_bos = 1, True  # SentencePiece's own, where the file is silent
+        bos, add_bos = 1, True  # SentencePiece's defaults, for files that don't say
         scores = fields.array("scores", float, len(tokens))
         if not scores:
             raise CheckpointError(
@@ -145,7 +152,7 @@ def _read(file: GGUFFile) -> TokenizerParts:
             )
         prefix = fields.get("add_space_prefix", bool, True)
         backend = sentencepiece.build(tokens, scores, kinds, add_space_prefix=prefix)
-    elif kind == "gemma4":  # SentencePiece's spelling with merges
+    elif kind == "gemma4":  # SentencePiece's spelling, with merges instead of scores
         bos, add_bos = 2, True
         merges = [line.partition(" ")[::2] for line in fields.array("merges", str)]
         with reading(path, "tokenizer.ggml.merges"):
@@ -153,7 +160,7 @@ def _read(file: GGUFFile) -> TokenizerParts:
                 tokens, (), kinds, add_space_prefix=False, merges=[(a, b) for a, b in merges]
             )
     elif kind == "t5":
-        bos, add_bos, add_eos = None, False, True  # as llama.cpp reads a file that is silent
+        bos, add_bos, add_eos = None, False, True  # llama.cpp's defaults, for files that don't say
         charsmap = bytes(n & 255 for n in fields.array("precompiled_charsmap", int))
         scores = fields.array("scores", float, len(tokens))
         if not scores or int(Kind.UNKNOWN) not in kinds:
@@ -200,7 +207,7 @@ def _read(file: GGUFFile) -> TokenizerParts:
     own = path.with_name("chat_template.jinja")
     if (
         own.is_file() and len(model_files(path.parent)) == 1
-    ):  # next to one of several files it would be anyone's
+    ):  # next to several models it could belong to any of them
         templates = {"default": own.read_text(encoding="utf-8")}
     return TokenizerParts(
         backend, special, {k: v for k, v in templates.items() if isinstance(v, str)}
@@ -208,9 +215,9 @@ def _read(file: GGUFFile) -> TokenizerParts:
 
 
 def _wordpiece(fields: _Fields, tokens: list[str]) -> TokenizerParts:
-    """A BERT WordPiece model. The file has ▁ before tokens that begin a word, in place of ## before those that go on
-    with one. If it does not say whether letters become small, they do where no token has a capital; accents go with
-    that, unless the file says."""
+    """Reads a BERT WordPiece model. The file marks tokens that begin a word with ▁, instead of
+    marking others with ##. If it doesn't say whether text is lowercased, it is lowercased when no
+    token has a capital letter. Accents are then stripped, too, unless the file says otherwise."""
     named = [t.startswith("[") and t.endswith("]") for t in tokens]
     words = [
         t if whole else t.removeprefix("▁") if t.startswith("▁") else f"##{t}"
@@ -278,7 +285,7 @@ def _byte_level(
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """The metadata under tokenizer.ggml, with their types checked. CheckpointError names the field."""
+    """Metadata under tokenizer.ggml, with types checked. CheckpointError names a wrong field."""
 
     metadata: Mapping[str, Any]
     path: Path
@@ -290,7 +297,7 @@ class _Fields:
         return value
 
     def array(self, name: str, kind: type, length: int | None = None) -> list[Any]:
-        """Empty if it is not there; else of `length`."""
+        """The field's array, which must have `length` entries; empty if the field is missing."""
         value = self.get(name, list, None) or []
         if not set(map(type, value)) <= {kind, int if kind is float else kind}:
             raise self._error(name, f"is not made of {kind.__name__}")

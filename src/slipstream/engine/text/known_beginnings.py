@@ -1,8 +1,9 @@
-"""Tokens of long texts that begin as an earlier one, as an agent's conversation does turn after turn: the rest is encoded.
+"""Cache of tokenized long texts. A text that begins like an earlier one, as each turn of an agent's conversation does, is
+only encoded from there on.
 
-A text may be cut before a special token, since no token reaches over one. Such a token (a *seam*) takes no whitespace
-around it, is no part of another added token, and overlaps none, nor itself. So wherever its text stands, it is that token.
-A token that stands for something else, too, such as an unknown character, is left out.
+A text may be cut before a special token, since no token spans one. Such a token (a *seam*) strips no whitespace around it,
+is no part of another added token, and overlaps neither others nor itself. So its text always means that token. A token with
+another meaning, too, such as unknown characters, is not used.
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from threading import Lock
 import tokenizers
 
 MIN_CHARS = 16_384
-"""Shorter texts are encoded as a whole, in about a millisecond."""
+"""Minimum characters of a text that is cached. Shorter ones are encoded in about a millisecond."""
 
 MAX_BYTES, MAX_TEXTS = 1 << 26, 256
-"""Bytes of the texts and tokens that are remembered, and the texts' number. The one used longest ago goes first."""
+"""Maximum bytes of cached texts and tokens, and maximum number of texts. The least recently used is dropped first."""
 
 MAX_SEAMS = 32
-"""Seams of a text, from its end, before which another may go on otherwise. They are of at most so many tokens."""
+"""Number of seams, counted from a text's end, at which a later text may diverge. Also the maximum number of distinct seam
+tokens."""
 
 
 def seams_of(backend: tokenizers.Tokenizer) -> dict[int, str]:
-    """Texts of the tokens before which a text may be cut."""
+    """Texts of the special tokens before which a text may be cut (seams), by token id."""
     added = backend.get_added_tokens_decoder()
     texts = {token.content for token in added.values()}
     ends = sorted(text[n:] for text in texts for n in range(len(text)))
     last = frozenset(ends)
 
     def is_alone(text: str) -> bool:
-        """Whether no token may take a part of `text`: none holds it, and none ends as it begins."""
+        """Whether no other token's text contains `text`, and no token or prefix of it overlaps its ends."""
         after = bisect_left(ends, text) + 1
         if after < len(ends) and ends[after].startswith(text):
             return False
@@ -51,19 +53,19 @@ def seams_of(backend: tokenizers.Tokenizer) -> dict[int, str]:
 
 
 class KnownBeginnings:
-    """Remembers long texts with their tokens."""
+    """Cache of long texts and their tokens."""
 
     def __init__(self, seams: dict[int, str]) -> None:
         self._seams = seams
-        # by salt and text: tokens, and seams (number of tokens before it, where it stands), the last first
+        # by salt and text: tokens, and seams (number of tokens before it, character offset), the last first
         self._known: dict[tuple[str, str], tuple[array[int], list[tuple[int, int]]]] = {}
         self._num_bytes = 0
         self._changes = Lock()
 
     def encode(self, text: str, salt: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Returns the tokens of a text. Only the part after the longest beginning that was tokenized before is passed
-        to `encode`. Beginnings from requests with another salt are not used, because the shorter time would reveal
-        them."""
+        """Returns a text's tokens. Only the part after the longest cached prefix is passed to
+        `encode`. Prefixes of requests with another salt are not used, because the shorter time
+        would reveal them."""
         if len(text) < MIN_CHARS or not self._seams:
             return encode(text)
         begun, at = self._beginning(text, salt)
@@ -72,8 +74,8 @@ class KnownBeginnings:
         return ids
 
     def _beginning(self, text: str, salt: str) -> tuple[Sequence[int], int]:
-        """The token ids of a known beginning of `text`, and its length in characters."""
-        for key in reversed([*self._known]):  # another thread may add some
+        """(token ids of the longest cached prefix of `text`, its length in characters)."""
+        for key in reversed([*self._known]):  # a copy, since another thread may add entries
             of, known = key
             ids, seams = self._known.get(key, (array("i"), []))
             if of != salt or not seams or not text.startswith(known[: seams[-1][1]]):

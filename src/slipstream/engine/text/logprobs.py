@@ -1,4 +1,4 @@
-"""Log-probabilities with the tokens' texts."""
+"""Log-probabilities together with the tokens' texts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from slipstream.outputs import Logprob, PositionLogprobs
 
 
 def late_logprobs(tokenizer: Tokenizer | None, position: TokenLogprobs) -> PositionLogprobs:
-    """Log-probabilities whose texts are made when somebody reads them. They are empty without a tokenizer."""
+    """Log-probabilities whose texts are decoded when they are first read. Texts are empty without a tokenizer."""
     return PositionLogprobs.late(partial(_entries, tokenizer), position)
 
 
 def _entries(
     tokenizer: Tokenizer | None, position: TokenLogprobs
 ) -> tuple[Logprob, tuple[Logprob, ...]]:
-    """Fields of `PositionLogprobs`."""
+    """The fields of `PositionLogprobs`: (sampled token, most likely tokens)."""
     chosen = _logprob(tokenizer, position.token_id, position.logprob, position.rank)
     top = tuple(
         _logprob(tokenizer, t, value, rank) for rank, (t, value) in enumerate(position.top, 1)

@@ -1,6 +1,6 @@
-"""Turns of a conversation that a server wrote and a client sends back, in the shape that the model's chat template takes.
+"""Converts earlier turns of a conversation, as clients send them back, to the form that the model's chat template accepts.
 
-Clients keep the calls of functions as the API gave them. Templates differ in what they take:
+Clients store tool calls as the API returned them. Templates differ in what they accept:
 
 1. ids of nine letters and digits (Mistral's): others are shortened to nine by a hash, the same for a call and its result.
 2. ids that have the function's name and count the conversation's calls (Kimi's): calls are numbered in their order.
@@ -9,14 +9,17 @@ Clients keep the calls of functions as the API gave them. Templates differ in wh
 5. one call in a message (Llama 3.1's): each further call, with its results, is a message of its own.
 6. thoughts or content in a message with calls, not both (gpt-oss's): the content goes to the end of the thoughts.
 7. results in the message of the calls (Gemma 4's first): they go there.
+8. turns as Mistral's library has them (`tekken.py`): one message a turn, texts side by side joined, results as JSON (v3) or in
+   the order of their calls (v11 and later).
 
-A result gets the name of its function, if the client left it out. What a template takes is read from its text, or found by
+A result gets its function's name if the client omitted it. What a template accepts is read from its text, or found by
 rendering a call with it.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -32,12 +35,19 @@ _ONE_CALL = "only supports single tool-calls at once"
 _NOT_BOTH = "Cannot pass both content and thinking"
 _COUNTED_IDS = "<|tool_calls_section_begin|>"
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+MISTRAL, MISTRAL_JSON, MISTRAL_PLAIN = (
+    f"{{#- turns as Mistral's{how} -#}}" for how in ("", ", results as JSON", ", texts as they are")
+)
+"""Beginnings of templates whose messages are prepared as Mistral's library does: up to v13, v3, and v15."""
+_MISTRAL = (MISTRAL, MISTRAL_JSON, MISTRAL_PLAIN)
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def past_turns(template: str, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the messages of a conversation as the template takes them. Those without calls stay as they are."""
+    """Returns a conversation's messages in the form that the template accepts. Messages without calls are unchanged."""
     found = list(messages)
+    if template.startswith(_MISTRAL):
+        found = _mistral(found, template)
     if not any(message.get("tool_calls") or message.get("tool_call_id") for message in found):
         return found
     found = _with_names(found)
@@ -60,7 +70,7 @@ def past_turns(template: str, messages: Sequence[Mapping[str, Any]]) -> list[Map
 
 
 def _with_names(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages, each result with the name of the function that its call names."""
+    """The messages, where each result has the name of the function that was called."""
     found, names = list[Mapping[str, Any]](), dict[Any, Any]()
     for message in messages:
         for call in message.get("tool_calls") or ():
@@ -87,8 +97,78 @@ def _with_counted_ids(messages: list[Mapping[str, Any]]) -> list[Mapping[str, An
     return found
 
 
+def _mistral(messages: list[Mapping[str, Any]], template: str) -> list[Mapping[str, Any]]:
+    """One message for each turn of user or assistant, and results in the form and order of the template's version."""
+    between = "" if template.startswith(MISTRAL_PLAIN) else "\n\n"
+    is_json = template.startswith(MISTRAL_JSON)
+    found, order = list[dict[str, Any]](), list[Any]()
+    for role, turn in itertools.groupby(messages, lambda m: m.get("role")):
+        own = [{**message} for message in turn]
+        if role in ("user", "assistant"):
+            first = own[0]
+            calls = [_parsed(call) for m in own for call in m.get("tool_calls") or ()]
+            first |= {"tool_calls": calls} if calls else {}
+            first["content"] = _run_together([m.get("content") for m in own], between)
+            own, order = [first], [call.get("id") for call in calls]
+        for message in own:
+            content = _run_together([message.get("content")], between)
+            if role == "tool" and is_json:
+                text = content if isinstance(content, str) else ""
+                message["content"] = json.dumps(_as_json(text or "{}"), ensure_ascii=False)
+            elif role != "assistant":
+                message["content"] = content
+        if role == "tool" and "[ARGS]" in template:
+            own.sort(
+                key=lambda m: (
+                    order.index(m["tool_call_id"]) if m.get("tool_call_id") in order else len(order)
+                )
+            )
+        found += own
+    return list(found)
+
+
+def _as_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _parsed(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The call, its arguments as what their text says."""
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _as_json(arguments or "{}")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _run_together(contents: Sequence[Any], between: str) -> Any:
+    """Contents of messages as one: a text, or a list of parts without texts side by side. A medium after texts alone goes
+    before them."""
+    parts = list[dict[str, Any]]()
+    for content in contents:
+        own = [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
+        mark = "\n\n"  # between messages
+        for part in own:
+            if part.get("type") != "text":
+                parts.append(part)
+            elif part["text"]:
+                if parts and parts[-1].get("type") == "text":
+                    parts[-1] = {"type": "text", "text": parts[-1]["text"] + mark + part["text"]}
+                else:
+                    parts.append({**part})
+                mark = between
+    if all(part.get("type") == "text" for part in parts):
+        return parts[0]["text"] if parts else ""
+    *before, last = parts
+    if last.get("type") == "image" and all(part.get("type") == "text" for part in before):
+        return [last, *before]
+    return parts
+
+
 def _content_apart(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The message, and one with its content before it, if it has calls and content."""
+    """The message; if it has calls and content, preceded by a separate message with the content."""
     if not message.get("tool_calls"):
         return [message]
     calls = {**message, "content": None}
@@ -99,7 +179,7 @@ def _content_apart(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _with_results(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Calls, their results and the answer to them as one message, as Gemma's first templates take them."""
+    """Merges calls, their results and the answer that follows into one message, as Gemma 4's first templates expect."""
     found, i = list[Mapping[str, Any]](), 0
     while i < len(messages):
         message, i = messages[i], i + 1
@@ -140,7 +220,7 @@ def _one_call_each(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]
             own = [r for r in results if r.get("tool_call_id") == call.get("id")]
             found += own
             results = [r for r in results if r not in own]
-        found += results  # of no call that is here
+        found += results  # results whose call is missing here
     return found
 
 
@@ -153,7 +233,7 @@ def _thoughts_alone(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _short_id(given: str) -> str:
-    """Nine letters and digits. An id that is so already stays."""
+    """An id of nine letters and digits: `given` if it is one already, otherwise a hash of it."""
     if re.fullmatch(r"[a-zA-Z0-9]{9}", given):
         return given
     number, letters = int.from_bytes(blake2b(given.encode(), digest_size=8).digest()), ""
@@ -188,7 +268,7 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The form in which a template takes calls."""
+    """The form of calls that a template accepts."""
 
     arguments_are_text: bool = False
     content_beside_calls: bool = True
@@ -197,7 +277,7 @@ class _Shape:
 
 @functools.lru_cache(maxsize=8)
 def _shape_of(template: str) -> _Shape:
-    """The first form in which a template renders a call, and shows it."""
+    """The first form of calls that the template renders without error and visibly."""
     name = "probe_of_a_call"
 
     def rendered(arguments: Any, content: str | None) -> str:

@@ -1,9 +1,9 @@
 """SentencePiece's vocabularies, from a tokenizer.model or from a GGUF file's fields.
 
-They hold scores in place of merges: the neighbours whose union scores best are joined first. That is byte-pair merging
-in the order of scores, so the merges are every way to cut a token into two others, best token first. Limits: of BPE models
-those whose normaliser does nothing but write ▁ for a space (Llama, Mistral, Gemma), and unigram models without bytes (T5);
-others are refused by name.
+They have scores instead of merges: the adjacent pieces whose union has the highest score are merged first.
+That is byte-pair merging in the order of scores, so the merges are all splits of a token into two others,
+highest-scoring token first. Supported are BPE models whose normaliser only writes ▁ for a space (Llama,
+Mistral, Gemma), and unigram models without byte tokens (T5); others are refused by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.errors import CheckpointError, UnsupportedModelError
 
 
 class Kind(IntEnum):
-    """Kind of a token. The numbers are SentencePiece's, and GGUF's."""
+    """Type of a token. The values are those of SentencePiece and GGUF."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -40,7 +40,7 @@ def build(
     add_space_prefix: bool,
     merges: list[tuple[str, str]] | None = None,
 ) -> tokenizers.Tokenizer:
-    """Builds the tokenizer. `merges`, if given, replace the scores."""
+    """Builds the tokenizer. If given, `merges` are used instead of the scores."""
     check_lengths(tokens)
     vocab = {token: i for i, token in enumerate(tokens)}
     merges = _by_scores(tokens, scores, kinds, vocab) if merges is None else merges
@@ -82,10 +82,11 @@ def _by_scores(
 
 
 def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
-    """Mark the tokens that a text names as a whole. Of these, only the user-defined ones are not special."""
+    """Registers the tokens whose text always means that token, wherever it occurs in a text. All but the user-defined ones
+    are special."""
     whole = {
         int(kind) for kind in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)
-    }  # a Kind's hash takes longer
+    }  # hashing ints is faster than hashing a Kind
     backend.add_tokens(
         [
             AddedToken(token, special=kind != Kind.USER_DEFINED, normalized=False)
@@ -96,8 +97,8 @@ def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequ
 
 
 def from_file(path: Path) -> tokenizers.Tokenizer:
-    """Read SentencePiece's model file. It is a protocol buffer: ModelProto{1: pieces, 2: trainer,
-    3: normaliser}."""
+    """Read SentencePiece's model file, a protocol buffer: ModelProto{1: pieces, 2: trainer, 3:
+    normaliser}."""
     tokens, scores, kinds = [], [], []
     trainer: dict[int, Any] = {}
     normalizer: dict[int, Any] = {}
@@ -137,7 +138,7 @@ def from_file(path: Path) -> tokenizers.Tokenizer:
             "tokenizer.json",
             field=path.name,
         )
-    # {2: precompiled character map, 3: add_dummy_prefix, 4: remove_extra_whitespaces}
+    # fields {2: precompiled character map, 3: add_dummy_prefix, 4: remove_extra_whitespaces}
     if normalizer.get(2) or normalizer.get(4, 1):
         raise UnsupportedModelError(
             f"{path} normalises text in ways that are not supported; pass tokenizer=PATH of a folder with a "
@@ -156,8 +157,8 @@ def unigram(
     add_prefix: bool,
     remove_extra: bool,
 ) -> tokenizers.Tokenizer:
-    """A unigram model (Kudo 2018): the cut of a text whose pieces are likeliest. Its character map is applied as it stands;
-    `add_prefix` and `remove_extra` are SentencePiece's add_dummy_prefix and remove_extra_whitespaces."""
+    """Builds a unigram tokenizer (Kudo 2018), which chooses the most likely segmentation. `charsmap` is SentencePiece's
+    precompiled character map; `add_prefix` and `remove_extra` are its add_dummy_prefix and remove_extra_whitespaces."""
     known = list(zip(tokens, scores, strict=True))
     backend = tokenizers.Tokenizer(
         models.Unigram(known, unk_id=kinds.index(Kind.UNKNOWN), byte_fallback=False)
@@ -174,7 +175,7 @@ def unigram(
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, value) of a protocol buffer's fields: an int, or the bytes of a fixed or length-delimited one."""
+    """Yields (field number, value) of a protocol buffer: an int, or the bytes of a fixed-size or length-delimited field."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)

@@ -1,11 +1,12 @@
-"""tiktoken's vocabularies: a file of lines, each a token's bytes in base64 and its rank (tokenizer.model of Llama 3 and GLM-4).
+"""tiktoken's vocabularies: a file with one token per line, as base64 bytes and rank (tokenizer.model of Llama 3 and GLM-4).
 
 The rank is the token's id, and the order in which neighbours are joined: of all that spell a token together, those of the
-least rank first. So a token has one merge, of the two parts to which the tokens before it reduce its bytes. One that they leave
-in more parts is met only as a whole piece of text, which tiktoken looks up before it joins anything (`ignore_merges`).
+least rank first. So a token's merges are all its cuts into two others, of which a text meets the one that the tokens before it
+leave. One that they leave in more parts is met only as a whole piece of text, which tiktoken looks up before it joins anything
+(`ignore_merges`).
 
-The file does not say how a text is cut into pieces, nor which tokens are special: the first is known for the classes below, the
-second stands in tokenizer_config.json (`added_tokens_decoder`).
+The file does not say how a text is split into pieces, nor which tokens are special. The split is known for the tokenizer
+classes below; special tokens are in tokenizer_config.json (`added_tokens_decoder`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import binascii
 import re
 from base64 import b64decode
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +27,33 @@ CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS_END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CL100K = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + WORDS_END
 """The pattern of OpenAI's vocabulary of that name, which Llama 3 and GLM-4 took over."""
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASED_END = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}|{CASED_END}"
+"""Mistral's pattern, which cuts words where small letters end."""
 
 PREFIXES = {
     "ChatGLM4Tokenizer": ("[gMASK]", "<sop>"),
     "PreTrainedTokenizerFast": ("<|begin_of_text|>",),
 }
-"""Tokens that stand before every text, by `tokenizer_class`: that of GLM-4, and the one that Llama
-3's folders name. Both classes split texts by CL100K."""
+"""Tokens that precede every text, by `tokenizer_class`: GLM-4's, and the one that Llama 3's folders
+name. Both classes split texts by CL100K."""
 
 MAX_SQUARES = 2**27
-"""Largest sum of the squared lengths of all tokens. Vocabularies of 256,000 tokens have some
+"""Maximum sum of the squared lengths of all tokens. Vocabularies of 256,000 tokens have about
 2**24."""
 
 
 def is_tiktoken(path: Path) -> bool:
-    """Whether a tokenizer.model is tiktoken's. SentencePiece's files of that name begin with a
-    control character."""
+    """Whether a tokenizer.model is in tiktoken's format. SentencePiece's files of that name begin
+    with a control character."""
     with path.open("rb") as file:
         return re.match(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\s", file.read(1024)) is not None
 
 
 def from_file(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """Reads a tokenizer's file. `config` is tokenizer_config.json. UnsupportedModelError for a
-    class whose pattern is not known."""
+    class whose split pattern is unknown."""
     kind = config.get("tokenizer_class")
     if kind not in PREFIXES:
         raise UnsupportedModelError(
@@ -57,23 +62,35 @@ def from_file(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
             field="tokenizer_class",
         )
     ranks = read(path)
+    return build(ranks, CL100K)
+
+
+def build(
+    ranks: Mapping[bytes, int], pattern: str, *, before: Sequence[str] = ()
+) -> tokenizers.Tokenizer:
+    """A tokenizer that cuts texts by a pattern and joins by ranks. Tokens `before` have the first ids, in place of ranks."""
     check_lengths(ranks)
     spell = spelling()
     names = {token: "".join(spell[b] for b in token) for token in ranks}
-    parts = [join(token, ranks) for token in sorted(ranks, key=ranks.__getitem__)]
-    merges = [(names[p[0]], names[p[1]]) for p in parts if len(p) == 2]
-    vocab = {names[token]: rank for token, rank in ranks.items()}
+    merges = [
+        (names[token[:cut]], names[token[cut:]])
+        for token in sorted(ranks, key=ranks.__getitem__)
+        for cut in range(1, len(token))
+        if token[:cut] in names and token[cut:] in names
+    ]
+    vocab = {token: i for i, token in enumerate(before)}
+    vocab |= {names[token]: len(before) + rank for token, rank in ranks.items()}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
-    cut = pre_tokenizers.Split(Regex(CL100K), behavior="isolated")
+    cut_texts = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [cut_texts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
 def read(path: Path) -> dict[bytes, int]:
-    """Read each token's rank. CheckpointError if the ranks are not 0, 1, 2, … or a byte has
+    """Read each token's rank. CheckpointError if the ranks are not 0, 1, 2, … or a single byte has
     none."""
     ranks: dict[bytes, int] = {}
     try:
@@ -95,8 +112,8 @@ def read(path: Path) -> dict[bytes, int]:
 
 
 def check_lengths(tokens: Collection[str | bytes]) -> None:
-    """Raise CheckpointError if the tokens are so long that finding their merges would take minutes.
-    Each merge takes time with the square of its token's length."""
+    """Raise CheckpointError if tokens are so long that computing their merges would take minutes: a
+    merge takes time proportional to the square of its token's length."""
     if sum(len(token) ** 2 for token in tokens) > MAX_SQUARES:
         raise CheckpointError(
             f"the tokenizer's tokens are too long: the longest has {max(map(len, tokens))} characters",
@@ -104,21 +121,8 @@ def check_lengths(tokens: Collection[str | bytes]) -> None:
         )
 
 
-def join(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """Parts of a token's bytes after all merges of lesser rank. A token of one byte is its own
-    part."""
-    parts, least = [token[i : i + 1] for i in range(len(token))], ranks[token]
-    while len(parts) > 1:
-        found = [(ranks.get(parts[i] + parts[i + 1], least), i) for i in range(len(parts) - 1)]
-        rank, at = min(found)
-        if rank >= least:
-            break
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts
-
-
 def spelling() -> dict[int, str]:
-    """The printable character that stands for each byte in byte-level BPE (Radford et al. 2019)."""
+    """The printable character that represents each byte in byte-level BPE (Radford et al. 2019)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = sorted(set(range(256)) - set(printable))
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}

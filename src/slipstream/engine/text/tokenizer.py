@@ -1,11 +1,11 @@
-"""Text to tokens and back, through the `tokenizers` library: from a Hugging Face folder or from a GGUF file. No torch.
+"""Text to tokens and back, through the `tokenizers` library: from a Hugging Face folder or from a GGUF file.
+No torch.
 
-Three kinds of vocabulary are known: byte-level ones, whose tokens spell bytes in printable characters, those of
-SentencePiece, with ▁ for a space and <0x0A> for a byte, and WordPiece (BERT), where ## continues a word and nothing else tells
-whether there was a space. All come down to bytes, and decoding is joining those: a
-character split over tokens becomes whole, bytes that are no UTF-8 become replacement characters. The library's own
-decoders differ from that only in broken text (one bad byte token spoils the good ones next to it). Other decoders are
-refused by name.
+Three kinds of vocabulary are supported: byte-level ones, which write bytes as printable characters;
+SentencePiece's, with ▁ for a space and <0x0A> for a byte; and WordPiece (BERT), where ## continues a word, so
+that other spaces are lost. Each token is converted to bytes, and decoding joins these: a character split over
+tokens is restored, invalid UTF-8 becomes replacement characters. The library's own decoders only differ for
+invalid text (a bad byte token there spoils its neighbours). Other decoders are refused by name.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from slipstream.spec.stored.gguf_parts import model_files
 
 
 class Tokenizer:
-    """A model's tokenizer. `backend` splits and merges; what surrounds a text, and the way back,
-    are done here. `chat_templates` by name."""
+    """A model's tokenizer. `backend` splits and merges. Special tokens around a text, and decoding,
+    are implemented here. `chat_templates` are by name."""
 
     def __init__(
         self,
@@ -60,19 +60,19 @@ class Tokenizer:
         )
         self._bytes = {
             i: token.content.encode() for i, token in added.items()
-        }  # filled as tokens are met
+        }  # filled as tokens are decoded
         self._texts: tuple[dict[int, str], dict[int, str]] = {}, {}
         self._spelling, self._strips_leading_space = _decoding(backend)
-        self.has_time_limit = has_own_patterns(backend)  # they may take hours
-        self._num_rows: int | None = None  # of the model's embedding, if the model is known
-        self.image_placeholder: str | None = None  # of a model that takes pictures or sounds
+        self.has_time_limit = has_own_patterns(backend)  # such patterns may take hours
+        self._num_rows: int | None = None  # rows of the model's embedding, if the model is known
+        self.image_placeholder: str | None = None  # of a model that accepts images or audio
 
     @classmethod
     def for_model(cls, model: ModelDescription, path: str | Path | None = None) -> Tokenizer:
-        """The model's own tokenizer, or the one at `path`, whose ids are held against the rows of the model's embedding.
+        """The model's own tokenizer, or the one at `path`, whose ids are checked against the rows of the model's embedding.
 
-        CheckpointError if an ordinary token has no row. An added token may lack one (Gemma 3 has one for images that its
-        text models don't know): a text that holds it is a RequestError.
+        CheckpointError if an ordinary token has no row. An added token may lack one (Gemma 3's text models have no row for
+        the image token); a text with such a token raises RequestError.
         """
         if path is None and model.gguf is not None:
             tokenizer = cls._of(gguf_tokenizer.read(model.gguf))
@@ -99,8 +99,8 @@ class Tokenizer:
         return tokenizer
 
     def _largest_ordinary_id(self) -> int:
-        """Largest id of an ordinary token. Ids are mostly 0, 1, 2, …; if the last of these is no token,
-        there are gaps, and all ids are compared."""
+        """Largest id of an ordinary token. Ids are mostly 0, 1, 2, …; if the id that this implies
+        does not exist, there are gaps, and all ids are compared."""
         backend = self._backend
         last = backend.get_vocab_size(with_added_tokens=False) - 1
         if backend.id_to_token(last) is not None:
@@ -108,7 +108,7 @@ class Tokenizer:
         return max(backend.get_vocab(with_added_tokens=False).values(), default=-1)
 
     def _checked(self, ids: list[int]) -> list[int]:
-        """The ids themselves. RequestError if the embedding has no row for one of them."""
+        """Returns the ids. RequestError if the embedding has no row for one of them."""
         if self._num_rows is not None and ids and max(ids) >= self._num_rows:
             token = self.id_to_token(max(ids))
             raise RequestError(
@@ -121,7 +121,7 @@ class Tokenizer:
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
         """Load a tokenizer from a .gguf file or from a folder. The folder has one of these:
         tokenizer.json, GPT-2's vocab.json and merges.txt, SentencePiece's or tiktoken's
-        tokenizer.model, T5's spiece.model, or BERT's vocab.txt."""
+        tokenizer.model, T5's spiece.model, BERT's vocab.txt, or Mistral's tekken.json."""
         path = Path(path)
         if path.is_dir() and not any((path / name).is_file() for name in tokenizer_folder.FILES):
             path = next(iter(model_files(path)), path)
@@ -134,8 +134,8 @@ class Tokenizer:
         return cls(parts.backend, parts.special, chat_templates=parts.chat_templates)
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and generation_config.json (the tokens that end an answer). From these
-        `from_pretrained`, and transformers, make this tokenizer again."""
+        """Write tokenizer.json, tokenizer_config.json and generation_config.json (with the tokens that end an
+        answer). `from_pretrained`, and transformers, can rebuild this tokenizer from them."""
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         around = self._special.prefix, self._special.suffix
         if any(around):
@@ -169,9 +169,9 @@ class Tokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, *, salt: str | None = None
     ) -> list[int]:
-        """Special tokens written out in the text count as such. None is added twice: a text from a chat template that begins
-        with the beginning-of-sequence token gets no second one. With a `salt` a long text is remembered, and others of that
-        salt that begin with it take less time."""
+        """Tokens of a text. Special tokens spelled out in the text become these tokens. None is added twice:
+        a text from a chat template that begins with BOS gets no second BOS. With a `salt`, long texts are
+        cached, so that later texts with the same salt and beginning take less time."""
         if salt is None:
             ids = self._checked(self._plain(text))
         else:
@@ -182,7 +182,7 @@ class Tokenizer:
         return self._encoded([text], add_special_tokens=False)[0].ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encodes each text with special tokens, on all cores where the library may use them."""
+        """Encodes each text with special tokens, on all cores if the library may use threads."""
         if len(texts) == 1:
             return [self.encode(texts[0])]
         found = self._encoded(texts, add_special_tokens=False)
@@ -191,9 +191,9 @@ class Tokenizer:
     def _encoded(
         self, texts: Sequence[Any], *, add_special_tokens: bool
     ) -> list[tokenizers.Encoding]:
-        """Encodings of texts, or of pairs of texts. The library holds Python's lock over one text,
-        unless it comes as a batch. A short text is faster under the lock. A long one would stop the
-        whole process for seconds."""
+        """Encodings of texts, or of pairs of texts. The library holds the GIL while it encodes a
+        single text, but not for a batch. A short text is faster under the GIL; a long one would
+        block the process for seconds."""
         if self.has_time_limit:
             return in_time(
                 self._backend.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens
@@ -216,8 +216,8 @@ class Tokenizer:
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_length: int | None = None
     ) -> list[tuple[list[int], int]]:
-        """Two texts each, as the model's files join them, and how many tokens are of the first part; on all cores where the
-        library may use them. With `max_length` the second is cut at its end, and the first too if nothing else helps."""
+        """Encodes pairs of texts, joined as the model's files say. Returns for each (tokens, number of tokens of the first
+        part), computed on all cores. With `max_length` the second text is truncated, and the first one only if necessary."""
         found = self._encoded(pairs, add_special_tokens=True)
         for encoding in found:
             self._checked(encoding.ids)
@@ -225,12 +225,12 @@ class Tokenizer:
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """Tokens before every text that is encoded with special tokens."""
+        """Tokens added before every text that is encoded with special tokens."""
         return self._special.prefix
 
     @property
     def suffix(self) -> tuple[int, ...]:
-        """Tokens after every text that is encoded with special tokens."""
+        """Tokens added after every text that is encoded with special tokens."""
         return self._special.suffix
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -241,24 +241,23 @@ class Tokenizer:
         return data.decode("utf-8", "replace")
 
     def strips_space_after(self, ids: Iterable[int], skip_special_tokens: bool = True) -> bool:
-        """Whether `decode` takes off a space that comes after `ids`: only the space that SentencePiece puts before a
-        text, so only if nothing of `ids` shows. What continues a text keeps its space."""
+        """Whether `decode` drops a space that follows `ids`. It only drops the space that
+        SentencePiece adds before a text, so only if `ids` produce no visible text."""
         skip = self.special_ids if skip_special_tokens else frozenset[int]()
         return self._strips_leading_space and not any(
             i not in skip and self.token_bytes(i) for i in ids
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes that one token stands for, which may be part of a character. Empty for an id
-        without a token."""
+        """Bytes of one token, possibly an incomplete character. Empty for an id without a token."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._spelled(self.id_to_token(token_id) or "")
         return known
 
     def texts(self, skip_special_tokens: bool) -> dict[int, str]:
-        """Cache of texts by token, for tokens with no unfinished character before or after them.
-        The detokenizer fills it. With `skip_special_tokens` a special token's text is empty."""
+        """Cache of texts by token, for tokens without incomplete characters around them. The
+        detokenizer fills it. With `skip_special_tokens` a special token's text is empty."""
         return self._texts[skip_special_tokens]
 
     def _spelled(self, token: str) -> bytes:
@@ -275,7 +274,7 @@ class Tokenizer:
         return found
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None for an id without one."""
+        """The token as spelled in the vocabulary; None for an id without a token."""
         token: str | None = (
             self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
         )
@@ -287,12 +286,12 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The main one of `eos_token_ids`."""
+        """The main one of `eos_token_ids`; None if there is none."""
         return self._special.eos_ids[0] if self._special.eos_ids else None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends an answer, the main one first."""
+        """All tokens that end an answer, the main one first."""
         return self._special.eos_ids
 
     # --- Chat ---------------------------------------------------------------------------------------------------------
@@ -303,16 +302,17 @@ class Tokenizer:
 
     @property
     def tool_template(self) -> str | None:
-        """The template of conversations with tools: the one named tool_use, where there is one."""
+        """The template for conversations with tools: the one named tool_use, if there is one."""
         return self._templates.get("tool_use", self.chat_template)
 
     def set_chat_template(self, template: str) -> None:
-        """Take a template in the place of the model's, with and without tools. Those that have another name stay."""
+        """Replace the model's chat templates, with and without tools. Templates with other names stay."""
         self._templates.pop("tool_use", None)
         self._templates["default"] = template
 
     def template_for(self, chat_template: str | None, *, tools: bool) -> str | None:
-        """The template that `chat_template` names (`rag`) or is; without it the model's."""
+        """The template that `chat_template` names (such as `rag`), or `chat_template` itself if it is Jinja; None: the
+        model's."""
         if chat_template:
             return self._templates.get(chat_template, chat_template)
         return self.tool_template if tools else self.chat_template
@@ -329,11 +329,11 @@ class Tokenizer:
         tokenize: bool = False,
         **variables: Any,
     ) -> str:
-        """The conversation in the model's chat format. A message's content is a text, or a list of parts, of the types text and
-        image; the template gets what it can read. RequestError (field "messages") says what the template refused. `tools`
-        choose the template named tool_use, where there is one; `chat_template` names another, or is one to take in the model's
-        place. A message's key whose value is None is left out; its reasoning is there under the names that templates use. With
-        `continue_final_message` the text ends with the last message's, for the model to go on with it."""
+        """The conversation in the model's chat format. A message's content is a string, or a list of parts of the types text
+        and image; the template gets the form that it can read. RequestError (field "messages") with the template's message
+        if it refuses. With `tools` the template named tool_use is used, if there is one; `chat_template` names another one,
+        or is itself a template. Keys of a message whose value is None are omitted; its reasoning is passed under all names
+        that templates use. With `continue_final_message` the text ends with the last message, for the model to continue."""
         if tokenize:
             message = "apply_chat_template gives text; encode(text, add_special_tokens=False) gives its tokens"
             raise RequestError(message, field="tokenize")
@@ -363,7 +363,9 @@ class Tokenizer:
         text = render(template, {**self._special.texts, "documents": None, **variables, **given})
         if continue_final_message:
             text, found, after = text.rpartition(_END)
-            text = text if after.startswith(" ") else text.rstrip()  # a template that trims
+            text = (
+                text if after.startswith(" ") else text.rstrip()
+            )  # for templates that strip content
             if not found:
                 message = "the model's chat template changes the last message, which therefore can't be continued"
                 raise RequestError(message, field="continue_final_message")
@@ -371,7 +373,8 @@ class Tokenizer:
 
 
 def _filled(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as transformers hands it to templates. Many of them write "None" for a value that is None."""
+    """A message as transformers passes it to templates, without keys whose value is None, for which many templates would
+    write "None"."""
     kept = {key: value for key, value in message.items() if value is not None}
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((kept[name] for name in names if name in kept), None)
@@ -381,7 +384,7 @@ def _filled(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _END = "\ue000end\ue000"
-"""Marks where a message's text ends in a rendered conversation; characters of no script."""
+"""Marker of the end of a message's text in a rendered conversation; uses private-use characters."""
 
 _BYTE_OF = {character: bytes([b]) for b, character in spelling().items()}
 
@@ -389,8 +392,8 @@ _BYTE_OF = {character: bytes([b]) for b, character in spelling().items()}
 def _decoding(
     backend: tokenizers.Tokenizer,
 ) -> tuple[Literal["bytes", "sentencepiece", "wordpiece"], bool]:
-    """Properties of the backend's decoder: how tokens spell text, and whether a space at the
-    beginning is taken off."""
+    """(how tokens spell text, whether the decoder strips a space at the beginning), from the
+    backend's decoder."""
     state = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
     parts = state.get("decoders", [state])
     match [part.get("type") for part in parts]:
@@ -410,8 +413,8 @@ def _decoding(
 
 
 def _cut_pair(encoding: tokenizers.Encoding, max_length: int | None) -> tuple[list[int], int]:
-    """Tokens of a pair, at most `max_length`, and how many of them are of the first part. The
-    second text is cut first. RequestError if there is no room for a pair."""
+    """(tokens of a pair, at most `max_length`, number of tokens of the first part). The second text
+    is truncated first. RequestError if there is no room for a pair."""
     ids, kinds = encoding.ids, encoding.type_ids
     if max_length is None or len(ids) <= max_length:
         return ids, kinds.count(0)

@@ -1,4 +1,5 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json, or the files that the older classes of transformers have."""
+"""The tokenizer of a Hugging Face folder: tokenizer.json, Mistral's tekken.json, or the files that the older classes of
+transformers have."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from slipstream.engine.text import sentencepiece, tiktoken
+from slipstream.engine.text import sentencepiece, tekken, tiktoken
 from slipstream.engine.text.tokenizer_parts import (
     SpecialTokens,
     TokenizerParts,
@@ -25,15 +26,16 @@ FILES = (
     "tokenizer.model",
     "spiece.model",
     "vocab.txt",
+    tekken.FILE,
     "config.json",
 )
 TEMPLATES_FOLDER = "additional_chat_templates"
-"""Folder in which transformers puts the templates that have a name."""
+"""Folder in which transformers stores named templates."""
 _GPT2_END = "<|endoftext|>"
 
 
 def read(path: Path) -> TokenizerParts:
-    """Tokenizer of a folder. CheckpointError or UnsupportedModelError if it can't be read."""
+    """Read the tokenizer of a folder. CheckpointError or UnsupportedModelError if that is not possible."""
     with reading(path):
         return _read(path)
 
@@ -44,7 +46,11 @@ def _read(path: Path) -> TokenizerParts:
         **_optional(path / "tokenizer_config.json"),
     }
     generation, model = _optional(path / "generation_config.json"), _optional(path / "config.json")
-    backend = _backend(path, config)
+    mistral: tekken.Tekken | None = None
+    if (path / tekken.FILE).is_file() and not (path / "tokenizer.json").is_file():
+        mistral = tekken.from_file(path / tekken.FILE)
+        config = {**mistral.texts, "add_bos_token": True, **config}
+    backend = mistral.backend if mistral else _backend(path, config)
     check_steps(backend, path)  # before the first text is encoded, which is below
     backend.no_truncation()
     backend.no_padding()
@@ -65,7 +71,7 @@ def _read(path: Path) -> TokenizerParts:
     for key in (
         "bos_token",
         "eos_token",
-    ):  # GPT-2's folder names them by number, in the model's config
+    ):  # GPT-2's folder has them as ids in the model's config
         if ids.get(key) is None and (found := _ids([model.get(f"{key}_id")])):
             ids[key] = found[0]
             texts[key] = backend.id_to_token(found[0]) or ""
@@ -79,7 +85,10 @@ def _read(path: Path) -> TokenizerParts:
         suffix=suffix,
         texts=texts,
     )
-    return TokenizerParts(backend, special, _chat_templates(path, config))
+    templates = _chat_templates(path, config)
+    if mistral and not templates:
+        templates = {"default": mistral.chat_template}
+    return TokenizerParts(backend, special, templates)
 
 
 def _optional(path: Path) -> dict[str, Any]:
@@ -87,8 +96,8 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _backend(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Backend made of the folder's tokenizer files. Defaults that the tokenizer's class sets where
-    its config is silent are put into `config`."""
+    """Builds the backend from the folder's tokenizer files. Defaults of the tokenizer's class are
+    added to `config` where it lacks them."""
     if (path / "tokenizer.json").is_file():
         with reading(path / "tokenizer.json"):
             return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -118,19 +127,19 @@ _CHATGLM = (
     "<|assistant|>",
     "<|observation|>",
 )
-"""Tokens that ChatGLM 2 and 3 have after their pieces. Only 3 uses those of roles."""
+"""Tokens that ChatGLM 2 and 3 add after their pieces. Only ChatGLM 3 uses the role tokens."""
 
 
 def _model_backend(file: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Backend made of tokenizer.model, which is SentencePiece's or tiktoken's, with what its class
-    puts before a text."""
+    """Builds the backend from tokenizer.model (SentencePiece's or tiktoken's), with the prefix
+    tokens of its class."""
     if tiktoken.is_tiktoken(file):
         backend = tiktoken.from_file(file, config)
         prefix = tiktoken.PREFIXES[config["tokenizer_class"]]
         _add_tokens(backend, config.get("added_tokens_decoder") or {})
     else:
         kind = config.get("tokenizer_class")
-        if kind is not None:  # others may split, or surround a text, in ways of their own
+        if kind is not None:  # other classes may split or surround text differently
             _require_class(file.parent, config, file.name, *_LLAMAS, "ChatGLMTokenizer")
         backend, prefix = sentencepiece.from_file(file), ()
         if kind == "ChatGLMTokenizer":
@@ -158,7 +167,8 @@ def _model_backend(file: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _gpt2_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """GPT-2's files. Others use the same names and split text differently, so it must say that it is one."""
+    """Builds the backend from GPT-2's files. Other tokenizers use the same file names but split text differently, so the
+    folder must name GPT-2's class."""
     kind = config.get("tokenizer_class") or {"gpt2": "GPT2Tokenizer"}.get(
         str(_optional(path / "config.json").get("model_type"))
     )
@@ -179,8 +189,8 @@ def _gpt2_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer
 
 
 def _require_class(path: Path, config: Mapping[str, Any], file: str, *names: str) -> None:
-    """Raise UnsupportedModelError unless the folder's tokenizer_class is one of `names`, or the fast form of one. Tokenizers
-    of other classes have a `file` of the same name with other contents."""
+    """Raise UnsupportedModelError unless the folder's tokenizer_class, or its slow form, is one of
+    `names`. Other classes use a `file` of the same name with different contents."""
     kind = config.get("tokenizer_class")
     if kind not in (*names, *(f"{name}Fast" for name in names)):
         raise UnsupportedModelError(
@@ -191,7 +201,7 @@ def _require_class(path: Path, config: Mapping[str, Any], file: str, *names: str
 
 
 def _t5_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """SentencePiece's pieces, then the sentinels from the last to the first; a text ends with </s>."""
+    """Builds T5's backend: SentencePiece's pieces, then the sentinels from the last to the first; a text ends with </s>."""
     _require_class(path, config, "spiece.model", "T5Tokenizer", "MT5Tokenizer")
     backend = sentencepiece.from_file(path / "spiece.model")
     count = config.get("extra_ids", 100)
@@ -210,7 +220,7 @@ def _t5_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _bert_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """WordPiece's vocab.txt, a token a line."""
+    """Builds the backend from WordPiece's vocab.txt, which has one token per line."""
     _require_class(path, config, "vocab.txt", "BertTokenizer", "DistilBertTokenizer")
     words = (path / "vocab.txt").read_text(encoding="utf-8").splitlines()
     vocab = {word: i for i, word in enumerate(words)}
@@ -235,7 +245,7 @@ def _bert_backend(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, declared: Mapping[str, Any]) -> None:
-    """Tokens in the files next to tokenizer.json, by id. A text that holds one means that token."""
+    """Registers tokens declared next to tokenizer.json, by id. A text that contains one means that token."""
     if not isinstance(declared, Mapping) or not all(
         str(n).isdecimal() and _text(e) for n, e in declared.items()
     ):
@@ -274,8 +284,8 @@ def _mark_special(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> N
 def _surroundings(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], ids: Mapping[str, int | None]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens before and after a text. The post-processor says which, or add_bos_token and
-    add_eos_token instead."""
+    """(tokens before a text, tokens after it), from the post-processor, or from add_bos_token and
+    add_eos_token."""
     bare: list[int] = backend.encode("a", add_special_tokens=False).ids
     full: list[int] = backend.encode("a", add_special_tokens=True).ids
     at = next(i for i in range(len(full) + 1) if full[i : i + len(bare)] == bare)
@@ -297,13 +307,13 @@ def _surroundings(
 
 
 def _text(value: Any) -> str:
-    """A token in a config: its text, or an object that holds it."""
+    """Text of a token in a config, which is a string or an object that contains it."""
     value = value.get("content") if isinstance(value, Mapping) else value
     return value if isinstance(value, str) else ""
 
 
 def _ids(values: Iterable[Any]) -> tuple[int, ...]:
-    """Token ids of configs, each one, a list or none, in order and without repetition."""
+    """Token ids from configs, each an id, a list or None, in order and without duplicates."""
     flat = [i for value in values for i in (value if isinstance(value, list) else [value])]
     return tuple(
         dict.fromkeys(i for i in flat if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
@@ -311,7 +321,7 @@ def _ids(values: Iterable[Any]) -> tuple[int, ...]:
 
 
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name. Files of templates go first, the config's entry is then ignored."""
+    """Chat templates by name. If there are template files, the config's entry is ignored."""
     files = {file.stem: file for file in sorted((path / TEMPLATES_FOLDER).glob("*.jinja"))}
     if (own := path / "chat_template.jinja").is_file():
         files = {"default": own, **files}

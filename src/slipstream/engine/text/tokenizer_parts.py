@@ -1,14 +1,14 @@
-"""The result of the readers of tokenizer files (`tokenizer_folder.py`, `gguf_tokenizer.py`), and the limits of an untrusted
-file.
+"""The result of reading tokenizer files (`tokenizer_folder.py`, `gguf_tokenizer.py`), and protection against untrusted
+files.
 
-Splitting and merging run in a library without limits of its own. Four things bound it:
+Splitting and merging run in a library without limits. Four measures bound it:
 
-1. A normaliser that makes a text many times longer is refused when it is read.
-2. Whatever the library raises over a file is a CheckpointError (`reading`). Over a text it is a RequestError (`on_text`).
-   That includes its panics, which are no `Exception`: a pattern that tries too often ends in one, within a second.
-3. A pattern may also try often at each place of a text, and so take hours. Where a tokenizer has other patterns than those that
-   models of many users share (`PATTERNS`), a text has `MAX_SECONDS` (`in_time`).
-4. A text has at most 128 characters for each token of the context (`InputProcessor`).
+1. A normaliser that could lengthen a text many times is refused when it is read.
+2. Any error of the library while reading a file becomes a CheckpointError (`reading`), on a text a RequestError (`on_text`).
+   That includes Rust panics, which are no `Exception`: excessive backtracking of a pattern ends in one, within a second.
+3. A pattern may also backtrack at every position of a text, and so take hours. With patterns other than the common ones in
+   `PATTERNS`, a text may take `MAX_SECONDS` (`in_time`).
+4. A text may have at most 128 characters per token of the context (`InputProcessor`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import tokenizers
 
-from slipstream.engine.text.tiktoken import CL100K
+from slipstream.engine.text.tiktoken import CL100K, TEKKEN
 from slipstream.engine.threads.bounded_threads import BoundedThreads
 from slipstream.engine.threads.fair_threads import client
 from slipstream.errors import CheckpointError, EngineOverloadedError, RequestError, SlipstreamError
@@ -33,23 +33,23 @@ from slipstream.errors import CheckpointError, EngineOverloadedError, RequestErr
 T = TypeVar("T")
 
 MAX_GROWTH = 8
-"""Factor by which all replacements of a normaliser together may lengthen a text."""
+"""Maximum factor by which all replacements of a normaliser together may lengthen a text."""
 
 MAX_SECONDS = 5.0
-"""Seconds for one text, where a tokenizer has patterns of its own. A prompt of a million tokens
-takes about one."""
+"""Maximum seconds for one text, if a tokenizer has uncommon patterns. A prompt of a million tokens
+takes about one second."""
 
 MAX_STUCK = 2
-"""Texts that took longer and are still computed; each has a core. Of one client there is one at most."""
+"""Maximum number of texts that exceeded their time and are still being computed, each on a core; one per client."""
 
 _stuck: dict[str, Future[Any]] = {}
-"""The call of a client that took longer."""
+"""The running call that exceeded its time, by client."""
 
 MAX_LOCKED_CHARS = 16_384
-"""The longest text that is tokenised under Python's lock."""
+"""Maximum characters of a text that is tokenized while holding the GIL."""
 
 MAX_STEPS = 64
-"""Steps of a normaliser and a pre-tokeniser together."""
+"""Maximum steps of a normaliser and a pre-tokeniser together."""
 
 _texts: BoundedThreads[Any] = BoundedThreads(
     lambda: MAX_SECONDS, most=4, most_stuck=MAX_STUCK, name="tokenizer"
@@ -58,21 +58,22 @@ _texts: BoundedThreads[Any] = BoundedThreads(
 PATTERNS = frozenset(
     (
         CL100K,
+        TEKKEN,
         CL100K.replace("{1,3}", ""),  # Qwen 2 to 3
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
     )
 )
-"""Patterns that take about the same time for each character."""
+"""Split patterns whose time is about proportional to the text's length."""
 
 MAX_MAPPED_BYTES = 255
-"""The longest text that SentencePiece's map of characters may put in the place of others; NFKC has 33."""
+"""Maximum bytes of a replacement in SentencePiece's character map; NFKC has 33."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecialTokens:
-    """Special tokens that a model's files name. `prefix` and `suffix` stand around every text that
-    is encoded with special tokens. `texts` are the names that chat templates use: bos_token,
-    eos_token, …"""
+    """Special tokens that a model's files name. `prefix` and `suffix` are added to every text that
+    is encoded with special tokens. `texts`: names that chat templates use: bos_token, eos_token,
+    …"""
 
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -89,7 +90,7 @@ class TokenizerParts(NamedTuple):
 
 @contextmanager
 def reading(path: Path, field: str = "tokenizer") -> Iterator[None]:
-    """Context in which a tokenizer's files are read: any error is raised as a CheckpointError."""
+    """Context manager for reading a tokenizer's files: converts any error to a CheckpointError."""
     try:
         yield
     except SlipstreamError:
@@ -104,11 +105,10 @@ def reading(path: Path, field: str = "tokenizer") -> Iterator[None]:
 
 
 def on_text(call: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Call the library for a text, and return its result. RequestError if it can't take the
-    text."""
+    """Call the library with a text, and return its result. RequestError if it fails."""
     try:
         return call(*args, **options)
-    except TypeError as error:  # no str, or one that UTF-8 can't write
+    except TypeError as error:  # not a str, or one that UTF-8 can't encode
         raise RequestError(
             "the text is not valid Unicode (half a surrogate pair?)", field="prompt"
         ) from error
@@ -121,8 +121,8 @@ def on_text(call: Callable[..., T], *args: Any, **options: Any) -> T:
 
 
 def in_time(call: Callable[..., T], *args: Any, **options: Any) -> T:
-    """`on_text` for at most `MAX_SECONDS`, for a call that lets other threads run. RequestError if it takes longer; its thread
-    goes on. EngineOverloadedError while as many as `MAX_STUCK` do so, or one of the same client."""
+    """`on_text` for at most `MAX_SECONDS`; `call` must release the GIL. RequestError if it takes longer; its
+    thread continues. EngineOverloadedError while `MAX_STUCK` such calls run, or one of the same client."""
     name, ended = client.get(), Future[None]()
 
     def work() -> T:
@@ -146,7 +146,7 @@ def in_time(call: Callable[..., T], *args: Any, **options: Any) -> T:
 
 
 def has_own_patterns(backend: tokenizers.Tokenizer) -> bool:
-    """Whether it cuts or changes texts by regular expressions that are none of `PATTERNS`."""
+    """Whether the tokenizer splits or changes texts by regular expressions other than `PATTERNS`."""
     parts, found = (backend.normalizer, backend.pre_tokenizer), set[str]()
     left: list[Any] = [json.loads(part.__getstate__()) for part in parts if part is not None]
     while left:
@@ -161,13 +161,13 @@ def has_own_patterns(backend: tokenizers.Tokenizer) -> bool:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether the error is a panic of Rust's, a BaseException whose class can't be imported."""
+    """Whether the error is a Rust panic, a BaseException whose class can't be imported."""
     return type(error).__module__ == "pyo3_runtime"
 
 
 def check_steps(backend: tokenizers.Tokenizer, path: Path) -> None:
-    """Raise CheckpointError if the normaliser and the pre-tokeniser can make a text much longer, or
-    have very many steps."""
+    """Raise CheckpointError if the normaliser and the pre-tokeniser can lengthen a text too much,
+    or have too many steps."""
     parts = (backend.normalizer, backend.pre_tokenizer)
     left: list[Any] = [json.loads(part.__getstate__()) for part in parts if part is not None]
     growth, num_steps = 1.0, 0
@@ -177,7 +177,7 @@ def check_steps(backend: tokenizers.Tokenizer, path: Path) -> None:
         match step.get("type"):
             case "Sequence":
                 left += step.get("normalizers") or step.get("pretokenizers") or ()
-            case "ByteLevel":  # a byte becomes a character of up to two
+            case "ByteLevel":  # a byte becomes a character of up to two bytes
                 growth *= 2
             case "Replace":
                 growth *= max(

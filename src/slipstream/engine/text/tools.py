@@ -1,11 +1,11 @@
-"""Tools and reasoning of a chat: the grammar that an answer keeps to, and how it is read.
+"""Tools and reasoning of a chat: the grammar that constrains an answer, and how the answer is parsed.
 
     tool_choice        the grammar of the answer
     required, named    what may come before (reasoning), then calls
     auto               none; if a tool is `strict`, or parallel_tool_calls is false: free text, or calls
     none               the model is told of no tools
 
-An answer that must look like something (`response_format`) may have reasoning before it, and with tools may be calls instead.
+A structured answer (`response_format`) may be preceded by reasoning; with tools, it may be replaced by calls.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Choice = Literal["auto", "none", "required"]
 
 
 class GrammarTokenizer(Protocol):
-    """The part of a tokenizer's interface that grammars use."""
+    """The part of a tokenizer's interface that grammars need."""
 
     @property
     def special_ids(self) -> Collection[int]: ...
@@ -52,16 +52,16 @@ class GrammarTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedTools:
-    """The tools of a request. `only` names the one that must be called."""
+    """The tools of a request. `only`: the name of the one that must be called."""
 
     tools: tuple[Tool, ...] = ()
     choice: Choice | None = None
     only: str | None = None
     parallel: bool | None = None
-    strict: bool = False  # of some tool
+    strict: bool = False  # some tool is `strict`
 
     def __post_init__(self) -> None:
-        """Raise RequestError for fields that do not go together."""
+        """Raise RequestError for fields that contradict each other."""
         names = [tool.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise RequestError("two tools have the same name", field="tools")
@@ -76,15 +76,15 @@ class OfferedTools:
 
     @property
     def is_made(self) -> bool:
-        """Whether the model is told of the tools."""
+        """Whether the prompt lists the tools."""
         return bool(self.tools) and self.choice != "none"
 
 
 def offer(
     tools: Sequence[Any] | None, choice: Any = None, parallel: bool | None = None
 ) -> OfferedTools:
-    """Tools of a request, from OpenAI's fields as Python objects. RequestError names what is wrong
-    with them."""
+    """Tools of a request, from OpenAI's fields as Python objects. RequestError names an invalid
+    field."""
     made, strict = [], False
     for i, spec in enumerate(tools or ()):
         function = (
@@ -127,8 +127,8 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Settings by which the answers of a request are read. `offered` are the tools that the model
-    may call."""
+    """Settings for parsing the answers of a request. `offered`: the tools that the model may
+    call."""
 
     form: ToolFormat | None
     think: tuple[str, str] | None
@@ -136,8 +136,8 @@ class Reading:
     must_call: bool = False
     enforced: bool = False
     parallel: bool = True
-    opened: bool = False  # the prompt has begun the reasoning
-    closed: bool = False  # the prompt has ended it
+    opened: bool = False  # the prompt has already begun reasoning
+    closed: bool = False  # the prompt has already ended reasoning
 
     def parser(self) -> Parser:
         form, tools = self.form, self.offered
@@ -152,20 +152,20 @@ class Reading:
         )
 
     def message(self, text: str, reason: str | None = None) -> ChatMessage:
-        """The message of a whole answer. `reason` says why it ended."""
+        """The message parsed from a complete answer. `reason`: why it ended."""
         parser = self.parser()
         return message_of(parser.feed(text) + parser.finish(cut=is_cut(reason)))
 
     def shows(self, tokenizer: GrammarTokenizer) -> bool:
-        """Whether the parser looks for special tokens."""
+        """Whether the parser needs special tokens in the text."""
         markers = (*(self.form.markers if self.form else ()), *(self.think or ()))
         return any(_special(tokenizer, marker) is not None for marker in markers)
 
     def reasoning(
         self, tokenizer: GrammarTokenizer, *, is_structured: bool = False
     ) -> ReasoningMarkers | None:
-        """Returns the markers of reasoning. None: the model has none. With `is_structured` the
-        answer has a grammar, for which a call within reasoning is a part of it."""
+        """The markers of reasoning; None if the model has none. With `is_structured` the answer has
+        a grammar, which treats a call within reasoning as part of the reasoning."""
         form = self.form
         if form is not None and (own := form.reasoning(self.offered)) is not None:
             return dataclasses.replace(own, shows_special=self.shows(tokenizer))
@@ -181,8 +181,8 @@ class Reading:
         )
 
     def call_tokens(self, tokenizer: GrammarTokenizer) -> tuple[int, ...]:
-        """Returns tokens of which each answer with a call contains at least one. Empty if there are
-        no such tokens, or no tools."""
+        """Tokens of which each answer with a call contains at least one. Empty if there are no such
+        tokens, or no tools."""
         form, found = self.form, set[int]()
         if form is None or not self.offered:
             return ()
@@ -193,8 +193,8 @@ class Reading:
         return tuple(sorted(found))
 
     def applied(self, sampling: SamplingParams, tokenizer: GrammarTokenizer) -> SamplingParams:
-        """Sampling parameters of an answer that is read so. RequestError for a budget of reasoning of
-        a model that has none."""
+        """The sampling parameters with the grammar and the reasoning markers of such an answer.
+        RequestError for a reasoning budget if the model has no reasoning."""
         structured = self.structured(sampling.structured_outputs, tokenizer)
         reasoning = None
         if sampling.thinking_token_budget is not None:
@@ -210,7 +210,7 @@ class Reading:
 
     @property
     def enforced_schemas(self) -> Iterable[tuple[str, StructuredOutputsParams]]:
-        """The field of each tool's schema that the answers keep to, and the schema, which is to be checked."""
+        """(request field, schema) of each tool whose schema answers are constrained to and that must be checked."""
         tools = self.offered if self.enforced else ()
         return (
             (f"tools[{i}].function.parameters", StructuredOutputsParams(json=dict(tool.parameters)))
@@ -219,13 +219,13 @@ class Reading:
 
     @property
     def carries_names(self) -> bool:
-        """Whether the format can carry the names of all arguments of the offered tools."""
+        """Whether the format can represent the names of all arguments of the offered tools."""
         form, tools = self.form, self.offered
         names = (name for tool in tools for name in tool.parameters.get("properties") or ())
         return form is None or all(map(form.carries, names))
 
     def check(self) -> None:
-        """Raise RequestError if a tool's schema can't be enforced; it names the tool."""
+        """Raise RequestError, naming the tool, if its schema can't be enforced."""
         for field, schema in self.enforced_schemas:
             try:
                 check(schema)
@@ -235,7 +235,7 @@ class Reading:
     def structured(
         self, asked: StructuredOutputsParams | None, tokenizer: GrammarTokenizer
     ) -> StructuredOutputsParams | None:
-        """The grammar of the answers."""
+        """The grammar of the answers; `asked` is the one of the request."""
         markers = (*(self.form.markers if self.form else ()), *(self.think or ()))
         writer = Writer(lambda text: _special(tokenizer, text), markers)
         before = self._before(writer)
@@ -283,25 +283,26 @@ def no_reasoning() -> RequestError:
 
 
 def _special(tokenizer: GrammarTokenizer, text: str) -> int | None:
-    """The id of a special token by its text."""
+    """Id of the special token with this text; None if there is none."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ids[0] if len(ids) == 1 and ids[0] in tokenizer.special_ids else None
 
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """The formats that were named; None: as a chat template says; "none": there is none. ConfigError if one is unknown."""
+    """Names of the tool and reasoning formats. None: detected in the chat template; "none": disabled. ConfigError for an
+    unknown name."""
 
     tool_calls: str | None = None  # a name in `tool_formats.FORMATS`
-    reasoning: str | None = None  # the same of REASONING
+    reasoning: str | None = None  # a name in `tool_formats.REASONING`
 
     def __post_init__(self) -> None:
         tool_format(self.tool_calls, None)
         reasoning_markers(self.reasoning, None)
 
     def of(self, template: str | None) -> tuple[ToolFormat | None, tuple[str, str] | None]:
-        """Formats for a chat template: that of calls, and the markers of reasoning unless they are
-        part of the former."""
+        """(tool format, reasoning markers) for a chat template. Markers are None if they are part
+        of the tool format."""
         form = tool_format(self.tool_calls, template)
         think = reasoning_markers(self.reasoning, template)
         if form is not None and think is None and self.reasoning != "none":
@@ -318,12 +319,12 @@ def reading(
     to_name: str,
     begun: str = "",
 ) -> Reading | None:
-    """Settings for reading the answers to a prompt that ends with the text `end()`. `begun` is the
-    part of it that the answer goes on with. None if the answer is its text and nothing else.
-    RequestError if the model can't call tools. It tells the user to name a format with `to_name`."""
+    """Settings for parsing the answers to a prompt that ends with the text `end()`. `begun`: the
+    end of the prompt that the answer continues. None if answers need no parsing. RequestError if
+    the model can't call tools; it tells the user to name a format with `to_name`."""
     form, think = formats.of(template)
     tail = end().rstrip() if think is not None else ""
-    if formats.reasoning is None:  # some templates have several kinds, and the prompt opens one
+    if formats.reasoning is None:  # some templates use several kinds, and the prompt opens one
         think = next((m for m in REASONING.values() if tail.endswith(m[0].rstrip())), think)
     opened, closed = (tail.endswith(marker.rstrip()) for marker in think or ("\0", "\0"))
     if think is not None and begun.rfind(think[0].rstrip()) > begun.rfind(think[1].rstrip()):
@@ -361,7 +362,7 @@ def call_id() -> str:
 
 
 def message_of(events: Iterable[Event]) -> ChatMessage:
-    """The message of a complete answer's events."""
+    """The message made from the events of a complete answer."""
     content, reasoning, calls = list[str](), list[str](), list[tuple[str, list[str]]]()
     for event in events:
         match event:
@@ -381,17 +382,17 @@ def message_of(events: Iterable[Event]) -> ChatMessage:
 
 
 def is_cut(reason: str | None) -> bool:
-    """Whether an answer with this finish reason may be continued."""
+    """Whether an answer with this finish reason was truncated and may be continued."""
     return reason not in (None, FinishReason.STOP)
 
 
 def finish_reason(reason: str, num_calls: int) -> str:
-    """Finish reason of an answer with `num_calls` calls, as OpenAI names it."""
+    """OpenAI's finish reason of an answer with `num_calls` calls."""
     return "tool_calls" if reason == FinishReason.STOP and num_calls else reason
 
 
 def arguments_object(text: str, field: str) -> dict[str, Any]:
-    """A call's arguments as chat templates take them. RequestError if the text is no JSON object."""
+    """A call's arguments as an object, for chat templates. RequestError if the text is no JSON object."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -402,7 +403,7 @@ def arguments_object(text: str, field: str) -> dict[str, Any]:
 
 
 def begun_text(messages: Sequence[dict[str, Any]]) -> str:
-    """The text of the last message, with which an answer goes on."""
+    """Text of the last message, which the answer continues."""
     content = messages[-1].get("content") if messages else None
     return content if isinstance(content, str) else ""
 
@@ -411,8 +412,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def for_template(messages: Sequence[dict[str, Any]], template: str | None) -> list[dict[str, Any]]:
-    """Messages with the arguments of calls as objects. RequestError names a message whose role is none of `ROLES`, nor one that
-    the chat template names: a template would write it down, and the model has never seen it."""
+    """Messages with call arguments as objects. RequestError names a message whose role is neither in `ROLES`
+    nor in the chat template's text: a template would write it, but the model was not trained on it."""
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             what = f"messages[{i}] must be a dict with a role and a content, got {type(message).__name__}"

@@ -1,10 +1,11 @@
-"""Runs library calls that may never return, in threads of their own with a time limit.
+"""Runs library calls that may never return, in separate threads with a time limit.
 
-A thread can't be killed. When a call exceeds its limit, its caller gets an error, its place in the pool is free, and its later
-result is dropped. The thread still uses a core. So beyond `most_stuck` such threads, new calls are refused until one ends.
+A thread can't be killed. When a call exceeds its limit, its caller gets an error, it no longer counts in the pool, and its
+later result is dropped. The thread still uses a core. So with more than `most_stuck` such threads, new calls are refused
+until one ends.
 
-Calls of one client wait for each other, and clients take turns, so one who sends many holds up nobody else. A client with half
-of the calls that may be stuck, or with too many that wait, is refused before all others.
+Calls of one client wait for each other, and clients take turns, so one who sends many holds up nobody else. A client that
+has half of the allowed stuck calls, or too many waiting ones, is refused before others are.
 
 The threads have a large stack: what they call may be recursive in C, where too deep a recursion ends the process.
 """
@@ -27,13 +28,13 @@ STACK_BYTES = 256 * 2**20
 """Address space of a thread's stack. Memory is taken only for the part in use."""
 
 MAX_WAITING = 64
-"""Calls of one client that may wait."""
+"""Maximum waiting calls of one client."""
 
 MIN_TURN_S = 5.0
-"""Seconds that a call may wait for its turn before it is refused, even if the time limit of a call
-is shorter."""
+"""Minimum seconds that a call may wait for its turn before it is refused, even if the time limit of
+a call is shorter."""
 
-_starting = threading.Lock()  # the size of stacks is one setting for the process
+_starting = threading.Lock()  # guards the stack size, which is one setting for the whole process
 
 
 class BoundedThreads(ClientThreads, Generic[T]):
@@ -49,7 +50,7 @@ class BoundedThreads(ClientThreads, Generic[T]):
 
     @property
     def num_stuck(self) -> int:
-        """Calls that were given up and still run."""
+        """Number of calls that were given up but still run."""
         with self._lock:
             return self._stuck.total()
 
@@ -59,9 +60,9 @@ class BoundedThreads(ClientThreads, Generic[T]):
 
         EngineOverloadedError, raised here or set later, has one of three reasons:
 
-        1. No more calls are begun, because too many are stuck.
+        1. No more calls are started, because too many are stuck.
         2. The client has too many calls that are stuck or wait.
-        3. The call's turn does not come in time.
+        3. The call waited too long for its turn.
 
         Calls without a client run at the same time and wait as long as it takes.
         """
@@ -83,7 +84,7 @@ class BoundedThreads(ClientThreads, Generic[T]):
             )
 
     def _is_full(self) -> bool:
-        # Where too many are stuck, a call whose turn has come is refused at once.
+        # With too many stuck calls, a call whose turn has come is refused at once.
         return super()._is_full() and self._stuck.total() < self._most_stuck
 
     def _start(self, call: ThreadCall) -> None:
@@ -120,14 +121,14 @@ class BoundedThreads(ClientThreads, Generic[T]):
 
     def _leave(self, call: ThreadCall) -> bool:
         in_time = super()._leave(call)
-        if not in_time:  # it was given up, and has ended now
+        if not in_time:  # it was given up before, and has ended now
             self._stuck[call.client] -= 1
-            self._stuck += Counter()  # without those who have none
+            self._stuck += Counter()  # drops clients with a count of zero
         return in_time
 
 
 def start_thread(target: Callable[..., None], *args: object, name: str) -> None:
-    """Start a daemon with a large stack. EngineOverloadedError if there is no room for one."""
+    """Start a daemon thread with a large stack. EngineOverloadedError if there is no memory for one."""
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     with _starting:
         before = threading.stack_size(STACK_BYTES)

@@ -1,12 +1,12 @@
-"""Threads that clients share in turns: what `FairThreads` and `BoundedThreads` have in common.
+"""Thread pools that clients share fairly: the base of `FairThreads` and `BoundedThreads`.
 
-1. Clients with waiting calls take turns. Calls of one client begin in their order.
-2. A client has at most so many calls running. Calls of nobody in particular (`client` None) have no such bound.
-3. A client has at most so many calls waiting; beyond that it gets an EngineOverloadedError.
-4. A call may have a weight, such as the pixels of a picture. The weights of running calls stay within a bound, and those of one
-   client within another. A call whose turn has come is not overtaken by lighter ones of other clients.
+1. Clients with waiting calls take turns. Calls of one client start in order.
+2. The running calls of a client are limited. Calls without a client (`client` None) have no such limit.
+3. The waiting calls of a client are limited; beyond that EngineOverloadedError is raised.
+4. A call may have a weight, such as an image's pixels. The total weight of running calls is limited, and so
+   is that of one client. A call whose turn has come is not overtaken by lighter ones of other clients.
 
-Threads are daemons that end with their call: the process can end while one waits.
+Threads are daemons that end with their call, so the process can exit while one waits.
 """
 
 from __future__ import annotations
@@ -50,14 +50,16 @@ class ClientThreads:
         self.name, self.num_threads, self.per_client = name, num_threads, per_client
         self.max_weight, self.client_weight = max_weight, client_weight
         self._lock = threading.Lock()
-        self._clients: OrderedDict[str | None, _Client] = OrderedDict()  # the next in turn first
+        self._clients: OrderedDict[str | None, _Client] = (
+            OrderedDict()
+        )  # the next one in turn first
         self._running: set[Future[Any]] = set()
         self._weight = 0
 
     def _queue(
         self, run: Callable[[], Any], client: str | None, most_waiting: int, weight: int = 0
     ) -> Future[Any]:
-        """Queue a call. The lock is held; `_begin` follows without it."""
+        """Queue a call. The lock must be held; call `_begin` afterwards, without it."""
         call = ThreadCall(Future(), run, client, weight, time.monotonic())
         own = self._clients.setdefault(client, _Client())
         if client is not None and len(own.waiting) >= most_waiting:
@@ -70,7 +72,7 @@ class ClientThreads:
         return call.future
 
     def _begin(self) -> None:
-        """Begins the calls that are next in turn."""
+        """Starts the calls that are next in turn."""
         while True:
             with self._lock:
                 call = self._next()
@@ -84,7 +86,7 @@ class ClientThreads:
                 call.future.set_exception(error)
 
     def _start(self, call: ThreadCall) -> None:
-        """Begin a thread for the call. EngineOverloadedError if it may not begin."""
+        """Start a thread for the call. EngineOverloadedError if none can be started."""
         threading.Thread(target=self._run, args=[call], name=self.name, daemon=True).start()
 
     def _run(self, call: ThreadCall) -> None:
@@ -95,7 +97,7 @@ class ClientThreads:
         return len(self._running) >= self.num_threads
 
     def _next(self) -> ThreadCall | None:
-        """Takes the call that may begin now, and counts it as running."""
+        """Takes the call that may start now, and counts it as running."""
         no_room = False
         for name, own in list(self._clients.items()):
             while own.waiting and own.waiting[0].future.cancelled():
@@ -113,7 +115,7 @@ class ClientThreads:
                 continue
             no_room |= bool(self._weight) and self._weight + weight > self.max_weight
             if weight and no_room:
-                continue  # it waits for room, and so do the heavy ones behind it
+                continue  # it waits for weight to become free, and so do the heavy calls after it
             call = own.waiting.popleft()
             if not call.future.set_running_or_notify_cancel():
                 return self._next()

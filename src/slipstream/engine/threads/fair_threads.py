@@ -1,7 +1,7 @@
 """Threads for one kind of blocking work, shared fairly between clients.
 
-asyncio's default pool is small and serves first who comes first: slow pictures of one client would hold up everybody's long
-texts. So each kind of work has a pool of its own, in which clients take turns (`client_threads.py`). A client has at most
+asyncio's default pool is small and first come, first served: slow images of one client would delay everybody's long
+texts. So each kind of work has its own pool, in which clients take turns (`client_threads.py`). A client has at most
 `per_client` calls running, fewer than there are threads, so that another client finds one free.
 """
 
@@ -21,7 +21,7 @@ from slipstream.engine.threads.client_threads import ClientThreads, ThreadCall
 T = TypeVar("T")
 
 client: ContextVar[str] = ContextVar("client", default="")
-"""The client that this code works for: its key's id, or its address. The server sets it for each request."""
+"""The client for which this code runs: its key's id, or its address. The server sets it for each request."""
 
 MAX_WAITING = 4096
 NUM_CORES = os.cpu_count() or 1
@@ -38,7 +38,7 @@ class FairThreads(ClientThreads):
         client_weight: int = 0,
         trim_weight: float = math.inf,
     ) -> None:
-        """Give free memory back to the system after each call of `trim_weight` or more."""
+        """`trim_weight`: after each call of at least this weight, free memory is returned to the system."""
         super().__init__(
             name,
             num_threads,
@@ -50,7 +50,7 @@ class FairThreads(ClientThreads):
         self._closed = False
 
     def submit(self, call: Callable[[], T], *, weight: int = 0) -> Future[T]:
-        """`call` in a thread, for the current `client`. A call that waits can be cancelled."""
+        """Runs `call` in a thread, for the current `client`. A waiting call can be cancelled."""
         context = copy_context()
         with self._lock:
             if self._closed:
@@ -61,12 +61,12 @@ class FairThreads(ClientThreads):
         return future
 
     async def run(self, call: Callable[[], T], *, weight: int = 0) -> T:
-        import asyncio  # with OpenSSL a thirtieth of a CPU's start, which needs neither
+        import asyncio  # imported here: with OpenSSL it takes a thirtieth of the start on a CPU, where neither is needed
 
         return await asyncio.wrap_future(self.submit(call, weight=weight))
 
     def close(self) -> None:
-        """Cancel waiting calls. Running ones go on to their end."""
+        """Cancel waiting calls. Running ones continue to their end."""
         with self._lock:
             self._closed = True
             waiting = [call.future for own in self._clients.values() for call in own.waiting]
@@ -89,7 +89,7 @@ class FairThreads(ClientThreads):
 
 @functools.cache
 def malloc_trim() -> Callable[[int], int] | None:
-    """glibc's function that gives free memory back to the system; None with another C library."""
+    """glibc's function that returns free memory to the system; None with another C library."""
     try:
         return cast("Callable[[int], int]", ctypes.CDLL(None).malloc_trim)
     except (AttributeError, OSError, TypeError):

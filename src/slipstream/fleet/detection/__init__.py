@@ -1,1 +1,1 @@
-"""Detects faults of replicas: takes observations, and gives findings with a cause and a remedy."""
+"""Fault detection: turns observations of replicas into findings with a cause and a remedy."""

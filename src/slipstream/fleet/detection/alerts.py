@@ -3,8 +3,8 @@
     {"event": "began" | "changed" | "ended", "finding": {…}, "source": "…"}
 
 If an address does not answer 2xx, the alert is sent again up to `RETRIES` times, with growing
-pauses. Then it is dropped and logged. At most `MAX_WAITING` alerts wait for an address; beyond it
-the oldest is dropped. Redirects and the environment's proxies are ignored. Addresses do not wait
+pauses. Then it is dropped and logged. At most `MAX_WAITING` alerts wait for an address; further
+ones displace the oldest. Redirects and the environment's proxies are ignored. Addresses do not wait
 for each other."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Webhook:
                 wait_s *= 4
             try:
                 answer = await client.post(self.url, json=alert)
-            except Exception as error:  # later alerts and other addresses go on in any case
+            except Exception as error:  # later alerts and other addresses continue in any case
                 why = f"{type(error).__name__}: {error}"
                 continue
             if answer.is_success:

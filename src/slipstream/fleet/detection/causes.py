@@ -1,4 +1,4 @@
-"""Finds a likely cause and a remedy for the series that changed.
+"""Finds a likely cause and a remedy for time series that changed.
 
 A cause explains a set of series. A series that the cause of an open finding explains joins that
 finding instead of starting a new one."""
@@ -22,8 +22,8 @@ FULL = 0.9
 """Cache usage at which prefixes are evicted for lack of blocks."""
 
 FEWER = 0.75
-"""Share of the usual number of running sequences that shows a cache shortage. If only this share or
-less runs while the cache is full and requests wait, the cache holds fewer sequences than before.
+"""Fraction of the usual number of running sequences that indicates a cache shortage: at most this
+many run while the cache is full and requests wait, so the cache holds fewer sequences than before.
 Under mere overload the usual number would run."""
 
 
@@ -146,15 +146,15 @@ _BY_SIGNAL = {
     "answer_length": "runaway_answers",
     "ends": "runaway_answers",
 }
-"""Causes that one series shows alone, the surest first. `find_cause` decides the others."""
+"""Causes that a single series proves, the most certain first. `find_cause` decides the others."""
 
 
 def find_cause(
     active: frozenset[str], slowness: Sequence[float], last: Observation, running: float = 1.0
 ) -> Cause:
-    """The cause of the changed series, of which there is at least one. `slowness`: values of
-    `step_time` since it changed. `last`: the latest observation. `running`: recent number of
-    running sequences over the usual one."""
+    """The cause of the changed series; there is at least one. `slowness`: values of `step_time`
+    since it changed. `last`: the latest observation. `running`: recent number of running sequences
+    divided by the usual one."""
     is_full = (last.kv_cache_usage or 0.0) >= FULL
     if "hit_rate" in active and not active & {
         "preemptions",

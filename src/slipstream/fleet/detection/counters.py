@@ -1,5 +1,5 @@
-"""A server's counters at one moment, from inside or from its /metrics, and the observation between
-two moments."""
+"""Totals since the replica's start; fields marked `now` are current values. If the engine does not
+answer, only the server's fields are set."""
 
 from __future__ import annotations
 

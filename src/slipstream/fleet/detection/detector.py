@@ -27,22 +27,22 @@ from slipstream.fleet.detection.signals import (
 
 SETTLE_S = 120.0
 RUNNING_MEMORY = 120
-"""Observations over which the usual number of sequences is averaged."""
+"""Number of observations over which the usual number of running sequences is averaged."""
 
 MAX_REPLICAS = 4096
-"""Replicas that are remembered. Beyond it the one that was silent the longest is forgotten."""
+"""Maximum number of replicas stored. The one that was silent the longest is dropped first."""
 
 MAX_ENDED = 256
-"""Ended findings that are kept."""
+"""Maximum number of ended findings stored."""
 
 SILENT_S = 60.0
-"""Seconds without an observation after which a replica is gone, and its findings end."""
+"""Seconds without an observation after which a replica counts as gone, and its findings end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fault. `began`: when it was first seen. `ended`: None while it lasts. `evidence`: for
-    each series, its value and its usual value, in words."""
+    """One fault. `began`: time of detection. `ended`: None while it lasts. `evidence`: description
+    of each series' value and usual value."""
 
     number: int
     replica: str
@@ -73,7 +73,7 @@ class _Replica:
 
     @property
     def running(self) -> float:
-        """Recent number of running sequences over the usual number."""
+        """Recent number of running sequences divided by the usual number."""
         return (
             statistics.median(self._running) / self.usual_running
             if self._running and self.usual_running

@@ -25,15 +25,15 @@ from slipstream.fleet.detection.counters import Counters, of_metrics
 from slipstream.fleet.detection.observation import Observation
 
 SLOWER = 1.5
-"""Slow steps take at least this many times the median of the servers."""
+"""Steps count as slow if they take at least this many times the median of the servers."""
 
 FEW_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Complaint:
-    """One fault. `cause` is a name in `causes.py`, or `unreachable`. `source`: the server's
-    detector, or this look."""
+    """One fault. `cause` is a name in `causes.py`, or `unreachable`. `source`: the server's own
+    detector, or this command's examination."""
 
     url: str
     cause: str
@@ -44,7 +44,7 @@ class Complaint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """A server's report. `error`: why there is none. `findings` is None without a detector."""
+    """A server's report. `error`: why it could not be read. `findings`: None if the server has no detector."""
 
     url: str
     error: str | None = None
@@ -78,7 +78,7 @@ def visit(client: httpx.Client, url: str) -> Visit:
 def examine(
     urls: Sequence[str], seconds: float, api_key: str | None
 ) -> tuple[list[Visit], list[Complaint]]:
-    """Look at all servers twice, `seconds` apart. Returns the last visits and the faults."""
+    """Examine all servers twice, `seconds` apart. Returns (the last reports, the faults)."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(timeout=10.0, headers=headers, trust_env=False) as client:
         first = [visit(client, url) for url in urls]
@@ -123,7 +123,7 @@ def as_complaint(url: str, finding: dict[str, Any]) -> Complaint:
 
 
 def wrong(seen: Observation) -> list[tuple[str, str]]:
-    """Returns (cause, description) of each fault that one observation shows. Pure."""
+    """(cause, description) of each fault that one observation shows. A pure function."""
     if not seen.is_up:
         return [("engine_down", "the engine does not answer")]
     found = []
@@ -171,7 +171,7 @@ def wrong(seen: Observation) -> list[tuple[str, str]]:
 
 def slow_among(seen: dict[str, Observation]) -> list[tuple[str, str]]:
     """(server, description) of servers with much slower steps than the others, among three or more
-    under load. Pure."""
+    under load. A pure function."""
     times = {
         url: o.step_s / o.num_steps
         for url, o in seen.items()

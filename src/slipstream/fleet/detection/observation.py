@@ -19,9 +19,9 @@ class Observation:
     - `expected_step_s`: step time that the planner or a table predicts; None: the detector learns
       it (`ExpectedSteps`).
     - `num_open`: sequences of open requests, in the same unit as `num_running` and `num_waiting`.
-    - `write_stall_s`: time in which finished text waited for clients that do not read.
+    - `write_stall_s`: time for which finished text waited for slow clients.
     - `canary_kl`: divergence of the canary's last run, in nats.
-    - `clock_share`: the device's clock over its nominal clock."""
+    - `clock_share`: the device's clock divided by its nominal clock."""
 
     replica: str
     at: float  # seconds, of any monotonic clock

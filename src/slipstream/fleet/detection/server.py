@@ -20,8 +20,8 @@ logger = logging.getLogger("slipstream.fleet")
 
 
 class ServerWatch:
-    """Implements `Watcher` of `server/state.py`. `run` ends when it is cancelled. It logs errors of
-    its own, and tries again at the next look."""
+    """Implements `Watcher` of `server/state.py`. `run` ends when it is cancelled. Its own errors
+    are logged, and it continues with the next observation."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ServerWatch:
         self.report(at)
 
     def now(self) -> float:
-        """Seconds since 1970 by a clock that does not jump: the host's time at the start plus a
+        """Seconds since 1970 by a clock that doesn't jump: the system time at the start plus a
         monotonic clock."""
         return self._epoch + time.monotonic()
 

@@ -1,19 +1,19 @@
-"""The watched series, and the test that separates a change from noise.
+"""The observed time series, and the test that distinguishes a change from noise.
 
 Each series becomes a residual z, in units of its own noise:
 
-1. A baseline (level and noise) is learned while nothing is wrong. It follows within about an hour,
-   so the daily rhythm is no change. An observation counts as at most `CLIP` deviations. The noise
-   is at least the series' `floor`, the least change that matters. A mean over n requests has the
-   noise of one request over √n.
+1. A baseline (level and noise) is learned while nothing is wrong. It adapts within about an hour,
+   so that the daily rhythm causes no change. An observation counts as at most `CLIP` deviations.
+   The noise is at least the series' `floor`, the smallest relevant change. A mean over n requests
+   has the noise of one request over √n.
 2. Page and Hinkley's test (Page 1954; the package river) adds up the part of z beyond `ALLOWANCE`.
    At `THRESHOLD` the level has changed. For independent Gaussian noise that is one false alarm in
    e^(2·ALLOWANCE·THRESHOLD) observations; a change of 4 deviations is seen after four.
 3. Some series often change a little more than chance explains (one hour's answers are longer than
-   another's). There the `Signal` says which change `matters`, and half of it is subtracted before
-   the sum, as in the optimal test for such a change.
+   another's). Their `Signal` gives the smallest change that `matters`, and half of it is subtracted
+   first, as in the optimal test for such a change.
 4. Shares of failed requests add up the logarithm of a likelihood ratio (`ShareBaseline`): among few
-   requests a few failures mean more than a normal distribution says.
+   requests, a few failures are more significant than under a normal distribution.
 5. The change is over when `CALM` observations in a row are within `NEAR` deviations.
 
 A change that lasts `ADOPTED_S` becomes the new normal: it ends, and the baseline is learned again.
@@ -35,15 +35,15 @@ from slipstream.fleet.detection.observation import Observation
 
 CLIP = 6.0
 STEP_CLIP = 10.0
-"""Clip of step times: one such observation is not enough, but it is together with a second one a
-third as large soon after. A noisy neighbour comes and goes."""
+"""Clip of step times in deviations: one such observation is not enough, but two are, even if the
+second is a third as large. A noisy neighbour comes and goes."""
 
 ERROR_CLIP = 8.0
-"""Clip of errors, which are independent and have a likelihood ratio: two such observations are
+"""Clip of errors, which are independent and use a likelihood ratio: two such observations are
 enough."""
 
 BLOCKED = 2.0
-"""Factor for a queue at a full cache, against a queue for a turn, which may be a burst."""
+"""Factor for a queue at a full cache, relative to an ordinary queue, which may be a burst."""
 
 ALLOWANCE = 1.0
 THRESHOLD = 11.0
@@ -53,30 +53,30 @@ WARM_UP = 60
 """Observations that a baseline needs before any change is reported."""
 
 MEMORY = 720
-"""Observations over which a baseline follows."""
+"""Number of observations over which a baseline adapts."""
 
 ADOPTED_S = 6 * 3600.0
 
 MAX_INTERVALS = 60
-"""Intervals whose number of running sequences is remembered."""
+"""Maximum number of intervals whose number of running sequences is stored."""
 
 USUAL_PROMPT = 1000.0
 """Prompt tokens that count as one request where only tokens are counted."""
 
 Value = tuple[float, float]
-"""A pair: the value of a series, and the number of requests that it is the mean of (1 if it is no mean)."""
+"""(value of a series, number of requests of which it is the mean; 1 if it is no mean)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
-    """One series. Its fields:
+    """Definition of one series. Fields:
 
-    - `read`: the value in an observation; None where it says nothing.
-    - `floor`: the least noise, in the series' unit.
-    - `spread`: the least noise of one request, as a share of the level.
-    - `matters`: the least change to detect, as a share of the level.
-    - `is_share`: the value is a share of requests.
-    - `clip`: the most deviations that one observation counts.
+    - `read`: function from an observation to the value; None if it gives none.
+    - `floor`: minimum noise, in the series' unit.
+    - `spread`: minimum noise of one request, as a fraction of the level.
+    - `matters`: smallest change to detect, as a fraction of the level.
+    - `is_share`: the value is a fraction of requests.
+    - `clip`: maximum deviations that one observation counts.
     - `allowance`: deviations subtracted from each observation as usual."""
 
     name: str
@@ -168,7 +168,7 @@ SIGNALS = (
 
 
 class Baseline:
-    """Estimates the level and the noise of a series robustly."""
+    """Robust estimates of a series' level and noise."""
 
     def __init__(self, signal: Signal) -> None:
         self._signal = signal
@@ -191,8 +191,8 @@ class Baseline:
 
     def beyond(self, value: Value) -> float:
         """The deviation that the test adds up: z, minus half of the change that `matters`, if the
-        signal has one. Its magnitude is never below 0: the test subtracts the mean of all values,
-        which would give back what was subtracted here."""
+        signal has one. Never below 0 in magnitude, because the test also subtracts the mean of all
+        values, which would undo the subtraction."""
         if not (matters := self._signal.matters):
             return self.z(value)
         far = abs(value[0] - self.level) - 0.5 * matters * abs(self.level)
@@ -217,12 +217,12 @@ class Baseline:
 
 
 class ShareBaseline(Baseline):
-    """Usual share of requests with a property, as a mean, because the median of a rare event says
-    nothing.
+    """Usual fraction of requests with a property, as a mean, because the median of a rare event is
+    uninformative.
 
-    |z| is ln(P(seen | a share that matters) / P(seen | the usual share)). The usual share is at
-    least `floor`. For a share that rises, the one that matters is `MATTERS`, or `TIMES` the usual
-    share if that is more; for a share that falls, the usual share over `TIMES`."""
+    |z| is ln(P(seen | alternative) / P(seen | usual fraction)). The usual fraction is at least
+    `floor`. The alternative to a rise is `MATTERS`, or `TIMES` the usual fraction if that is more;
+    to a fall, the usual fraction divided by `TIMES`."""
 
     MATTERS = 0.1
     TIMES = 4.0
@@ -294,7 +294,7 @@ def new_flags() -> list[Flag]:
 
 
 class SeriesWatch:
-    """Observes one series of one replica. `recent`: the last values since it began to differ."""
+    """Watches one series of one replica. `recent`: the latest values since it deviates."""
 
     def __init__(self, signal: Signal) -> None:
         self.signal, self.name = signal, signal.name
@@ -358,8 +358,8 @@ class SeriesWatch:
 
 
 class EndsWatch(SeriesWatch):
-    """Share of tokens that end an answer. Only sequences that have run as long as an answer takes
-    count: many that began together, after a quiet minute or a long queue, have not had time to end.
+    """Watches the fraction of tokens that end an answer. Only sequences that have run as long as an answer takes
+    count, because many that began together, after a quiet minute or a long queue, have not had time to end.
     """
 
     def __init__(self, signal: Signal) -> None:
@@ -372,7 +372,7 @@ class EndsWatch(SeriesWatch):
         if value is None or not self.baseline.is_ready:
             return value
         share, tokens = value
-        # intervals that an answer takes
+        # number of intervals that an answer takes
         intervals = math.ceil(
             self._running[-1] / max(self.signal.floor, self.baseline.level) / tokens
         )

@@ -13,9 +13,9 @@ from slipstream.server.state import ServerState
 
 
 class FleetLineRunner:
-    """Runs batch lines. When a client's request goes to a replica that runs lines, those lines are
-    cancelled and run again on a replica with room. If a model is scaled to zero, one line starts a
-    replica."""
+    """Runs batch lines. When a client's request is sent to a replica that runs lines, those lines
+    are cancelled and run again on an unused replica. If a model is scaled to zero, one line starts
+    a replica."""
 
     def __init__(self, members: Members, state: ServerState) -> None:
         self.members, self.state = members, state

@@ -1,4 +1,4 @@
-"""A request at the gateway, its try at a replica, and the headers that both exchange."""
+"""A request at the gateway, its attempt at a replica, and the headers that both exchange."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RetryElsewhere(Exception):  # noqa: N818 - no failure of the request
         error: ApiError | None = None,
         blame: bool = True,
     ) -> None:
-        """`died`: the replica died while it had the request. `code` is that of its own answer."""
+        """`died`: the replica died while it had the request. `code`: of its error answer."""
         super().__init__(why)
         self.engine_died = code in ENGINE_DEATHS
         self.engine_killed = code == "engine_killed"
@@ -55,7 +55,7 @@ class Call:
     raw: bytes
     headers: list[bytes]
     streams: bool
-    generates: bool = False  # its replica reports the tokens of the answer
+    generates: bool = False  # the replica reports the answer's tokens
     adapter: str | None = None  # the adapter that its body names
     tokens: list[int] = field(default_factory=list)  # tokens of the prompt
     prefix_salt: str = ""  # salt for the keys of the prompt's blocks
@@ -67,7 +67,7 @@ class Call:
     is_shadow: bool = False
     num_deaths: int = 0  # deaths of replicas that the request may have caused
     num_kills: int = 0  # replicas killed from outside after they had sent more tokens
-    was_divided: bool = False  # it was decided whether another replica computes its prompt
+    was_divided: bool = False  # whether it was decided that another replica computes its prompt
     handover: Prefilled | None = None  # where its prompt's blocks are
     # time.monotonic() until which it avoids replicas with another suspect request
     alone_until: float = 0.0
@@ -87,7 +87,7 @@ class Call:
         return record
 
     def on_interim(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Pass a replica's sign of life on."""
+        """Forward a replica's sign of life."""
         media_type = dict(headers).get(b"content-type")
         shows_life = self.scope.get("shows_life", True) and not (self.is_shadow or self.is_line)
         if media_type and self.streams and shows_life:
@@ -101,7 +101,7 @@ class Call:
 
 
 class Opened:
-    """A request at a replica. It counts as in flight there until `close`."""
+    """A request sent to a replica. It counts as in flight there until `close`."""
 
     def __init__(self, version: Version, replica: Replica, decision: Decision, call: Call) -> None:
         self.version, self.replica, self.decision = version, replica, decision
@@ -164,8 +164,8 @@ def about(record: RequestRecord) -> bytes:
 
 
 def refused(answer: UpstreamConnection, body: bytes) -> RetryElsewhere:
-    """RetryElsewhere for a replica's error answer, in any protocol's shape. Its `error` is the
-    reason for the client."""
+    """RetryElsewhere for a replica's error answer, in any protocol's format. Its `error` is for the
+    client."""
     status, kind, param = answer.status, "invalid_request_error", None
     code = dict(answer.headers).get(ERROR_CODE_HEADER, b"").decode("latin-1") or None
     try:

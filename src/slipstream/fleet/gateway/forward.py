@@ -1,21 +1,20 @@
 """Forwards a request: sends it to a replica, watches it, and sends it to another replica when the
 first one fails.
 
-1. A request of whose answer no byte was sent goes to another replica after a failure, within a
-   retry budget. At most `MAX_DEATHS` replicas may die with it; docs/fleet.md says which deaths
-   count.
+1. A request whose answer has not begun is sent to another replica after a failure, within a retry
+   budget. At most `MAX_DEATHS` replicas may die with it; docs/fleet.md says which deaths count.
 2. A stream that has begun continues on another replica after the tokens sent so far. The gateway
    knows these from the replica's marks (`server.operations.fleet`). An answer that can't be
    continued (several choices, log-probabilities) ends with an error event.
 3. An answer that is not streamed is sent when it is complete, so until then rule 1 applies.
-4. A client that reads slowly slows its replica down: the gateway reads nothing that it can't pass
-   on.
+4. A slow client slows its replica down, because the gateway reads nothing that it can't forward.
 5. If no replica can take a request, it waits at the gateway for `queue_s` at most.
 6. A request goes to another replica if its first token takes longer than `first_token_s`, or a
-   later one longer than `next_token_s`. The first replica is blamed for the loss even though it
-   lives. Progress of an answer that is not streamed arrives by `UpstreamConnection.on_interim`.
-7. A shadow request has no client: it has one try, is in no budget, and nothing waits for it.
-8. A batch line goes to a replica that has no requests of clients; if there is none, it goes later
+   later one longer than `next_token_s`. The first replica is blamed for the failure although it is
+   alive. Progress of an answer that is not streamed arrives by `UpstreamConnection.on_interim`.
+7. A shadow request has no client: it has one attempt, outside all budgets, and nothing waits for
+   it.
+8. A batch line is sent to a replica without client requests; if there is none, it is sent later
    (`fleet.gateway.batches`)."""
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ from slipstream.server.operations.fleet import HANDOVER_HEADER
 from slipstream.server.operations.metrics import Metrics
 
 MAX_SHADOWS = 256
-"""Shadow requests at a time. Beyond it requests are not shadowed, so that a slow shadow version
-can't fill the gateway's memory."""
+"""Maximum concurrent shadow requests. Further requests are not shadowed, so that a slow shadow
+version can't fill the gateway's memory."""
 
 SHADOWED = frozenset(
     {
@@ -79,7 +78,7 @@ SHADOWED = frozenset(
         ),
     }
 )
-"""Routes that store nothing, so a shadow may repeat them. /v1/responses stores its answers."""
+"""Routes that store nothing, so they can be shadowed. /v1/responses stores its answers."""
 
 # response headers that are passed on
 _PASSED = (
@@ -89,22 +88,22 @@ _PASSED = (
     b"inference-header-content-length",
 )
 MAX_DEATHS = 2
-"""Replicas that may die with the same request before it is refused."""
+"""Number of replicas that may die with the same request before it is refused."""
 
 MAX_KILLS = 8
-"""Replicas killed from outside (SIGKILL) after more tokens arrived, before the request is refused.
-This has a limit, too: the kernel also kills a replica when a request takes all memory."""
+"""Number of replicas that may be killed from outside (SIGKILL), each after more tokens, before the request is
+refused. Limited, because the kernel also kills a replica when a request takes all memory."""
 
 ALONE_S = 5.0
-"""Seconds that a request whose replica died waits for a replica without another such request. One
-of them may be the cause of the death, and the others would be lost with it."""
+"""Seconds for which a request whose replica died waits for a replica without another such request.
+One of them may be the cause of the death, and the others would be lost with it."""
 
 REPLICA_DIED = "replica_died"
 """Error code of a batch line whose replica died."""
 
 PREFILL_S = 10.0
-"""Shortest limit of the wait for a prompt that another replica computes, in seconds. A replica that answers can compute it
-instead, so it is shorter than the wait for a first token."""
+"""Minimum limit, in seconds, of the wait for a prompt that another replica computes. The answering
+replica can compute it instead, so it is shorter than the wait for a first token."""
 
 _MAX_STORED = 100_000  # stored answers whose replica is remembered
 
@@ -132,8 +131,7 @@ class Forwarder:
         }
 
     async def see_through(self, version: Version, call: Call) -> None:
-        """Gets an answer to a request, from as many replicas in turn as it takes and the limits
-        allow."""
+        """Obtain an answer to a request, from as many replicas in turn as needed and allowed."""
         if not call.is_line:
             self._shadow(version, call)
             self.members.hedges.request()
@@ -154,17 +152,19 @@ class Forwarder:
             self.num_failovers += 1
             further = len(call.marked.tokens) > told
             await self.count_death(call, last, further=further)
-            if further:  # more tokens came, so the request is not at fault
+            if further:  # further tokens arrived, so the request is not at fault
                 number, told = 0, len(call.marked.tokens)
-            number += last.died or not last.engine_down  # what waits for a start is no try
+            number += (
+                last.died or not last.engine_down
+            )  # waiting for a start does not count as an attempt
             if number > most or not (
                 call.first_token_sent or last.gone or self.members.budget.take()
             ):
                 raise last.error or unavailable(f"no replica answered: {last}", "replica_failed")
 
     async def count_death(self, call: Call, failed: RetryElsewhere, *, further: bool) -> None:
-        """Count the death of a replica that had this request. ApiError: the request may not be sent
-        to another one."""
+        """Count the death of a replica that had this request. ApiError if the request must not be
+        sent to another one."""
         replica = failed.replica
         if not failed.died or replica is None:
             return
@@ -225,7 +225,7 @@ class Forwarder:
                 if call.tried and not any(
                     r.serves and r.id not in call.tried for r in version.replicas.values()
                 ):
-                    call.tried.clear()  # all were tried; the first may be back
+                    call.tried.clear()  # all were tried; the first may be available again
                     if last is not None and last.error is not None and last.error.status == 429:
                         raise last.error
                 if call.is_line and version.can_answer:
@@ -252,8 +252,8 @@ class Forwarder:
         by_load: bool = False,
         also: Set[str] = frozenset(),
     ) -> Decision | None:
-        """Decides on a replica. `also`: replicas that may be chosen although the guard has taken
-        them out."""
+        """Choose a replica. `also`: replicas that may be chosen although the guard has excluded
+        them."""
         exclude = set(call.tried)
         if call.is_line:
             exclude |= {
@@ -269,7 +269,7 @@ class Forwarder:
             exclude |= {r.id for r in version.replicas.values() if call.adapter not in r.adapters}
         if version.has_roles:
             exclude |= version.replicas.keys() - phases.answering(version, call.tried)
-        handed = call.handover is not None  # its tokens are loaded, not computed
+        handed = call.handover is not None  # its prompt is loaded, not computed
         chains = [] if by_load or handed else self.chains(version, call)
         session = None if by_load else call.session
         num_tokens = 2 if handed else max(2, len(call.tokens))
@@ -297,7 +297,7 @@ class Forwarder:
         )
 
     async def _prefill(self, version: Version, call: Call) -> None:
-        """Have another replica compute the prompt, if that pays: `call.handover` then names it.
+        """Let another replica compute the prompt if that pays; it is then named in `call.handover`.
 
         ApiError if too many replicas died of the request.
         """
@@ -352,7 +352,7 @@ class Forwarder:
     # --- One try ------------------------------------------------------------------------------------------------------
 
     async def _attempt(self, opened: Opened, call: Call) -> None:
-        """One try: on one replica, or on two if the request is hedged."""
+        """One attempt: on one replica, or on two if the request is hedged."""
         hedging = self.members.fleet.router.hedging
         if hedging is None or call.first_token_sent or call.is_shadow or call.is_line:
             try:
@@ -387,7 +387,7 @@ class Forwarder:
                     except BaseException:
                         one.close()
                         raise
-                    _give_up(tries)  # end the other tries now, not after the answer
+                    _give_up(tries)  # end the other attempts now, not after the answer
                     try:
                         await self._relay(one, call)
                     finally:
@@ -416,7 +416,7 @@ class Forwarder:
         seconds = max(self.members.fleet.router.first_token_s, 3 * opened.decision.predicted_ttft_s)
         if (
             call.first_token_sent
-        ):  # The answer so far is computed first. That took no longer than everything up to now.
+        ):  # The answer so far is computed first, which took no longer than the time until now.
             seconds += 2 * (time.monotonic() - call.record.start)
         return seconds
 
@@ -474,9 +474,7 @@ class Forwarder:
         assert answer is not None
         await call.client.settled()
         passed = [(name, value) for name, value in answer.headers if name in _PASSED]
-        if (
-            not call.first_token_sent
-        ):  # for a resumed answer the tokens handed out are counted instead
+        if not call.first_token_sent:  # for a resumed answer the tokens sent are counted instead
             call.note_tokens(dict(answer.headers).get(TOKENS_HEADER))
         media_type = dict(passed).get(b"content-type", b"")
         same_type = media_type.partition(b";")[0] == call.client.media_type.partition(b";")[0]
@@ -496,7 +494,7 @@ class Forwarder:
         unwritten = b""
 
         def pass_on(data: bytes) -> bool:
-            """Write the events now, or keep them if the client is too slow."""
+            """Write the events now, or queue them if the client is too slow."""
             nonlocal unwritten
             events = marked.feed(data)
             record.num_output_tokens = len(marked.tokens)
@@ -566,7 +564,7 @@ class Forwarder:
             self.metrics.e2e.observe(time.monotonic() - call.record.start)
 
     def _unless_lost(self, opened: Opened, call: Call, failed: RetryElsewhere) -> Exception:
-        """`failed` if the request can continue elsewhere; otherwise the error for its client."""
+        """`failed` if another replica can continue the request; otherwise the error for its client."""
         call.marked.broken()
         opened.failed(failed)
         if not call.is_shadow:
@@ -588,7 +586,7 @@ class Forwarder:
         self._end(call)
 
     def _remember(self, call: Call, opened: Opened) -> None:
-        """Remember which replica stores an answer of /v1/responses."""
+        """Store which replica has an answer of /v1/responses."""
         if call.path in (b"/v1/responses", b"/responses"):
             self.stored["resp_" + call.record.id] = opened.replica.id
             while len(self.stored) > _MAX_STORED:

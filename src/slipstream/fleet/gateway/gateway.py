@@ -100,8 +100,8 @@ _OFF = {
     "/v1/batches": ("files_dir", "files and batches are off", "files"),
     "/v1/feedback": ("audit_log", "feedback is a line of the audit log", "feedback"),
 }
-"""Features that are off without a field, by prefix of their paths: (the field, the feature, the
-error's code)."""
+"""Features that need a setting, by path prefix: (the setting, message if it is missing, error
+code)."""
 
 
 class _Peek(msgspec.Struct):
@@ -210,7 +210,7 @@ class Gateway:
             answer = {"findings": self.state.watch.findings}
         elif path in ("/v1/models", "/models"):
             answer = self._models(is_anthropic=b"anthropic-version" in dict(scope["headers"]))
-        # where none has a replica, a request for the list of models starts none
+        # a list of models must not start a replica of a sleeping one
         elif path in ("/api/tags", "/api/ps") and (len(models) > 1 or self._sleeps()):
             answer = {"models": [{"name": name, "model": name} for name in models]}
         elif path == "/v2/repository/index" and scope["method"] == "POST":
@@ -222,7 +222,7 @@ class Gateway:
             return True
         elif path.startswith(
             "/fleet/"
-        ):  # a replica's own routes; through them a client could reach every route there
+        ):  # routes for replicas; through them a client could reach every route
             raise ApiError(404, "unknown route; see /openapi.json", code="unknown_route")
         if answer is None:
             return False
@@ -307,7 +307,7 @@ class Gateway:
     # --- Requests -----------------------------------------------------------------------------------------------------
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request and see its answer through. ApiError if no answer has begun."""
+        """Forward a request and handle failures until its answer is complete. ApiError if no answer has begun."""
         raw = await read_prompt_body(self.state, scope, receive)
         path, query = scope["path"], scope.get("query_string", b"")
         name, adapter, peek = self._model_of(path, raw)
@@ -362,7 +362,7 @@ class Gateway:
         record.num_prompt_tokens = len(call.tokens)
         if grant is not None and read.reserve is not None:
             grant.reserve(*read.reserve)
-        if record.background:  # these run when there is room, and tell nothing about the traffic
+        if record.background:  # batches run when there is room, so they say nothing about traffic
             await self.forwarder.see_through(version, call)
             return
         tally = version.tally
@@ -375,7 +375,7 @@ class Gateway:
         tally.ended(record, time.monotonic() - record.start, failed=False)
 
     def _model_of(self, path: str, raw: bytes) -> tuple[str, str | None, _Peek]:
-        """The model and the adapter that a body names, and its other fields."""
+        """(model, adapter, other fields) that a body names."""
         models, peek = self.members.models, _Peek()
         if (kserve := _KSERVE.fullmatch(path)) is not None:
             peek.model = kserve[1]

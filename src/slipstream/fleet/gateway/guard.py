@@ -20,25 +20,25 @@ SLOW_EXCESS_S = 0.25
 ratio."""
 
 MIN_LATE = 0.5
-"""A replica counts as slow only if more than this share of its requests was late: one prompt of
-100,000 tokens is late everywhere."""
+"""Minimum fraction of late requests for a replica to count as slow: one prompt of 100,000 tokens is
+late everywhere."""
 
 MIN_WAVES = 2
-"""A replica counts as slow only after so many waves of late requests. A wave is a late request and
-those sent before its first token: all that waited behind one long prompt are late together."""
+"""Minimum number of waves of late requests for a replica to count as slow. A wave is a late request and all
+sent before its first token, because everything waiting after one long prompt is late together."""
 
 MAX_OUT = 0.5
-"""Largest share of replicas that is taken out for being slow or wrong. With more, the cause is
-something else."""
+"""Maximum fraction of replicas excluded as slow or wrong. If there are more, the cause is something
+else."""
 
 LARGE, MEDIANS_S = 32, 0.1
-"""Replicas above which a fleet is large, and seconds for which its medians hold."""
+"""(number of replicas above which a fleet is large, seconds for which its medians stay valid)."""
 
 _LEARN = 0.15
 
 
 class RetryBudget:
-    """Budget of retries: a share of all requests, plus an initial reserve."""
+    """Budget of retries: a fraction of all requests, plus an initial reserve."""
 
     def __init__(self, share: float, reserve: float = 10.0) -> None:
         self._share, self._reserve = share, reserve
@@ -62,13 +62,13 @@ class Watched:
     pauses: int = 0  # in a row
     out_until: float = 0.0
     why: str = ""
-    trial: bool = False  # after a pause: one request may try
-    # It was taken out for being slow. Until it is faster, it gets one request at a time.
+    trial: bool = False  # after a pause: one trial request is allowed
+    # It was excluded as slow. Until it is faster, it gets one request at a time.
     was_slow: bool = False
     seen: int = 0
     late_s: float = 0.0  # smoothed delay of first tokens beyond the predicted TTFT
     ttft_s: float = 0.0  # smoothed
-    late_share: float = 0.0  # smoothed, of requests that were late by `SLOW_EXCESS_S`
+    late_share: float = 0.0  # smoothed fraction of requests late by `SLOW_EXCESS_S`
     late_at: float = -inf  # first token of the request that began the last wave of late ones
     late_waves: int = 0  # since `late_share` was last below half of `MIN_LATE`
     wrong: int = 0  # wrong probes in a row
@@ -78,7 +78,7 @@ class Watched:
 class ReplicaGuard:
     slow_factor: float = 4.0
     replicas: dict[str, Watched] = field(default_factory=dict)
-    # Those that had a pause and have not been well since: few of a large fleet, and no other is out.
+    # Replicas that had a pause and have not recovered: few of a large fleet. Only these can be excluded.
     _paused: dict[str, Watched] = field(default_factory=dict)
     _medians: tuple[float, float, float] = (-inf, 0.0, 0.0)  # (at, late_s, ttft_s) of a large fleet
 
@@ -91,8 +91,8 @@ class ReplicaGuard:
         self._paused.pop(replica, None)
 
     def out(self, now: float) -> set[str]:
-        """Replicas that get no requests now. After its pause a replica gets one request, and more
-        once that one is answered."""
+        """Replicas that get no requests now. After its pause a replica gets one trial request, and
+        more when that is answered."""
         return {
             name
             for name, watched in self._paused.items()
@@ -100,7 +100,7 @@ class ReplicaGuard:
         }
 
     def slow(self) -> set[str]:
-        """Replicas of `out` that are only slow. They are better than none."""
+        """Replicas of `out` that are only slow, and so better than none."""
         return {name for name, w in self._paused.items() if w.was_slow and w.out_until < inf}
 
     def next_change(self, now: float) -> float | None:
@@ -115,12 +115,12 @@ class ReplicaGuard:
             watched.trial = True
 
     def let_go(self, replica: str) -> None:
-        """Allow the next trial request: one at this replica ended, with whatever result."""
+        """Allow the next trial request, because one at this replica ended, with whatever result."""
         if (watched := self.replicas.get(replica)) is not None:
             watched.trial = False
 
     def did_well(self, replica: str, now: float) -> None:
-        """Record a successful answer without a time to first token."""
+        """Record a successful answer whose time to first token is unknown."""
         if (watched := self.replicas.get(replica)) is not None:
             watched.failures, watched.trial = 0, False
             if watched.out_until <= now and not watched.was_slow:
@@ -169,7 +169,7 @@ class ReplicaGuard:
     def _is_slow(self, replica: str, now: float) -> bool:
         watched = self.replicas[replica]
         if watched.seen < MIN_SEEN or watched.late_s <= SLOW_EXCESS_S:
-            return False  # whatever the others are
+            return False  # regardless of the others
         others = self._others(replica, now)
         if others is None or not self._may_take_out(now):
             return False
@@ -182,10 +182,10 @@ class ReplicaGuard:
         )
 
     def _others(self, replica: str, now: float) -> tuple[float, float] | None:
-        """Medians of the other replicas' `late_s` and `ttft_s`; None without any that was seen enough.
+        """(median of the other replicas' `late_s`, of their `ttft_s`); None if none has enough requests.
 
-        In a large fleet they are of all replicas, and `MEDIANS_S` old at most: one replica hardly
-        changes them, and each answer would sort them all."""
+        In a large fleet they cover all replicas and are up to `MEDIANS_S` old: one replica hardly changes
+        them, and every answer would sort all."""
         is_large = len(self.replicas) > LARGE
         if is_large and 0 <= now - self._medians[0] < MEDIANS_S:
             return self._medians[1:]
@@ -202,7 +202,7 @@ class ReplicaGuard:
         return found
 
     def _is_well(self, replica: str, watched: Watched) -> None:
-        """Forget the pauses of a replica that answers again."""
+        """Forget the pauses of a replica that has recovered."""
         if watched.pauses:
             watched.pauses, watched.why = 0, ""
             del self._paused[replica]
@@ -216,7 +216,7 @@ class ReplicaGuard:
             counts[answer] = counts.get(answer, 0) + 1
         right, number = max(counts.items(), key=lambda item: item[1], default=(None, 0))
         if len(answers) < 3 or number <= len(answers) / 2:
-            return []  # with two answers it is unknown which is wrong
+            return []  # with two answers it is unknown which one is wrong
         found = []
         for name, answer in answers.items():
             watched = self.replicas.get(name)
@@ -240,7 +240,7 @@ class ReplicaGuard:
     def _pause(self, replica: str, why: str, now: float) -> None:
         watched = self.replicas[replica]
         if watched.out_until == inf:
-            return  # only a probe that agrees brings it back
+            return  # only an agreeing probe brings it back
         watched.out_until = now + min(FIRST_PAUSE_S * 2**watched.pauses, LONGEST_PAUSE_S)
         watched.pauses += 1
         watched.failures, watched.trial, watched.why = 0, False, why

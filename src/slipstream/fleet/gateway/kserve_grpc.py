@@ -23,7 +23,7 @@ from slipstream.server.kserve.grpc_server import GrpcInference, GrpcServer, resp
 from slipstream.server.kserve.routes import OUTPUTS, VERSION
 
 _MAX_WAITING = 4
-"""Parts of an answer that a slow client may leave unread. Beyond it the gateway stops reading the
+"""Maximum unread parts of an answer at a slow client. Then the gateway stops reading the
 replica."""
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -112,6 +112,6 @@ def _request(body: GrpcInference, record: RequestRecord) -> tuple[Scope, bytes]:
         "query_string": b"",
         "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(raw))],
         "record": record,
-        "shows_life": False,  # each event becomes a message, and a refusal a status
+        "shows_life": False,  # each event becomes a message, and a refusal a status code
     }
     return scope, raw

@@ -45,7 +45,7 @@ from slipstream.server.operations.metrics import MetricCounts
 logger = logging.getLogger("slipstream.fleet")
 
 _AGAIN_S = 0.2  # pause between tries to connect to a replica's events
-# After a connection broke: time for whoever started the replica to report how it ended.
+# Seconds, after a connection broke, for whoever started the replica to report how it ended.
 _CAUSE_S = 0.5
 _decode = msgspec.msgpack.Decoder(FromReplica).decode
 
@@ -74,10 +74,10 @@ class Replica:
         self.root_key: bytes | None = None
         self.block_size = spec.args.block_size or 16
         self.adapters = spec.adapters
-        self.load: ReplicaLoad | None = None  # the last report that contains its engine's figures
+        self.load: ReplicaLoad | None = None  # the last report with its engine's statistics
         self.is_up = True  # its engine answers
         self.counts: MetricCounts | None = None
-        self._adapter_roots: dict[str, bytes] = {}  # root keys of adapters that were used
+        self._adapter_roots: dict[str, bytes] = {}  # root keys of adapters used so far
         self._killed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._hearing = asyncio.create_task(self._hear())
 
@@ -104,12 +104,12 @@ class Replica:
 
     @property
     def has_clients(self) -> bool:
-        """Whether a client waits for an answer, and not only a batch."""
+        """Whether a client, not only a batch, waits for an answer."""
         return self.num_in_flight > self.num_lines
 
     def room_for_lines(self, beside: int) -> int:
-        """Number of further batch lines that may run; negative: that many are too many. Next to
-        client requests at most `beside` lines run."""
+        """Number of further batch lines that may run; negative: too many run. In addition to client
+        requests at most `beside` lines run."""
         return (
             beside if self.has_clients else max(1, (self.spec.args.max_num_seqs or 256) // 2)
         ) - self.num_lines
@@ -225,7 +225,7 @@ class Version:
         prompts: Prompts,
         gone: Callable[[EngineStats], None],
     ) -> None:
-        """`gone` is called with the last figures of a replica that is removed."""
+        """`gone` is called with the last statistics of a removed replica."""
         routing = fleet.router
         self.gone = gone
         self.model, self.spec, self.prompts = model, spec, prompts
@@ -234,7 +234,7 @@ class Version:
         self.router, self.guard = self.placing.router, self.placing.guard
         self.replicas: dict[str, Replica] = {}
         self.starting: set[str] = set()  # ids of replicas that have no address yet
-        self.num_waiting = 0  # requests that wait until a replica can take them
+        self.num_waiting = 0  # number of requests that wait for a replica
         self.tally = Tally()
         self.autoscale = _to_zero(fleet.models[model])
         self.adapters: frozenset[str] = frozenset()  # adapters of at least one replica
@@ -251,17 +251,17 @@ class Version:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether no replica can answer and the autoscaler starts one for a request."""
+        """Whether no replica can answer and the autoscaler will start one for a request."""
         return self.autoscale is not None and not self.can_answer
 
     @property
     def has_roles(self) -> bool:
-        """Whether some replicas only compute prompts, or only answer."""
+        """Whether some replicas only compute prompts, or only generate answers."""
         return any(pool.role != "mixed" for pool in self.spec.pools)
 
     def roots(self, adapter: str | None) -> frozenset[tuple[bytes, int]]:
-        """Different (root key, block size) of the replicas that are heard, under this adapter. Kept
-        until a replica's change, since each request asks and a fleet may have a thousand."""
+        """Distinct (root key, block size) of the reporting replicas, for this adapter. Cached until
+        a replica changes, since every request needs it and a fleet may have a thousand replicas."""
         found = self._roots.get(adapter)
         if found is None:
             able = [(r.root_of(adapter), r.block_size) for r in self.replicas.values() if r.heard]
@@ -330,14 +330,14 @@ class Members:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.models: dict[str, list[Version]] = {}
-        self.gone: dict[str, EngineStats] = {}  # by model: totals of replicas that were removed
+        self.gone: dict[str, EngineStats] = {}  # totals of removed replicas, by model
         self.budget = RetryBudget(fleet.router.retries.share)
         hedging = fleet.router.hedging
         self.hedges = RetryBudget(0.0 if hedging is None else hedging.share, reserve=5.0)
 
     async def configure(self, fleet: Fleet) -> None:
-        """Apply a file. Versions that stay keep their replicas. Whoever started the other replicas
-        removes them."""
+        """Apply a file. Versions that stay keep their replicas. Other replicas are removed by
+        whoever started them."""
         found: dict[str, list[Version]] = {}
         for name, model in fleet.models.items():
             known = {version.name: version for version in self.models.get(name, ())}
@@ -376,8 +376,8 @@ class Members:
         return next((v for v in self.models.get(model, ()) if v.name == name), None)
 
     def find(self, name: str) -> tuple[str, str | None] | None:
-        """Finds a name: (model, None) for a model's; (model, adapter) for an adapter's; None for an
-        unknown one."""
+        """(model, None) for a model's name; (model, adapter) for an adapter's; None for an unknown
+        name."""
         if name in self.models:
             return name, None
         having = (

@@ -1,13 +1,13 @@
-"""Prompts on one replica, answers on another, where pools have roles.
+"""Divides requests if pools have roles: prompts on one replica, answers on another.
 
-A prefill replica computes a prompt and keeps its blocks (`POST /fleet/prefill`). The replica that
-answers takes them over, and finds them as a cached prefix. It draws every token of the answer, so a
-request that is divided and one that is not look alike to their client.
+A prefill replica computes a prompt and keeps its blocks (`POST /fleet/prefill`). The answering
+replica copies them, and finds them as a cached prefix. It samples every token of the answer, so
+that clients can't distinguish divided requests from others.
 
-1. A request is divided if that costs clients fewer seconds. What counts: the time to its first token,
-   and the same computing once for each stream that it holds up where it runs. So short prompts,
-   prompts that are cached, and prompts of a quiet fleet are computed where they are answered.
-2. If anything fails on the way, the request goes on without the blocks, whose tokens are computed.
+1. A request is divided if that costs clients fewer seconds: its time to the first token, plus its
+   computing time for each stream that it delays where it runs. So short prompts, prompts that are
+   cached, and prompts of a quiet fleet are computed where they are answered.
+2. If a step fails, the request continues without the blocks, whose tokens are computed again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from slipstream.fleet.gateway.members import Replica, Version
 
 LOADING_SHARE = 0.05
-"""Time to load a token's blocks over the time to compute it, while nothing is measured."""
+"""Assumed ratio of the time to load a token's blocks and the time to compute it, before any measurement."""
 
 
 class Prefilled(msgspec.Struct):
@@ -33,9 +33,9 @@ class Prefilled(msgspec.Struct):
 
 
 def answering(version: Version, tried: Collection[str]) -> set[str]:
-    """Replicas that answer requests. Those that only compute prompts do so if no other can.
+    """Replicas that generate answers. Replicas for prompts are included only if no other can.
 
-    Those that were `tried` can't.
+    Those in `tried` are excluded.
     """
     own = {r.id for r in version.replicas.values() if r.spec.role != "prefill"}
     if any(version.replicas[id_].serves and id_ not in tried for id_ in own):
@@ -52,9 +52,9 @@ def worth_dividing(
     *,
     always: bool,
 ) -> set[str]:
-    """Replicas that may compute a prompt for another one; empty if it costs less not to divide.
+    """Replicas that may compute a prompt for another one; empty if dividing costs more.
 
-    None of those that are `out` is chosen.
+    Those in `out` are excluded.
     """
     size = max((r.block_size for r in version.replicas.values()), default=16)
     costs = version.router.costs(chains, num_tokens, now=now)
@@ -77,7 +77,7 @@ def worth_dividing(
             LOADING_SHARE * cost.computing_s if each is None else each * cost.num_new
         )
 
-    best = heapq.nsmallest(2, answers, key=loading)  # a prompt goes to another replica
+    best = heapq.nsmallest(2, answers, key=loading)  # the prompt may be computed on another replica
 
     def divided(id_: str) -> float:
         target = next((one for one in best if one != id_), None)
@@ -92,7 +92,7 @@ def worth_dividing(
 
 
 def loading_s(replica: Replica) -> float | None:
-    """Seconds to load a token's blocks from another replica, as measured there lately."""
+    """Seconds to load a token's blocks from another replica, from recent measurements there."""
     stats = None if replica.load is None else replica.load.stats
     tiers = None if stats is None else stats.tiers
     if tiers is None or not (tiers.peer_hit_tokens and tiers.peer_bytes_per_s):

@@ -33,8 +33,7 @@ class Placing:
         exclude: Collection[str] = frozenset(),
         also: Set[str] = frozenset(),
     ) -> Decision | None:
-        """`Router.choose` without replicas that the guard has taken out, but those that are `also`
-        allowed."""
+        """`Router.choose` among replicas that the guard has not excluded, or that are in `also`."""
         out = self.guard.out(now) - also
         decision = self.router.choose(
             chains, num_tokens, now=now, session=session, exclude=out.union(exclude)

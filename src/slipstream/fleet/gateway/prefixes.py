@@ -31,17 +31,17 @@ _EMPTY, _GONE = 0, 1  # set numbers that no block has: an entry never used, and 
 _MAX_DEAD = 64  # dead slots that trigger a sweep
 _MAX_SHARED = 4096  # prefixes whose shared length is remembered
 MAX_BACK = 1024
-"""Most blocks between two checkpoints that a lookup passes: 8,192 tokens, and twice that to be safe."""
+"""Maximum blocks between two checkpoints that a lookup bridges: 8,192 tokens, and twice that for safety."""
 MAX_GROUPS = 4
-"""Distinct lengths that one lookup tells apart, the longest first."""
+"""Maximum distinct prefix lengths that one lookup distinguishes, the longest first."""
 
 
 class _Part:
     """Hash table with open addressing and linear probing. The arrays are read through memoryviews,
     which is faster for one entry at a time.
 
-    An entry's key is 0 until its first use, and a deleted entry keeps its key. A search therefore
-    reads keys alone, and `add` never puts a key after an entry that held it before."""
+    An entry's key is 0 until its first use, and a deleted entry keeps its key. So a search only
+    reads keys, and `add` never puts a key after an entry that held it before."""
 
     __slots__ = ("_key_array", "_set_array", "keys", "mask", "num_filled", "num_used", "sets")
 
@@ -50,7 +50,7 @@ class _Part:
         self.keys, self.sets = self._key_array.data, self._set_array.data
         self.mask = size - 1
         self.num_used = 0  # entries with a block
-        self.num_filled = 0  # and deleted entries, which a search must pass
+        self.num_filled = 0  # entries with a block, and deleted ones, which a search must skip
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +94,7 @@ class _Part:
         size = self.mask + 1
         new = _Part(2 * size if 2 * len(keys) > _MAX_FILLED * size else size)
         place = keys & np.uint64(new.mask)
-        while len(keys):  # of several keys for one free entry, one settles per pass
+        while len(keys):  # of several keys for the same free entry, one is stored per pass
             free = new._set_array[place] == _EMPTY
             new._key_array[place[free]] = keys[free]
             settled = free & (new._key_array[place] == keys)
@@ -134,14 +134,14 @@ class PrefixStore:
         return slot
 
     def free_slot(self, slot: int) -> None:
-        """Forget what the slot's replica holds."""
+        """Forget the blocks of the slot's replica."""
         self._alive &= ~(1 << slot)
         self._dead |= 1 << slot
         if self._dead.bit_count() >= _MAX_DEAD:
             self.sweep()
 
     def sweep(self) -> None:
-        """Remove dead slots from all sets, and make them free."""
+        """Remove dead slots from all sets, and make them reusable."""
         numbers = np.arange(len(self._masks), dtype=np.uint32)
         found: dict[int, int] = {}
         for mask, number in list(self._numbers.items()):

@@ -31,12 +31,12 @@ from slipstream.spec.description import ModelDescription, read_spec
 
 
 class _Counted(Exception):  # noqa: N818 - how the gateway gets the number out of a route of the server's
-    """Carries the number of tokens of an embedding request out of the server's route."""
+    """Exception that carries the number of tokens of an embedding request out of the server's route."""
 
 
 @dataclass(slots=True)
 class _Reading:
-    """The parts of an engine that reading a body needs."""
+    """The parts of an engine that are needed to read a body."""
 
     tokenizer: Tokenizer | None
     description: ModelDescription
@@ -46,7 +46,7 @@ class _Reading:
     adapters: dict[str, Any] = field(default_factory=dict)
 
     def check_media(self, count: int) -> None:
-        """Refuse to read a prompt with pictures: the replica decodes them, once."""
+        """Refuse to read a prompt with images, because only the replica decodes them."""
         if count:
             raise RequestError("pictures are read by a replica", field="image")
 
@@ -58,8 +58,8 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The parts of a body that routing needs. `tokens`: the first prompt. `reserve`: the tokens of
-    all prompts and of the longest answers; None: not asked for, or there are none."""
+    """The parts of a body that routing needs. `tokens`: the first prompt's. `reserve`: the tokens
+    of all prompts and maximum answers; None: not requested, or there are none."""
 
     tokens: list[int]
     reserve: tuple[int, int] | None = None
@@ -68,18 +68,18 @@ class Read:
 
 _NOTHING = Read([])
 _UNREAD = frozenset({"image", "previous_response_id"})
-"""Fields that only a replica can read: pictures, and stored conversations."""
+"""Fields that only a replica can read: images, and stored conversations."""
 
 
 class Prompts:
-    """Reads prompts for one version of a model, which requests call `name`."""
+    """Reads prompts for one version of a model, which requests name `name`."""
 
     def __init__(self, name: str, args: EngineArgs, server: dict[str, Any]) -> None:
         args = settled(args)
         description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
         tokenizer = load_tokenizer(args, description)
         context = args.max_model_len or description.spec.max_position
-        # the replica answers a prompt that is too long
+        # the replica refuses a prompt that is too long
         model = SimpleNamespace(max_model_len=2**31)
         self.input = InputProcessor(
             tokenizer,
@@ -95,7 +95,7 @@ class Prompts:
         self._routes = {_short(route.path): route.endpoint for route in prompt_routes(self._state)}
 
     def know_adapters(self, names: Iterable[str]) -> None:
-        """Accept these adapters' names in place of the model's."""
+        """Accept these adapters' names in addition to the model's."""
         adapters: dict[str, Any] = self._state.engine.adapters
         adapters.clear()
         adapters.update(dict.fromkeys(names))
@@ -110,7 +110,7 @@ class Prompts:
         self.input.max_model_len = tokens
 
     def generates(self, path: str) -> bool:
-        """Whether the replicas report the tokens of this route's answers."""
+        """Whether replicas report the tokens of this route's answers."""
         return isinstance(self._routes.get(_short(path)), GenerationRoute)
 
     async def read(self, path: str, raw: bytes, scope: Any, *, counts: bool = False) -> Read:
@@ -190,7 +190,7 @@ def _short(path: str) -> str:
 
 
 def chain(tokens: list[int], root: bytes, block_size: int) -> list[bytes]:
-    """Keys of the prompt's whole blocks."""
+    """Keys of the prompt's complete blocks."""
     keys: list[bytes] = []
     extend_keys(keys, root, tokens, block_size, len(tokens) // block_size)
     return keys

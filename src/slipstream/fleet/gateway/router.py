@@ -4,15 +4,15 @@
     router.began(decision, now)                                      # its first token came
     router.ended(decision, now)                                      # it finished or failed; also without `began`
 
-The policy `prefix` takes the replica with the lowest cost in seconds:
+The policy `prefix` chooses the replica with the lowest cost in seconds:
 
     predicted TTFT + thrift · time to compute the new tokens + balance · (recent work − the fleet's mean)
 
-The predicted TTFT is half a step, the wait for a free sequence, and the time for the prompt tokens
-to be computed there: those queued, and this request's without the blocks that the replica holds.
-`thrift` weighs what computing costs other requests: a request whose prefix is being computed waits
-for it rather than have it computed twice. Each second of the TTFT beyond `patience_s`
-counts `1 + IMPATIENCE` times: so waits that clients bear don't cost hits, and longer ones do. Rates are the planner's at first
+The predicted TTFT is half a step, the wait for a free sequence slot, and the computing time of
+prompt tokens there: of the queue, and of this request's uncached tokens. `thrift` weighs the cost
+of computing for other requests: a request whose prefix is being computed rather waits for it than
+computes it again. Each second of TTFT beyond `patience_s` counts `1 + IMPATIENCE` times, so that
+only longer waits outweigh cache hits. Rates are the planner's at first
 (`ReplicaState.prefill_tokens_per_s`, `step_s`), then learned from requests.
 
 A replica reports numbered changes of its prefix cache (`apply`). After a gap it must report
@@ -44,7 +44,7 @@ WORK_S = 30.0
 """Time constant with which recent work decays."""
 
 IMPATIENCE = 30.0
-"""Weight of a second of predicted TTFT beyond `patience_s`, on top of the second itself."""
+"""Additional weight of a second of predicted TTFT beyond `patience_s`."""
 
 _EXPECTED_S = 10.0  # how long the router expects a request's blocks before a report
 _EXPECTED_TOKENS = 1024  # distance of a chain's keys under which an expectation is found
@@ -67,7 +67,7 @@ class ReplicaState:
     step_s: float = 0.02
     healthy: bool = True
     draining: bool = False
-    # requests that have their first token: the router's own, and others' by the replica's report
+    # requests that have their first token: this router's own, and others' by the replica's report
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0  # prompt tokens queued before a new request
@@ -75,7 +75,7 @@ class ReplicaState:
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """The chosen replica for a request, and the prediction."""
+    """The replica chosen for a request, and the prediction."""
 
     replica: str
     num_cached_tokens: int
@@ -85,7 +85,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptCost(NamedTuple):
-    """Seconds before a replica begins with a prompt (inf: it gets none), and to compute what it lacks."""
+    """(seconds before a replica begins with a prompt (inf: it gets none), seconds to compute its uncached tokens)."""
 
     wait_s: float
     num_new: int
@@ -101,7 +101,7 @@ class _Replica:
     own_running: int = 0
     own_waiting: int = 0
     own_queued: int = 0
-    others_running: int = 0  # the replica's report, minus our own
+    others_running: int = 0  # the replica's report minus our own
     others_waiting: int = 0
     others_queued: int = 0
     # of the last reported change; None: it must report everything
@@ -129,7 +129,7 @@ class _UnderWay(msgspec.Struct, gc=False):
 
 
 class _Expected(msgspec.Struct, frozen=True, eq=False):
-    """Expectation that a request's blocks will be at a replica."""
+    """Expectation that a request's blocks will be cached at a replica."""
 
     replica: _Replica
     chain: Sequence[bytes]
@@ -149,14 +149,14 @@ class Router:
         learn_rates: bool = True,
         seed: int = 0,
     ) -> None:
-        """Make an empty router. Without `learn_rates` the rates of the ReplicaStates stay as given."""
+        """Creates an empty router. Without `learn_rates` the rates of ReplicaStates stay as given."""
         self.policy, self.balance, self.thrift, self._learns = policy, balance, thrift, learn_rates
         self.patience_s = patience_s
         self.store = PrefixStore()
         self._replicas: dict[str, _Replica] = {}
         self._by_slot: dict[int, _Replica] = {}
-        # Arrays by slot. A slot without a replica has _wait inf and 0 elsewhere.
-        # seconds of TTFT before a new request's own prompt; inf: gets none
+        # Arrays by slot. A slot without a replica has _wait inf and 0 elsewhere. _wait: seconds of
+        # TTFT before a new request's own prompt; inf: gets none
         self._wait = np.zeros(0)
         self._per_token = np.zeros(0)  # seconds
         self._per_block = np.zeros(0)  # tokens
@@ -164,8 +164,8 @@ class Router:
         self._work_at = 0.0
         self._with_states = 0  # mask of the slots of replicas with recurrent states
         self._under_way: dict[int, _UnderWay] = {}
-        # by the chain's first block, its first new block, and each `_stride`th one after that: a
-        # chain that goes on where reports end is found as well as one that parts earlier
+        # by the chain's first block, its first new block, and every `_stride`th block after that:
+        # finds chains that continue where reports end, and chains that diverge earlier
         self._expected: dict[bytes, _Expected] = {}
         self._expiring: deque[tuple[set[bytes], _Expected]] = deque()
         self._block_sizes: set[int] = set()
@@ -188,7 +188,7 @@ class Router:
         )
 
     def load(self, replicas: Iterable[str]) -> tuple[int, int]:
-        """Requests that run at these replicas together, and that wait there."""
+        """(running requests, waiting requests) of these replicas together."""
         known = [self._replicas[name] for name in replicas]
         return sum(r.running for r in known), sum(r.waiting for r in known)
 
@@ -322,7 +322,7 @@ class Router:
         }
 
     def began(self, decision: Decision, now: float) -> None:
-        """Record the first token. Its time measures how fast the replica computes prompt tokens."""
+        """Record the first token. Its time tells how fast the replica computes prompt tokens."""
         under_way = self._under_way.get(decision.number)
         if under_way is None or under_way.began is not None:
             return
@@ -340,7 +340,7 @@ class Router:
         ):
             old = replica.state.prefill_tokens_per_s
             rate = tokens / max(seconds - replica.state.step_s / 2, seconds / 4)
-            rate = min(max(rate, old / 2), old * 2)  # one outlier must not change it much
+            rate = min(max(rate, old / 2), old * 2)  # limits the effect of one outlier
             replica.state = dataclasses.replace(
                 replica.state, prefill_tokens_per_s=old + _LEARN * (rate - old)
             )
@@ -392,9 +392,8 @@ class Router:
         return float(self._work.sum()) / max(1, len(self._by_slot))
 
     def _held(self, chains: Sequence[Sequence[bytes]], num_tokens: int, now: float) -> np.ndarray:
-        """Number of prompt tokens that each replica has cached or will soon, an array by the
-        replica's slot. It is at most `num_tokens` − 2, because a hit leaves two to compute
-        (`longest_hit`)."""
+        """Number of prompt tokens that each replica has cached or soon will, as an array by slot.
+        At most `num_tokens` − 2, because a hit leaves two tokens to compute (`longest_hit`)."""
         blocks = np.zeros(len(self._wait))
         while self._expiring and self._expiring[0][1].until <= now:
             keys, expected = self._expiring.popleft()
@@ -421,16 +420,16 @@ class Router:
         return np.minimum(blocks, max(0, num_tokens - 2), out=blocks)
 
     def _block_size(self, chain: Sequence[bytes], num_tokens: int) -> int:
-        """Block size of a prompt's chain, which has all its whole blocks."""
+        """Block size of a prompt's chain, which contains all complete blocks."""
         sizes = sorted(self._block_sizes)
         return next((size for size in sizes if num_tokens // size == len(chain)), sizes[0])
 
     def _expected_at(self, chain: Sequence[bytes], deepest: int, each: int) -> set[int]:
-        """Places of the blocks under which a chain may be expected, of which replicas report the
-        first `deepest`: its first and the first unknown one, and the last that is expected."""
+        """Indices of the blocks under which a chain may be expected, if replicas report its first
+        `deepest` blocks: the first block, the first unknown one, and the last expected one."""
         if deepest >= len(chain):
             return set()
-        low, high = deepest // each, (len(chain) - 1) // each  # below `low` the reports are enough
+        low, high = deepest // each, (len(chain) - 1) // each  # below `low` the reports suffice
         while low < high:
             middle = (low + high + 1) // 2
             if chain[middle * each] in self._expected:

@@ -12,7 +12,7 @@ from slipstream.server.http.errors import ApiError, error_body
 _MARK = re.compile(rb":(?:t ([\d ]*)|e (\d+ \d+))\n")  # at the beginning of a line
 
 ENGINE_DEATHS = frozenset({"engine_dead", "engine_killed"})
-"""Error codes of a request that an engine had when it died."""
+"""Error codes of requests that were running in an engine when it died."""
 
 ELSEWHERE = ENGINE_DEATHS | frozenset(
     {
@@ -24,21 +24,21 @@ ELSEWHERE = ENGINE_DEATHS | frozenset(
         "internal",
     }
 )
-"""Error codes of a replica's own condition: another replica may answer the request."""
+"""Error codes that concern a replica's own state: another replica may answer the request."""
 
 
 class MarkedStream:
-    """A replica's stream, read part by part. Marks, which report tokens to the gateway, are taken
-    out."""
+    """A replica's stream, read part by part. Marks, which report tokens to the gateway, are
+    removed."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []  # tokens whose text was handed out
+        self.tokens: list[int] = []  # tokens whose text was passed on
         # numbers of tokens of prompt and answer, after the end
         self.ended: tuple[int, int] | None = None
-        self.rest = b""  # data that may not be a whole event yet
+        self.rest = b""  # data that may be an incomplete event
 
     def feed(self, data: bytes) -> bytes:
-        """Take a part of the stream; returns the whole events without marks."""
+        """Add a part of the stream; returns the complete events without marks."""
         data = self.rest + data if self.rest else data
         parts, begin, end = [], 0, len(data)
         at = 0 if data.startswith(b":") else data.find(b"\n:") + 1 or end
@@ -58,7 +58,7 @@ class MarkedStream:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def broken(self) -> None:
-        """Drops an incomplete event: the next replica sends it again."""
+        """Drop an incomplete event, because the next replica sends it again."""
         self.rest = b""
 
     @property

@@ -1,8 +1,8 @@
 """The gateway's connections to one replica: HTTP/1.1, kept open, read as data arrives.
 
-A request has a connection to itself. Parts are passed on without being joined. While the receiver
-takes no more, the socket is not read. A slow client therefore slows its replica's answer down, and
-no buffer grows."""
+Each request uses one connection exclusively. Parts are forwarded without being joined. The socket
+is not read while the receiver is full, so a slow client slows its replica's answer down, and no
+buffer grows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 
 import httptools
 
-_MAX_WAITING = 64 * 1024  # bytes of an answer that wait for the receiver
+_MAX_WAITING = 64 * 1024  # bytes of an answer waiting for the receiver
 _MAX_IDLE = 256
 
 
 OnInterim: TypeAlias = Callable[[list[tuple[bytes, bytes]]], None]
 Sink: TypeAlias = Callable[[bytes], bool]
-"""Takes a part of an answer as it arrives, without a task in between. False: it takes no more."""
+"""Receives a part of an answer as it arrives, without a task in between. Returns False if it accepts no more for now."""
 
 
 class UpstreamError(Exception):
@@ -86,7 +86,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status >= 200:  # below are interim answers, which do not count
+        if status >= 200:  # lower codes are interim answers, which don't count
             self.status = status
         else:
             if self.on_interim is not None:
@@ -102,7 +102,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._ended = self.status != 0
-        # after a message the parser no longer knows how it ended
+        # after the message the parser no longer knows this
         self._keeps_alive = self._parser.should_keep_alive()
 
     # --- To the gateway --------------------------------------------------------------------------------------------------
@@ -145,9 +145,9 @@ class UpstreamConnection(asyncio.Protocol):
     async def pour(
         self, sink: Sink, silence_s: float, on_silence: Callable[[], None], each_s: float
     ) -> None:
-        """Pass data to `sink` until it takes no more or the answer is complete; the next `read`
-        tells which. While nothing arrives, `on_silence` is called each `each_s`. TimeoutError if
-        nothing arrives for `silence_s`."""
+        """Pass data to `sink` until it accepts no more or the answer is complete; the next `read`
+        tells which. While nothing arrives, `on_silence` is called every `each_s` seconds.
+        TimeoutError if nothing arrives for `silence_s`."""
         if self._chunks:
             return
         self._sink, self._heard = sink, self._loop.time()
@@ -158,7 +158,7 @@ class UpstreamConnection(asyncio.Protocol):
                     next_call = max(self._heard, called) + each_s
                     async with asyncio.timeout_at(min(self._heard + silence_s, next_call)):
                         await self._wait()
-                except TimeoutError:  # its limit was set before the last part arrived
+                except TimeoutError:  # the limit was set before the last part arrived
                     now = self._loop.time()
                     if self._heard + silence_s <= now:
                         raise
@@ -225,9 +225,9 @@ class ConnectionPool:
         fresh: bool = False,
         on_interim: OnInterim | None = None,
     ) -> UpstreamConnection:
-        """Send a request and return the connection once the answer's head arrived. `headers` are
-        whole lines. `on_interim` gets the headers of interim answers (1xx). The caller calls
-        `done`. Raises UpstreamError."""
+        """Send a request and return the connection when the answer's head has arrived. `headers`
+        are complete lines. `on_interim` gets the headers of interim answers (1xx). The caller must
+        call `done`. Raises UpstreamError."""
         length = b"content-length: %d\r\n" % len(body) if body or method != b"GET" else b""
         request = [
             b"%b %b HTTP/1.1\r\n" % (method, path),
@@ -254,7 +254,9 @@ class ConnectionPool:
                 answer.done()
                 if answer.is_fresh:
                     raise
-                fresh = was_lost = True  # it was idle: usually the replica closed it while we wrote
+                fresh = was_lost = (
+                    True  # a replica that answered a moment ago may have died from the request
+                )
             except BaseException:
                 answer.done()
                 raise

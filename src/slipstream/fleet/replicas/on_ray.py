@@ -131,7 +131,7 @@ class ServerReplica:
             self._stopped.wait(_HERE_S)
 
     def check_health(self) -> None:
-        """Health check of Serve: it replaces a replica whose check raises."""
+        """Health check for Serve, which replaces a replica whose check raises."""
         if self._process.poll() is not None:
             raise RuntimeError(f"the server ended with code {self._process.returncode}")
 
@@ -139,7 +139,7 @@ class ServerReplica:
         return self._id
 
     def __del__(self) -> None:
-        """End of the replica, called by Serve: let its requests finish first."""
+        """End of the replica, called by Serve: its requests may finish first."""
         self._stopped.set()
         self._directory.gone.remote(self._id)
         time.sleep(_GOODBYE_S)
@@ -225,7 +225,7 @@ class RayCluster:
             await asyncio.sleep(_LOOK_S)
 
     async def scale(self, spec: PoolSpec, replicas: int) -> None:
-        """Start or end replicas through Serve. Waits only if none is to stay."""
+        """Start or stop replicas through Serve. Waits only if none is to remain."""
         await asyncio.to_thread(self._run, [(spec, replicas)])
 
     async def remove(self, keys: Iterable[str]) -> None:

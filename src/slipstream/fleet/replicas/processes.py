@@ -1,10 +1,10 @@
 """Replicas as processes of this machine: started, watched, replaced, and ended together with this
 process.
 
-A replica that starts while others serve has a small share of the processor at first, so that their
-clients notice less. Each replica is a session, and Linux divides the processor by sessions
-(`autogroup`), whose share anyone may lower and raise again. On other systems, and in most
-containers, a start competes like any process."""
+A replica that starts while others serve has a low CPU priority at first, so that their clients are
+less affected. Each replica is a session, and Linux divides CPU time by sessions (`autogroup`),
+whose priority any user may lower and raise again. On other systems, and in most containers, a start
+competes like any process."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ from slipstream.fleet.replicas.replica import ReplicaFailed, ReplicaServing, Rep
 _GRACE_S = 10.0
 
 START_NICE, GENTLE_S = 5, 20.0
-"""Niceness of a replica that starts next to others, and for how many seconds. If all need the
-processor it gets a third of another's share; the time is limited because the fleet needs the
-replica."""
+"""(niceness of a replica that starts next to others, seconds for which it applies). If all need the
+CPU, it gets a third of another's share; the time is limited because the fleet needs the replica."""
 
 _KERNEL_S = 0.15
-"""Pause before a new try: the kernel accepts a change of a session's share ten times a second."""
+"""Pause before another attempt: the kernel accepts changes of a session's priority ten times a second."""
 
 
 class StartedReplica(Protocol):
@@ -104,7 +103,7 @@ class ProcessReplica:
 
 
 async def _give_share(pid: int, nice: int) -> bool:
-    """Give the process's session the share of this niceness. False if the system can't."""
+    """Set the niceness of the process's session. False if the system can't."""
     while True:
         try:
             with open(f"/proc/{pid}/autogroup", "w") as file:
@@ -117,8 +116,8 @@ async def _give_share(pid: int, nice: int) -> bool:
 
 
 class ReplicaProcesses:
-    """Starts replicas as processes. `folder` is the fleet's; in it the replicas share the answers
-    that /v1/responses stores."""
+    """Starts replicas as processes. `folder`: the fleet's; replicas share the answers stored by
+    /v1/responses in it."""
 
     def __init__(
         self,
@@ -191,7 +190,7 @@ class ReplicaProcesses:
             raise
 
     async def close(self) -> None:
-        running = tuple(self._running)  # a start that fails meanwhile removes its own
+        running = tuple(self._running)  # a start that fails meanwhile removes its own process
         for replica in running:
             replica.kill()
         for replica in running:

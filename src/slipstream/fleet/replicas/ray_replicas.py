@@ -1,8 +1,8 @@
-"""Replicas that Ray Serve runs, as members of the fleet: which ones exist, how many are wanted, and
-what a rollout waits for.
+"""Replicas that Ray Serve runs, as members of the fleet: which ones exist, how many are wanted, and when a
+rollout is complete.
 
-Serve starts and ends replicas, so the head has no tasks for them (`fleet.replicas.on_ray` has the
-orders to Serve). A replica is a member from its first report that it serves until its reports stop.
+Serve starts and stops replicas, so the head has no tasks for them (`fleet.replicas.on_ray` sends the commands
+to Serve). A replica is a member from its first report that it serves until its reports stop.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class RayReplicas:
         while True:
             try:
                 await self._look()
-            except Exception:  # the cluster may be lost for a while; serving replicas go on
+            except (
+                Exception
+            ):  # the cluster may be unreachable for a while; serving replicas continue
                 logger.exception("Ray does not tell which replicas there are")
             await asyncio.sleep(_FOLLOW_S)
 

@@ -2,17 +2,15 @@
 
 At every decision (each `interval_s`):
 
-1. The rate one cold start ahead is forecast (`forecast.py`), as an upper bound that holds with
-   probability `share`.
-2. Requests that wait at the gateway or in queues are added, as if they had to be answered within a
-   cold start.
+1. The request rate one cold start ahead is forecast (`forecast.py`), as an upper bound that holds
+   with probability `share`.
+2. Requests waiting at the gateway or in queues are added, as if they arrived within a cold start.
 3. The planner's table (`fleet/scaling/capacity.py`) gives the number of replicas that serve this
    rate within the objectives.
 4. More replicas are started at once. Fewer are wanted only after fewer were enough for `hold_s`,
-   because stopping and restarting a replica costs a cold start; and not before `LEARNING`
-   decisions, while little is known. "Enough" is measured against a higher bound (`CAUTION`): with
-   two or three replicas the last one is a large part, and a random dip must not end it. Of many
-   replicas a small part stays in any case (`SLACK`).
+   because restarting a replica costs a cold start, and not before `LEARNING` decisions. "Enough" is
+   measured with a higher bound (`CAUTION`), so that a random dip does not stop one of two or three
+   replicas. A surplus within the fraction `SLACK` is not stopped.
 5. `share` rises while fewer than `attainment` of the requests meet the objectives, and sinks slowly
    while all of them do.
 6. Without requests for `idle_s` no replica is wanted if `min_replicas` is 0. The first request that
@@ -33,8 +31,8 @@ from slipstream.fleet.scaling.forecast import Forecast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetObservation:
-    """The fleet over the last `interval_s` seconds. Arrivals and ends are counts of the interval;
-    the other fields are current values.
+    """State of a fleet over the last `interval_s` seconds. Arrivals and ends are counts of the
+    interval; the other fields are current values.
 
     `kv_cache_usage` is the mean of the ready replicas. `cold_start_s` is the time of the latest
     starts, from wanted to ready."""
@@ -100,12 +98,12 @@ MIN_SHARE, MAX_SHARE = 0.45, 0.98
 """Bounds of `share`, the probability with which the forecast's upper bound holds."""
 
 CAUTION = 0.2
-"""How much higher the probability is of the bound that fewer replicas must carry."""
+"""Amount by which the bound's probability is higher when fewer replicas are considered."""
 
 
 SLACK = 0.02
-"""Largest share of the replicas that is not worth ending. Of a thousand replicas noise moves a few
-up and down all the time."""
+"""Maximum fraction of surplus replicas that is not worth stopping. With a thousand replicas noise
+moves a few up and down all the time."""
 
 
 class Autoscaler:
@@ -160,7 +158,7 @@ class Autoscaler:
         ):
             self._wanted.clear()
             return 0
-        # one request per replica that waits for a moment is no queue
+        # one request per replica that waits briefly is no queue
         behind = max(0, seen.num_at_gateway + seen.num_waiting - usual)
         late = behind / self._cold_start_s
         least = self.replicas_for(self._forecast.upper(self._share) + late)

@@ -91,8 +91,8 @@ class RecentCapacity:
         return at >= self._next and len(self._lengths) >= self.FEWEST
 
     def refresh(self, at: float) -> None:
-        """Simulate again if it is due. If the objectives can't be met at the recent lengths, the
-        capacity stays."""
+        """Simulate again if due. If the objectives can't be met with the recent lengths, the
+        capacity is unchanged."""
         if not self.is_due(at):
             return
         self._next = at + min(max(at, self.FIRST_S), self.EVERY_S)

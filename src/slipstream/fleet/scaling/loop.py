@@ -29,9 +29,9 @@ logger = logging.getLogger("slipstream.fleet")
 
 
 class Scaling:
-    """Loop over all scaled pools. `numbers_of` gives a pool's (ready, starting) replicas. `scale`
-    orders a number of replicas without waiting; False: not possible now. `held` gives how many replicas' processes
-    run, by pool: those that are ending, too."""
+    """Loop over all scaled pools. `numbers_of` returns a pool's (ready, starting) replicas. `scale`
+    requests a number of replicas without waiting; False: not possible now. `held` returns the
+    number of replica processes by pool, including those that are ending."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class Scaling:
         gateway.autoscale_status = self.status
 
     async def make(self, fleet: Fleet) -> dict[str, Scaler]:
-        """Make the scalers of a file; unchanged pools keep theirs. Simulates in a thread. Raises
-        ConfigError."""
+        """Make the scalers for a file; unchanged pools keep theirs. Runs simulations in a thread.
+        Raises ConfigError."""
         room = await asyncio.to_thread(room_of, fleet)
         found = {}
         for key, (spec, settings, objectives) in autoscaled(fleet).items():
@@ -63,7 +63,9 @@ class Scaling:
             ):
                 known = await asyncio.to_thread(make, spec, settings, objectives)
             found[key] = known
-        if room is not None and self.room is not None:  # pools that are leaving hold memory, too
+        if (
+            room is not None and self.room is not None
+        ):  # pools that are being removed hold memory, too
             room = Room(room.limit, {**self.room.needs, **room.needs})
         self.room = room
         return found
@@ -87,7 +89,7 @@ class Scaling:
                 for key, scaler in tuple(self.scalers.items()):
                     try:
                         self.look(scaler, time.monotonic())
-                    except Exception:  # the next look may succeed
+                    except Exception:  # the next attempt may succeed
                         logger.exception("autoscaler: %s could not be looked at", key)
                 await asyncio.sleep(LOOK_S)
         finally:
@@ -120,7 +122,8 @@ class Scaling:
                 )
 
     def _has_room(self, scaler: Scaler, change: Change, now: PoolState) -> bool:
-        """Whether a change's memory is free. If not, and a request waits for it, others make room for a later look."""
+        """Whether the memory for a change is free. If not, and a request waits for it, others free memory before a later
+        attempt."""
         more, spec = change.wanted - change.before, scaler.spec
         if self.room is None or more <= 0:
             return True
@@ -130,7 +133,7 @@ class Scaling:
             scaler.waits_since = change.at
         since = scaler.waits_since or math.inf
         if any(x.waits_since is not None and x.waits_since < since for x in others):
-            return False  # what becomes free is for the one that waits longest
+            return False  # freed memory is for the one that waits longest
         held = self._held()
         missing = self.room.missing(held, spec.key, more)
         if missing <= 0:

@@ -1,10 +1,10 @@
 """The memory of one machine that the models of a fleet share (`models_memory`).
 
-1. A replica starts if its memory is free. A model without a replica, for which a request waits, has others
-   make room: models with `min: 0` that have no requests end theirs, the one used longest ago first.
-2. If all have requests for `PATIENCE_S`, the one used longest ago ends its replicas all the same: they answer
-   what they have, and its next requests wait at the gateway.
-3. More replicas of a model that has some take free memory alone.
+1. A replica starts if memory for it is free. If a request waits for a model without a replica, others free
+   memory: models with `min: 0` and no requests stop their replicas, the least recently used first.
+2. If all have requests for `PATIENCE_S`, the least recently used one stops its replicas nevertheless: they
+   finish their requests, and new ones wait at the gateway.
+3. Additional replicas of a model only use free memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from slipstream.server.many.slot import needed_bytes
 from slipstream.spec.description import read_spec
 
 PATIENCE_S = 5.0
-"""Seconds for which a request waits for models that have requests. Serve's several models have one second;
-a replica's start takes longer than the waking of an engine."""
+"""Seconds for which a request waits for models that are in use. In a server of several models it is
+one second; starting a replica takes longer than waking an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,15 @@ class Room:
     needs: Mapping[str, int]
 
     def missing(self, held: Mapping[str, int], pool: str, more: int) -> int:
-        """Bytes that `more` replicas of a pool lack next to the running ones (`held`, by pool). 0 or below: they fit."""
+        """Bytes missing for `more` replicas of a pool in addition to the running ones (`held`, by pool). 0 or negative: they
+        fit."""
         used = sum(self.needs[key] * number for key, number in held.items())
         return used + more * self.needs[pool] - self.limit
 
 
 def room_of(fleet: Fleet) -> Room | None:
-    """The room of a fleet whose models share one machine's memory. ConfigError if those that always run, and any other
-    one, do not fit."""
+    """Memory limit of a fleet whose models share one machine. ConfigError if the models that always
+    run, plus any other one, don't fit."""
     if fleet.models_memory is None:
         return None
     specs = pools(fleet)

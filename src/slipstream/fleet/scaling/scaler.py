@@ -38,7 +38,7 @@ FIRST_COLD_START_S = 60.0
 
 
 class Tally:
-    """Counts of a version's requests at the gateway since the last `take`. `learn` gets the lengths
+    """Counts a version's requests at the gateway between calls of `take`. `learn` gets the lengths
     of finished answers."""
 
     def __init__(self) -> None:
@@ -132,12 +132,12 @@ class Scaler:
         self.last: Change | None = None
         self.num_up = self.num_down = 0
         self.last_used = 0.0
-        self.waits_since: float | None = None  # for memory
+        self.waits_since: float | None = None  # time since which it waits for memory
         self._next = 0.0
 
     def look(self, at: float, now: PoolState, tally: Tally) -> Change | None:
-        """The change to make at `at` (seconds of any monotonic clock), or None. The head makes it
-        and then calls `made`."""
+        """The change to make at `at` (seconds of any monotonic clock), or None. The head performs
+        it and then calls `made`."""
         if self.began is None:
             self.began, self._next = at, at + self.settings.interval_s
             tally.take()  # earlier arrivals have no known interval

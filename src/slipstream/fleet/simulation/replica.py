@@ -4,9 +4,9 @@ step costs.
 It differs from the planner's (`simulate/simulator.py`), which plans each step with the engine's
 scheduler and takes ten times as long:
 
-1. A stretch of steps in which sequences only decode is one event, with the step time of its middle.
+1. A series of decode-only steps is one event, with the step time of its middle.
 2. The cache has blocks of `PREFIX_TOKENS` tokens, in the engine's own pool. A request holds the
-   blocks of its prompt and answer from its begin, so nothing is preempted.
+   blocks of its prompt and answer from its start, so nothing is preempted.
 3. Prompts are computed in their order; sequences that decode come first.
 
 Times are in seconds from the start.
@@ -44,7 +44,7 @@ class Prompt:
 
 
 class CoarseReplica:
-    """`first` and `end` are called with a request and the time of its first and last token."""
+    """A coarse simulated replica. `first` and `end` are called with a request and the time of its first or last token."""
 
     def __init__(
         self,
@@ -65,17 +65,21 @@ class CoarseReplica:
             max(2, 1 + (engine.num_blocks - 1) * engine.cache.block_size // PREFIX_TOKENS)
         )
         self.pool.listen(on=True)
-        self.now = at  # begin of the step, or of the stretch of decode steps, under way
-        self.next_at = math.inf  # its end
+        self.now = at  # start of the current step, or series of decode steps
+        self.next_at = math.inf  # end of the current step or series
         self.computed_tokens = self.cached_tokens = 0
         self.busy_s = 0.0
         self._steps = 0
-        self._step_s = 0.0  # a step of the stretch of decodes; 0: a step with prompts is under way
-        self._decoding: list[tuple[int, int, Prompt]] = []  # by the step after which they end
-        self._context = 0  # cached tokens of those that decode
+        self._step_s = (
+            0.0  # duration of a decode step in the series; 0: a step with prompts is running
+        )
+        self._decoding: list[
+            tuple[int, int, Prompt]
+        ] = []  # by the index of the step after which they end
+        self._context = 0  # cached tokens of decoding sequences
         self._waiting: deque[Prompt] = deque()
         self._prefilling: deque[Prompt] = deque()
-        self._ending: list[Prompt] = []  # prompts that the step under way computes to their end
+        self._ending: list[Prompt] = []  # prompts that the current step completes
         self._chunk: list[tuple[Prompt, int]] = []
 
     @property
@@ -92,13 +96,13 @@ class CoarseReplica:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that are not computed yet."""
+        """Prompt tokens not yet computed."""
         queue = itertools.chain(self._prefilling, self._waiting)
         return sum(p.input_tokens - p.num_computed for p in queue)
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that requests hold."""
+        """Fraction of the blocks that requests hold."""
         return 1 - self.pool.num_free / self.pool.num_usable
 
     def fits(self, prompt: Prompt) -> bool:
@@ -113,14 +117,14 @@ class CoarseReplica:
         if self.next_at == math.inf:
             self.now = max(self.now, at)
             self._begin_step()
-        elif self._step_s:  # it waits for the end of the decode step under way
+        elif self._step_s:  # it waits for the end of the current decode step
             done = min(
                 math.ceil((at - self.now) / self._step_s), self._decoding[0][0] - self._steps
             )
             self.next_at = self.now + max(1, done) * self._step_s
 
     def advance(self) -> None:
-        """Go on to `next_at`, the end of a step or of a stretch of decode steps."""
+        """Advance to `next_at`, the end of a step or of a series of decode steps."""
         now = self.next_at
         self.busy_s += now - self.now
         num = round((now - self.now) / self._step_s) if self._step_s else 1
@@ -207,8 +211,7 @@ class CoarseReplica:
         return max(self._cost.seconds(shape), host)
 
     def _take(self, prompt: Prompt, room: int) -> int:
-        """Add tokens of a prompt to the step. Returns the number of tokens that the step can still
-        take."""
+        """Add tokens of a prompt to the step. Returns how many more tokens fit into the step."""
         left = prompt.input_tokens - prompt.num_computed
         count = min(left, room)
         if count > 0:
@@ -225,7 +228,7 @@ class CoarseReplica:
         return room - count
 
     def _admit(self, prompt: Prompt) -> bool:
-        """Take a prompt's cached blocks and free ones for the rest. False: there are too few."""
+        """Allocate a prompt's cached blocks, and free ones for the rest. False if there are too few."""
         pool, keys = self.pool, prompt.keys
         # At least two tokens are left to compute, as by the engine's `longest_hit`.
         most = max(0, prompt.input_tokens - 2) // PREFIX_TOKENS

@@ -33,7 +33,7 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class CallTimes:
-    """Processor time of calls of one kind, in microseconds; `item_us` of each item of all calls."""
+    """CPU time of calls of one kind, in microseconds; `item_us`: per item of all calls."""
 
     calls: int
     p50_us: float
@@ -44,7 +44,7 @@ class CallTimes:
 
 
 class Stopwatch:
-    """Times of calls, in nanoseconds of processor time."""
+    """Times of calls, in nanoseconds of CPU time."""
 
     def __init__(self) -> None:
         self.taken = array("q")
@@ -74,7 +74,7 @@ class TableSize:
 
 @dataclass(frozen=True, slots=True)
 class ScalerTurns:
-    """The autoscaler's changes. `timeline` has (seconds, ready, starting, wanted)."""
+    """The autoscaler's changes. `timeline`: (seconds, ready, starting, wanted)."""
 
     ups: int
     downs: int
@@ -85,8 +85,8 @@ class ScalerTurns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetFigures:
-    """Figures of one simulation. Hits are shares of all prompt tokens; `hit_share_bound` is one
-    endless cache's of all replicas."""
+    """Results of one simulation. Hits are fractions of all prompt tokens; `hit_share_bound`: those
+    of a single unlimited cache for all replicas."""
 
     requests: int
     finished: int
@@ -112,17 +112,17 @@ class FleetFigures:
     most_at_gateway: int
     taken_out: int
     gateway_busy: float
-    """Share of a core's time that each gateway's work of these kinds takes."""
+    """Fraction of a core's time that this work takes at each gateway."""
     gateway: dict[str, CallTimes]
     table: list[TableSize]
     goodput: float | None
-    """Share of the requests that met the objectives; None without any."""
+    """Fraction of requests that met the objectives; None without objectives."""
     scaler: ScalerTurns | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStudy:
-    """A simulation of a fleet file: what was simulated, and its figures."""
+    """A simulation of a fleet file: its inputs and its results."""
 
     model: str
     pool: str
@@ -135,7 +135,7 @@ class FleetStudy:
 
 
 def most_reversals(wanted: Sequence[tuple[float, int]], window_s: float = WINDOW_S) -> int:
-    """The most times within a window that a number, which went up, goes down, or the other way."""
+    """Maximum number of reversals (up to down, or down to up) within a window."""
     turns: list[float] = []
     before, direction = None, 0
     for at, number in wanted:

@@ -1,12 +1,12 @@
 """Simulates a fleet on a virtual clock: the fleet's own router, guard and autoscaler, over coarse
 replicas (`replica.py`).
 
-1. A request comes to one of the gateways, which chooses a replica (`gateway/placing.py`). Without one
-   that can take it, it waits at the gateway.
-2. A replica tells each change of its cache when the step ends that made it, and its load every
-   `REPORT_S`. Every gateway hears both.
-3. The autoscaler looks every `interval_s`. A replica that it starts is ready a cold start later; of
-   those that are too many, the ones with the fewest requests end theirs and leave.
+1. A request arrives at one of the gateways, which chooses a replica (`gateway/placing.py`). If none
+   can take it, it waits at the gateway.
+2. A replica reports changes of its cache at the end of the step that made them, and its load every
+   `REPORT_S`, to every gateway.
+3. The autoscaler decides every `interval_s`. A started replica is ready a cold start later; surplus
+   replicas, those with the fewest requests first, finish their requests and leave.
 
 Equal settings give equal results, apart from the times of the router's own work, which are
 measured on this machine.
@@ -46,12 +46,12 @@ REPORT_S = 0.5
 """Seconds between a replica's reports of its load, as in `server.operations.fleet`."""
 
 SAMPLE_S = 1.0
-"""Seconds between looks at all queues."""
+"""Seconds between samples of all queues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerRun:
-    """The scaler of a simulation, and seconds from a start to a ready replica."""
+    """The scaler of a simulation, and the seconds from a replica's start until it is ready."""
 
     scaler: Scaler
     cold_start_s: float
@@ -118,7 +118,7 @@ class FleetSimulation:
         self.replica_s = 0.0
         self.work: list[int] = []  # tokens computed by each replica
         self.busy: list[float] = []  # seconds
-        self.waiting: list[int] = []  # of each ready replica at each look
+        self.waiting: list[int] = []  # by ready replica and sample
         self.queued: list[int] = []
         self.timeline: list[tuple[float, int, int, int]] = []
         self.watches = {
@@ -220,7 +220,7 @@ class FleetSimulation:
         began = time.thread_time_ns()
         call.gateway.began(call.decision, ttft_s, at)
         self.watches["answer"].add(began)
-        # No replica is slower than another, so each that is taken out for it is a mistake.
+        # No replica is slower than another, so each exclusion is a mistake.
         watched = call.gateway.guard.replicas.get(call.decision.replica)
         self.num_taken_out += watched is not None and watched.was_slow and not watched.seen
 

@@ -25,10 +25,10 @@ from slipstream.spec.description import read_spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetLoad:
-    """Load of a simulated fleet, as `slipstream fleet simulate` has it.
+    """Load of a simulated fleet (options of `slipstream fleet simulate`).
 
-    Each of `rates` (requests/s) holds for an equal part of the time. `replicas` is their number at
-    the begin; None: the file's. `gpu` None: the file's device, or this machine's.
+    Each of `rates` (requests/s) holds for an equal part of the time. `replicas`: initial number;
+    None: the file's. `gpu` None: the file's device, or this machine's.
     """
 
     rates: tuple[float, ...]
@@ -43,7 +43,7 @@ class FleetLoad:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise ConfigError for a number that can't be so."""
+        """Raise ConfigError for an invalid number."""
         least = {
             "requests": self.num_requests,
             "copies": self.copies,
@@ -62,7 +62,7 @@ class FleetLoad:
 def simulate_fleet(
     fleet: Fleet, load: FleetLoad, *, on_phase: Callable[[str], None] = lambda phase: None
 ) -> FleetStudy:
-    """Simulate one model of a checked fleet file. ConfigError names what it can't simulate."""
+    """Simulate one model of a checked fleet file. ConfigError for settings that can't be simulated."""
     load.check()
     spec = _pool_of(fleet, load.model)
     on_phase("capacity")

@@ -1,10 +1,10 @@
 """The requests of a simulated fleet: many copies of a workload at once, with the keys of their
 prompts' blocks.
 
-One trace is of few users. A fleet has many: `copies` of the trace run at the same time, each from
-another place in it and around its end. Copies have prefixes of their own, except those that
-`COMMON` of the trace's requests begin with, such as a service's instructions, which all have.
-Workloads without recorded arrivals are drawn at random and arrive at random.
+A trace has few users, a fleet many: `copies` of the trace run at the same time, each with another
+starting point, wrapping around at the end. Copies have different prefixes, except those with which
+a fraction `COMMON` of the trace's requests begin, such as a service's instructions. Workloads
+without recorded arrivals are drawn at random and arrive at random.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from slipstream.errors import ConfigError
 from slipstream.simulate.traffic import PREFIX_TOKENS, SessionWorkload, Workload
 
 COMMON = 0.05
-"""Share of a trace's requests that must have a prefix for it to be the same in all copies of the
-trace."""
+"""Fraction of a trace's requests that must share a prefix for it to be the same in all copies of
+the trace."""
 
 KEY_BYTES = 8
 """Bytes of a block's key that the router's table compares."""
@@ -30,7 +30,7 @@ _MASK = 2**64 - 1
 
 
 def _mixed(value: int) -> int:
-    """A hash of 64 bits (SplitMix64: Steele, Lea and Flood 2014)."""
+    """64-bit hash (SplitMix64: Steele, Lea and Flood 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -49,10 +49,10 @@ class FleetTraffic:
     output_tokens: Sequence[int]
     num_copies: int
     duration_s: float
-    num_blocks: int  # different whole blocks of a copy
-    blocks: Sequence[npt.NDArray[np.int64]]  # by row: the numbers of the prompt's whole blocks
-    _chains: Sequence[npt.NDArray[np.uint64]]  # by row: keys of the prompt's whole blocks
-    common: Sequence[int]  # by row: how many of them all copies share
+    num_blocks: int  # number of distinct complete blocks of a copy
+    blocks: Sequence[npt.NDArray[np.int64]]  # by row: numbers of the prompt's complete blocks
+    _chains: Sequence[npt.NDArray[np.uint64]]  # by row: keys of the prompt's complete blocks
+    common: Sequence[int]  # by row: how many of these are shared by all copies
     _salts: npt.NDArray[np.uint64]  # by copy
 
     def __len__(self) -> int:
@@ -70,14 +70,14 @@ class FleetTraffic:
 
 
 class EndlessCache:
-    """One cache of all replicas that forgets nothing: a bound of what any placement can hit."""
+    """One unlimited cache for all replicas: an upper bound of hits under any placement."""
 
     def __init__(self, traffic: FleetTraffic) -> None:
         self._traffic = traffic
         self._seen = np.zeros((traffic.num_copies, traffic.num_blocks), np.bool_)
 
     def take(self, index: int) -> int:
-        """Tokens of a request's prompt that the requests before had. The cache has all of it then."""
+        """Number of a request's prompt tokens that earlier requests had. All of the prompt is then cached."""
         traffic = self._traffic
         row = int(traffic.rows[index])
         blocks, common = traffic.blocks[row], traffic.common[row]
@@ -99,8 +99,8 @@ def fleet_traffic(
     copies: int | None = None,
     seed: int = 0,
 ) -> FleetTraffic:
-    """Make `num_requests` requests. Each of the `rates` (requests/s) holds for an equal part of the
-    time. `copies` (None: as many as give each row of a trace once) run at the same time."""
+    """Make `num_requests` requests. Each of the `rates` (requests/s) applies for an equal part of the time.
+    `copies` of the trace run at the same time; None: as many as use each row of a trace once."""
     if isinstance(workload, SessionWorkload):
         raise ConfigError(
             f"{workload.name} has sessions, which a fleet's simulation does not cover; give a trace without session_id",
@@ -127,7 +127,7 @@ def fleet_traffic(
                 f"all requests of {workload.name} arrive at once, so they can't be scaled to a rate",
                 field="workload",
             )
-        lap_s = len(requests) * num_copies / mean  # of the trace at a copy's rate
+        lap_s = len(requests) * num_copies / mean  # duration of the trace at a copy's rate
         if lap_s < duration_s * (1 - 1e-9):
             raise ConfigError(
                 f"{num_copies} copies of {len(requests)} requests are fewer than {num_requests}; give more copies",
@@ -161,14 +161,14 @@ def fleet_traffic(
 def _warped(
     times: npt.NDArray[np.float64], rates: Sequence[float], duration_s: float
 ) -> npt.NDArray[np.float64]:
-    """Move times at an even rate so that each of the `rates` holds for an equal part of the time."""
+    """Warp evenly spaced times so that each of the `rates` applies for an equal part of the time."""
     ends = np.linspace(0.0, duration_s, len(rates) + 1)
     share = np.concatenate(([0.0], np.cumsum(rates))) / sum(rates)
     return np.interp(times, share * duration_s, ends)
 
 
 def _chains(workload: Workload) -> tuple[list[npt.NDArray[np.uint64]], list[int]]:
-    """Chained keys of each row's whole blocks, and how many of them are common."""
+    """(chained keys of each row's complete blocks, how many of them are common)."""
     chains: list[list[int]] = []
     counts: Counter[int] = Counter()
     for request in workload.requests:

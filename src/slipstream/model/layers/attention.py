@@ -1,4 +1,4 @@
-"""Attention of each kind, from a layer's rows to its result before the sum over ranks.
+"""Attention of each kind, from a layer's input to its output before the sum over ranks.
 
 Shapes: T tokens in the step, E hidden size.
 """
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def _own(rows: Tensor, meta: AttentionMetadata, group: RankGroup | None) -> Own:
-    """Returns which rows this rank of a context computes alone. `group` has the ranks with the
-    other heads."""
+    """The rows that this rank alone computes in context parallelism. `group`: the ranks that have
+    the other heads."""
     if group is not None:
         return "heads"
     return "tokens" if len(rows) < len(meta.positions) else None
@@ -43,8 +43,8 @@ def _own(rows: Tensor, meta: AttentionMetadata, group: RankGroup | None) -> Own:
 class Attention:
     """Self-attention of a layer.
 
-    `q_norm` and `k_norm` norm whole rows, or each head: with a weight of its own, or as layer
-    norms. An RMS norm's weight that all heads share is in `heads`.
+    `q_norm` and `k_norm`: norms over whole rows, norms with a weight per head, or layer norms. The
+    weight of an RMS norm that all heads share is in `heads`.
     """
 
     spec: AttentionSpec
@@ -58,9 +58,9 @@ class Attention:
     group: RankGroup | None = None  # the ranks that have the other heads
     disentangled: DisentangledParams | None = None
     context: RankGroup | None = None
-    """The ranks that have the other tokens' keys, and without `group` in a long step their rows."""
+    """The ranks that have other tokens' keys and, in long steps without `group`, those tokens' rows."""
     spread: Linear | None = None
-    """Zeros and ones [H · D, H], which give a head's gate to its numbers."""
+    """Matrix of zeros and ones [H · D, H] that copies a head's gate to its elements."""
     out_norm: NormParams | None = None
     lambdas: tuple[Tensor, ...] = ()  # `LAMBDAS` [D], if `spec.differential`
 
@@ -74,7 +74,7 @@ class Attention:
         return ops.linear(self._mixed(ops, qkv, kv, meta), self.out)
 
     def mixed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        """[T, E] → the heads' results [T, H · D], the input of `out`."""
+        """[T, E] → the heads' outputs [T, H · D], the input of `out`."""
         return self._mixed(ops, ops.linear(x, self.qkv), kv, meta)
 
     def _mixed(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
@@ -124,7 +124,7 @@ class Attention:
         return ops.resized_heads(found, start=0, count=s.num_heads, old=s.head_dim, new=s.value_dim)
 
     def _filled(self, ops: OpSet, qkv: Tensor) -> Tensor:
-        """Returns the rows with values padded to the width of keys, or with each head twice."""
+        """The rows with values padded to the width of keys, or with each head repeated."""
         s = self.spec
         if s.differential is not None:
             return ops.paired_heads(qkv, spec=s)
@@ -134,13 +134,13 @@ class Attention:
         return ops.resized_heads(qkv, **sizes, old=s.value_dim, new=s.head_dim)
 
     def remember(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> None:
-        """Writes the keys and values of rows [T, E] to their slots. The only norm applied is the
-        one by heads, if any."""
+        """Writes the keys and values of rows [T, E] to their cache slots. Only a per-head norm is
+        applied, if there is one."""
         ops.rope_and_cache(self._filled(ops, ops.linear(x, self.qkv)), kv, meta, self.heads)
 
     @property
     def inputs(self) -> InputFormat | None:
-        """Format of the rows that it reads."""
+        """Format of its input rows."""
         return self.qkv.inputs
 
 
@@ -157,7 +157,7 @@ class Index:
     def __call__(
         self, ops: OpSet, x: Any, rows: Any, kv: LayerKV, meta: AttentionMetadata
     ) -> Tensor:
-        """Rows of the layer [T, E] and the queries' latents → the chosen keys, int32 [T, top_k]."""
+        """The layer's input [T, E] and the queries' latents → indices of the chosen keys, int32 [T, top_k]."""
         key = normed(ops, self.norm, ops.linear(x, self.k))
         q, weights = ops.linear(rows, self.q), ops.linear(x, self.weights)
         return ops.choose_keys(q, key, weights, kv, meta, self.params)
@@ -167,11 +167,11 @@ class Index:
 class LatentAttention:
     """Attention over the latents themselves (MLA).
 
-    The weights that expand latents to keys and values multiply the queries and results instead
-    (DeepSeek-V2, section 2.1.3). So all heads read one cached row per token.
+    The weights that would expand latents to keys and values are applied to the queries and outputs
+    instead (DeepSeek-V2, section 2.1.3). So all heads read one cached row per token.
 
-    With an `index` a token attends to the keys that it chooses. The choice is kept in the step's metadata for the layers
-    after it that attend to the same keys.
+    With an `index` a token attends to the keys that the index chooses. The choice is stored in the
+    step's metadata for later layers that attend to the same keys.
     """
 
     spec: LatentAttentionSpec
@@ -183,17 +183,17 @@ class LatentAttention:
     params: MLAParams
     query_scale: Tensor | None = None  # float32 [positions]
     index: Index | None = None
-    group: RankGroup | None = None  # as `Attention`'s
+    group: RankGroup | None = None  # as in `Attention`
     context: RankGroup | None = None
     gate: Linear | None = None
-    spread: Linear | None = None  # as `Attention`'s
+    spread: Linear | None = None  # as in `Attention`
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]."""
         return ops.linear(self.mixed(ops, x, kv, meta), self.out)
 
     def mixed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        """[T, E] → the heads' results [T, H · D], the input of `out`."""
+        """[T, E] → the heads' outputs [T, H · D], the input of `out`."""
         if self.gate is None or self.spread is None:
             return self._mixed(ops, x, kv, meta)
         gate = ops.sigmoid(ops.linear(ops.linear(x, self.gate), self.spread))
@@ -226,7 +226,7 @@ class LatentAttention:
         meta: AttentionMetadata,
         context: RankGroup,
     ) -> Tensor:
-        """`mixed` from the products, over keys that ranks share out."""
+        """`mixed` from the projected q and rows, over keys that are distributed over ranks."""
         num_tokens, own = len(meta.positions), _own(q, meta, self.group)
         meta = ops.own_keys(meta, kv.block_size, context)
         if own == "tokens":
@@ -240,13 +240,15 @@ class LatentAttention:
 
     @property
     def inputs(self) -> InputFormat | None:
-        plain = self.index is not None or self.gate is not None  # which are not quantised
+        plain = (
+            self.index is not None or self.gate is not None
+        )  # these linear layers are not quantized
         return None if plain else self.latent.inputs
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedAttention:
-    """Attention to near keys and to compressed ones (`CompressedAttentionSpec`)."""
+    """Attention to recent keys and to compressed ones (`CompressedAttentionSpec`)."""
 
     spec: CompressedAttentionSpec
     q_latent: Linear
@@ -257,9 +259,11 @@ class CompressedAttention:
     q_norm: NormParams
     params: CompressedParams
     compress: Linear | None = None
-    index: tuple[Linear, Linear] | None = None  # the products of its queries and of their weights
+    index: tuple[Linear, Linear] | None = (
+        None  # the linear layers for its queries and for their weights
+    )
 
-    inputs: InputFormat | None = None  # compressed keys are never rounded
+    inputs: InputFormat | None = None  # compressed keys are never quantized
 
     def __call__(self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → [T, E]."""
@@ -279,8 +283,8 @@ class CompressedAttention:
 
 @dataclass(frozen=True, slots=True)
 class CrossAttention:
-    """Attention of a decoder's tokens to an encoder's states. `kv` is the weight that makes keys
-    and values from the states."""
+    """Attention of a decoder's tokens to an encoder's states. `kv` is the weight that projects
+    states to keys and values."""
 
     spec: AttentionSpec
     q: Linear
@@ -290,11 +294,10 @@ class CrossAttention:
     params: AttentionParams
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        """[T, E] → [T, E]. `meta` has the block tables of the encoder's keys and values."""
+        """[T, E] → [T, E]. `meta` has the block tables with the encoder's keys and values."""
         q = ops.linear(x, self.q).unflatten(1, (self.spec.num_heads, self.spec.head_dim))
         return ops.linear(ops.attention(q, kv, meta, self.params).flatten(1), self.out)
 
     def remember(self, ops: OpSet, states: Tensor, kv: LayerKV, meta: AttentionMetadata) -> None:
-        """Writes the keys and values of the encoder's states [T, E] to their slots in this layer's
-        cache."""
+        """Writes the keys and values of the encoder's states [T, E] to this layer's cache."""
         ops.cache_kv(ops.linear(states, self.kv), kv, meta, self.heads)

@@ -1,4 +1,4 @@
-"""A layer's MLP, and its mixture of experts."""
+"""A layer's MLP and its mixture of experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MLP:
     spec: DenseSpec
     up: Linear
     down: Linear
-    group: RankGroup | None = None  # the ranks that have the other gates, if `spec.sparsity`
+    group: RankGroup | None = None  # ranks with the other gates, if `spec.sparsity`
     down_norm: NormParams | None = None
 
     def __call__(self, ops: OpSet, x: Activations) -> Tensor:
@@ -39,7 +39,7 @@ class MLP:
 
     @property
     def inputs(self) -> InputFormat | None:
-        """Format of the rows that it reads."""
+        """Format of its input rows."""
         return self.up.inputs
 
 
@@ -50,13 +50,17 @@ class MoE:
     experts: Experts
     shared: MLP | None
     shared_weight: Linear | None
-    latent: tuple[Linear, Linear] | None = None  # to `spec.latent` numbers, and back
-    table: Tensor | None = None  # float32 [V, k]: the experts of each token, if `spec.hashed`
-    routed_experts: Tensor | None = None  # int16 [T, k]: where a step's are written, if kept
-    routes_own: bool = False  # over ranks the router reads this rank's tokens, which have adapters
+    latent: tuple[Linear, Linear] | None = None  # to `spec.latent` elements, and back
+    table: Tensor | None = None  # float32 [V, k]: experts of each token id, if `spec.hashed`
+    routed_experts: Tensor | None = (
+        None  # int16 [T, k]: where a step's choice is recorded, if wanted
+    )
+    routes_own: bool = (
+        False  # with several ranks, the router reads only this rank's tokens, which have adapters
+    )
 
     def __call__(self, ops: OpSet, x: Any, load: Any = None, step: Any = None) -> Tensor:
-        """[T, E] → [T, E]. `load` is from `OpSet.expert_load`, if tokens are counted. `step` is needed with a `table`."""
+        """[T, E] → [T, E]. `load`: counters from `OpSet.expert_load`, if tokens are counted. A `table` needs `step`."""
         logits = ops.linear(x, self.router)
         if self.table is not None:
             logits = ops.hashed_logits(logits, meta=step, table=self.table)
@@ -84,10 +88,10 @@ class MoE:
         """Computes a mixture whose experts are split over `ranks`, each with its own tokens, at
         most `num_tokens`.
 
-        1. The experts of this rank see the tokens of all ranks.
-        2. The results are summed over the ranks, and each rank takes the sums of its own tokens.
+        1. This rank's experts process the tokens of all ranks.
+        2. The outputs are summed over ranks, and each rank gets the sums for its own tokens.
 
-        `load` counts this rank's own tokens. Shared experts see only these.
+        `load` counts only this rank's tokens. Shared experts process only these.
         """
         return self._with_shared(ops, x, self.routed(ops, x, x, ranks, num_tokens, load, step))
 
@@ -101,10 +105,10 @@ class MoE:
         load: Any,
         step: Any = None,
     ) -> Tensor:
-        """Computes `over_ranks` without shared experts. The router reads `by`, which are other rows
-        than x or the same."""
+        """Computes `over_ranks` without shared experts. `by`: the router's input, which may be x
+        itself."""
         rows = ops.gather_tokens(ops.filled_up(x, num_tokens), ranks, ranks.size * num_tokens)
-        # logits of this rank's tokens alone
+        # only this rank's tokens have logits
         is_own = by is not x or self.table is not None or self.routes_own
         logits = ops.linear(by if is_own else rows, self.router)
         if self.table is not None:
@@ -126,11 +130,11 @@ class MoE:
             return ops.moe(x, logits, self.experts, load)
         e = self.experts
         is_whole = e.spec.held is None
-        counted = load if is_whole else None  # `moe` chooses again, and counts
+        counted = load if is_whole else None  # `moe` chooses the experts again, and counts them
         weights, chosen = ops.route(logits, e.spec, e.correction, counted, e.scales)
-        count = min(len(chosen), len(self.routed_experts))  # padding is at the end
+        count = min(len(chosen), len(self.routed_experts))  # padding tokens are last
         self.routed_experts[:count].copy_(chosen[:count])
-        if not is_whole:  # `moe_of_choice` numbers the experts of a rank alone
+        if not is_whole:  # `moe_of_choice` numbers only the experts of one rank
             return ops.moe(x, logits, e, load)
         return ops.moe_of_choice(x, weights, chosen.int(), e)
 
@@ -154,4 +158,4 @@ class MoE:
 
     @property
     def inputs(self) -> InputFormat | None:
-        return None  # the router reads rows of the model's type
+        return None  # the router reads unquantized rows

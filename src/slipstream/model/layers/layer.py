@@ -1,4 +1,4 @@
-"""A layer, written once. The plain loop, the C++ program and the one-token kernel are all made from it.
+"""A decoder layer, written once. The plain loop, the C++ program and the one-token kernel are all derived from this code.
 
 1. Nothing in this folder imports torch. All maths goes through an `OpSet` or is `+`, `*`, `flatten` or
    `unflatten` of values. So the same code runs on tensors and on the symbolic values of
@@ -63,8 +63,8 @@ all-reduce beats two."""
 class Partition:
     """The ranks that compute the layers together, and this rank's part.
 
-    `pipe` connects the pipeline stages before and after this one. `every` has all ranks, if they
-    are more than `group`.
+    `pipe` connects the previous and the next pipeline stage. `every`: all ranks, if there are more
+    than those of `group`.
     """
 
     shard: Shard
@@ -72,18 +72,18 @@ class Partition:
     pipe: Pipe | None = None
     every: RankGroup | None = None
     context: RankGroup | None = None
-    """The ranks among which keys and values are divided by tokens (context parallelism). With
+    """The ranks over which keys and values are divided by tokens (context parallelism). With
     `sequence` the tokens of long steps are divided, too."""
     sequence: bool = False
     """Sequence parallelism for long steps (Korthikanti et al. 2022, arXiv:2205.05198).
 
     In steps of at least `SEQUENCE_TOKENS` tokens, the residual and its norms are split by tokens. A
-    sum leaves each rank its own tokens, and the next products gather them. That moves as many bytes
-    as an all-reduce, and each rank norms 1/n of the tokens.
+    reduce-scatter leaves each rank its own tokens, and the next linear layers gather all. That
+    moves as many bytes as an all-reduce, and each rank norms 1/n of the tokens.
     """
 
     def shares_tokens(self, num_tokens: int) -> bool:
-        """Tells whether a step of `num_tokens` tokens is split by tokens."""
+        """Whether a step of `num_tokens` tokens is split by tokens."""
         return self.sequence and num_tokens >= max(SEQUENCE_TOKENS, self.group.size)
 
     @property
@@ -95,10 +95,10 @@ class Partition:
 class Layer:
     """A layer: attention or a recurrent part, optional cross attention, and MLP with their norms.
 
-    With attention and a recurrent part both read the same rows, and their results are added.
+    If it has attention and a recurrent part, both read the same input, and their outputs are added.
 
-    With `attention_ranks` or `mlp_ranks`, the result of attention or MLP is a part of a sum over
-    these ranks. With `expert_ranks`, only a mixture's experts see tokens of other ranks.
+    With `attention_ranks` or `mlp_ranks`, the output of attention or MLP is a partial sum over
+    these ranks. With `expert_ranks`, only a mixture's experts process tokens of other ranks.
     """
 
     spec: LayerSpec
@@ -108,16 +108,16 @@ class Layer:
     cross: CrossAttention | None = None
     recurrent: Recurrent | None = None
     own_input: OwnInput | None = None
-    scalar: Tensor | None = None  # [1], multiplies the residual after the layer
+    scalar: Tensor | None = None  # [1]: factor of the residual after the layer
     streams: Streams | HyperStreams | Recall | None = None
     expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if counted
-    group: int = 0  # `ModelSpec.group_of_layer`
+    group: int = 0  # index into the step's metadata, from `ModelSpec.group_of_layer`
     cross_group: int = 0
     attention_ranks: RankGroup | None = None
     mlp_ranks: RankGroup | None = None
     expert_ranks: RankGroup | None = None  # ranks with other experts and other requests
     shares_tokens: bool = False  # sequence parallelism in long steps
-    context: RankGroup | None = None  # ranks with other tokens' keys, and rows in long steps
+    context: RankGroup | None = None  # ranks with other tokens' keys and, in long steps, their rows
 
     def __call__(
         self,
@@ -127,12 +127,12 @@ class Layer:
         kv: LayerKV,
         meta: AttentionMetadata,
     ) -> tuple[Pending, Tensor | None]:
-        """Runs the layer and returns (pending, the residual). `meta` is the whole step's; the layer
-        takes its group's.
+        """Runs the layer and returns (pending, the residual). `meta`: the whole step's, from which
+        the layer takes its cache group's.
 
-        If the input has fewer rows than the step has tokens, they are this rank's
-        (`Partition.sequence`), as are those of norms and residual. Products read all tokens. Their
-        result is a part of a sum, of which each rank takes its own tokens.
+        If the input has fewer rows than the step has tokens, it holds this rank's tokens
+        (`Partition.sequence`), as do norms and residual. Linear layers read all tokens; their
+        outputs are summed over ranks, and each rank gets its own tokens.
         """
         step, meta = meta, meta.of_group(self.group)
         if pieces := self._pieces(ops, pending):
@@ -143,8 +143,8 @@ class Layer:
             and len(pending) < len(meta.positions)
         )
         n, scale = self.norms, self.spec.residual_scale
-        # All products of a layer have the same scheme, except a router. Rows are gathered before
-        # they are quantized.
+        # All linear layers of a layer have the same scheme, except a router. Rows are gathered
+        # before they are quantized.
         to_attention, to_mlp = (None, None) if shared else self.inputs
 
         def summed(branch: Callable[[Any], Tensor], x: Any, ranks: RankGroup | None) -> Pending:
@@ -170,9 +170,7 @@ class Layer:
                 seen = self.cross(ops, x, kv, step.of_group(self.cross_group))
                 x = normed(ops, n["cross_norm"], of_ranks(seen, self.attention_ranks), x)
             return normed(ops, n["mlp_norm"], scaled(ops, feed(x), scale), x), None
-        if isinstance(
-            self.spec.block, ParallelBlock
-        ):  # the branches share a norm, or each has its own
+        if isinstance(self.spec.block, ParallelBlock):  # the branches share a norm, or each has one
             rows, residual = self._before(
                 "norm", ops, pending, residual, to_attention if "mlp_norm" in n else to_mlp
             )
@@ -215,8 +213,7 @@ class Layer:
     def _ended(
         self, ops: OpSet, h: Pending, residual: Tensor, step: AttentionMetadata
     ) -> tuple[Pending, Tensor | None]:
-        """Adds the product of the layer's own input, and scales the residual, if the layer has
-        these."""
+        """Adds the per-layer input's projection and scales the residual, if the layer has these."""
         if self.own_input is not None:
             residual = ops.added(whole(ops, h), residual)
             h = self.own_input(ops, residual, step)
@@ -235,7 +232,7 @@ class Layer:
         summed: Callable[..., Pending],
     ) -> Tensor:
         """Runs the shared expert on `rows` and the mixture on norms of the residual `h`, and norms
-        their sum."""
+        the sum of their outputs."""
         n, mlp = self.norms, self.mlp
         assert isinstance(mlp, MoE)
         assert mlp.shared is not None
@@ -258,7 +255,7 @@ class Layer:
 
     @property
     def inputs(self) -> tuple[InputFormat | None, InputFormat | None]:
-        """Formats of the rows that attention, or the recurrent part, and the MLP read."""
+        """(format of the input rows of attention or the recurrent part, that of the MLP's)."""
         attention, recurrent = self.attention, self.recurrent
         first = None if attention is None else attention.inputs
         if recurrent is not None:
@@ -269,7 +266,7 @@ class Layer:
     def _mixed(
         self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata, step: AttentionMetadata
     ) -> Tensor:
-        """Returns this rank's part of attention's result, of the recurrent part's, or of both."""
+        """This rank's part of the output of attention, of the recurrent part, or of both."""
         if self.recurrent is None:
             return self.by_attention(ops, x, kv, meta, step)
         mixed = self.by_recurrence(ops, x, kv, meta, step)
@@ -288,8 +285,8 @@ class Layer:
         return self.recurrent(ops, x, kv, step)
 
     def _pieces(self, ops: OpSet, pending: Pending) -> Sequence[slice]:
-        """Returns the pieces for `_in_pieces`; empty if the layer is not suitable or the step is
-        too short."""
+        """The slices of tokens for `_in_pieces`; empty if the layer is unsuitable or the step too
+        short."""
         ranks = self.attention_ranks
         if (
             ranks is None
@@ -310,8 +307,8 @@ class Layer:
         meta: AttentionMetadata,
         pieces: Sequence[slice],
     ) -> tuple[Pending, Tensor]:
-        """Overlaps sums over ranks with products. While the sum of some tokens is transferred, the
-        next tokens are multiplied.
+        """Overlaps sums over ranks with matrix products: while one slice of tokens is summed, the
+        next one is multiplied.
 
         Attention waits for all tokens.
         """
@@ -330,7 +327,7 @@ class Layer:
             x, _ = ops.norm_arriving(
                 sums[i : i + 1], self.norms["pre_mlp"], residual=part, inputs=self.mlp.inputs
             )
-            # At the place of attention's sum, whose memory is freed.
+            # Reuses the memory of attention's sum, which is free now.
             sums[i] = begin(
                 self._fed(ops, x, kv, meta.of_tokens(rows), meta), place=1, index=i, rows=rows
             )
@@ -339,8 +336,8 @@ class Layer:
     def _fed(
         self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata, step: AttentionMetadata
     ) -> Tensor:
-        """Returns this rank's part of the MLP's result. `meta` belongs to the tokens `x` in this
-        layer's group."""
+        """This rank's part of the MLP's output. `meta` belongs to the tokens `x` in this layer's
+        cache group."""
         assert self.mlp is not None
         if not isinstance(self.mlp, MoE):
             return self.mlp(ops, x)
@@ -353,13 +350,13 @@ class Layer:
     def _load(
         self, ops: OpSet, kv: LayerKV, meta: AttentionMetadata, x: Any
     ) -> ExpertCounters | None:
-        """Counters for the experts of rows `x`, if they are counted. Ranks of a context count each
-        token once."""
+        """Counters of tokens by expert for the rows `x`, if counted. In context parallelism each
+        token is counted once."""
         if self.expert_counts is None:
             return None
         if (ranks := self.context) is None:
             return ops.expert_load(self.expert_counts, kv, meta)
-        if self.attention_ranks is not None:  # rank 0's are told
+        if self.attention_ranks is not None:  # only rank 0's counters are reported
             pass
         elif len(x) < len(meta.positions):
             own = ops.own_tokens(meta.slot_mapping, ranks)
@@ -377,8 +374,7 @@ class Layer:
         residual: Tensor | None,
         inputs: InputFormat | None,
     ) -> tuple[Activations, Tensor]:
-        """Returns (the input of attention or MLP, the residual). The input is normed if there is a
-        norm."""
+        """(input of attention or MLP, the residual). The input is normed if there is a norm."""
         if name in self.norms:
             return norm_pending(ops, self.norms[name], pending, residual, inputs)
         total = total_of(ops, pending, residual)
@@ -396,8 +392,8 @@ def run_layers(
     meta: AttentionMetadata,
     before: Callable[[int, Pending, Tensor | None], None] = lambda *_: None,
 ) -> tuple[Pending, Tensor | None]:
-    """Runs the layers and returns (pending, the residual) after the last. `caches` has one per
-    layer.
+    """Runs the layers and returns (pending, the residual) after the last one. `caches` has one
+    entry per layer.
 
     `before(i, pending, residual)` is called before layer i, and at the end with i = the number of
     layers.
@@ -412,8 +408,8 @@ def run_layers(
 
 
 def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:
-    """Returns the index of the first layer of each kind. Layers of a kind run the same kernels on
-    different numbers."""
+    """The index of the first layer of each kind. Layers of the same kind run the same kernels on
+    different weights."""
     kinds: dict[Any, int] = {}
     for i, layer in enumerate(layers):
         kinds.setdefault(_kind_of(layer), i)
@@ -421,8 +417,8 @@ def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:
 
 
 def one_of_each_passage(layers: Sequence[Layer]) -> set[int]:
-    """Returns the indices of layers that together run every kernel: of each pair of kinds that follow
-    each other one pair, the first layer and the last."""
+    """Indices of layers that together run every kernel: one pair for each combination of kinds that
+    follow each other, the first layer and the last."""
     kinds = [_kind_of(layer) for layer in layers]
     kept, passages = {0, len(layers) - 1}, set[Any]()
     for i, passage in enumerate(itertools.pairwise(kinds)):
@@ -433,9 +429,9 @@ def one_of_each_passage(layers: Sequence[Layer]) -> set[int]:
 
 
 def _kind_of(part: Any) -> Any:
-    """Returns a key of a part: its structure, with the shapes and types of its tensors.
+    """A hashable key of a layer or a part of one: its structure, with the shapes and dtypes of its tensors.
 
-    What the host holds, such as experts that it computes, is a kind of its own.
+    Parts in host memory, such as experts that the host computes, have a different key.
     """
     if hasattr(part, "dtype") and hasattr(part, "stride"):
         return tuple(part.shape), part.stride(), part.dtype

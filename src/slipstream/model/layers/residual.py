@@ -1,5 +1,5 @@
-"""The residual and what is pending: a result that is not yet added to it, so that each addition is fused with the
-norm after it.
+"""The residual and the pending result: an output not yet added to the residual, so that the
+addition is fused with the next norm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """This rank's part of a sum over `group`. The sum and the next norm are one op."""
+    """This rank's part of a sum over `group`. The all-reduce and the next norm run as one op."""
 
     x: Tensor
     group: RankGroup
@@ -33,7 +33,7 @@ class PartialSum:
 
 @dataclass(frozen=True, slots=True)
 class PendingSum:
-    """A sum over ranks of the step's tokens, whose pieces are still being transferred."""
+    """A sum over ranks whose slices of tokens are still being transferred."""
 
     sums: Sequence[OverlappedSum]
     pieces: Sequence[slice]
@@ -44,7 +44,7 @@ SUMS = (PartialSum, PendingSum, Pair)
 
 
 def normed(ops: OpSet, norm: NormParams, h: Pending, residual: Tensor | None = None) -> Tensor:
-    """Returns norm(h + residual), in the model's type."""
+    """norm(h + residual), in the model's dtype."""
     return norm_pending(ops, norm, h, residual)[0]  # type: ignore[return-value]
 
 
@@ -60,7 +60,7 @@ def norm_pending(
     residual: Tensor | None,
     inputs: InputFormat | None = None,
 ) -> tuple[Activations, Tensor]:
-    """Applies `OpSet.norm` to a pending result of any kind."""
+    """`OpSet.norm` for a pending result of any kind."""
     if isinstance(pending, PendingSum):
         assert residual is not None
         return ops.norm_arriving(pending.sums, norm, residual=residual, inputs=inputs)
@@ -79,10 +79,10 @@ def total_of(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
 
 
 def state_of(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
-    """Returns `total_of` for an extra reader. The layer after it still reads `pending`."""
+    """`total_of` for an additional reader. The next layer still reads `pending`."""
     assert not isinstance(
         pending, PendingSum
-    )  # read only once; with a head that reads states, no sums overlap with products
+    )  # read only once; sums don't overlap with products if a draft head reads states
     h = (
         ops.sum_of_parts(pending.x, group=pending.group)
         if isinstance(pending, PartialSum)
@@ -96,7 +96,7 @@ def of_ranks(h: Tensor, ranks: RankGroup | None) -> Pending:
 
 
 def whole(ops: OpSet, h: Pending) -> Tensor:
-    """Returns the complete tensor: the sum over ranks or of two branches, or `h` itself."""
+    """The complete tensor: the sum over ranks or of two branches, or `h` itself."""
     if isinstance(h, PendingSum):
         return ops.sum_arriving(h.sums)
     if isinstance(h, Pair):

@@ -1,4 +1,4 @@
-"""Layers with several residuals, and additions from a layer's own input."""
+"""Layers with several residual streams, and per-layer inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OwnInput:
-    """The addition from a layer's own input (`OwnInputSpec`). `step.layer_inputs` has those of all
+    """The addition of a per-layer input (`OwnInputSpec`). `step.layer_inputs` has those of all
     layers."""
 
     spec: OwnInputSpec
@@ -40,8 +40,7 @@ class OwnInput:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The residual streams of a layer with several (`StreamsSpec`): its parts that read and write
-    them."""
+    """Reads and writes the residual streams of a layer that has several (`StreamsSpec`)."""
 
     spec: StreamsSpec
     router: Linear
@@ -56,12 +55,12 @@ class Streams:
     closing: Sequence[Linear] = ()
 
     def opened(self, ops: OpSet, h: Tensor) -> Tensor:
-        """Embeddings [T, E] → streams [T, N · E], each as large as the first."""
+        """Embeddings [T, E] → streams [T, N · E], each scaled to the magnitude of the first."""
         made = (ops.as_large_as(ops.linear(h, w), h) for w in self.opening)
         return ops.side_by_side(h, *made)
 
     def closed(self, ops: OpSet, h: Tensor, width: int) -> Tensor:
-        """Streams [T, N · E] → their mean [T, E], each as large as the first."""
+        """Streams [T, N · E] → their mean [T, E], each scaled to the magnitude of the first."""
         first, *others = (self.part(ops, h, i, width) for i in range(self.spec.count))
         made = (
             ops.as_large_as(ops.linear(x, w), first)
@@ -84,7 +83,7 @@ class Streams:
         feed: Callable[[Any], Pending],
         step: AttentionMetadata,
     ) -> Tensor:
-        """[T, N · E] → [T, N · E]; [T, E] before the first layer and after the last."""
+        """Runs the layer on streams [T, N · E] → [T, N · E]; [T, E] before the first layer and after the last."""
         s, n = self.spec, layer.norms
         width = n["pre_attention"].weight.shape[0]
         h = self.opened(ops, h) if self.opening else h
@@ -109,8 +108,8 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class HyperStreams:
-    """The coefficients of a layer with hyper-connections (`HyperSpec`): for attention, for the MLP,
-    and after the last layer."""
+    """Hyper-connections of a layer (`HyperSpec`): coefficients for attention, for the MLP, and
+    after the last layer."""
 
     spec: HyperSpec
     attention: HyperParams
@@ -126,7 +125,7 @@ class HyperStreams:
         feed: Callable[[Any], Pending],
         step: AttentionMetadata,
     ) -> Tensor:
-        """[T, N · E] → [T, N · E]; [T, E] before the first layer and after the last."""
+        """Runs the layer on streams [T, N · E] → [T, N · E]; [T, E] before the first layer and after the last."""
         n = self.spec.count
         h = ops.side_by_side(*[h] * n) if self.spec.opens else h
         for params, norm, branch in (
@@ -143,7 +142,7 @@ class HyperStreams:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """The embeddings next to the residual (`RecallSpec`), and what a layer adds to its recurrent part's rows."""
+    """A layer with the embeddings next to the residual (`RecallSpec`), and the part that it adds to its recurrent input."""
 
     spec: RecallSpec
     norm: NormParams
@@ -158,7 +157,7 @@ class Recall:
         feed: Callable[[Any], Pending],
         step: AttentionMetadata,
     ) -> Tensor:
-        """[T, 2 · E] → [T, 2 · E]; [T, E] before the first layer and after the last."""
+        """Runs the layer on [h, e], [T, 2 · E] → [T, 2 · E]; [T, E] before the first layer and after the last."""
         n, width = layer.norms, self.norm.weight.shape[0]
         h = ops.side_by_side(h, h) if self.spec.opens else h
         now = ops.columns(h, start=0, stop=width)

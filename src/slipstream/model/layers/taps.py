@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Tap:
     """Collects the states between layers that a draft head reads.
 
-    The result is the sum of `products[i]` of the state before layer i. That equals one product of
-    these states side by side. `norms[i]` norms the state before layer i, if present.
+    The result is the sum of `products[i]` applied to the input of layer i. That equals one linear
+    layer on the concatenated states. `norms[i]`, if present, norms the input of layer i.
     """
 
     products: Mapping[int, Linear]
@@ -36,7 +36,7 @@ class Tap:
         pending: Pending,
         residual: Tensor | None,
     ) -> Tensor | None:
-        """Returns `taken` plus this layer's product."""
+        """Returns `taken` plus this layer's term."""
         if layer not in self.products:
             return taken
         state, w = state_of(ops, pending, residual), self.products[layer]
@@ -49,8 +49,8 @@ class Tap:
 
 @dataclass(frozen=True, slots=True)
 class JoinedTap:
-    """Collects the states before `layers` (ascending) side by side, with an optional norm and
-    product of the whole."""
+    """Collects the inputs of `layers` (ascending), concatenated, with an optional norm and linear
+    layer on the whole."""
 
     layers: tuple[int, ...]
     norm: NormParams | None = None
@@ -64,8 +64,8 @@ class JoinedTap:
         pending: Pending,
         residual: Tensor | None,
     ) -> Tensor | None:
-        """Returns `taken` with this layer's state in its place. At the last of the layers it
-        returns the result."""
+        """Returns `taken` with this layer's state filled in. At the last of the layers it returns
+        the final result."""
         if layer not in self.layers:
             return taken
         state = state_of(ops, pending, residual)

@@ -1,1 +1,1 @@
-"""Loading a model: the sources of its tensors, their transforms, and the devices that hold them."""
+"""Loading a model: sources of tensors, transforms, and layout on devices."""

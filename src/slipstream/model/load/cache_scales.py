@@ -43,18 +43,17 @@ PASSED_OVER = ("q_scale", "q_proj.output_scale")
 
 
 class CacheScales:
-    """Collects the scales among a checkpoint's tensors. `layers()` returns them once all were
-    taken.
+    """Collects the scales among a checkpoint's tensors. `layers()` returns them after all tensors
+    were offered to `take`.
 
-    `names` is the family's table. A scale next to a projection of queries, keys or values belongs
-    to that attention.
+    `names` is the family's table. A scale next to a q, k or v projection belongs to that attention.
     """
 
     def __init__(
         self, spec: ModelSpec, names: Mapping[str, Placement], *, shard: Shard | None = None
     ) -> None:
-        """Prepares for the scales of the family's tensors in `names`. A `shard` keeps only its
-        rank's kv heads."""
+        """Finds scales next to the family's tensors in `names`. With a `shard`, only the rank's kv
+        heads are kept."""
         inputs = [
             name for name, place in names.items() if place.target.endswith(".attention.qkv.weight")
         ]
@@ -69,16 +68,15 @@ class CacheScales:
 
     @staticmethod
     def is_of_cache(name: str) -> bool:
-        """Tells whether `take` considers a tensor of this name."""
+        """Whether a tensor of this name may be a cache scale."""
         return _part_of(name) is not None
 
     def take(
         self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]
     ) -> bool:
-        """Takes the tensor `name` if it belongs to an attention's cache, and returns whether it
-        does.
+        """Stores the tensor `name` if it is a cache scale, and returns whether it is.
 
-        `find` gives the place of a projection's weight by the checkpoint's name for it.
+        `find` maps a checkpoint's name of a projection's weight to its placement.
         """
         part = _part_of(name)
         if part is None:
@@ -113,8 +111,8 @@ class CacheScales:
         self._found[layer, PARTS[part]] = np.broadcast_to(scales, heads)[self._own[layer]]
 
     def layers(self) -> list[tuple[Floats, Floats]]:
-        """Returns for each layer the float32 [K] scales of keys and of values. CheckpointError
-        names a missing scale."""
+        """(scales of keys, scales of values) of each layer, float32 [K]. CheckpointError names a
+        missing scale."""
         missing = [
             (i, x) for i in sorted({*self._owners}) for x in "kv" if (i, x) not in self._found
         ]
@@ -134,7 +132,7 @@ def _part_of(name: str) -> str | None:
 
 
 def _own_heads(a: AttentionSpec, shard: Shard | None) -> list[int]:
-    """Returns the kv heads whose scales a rank has. A padding head of zeros takes any scale, so it
-    gets head 0's."""
+    """The kv heads whose scales a rank holds. A padding head of zeros works with any scale and gets
+    head 0's."""
     heads = heads_of(a, shard or Shard(0, 1))
     return [*heads.kv, *[0] * (heads.num_kv_heads - len(heads.kv))]

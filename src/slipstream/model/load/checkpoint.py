@@ -1,9 +1,9 @@
 """A checkpoint's tensors and their places in a model, and weights read from them as arrays.
 
-Each parameter is read when it is taken (`pulled.py`): allocated once, in its final type; each
-tensor that fills it is read, transformed, copied into its rows and dropped. What a checkpoint
-lacks, has too many of, or has in another shape stops the load by name, before anything is read. No
-torch: `load/weights.py` makes tensors with the same table of places.
+A parameter is read when it is taken (`pulled.py`): allocated once, in its final dtype; each tensor
+that fills it is read, transformed, copied into its rows and dropped. Missing, unknown or duplicate
+tensors and wrong shapes raise an error that names them before anything is read. No torch:
+`load/weights.py` makes torch tensors with the same placements.
 """
 
 from __future__ import annotations
@@ -76,34 +76,34 @@ PASSED_OVER = (
     *("weight_shape", "input_scale", "input_global_scale", "output_scale"),
     *("k_scale", "v_scale"),
 )
-"""Suffixes of tensors next to a rounded weight that loading does not need."""
+"""Name suffixes of tensors next to a quantized weight that loading does not need."""
 
 
 class StoredWeights(Protocol):
-    """Quantized weights that stay quantized. They collect a checkpoint's tensors, or replace them."""
+    """Quantized weights that stay quantized. They are collected from a checkpoint's tensors, or replace them."""
 
     def __contains__(self, target: str) -> bool:
-        """Tells whether the weight `target`, by our name, is held here."""
+        """Whether the weight `target`, by our name, is among them."""
 
     def take(
         self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]
     ) -> bool:
-        """Notes the tensor `name` of the checkpoint if it belongs to one of them, and returns
-        whether it does. `find` maps a tensor's name to its `Placement`."""
+        """Records the tensor `name` of the checkpoint if it belongs to one of these weights, and
+        returns whether it does. `find` maps a tensor's name to its `Placement`."""
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
         """Lists the names of the checkpoint's tensors that are missing. `names` maps every tensor
         of the model to its `Placement`."""
 
     def linears(self) -> Mapping[str, Linear]:
-        """Returns the weights by our names. Each is made from its tensors when it is read."""
+        """The weights by our names. Each is built from its tensors when it is read."""
 
 
 def names_of(
     description: ModelDescription, given: Iterable[Stored] | None = None
 ) -> Mapping[str, Placement]:
-    """Returns the `Placement` of each of the family's tensors, for this checkpoint's format, or for
-    the tensors that are `given` instead of its files."""
+    """`Placement` of each of the family's tensors, for this checkpoint's format, or for tensors
+    `given` instead of its files."""
     if given is not None:
         stored = frozenset(name for name, _, _ in given)
         return with_stacks(description.family.names(description.spec), stored)
@@ -114,12 +114,12 @@ def names_of(
 
 
 STACKED = {"experts.0.gate_proj.weight": "gate_up_proj", "experts.0.down_proj.weight": "down_proj"}
-"""The first expert's tensor, and the one that has all experts' (Qwen 3.5)."""
+"""Name of the first expert's tensor, and name of the tensor that stacks all experts instead (Qwen 3.5)."""
 
 
 def with_stacks(names: Mapping[str, Placement], stored: frozenset[str]) -> Mapping[str, Placement]:
-    """Returns the table `names` for a checkpoint that stores all experts of a layer in one tensor,
-    gate above up, where transformers writes a tensor for each expert."""
+    """The table `names` for a checkpoint that stacks all experts of a layer in one tensor, gate
+    above up, where transformers writes one tensor per expert."""
     if not any(name.endswith(".experts.gate_up_proj") for name in stored):
         return names
     stacks = dict[str, Placement]()
@@ -139,7 +139,7 @@ def with_stacks(names: Mapping[str, Placement], stored: frozenset[str]) -> Mappi
 def finder(
     description: ModelDescription, names: Mapping[str, Placement]
 ) -> Callable[[str], Placement | None]:
-    """Returns a function from a checkpoint's name of a tensor to its `Placement`."""
+    """A function from a checkpoint's tensor name to its `Placement`."""
 
     def find(name: str) -> Placement | None:
         key = canonical(name, description.family.prefixes, names)
@@ -150,10 +150,10 @@ def finder(
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A checkpoint's tensor that fills a part of a parameter."""
+    """A checkpoint tensor that fills a part of a parameter."""
 
     placement: Placement
-    shape: Shape  # the shape that the transform takes
+    shape: Shape  # shape of the transform's input
     read: Callable[[], Any]
 
 
@@ -166,11 +166,11 @@ def parameter_fills(
     held: StoredWeights | None = None,
     cache_scales: CacheScales | None = None,
 ) -> dict[str, list[Fill]]:
-    """Finds the checkpoint's tensors that fill the parameters of `shapes`, by our names. Reads
-    none of them.
+    """Finds the checkpoint's tensors that fill the parameters of `shapes`, by our names. Reads none
+    of them.
 
     Tensors that `held` and `cache_scales` take are left out. CheckpointError names a tensor that is
-    unknown, missing, there twice, or of another shape.
+    unknown, missing, duplicate, or of the wrong shape.
     """
     prefixes, find = description.family.prefixes, finder(description, names)
     ignored = _ignored(description)
@@ -218,8 +218,7 @@ def parameter_fills(
 
 
 def _ignored(description: ModelDescription) -> tuple[str, ...]:
-    """Returns patterns of tensors that a checkpoint may have although the model does not use
-    them."""
+    """Name patterns of tensors that a checkpoint may have although the model does not use them."""
     if description.format == "gguf":
         assert description.family.gguf is not None
         own = (
@@ -230,18 +229,18 @@ def _ignored(description: ModelDescription) -> tuple[str, ...]:
     drafting = _drafting(description, description.family.mtp)
     ignored: tuple[str, ...] = (*ROTARY_BUFFERS, *description.family.ignored, *drafting)
     if any(step.folder == description.path for step in description.pooling.token_dense):
-        ignored = (*ignored, r"linear\.weight")  # read apart (`model.load.dense`)
-    if description.spec.tied_embeddings:  # some write the head although it is the embeddings
+        ignored = (*ignored, r"linear\.weight")  # read separately (`model.load.dense`)
+    if description.spec.tied_embeddings:  # some checkpoints store the head although it is tied
         ignored = (*ignored, rf"(.*\.)?{re.escape(description.head_name)}")
     return ignored
 
 
 MAX_MODULES = 8
-"""Layers after the last one that may be for drafts."""
+"""Maximum number of MTP layers assumed after the last layer."""
 
 
 def _drafting(description: ModelDescription, mtp: MTPFormat | None) -> tuple[str, ...]:
-    """Returns patterns of the layers that draft, which are read apart (`spec.drafts.mtp`)."""
+    """Name patterns of the MTP layers, which are read separately (`spec.drafts.mtp`)."""
     if mtp is None:
         return ()
     first = description.spec.num_layers
@@ -252,8 +251,8 @@ def _drafting(description: ModelDescription, mtp: MTPFormat | None) -> tuple[str
 def expands(
     find: Callable[[str], Placement | None], values: Container[str]
 ) -> Callable[[str], bool]:
-    """Returns a function that tells whether a module's quantized weight is among `values`, and so
-    has to be expanded. The module has the checkpoint's name."""
+    """A function that tells whether a module, by the checkpoint's name, has a quantized weight
+    among `values` and so must be expanded."""
 
     def is_wanted(module: str) -> bool:
         place = find(f"{module}.weight")
@@ -263,7 +262,7 @@ def expands(
 
 
 def products_of(find: Callable[[str], Placement | None]) -> Callable[[str], bool]:
-    """Returns a function that tells whether a module, by the checkpoint's name, is a product."""
+    """A function that tells whether a module, by the checkpoint's name, is a linear layer that may be quantized."""
 
     def is_product_of_ours(module: str) -> bool:
         place = find(f"{module}.weight")
@@ -281,9 +280,9 @@ def array_weights(
 ) -> Weights:
     """Returns a checkpoint's weights as arrays of `dtype` ("bfloat16", "float32", "float16").
 
-    `held` holds those that stay quantized. Other weights that are stored quantized, or without
-    their zeros, are expanded. `given` are arrays in place of the files'. CheckpointError names the
-    tensor at fault.
+    `held` takes those that stay quantized. Other weights that are stored quantized or sparse are
+    expanded. `given`: arrays to use instead of the files. CheckpointError names the tensor at
+    fault.
     """
     shapes = {n: s for n, s in description.shapes.items() if held is None or n not in held}
     stored: Iterable[Stored]
@@ -311,7 +310,7 @@ def array_weights(
 def head_fills(
     shapes: Mapping[str, Shape], names: Mapping[str, Placement], stored: Iterable[Stored]
 ) -> dict[str, list[Fill]]:
-    """Finds the tensors that fill a draft head's parameters, whose places are `names`.
+    """Finds the tensors that fill a draft head's parameters; `names` has their placements.
     CheckpointError names the tensor at fault."""
     found: dict[str, list[Fill]] = {name: [] for name in shapes}
     filled: set[str] = set()
@@ -337,7 +336,7 @@ def head_fills(
 def filled_arrays(
     shapes: Mapping[str, Shape], fills: Mapping[str, Sequence[Fill]], dtype: str
 ) -> Pulled[Array]:
-    """Returns parameters, as arrays of `dtype`, that are read when they are taken."""
+    """Parameters as arrays of `dtype`; each is read from its tensors when it is taken."""
 
     def made(name: str) -> Array:
         kind = _kept_type(name, dtype)
@@ -348,7 +347,7 @@ def filled_arrays(
         whole = is_whole(shapes[name], fills[name])
         if (
             len(fills[name]) == 1 and whole
-        ):  # its array is the parameter, unless it has to be converted
+        ):  # its array becomes the parameter, unless it must be converted
             value, _ = next(parts)
             return np.ascontiguousarray(value.reshape(shapes[name]), kind)
         value = np.empty(shapes[name], kind) if whole else np.zeros(shapes[name], kind)
@@ -360,7 +359,7 @@ def filled_arrays(
 
 
 def is_whole(shape: Shape, fills: Sequence[Fill]) -> bool:
-    """Whether tensors fill all rows of a parameter. Others are zeros (the bias of keys in Whisper)."""
+    """Whether tensors fill all rows of a parameter. Otherwise the remaining rows are zeros (the bias of keys in Whisper)."""
     rows = [fill.placement.rows for fill in fills]
     return None in rows or any(f.placement.copies for f in fills) or sum(map(int, rows)) == shape[0]  # type: ignore[arg-type]
 
@@ -373,7 +372,7 @@ def random_arrays(
 
 
 def _kept_type(name: str, dtype: str) -> npt.DTypeLike:
-    """Returns the type of a parameter."""
+    """Dtype of a parameter: `dtype`, or float32 if `keeps_float32`."""
     return np.dtype("float32" if keeps_float32(name) else dtype)
 
 
@@ -405,7 +404,7 @@ def safetensors_arrays(path: Path) -> Iterator[Stored]:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Context manager that turns errors of reading a safetensors file into CheckpointError."""
+    """Context manager that converts errors of reading a safetensors file to CheckpointError."""
     from safetensors import SafetensorError
 
     try:
@@ -415,7 +414,7 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def _float8_tensors(file: Path) -> dict[str, Callable[[], Array]]:
-    """Returns readers of a file's float8_e4m3fn tensors, which safetensors can't give NumPy."""
+    """Functions that read a file's float8_e4m3fn tensors, by name; safetensors can't return these as NumPy arrays."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(length))
@@ -438,7 +437,7 @@ def gguf_arrays(description: ModelDescription, dtype: str) -> Iterator[Stored]:
     assert file is not None
 
     def kind(name: str) -> str:
-        # Norms keep their precision until one is taken off, as do decays; the rest goes straight to the final type.
+        # Norms and decays stay float32 until their transform is undone; other tensors get the final dtype at once.
         place = names.get(name)
         exact = place is not None and (
             isinstance(place.transform, MinusOne) or keeps_float32(place.target)
@@ -450,7 +449,7 @@ def gguf_arrays(description: ModelDescription, dtype: str) -> Iterator[Stored]:
 
 
 def place(target: Value, placement: Placement) -> Value:
-    """Returns a view of the part of a parameter that a tensor fills."""
+    """A view of the part of a parameter that a tensor fills."""
     rows = slice(
         placement.start, None if placement.rows is None else placement.start + placement.rows
     )
@@ -463,7 +462,7 @@ def place(target: Value, placement: Placement) -> Value:
 
 
 def placed_shape(shape: Shape, placement: Placement) -> Shape:
-    """Returns the shape of the part that a tensor fills of a parameter of `shape`."""
+    """Shape of the part that a tensor fills in a parameter of `shape`."""
     copies = () if placement.copies is None else (placement.copies,)
     rows = (
         shape[0] // (placement.copies or 1) - placement.start
@@ -474,19 +473,19 @@ def placed_shape(shape: Shape, placement: Placement) -> Shape:
 
 
 def is_shaped(shape: Sequence[int], expected: Sequence[int]) -> bool:
-    """Tells whether the shapes are the same but for dimensions of 1, which writers add and drop."""
+    """Whether the shapes are equal apart from dimensions of size 1, which writers add and drop."""
     return [n for n in shape if n != 1] == [n for n in expected if n != 1]
 
 
 def turned(placement: Placement, shape: Shape, into: Shape) -> Placement:
-    """Returns the placement of a tensor of `shape`, which may be stored either way round."""
+    """The placement with the transform resolved for a tensor of `shape`, which may be stored transposed or not."""
     if not isinstance(placement.transform, Turnable):
         return placement
     return replace(placement, transform=None if tuple(shape) == into else Transpose())
 
 
 def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
-    """Returns the shape in which a checkpoint stores a tensor that becomes `shape`."""
+    """Shape in which a checkpoint stores a tensor that becomes `shape` after its transform."""
     if isinstance(transform, TransformChain):
         for step in reversed(transform.steps):
             shape = stored_shape(shape, step)
@@ -509,7 +508,7 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
 
 
 def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
-    """Returns `value` in the decoder's order. `xp` is the module of its array, NumPy or torch."""
+    """`value` in the decoder's layout, with the transform `how` undone. `xp` is its array's module, NumPy or torch."""
     match how:
         case None | Turnable() | Integers():
             return value

@@ -14,10 +14,10 @@ from slipstream.spec.stored.gguf import GGUFFile
 
 
 def read_dense(step: DenseStep, load_format: str) -> tuple[Any, Any | None]:
-    """Reads a dense step of an embedding model: its weight, float32 [outputs, inputs], and its bias. With
-    `load_format="dummy"` both are random.
+    """Reads a linear layer of an embedding model: (weight, float32 [outputs, inputs], bias or
+    None). With `load_format="dummy"` both are random.
 
-    CheckpointError names a tensor that is missing or has another shape.
+    CheckpointError names a tensor that is missing or has the wrong shape.
     """
     stem = f"{step.name}." if step.name else ""
     wanted = {f"{stem}weight": (step.num_outputs, step.num_inputs)}

@@ -1,11 +1,11 @@
-"""Loads a decoder whose layers don't all stay on the device (`spec.offload`, `device_stream`).
+"""Loads a decoder of which some layers stay in host memory (`spec.offload`, `device_stream`).
 
 1. The parameters outside the layers are loaded.
-2. The first layer of each kind is laid out on the device, measured and dropped. That gives all
-   sizes.
-3. Each layer is laid out in turn. It stays, or is copied to the host and dropped. So at most one
-   layer is on the device in addition to those that stay, and in this process in addition to pinned
-   memory.
+2. The first layer of each kind is laid out on the device, measured and dropped. This gives the
+   sizes of all layers.
+3. Each layer is laid out in turn. It stays on the device, or is copied to the host and dropped. So
+   at any time at most one more layer than planned is on the device, and one in this process besides
+   pinned memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _logger = logging.getLogger("slipstream.engine")
 
 
 class DeviceLoader:
-    """Lays out the layers of a model one by one."""
+    """Lays out the layers of a model one after another."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class DeviceLoader:
             layers.append(
                 stream.keep(i, layer) if i in streamed else with_tensors(layer, lambda x: x)
             )
-            del layer  # before the next is made
+            del layer  # before the next layer is made
         if plan is not None:
             stream.open()
             _logger.info("%s", plan.describe())
@@ -94,8 +94,7 @@ class DeviceLoader:
         return LoadedModel(self.description, spec, decoder, total, forms, self.cache_scales)
 
     def _sizes(self) -> tuple[list[int], int]:
-        """Returns (the bytes of each layer in a staging buffer, the bytes that all layers keep
-        outside of it)."""
+        """(bytes of each layer in a staging buffer, bytes that all layers keep outside it)."""
         kinds = [self._kind(i) for i in range(self.description.spec.num_layers)]
         found: dict[Any, tuple[int, int]] = {}
         shared = 0
@@ -109,7 +108,7 @@ class DeviceLoader:
         return [found[kind][0] for kind in kinds], sum(found[kind][1] for kind in kinds)
 
     def _kind(self, index: int) -> Any:
-        """Returns a key of the layer's kind. Layers of one kind are laid out alike."""
+        """Key of the layer's kind. Layers of the same kind have the same layout."""
         description, prefix = self.description, layer_prefix(index)
         formats, columns = description.native_formats(self.ops.rounded), description.split_columns()
         shapes = {n: s for n, s in parameters(description.spec).items() if n.startswith(prefix)}
@@ -120,7 +119,7 @@ class DeviceLoader:
         return description.spec.layers[index], of_weights
 
     def _layers(self, wanted: Collection[int]) -> Iterator[tuple[int, Layer]]:
-        """Yields these layers one by one, laid out on the device."""
+        """Yields the layers with these indices one by one, laid out on the device."""
         layers = self.description.spec.layers
         for i in sorted(wanted):
             yield i, load_layer(layers[i], i, self.weights, self.ops, self.tables, self.scheme)

@@ -1,4 +1,4 @@
-"""Loads draft heads as torch tensors (`model.draft_heads`)."""
+"""Loads draft heads (`model.draft_heads`) as torch tensors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ def load_head(
     load_format: str = "auto",
     seed: int = 0,
 ) -> LoadedHead:
-    """Loads a draft head for the model of `decoder`, whose embeddings it shares unless it has its
-    own.
+    """Loads a draft head for the model of `decoder`, whose embeddings it shares unless it has its own.
 
-    Products are quantized by `scheme`, unless they are stored quantized. With load_format="dummy"
-    the weights are random. OutOfMemoryError if the head does not fit.
+    Linear layers are quantized by `scheme`, unless they are stored quantized. With load_format="dummy" the
+    weights are random. OutOfMemoryError if the head does not fit on the device.
     """
     spec, device = description.spec, decoder.device
     products, ids = None, None
@@ -68,7 +67,7 @@ def load_head(
 def _load(
     description: HeadDescription, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[Pulled[Tensor], Tensor | None]:
-    """Returns (parameters, the model's token for each of the head's or None)."""
+    """(parameters, model's token id of each of the head's tokens or None)."""
     spec, maps = description.spec, dict[str, Tensor]()
     stored = head_tensors(description, stored_tensors_of(description.path), maps)
     fills = head_fills(spec.shapes, description.names, stored)

@@ -1,4 +1,4 @@
-"""Loads draft heads without torch (`model.draft_heads`). Parameters are NumPy arrays."""
+"""Loads draft heads (`model.draft_heads`) without torch, as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def load_host_head(
     load_format: str = "auto",
     seed: int = 0,
 ) -> LoadedHead:
-    """Loads a head as `draft_loader.load_head` does. Random weights come from NumPy, so torch's
-    with the same seed differ."""
+    """Loads a head like `draft_loader.load_head`. Random weights are drawn by NumPy, so they differ
+    from torch's with the same seed."""
     values: Any
     products, ids = None, None
     ops: Any = decoder.ops

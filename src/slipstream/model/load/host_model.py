@@ -1,4 +1,4 @@
-"""Loads a model that runs as one C++ program, without torch. Parameters are NumPy arrays."""
+"""Loads a model that runs as one C++ program, without torch, as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def load_host_model(
     scheme: Scheme | None = None,
     weights_folder: Path | None = None,
 ) -> LoadedModel:
-    """Loads a model in `dtype` ("bfloat16", "float32"), as `loader.load_model` does.
+    """Loads a model in `dtype` ("bfloat16", "float32"), like `loader.load_model`.
 
-    It reads a checkpoint in any format but MXFP4, or makes random weights from `seed`.
+    Reads a checkpoint in any format except MXFP4, or draws random weights from `seed`.
     """
     by, formats = _planned(description, ops, load_format, scheme)
     file, kept = None, None
@@ -84,9 +84,8 @@ def part_arrays(
     scheme: Scheme | None,
     given: Sequence[Stored] | None = None,
 ) -> tuple[Weights, Scheme | None]:
-    """Reads a checkpoint, or a part of one, as `load_host_model` would. Returns its weights, and the
-    scheme by which the dense ones among them are to be quantized. `given` are arrays in place of
-    its files'."""
+    """Reads a checkpoint, or a part of one, as `load_host_model` would. Returns (its weights, the
+    scheme by which dense ones are to be quantized). `given`: arrays to use instead of its files."""
     by, formats = _planned(part, ops, load_format, scheme)
     return _weights(part, ops, dtype, load_format, seed, by, formats, given=given), by
 
@@ -94,8 +93,8 @@ def part_arrays(
 def _planned(
     description: ModelDescription, ops: HostOps, load_format: str, asked: Scheme | None
 ) -> tuple[Scheme | None, dict[str, WeightFormat]]:
-    """Returns the scheme that quantizes dense weights, and the formats of weights that stay as
-    stored. CheckpointError or ConfigError names a setting at fault."""
+    """(scheme that quantizes dense weights, formats of weights that stay as stored).
+    CheckpointError or ConfigError names a setting at fault."""
     if load_format not in ("auto", "dummy", description.format):
         raise CheckpointError(
             f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint",
@@ -112,7 +111,7 @@ def _planned(
         if by is not None:
             check_scheme(description.spec, by, ops)
         return by, {}
-    # A checkpoint's own quantization counts; its other weights stay dense.
+    # A quantized checkpoint's own format applies; its other weights stay dense.
     if stored.formats is not None:
         return None, description.native_formats(ops.rounded)
     assert named is not None
@@ -133,7 +132,7 @@ def _weights(
     cache_scales: CacheScales | None = None,
     given: Sequence[Stored] | None = None,
 ) -> Weights:
-    """Returns random weights, the `given` ones, those `kept` from an earlier start, or the checkpoint's."""
+    """Random weights, the `given` ones, those `kept` from an earlier start, or the checkpoint's."""
     if load_format == "dummy":
         return random_arrays(description.shapes, dtype, seed, scheme)
     stored = description.quantization

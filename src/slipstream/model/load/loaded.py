@@ -1,4 +1,4 @@
-"""A loaded model, of tensors or of arrays: its contents, and the schemes that fit it. No torch."""
+"""A loaded model, of tensors or arrays, and the schemes that fit it. No torch."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ if TYPE_CHECKING:
     from slipstream.model.media import MediaTower
 
 LEFT_ALONE = "leave the weights as they are"
-"""Remedy where a scheme does not fit a model."""
+"""Remedy in errors about a scheme that does not fit a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A loaded model.
 
-    `spec` is what is computed here: the description's, or a rank's part of it. `weights_bytes`
-    counts what the device holds: parameters as laid out for the ops, and position tables. `forms`
-    are the products' formats, the largest first. `cache_scales` are the checkpoint's, for an 8-bit
-    cache of the format that its description names. `writer` is the thread that writes the quantized
-    products to a file for the next load, if they are kept. `tower` is the encoder of pictures or sounds, if the
-    model has one. `host_bytes` counts the experts in host memory next to a device
-    (`kernels.experts.host`).
+    `spec`: the description's, or a rank's part of it. `weights_bytes`: bytes on the device:
+    parameters as laid out for the ops, and position tables. `forms`: the linear layers' formats,
+    the one with the most bytes first. `cache_scales`: the checkpoint's, for an 8-bit cache of the
+    format that its description names. `writer`: the thread that writes quantized weights to a file
+    for the next load, if they are kept. `tower`: the image or audio encoder, if the model has one.
+    `host_bytes`: bytes of experts in host memory next to a GPU (`kernels.experts.host`).
     """
 
     description: ModelDescription
@@ -52,14 +51,14 @@ class LoadedModel:
 
 
 def is_rounded(stored: StoredQuantization | None) -> bool:
-    """Tells whether a checkpoint holds products quantized in a format that may be packed as it
-    is."""
+    """Whether a checkpoint holds linear layers quantized in a format that can be packed without
+    change."""
     return stored is not None and stored.rounds and stored.method != "mxfp4"
 
 
 def dummy_scheme(stored: StoredQuantization, ops: OpSet | HostOps) -> Scheme | None:
-    """Returns the scheme that quantizes random weights in place of a checkpoint's quantized ones,
-    or None if `ops` expands all of them.
+    """The scheme for random weights that replace a checkpoint's quantized ones; None if `ops` would
+    expand all of them.
 
     CheckpointError if the weights do not all have the same format.
     """
@@ -75,7 +74,7 @@ def dummy_scheme(stored: StoredQuantization, ops: OpSet | HostOps) -> Scheme | N
 
 
 def _schemes(ops: OpSet | HostOps, *names: str) -> str:
-    """Text of a remedy: to use one of the `names` that `ops` has products for."""
+    """Text of a remedy: to use one of the schemes `names` that `ops` supports."""
     found = [repr(name) for name in names if SCHEMES[name].name in ops.rounded]
     if not found:
         return LEFT_ALONE
@@ -84,10 +83,10 @@ def _schemes(ops: OpSet | HostOps, *names: str) -> str:
 
 
 def check_scheme(spec: ModelSpec, scheme: Scheme, ops: OpSet | HostOps, *, ranks: int = 1) -> None:
-    """Checks that every product can be divided as the scheme needs it: inputs by groups, 8-bit rows
-    by the library's 16.
+    """Checks that every linear layer's shape fits the scheme: inputs divisible by its group size,
+    rows of 8-bit weights by 16, as the library requires.
 
-    With several `ranks` the spec is one rank's part. ConfigError names the size at fault.
+    With several `ranks`, `spec` is one rank's part. ConfigError names the size at fault.
     """
     try:
         _check_scheme(spec, scheme, ops)
@@ -165,13 +164,13 @@ _ATOMS = frozenset((type(None), bool, int, float, str))
 
 
 def _contents(*values: object) -> Iterator[object]:
-    """Yields everything that the values hold, at any depth, except numbers and texts. The parts of
-    a value come once."""
+    """Yields everything that the values contain, at any depth, except numbers and strings. Each
+    object is yielded once."""
     waiting: list[object] = [*values]
     seen: set[int] = set()
     while waiting:
         value = waiting.pop()
-        if type(value) in _ATOMS:  # most of them
+        if type(value) in _ATOMS:  # true for most values
             continue
         yield value
         if id(value) in seen:
@@ -186,14 +185,14 @@ def _contents(*values: object) -> Iterator[object]:
 
 
 def decoder_bytes(decoder: Decoder) -> int:
-    """Bytes of all distinct tensors or arrays that the decoder's device holds, without placeholders
-    of packed weights."""
+    """Bytes of all distinct tensors or arrays of the decoder on its device. Placeholders of packed
+    weights don't count."""
     return tensor_bytes(*vars(decoder).values(), arrays=not decoder.ops.has_host_experts)
 
 
 def tensor_bytes(*values: object, arrays: bool = True) -> int:
-    """Bytes of all distinct tensors, and with `arrays` of arrays, that the values hold, without
-    placeholders of packed weights."""
+    """Bytes of all distinct tensors, and with `arrays` of arrays, in the values. Placeholders of
+    packed weights don't count."""
     found: dict[int, int] = {}
     v: Any
     for v in _contents(*values):

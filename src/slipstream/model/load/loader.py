@@ -1,5 +1,5 @@
-"""Loads a model from a path, with torch: from a checkpoint or random weights, to a device, to a device
-and the host, or to a file that is streamed."""
+"""Loads a model with torch, from a checkpoint or as random weights: to a device, to a device and
+host memory, or to a file that is streamed."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ def load_model(
     """Loads a checkpoint, by its path or description, onto `device` in `dtype`.
     `load_format="dummy"` makes random weights.
 
-    1. The layers' products are quantized by `scheme`, one after another, unless the checkpoint
-       holds them quantized.
-    2. A GGUF file's blocks are used as stored where `ops` can. Otherwise, and where a scheme
-       quantizes them anew, they are dequantized.
-    3. Quantized weights that `ops` has no product for are expanded.
-    4. With `weights_folder`, products that a load quantizes or repacks are kept there for the next
+    1. The linear layers are quantized by `scheme`, one after another, unless the checkpoint stores
+       them quantized.
+    2. A GGUF file's blocks are used as stored where `ops` can compute with them. Otherwise, or if a
+       scheme quantizes them again, they are dequantized.
+    3. Quantized weights that `ops` can't compute with are expanded.
+    4. With `weights_folder`, weights that a load quantizes or repacks are stored there for the next
        load, if that makes it faster.
     5. With a `partition`, a rank's part is loaded, and nothing is kept.
     6. With `weights_bytes`, at most that many bytes of weights stay in memory, and nothing is kept
        for the next load.
-    7. The experts of the first `host_experts` mixtures are packed in host memory. `ops` are
+    7. The experts of the first `host_experts` mixtures are packed in host memory. `ops` must be
        `HostExpertOps` then.
 
-    Weights are read, transformed and packed one module at a time (`pulled.py`). So the model is
-    never in memory as it was before it was quantized.
+    Weights are read, transformed and packed one module at a time (`pulled.py`). So the whole model
+    is never in memory unquantized.
     """
     description = read_spec(source) if isinstance(source, Path) else source
     load = _Load(
@@ -119,9 +119,9 @@ def part_weights(
     partition: Partition | None = None,
     given: Sequence[Stored] | None = None,
 ) -> tuple[Weights, Scheme | None]:
-    """Reads a checkpoint, or a part of one, as `load_model` would. Returns its weights, and the
-    scheme by which the dense ones among them are to be quantized. With a `partition` they are a
-    rank's. `given` are tensors in place of its files'."""
+    """Reads a checkpoint, or a part of one, as `load_model` would. Returns (its weights, the scheme
+    by which dense ones are to be quantized). With a `partition` they are one rank's. `given`:
+    tensors to use instead of its files."""
     load = _Load(
         part,
         ops=ops,
@@ -139,8 +139,8 @@ def part_weights(
 
 
 class _Load:
-    """One load: what is loaded, and how. `weights` is the source, and `whole`, `streamed` and
-    `on_device` are the ways to lay it out."""
+    """One load and its settings. `weights` is the source; `whole`, `streamed` and `on_device` are
+    the ways to lay it out."""
 
     def __init__(
         self,
@@ -157,8 +157,8 @@ class _Load:
         host_experts: int,
         given: Sequence[Stored] | None = None,
     ) -> None:
-        """Checks the settings. CheckpointError or ConfigError names the one at fault. `given` are
-        tensors in place of the files'."""
+        """Checks the settings. CheckpointError or ConfigError names the one at fault. `given`:
+        tensors to use instead of the files."""
         if load_format not in ("auto", "dummy", description.format):
             raise CheckpointError(
                 f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint",
@@ -200,14 +200,14 @@ class _Load:
 
     @property
     def scheme(self) -> Scheme | None:
-        """The scheme that quantizes dense weights. A quantized checkpoint's dense weights, among
-        them those that were expanded, stay dense."""
+        """The scheme for dense weights. In a quantized checkpoint dense weights, including expanded
+        ones, stay dense: None."""
         return None if is_rounded(self.stored) and not self.is_dummy else self.by
 
     # --- Ways to lay a model out ---
 
     def whole(self, folder: Path | None) -> LoadedModel:
-        """Lays out all weights on the device, with experts in host memory if asked for."""
+        """Lays out all weights on the device, with experts in host memory if requested."""
         try:
             return self._whole(folder)
         except torch.OutOfMemoryError as error:
@@ -282,7 +282,7 @@ class _Load:
     def weights(
         self, kept: dict[str, Linear] | None = None, cache_scales: CacheScales | None = None
     ) -> Weights:
-        """Returns the weights: random ones, those `kept` from an earlier start, the checkpoint's."""
+        """The weights: random ones, those `kept` from an earlier start, or the checkpoint's."""
         how: dict[str, Any] = dict(
             dtype=self.dtype, device=self.device, part=self.part, on_host=self.on_host
         )
@@ -297,7 +297,7 @@ class _Load:
         return Weights(found.values, split_blocks(found.products, self.part))
 
     def _with_random_blocks(self, found: Weights) -> Weights:
-        """Replaces random weights that a GGUF file stores in blocks by random blocks."""
+        """Replaces random weights that a GGUF file stores as quantized blocks by random blocks."""
         if self.description.gguf is None or self.description.family.gguf is None:
             return found
         file = self._blocks().linears()
@@ -323,7 +323,7 @@ class _Load:
         return CacheScales(self.description.spec, names, shard=shard)
 
     def _cache_file(self, folder: Path | None) -> PackedCacheFile | None:
-        """Returns the file that keeps packed products for the next load, if that is faster."""
+        """The file that keeps packed weights for the next load; None if that would not be faster."""
         stored = self.stored
         repacks = is_rounded(stored) or (
             self.by is not None and (stored is None or not stored.rounds)
@@ -336,8 +336,8 @@ class _Load:
         return PackedCacheFile(folder, self.description, self.by, dtype, self.ops)
 
     def _held(self, kept: dict[str, Linear] | None) -> StoredWeights | None:
-        """Returns the object that takes quantized weights as stored, or replaces them by those
-        `kept` from an earlier start. None if there are none."""
+        """The object that collects quantized weights as stored, or the ones `kept` from an earlier
+        start. None if there are none."""
         description, stored = self.description, self.stored
         if description.family.gguf is not None and description.gguf is not None:
             blocks = self._blocks()
@@ -355,7 +355,7 @@ class _Load:
         return RoundedWeights(shapes, formats, stored.method, columns=columns, **where)
 
     def _blocks(self) -> BlockWeights:
-        """Takes a GGUF file's blocks. Next to a device, the host takes only its experts'."""
+        """Collects a GGUF file's blocks. Next to a GPU, host memory only gets its experts' blocks."""
         description, ops = self.description, self.ops
         assert description.family.gguf is not None
         assert description.gguf is not None
@@ -405,8 +405,8 @@ class _Load:
         spec, ops = self.spec, self.ops
         if spec.media is None or not spec.has_first:
             return None
-        # With thousands of patches at a time, oneDNN's products are faster than the C++ kernels,
-        # which are made for few tokens.
+        # With thousands of patches at a time, oneDNN's matrix products are faster than the C++
+        # kernels, which are built for few tokens.
         own = CpuOps() if ops.name == "cpu" else ops
         if isinstance(spec.media, SoundSpec):
             return SoundTower(spec.media, weights.values, own)
@@ -418,7 +418,7 @@ class _Load:
 def _part(
     description: ModelDescription, ops: OpSet, shard: Shard, given: Sequence[Stored] | None
 ) -> Sharded:
-    """Makes a rank's part of a checkpoint. ConfigError if its weights can't be split that way."""
+    """Makes one rank's part of a checkpoint. ConfigError if its weights can't be split that way."""
     stored, formats = description.quantization, dict[str, WeightFormat]()
     if stored is not None and stored.formats is not None:
         formats = description.native_formats(ops.rounded)

@@ -1,11 +1,11 @@
 """Keeps quantized weights in a file, so that the next start with the same checkpoint reads them.
 
-1. A file's name is a digest of all that its bytes depend on: the checkpoint's files (path, size,
-   times of change) and description, the scheme, the model's type, the op set's layout and
-   Slipstream's version.
-2. There is one file per checkpoint, scheme, type and op set. A new one replaces it.
-3. An engine folder is copied to other machines. There the checkpoint's files are identified by
-   their contents instead.
+1. A file's name is a digest of everything that its content depends on: the checkpoint's files
+   (path, size, modification times) and description, the scheme, the model's dtype, the op set's
+   layout and Slipstream's version.
+2. There is one file per checkpoint, scheme, dtype and op set. A new one replaces the old.
+3. An engine folder may be copied to other machines. In it the checkpoint's files are identified by
+   content instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 FORM = 2
-"""Version of the file format. It changes when quantization or the products' names change within a
+"""Version of the file format. Raised when quantization or the weights' names change within a
 release."""
 
 MIN_BYTES = 16 * 2**20
@@ -51,10 +51,10 @@ SAMPLE_BYTES = 64 * 2**10
 
 
 class CachedWeights:
-    """Products of an earlier start, in place of the checkpoint's tensors.
+    """Packed weights of an earlier start, used instead of the checkpoint's tensors.
 
-    `rest` takes the weights that are held as stored. `rounded` means that the checkpoint stores
-    them quantized, with scales next to them.
+    `rest` collects further weights that stay as stored. `rounded`: the checkpoint stores the cached
+    weights quantized, with scales next to them.
     """
 
     def __init__(
@@ -68,17 +68,15 @@ class CachedWeights:
     def take(
         self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]
     ) -> bool:
-        """Tells whether the tensor `name` belongs to a cached product, so that it need not be read,
-        or is held by `rest`."""
+        """Whether the tensor `name` need not be read, because it belongs to a cached weight or
+        `rest` takes it."""
         if self._rest is not None and self._rest.take(name, read, find):
             return True
         stem, _, part = name.rpartition(".")
         if self._rounded and part in PASSED_OVER:
             return True
         place = find(name)
-        if (
-            place is None and part != "bias"
-        ):  # codes, scales and shapes have names next to the weight's
+        if place is None and part != "bias":  # codes, scales and shapes are named like the weight
             place = find(f"{stem}.weight")
         return place is not None and place.target in self._own
 
@@ -90,7 +88,7 @@ class CachedWeights:
 
 
 class PackedCacheFile:
-    """The file of one checkpoint's products, for an op set with a layout."""
+    """The file with one checkpoint's packed weights, for an op set's layout."""
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class PackedCacheFile:
         own = path.parent if path.is_file() else path
         travels = (
             folder.resolve().parent == own
-        )  # it is in the checkpoint's own folder, and copied with it
+        )  # it is in the checkpoint's own folder and is copied with it
         stamps = [_contents(f) if travels else _stamp(f) for f in files]
         of = ["" if travels else str(path), str(scheme), dtype, ops.describe()]
         stored = [str(description.quantization), str(description.split_columns())]
@@ -118,7 +116,7 @@ class PackedCacheFile:
         self.path = folder / f"{self._family}{_digest(known)[:24]}.safetensors"
 
     def read(self) -> dict[str, Linear] | None:
-        """Reads the products, without biases. None if there is no file or it can't be read. A
+        """Reads the weights, without biases. None if there is no file or it can't be read. A
         damaged file is removed."""
         try:
             try:
@@ -133,11 +131,11 @@ class PackedCacheFile:
         return None
 
     def write(self, products: Mapping[str, Linear], num_bytes: int) -> threading.Thread | None:
-        """Begins to write `products`, of at most `num_bytes`, in a thread, and returns the thread.
-        The model can be used meanwhile.
+        """Starts a thread that writes `products`, of at most `num_bytes`, and returns it. The model
+        can be used meanwhile.
 
-        Products of a small model, or more than half of the disk's free space, are not kept. A
-        failure is logged.
+        Returns None, without writing, for small models and if the file would take over half of the
+        disk's free space. A failure is logged.
         """
         if not products or num_bytes < MIN_BYTES:
             return None
@@ -171,8 +169,8 @@ class PackedCacheFile:
             )
 
     def _clear(self, prefix: str, before: float | None = None) -> None:
-        """Removes the files with this prefix, except the current one. With `before`, only older
-        ones."""
+        """Removes the files with this prefix, except the current one. With `before` (a time), only
+        older ones."""
         for file in self._folder.iterdir():
             ours = file.name.startswith(prefix) and file != self.path
             if ours and (before is None or file.stat().st_mtime < before):
@@ -180,8 +178,7 @@ class PackedCacheFile:
 
 
 def checkpoint_stamps(description: ModelDescription) -> list[tuple[str | int, ...]]:
-    """Returns a key that changes with the checkpoint's files: their names, sizes and times in the
-    file system."""
+    """A key that changes with the checkpoint's files: names, sizes and modification times."""
     return [_stamp(file) for file in _files(description.path.resolve(), description)]
 
 
@@ -199,8 +196,8 @@ def _stamp(file: Path) -> tuple[str | int, ...]:
 
 
 def _contents(file: Path) -> tuple[str | int, ...]:
-    """Returns a key that a copy shares: name, size, and a digest of the file's ends and 64 places
-    between."""
+    """A key that is the same for a copy of the file: name, size, and a digest of the file's two
+    ends and of 64 samples between."""
     digest, size = hashlib.sha256(), file.stat().st_size
     with file.open("rb") as opened:
         for part in range(66):

@@ -1,5 +1,5 @@
-"""Builds a model piece by piece: a layer at a time, and what is outside the layers. The loaders of
-models that are not all on the device use it."""
+"""Builds a model in pieces: layer by layer, and what is outside the layers. Used by loaders of
+models that are not entirely on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def layer_prefix(index: int) -> str:
-    """Returns the beginning of the names of a layer's parameters."""
+    """Prefix of the names of a layer's parameters."""
     return f"layers.{index}."
 
 
@@ -31,7 +31,7 @@ def load_layer(
     scheme: Scheme | None,
     partition: Partition | None = None,
 ) -> Layer:
-    """Lays out the layer `index`. `weights` can make it again."""
+    """Lays out layer `index`. `weights` must be able to produce it again."""
     prefix = layer_prefix(index if spec.same_as is None else spec.same_as)
     own = weights.layer(prefix)
     how: Any = dict(scheme=scheme, products=own.products, partition=partition)

@@ -1,9 +1,8 @@
-"""Weights that are made when the builder takes them, one at a time. No torch.
+"""Lazy weights: each is made when the builder takes it. No torch.
 
-A load is a chain: a source names a checkpoint's tensors (or draws random ones), transforms cut,
-expand or dequantize them, and a builder takes each parameter, packs it and drops it. Every link
-hands on functions, not values. So at most one module is in memory in the form it had before it was
-packed, however the model is loaded.
+A load is a chain: a source lists a checkpoint's tensors (or draws random ones), transforms cut,
+expand or dequantize them, and a builder takes each parameter, packs it and drops it. The links pass
+functions, not values. So at most one module is in memory unpacked, however the model is loaded.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ V = TypeVar("V")
 
 
 class Pulled(MutableMapping[str, V]):
-    """Values by name. A value is made anew each time it is read; `pop` makes it for the last
-    time. A value that is set is kept."""
+    """Lazy mapping of values by name. Reading a value makes it anew each time; `pop` makes it for
+    the last time. A value that was set is kept."""
 
     def __init__(self, makers: Mapping[str, Callable[[], V]]) -> None:
         self._makers = dict(makers)
@@ -37,7 +36,7 @@ class Pulled(MutableMapping[str, V]):
     def __contains__(self, name: object) -> bool:
         return name in self._kept or name in self._makers
 
-    # The mapping's own `get` and `pop` would take a maker's KeyError for a missing name.
+    # The base class's `get` and `pop` would mistake a KeyError raised while making a value for a missing name.
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default  # noqa: SIM401
@@ -58,7 +57,7 @@ class Pulled(MutableMapping[str, V]):
 
     @classmethod
     def of(cls, values: Mapping[str, V]) -> Pulled[V]:
-        """Returns these values. They are read one by one, as they are taken."""
+        """A mapping with these values, which are read one by one as they are taken."""
         if isinstance(values, Pulled):
             return values
         found: Pulled[V] = cls({})
@@ -66,7 +65,7 @@ class Pulled(MutableMapping[str, V]):
         return found
 
     def only(self, wanted: Callable[[str], bool]) -> Pulled[V]:
-        """Returns the values whose names are `wanted`. Taking them leaves these as they are."""
+        """The values whose names are `wanted`, as another mapping. Taking from it leaves this one unchanged."""
         own = Pulled({name: make for name, make in self._makers.items() if wanted(name)})
         own._kept.update({name: value for name, value in self._kept.items() if wanted(name)})
         return own
@@ -75,7 +74,7 @@ class Pulled(MutableMapping[str, V]):
 @dataclass(frozen=True, slots=True)
 class Weights:
     """A model's weights by the names of `spec.parameters`: dense parameters (tensors or arrays),
-    and products that are quantized already, without biases."""
+    and already quantized linear layers without biases."""
 
     values: Pulled[Any]
     products: Pulled[Any]

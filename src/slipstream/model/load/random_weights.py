@@ -1,9 +1,8 @@
-"""Random weights, made in the form in which they are kept. They need no checkpoint, only a config.
+"""Random weights in their final format, made from a config without a checkpoint.
 
-A dense parameter is normal with std 0.02; norms are 1 and biases 0. A quantized product is made of
-random codes, with scales that give its values a std near 0.02. So a dummy model never exists
-unquantized. Each parameter is drawn with a seed of its own, by its name, so that the order in which
-they are made does not matter.
+A dense parameter is normal with std 0.02; norms are 1 and biases 0. A quantized weight has random
+codes, and scales that give its values a std near 0.02. So a dummy model never exists unquantized.
+Each parameter has a seed that depends on its name, so that the order of drawing does not matter.
 
 `xp` is NumPy, or torch with a device. NumPy's draws and torch's differ.
 """
@@ -32,34 +31,34 @@ if TYPE_CHECKING:
 
 STD = 0.02
 SCALES = {
-    **dict.fromkeys(("fp8", "fp8-block"), STD / 0.6),  # codes whose exponent's high bit is 0
+    **dict.fromkeys(("fp8", "fp8-block"), STD / 0.6),  # codes without the exponent's high bit
     "int8": STD / 73.9,  # the odd numbers from −127 to 127
     "int4": STD / 4.64,  # −8 … 7
     "nvfp4": STD / 2.9,  # all e2m1 codes
-    "mxfp4": 2.0**-7,  # a power of two
+    "mxfp4": 2.0**-7,  # a power of two is required
 }
-"""Scales by which random codes have about this std: over the root mean square of the codes."""
+"""Scales with which the values of random codes have about this std: STD divided by the root mean square of the codes."""
 
 ROWS_AT_ONCE = 1024
-"""Rows of an array that are drawn at once. NumPy draws float32."""
+"""Rows of an array drawn at once, which bounds NumPy's float32 temporaries."""
 
 E4M3_MASK = 0xBF
-"""Bits of a random e4m3 code: without the exponent's high bit there is no NaN."""
+"""Mask for random e4m3 codes: it clears the exponent's high bit, so that none is NaN."""
 
 
 class Draws(Protocol):
-    """Makes tensors or arrays of random numbers for one parameter."""
+    """Interface that draws the random tensors or arrays of one parameter."""
 
     dtype: Any  # the model's type
 
     def normal(self, shape: Shape, dtype: str | None = None) -> Any:
-        """Normal numbers with std 0.02, in the model's type unless another is named."""
+        """Normally distributed values with std 0.02, in the model's dtype unless another is named."""
 
     def full(self, shape: Shape, value: float, dtype: str | None = None) -> Any:
-        """A constant, in the model's type unless another is named."""
+        """A constant tensor, in the model's dtype unless another is named."""
 
     def codes(self, shape: Shape, dtype: str) -> Any:
-        """Random bits as int8 (odd, so that there is no −128), int16 or float8_e4m3fn."""
+        """Random bits as int8 (odd values, which excludes −128), int16 or float8_e4m3fn."""
 
 
 class ArrayDraws:
@@ -98,7 +97,7 @@ class TensorDraws:
         import torch
 
         self.dtype, self._device, self._torch = dtype, device, torch
-        # nothing is drawn on a described GPU
+        # nothing is drawn for a described GPU (meta device)
         on_meta = device.type == "meta"
         self._generator = None if on_meta else torch.Generator(device).manual_seed(seed)
 
@@ -126,8 +125,8 @@ class TensorDraws:
 def random_weights(
     shapes: Mapping[str, Shape], draws: Callable[[str], Draws], scheme: Scheme | None
 ) -> Weights:
-    """Returns random weights of these shapes; those that `scheme` quantizes are products.
-    `draws(name)` draws a parameter's numbers."""
+    """Random weights of these shapes; those that `scheme` quantizes are quantized linear layers.
+    `draws(name)` returns the generator of a parameter."""
     dense, products = dict[str, Callable[[], Any]](), dict[str, Callable[[], Any]]()
     for name, shape in shapes.items():
         if (
@@ -142,9 +141,9 @@ def random_weights(
 
 
 def random_blocks(w: BlockLinear, seed: int) -> BlockLinear:
-    """Returns a weight with random blocks in the place of a GGUF file's, of a std near 0.02.
+    """A weight with random blocks instead of a GGUF file's, whose values have a std near 0.02.
 
-    Some rows are drawn, and repeated.
+    Only some rows are drawn; they are repeated.
     """
     if w.device is not None and w.device.type == "meta":
         return w
@@ -170,7 +169,7 @@ def _random_rows(kind: str, rows: int, row_bytes: int, generator: np.random.Gene
             raw[:, 0] = 120
         elif kind == "NVFP4":
             raw[:, :4] = 4
-        elif kind == "IQ1_M":  # a half byte each
+        elif kind == "IQ1_M":  # half a byte each
             bits = int(np.float16(scales[0]).view(np.uint16))
             for i, at in enumerate((49, 51, 53, 55)):
                 raw[:, at] = raw[:, at] & 15 | (bits >> 4 * i & 15) << 4
@@ -187,7 +186,7 @@ def _random_rows(kind: str, rows: int, row_bytes: int, generator: np.random.Gene
 
 
 def seed_of(name: str, seed: int) -> int:
-    """Returns the seed of the parameter `name`."""
+    """Seed of the parameter `name`."""
     return zlib.crc32(f"{seed} {name}".encode())
 
 
@@ -208,7 +207,9 @@ def _product(name: str, shape: Shape, draws: Callable[[str], Draws], scheme: Sch
         if part == "weight":
             assert kind is not None
             return made.codes(shape, kind)
-        by_rows = part == "scales" and scheme.name == "nvfp4"  # their `row_scales` have the value
+        by_rows = (
+            part == "scales" and scheme.name == "nvfp4"
+        )  # for nvfp4 the value goes into `row_scales`
         return made.full(shape, 1.0 if by_rows else SCALES[scheme.name], kind)
 
     return new_linear(scheme.name, shape, made.dtype, make, size=scheme.group_size)

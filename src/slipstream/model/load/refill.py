@@ -1,13 +1,12 @@
-"""Writes other weights over those of a decoder that runs, in place, module by module.
+"""Replaces the weights of a running decoder in place, module by module.
 
-A module (a layer, or what is outside the layers) is built anew from the weights as a load builds it
-(source → transforms → builder), copied over the module that runs, and dropped. Tensors and arrays
-stay where they are, so graphs and kernels that hold their addresses go on. At most one module is in
-memory twice.
+A module (a layer, or everything outside the layers) is built from the new weights as a load builds
+it (source → transforms → builder), copied over the running module, and dropped. Tensors and arrays
+keep their addresses, so graphs and kernels remain valid. At most one module is in memory twice.
 
-`check` builds every module without writing: a form that depends on the weights (which of them are
-sparse, a common factor) may differ from what runs, and that must be known before anything changes.
-No torch.
+`check` builds every module without writing: a format that depends on the weights (which are sparse,
+a common factor) may differ from the running one, and that must be known before anything changes. No
+torch.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ NOT_WEIGHTS = frozenset(
         *("relays", "expert_counts", "group", "cross_group"),
     }
 )
-"""Attributes of a decoder and of its layers that hold no weights of their own."""
+"""Attributes of a decoder and of its layers that hold no weights."""
 
 TEMPORARY_WORDS = 2**20
-"""Words that a checksum widens to 64 bits at a time."""
+"""Number of words that a checksum widens to 64 bits at once."""
 
 
 class Refill:
-    """Other weights for `decoder`, which runs. `weights` can make each weight several times."""
+    """New weights for the running `decoder`. `weights` must be able to produce each weight several times."""
 
     def __init__(
         self, decoder: Decoder, weights: Weights, *, max_model_len: int, scheme: Scheme | None
@@ -52,13 +51,13 @@ class Refill:
         self._max_model_len, self._scheme = max_model_len, scheme
 
     def check(self) -> None:
-        """Build every module. CheckpointError names a parameter whose form differs from what runs,
-        or that has numbers that are not finite; nothing is changed."""
+        """Build every module without writing. CheckpointError names a parameter whose format
+        differs from the running one, or that has values that are not finite."""
         for old, new in self._modules(_checked(self._weights)):
             _compare(dict(old), dict(new))
 
     def write(self) -> None:
-        """Write the weights. `check` must have passed; after an error they are a mix."""
+        """Write the weights. Call `check` first. After an error the decoder holds a mix of old and new weights."""
         written = set[int]()
         for old, new in self._modules(self._weights):
             running = dict(old)
@@ -73,7 +72,7 @@ class Refill:
     def _modules(
         self, weights: Weights
     ) -> Iterator[tuple[Iterator[tuple[str, Any]], Iterator[tuple[str, Any]]]]:
-        """Yields the contents of each module, as it runs and as it would be."""
+        """Yields (contents of a running module, contents of the new one) for each module."""
         old, ops, spec = self._decoder, self._decoder.ops, self._decoder.spec
         how = self._max_model_len, self._scheme, old.partition
         new = load_ends(spec, weights, ops, *how)
@@ -83,7 +82,7 @@ class Refill:
         for i, layer in zip(spec.local_layers, old.layers, strict=True):
             made = load_layer(spec.layers[i], i, weights, ops, tables, self._scheme, old.partition)
             yield contents(layer, f"layers.{i}."), contents(made, f"layers.{i}.")
-            del made  # before the next is made
+            del made  # before the next module is made
 
 
 def refusal(decoder: Decoder) -> str | None:
@@ -114,9 +113,8 @@ def running_contents(decoder: Decoder) -> Iterator[tuple[str, Any]]:
 
 
 def contents(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the tensors, arrays and settings in a value, by name. Settings are values that a
-    kernel may be compiled for. Objects without any of these (op sets, groups of ranks) are left
-    out."""
+    """Yields the tensors, arrays and settings in a value, by name. Settings are values for which a
+    kernel may be compiled. Objects without any of these (op sets, rank groups) are left out."""
     if hasattr(value, "data_ptr") or isinstance(value, (np.ndarray, *ATOMS)):
         yield name.removesuffix("."), value
     elif isinstance(value, Mapping):
@@ -150,7 +148,7 @@ def linears(value: Any) -> Iterator[Any]:
 
 
 def is_data(value: Any) -> bool:
-    """Tells whether it is a tensor or array with memory, not a stand-in for a packed weight."""
+    """Whether a value is a tensor or array with memory, not a placeholder of a packed weight."""
     if isinstance(value, np.ndarray):
         return value.size > 0 and (any(value.strides) or value.ndim == 0)
     return hasattr(value, "data_ptr") and value.device.type != "meta" and value.numel() > 0
@@ -163,9 +161,8 @@ def address(value: Any) -> int:
 
 
 def _checked(weights: Weights) -> Weights:
-    """The weights, checked as each is made: one with numbers that are not finite raises
-    CheckpointError, because a trainer that diverged sends NaN, and every answer would be
-    nonsense."""
+    """The weights, each checked when it is made: CheckpointError if a value is not finite, because
+    a diverged training run yields NaN, and every answer would be nonsense."""
 
     def checked(values: Pulled[Any]) -> Pulled[Any]:
         return Pulled({name: partial(make, values, name) for name in values})
@@ -182,8 +179,8 @@ def _checked(weights: Weights) -> Weights:
 
 
 def not_finite(value: Any) -> int:
-    """The number of NaN and infinities. A sum tells that there are none in most cases, without
-    temporary memory; 8-bit floats are not looked at."""
+    """Number of NaN and infinite values. A finite sum shows that there are none, without temporary
+    memory; 8-bit floats are not checked."""
     if isinstance(value, np.ndarray):
         if value.dtype.name == "bfloat16":  # ml_dtypes', whose sums are slow
             return int(np.count_nonzero((value.view(np.uint16) & 0x7F80) == 0x7F80))
@@ -217,12 +214,12 @@ def _form(value: Any) -> str:
 
 
 def checksums(decoder: Decoder) -> dict[str, str]:
-    """Checksums of all weights of a decoder that runs, by name. Weights that share memory are named
+    """Checksums of all weights of a running decoder, by name. Weights that share memory are listed
     once.
 
-    A checksum is 64 bits as hex, the same on every device: of two sums over the 32-bit words, of the
-    words and of the words times their number, modulo 2^64. Integer sums don't depend on the order,
-    so a GPU may take any, and one pass over the memory is all."""
+    A checksum is 64 bits as hex, the same on every device. It combines two sums over the 32-bit
+    words modulo 2^64: of the words, and of the words times their index. Integer sums don't depend
+    on the order of addition, so one pass over the memory in any order is enough."""
     arrays, tensors, seen = dict[str, Any](), dict[str, Any](), set[int]()
     for name, value in running_contents(decoder):
         if is_data(value) and address(value) not in seen:

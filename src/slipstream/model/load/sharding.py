@@ -1,10 +1,10 @@
-"""A rank's part of a checkpoint. Tensors are cut when they are read, so later code sees a smaller
-model.
+"""One rank's part of a checkpoint. Tensors are cut when they are read, so later code handles a
+smaller model.
 
-`Sharded.tensors` turns the stream of a checkpoint's tensors into that of a rank's parts, and
-`Sharded.names` is the table of their places. Tensors of which the rank has nothing are never read.
-Files are mapped, so only the part's pages of a tensor are read if the tensor is in the order of its
-parameter.
+`Sharded.tensors` converts the stream of a checkpoint's tensors to the rank's parts, and
+`Sharded.names` has their placements. Tensors of which the rank has nothing are never read. Files
+are memory-mapped, so only the pages of the rank's part are read if a tensor has the row order of
+its parameter.
 
 Quantized weights are cut at the boundaries of elements that share a scale or a word (`_UNITS`). A
 part that begins within one is refused.
@@ -42,10 +42,10 @@ Blocks: TypeAlias = "npt.NDArray[np.uint8]"
 
 
 class Sharded:
-    """A rank's part of a model.
+    """One rank's part of a model.
 
-    `names` maps the checkpoint's names to the places of the rank's tensors. `absent` has the names
-    of tensors of which the rank holds no part.
+    `names` maps the checkpoint's names to placements of the rank's tensors. `absent`: names of
+    tensors of which the rank has nothing.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Sharded:
     ) -> None:
         """Computes the rank's shapes and names. `names` and `prefixes` are the family's.
 
-        `formats`, by our names, are those of the weights that stay as stored. `method` is the tool
-        that quantized them.
+        `formats`, by our names: those of weights that stay as stored. `method`: the tool that
+        quantized them.
         """
         self.formats, self._method = formats, method
         self.spec, self.shapes, self.cuts = (
@@ -125,7 +125,7 @@ class Sharded:
         cut: ParameterShard,
         own: tuple[Range, ...],
     ) -> Stored:
-        """Cuts this rank's part out of a tensor that is not quantized. CheckpointError if its shape is not the config's."""
+        """a single scale for the whole weight"""
         full = placed_shape(self._whole[place.target], place)
         place = turned(place, shape, full)
         expected = stored_shape(full, place.transform)
@@ -167,8 +167,7 @@ class Sharded:
         def part(value: Tensor) -> Tensor:
             if value.dim() == 1 and units.turned:  # g_idx: the group of each input
                 return value if columns is None else value[: sum(b - a for a, b in columns)]
-            # The part is padded. The padding's zero points equal the others, as the checks of the
-            # format expect.
+            # The padding's zero points equal the others, as the format's checks require.
             fill = int(value.flatten()[0]) if is_zeros and not value.is_meta else 0
             if units.turned:
                 return part_of(value.mT, rows, columns, fill=fill).mT.contiguous()
@@ -185,7 +184,7 @@ class Sharded:
         cut: ParameterShard,
         own: tuple[Range, ...],
     ) -> Stored:
-        """Cuts blocks [experts, rows, in / 32, 16], or their scales [experts, rows, in / 32]."""
+        """Cuts MXFP4 blocks [experts, rows, in / 32, 16] or their scales [experts, rows, in / 32]."""
         columns = None
         if cut.columns is not None:
             columns = tuple(
@@ -196,7 +195,7 @@ class Sharded:
             value = value[cut.first : cut.first + cut.count]
             if isinstance(place.transform, Deinterleave):
                 value = torch.cat((value[:, ::2], value[:, 1::2]), dim=1)
-            # As a scale, 127 means 1.
+            # The scale code 127 means 1.
             return part_of(value, own, columns, 1, fill=127 if value.dim() == 3 else 0)
 
         return name, tuple(part(torch.empty(shape, device="meta")).shape), lambda: part(read())
@@ -210,8 +209,8 @@ def part_of(
     *,
     fill: int = 0,
 ) -> Tensor:
-    """Returns the ranges `rows` of dimension `dim`, and `columns` of the one after it. Ranges that
-    mean zeros get `fill`."""
+    """The ranges `rows` of dimension `dim`, and `columns` of the next dimension. Ranges of padding
+    get the value `fill`."""
     if columns is not None:
         value = _taken(value, columns, dim + 1, fill)
     return _taken(value, rows, dim, fill)
@@ -231,8 +230,8 @@ def _taken(value: Tensor, ranges: tuple[Range, ...], dim: int, fill: int) -> Ten
 
 
 def cut_whole(value: Tensor, cut: ParameterShard, shape: Shape) -> Tensor:
-    """Returns a rank's part, of `shape`, of a whole parameter. Rows beyond the parameter's own (of
-    a vocabulary) are zeros."""
+    """A rank's part, of `shape`, of a whole parameter. Rows beyond the parameter's own (vocabulary
+    padding) are zeros."""
     if not cut.keep:
         return torch.zeros(shape, dtype=value.dtype, device=value.device)
     copies = value.unflatten(0, (cut.copies, -1))[cut.first : cut.first + cut.count]
@@ -249,10 +248,10 @@ def cut_whole(value: Tensor, cut: ParameterShard, shape: Shape) -> Tensor:
 
 
 class _Units(NamedTuple):
-    """Number of a weight's rows and columns that an element of a stored part covers. 0 columns
-    means all of them.
+    """Number of a weight's rows and columns that one element of a stored part covers; 0 columns:
+    all.
 
-    `turned` means that columns come first.
+    `turned`: columns are the first dimension.
     """
 
     rows: int
@@ -261,7 +260,7 @@ class _Units(NamedTuple):
 
 
 def _units(part: str, fmt: WeightFormat, method: str | None) -> _Units | None:
-    """Returns the units of a part of a quantized weight, or None if it is no such part."""
+    """The units of a stored part of a quantized weight; None if `part` is no such part."""
     group, word = fmt.group_size or 0, 2 if fmt.in_pairs else 32 // fmt.bits
     return {
         "weight": _Units(1, word if fmt.in_pairs else 1),
@@ -291,7 +290,7 @@ def _no_boundary(name: str, size: int) -> ConfigError:
 
 
 def check_formats(local: Sharded) -> None:
-    """Checks that every quantized weight's part can be held in its format. ConfigError if not."""
+    """Checks that the rank's part of every quantized weight fits its format. ConfigError if not."""
     for name, place in local.names.items():
         fmt = local.formats.get(place.target)
         if fmt is None or place.target not in local.cuts or place.target not in local.shapes:
@@ -313,8 +312,8 @@ def check_formats(local: Sharded) -> None:
 
 
 def split_blocks(linears: Mapping[str, Linear], local: Sharded) -> Pulled[Linear]:
-    """Returns a rank's part of weights in GGUF types. Their blocks stay mapped as long as rows are
-    cut in one piece."""
+    """One rank's part of weights in GGUF types. Blocks stay memory-mapped as long as rows are cut
+    in one piece."""
 
     def own(name: str) -> Linear:
         w = linears[name]
@@ -359,7 +358,7 @@ def _split_linear(name: str, w: BlockLinear, cut: ParameterShard, shape: Shape) 
 
 
 def _blocks_of(blocks: Blocks, ranges: Sequence[tuple[int, ...]], axis: int) -> Blocks:
-    """Returns ranges of an axis. A negative start means zeros; blocks of zero bytes are zeros in
+    """Ranges of an axis. A negative start means zeros; blocks of zero bytes represent zeros in
     every type."""
 
     def part(first: int, last: int) -> Blocks:
@@ -379,8 +378,8 @@ def _flat(blocks: Blocks) -> Blocks:
 def _with_zeros(
     pieces: list[BlockRows], num_rows: int, whole: BlockLinear
 ) -> tuple[BlockRows, ...]:
-    """Returns the pieces of a part with `num_rows` rows. Missing rows are added as zeros to the
-    piece before them."""
+    """The pieces extended to `num_rows` rows. Missing rows are added as zeros to the piece before
+    them."""
     if not pieces:
         first = whole.pieces[0]
         row = np.zeros((num_rows, first.blocks.shape[1]), np.uint8)

@@ -1,11 +1,10 @@
-"""Loads a decoder whose weights are not all kept in memory, layer by layer (`spec.offload`,
+"""Loads a decoder layer by layer, of which some layers are streamed from a file (`spec.offload`,
 `layer_stream`).
 
-1. Each layer is packed, written to the stream's file, and dropped. So at most one layer is in
-   memory in addition to those that stay.
-2. Once all sizes are known, the layers that are to stay are read back.
+1. Each layer is packed, written to the stream's file, and dropped, so that only one is in memory.
+2. When all sizes are known, the layers that stay in memory are read back.
 
-So a checkpoint larger than the memory can start and run.
+So a checkpoint larger than memory can be loaded and run.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ def load_streamed(
     folder: Path,
     budget: int,
 ) -> LoadedModel:
-    """Loads the model with at most `budget` bytes of weights in memory. `folder` is for the
-    stream's file."""
+    """Loads the model with at most `budget` bytes of weights in memory. `folder`: where the
+    stream's file is created."""
     spec, device = description.spec, torch.device("cpu")
     tables, stream = ops.position_tables(max_model_len, device), LayerStream(folder)
     layers: list[Layer] = []
     for i, own in enumerate(spec.layers):
-        ops.host.arena = Arena(ops.pool)  # its memory is freed with the layer
+        ops.host.arena = Arena(ops.pool)  # an arena whose memory is freed with the layer
         layer = load_layer(own, i, weights, ops, tables, scheme)
         stream.write(i, layer)
         layers.append(without_data(layer))

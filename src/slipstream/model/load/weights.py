@@ -1,9 +1,8 @@
-"""Reads a checkpoint's tensors, or draws random ones, as the parameters of a model.
+"""Reads a checkpoint's tensors, or draws random ones, as a model's torch parameters.
 
-A parameter is made when it is taken: allocated once, on its device, in its final type. Each
+A parameter is made when it is taken: allocated once, on its device, in its final dtype. Each
 checkpoint tensor that fills it is read, transformed, copied into its rows and dropped. A tensor
-that is missing, unknown or of another shape stops the load, before any is read, with an error that
-names it.
+that is missing, unknown or of the wrong shape raises an error that names it, before any is read.
 """
 
 from __future__ import annotations
@@ -46,20 +45,20 @@ from slipstream.spec.stored.safetensors import safetensors_files
 
 
 class RankShard(Protocol):
-    """One of several ranks' part of a model (`model.load.sharding.Sharded`)."""
+    """Interface of one rank's part of a model (`model.load.sharding.Sharded`)."""
 
     shapes: dict[str, Shape]
     names: dict[str, Placement]
 
     def tensors(self, stored: Iterable[Stored]) -> Iterator[Stored]:
-        """Yields the rank's parts of a checkpoint's tensors. `names` has their places."""
+        """Yields the rank's parts of a checkpoint's tensors. `names` has their placements."""
 
     def of_parameter(self, name: str, value: Tensor) -> Tensor:
         """Returns the rank's part of a whole parameter."""
 
 
 def every_name(name: str) -> bool:
-    """Filter that takes every parameter."""
+    """Filter that accepts every parameter."""
     return True
 
 
@@ -75,10 +74,10 @@ def tensor_weights(
     on_host: Container[str] = (),
     given: Sequence[Stored] | None = None,
 ) -> Weights:
-    """Returns the `wanted` weights of a checkpoint as tensors on `device`, or in host memory those
-    in `on_host`. With a `part`, they are a rank's. `given` are tensors in place of the files'.
+    """The `wanted` weights of a checkpoint as tensors on `device`, those in `on_host` in host
+    memory. With a `part`, one rank's. `given`: tensors to use instead of the files.
 
-    `held` holds those that stay quantized. The scales of the KV cache go to `cache_scales`.
+    `held` takes those that stay quantized, `cache_scales` the scales of the KV cache.
     CheckpointError names the tensor at fault.
     """
     every = description.shapes if part is None else part.shapes
@@ -141,9 +140,9 @@ def load_parameters(
 def _without_others(
     stored: Iterable[Stored], find: Callable[[str], Placement | None], wanted: Callable[[str], bool]
 ) -> Iterator[Stored]:
-    """Yields a checkpoint's tensors whose places are `wanted`, in whatever form they are stored.
+    """Yields the checkpoint tensors of `wanted` parameters, in whatever format they are stored.
 
-    Scales of the KV cache, and tensors without a place, count as parameters outside the layers.
+    Scales of the KV cache, and tensors without a placement, count as parameters outside the layers.
     """
     for name, shape, read in stored:
         stem = name.rpartition(".")[0]
@@ -152,7 +151,7 @@ def _without_others(
             f"{stem}.weight",
             stem,
             name.rpartition("_")[0],
-        )  # as it is; a part of it; a part in older tools; MXFP4
+        )  # names as they are, of a part, of a part in older tools, and of MXFP4
         place = next((p for p in map(find, names) if p is not None), None)
         if wanted("" if place is None or CacheScales.is_of_cache(name) else place.target):
             yield name, shape, read
@@ -166,8 +165,8 @@ def filled_tensors(
     *,
     padded: bool = False,
 ) -> Pulled[Tensor]:
-    """Returns parameters that are read when they are taken. If they are `padded`, rows that no
-    tensor fills (of a rank's part of a vocabulary) are zero."""
+    """Parameters that are read when they are taken. With `padded`, rows that no tensor fills
+    (vocabulary padding on a rank) are zero."""
     new = torch.zeros if padded else torch.empty
 
     def made(name: str) -> Tensor:
@@ -192,10 +191,10 @@ def random_tensors(
     part: RankShard | None = None,
     on_host: Container[str] = (),
 ) -> Weights:
-    """Returns random weights of a config's shapes (`random_weights`), on `device` or in host
-    memory. Those that `scheme` quantizes are products.
+    """Random weights of a config's shapes (`random_weights`), on `device` or in host memory. Those
+    that `scheme` quantizes are quantized linear layers.
 
-    A rank's `part` is cut from dense weights, so that all ranks together have one model.
+    A rank's `part` is cut from dense weights, so that all ranks have parts of the same model.
     """
 
     def draws(name: str) -> TensorDraws:
@@ -221,7 +220,7 @@ def dummy_parameters(
 
 
 def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the type of a parameter."""
+    """Dtype of a parameter: `dtype`, or float32 if `keeps_float32`."""
     return torch.float32 if keeps_float32(name) else dtype
 
 
@@ -231,8 +230,8 @@ def transform(value: Tensor, how: Transform | None) -> Tensor:
 
 
 def stored_tensors_of(path: Path) -> Iterator[Stored]:
-    """Yields the tensors of a folder, file by file, mapped rather than read. A file stays mapped
-    as long as one of its tensors may be read."""
+    """Yields the tensors of a folder, file by file, memory-mapped. A file stays mapped as long as
+    one of its tensors may be read."""
     from safetensors import safe_open
 
     def read(opened: Any, name: str, file: Path) -> Tensor:

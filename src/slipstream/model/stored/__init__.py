@@ -1,1 +1,1 @@
-"""Forms in which checkpoints store weights: quantized, packed, sparse, GGUF blocks."""
+"""Formats in which checkpoints store weights: quantized, packed, sparse, GGUF blocks."""

@@ -1,13 +1,13 @@
-"""Weights stored without their zeros by compressed-tensors (`sparse-bitmask` and
+"""Sparse weights stored by compressed-tensors as bit masks and nonzero values (`sparse-bitmask` and
 `sparse-24-bitmask`). No torch.
 
-A checkpoint has these tensors in place of a module's `weight` (or below it, from older tools):
+A checkpoint has these tensors instead of a module's `weight` (older tools: below that name):
 
-1. `compressed`: the other elements, row after row, in the model's type or quantized.
+1. `compressed`: the nonzero elements, row by row, in the model's dtype or quantized.
 2. `bitmask` uint8 [out, in / 8]: a bit for every element, from the low bits up.
-3. `shape`, and `row_offsets`, which follow from the mask and are not read.
+3. `shape` and `row_offsets`, which can be derived from the mask and are not read.
 
-Each weight is made dense when it is read. The op set decides whether to leave the zeros out again.
+Each weight is made dense when it is read. The op set decides whether to make it sparse again.
 Values are NumPy arrays, even with torch.
 """
 
@@ -28,7 +28,7 @@ PARTS = ("shape", "bitmask", "compressed")
 
 
 def made_dense(stored: Iterable[Stored]) -> Iterator[Stored]:
-    """Yields `stored`, with one `weight` in place of each weight's parts.
+    """Yields `stored`, with one dense `weight` instead of each sparse weight's parts.
 
     CheckpointError names a part that is missing or does not fit.
     """
@@ -72,6 +72,6 @@ def _dense(
             f"{stem}.compressed holds {compressed.size} numbers, and its bitmask marks {count}",
             field=f"{stem}.compressed",
         )
-    dense = np.zeros(mask.shape, f"u{compressed.itemsize}")  # all bits 0 are the zero of every type
+    dense = np.zeros(mask.shape, f"u{compressed.itemsize}")  # all bits 0 mean zero in every dtype
     dense[mask] = np.ascontiguousarray(compressed).reshape(-1).view(dense.dtype)
     return dense.view(compressed.dtype)

@@ -1,4 +1,4 @@
-"""Quantized weights of a checkpoint (`rounded.py`) in torch's tensors, on any device."""
+"""Quantized weights of a checkpoint (`rounded.py`) as torch tensors, on any device."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class RoundedWeights(RoundedTensors):
         columns: Mapping[str, tuple[int, ...]] | None = None,
         on_host: Container[str] = (),
     ) -> None:
-        """Prepares for the weights of `formats`, a mapping from names in `shapes`.
+        """Expects the weights in `formats`, by names in `shapes`.
 
-        `columns` lists for some of them the inputs that keep the model's type. Weights in `on_host`
-        are held in host memory.
+        `columns`: for some of them, the input columns that keep the model's dtype. Weights in
+        `on_host` go to host memory.
         """
         super().__init__(shapes, formats, method)
         self.dtype, self.columns = dtype, columns or {}
         self._device, self._on_host = device, on_host
 
     def make(self, name: str, part: str, shape: Shape, kind: str | None) -> Tensor:
-        """Allocates a tensor. What no tensor of the checkpoint fills (a rank's padding heads) stays
+        """Allocates a tensor. Parts that no checkpoint tensor fills (a rank's padding heads) stay
         zero."""
         device = torch.device("cpu") if name in self._on_host else self._device
         new = torch.ones if part == "row_scales" else torch.zeros

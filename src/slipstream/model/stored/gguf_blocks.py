@@ -1,8 +1,8 @@
-"""A GGUF file's weights in their stored types, for op sets that have products with such blocks.
+"""A GGUF file's weights in their stored types, for op sets that can compute with such blocks.
 
-1. A product is taken if the op set knows the types of all tensors that fill it. The types may
-   differ, as files keep some tensors in more bits.
-2. Nothing is read here. The blocks stay mapped until the op set lays them out.
+1. A linear layer is taken if the op set supports the types of all tensors that fill it. Types may
+   differ, because files store some tensors with more bits.
+2. Nothing is read here. The blocks stay memory-mapped until the op set lays them out.
 3. `load/weights.py` dequantizes everything else (norms, other types, transposed weights).
 """
 
@@ -25,11 +25,11 @@ from slipstream.spec.stored.native_formats import is_product, rounds
 
 
 class BlockWeights:
-    """Takes the tensors that `load_parameters` would dequantize, except those that `scheme` is to
-    quantize.
+    """Collects the tensors whose blocks are used as stored; those that `scheme` quantizes are left
+    out.
 
     `names` is the family's table for the file's tensors. `empty` makes a placeholder with a
-    weight's shape and type. `device` is where the op set lays blocks out, if not on the host.
+    weight's shape and dtype. `device`: where the op set lays blocks out, if not in host memory.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class BlockWeights:
         if scheme is not None:
             held = {target for target in held if not rounds(scheme, target)}
             if scheme.head and "head.weight" not in shapes:
-                held.discard("embed.weight")  # the head is made from it
+                held.discard("embed.weight")  # the output head is built from it
         found: dict[str, list[BlockRows]] = {}
         self._names: dict[str, str] = {}
         for name, place in names.items():
@@ -76,7 +76,7 @@ class BlockWeights:
             )
             found.setdefault(place.target, []).append(piece)
             self._names[name] = place.target
-        # All rows or none: a weight that another type fills in part is dequantized completely.
+        # All rows or none: a weight that is partly of another type is dequantized completely.
         whole = {
             target
             for target, pieces in found.items()
@@ -95,17 +95,17 @@ class BlockWeights:
     def take(
         self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]
     ) -> bool:
-        """Tells whether the tensor `name` is used as it is stored."""
+        """Whether the tensor `name` is used as stored."""
         return name in self._names
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
-        return []  # no weight is held in part
+        return []  # no weight is held partially
 
     def linears(self) -> dict[str, Linear]:
         return self._linears
 
 
 def _destinations(rows: int, transform: Transform) -> npt.NDArray[np.int32]:
-    """Returns the row, int32 [rows], at which each stored row belongs."""
+    """Destination row of each stored row, int32 [rows]."""
     sources = transformed(np.arange(rows, dtype=np.int32), transform)
     return np.argsort(sources).astype(np.int32)

@@ -20,20 +20,22 @@ Blocks = npt.NDArray[np.uint8]
 NUMBERS: dict[str, npt.DTypeLike] = {
     "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
 }  # fmt: skip
-"""Types whose blocks are numbers."""
+"""Types whose blocks are plain floats."""
 
 _CHUNK_VALUES = 1 << 20
-"""Number of values dequantized at a time. It bounds the float32 temporaries to a few MB, whatever
-the tensor's size."""
+"""Number of values dequantized at once. It limits float32 temporaries to a few MB, whatever the
+tensor's size."""
 
 
 def dequantize(blocks: Blocks, kind: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Returns the values of `blocks` [N, block_bytes] of the type `kind`, flat, in a new array of
+    """The values of `blocks` [N, block_bytes] of the type `kind`, as a flat new array of
     `dtype`."""
     block_size = BY_NAME[kind].block_size
     result = np.empty((len(blocks), block_size), dtype)
     step = _CHUNK_VALUES // block_size
-    with np.errstate(over="ignore", invalid="ignore"):  # too large for float16: infinite
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # values too large for float16 become infinite
         for begin in range(0, len(blocks), step):
             own = np.ascontiguousarray(blocks[begin : begin + step])
             result[begin : begin + step] = (
@@ -43,8 +45,8 @@ def dequantize(blocks: Blocks, kind: str, dtype: npt.DTypeLike) -> npt.NDArray[A
 
 
 def dequantize_tensor(file: GGUFFile, name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Returns a tensor of the file in a new array of `dtype` with its shape. Temporaries stay
-    within a few MB."""
+    """A tensor of the file as a new array of `dtype` with its shape. Temporaries stay within a few
+    MB."""
     blocks = file.raw(name)
     tensor = file.tensors[name]
     return dequantize(blocks, tensor.type, dtype).reshape(tensor.shape)

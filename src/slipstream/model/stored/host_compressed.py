@@ -1,9 +1,9 @@
-"""Quantized weights of a checkpoint (`rounded.py`) in NumPy's arrays, packed for the CPU's kernels. No torch.
+"""Quantized weights of a checkpoint (`rounded.py`) as NumPy arrays, packed for the CPU kernels. No
+torch.
 
-1. Packed as they are: int8 with a scale per row, MXFP4, and 2 to 4 bits in groups, with or without
-   zero points, as the tools of compressed-tensors, GPTQ and AWQ write them.
-2. Expanded to the model's type when they are read: other quantized weights
-   (`stored_weights.expanded`).
+1. Packed without change: int8 with a scale per row, MXFP4, and 2 to 4 bits in groups, with or
+   without zero points, from compressed-tensors, GPTQ and AWQ.
+2. Expanded to the model's dtype when read: other quantized weights (`stored_weights.expanded`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HostRoundedWeights(RoundedTensors):
         method: Method,
         dtype: str,
     ) -> None:
-        """Prepares for the weights of `formats`, those that are held as stored."""
+        """Expects the weights in `formats`, which are held as stored."""
         super().__init__(shapes, formats, method)
         self.dtype = np.dtype(dtype)
 

@@ -1,10 +1,9 @@
 """Experts that a checkpoint holds in MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss does.
 
-They are put in the kernels' order without being quantized again. In place of a layer's `NAME`
-[experts, rows, in] there are:
-  NAME_blocks   uint8 [experts, rows, in / 32, 16], two codes of e2m1 per byte, the lower half first
-  NAME_scales   uint8 [experts, rows, in / 32], exponents plus 127
-Everything else is in the model's type.
+They are rearranged for the kernels without being quantized again. Instead of a layer's `NAME`
+[experts, rows, in] there are: NAME_blocks uint8 [experts, rows, in / 32, 16], two codes of e2m1 per
+byte, the lower half first NAME_scales uint8 [experts, rows, in / 32], exponents plus 127 Everything
+else is in the model's type.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _Taken: TypeAlias = tuple[str, Callable[[], Tensor], Placement]
 
 
 class Mxfp4Weights:
-    """Collects a checkpoint's blocks and scales. `linears()` returns the weights once all were
-    taken."""
+    """Collects a checkpoint's blocks and scales. `linears()` returns the weights after all tensors
+    were offered to `take`."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class Mxfp4Weights:
         device: torch.device,
         on_host: Container[str] = (),
     ) -> None:
-        """Prepares for the weights of experts in `shapes`; those in `on_host` are in host memory."""
+        """Expects the experts' weights in `shapes`; those in `on_host` go to host memory."""
         assert scheme.group_size is not None
         self.scheme, self.size, self.dtype = scheme, scheme.group_size, dtype
         self._shapes = {n: s for n, s in shapes.items() if n.endswith(EXPERTS)}
@@ -56,7 +55,7 @@ class Mxfp4Weights:
     def take(
         self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]
     ) -> bool:
-        """Notes the tensor `name` if it belongs to an expert's weight, and returns whether it
+        """Records the tensor `name` if it belongs to an expert's weight, and returns whether it
         does."""
         stem, _, part = name.rpartition("_")
         placement = find(stem) if part in PARTS else None
@@ -66,10 +65,10 @@ class Mxfp4Weights:
         return True
 
     def _linear(self, target: str) -> GroupedLinear:
-        """Makes a weight from its tensors.
+        """Builds a weight from its tensors.
 
-        CheckpointError names a tensor of another shape, or a scale that the model's type can't
-        hold.
+        CheckpointError names a tensor of the wrong shape, or a scale that the model's dtype can't
+        represent.
         """
         place = torch.device("cpu") if target in self._on_host else self._device
 
@@ -79,7 +78,9 @@ class Mxfp4Weights:
         made = new_linear("mxfp4", self._shapes[target], self.dtype, make, size=self.size)
         assert isinstance(made, GroupedLinear)
         for part in PARTS:
-            if (taken := self._taken.get((target, part))) is not None:  # else a rank's of zeros
+            if (
+                taken := self._taken.get((target, part))
+            ) is not None:  # otherwise a rank's padding of zeros
                 self._put(made, part, *taken)
         return made
 
@@ -100,7 +101,7 @@ class Mxfp4Weights:
                 f"{name} is {list(value.shape)} of {value.dtype}; {list(expected)} of torch.uint8 was expected",
                 field=name,
             )
-        for expert in range(copies):  # one at a time, as unpacked codes take more memory
+        for expert in range(copies):  # one at a time, since unpacked codes take more memory
             own = value[expert].to(into.weight.device)
             if isinstance(placement.transform, Deinterleave):
                 own = torch.cat((own[::2], own[1::2]))
@@ -118,7 +119,7 @@ class Mxfp4Weights:
             )
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
-        """Lists the checkpoint's missing tensors. `names` has the places of dense weights."""
+        """Names of the checkpoint's missing tensors. `names` has the placements of dense weights."""
         held = (
             (name, place.target) for name, place in names.items() if place.target in self._shapes
         )
@@ -130,5 +131,5 @@ class Mxfp4Weights:
         ]
 
     def linears(self) -> Mapping[str, Linear]:
-        """Returns the weights, without biases, by the names of `spec.parameters`."""
+        """The weights, without biases, by the names of `spec.parameters`."""
         return Pulled({name: partial(self._linear, name) for name in self._shapes})

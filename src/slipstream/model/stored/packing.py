@@ -1,8 +1,8 @@
 """Packs codes of 2 to 8 bits into 32-bit words, as compressed-tensors' "pack-quantized" does.
 
-The codes of a row follow each other from the low bits of its first word up, without gaps: 32 codes
-are `bits` words, and a code of 3, 5, 6 or 7 bits may lie across two. A code is stored with 2^(bits
-− 1) added, so that it is never negative. `stored/parts.py` unpacks them.
+The codes of a row are contiguous from the low bits of its first word up: 32 codes take `bits`
+words, and a code of 3, 5, 6 or 7 bits may span two words. A code is stored with 2^(bits − 1) added,
+so that it is never negative. `stored/parts.py` unpacks them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.model.stored.parts import array_numbers
 from slipstream.spec.scheme import WeightFormat
 
 ROWS_AT_ONCE = 1024
-"""Number of rows packed together. Their int64 temporaries take 8 bytes per code."""
+"""Number of rows packed at once. Their int64 temporaries take 8 bytes per code."""
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
@@ -39,8 +39,8 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def numbers(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """Codes [rows, inner], scales and zeros [rows, groups] (or a single scale) → float32
-    [rows, inner]."""
+    """Dequantizes codes [rows, inner] with scales and zeros [rows, groups] (or a single scale) →
+    float32 [rows, inner]."""
     if zeros is None and scales.numel() == 1:
         return codes.float() * scales.float()
     groups: Tensor = codes.float().unflatten(1, (scales.shape[1], -1))
@@ -51,6 +51,6 @@ def numbers(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
 
 
 def tensor_numbers(fmt: WeightFormat, parts: Mapping[str, Tensor], rows: int, inner: int) -> Tensor:
-    """`parts.array_numbers` of tensors in host memory."""
+    """`parts.array_numbers` for tensors in host memory."""
     arrays = {name: to_array(value) for name, value in parts.items()}
     return to_tensor(array_numbers(fmt, arrays, rows, inner))

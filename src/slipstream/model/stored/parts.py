@@ -1,9 +1,9 @@
-"""Quantized weights as a checkpoint stores them, by `spec.scheme.WeightFormat`: their tensors, and
-their values. No torch.
+"""Tensors and values of quantized weights as a checkpoint stores them, by
+`spec.scheme.WeightFormat`. No torch.
 
-A weight that the op set has no product for (on a CPU fp8, or more than 4 bits with inputs of the
-model's type) is expanded to the model's type when it is read (`expanded`). `stored/packing.py` packs codes
-of 2 to 8 bits into 32-bit words.
+A weight that the op set can't compute with (on a CPU fp8, or more than 4 bits with unquantized
+inputs) is expanded to the model's dtype when it is read (`expanded`). `stored/packing.py` packs
+codes of 2 to 8 bits into 32-bit words.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from slipstream.spec.stored.quantization_config import StoredFormats
 
 Array: TypeAlias = npt.NDArray[Any]
 Stored: TypeAlias = tuple[str, Shape, Callable[[], Any]]
-"""A tensor of a checkpoint: its name, its shape, and a function that reads it."""
+"""A checkpoint tensor: its name, its shape, and a function that reads it."""
 
 SCALES = ("weight_scale", "weight_scale_inv")
 INPUT_SCALES = ("input_scale", "input_global_scale")
 
 ROWS_AT_ONCE = 1024
-"""Number of rows of codes unpacked together. Their bits temporarily take a byte each."""
+"""Number of rows of codes unpacked at once. Their bits temporarily take a byte each."""
 
 
 def stored_parts(fmt: WeightFormat) -> tuple[str, ...]:
-    """Names the tensors that a checkpoint has in place of a module's `weight`. The first is the
+    """Names of the tensors that a checkpoint has instead of a module's `weight`. The first is the
     codes."""
     packed = fmt.packed or (fmt.in_pairs and not fmt.by_modelopt)
     more = (fmt.factor,) if fmt.factor else () if fmt.symmetric else ("weight_zero_point",)
@@ -52,11 +52,11 @@ def stored_shape(fmt: WeightFormat, part: str, rows: int, inner: int) -> tuple[i
         case _:
             return -(-rows * fmt.bits // 32), fmt.groups(
                 inner
-            )  # zero points share words down the rows
+            )  # zero points are packed along the rows
 
 
 def array_numbers(fmt: WeightFormat, parts: Mapping[str, Array], rows: int, inner: int) -> Array:
-    """Returns the values float32 [rows, inner] of a weight's `stored_parts`."""
+    """Values float32 [rows, inner] of a weight, from its `stored_parts`."""
     codes, scales = parts[stored_parts(fmt)[0]], scale_values(fmt, parts)
     if fmt.in_pairs:
         codes = np.array((*E2M1, *(-x for x in E2M1)), np.float32)[code_pairs(codes)]
@@ -76,14 +76,14 @@ def array_numbers(fmt: WeightFormat, parts: Mapping[str, Array], rows: int, inne
 
 
 def group_scales(fmt: WeightFormat, value: Array) -> npt.NDArray[np.float32]:
-    """Returns stored scales of any type in float32."""
+    """Stored scales of any dtype as float32."""
     if fmt.scale_type == "e8m0":
         return np.ldexp(np.float32(1), value.astype(np.int32) - 127)
     return value.astype(np.float32)
 
 
 def scale_values(fmt: WeightFormat, parts: Mapping[str, Array]) -> npt.NDArray[np.float32]:
-    """Returns the scales of a weight's `stored_parts` in float32, with its factor."""
+    """Scales of a weight's `stored_parts` as float32, multiplied by its global factor."""
     scales = group_scales(fmt, parts[fmt.scale])
     if fmt.factor is None:
         return scales
@@ -92,7 +92,7 @@ def scale_values(fmt: WeightFormat, parts: Mapping[str, Array]) -> npt.NDArray[n
 
 
 def code_pairs(octets: Array) -> Array:
-    """Unpacks bytes [rows, n] to codes [rows, 2 n], the low halves first."""
+    """Unpacks bytes [rows, n] to codes [rows, 2 n], low halves first."""
     return np.stack((octets & 15, octets >> 4), axis=-1).reshape(len(octets), -1)
 
 
@@ -111,7 +111,9 @@ def unpack_words(words: Array, bits: int, num_codes: int) -> npt.NDArray[np.int8
         codes = np.packbits(
             places.reshape(len(words), num_codes, bits), axis=-1, bitorder="little"
         )[..., 0]
-    return (codes - np.uint8(1 << bits - 1)).view(np.int8)  # wraps below 0, as in two's complement
+    return (codes - np.uint8(1 << bits - 1)).view(
+        np.int8
+    )  # wraps around below 0, as two's complement does
 
 
 def expanded(
@@ -120,8 +122,8 @@ def expanded(
     is_wanted: Callable[[str], bool],
     numbers: Callable[[WeightFormat, Mapping[str, Any], int, int], Any] = array_numbers,
 ) -> Iterator[Stored]:
-    """Yields a checkpoint's tensors, with each quantized weight that `is_wanted` (by its module's
-    name) expanded by `numbers`.
+    """Yields a checkpoint's tensors; a quantized weight for which `is_wanted` (given its module's
+    name) is true is expanded by `numbers`.
 
     The expanded weight replaces its parts. CheckpointError if a part is missing.
     """
@@ -130,7 +132,7 @@ def expanded(
         module, _, part = name.rpartition(".")
         fmt = formats.of(module)
         if fmt is not None and part in INPUT_SCALES and is_wanted(module):
-            continue  # inputs keep the model's type
+            continue  # inputs are not quantized
         if fmt is None or part not in (*stored_parts(fmt), "weight_shape") or not is_wanted(module):
             yield name, shape, read
             continue

@@ -1,31 +1,25 @@
-"""Reads quantized weights as the tools of compressed-tensors, GPTQ and AWQ write them. Nothing is
-quantized twice. No torch: `compressed` has this for torch's tensors, `host_compressed` for NumPy's.
+"""Reads quantized weights in the formats of compressed-tensors, ModelOpt, GPTQ and AWQ without
+quantizing them again. No torch: `compressed` implements this for torch tensors, `host_compressed`
+for NumPy arrays.
 
-In place of `weight` in the model's type, a product has from compressed-tensors:
-  fp8, int8   weight [out, in] of float8_e4m3fn or int8, weight_scale [out, 1] (or one for all rows)
-  fp8-block   the same with weight_scale [out / 128, in / 128], or weight_scale_inv as DeepSeek V3
-              and Qwen 3 write it (the codes are multiplied by it, whatever its name says)
-  int4        weight_packed int32 [out, in · bits / 32], codes of 2 to 4 bits (`model.stored.packing`),
-              weight_scale [out, groups], and if asymmetric weight_zero_point, codes packed down the
-              rows
-  nvfp4       weight_packed uint8 [out, in / 2], two codes of e2m1 a byte, the low half first,
-              weight_scale float8_e4m3fn [out, in / 16], weight_global_scale float32 [1], which
-              divides them
-  mxfp4       weight_packed alike, weight_scale uint8 [out, in / 32], exponents plus 127
-from ModelOpt:
-  nvfp4       weight, weight_scale and weight_scale_2, which multiplies the scales
-from GPTQ's tools:
-  int4        qweight int32 [in / 8, out], eight codes of one column per word;
-              scales [in / group_size, out]; qzeros, all 8 (written as 7 in the format's first
-              version); g_idx, the group of each input
-and from AWQ's:
-  int4        qweight int32 [in, out / 8], eight columns per word in the order of AWQ_COLUMNS;
-              scales [in / group_size, out]; qzeros int32 [in / group_size, out / 8], the codes that
-              stand for 0, packed alike
+Instead of `weight` in the model's dtype, a linear layer has from compressed-tensors: fp8, int8
+weight [out, in] of float8_e4m3fn or int8, weight_scale [out, 1] (or one for all rows) fp8-block the
+same with weight_scale [out / 128, in / 128], or weight_scale_inv as DeepSeek V3 and Qwen 3 write it
+(the codes are multiplied by it, whatever its name says) int4 weight_packed int32 [out, in · bits /
+32], codes of 2 to 4 bits (`model.stored.packing`), weight_scale [out, groups], and if asymmetric
+weight_zero_point, codes packed down the rows nvfp4 weight_packed uint8 [out, in / 2], two codes of
+e2m1 a byte, the low half first, weight_scale float8_e4m3fn [out, in / 16], weight_global_scale
+float32 [1], which divides them mxfp4 weight_packed alike, weight_scale uint8 [out, in / 32],
+exponents plus 127 from ModelOpt: nvfp4 weight, weight_scale and weight_scale_2, which multiplies
+the scales from GPTQ's tools: int4 qweight int32 [in / 8, out], eight codes of one column per word;
+scales [in / group_size, out]; qzeros, all 8 (written as 7 in the format's first version); g_idx,
+the group of each input and from AWQ's: int4 qweight int32 [in, out / 8], eight columns per word in
+the order of AWQ_COLUMNS; scales [in / group_size, out]; qzeros int32 [in / group_size, out / 8],
+the codes that stand for 0, packed alike
 
 weight_shape and input_scale are ignored, as inputs are scaled at run time. Other zero points and
-reordered inputs are refused. A weight that the op set has no product for (such as more than 4 bits
-with inputs of the model's type) is expanded when it is read (`stored_weights.expanded`).
+reordered inputs are refused. A weight that the op set can't compute with (such as more than 4 bits
+with unquantized inputs) is expanded when it is read (`stored_weights.expanded`).
 """
 
 from __future__ import annotations
@@ -62,39 +56,39 @@ PARTS = (
 REFUSED = ("weight_g_idx", "input_zero_point")
 
 Array: TypeAlias = Any
-"""An array of torch or of NumPy."""
+"""An array of torch or NumPy."""
 
 _Taken: TypeAlias = tuple[str, str, Placement, Callable[[], Array]]
-"""A tensor of the checkpoint: its name, the part of a weight that it is, its place, its reader."""
+"""A checkpoint tensor: its name, which part of a weight it is, its placement, its reader."""
 
 
 class RoundedTensors:
-    """Collects a checkpoint's quantized tensors. `linears()` returns the weights once all were
-    taken.
+    """Collects a checkpoint's quantized tensors. `linears()` returns the weights after all tensors
+    were offered to `take`.
 
-    A library's class has the methods that raise NotImplementedError here.
+    Subclasses for torch and NumPy implement the methods that raise NotImplementedError here.
     """
 
     dtype: Any
-    """The model's type."""
+    """The model's dtype."""
 
     int32: Any
     uint8: Any
-    """The library's types."""
+    """The array library's dtypes."""
 
     def __init__(
         self, shapes: Mapping[str, Shape], formats: Mapping[str, WeightFormat], method: Method
     ) -> None:
-        """Prepares for the weights of `formats`, a mapping from names in `shapes`."""
+        """Expects the weights in `formats`, by names in `shapes`."""
         self.shapes, self.formats, self.method = shapes, formats, method
         self._taken: dict[str, list[_Taken]] = {name: [] for name in formats}
 
     def make(self, name: str, part: str, shape: Shape, kind: str | None) -> Array:
-        """Makes a tensor of the weight `name`, as `new_linear` asks for it."""
+        """Allocates a tensor of the weight `name`, as `new_linear` requests it."""
         raise NotImplementedError
 
     def finished(self, name: str, weight: Linear) -> Linear:
-        """Returns a filled weight as the op set takes it."""
+        """A filled weight in the form that the op set uses."""
         return weight
 
     def on_device(self, value: Array, name: str) -> Array:
@@ -111,7 +105,7 @@ class RoundedTensors:
         raise NotImplementedError
 
     def unpack(self, words: Array, bits: int, count: int) -> Array:
-        """Unpacks int32 [rows, words] in host memory to codes [rows, count] whose zero is 8."""
+        """Unpacks int32 [rows, words] in host memory to codes [rows, count] with zero at 8."""
         raise NotImplementedError
 
     def code_pairs(self, octets: Array) -> Array:
@@ -123,11 +117,11 @@ class RoundedTensors:
         raise NotImplementedError
 
     def nibbles(self, words: Array, order: Sequence[int] = range(8)) -> Array:
-        """int32 [rows, n] → codes [rows, 8 n]. `order`: of a word's codes, 0 in its lowest bits."""
+        """Unpacks 4-bit codes: int32 [rows, n] → [rows, 8 n]. `order`: positions of a word's codes, 0 in its lowest bits."""
         raise NotImplementedError
 
     def repeat(self, values: Array, times: int) -> Array:
-        """[groups, rows] → [groups · times, rows]."""
+        """Repeats rows: [groups, rows] → [groups · times, rows]."""
         raise NotImplementedError
 
     # --- What is taken -------------------------------------------------------------------
@@ -138,10 +132,10 @@ class RoundedTensors:
     def take(
         self, name: str, read: Callable[[], Array], find: Callable[[str], Placement | None]
     ) -> bool:
-        """Notes the tensor `name` if it belongs to a quantized weight, and returns whether it
+        """Records the tensor `name` if it belongs to a quantized weight, and returns whether it
         does.
 
-        `find` gives the place of a product's weight by the checkpoint's name for it.
+        `find` maps a checkpoint's name of a weight to its placement.
         """
         stem, _, part = name.rpartition(".")
         if part in PASSED_OVER:
@@ -162,13 +156,13 @@ class RoundedTensors:
         return True
 
     def _parts(self, target: str) -> tuple[str, ...]:
-        """Returns the parts that a weight needs. GPTQ's zero points are checked, not kept."""
+        """Names of the parts that a weight needs. GPTQ's zero points are checked, not stored."""
         if self.method in ("compressed-tensors", "fp8", "modelopt", "bitnet"):
             return stored_parts(self.formats[target])
         return ("qweight", "scales", "qzeros") if self.method == "awq" else ("qweight", "scales")
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
-        """Lists the checkpoint's missing tensors. `names` has the places of dense weights."""
+        """Names of the checkpoint's missing tensors. `names` has the placements of dense weights."""
         return [
             name.removesuffix("weight") + part
             for name, place in names.items()
@@ -180,7 +174,7 @@ class RoundedTensors:
         ]
 
     def linears(self) -> Mapping[str, Linear]:
-        """Returns the weights, without biases, by the names of `spec.parameters`."""
+        """The weights, without biases, by the names of `spec.parameters`."""
         return Pulled({name: partial(self._linear, name) for name in self._taken})
 
     # --- A weight from its parts ---------------------------------------------------------
@@ -203,7 +197,7 @@ class RoundedTensors:
 
     def _put(
         self,
-        into: Any,  # a `new_linear`
+        into: Any,  # made by `new_linear`
         name: str,
         part: str,
         place: Placement,
@@ -236,7 +230,7 @@ class RoundedTensors:
                 self.put_eight_bits(into.weight[at], codes)
             case "weight_packed":
                 own = words(stored_shape(fmt, part, rows, inner))
-                if fmt.bits == 4:  # on the device, where it is quick
+                if fmt.bits == 4:  # on the device, where unpacking is fast
                     put4(self.nibbles(self.on_device(own, place.target))[:, :inner])
                 else:
                     put4(self.on_device(self.unpack(own, fmt.bits, inner), place.target))
@@ -261,7 +255,7 @@ class RoundedTensors:
                 spread(_checked(name, read(), (groups, rows), None), into.scales)
             case _ if fmt.in_pairs:
                 given = self.group_scales(_checked(name, read(), (rows, groups), None), fmt)
-                # not a number, infinite or negative; or beyond the model's type
+                # NaN, infinite, negative, or outside the range of the model's dtype
                 into.scales[:, at] = given.T
                 if not ((into.scales[:, at] >= 0) & (into.scales[:, at] < np.inf)).all():
                     raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Weights that several layers share, as each layer has them (`ModelSpec.shared`). No torch."""
+"""Weights that several layers share, expanded to one per layer (`ModelSpec.shared`). No torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from slipstream.spec.model import SharedTensor
 
 
 def of_layers(stored: Iterable[Stored], made: Mapping[str, SharedTensor]) -> Iterator[Stored]:
-    """Yields the tensors `stored`, with those that are `made` in the place of what they are made of.
-    CheckpointError names one that is missing."""
+    """Yields the tensors `stored`, with those in `made` instead of the tensors that they are
+    computed from. CheckpointError names a missing one."""
     parts = {part: part for of in made.values() for part in of if part is not None}
     parts |= {name: name for name in made}
     parts |= {name.removeprefix("model."): name for name in parts}

@@ -1,6 +1,6 @@
-"""BitNet's weights, whose numbers are −1, 0 and 1 times one scale for the whole weight. No torch.
+"""BitNet's ternary weights: −1, 0 or 1, times one scale for the whole weight. No torch.
 
-They become int8 codes and a scale, as `WeightFormat` has them, when they are read. A checkpoint has
+They are converted to int8 codes and a scale (`WeightFormat`) when they are read. A checkpoint has
 
 1. `weight` uint8 [out / 4, in] and `weight_scale`: bits 2 i and 2 i + 1 of row r are the code of row
    r + i · out / 4, plus one ("packed"; by transformers' `bitlinear` the scale divides, "packed-inverse");
@@ -22,14 +22,14 @@ from slipstream.model.stored.parts import Array, Stored
 from slipstream.spec.stored.quantization_config import StoredQuantization
 
 LEAST = 1e-5
-"""The smallest scale of a weight that is computed from unrounded (master) weights."""
+"""Minimum scale of a weight that is computed from unquantized (master) weights."""
 
 
 def with_codes(
     stored: Iterable[Stored], by: StoredQuantization, is_wanted: Callable[[str], bool]
 ) -> Iterator[Stored]:
-    """Yields `stored` with int8 codes in the place of the weights that `is_wanted` names by their
-    modules. CheckpointError names a tensor that holds others."""
+    """Yields `stored` with int8 codes instead of the weights whose modules `is_wanted` accepts.
+    CheckpointError names a tensor with other values."""
     assert by.formats is not None
     for name, shape, read in stored:
         module, _, part = name.rpartition(".")

@@ -63,7 +63,7 @@ TAKEN = frozenset(
         *("compress_prompt", "skip_special_tokens"),
     )
 )
-"""Fields that a search accepts. All others concern the sampling of tokens or single tokens of the
+"""Fields that a search accepts. All other fields concern sampling, or single tokens of the
 answer."""
 
 

@@ -1,8 +1,8 @@
 """Answers made of consecutive blocks: reasoning, text and function calls.
 
 The common part of /v1/responses and /v1/messages. A block has a beginning, pieces and an end. A
-subclass writes the events of a stream; the collected answer is made of the same blocks. There is
-one choice. Its text is parsed as it arrives, streamed or not.
+subclass formats the events of a stream; an unstreamed answer is built from the same blocks. There
+is one choice. Its text is parsed as it arrives, streamed or not.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BlockAnswer(Answer):
         self._reasoning = ReasoningTokens.of(self, reading)
         self._events: list[bytes] = []
         self._untold_logprobs: list[PositionLogprobs] = []
-        self.ended = False  # everything was read: the next close is the last block's
+        self.ended = False  # everything was read, so the next block to close is the last
         self._opened = self._closed = False
 
     # --- Written by subclasses -----------------------------------------------------------
@@ -98,7 +98,9 @@ class BlockAnswer(Answer):
             and self._untold_logprobs
             and delta.finish_reason is not None
         ):
-            self._add(last, "")  # log-probabilities of tokens without text, such as the end token
+            self._add(
+                last, ""
+            )  # adds log-probabilities of tokens without text, such as the end token
         if delta.finish_reason is not None:
             self.stop_reason, self.ended = delta.stop_reason, True
             self._close()

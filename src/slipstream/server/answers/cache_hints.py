@@ -1,4 +1,4 @@
-"""Hints of a body about the return of its session (docs/agents.md): names, times to live, ends, priority."""
+"""Hints in a body about when its session will return (docs/agents.md): names, times to live, ends, priority."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from msgspec import Raw
 from slipstream.params.cache_hints import CacheHints
 
 MARKS = {"cache_control": "5m", "prompt_cache_breakpoint": "30m"}
-"""Fields of a block, message or tool by which a client marks the end of a prefix, Anthropic's and OpenAI's, and the time to
-live of one that names none."""
+"""Fields by which a client marks a block, message or tool as the end of a cacheable prefix
+(Anthropic's and OpenAI's), and the time to live of a mark that gives none."""
 
 URGENT, LATER = 2.0, 0.5
-"""Weights of requests with a priority below 0 and above it."""
+"""Scheduling weights of requests with a priority below 0, and above 0."""
 
 Breakpoints: TypeAlias = tuple[tuple[float, float], ...]
 
 MAX_BREAKPOINTS = 4
-"""Number of breakpoints that count, the last ones. Anthropic takes no more."""
+"""Maximum number of breakpoints used, counted from the end; Anthropic's limit."""
 
 MAX_NAME = 512
-"""Number of characters of a `prompt_cache_key` that count."""
+"""Maximum characters of a `prompt_cache_key` that are used."""
 
 
 def cache_hints(
     body: Any, priority: int, call_tokens: tuple[int, ...] = (), breakpoints: Breakpoints = ()
 ) -> CacheHints:
-    """Hints of an OpenAI body, or of one that was made of another's. The other arguments: see `CacheHints`."""
+    """The cache hints of an OpenAI body, or of a body translated to one. The other arguments: see `CacheHints`."""
     offers = bool(getattr(body, "tools", None)) and getattr(body, "tool_choice", None) != "none"
     options = _object(body.prompt_cache_options)
     # "explicit": the client wants only what its breakpoints mark.
@@ -47,8 +47,8 @@ def cache_hints(
 
 
 def breakpoints(parts: Sequence[Mapping[str, Raw]], ttl: Any = None) -> Breakpoints:
-    """The breakpoints of blocks and tools that are not parsed yet, in the order of the prompt. The share of the prompt before
-    one is that of the characters. `ttl`: the request's own, for a `prompt_cache_breakpoint` without one."""
+    """The breakpoints of unparsed blocks and tools, in prompt order. A breakpoint's position, as a fraction of the
+    prompt, is estimated by characters. `ttl`: the request's own, for a `prompt_cache_breakpoint` without one."""
     sizes = [sum(len(bytes(v)) for k, v in part.items() if k not in MARKS) for part in parts]
     found, total, so_far = list[tuple[float, float]](), max(1, sum(sizes)), 0
     for part, size in zip(parts, sizes, strict=True):
@@ -65,7 +65,7 @@ def breakpoints(parts: Sequence[Mapping[str, Raw]], ttl: Any = None) -> Breakpoi
 
 
 def chat_breakpoints(body: Any, ttl: Any = None) -> Breakpoints:
-    """Cache breakpoints in a chat's tools and messages. Few chats have any."""
+    """Cache breakpoints in a chat's tools and messages; most chats have none."""
     messages, tools = getattr(body, "messages", ()), getattr(body, "tools", None) or ()
     marked = any(bytes(given.cache_control) for given in (*tools, *messages))
     listed = (part for m in messages if isinstance(m.content, list) for part in m.content)
@@ -83,7 +83,8 @@ def chat_breakpoints(body: Any, ttl: Any = None) -> Breakpoints:
 
 
 def seconds_of(ttl: Any) -> float | None:
-    """Seconds of a time to live: "in_memory", or minutes or hours such as "5m" and "24h", a day at most. Others: none."""
+    """Seconds of a time to live: "in_memory", or minutes or hours such as "5m" and "24h", at most a day. None for other
+    values."""
     if ttl == "in_memory":
         return 300.0
     found = re.fullmatch(r"(\d{1,4})([mh])", ttl) if isinstance(ttl, str) else None

@@ -1,6 +1,7 @@
-"""Lines of system prompts that change between requests: the prompts would otherwise share no prefix in the KV cache.
+"""Moves lines of system prompts that change between requests to the end, because prompts would otherwise share no prefix in
+the KV cache.
 
-`ServerSettings.changing_lines` chooses. The model still reads every line that is moved.
+`ServerSettings.changing_lines` selects which lines. The model still reads every moved line.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import re
 from typing import Any
 
 BILLING = "x-anthropic-billing-header:"
-"""First characters of a block that Claude Code puts before the system prompt. It is meant for the provider, and differs by
-session."""
+"""Beginning of a block that Claude Code puts before the system prompt. It is meant for the
+provider, and differs between sessions."""
 
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
 _DATE = re.compile(
@@ -18,11 +19,11 @@ _DATE = re.compile(
     rf"(?=[^\n]*(?:\b\d{{4}}-\d\d-\d\d|\b\d{{1,2}}:\d\d\b|\b{_MONTH} \d{{1,2}}\b|\b\d{{1,2}} {_MONTH}))[^\n]+\n?",
     re.IGNORECASE | re.MULTILINE,
 )
-"""A short line that speaks of a date or time and has one."""
+"""A short line that mentions and contains a date or time."""
 
 
 def dates_last(text: str) -> str:
-    """The text with its lines of dates and times at the end."""
+    """The text with lines that contain dates and times moved to the end."""
     lines = _DATE.findall(text)
     if not lines:
         return text
@@ -33,7 +34,7 @@ def dates_last(text: str) -> str:
 
 
 def in_order(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with the changing lines of system prompts at the prompts' ends."""
+    """The messages with changing lines of system prompts moved to the prompts' ends."""
     return [
         {**m, "content": dates_last(m["content"])}
         if m.get("role") in ("system", "developer") and isinstance(m.get("content"), str)

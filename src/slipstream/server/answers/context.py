@@ -1,7 +1,7 @@
 """Shortening a conversation before it is answered (`compress_prompt` of a chat request).
 
-System messages stay as they are. So does the last paragraph of the last message, which is the
-question. A small model (`--context-model`) removes text elsewhere that it could have guessed.
+System messages, and the last paragraph of the last message (the question), are unchanged. Elsewhere
+text that a small model (`--context-model`) could have predicted is removed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.server.state import ServerState
 async def shorten(
     state: ServerState, messages: list[dict[str, Any]], wanted: PromptCompression
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Shortens the messages. Returns them and the entry of `usage` about it."""
+    """Shortens the messages. Returns (the messages, an entry about it for `usage`)."""
     if state.shortener is None:
         raise bad_request(
             "compress_prompt needs a small model: start the server with --context-model MODEL",
@@ -53,6 +53,6 @@ async def shorten(
 
 
 def _question(text: str) -> int:
-    """Index, in characters, at which the last paragraph begins."""
+    """Index of the character at which the last paragraph begins."""
     found = [m.end() for m in re.finditer(r"\n\s*\n", text.rstrip())]
     return found[-1] if found else 0

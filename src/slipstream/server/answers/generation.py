@@ -1,17 +1,15 @@
 """One path for every answer: deltas from the engine, streamed as server-sent events or collected.
 
-An `Answer` says what to generate and how to write it. completions.py and chat.py each make one of a
-body. `GenerationRoute` (route.py) is the ASGI endpoint that runs it.
+An `Answer` says what to generate and how to format it. completions.py and chat.py each create one
+from a body. `GenerationRoute` (route.py) is the ASGI endpoint that runs it.
 
-Each prompt of an answer (`_Part`) receives its new output as the engine's message is read:
+Each prompt of an answer (`_Part`) receives new output while the engine's message is read:
 
-1. If the connection takes more, the events are written at once (`write_chunk` of the ASGI scope,
+1. If the connection is writable, the events are written at once (`write_chunk` of the ASGI scope,
    see connection.py).
-2. Otherwise, or on a server without `write_chunk`, they are kept until the answer's task has sent
-   what came before.
+2. Otherwise, or on a server without `write_chunk`, they are queued for the answer's task.
 
-So the task wakes for the first delta, for the end and for a client that reads slowly, not for each
-token.
+So the task only wakes for the first delta, for the end and for slow clients, not for each token.
 """
 
 from __future__ import annotations
@@ -48,20 +46,20 @@ from slipstream.server.state import ServerState
 encode = msgspec.json.Encoder().encode
 
 BATCH_PRIORITY = 2**31 - 1
-"""Priority of a batch's requests: the last. A body's own priority is always smaller."""
+"""Priority of a batch's requests: the lowest. A body's own priority is always a smaller number."""
 
 PING_S = 15.0
-"""Longest silence of a stream. Clients and proxies give up a connection that is silent for 60 s or longer."""
+"""Maximum seconds of silence in a stream. Clients and proxies drop connections that are silent for 60 s or longer."""
 
 Write: TypeAlias = Callable[[bytes], bool]
-"""Writes a part of an answer's body at once. Returns False, and writes nothing, if the connection
-is not ready."""
+"""Writes a part of an answer's body at once. Returns False, without writing, if the connection is
+not ready."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of the answer so far. Text and log-probabilities are kept only if they are
-    collected."""
+    """One choice of an answer so far. Text and log-probabilities are stored only for unstreamed
+    answers."""
 
     num_tokens: int = 0
     num_drafted: int = 0
@@ -74,14 +72,16 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)  # if the body has `return_token_ids`
     # (version of the weights, number of tokens), if weights may change
     weight_versions: list[tuple[str, int]] = field(default_factory=list)
-    begun: bool = False  # a chunk was written. This and the next two belong to Answer.chunk
+    begun: bool = (
+        False  # a chunk was written; this and the next two fields are managed by Answer.chunk
+    )
     num_chars: int = 0
     strips_space: bool = False  # the next token's leading space is dropped
 
 
 @dataclass(slots=True)
 class PromptInfo:
-    """Facts from the engine about one prompt."""
+    """Facts about one prompt, reported by the engine."""
 
     token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -89,18 +89,18 @@ class PromptInfo:
 
 
 class Answer:
-    """The answer to one body: its parameters, progress and format. Choices are numbered prompt by
-    prompt, `num_drawn` for each."""
+    """The answer to one request body: its parameters, progress and format. Choices are numbered
+    prompt by prompt, `num_drawn` for each."""
 
     kind: ClassVar[str]  # OpenAI's `object`
     chunk_kind: ClassVar[str]
     id_prefix: ClassVar[str]
-    media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"  # a stream's
+    media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"  # media type of a stream
     whole_headers: Sequence[tuple[bytes, bytes]] = JSON_HEADERS
-    call_tokens: tuple[int, ...] = ()  # see `CacheHints`, as the next
+    call_tokens: tuple[int, ...] = ()  # see `CacheHints`, as the next field
     breakpoints: Breakpoints = ()
-    ends_with_context = False  # max_tokens was cut to what is left of the context
-    is_plain: ClassVar[bool] = True  # events of more text differ only in the text
+    ends_with_context = False  # max_tokens was reduced to the rest of the context
+    is_plain: ClassVar[bool] = True  # events with more text differ only in the text
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Answer:
         record: RequestRecord,
         beams: BeamSearchParams | None = None,
     ) -> None:
-        """Check the number of choices. `beams`: the answers come from a beam search, not from
+        """Checks the number of choices. `beams`: the answers come from a beam search instead of
         sampling."""
         self.beams = beams
         # Choices sampled for each prompt; the answer has the best `sampling.n` of them.
@@ -125,7 +125,9 @@ class Answer:
         self.choices = [Choice() for _ in range(num_choices)]
         self.prompt_info = [PromptInfo() for _ in prompts]
         self.more_usage: dict[str, Any] = {}
-        self.num_reasoning_tokens: int | None = None  # None: the answer is not read for reasoning
+        self.num_reasoning_tokens: int | None = (
+            None  # None: reasoning is not separated from the answer
+        )
         self.stream = bool(body.stream)
         self.keeps_text = not self.stream or state.settings.audit_answers
         options = body.stream_options
@@ -142,20 +144,22 @@ class Answer:
             "system_fingerprint": state.fingerprint,
         }
         self._num_running = len(prompts)
-        # Wakes the task: something waits to be sent, or the answer is complete, or it failed.
+        # Wakes the task: data wait to be sent, or the answer is complete, or it failed.
         self._news = asyncio.Event()
-        self._unsent: dict[int, CompletionOutput] = {}  # by choice: deltas that the task is to send
+        self._unsent: dict[int, CompletionOutput] = {}  # by choice: deltas that the task must send
         self._unwritten = b""  # events that precede those deltas
         self._error: Exception | None = None
-        self._write: Write | None = None  # None while anything waits
-        # Tokens of an answer that began on another replica. Their events are not sent again.
+        self._write: Write | None = None  # None while the task has data to send
+        # Tokens of an answer that began on another replica. Their events were already sent.
         self.begun: Sequence[int] = ()
-        # address of the replica that computed the prompt, and tokens of it that were cached there
+        # address of the replica that computed the prompt, and its number of cached tokens
         self.handover_from, self.num_cached_there = "", 0
         self._replays = False  # the tokens of `begun` are being replayed
-        self.marks = False  # write marks for a fleet's gateway (`server.operations.fleet`)
+        self.marks = (
+            False  # whether to write marks for a fleet's gateway (`server.operations.fleet`)
+        )
         self.unmarked: list[int] = []  # tokens since the last mark
-        # The parts of a chunk that never change are encoded once.
+        # The constant parts of a chunk are encoded once.
         self.head = (
             b"data: " + encode({"object": self.chunk_kind, **self.identity})[:-1] + b',"choices":['
         )
@@ -168,7 +172,7 @@ class Answer:
         return stream_headers(self.media_type)
 
     def chunk(self, delta: CompletionOutput) -> bytes:
-        """The events of a delta; empty if the delta has nothing to show."""
+        """The events of a delta; empty if there is nothing to send."""
         raise NotImplementedError
 
     def text_event(self, index: int, text: bytes) -> bytes:
@@ -176,18 +180,18 @@ class Answer:
         raise NotImplementedError
 
     def versions(self, index: int) -> bytes:
-        """The versions of the weights that made a choice's tokens, for its last event. Empty if weights can't change."""
+        """The versions of the weights that produced a choice's tokens, for its last event. Empty if weights can't change."""
         if not self.state.settings.enable_weight_updates:
             return b""
         return b',"weight_versions":' + encode(self.choices[index].weight_versions)
 
     def choice(self, index: int) -> dict[str, Any]:
-        """A choice of the collected answer."""
+        """One choice of the unstreamed answer, as JSON."""
         raise NotImplementedError
 
     def event(self, *choice: bytes, num_before: int = 0) -> bytes:
-        """Makes the event of a delta. `num_before`: tokens that are counted already and come after
-        the event."""
+        """Makes the event of a delta. `num_before`: tokens that are already counted but sent after
+        this event."""
         tail = self.tail
         if self.continuous_usage:
             usage = self.usage()
@@ -197,7 +201,7 @@ class Answer:
         return b"".join((self.head, *choice, tail))
 
     def end(self) -> bytes:
-        """The last events of a stream: unsent ones, usage, [DONE]."""
+        """The last events of a stream: those not yet sent, usage, [DONE]."""
         events = self._take_events()
         usage = (
             self.head + b'],"usage":' + encode(self.usage()) + b"}\n\n"
@@ -207,7 +211,7 @@ class Answer:
         return events + usage + b"data: [DONE]\n\n"
 
     def failure(self, error: ApiError) -> bytes:
-        """The event that ends a stream after a failure, in place of `end`."""
+        """The event that ends a stream after a failure, instead of `end`."""
         return b"data: " + error.body() + b"\n\n"
 
     def collected(self) -> bytes:
@@ -227,8 +231,8 @@ class Answer:
         )
 
     def choices_given(self) -> list[int]:
-        """Numbers of the choices that the collected answer has, prompt by prompt. With `best_of`:
-        each prompt's best ones, best first."""
+        """Numbers of the choices in the unstreamed answer, prompt by prompt. With `best_of`: each
+        prompt's best ones, best first."""
         if self.sampling.best_of is None:
             return list(range(len(self.choices)))
         drawn = [
@@ -241,12 +245,12 @@ class Answer:
         return [i for some in ranked for i in some[: self.sampling.n]]
 
     def extra_fields(self) -> dict[str, Any]:
-        """Additional fields of the collected answer."""
+        """Additional fields of the unstreamed answer."""
         return {}
 
     @property
     def num_written_tokens(self) -> int:
-        """Number of prompt tokens that were put into the prefix cache, which holds whole blocks."""
+        """Number of prompt tokens written to the prefix cache, which stores whole blocks."""
         cache = self.state.engine.config.cache
         if not cache.enable_prefix_caching:
             return 0
@@ -280,10 +284,10 @@ class Answer:
         return usage
 
     async def events(self, write: Write | None) -> AsyncGenerator[bytes, None]:
-        """Submit the prompts, and yield the events of a stream that `write` did not take.
+        """Submit the prompts, and yield those events of a stream that `write` could not write.
 
-        The last events come from `end`. A collected answer yields nothing; the generator ends when
-        it is complete. Closing the generator cancels what runs.
+        The last events come from `end`. An unstreamed answer yields nothing; the generator ends
+        when it is complete. Closing the generator cancels running requests.
         """
         cancels = []
         options = self._options()
@@ -295,14 +299,14 @@ class Answer:
                 self._replays = bool(self.begun)
                 cancels.append(await submit(part.prompt, self.sampling, part, options))
                 self._replays = False
-            # A fleet's gateway takes a replica's first bytes for its first token: see `_reporting`.
+            # A fleet's gateway takes a replica's first bytes as its first token: see `_reporting`.
             patience = PING_S if self.stream and not self.marks else None
             while self._num_running:
                 try:
                     async with asyncio.timeout(patience):
                         await self._news.wait()
                 except TimeoutError:
-                    self._write = None  # what comes meanwhile waits
+                    self._write = None  # later events wait
                     yield sign_of_life(self.media_type)
                     continue
                 self._news.clear()
@@ -321,10 +325,9 @@ class Answer:
         metrics.answer_length.observe(self.record.num_output_tokens)
 
     async def prefill(self) -> bytes:
-        """Computes the prompt alone, whose blocks another replica takes over. Returns where they
-        are.
+        """Computes only the prompt, whose blocks another replica will copy. Returns where they are.
 
-        The other replica draws the first token, with all options of the body.
+        The other replica samples the first token, with all options of the body.
         """
         handover = self.state.engine.config.cache.handover
         if handover is None or len(self.parts) != 1:
@@ -354,7 +357,7 @@ class Answer:
         )
 
     def _options(self) -> RequestOptions:
-        # 404 if it was an adapter that has been unloaded since the body was read.
+        # Raises 404 for an adapter that was unloaded after the body was read.
         served_model(self.state, self.body.model)
         key, grant = self.record.key, self.record.grant
         priority = effective_priority(self.record, self.body.priority)
@@ -371,8 +374,8 @@ class Answer:
         )
 
     async def _search(self, beams: BeamSearchParams, options: RequestOptions) -> None:
-        """Run the beam searches of all prompts and take in their answers. An error of one cancels
-        the others."""
+        """Run the beam searches of all prompts and store their answers. An error of one cancels the
+        others."""
         begin, cut = self.state.engine.beam_search, self.sampling.truncate_prompt_tokens
         searches = [
             asyncio.ensure_future(begin(part.prompt, beams, options, truncate_prompt_tokens=cut))
@@ -399,7 +402,7 @@ class Answer:
             )
 
     def push(self, outputs: list[CompletionOutput], *, finished: bool) -> None:
-        """Passes on new output. `finished`: it is the last output of a prompt."""
+        """Process new output. `finished`: it is the last output of a prompt."""
         self._num_running -= finished
         if self._replays:
             for new in outputs:
@@ -424,7 +427,7 @@ class Answer:
         return self._write is not None
 
     def send(self, events: bytes) -> None:
-        """Write events at once, or leave them to the task if the client reads too slowly."""
+        """Write events at once, or queue them for the task if the client reads too slowly."""
         if events and (self._write is None or not self._write(events)):
             self._unwritten, self._write = events, None
             self._news.set()
@@ -439,8 +442,8 @@ class Answer:
         return b"".join([*events, self.mark()] if mark else events)
 
     def mark(self) -> bytes:
-        """A line of the stream for the gateway: the tokens whose text was sent since the last such line.
-        Empty without marks."""
+        """A line of the stream for the gateway: the tokens whose text was sent since the last such
+        line. Empty if `marks` is off."""
         if not self.marks:
             return b""
         unmarked, self.unmarked = self.unmarked, []
@@ -472,7 +475,7 @@ class Answer:
             choice.num_tokens += len(delta.token_ids)
             record.num_output_tokens += len(delta.token_ids)
         if self.state.settings.enable_weight_updates:
-            # single tokens since the last delta were made by the same weights as that one
+            # single tokens since the last delta were produced by the same weights
             told, runs = sum(n for _, n in choice.weight_versions), choice.weight_versions
             if runs and (single := choice.num_tokens - len(delta.token_ids) - told):
                 extend_runs(runs, [(runs[-1][0], single)])
@@ -497,12 +500,12 @@ def stream_headers(media_type: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def sign_of_life(media_type: bytes) -> bytes:
-    """A part of a stream that clients' parsers leave out: a comment, or a space before a line of JSON."""
+    """Bytes of a stream that clients' parsers ignore: a comment, or a space before a line of JSON."""
     return b": ping\n\n" if b"event-stream" in media_type else b" "
 
 
 class _Part:
-    """One prompt of an answer: the `Sink` that the engine gives its new output."""
+    """One prompt of an answer: the `Sink` that receives its output from the engine."""
 
     def __init__(self, answer: Answer, number: int, prompt: Prompt) -> None:
         self.answer, self.prompt = answer, prompt
@@ -528,7 +531,7 @@ class _Part:
                 new.index += self.first
                 answer.note(new, now)
             answer.push(delta.outputs, finished=delta.finished)
-        except Exception as error:  # our fault: this request fails, no other
+        except Exception as error:  # a bug of ours fails only this request
             answer.fail(error)
 
     def _on_token(self, token: int, text: str, now: float) -> None:
@@ -557,7 +560,7 @@ class _Part:
 
 
 class _Prefilled:
-    """Waits for the end of a request that only computes its prompt: a `Sink`."""
+    """A `Sink` that waits for the end of a request that only computes its prompt."""
 
     on_token = None
 
@@ -574,7 +577,7 @@ class _Prefilled:
 
 
 def effective_priority(record: RequestRecord, asked: int | None) -> int:
-    """The priority of a request, within its key's limit. A batch's requests come last."""
+    """The priority of a request, within its key's limit. A batch's requests have the lowest."""
     if record.background:
         return BATCH_PRIORITY
     if record.key is None or record.key.priority is None:

@@ -1,8 +1,8 @@
 """Hints: fields of a body that advise, label or edit, and are accepted without effect.
 
-Clients send them unasked and can't always leave them out. A field that would change the answer is
-no hint: it is carried out, or refused by name. docs/agents.md lists all hints with the reason for
-each. `slipstream:request_hints_total` counts those that were sent.
+Clients send them by default and can't always omit them. A field that would change the answer is no
+hint: it is applied, or refused by name. docs/agents.md lists all hints with the reason for each.
+`slipstream:request_hints_total` counts those that were sent.
 
 A struct names its hints in `hints`. Some fields are hints only for some models, such as an effort
 that the chat template does not know: the code that finds out adds them to the request's record.
@@ -29,7 +29,7 @@ def given_hints(body: Any, path: str = "") -> Iterator[str]:
         value = getattr(body, field)
         name = path + field
         if field == "messages":
-            continue  # may be thousands: their hints are accepted but not counted
+            continue  # possibly thousands: their hints are accepted but not counted
         if field in hints:
             if _is_given(value):
                 yield name

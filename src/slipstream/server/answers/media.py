@@ -1,9 +1,9 @@
-"""Pictures and sounds of a request: from data URIs, or fetched from hosts that the server's settings allow.
+"""Images and sounds of a request: from data URIs, or fetched from hosts that the server's settings
+allow.
 
-A fetch follows no redirect and uses no proxy. It is bounded by a picture's bytes, by FETCH_S
-seconds and by a minimum rate. Its errors reveal nothing about the host that answered. Fetches run
-on threads of their own, and each client may use a few of them: slow hosts delay only that client's
-pictures.
+A fetch follows no redirect and uses no proxy. It is limited in bytes, to FETCH_S seconds, and by a
+minimum rate. Its errors reveal nothing about the host's answer. Fetches run in separate threads, of
+which each client may use a few, so that slow hosts only delay that client's images.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 FETCH_S = 10.0
 SILENCE_S = 3.0
-"""Longest pause of a host. The minimum rate applies only after this time."""
+"""Maximum seconds without data from a host. The minimum rate applies only after this time."""
 
 MIN_BYTES_PER_S = 16_384
 _SHOWN = 80
@@ -42,10 +42,10 @@ _fetches = FairThreads("fetches", 64, per_client=8)
 
 
 async def read_media(state: ServerState, parts: Sequence[MediaPart]) -> list[PreparedMedia]:
-    """The pictures or sounds of a request, ready for its prompt.
+    """The prepared images or sounds of a request.
 
-    A 400 names the part that is not valid. Nothing is decoded before all pictures are known
-    to fit into a request's pixels together.
+    A 400 names an invalid part. Nothing is decoded before the images' total pixels are known to be
+    within the limit of a request.
     """
     if not parts:
         return []
@@ -161,7 +161,7 @@ def check_host(url: str, allowed: Sequence[str], path: str) -> None:
 
 
 def fetched(url: str, path: str) -> bytes:
-    """The body of a URL's answer with status 200; an ApiError (400) otherwise. Blocks."""
+    """The body of a response with status 200; ApiError (400) otherwise. Blocks."""
     parts, end = urlsplit(url), time.monotonic() + FETCH_S
     assert parts.hostname is not None
     connection: http.client.HTTPConnection
@@ -174,8 +174,8 @@ def fetched(url: str, path: str) -> bytes:
     timer: threading.Timer | None = None
     try:
         connection.connect()
-        # A host that sends byte by byte keeps within every bound on one read, so a timer ends the
-        # whole fetch.
+        # A host that sends byte by byte stays within every limit on a single read, so a timer ends
+        # the whole fetch.
         timer = threading.Timer(max(0.0, end - time.monotonic()), _cut, (connection.sock,))
         timer.daemon = True
         timer.start()

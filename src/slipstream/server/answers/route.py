@@ -1,4 +1,4 @@
-"""The ASGI endpoint that runs an `Answer`: reads a body, admits it, sends what the answer writes.
+"""The ASGI endpoint that runs an `Answer`: reads a body, applies limits, and sends the answer's output.
 
 The status 200 is sent with the first delta, so an earlier failure has a status of its own. A later
 failure is an error event, after which the stream ends without [DONE].

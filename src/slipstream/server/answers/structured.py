@@ -1,6 +1,6 @@
-"""Fields that constrain an answer's format, of which a body may have one.
+"""Request fields that constrain an answer's format; a body may have one of them.
 
-They are OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*` of its older
+They are OpenAI's `response_format`, vLLM's `structured_outputs` and the `guided_*` of older
 versions.
 """
 
@@ -30,7 +30,7 @@ class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
 class ResponseFormat(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-    schema: dict[str, Any] | None = None  # llama.cpp's and Together's, of a json_object
+    schema: dict[str, Any] | None = None  # llama.cpp's and Together's, for a json_object
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -101,7 +101,7 @@ def structured(body: Structured) -> StructuredOutputsParams | None:
 
 
 def structured_param(body: Structured, field: str) -> str:
-    """The body's own name of `structured_outputs…`, which an error of the engine names."""
+    """The body's own name of a field of `structured_outputs` that an engine error names."""
     name = _name(body)
     if name is None or name == "structured_outputs":
         return field

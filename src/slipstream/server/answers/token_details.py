@@ -11,8 +11,8 @@ from slipstream.server.openai.protocol import GenerationRequest
 
 
 def prompt_details(body: GenerationRequest, info: PromptInfo) -> dict[str, Any]:
-    """The requested details of the prompt: its tokens, and each one's log-probabilities by token
-    id. What is not asked for is null, so that typed clients have the attribute."""
+    """The requested details of the prompt: its tokens, and log-probabilities by token id. Fields
+    not requested are null, so that typed clients have the attribute."""
     found: dict[str, Any] = {
         "prompt_token_ids": info.token_ids if body.return_token_ids else None,
         "prompt_logprobs": None,

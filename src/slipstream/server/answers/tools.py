@@ -58,12 +58,14 @@ class NamedChoice(Struct, forbid_unknown_fields=True, kw_only=True):
 class CalledFunction(Struct, forbid_unknown_fields=True, kw_only=True):
     name: str
     arguments: str = ""
-    parsed_arguments: Raw = HINT  # what clients add to an answer, as the next two of a call
+    parsed_arguments: Raw = (
+        HINT  # added to an answer by clients, as are the next two fields of a call
+    )
     provider_specific_fields: Raw = HINT
 
 
 class SentToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A call in an assistant's message that a client sends back."""
+    """A tool call in an assistant message that a client sends back."""
 
     id: str
     function: CalledFunction
@@ -77,7 +79,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
 MAX_TOOLS = 1024
-"""OpenAI takes 128. Agents with several MCP servers have more."""
+"""Maximum number of tools. OpenAI allows 128; agents with several MCP servers have more."""
 
 ToolSpecs = Annotated[list[ToolSpec], Meta(max_length=MAX_TOOLS)]
 
@@ -100,7 +102,9 @@ def offer_of(body: WithTools) -> OfferedTools:
                 f"tool_choice has the type {choice.type!r} and no field {choice.type!r}, which names the tool",
                 field=f"tool_choice.{choice.type}",
             )
-        if isinstance(wanted, AllowedTools):  # the model is told of all, and calls these
+        if isinstance(
+            wanted, AllowedTools
+        ):  # the model is told about all tools, but may only call these
             names = {one.function.name for one in wanted.tools}
             if missing := names - {s.function.name for s in specs}:
                 raise RequestError(
@@ -120,8 +124,8 @@ def offer_of(body: WithTools) -> OfferedTools:
 
 
 def call_dict(call: SentToolCall) -> dict[str, Any]:
-    """A call as chat templates take it, with its arguments as an object. Broken JSON from a model
-    is passed on as it was written."""
+    """A call in the form for chat templates, with its arguments as an object. Invalid JSON from a
+    model is passed on verbatim."""
     arguments = written_arguments(call.function.arguments)
     return {
         "id": call.id,
@@ -152,12 +156,12 @@ def chat_template(state: ServerState) -> str:
 
 
 EFFORT_BUDGETS = {"none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": 32768}
-"""Tokens of reasoning for an effort, where the chat template knows none."""
+"""Reasoning budget in tokens for each effort, if the chat template doesn't support efforts."""
 
 
 def thinking_fields(state: ServerState, field: str, *, asked: bool) -> dict[str, Any]:
-    """A chat's fields for thinking or not: the template's switch. Without one, not to think is a
-    budget of 0. A 400 names `field` if thinking is asked of a model that can't."""
+    """The chat request's fields that switch thinking on or off, for the template. Without a switch in the
+    template, off means a budget of 0. A 400 names `field` if thinking is requested of a model that can't."""
     template = chat_template(state)
     can = reasons(state, template)
     if asked and not can:
@@ -189,8 +193,8 @@ def reading_of(
     template: str | None,
     begun: str = "",
 ) -> Reading | None:
-    """The parser for answers; None if an answer is plain text. `begun` is the part of the prompt that
-    they go on with. A 400 if the model can't call the offered tools."""
+    """The settings for parsing answers; None if an answer is plain text. `begun`: the part of the
+    prompt that answers continue. A 400 if the model can't call the offered tools."""
     tokenizer = state.engine.tokenizer
     if tokenizer is None:
         return None

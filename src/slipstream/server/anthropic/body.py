@@ -39,7 +39,8 @@ from slipstream.server.state import ServerState
 
 
 class CacheControl(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A mark of a prefix to cache. All are cached; up to the mark the value is raised for the time of its `ttl`."""
+    """Marks the end of a prefix to cache. All prefixes are cached; a marked one is valued higher for the time of its
+    `ttl`."""
 
     type: Literal["ephemeral"]
     ttl: str | None = None
@@ -75,7 +76,7 @@ class ImageBlock(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     type: Literal["image"]
     source: Base64Source | UrlSource
     transformations: Raw = (
-        HINT  # of pictures that are too large; ours are resized by the model's own rules
+        HINT  # about images that are too large; ours are resized by the model's own rules
     )
 
 
@@ -86,14 +87,14 @@ class ThinkingPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
 
 
 class RedactedThinkingPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
-    """Thoughts that another provider encrypted. The model can't read them, so they are left out."""
+    """Thoughts that another provider encrypted. The model can't read them, so they are dropped."""
 
     type: Literal["redacted_thinking"]
     data: str = ""
 
 
 class DocumentPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
-    """A document of text or parts. The model gets its title, context and text."""
+    """A document of text or parts. The model reads its title, context and text."""
 
     type: Literal["document"]
     source: dict[str, Raw]
@@ -123,7 +124,7 @@ class DocumentPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
 
 
 class SearchResultPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
-    """A passage that the client found. The model gets its title, source and text."""
+    """A passage that the client found. The model reads its title, source and text."""
 
     type: Literal["search_result"]
     source: str
@@ -213,7 +214,7 @@ class AnthropicTool(Struct, forbid_unknown_fields=True, kw_only=True):
 HOSTED = re.compile(
     r"(web_search|web_fetch|code_execution|tool_search_tool|advisor)(_.*)?|mcp_toolset"
 )
-"""Types of tools that the provider runs. The model is not told of them, so it can't call them."""
+"""Types of tools that the provider runs. The model is not told about them, so it can't call them."""
 
 
 class AnthropicChoice(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -268,7 +269,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
     workspace_id: Raw = HINT
     diagnostics: Raw = HINT
     billing_policy: Raw = HINT
-    fallbacks: Raw = HINT  # other models for what this one refuses for its provider's policies
+    fallbacks: Raw = HINT  # other models to try if this one refuses for its provider's policies
     fallback_credit_token: Raw = HINT
     compaction: Raw = OFF
     container: Raw = OFF
@@ -306,7 +307,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
             )
 
     def param(self, field: str | None) -> str | None:
-        """Returns this body's own name of a chat's field."""
+        """This body's own name of a field of the translated chat."""
         if field is None:
             return None
         if field.startswith("structured_outputs"):
@@ -320,7 +321,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
         return _NAMES.get(field, field)
 
     def _place(self, index: int, part: int) -> str:
-        """Path in this body of a picture: of `part` in the chat's message `index`."""
+        """Path in this body of the image that is `part` in the chat's message `index`."""
         index -= bool(self.prompt)
         for i, message in enumerate(self.messages):
             made, places = _messages(message, f"messages[{i}]")
@@ -331,7 +332,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
 
     @cached_property
     def prompt(self) -> str:
-        """The system prompt. `chat` sets it by the server's settings."""
+        """The system prompt. Set by `chat`, which knows the server's settings."""
         return _system(self.system, billing=False)
 
     @cached_property
@@ -355,8 +356,8 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
         return found, list(dict.fromkeys(hints))
 
     def ignores_thinking(self, state: ServerState) -> bool:
-        """Whether thinking is asked of a model that can't. That is a hint: the answer has no
-        thoughts."""
+        """Whether thinking is requested of a model that can't think. Then it is a hint: the answer
+        has no thoughts."""
         return (
             self.thinking is not None
             and self.thinking.type != "disabled"
@@ -367,7 +368,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
         return self.functions[1]
 
     def chat(self, state: ServerState, **more: Any) -> ChatRequest:
-        """Translates this body to a chat's."""
+        """Translates this body to a chat request."""
         self.prompt = _system(self.system, billing=state.settings.changing_lines == "keep")
         messages = [Message(role="system", content=self.prompt)] if self.prompt else []
         for i, message in enumerate(self.messages):
@@ -400,7 +401,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
         )
 
     def _thinking(self, state: ServerState) -> dict[str, Any]:
-        """Translates `thinking` to fields of a chat."""
+        """Translates `thinking` to fields of a chat request."""
         thinking = self.thinking
         if thinking is None or thinking.type == "adaptive" or self.ignores_thinking(state):
             return {}
@@ -513,7 +514,7 @@ def _parts(
     for i, part in enumerate(content):
         tag = bytes(part.get("type", b"")).decode(errors="replace").strip('"')
         kind = known.get(tag)
-        if kind is None:  # Anthropic's words; clients look for the tag, and do without it
+        if kind is None:  # Anthropic's wording; clients look for the tag and then omit it
             tags = ", ".join(f"'{one}'" for one in known)
             message = f"Input tag '{tag[:60]}' found using 'type' does not match any of the expected tags: {tags}"
             raise bad_request(f"{message} (in a block of {what or role})", f"{path}[{i}].type")
@@ -536,8 +537,8 @@ def _system(content: str | list[dict[str, Raw]] | None, *, billing: bool) -> str
 def _texts_and_pictures(
     content: str | list[dict[str, Raw]], what: str, path: str
 ) -> tuple[str, list[tuple[dict[str, Raw], str]]]:
-    """The text of a tool result, document or search result, and its pictures with their paths in
-    the body."""
+    """(text of a tool result, document or search result; its images with their paths in the
+    body)."""
     if isinstance(content, str):
         return content, []
     texts, pictures = list[str](), list[tuple[dict[str, Raw], str]]()
@@ -555,11 +556,10 @@ def _texts_and_pictures(
 
 
 def _messages(message: AnthropicMessage, path: str) -> tuple[list[Message], list[str]]:
-    """A chat's messages for one of Anthropic's, and the path in the body of each part of the last
-    one.
+    """(chat messages for one Anthropic message, path in the body of each part of the last one).
 
-    Pictures of a tool result follow it in a user's message, because chat templates take pictures
-    nowhere else.
+    Images of a tool result are moved to a user message after it, because chat templates only
+    support images there.
     """
     if isinstance(message.content, str):
         return [Message(role=message.role, content=message.content)], [f"{path}.content"]

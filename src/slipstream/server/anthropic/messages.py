@@ -89,12 +89,14 @@ class MessageAnswer(BlockAnswer):
 
     @property
     def asks_for_edits(self) -> bool:
-        """Whether the body asks for edits of its conversation. None are ever made."""
+        """Whether the body requests edits of its conversation. None are ever made."""
         return "context_management" in self.record.hints
 
     def _usage(self, output: int) -> dict[str, Any]:
         cached, num_prompt = self.prompt_info[0].num_cached_tokens, self.record.num_prompt_tokens
-        written = self.num_written_tokens if self.breakpoints else 0  # what was asked to be cached
+        written = (
+            self.num_written_tokens if self.breakpoints else 0
+        )  # only what was requested to be cached
         lives = max((s for _, s in self.breakpoints), default=0.0)
         thought = self.num_reasoning_tokens
         more = {} if thought is None else {"output_tokens_details": {"thinking_tokens": thought}}
@@ -143,9 +145,9 @@ def _content(block: ContentBlock, *, empty: bool = False) -> dict[str, Any]:
 
 
 def error_body(error: ApiError, request_id: str) -> bytes:
-    """An error in Anthropic's shape. Unknown fields and blocks, and prompts that are too long, get
-    Anthropic's words: by them clients leave the field out, or shorten the conversation. One of
-    `thread` gets the code by which they send the whole conversation instead."""
+    """An error in Anthropic's format. Unknown fields and blocks, and prompts that are too long, get
+    Anthropic's wording, by which clients omit the field or shorten the conversation. An error about
+    `thread` gets the code on which clients resend the whole conversation."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message, place = error.named_message, (error.param or "").replace("[", ".").replace("]", "")
     if unknown := _UNKNOWN.fullmatch(error.message):
@@ -188,7 +190,7 @@ SHAPES["/v1/messages"] = error_body
 
 def check_version(scope: Scope) -> None:
     given = dict(scope["headers"]).get(b"anthropic-version", b"").decode(errors="replace")
-    if given and given not in VERSIONS:  # other servers take a request without one
+    if given and given not in VERSIONS:  # other servers accept requests without a version
         raise bad_request(
             f"the header anthropic-version must be one of {', '.join(VERSIONS)}",
             "anthropic-version",

@@ -1,7 +1,7 @@
-"""OpenAI's /v1/batches: the routes, and the stored state of each batch. `runner` runs them.
+"""OpenAI's /v1/batches: the routes, and the stored state of each batch. `runner` runs batches.
 
-A batch is a row: an encoded `Batch`. Every change is one transaction that reads the row again,
-because the front end of a client's request and the one that runs batches may be two processes.
+A batch is a database row with an encoded `Batch`. Every change is one transaction that reads the
+row again, because a client's request and the batch runner may be in two processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slipstream.server.state import ServerState
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_PAGE = 100
 MAX_OPEN = 100
-"""Most unfinished batches of one key."""
+"""Maximum unfinished batches of one key."""
 
 MAX_WINDOW_S = 7 * 86_400
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}

@@ -226,7 +226,7 @@ class FileStore:
         return found
 
     async def sweep(self) -> None:
-        """Delete expired files, except those that unfinished batches read."""
+        """Delete expired files, except inputs of unfinished batches."""
 
         def work(db: sqlite3.Connection) -> list[str]:
             query = "select id from files where expires <= ? and id not in (select input from batches where open)"

@@ -64,7 +64,9 @@ MAX_PAUSE_S = 60.0
 COUNT_EVERY_S = 1.0
 MAX_JOURNAL_BYTES = 2**22
 
-_reading = FairThreads("batches", 1, per_client=1)  # the runner waits for each call
+_reading = FairThreads(
+    "batches", 1, per_client=1
+)  # one thread is enough, since the runner waits for each call
 
 
 class Line(Struct, forbid_unknown_fields=True):
@@ -153,8 +155,8 @@ class LineRunner(Protocol):
     """Decides how many lines of batches run. An engine and a fleet have one each."""
 
     def look(self, running: Sequence[Scope]) -> tuple[int, Sequence[Scope]]:
-        """Decides (number of lines that may start, running lines to cancel in order). `running` is
-        ordered oldest first."""
+        """Decides (number of lines that may start, running lines to cancel, in order). `running`:
+        oldest first."""
 
 
 class EngineLineRunner:
@@ -575,7 +577,7 @@ class BatchRunner:
         except asyncio.CancelledError:
             self._put_back(work, line)
             raise
-        except Exception:  # RequestLog has logged it
+        except Exception:  # logged by RequestLog
             status = 500
             headers = {}
             body = b'{"error":{"message":"internal error","type":"server_error"}}'

@@ -38,8 +38,8 @@ OPEN_ROUTES = frozenset(
         "/docs",
     }
 )
-"""Routes that need no key. The last three are pages without data of the server: they ask the reader
-for a key and send it with their requests."""
+"""Routes that need no key. The last three are pages without server data; they ask the user for a
+key and send it with their requests."""
 
 ADMIN_ROUTES = frozenset(
     {
@@ -57,7 +57,7 @@ METRICS_ROUTES = frozenset({"/metrics", "/status.json", "/findings", "/version",
 
 
 class Keyring:
-    """All keys of a server. Falsy without keys: then every request is let through."""
+    """All keys of a server. Falsy if there are none; then every request is accepted."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._plain = tuple(map(_digest, settings.api_keys))
@@ -88,7 +88,7 @@ class Keyring:
         return key
 
     def by_id(self, id_: str) -> Key | None:
-        """A key found before, for work that outlives its request. None if the key is gone."""
+        """The key with this id, for work that outlives its request. None if it was removed."""
         found = next((known for known in self._plain if known.hex() == id_), None)
         if found is not None:
             return self._plain_key(found)
@@ -96,17 +96,17 @@ class Keyring:
 
     @property
     def may_change(self) -> bool:
-        """Whether keys can be revoked while the server runs: only a file's can."""
+        """Whether keys can be revoked while the server runs; only those of a file can."""
         return self._file is not None
 
     def is_active(self, key: Key) -> bool:
-        """Whether a key found before may still be used. A key with a new secret is the same key."""
+        """Whether a key is still valid. A key with a new secret counts as the same key."""
         known = self.by_id(key.id)
         return known is not None and known.state(time.time()) == "active"
 
     def _plain_key(self, digest: bytes) -> Key:
-        """A key of `--api-key`. If it is the only one, its prefixes need no salt: keys of a file
-        have their own."""
+        """A key of `--api-key`. If it is the only one, its prefixes need no salt, since keys of a
+        file have their own."""
         shares = EVERYBODY if len(self._plain) == 1 else None
         return Key(id=digest.hex(), role="admin", priority=None, share_prefixes=shares)
 
@@ -136,8 +136,8 @@ def forbidden(key: Key, needed: str) -> ApiError:
 
 
 class ApiKeys:
-    """ASGI middleware that checks keys. A request from the server to itself has its key in the
-    scope already."""
+    """ASGI middleware that checks keys. Requests that the server sends to itself already have a key
+    in their scope."""
 
     def __init__(self, app: ASGIApp, keys: Keyring) -> None:
         self.app, self.keys = app, keys

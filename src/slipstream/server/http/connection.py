@@ -1,5 +1,5 @@
-"""One HTTP/1.1 connection: uvicorn's parser with bounds, and with prompt notice of a client that
-leaves.
+"""One HTTP/1.1 connection: uvicorn's parser with limits, and fast detection of disconnected
+clients.
 
 1. A request's head has at most `MAX_HEADER_BYTES` and `HEAD_TIMEOUT_S`. A bad one is answered with
    an error in OpenAI's shape.
@@ -13,7 +13,7 @@ leaves.
 4. A body that nobody will read (413, 401, …) is not waited for. The answer says `connection:
    close`, further input is discarded for `LINGER_S` so that the client can read the answer, then
    the connection is closed.
-5. A client that reads nothing of its answer for `WRITE_IDLE_S` counts as gone.
+5. A client that reads nothing for `WRITE_IDLE_S` counts as gone.
 6. `write_chunk` of the scope writes a part of an answer at once, without waking the answer's task.
    Before an answer begins, `write_interim` sends an interim response (102) with a header.
 7. `Upgrade` is ignored and the request answered (RFC 9110 7.8). CONNECT gets 400. Trailer fields
@@ -38,11 +38,11 @@ MAX_PIPELINED = 256
 HEAD_TIMEOUT_S = 30.0
 LINGER_S = 1.0
 WRITE_IDLE_S = 120.0
-"""Longest time in which a client reads nothing of waiting data. Then the connection and its request
-end."""
+"""Maximum seconds in which a client reads nothing of waiting data before the connection and its
+request are ended."""
 
 SMALL_BODY = 64 * 1024
-"""Longest unread body that is read to its end so that the connection can be reused."""
+"""Maximum bytes of an unread body that are read to reuse the connection."""
 
 _UPGRADE_FIELDS = (b"upgrade", b"http2-settings")
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -67,9 +67,9 @@ async def _refuse(scope: Any, receive: Any, send: Any) -> None:
 
 
 class _Outlet:
-    """A cycle's transport, which closes the connection politely.
+    """The transport of a request/response cycle, which closes the connection gracefully.
 
-    The first write, a response's head, waits for what follows it in the same turn of the event
+    The first write, a response's head, is joined with what follows in the same turn of the event
     loop: one packet and one system call instead of two.
     """
 
@@ -122,8 +122,8 @@ class Connection(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, transport.close)
 
     def data_received(self, data: bytes) -> None:
-        """Parse `data`. A head with an upgrade is fed again without it, to a new parser: llhttp
-        would skip the body."""
+        """Parse `data`. A head with an upgrade is parsed again without it, by a new parser, because
+        llhttp would skip the body."""
         self._unset_keepalive_if_required()
         while not self._discards and self.parser is not None:
             try:
@@ -149,7 +149,7 @@ class Connection(HttpToolsProtocol):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether to keep our side open."""
+        """Whether to keep our side of the connection open."""
         if self.scheme == "https" or not self._may_probe():
             return False
         self._half_closed = True
@@ -179,8 +179,8 @@ class Connection(HttpToolsProtocol):
             self._idle_timer.cancel()
 
     def _watch_reader(self, waiting: int) -> None:
-        """Cut the connection if the client reads none of `waiting` bytes within `WRITE_IDLE_S`.
-        Nothing is added to them meanwhile: writing is paused."""
+        """Close the connection if the client reads none of `waiting` bytes within `WRITE_IDLE_S`.
+        No data are added meanwhile, because writing is paused."""
 
         def look() -> None:
             now = self.transport.get_write_buffer_size()
@@ -204,8 +204,8 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a field of the head. A trailer's is dropped: it must not authenticate or route (RFC
-        9110 6.5.1)."""
+        """Store a header field. Trailer fields are dropped: they must not authenticate or route
+        (RFC 9110 6.5.1)."""
         self._bound(len(name) + len(value))
         if b"\r" in value or b"\n" in value:
             raise ValueError("a line break in a field")
@@ -215,13 +215,13 @@ class Connection(HttpToolsProtocol):
     def _bound(self, length: int) -> None:
         self._header_bytes += length
         if self._header_bytes > MAX_HEADER_BYTES:
-            raise ValueError("headers too long")  # the parser turns it into `send_400_response`
+            raise ValueError("headers too long")  # the parser converts it to `send_400_response`
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 raise ValueError("CONNECT")
-            return  # `data_received` feeds this head again, without the upgrade
+            return  # `data_received` parses this head again, without the upgrade
         self._in_head = False
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -242,7 +242,7 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what can't be parsed, after earlier answers. If it interrupts an answer, cut the
+        """Answer unparsable input, after earlier answers. If it interrupts an answer, close the
         connection."""
         running, cycle = self._running, self.cycle
         if running is not None and not running.response_complete:
@@ -276,8 +276,8 @@ class Connection(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
 
     def _close_after(self, cycle: RequestResponseCycle) -> None:
-        """Close after `cycle`, the last: at once, or when the client has had time to read its
-        answer."""
+        """Close the connection after `cycle`, the last one: at once, or when the client has had
+        time to read its answer."""
         if cycle.more_body and cycle.response_complete:
             self._linger()
         else:
@@ -293,7 +293,7 @@ class Connection(HttpToolsProtocol):
     # --- Has the client gone? ----------------------------------------------------------
 
     def _may_probe(self) -> bool:
-        """Whether an interim response may be sent: the request is whole, unanswered, and of
+        """Whether an interim response may be sent: the request is complete, unanswered, and
         HTTP/1.1."""
         cycle = self._running
         return (
@@ -308,8 +308,8 @@ class Connection(HttpToolsProtocol):
             self._look_timer = self.loop.call_later(delay, self._look, delay)
 
     def _look(self, delay: float) -> None:
-        """Check whether the peer is still connected, by the socket's state: the transport reads
-        nothing now, so it would not notice."""
+        """Check by the socket's state whether the peer is still connected; the transport is not
+        reading now, so it would not notice."""
         self._look_timer = None
         cycle = self._running
         if cycle is None or cycle.response_complete or not (self._half_closed or self.pipeline):
@@ -322,7 +322,7 @@ class Connection(HttpToolsProtocol):
         ):
             self.transport.abort()
             return
-        # A FIN can be stuck after data that we have no room to read: then we probe again and again.
+        # A FIN can be stuck after data that we have no space to read: then probe again and again.
         stuck = self.flow.read_paused and delay == _SLOWEST_LOOK_S
         if not self._half_closed and self._may_probe() and (events & _PEER_DONE or stuck):
             self._half_closed = bool(events & _PEER_DONE)
@@ -350,7 +350,7 @@ def _write_interim(cycle: RequestResponseCycle, name: bytes, value: bytes) -> No
 
 
 def _unread(cycle: RequestResponseCycle) -> bool:
-    """Whether the rest of the body is missing and not waited for."""
+    """Whether the rest of the body is missing and won't be read."""
     if not cycle.more_body:
         return False
     length = dict(cycle.scope["headers"]).get(b"content-length", b"")

@@ -36,7 +36,7 @@ _DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
 
 
 def register(*bodies: type[Struct], parts: tuple[type[Struct], ...] = ()) -> None:
-    """Make `bodies` decodable. Errors and the log may name their fields and those of their
+    """Make `bodies` decodable. Errors and the log may then name their fields and those of their
     `parts`."""
     _DECODERS.update({kind: msgspec.json.Decoder(kind) for kind in bodies})
     for kind in (*bodies, *parts):
@@ -51,7 +51,7 @@ MARKS = {
     b"\xef\xbb\xbf": "it begins with a byte order mark; send UTF-8 without one",
     b"\xff\xfe": "it is UTF-16; send UTF-8",
 }
-"""First bytes of bodies that are no JSON, with the reason and remedy for the error."""
+"""First bytes of bodies that are not JSON, with cause and remedy for the error message."""
 
 
 def check_depth(body: bytes, path: str = "") -> None:

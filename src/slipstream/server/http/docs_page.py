@@ -38,7 +38,7 @@ _EXAMPLES: dict[str, Any] = {
     "texts": ["Cats purr.", "Dogs bark."],
     "tokens": [1, 2, 3],
 }
-"""Values of fields in the bodies that the forms begin with. Other texts are "Hello"."""
+"""Example values of fields in the forms' request bodies. Other strings are "Hello"."""
 
 
 def page(document: dict[str, Any]) -> str:
@@ -76,7 +76,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 def _text(told: str) -> str:
-    """A line with its `names` as code."""
+    """A line with its `names` as HTML code elements."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(told))
 
 
@@ -85,7 +85,7 @@ def _heading(name: str) -> str:
 
 
 def _place(name: str) -> str:
-    """Returns the anchor of a group. It can't be a body's, which have no hyphen."""
+    """Anchor of a group. It contains a hyphen, so it can't be a body's."""
     return "group-" + "-".join(re.findall(r"\w+", name.lower()))
 
 

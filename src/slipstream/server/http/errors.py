@@ -2,14 +2,12 @@
 
 OpenAI's shape is {"error": {"message", "type", "param", "code"}}.
 
-  400 invalid_request_error   `param` names the field; code context_length_exceeded: prompt too long
-  401 invalid_request_error   code invalid_api_key
-  404, 405, 408, 413          unknown route or model, wrong method, body too slow or too long
-  409 invalid_request_error   code conflict: an update or a pause that is under way
-  429 rate_limit_error        the engine's queue or the server is full; see Retry-After
-  503 service_unavailable     draining, or the engine process died or sleeps
-  507 server_error            the disk is full; code disk_full
-  500 server_error            a fault of ours; the log has the details, the message has none
+400 invalid_request_error `param` names the field; code context_length_exceeded: prompt too long 401
+invalid_request_error code invalid_api_key 404, 405, 408, 413 unknown route or model, wrong method,
+body too slow or too long 409 invalid_request_error code conflict: an update or a pause is in
+progress 429 rate_limit_error the engine's queue or the server is full; see Retry-After 503
+service_unavailable draining, or the engine process died or sleeps 507 server_error the disk is
+full; code disk_full 500 server_error a fault of ours; the log has the details, the message has none
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ from slipstream.errors import (
 logger = logging.getLogger("slipstream.server")
 
 RETRY_AFTER_S = 1
-"""Retry-After of a full server: places are free after a few steps of the engine."""
+"""Retry-After in seconds of a full server: space is free after a few steps of the engine."""
 
 ERROR_CODE_HEADER = b"x-slipstream-error-code"
 """Header with an error's code, for a fleet's gateway: not every protocol's shape has one."""
@@ -93,16 +91,16 @@ class ClientDisconnected(Exception):  # noqa: N818 - nothing went wrong
 
 
 Shape: TypeAlias = Callable[[ApiError, str], bytes]
-"""Makes the body of an error in a protocol other than OpenAI's; the second argument is the
-request's id."""
+"""Formats an error's body for a protocol other than OpenAI's; the second argument is the request's
+id."""
 
 SHAPES: dict[str, Shape] = {}
-"""Error shapes by the first part of a path, such as `/api`. Each protocol's module registers its
+"""Error formats by the first part of a path, such as `/api`. Each protocol's module registers its
 own."""
 
 
 def error_body(scope: Scope, error: ApiError) -> bytes:
-    """The body of an error, in the shape of the protocol that the route belongs to."""
+    """The body of an error, in the format of the route's protocol."""
     path = scope["path"]
     shape = next(
         (s for begin, s in SHAPES.items() if path == begin or path.startswith(begin + "/")), None
@@ -189,7 +187,7 @@ def as_api_error(exc: Exception) -> ApiError:
 
 
 FIELDS: set[str] = set()
-"""Names of all fields of bodies, filled by `protocol`. Logs show no other names: those would be a
+"""Names of all fields of bodies, filled by `protocol`. Logs show no other names, which would be a
 client's text."""
 
 _CODES = {404: "unknown_route", 405: "method_not_allowed"}
@@ -212,8 +210,8 @@ def wrong_method(methods: Set[str]) -> ApiError:
 
 
 def _no_route(request: Request, exc: HTTPException) -> ApiError:
-    """Answers a 405 with the path's methods, or a 404 with the most similar route. It repeats
-    nothing of the client's text."""
+    """A 405 with the path's methods, or a 404 with the most similar route. It repeats nothing of
+    the client's text."""
     path = request.scope["path"]
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     methods = {
@@ -227,7 +225,7 @@ def _no_route(request: Request, exc: HTTPException) -> ApiError:
     known = sorted({route.path for route in routes if "{" not in route.path} - {"/"})
     known = [name for name in known if not name.startswith("/fleet/")]  # a gateway's own
     asked = path.rstrip("/")[:100]
-    # /v1 was left out, or is there twice
+    # /v1 is missing or doubled
     twice = [name for name in known if name.startswith("/v1/") and asked.endswith(name)]
     near = twice + [name for name in known if asked and name.endswith(asked)]
     near = sorted(near, key=len)[-1:] or difflib.get_close_matches(asked, known, n=1, cutoff=0.75)
@@ -236,7 +234,7 @@ def _no_route(request: Request, exc: HTTPException) -> ApiError:
 
 
 def noted(scope: Scope, exc: Exception) -> ApiError:
-    """The error to answer with. Notes it in the request's record, and an internal one in the log."""
+    """The error to answer with. Records it in the request's record, and internal errors in the log."""
     error = as_api_error(exc)
     if error.status == 500 and isinstance(exc, SlipstreamError):
         logger.error("request failed: %s", exc)

@@ -1,5 +1,4 @@
-"""Suggestions for a wrong field of a body: the names allowed there, or the values of an
-enumeration.
+"""Suggestions for an invalid field of a body: similar field names, or the values of an enumeration.
 
 The schemas are read only after a body was refused. `where` is msgspec's path: `tools[0].function`,
 or "" for the body itself.
@@ -32,7 +31,7 @@ OTHERS = {
     "inputs": "prompt",
     "system": "messages",
 }
-"""OpenAI's or vLLM's name for fields of llama.cpp's server, text-generation-inference, Ollama and
+"""OpenAI's or vLLM's name of fields in llama.cpp's server, text-generation-inference, Ollama and
 transformers."""
 
 

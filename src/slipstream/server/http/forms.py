@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from slipstream.server.http.errors import ApiError, ClientDisconnected, bad_request, storage_error
 
-AROUND = 2**16  # most bytes of a body besides its file
+AROUND = 2**16  # maximum bytes of a body besides its file
 
 
 async def read_form(
@@ -24,9 +24,9 @@ async def read_form(
     count: Callable[[int], None] = lambda received: None,
     max_fields: int = 8,
 ) -> list[tuple[str, UploadFile | str]]:
-    """The fields in their order. `option` sets the `limit` of the file's bytes; `fields` are named
-    in the error for a body that is no form. `count` is called with the bytes so far. ApiError: 400,
-    408, or 413 as soon as the file is known to be too long."""
+    """The form's fields in order. `option` names the setting of the `limit` of the file's bytes;
+    `fields` are named in the error for a body that is no form. `count` is called with the bytes so
+    far. ApiError: 400, 408, or 413 as soon as the file is known to be too long."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise bad_request(f"the body must be multipart/form-data, with {fields}", "file")
     message = f"the file is longer than the {limit} bytes this server takes ({option})"
@@ -36,7 +36,7 @@ async def read_form(
         raise too_long
 
     async def chunks() -> AsyncGenerator[bytes, None]:
-        """Yield the body. A slow one ends with a 408: each MiB may take as long as a whole body of other routes."""
+        """Yields the body. Raises 408 if it is slow: each MiB may take as long as a whole body on other routes."""
         received, begun = 0, asyncio.get_running_loop().time()
         while True:
             try:

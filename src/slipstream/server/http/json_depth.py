@@ -1,4 +1,4 @@
-"""Depth of JSON, checked before a decoder or later code recurses: some have no limit of their
+"""Nesting depth of JSON, checked before decoders or later code recurse; some have no limit of their
 own."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 MAX_DEPTH = 200
-"""Deepest nesting of lists and objects in a body. Its readers recurse a few calls for each
+"""Maximum nesting of lists and objects in a body. Code that reads it recurses a few calls per
 level."""
 
 _QUOTE = ord('"')
@@ -20,7 +20,7 @@ def is_too_deep(text: bytes) -> bool:
     brackets."""
     if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
         return False
-    # Every quote that is left begins or ends a string.
+    # Every remaining quote begins or ends a string.
     text = text.replace(rb"\\", b"").replace(rb"\"", b"")
     marks = np.frombuffer(text.translate(None, _OTHERS), np.uint8)
     is_outside = np.cumsum(marks == _QUOTE, dtype=np.uint8) % 2 == 0

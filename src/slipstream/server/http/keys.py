@@ -35,12 +35,12 @@ from slipstream.errors import ConfigError
 _logger = logging.getLogger("slipstream.server")
 
 Role: TypeAlias = Literal["admin", "user", "metrics"]
-"""`admin`: every route. `user`: all but /metrics and those that change the server. `metrics`: /metrics
-and /version."""
+"""`admin`: every route. `user`: all but /metrics and routes that change the server. `metrics`: only
+/metrics and /version."""
 
 MAX_KEYS = 4096
 LOOK_S = 1.0
-"""Interval at which a server checks the file for changes."""
+"""Seconds between checks of the file for changes."""
 
 _Count = Annotated[int, Meta(ge=1, lt=2**53)]
 _FORM = re.compile(r"sk-([0-9a-f]{12})-([A-Za-z0-9_-]{43})")
@@ -57,7 +57,7 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     created: int = 0
     expires: int | None = None
     revoked: int | None = None
-    # Of the secret before the last rotation, which is valid until `old_until`.
+    # Digest of the secret before the last rotation, valid until `old_until`.
     old_digest: str | None = None
     old_until: int = 0
     requests_per_minute: _Count | None = None
@@ -66,10 +66,10 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     max_concurrent: _Count | None = None
     models: tuple[str, ...] = ()  # empty: all
     priority: Annotated[int, Meta(ge=-(2**30), le=2**30)] | None = (
-        0  # the best that its requests may have (None: any)
+        0  # the lowest priority number that its requests may use (None: any)
     )
     weight: Annotated[float, Meta(gt=0, le=1000)] = (
-        1.0  # its share of the served tokens, relative to others of its priority
+        1.0  # its weight: share of the served tokens relative to other keys of its priority
     )
     # Keys of a group share cached prefixes. None: the key shares them with no other.
     share_prefixes: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
@@ -93,15 +93,15 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
 
 
 EVERYBODY = ""
-"""`share_prefixes` of a server's only key. The file can't hold it."""
+"""`share_prefixes` of a server's only key. Not possible in a file."""
 
 
 def prefix_salt(key: Key | None, given: str | None) -> str:
-    """The salt of a request's cached prefixes, made of its key and its body's `cache_salt`.
+    """The salt of a request's cached prefixes, derived from its key and its body's `cache_salt`.
 
     Requests share cached prefixes only within one salt. So no key learns from `cached_tokens`, or
     from the time to the first token, what another has sent. The parts are hashed with their kinds
-    and lengths: no `cache_salt` gives a client the salt of another key.
+    and lengths, so that no `cache_salt` yields another key's salt.
     """
     parts = list[str]()
     if key is not None and key.share_prefixes != EVERYBODY:
@@ -144,7 +144,7 @@ def split(text: str) -> tuple[str, str] | None:
 
 
 def read(path: Path) -> dict[str, Key]:
-    """The keys by id. ConfigError if the file is missing or damaged."""
+    """The keys of a file by id. ConfigError if the file is missing or damaged."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=_Document).keys
     except OSError as error:
@@ -204,8 +204,8 @@ def changing(path: Path, *, may_create: bool = False) -> Iterator[dict[str, Key]
 
 @dataclasses.dataclass(slots=True)
 class KeyFile:
-    """The keys file as a server reads it: again after each change. An unreadable one is logged, and
-    the keys stay as they were."""
+    """The keys file as a server sees it: read again after each change. If it can't be read, that is
+    logged and the previous keys stay valid."""
 
     path: Path
     clock: Callable[[], float] = time.time
@@ -219,7 +219,7 @@ class KeyFile:
         self._looked = time.monotonic()
 
     def find(self, text: str) -> Key | None:
-        """The key of `text`, if it is active."""
+        """The active key that `text` is; None if there is none."""
         parts = split(text)
         if parts is None:
             return None
@@ -258,5 +258,5 @@ class KeyFile:
 
 
 UNKNOWN_KEY = Key(id="unknown", salt="00" * 16, digest="00" * 32)
-"""Compared with a secret whose id is unknown, so that the time of the answer does not reveal which
-ids exist."""
+"""A dummy, compared with secrets whose id is unknown, so that response times don't reveal which ids
+exist."""

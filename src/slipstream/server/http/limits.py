@@ -66,8 +66,8 @@ async def read_body(scope: Scope, receive: Receive, settings: ServerSettings) ->
 
 
 def own_receive(body: bytes, then: Receive | None = None) -> Receive:
-    """The `receive` of a request that the server sends itself: the body, then the result of `then`.
-    Without `then` it waits after the body: the sender ends the request by cancelling it."""
+    """The `receive` of a request that the server sends to itself: the body, then results of `then`.
+    Without `then` it waits after the body; the sender ends the request by cancelling it."""
     given = False
 
     async def receive() -> Message:
@@ -83,7 +83,7 @@ def own_receive(body: bytes, then: Receive | None = None) -> Receive:
 
 
 async def read_prompt_body(state: ServerState, scope: Scope, receive: Receive) -> bytes:
-    """The body of a generating request. The audit log gets it too if `audit_prompts` is set."""
+    """The body of a generating request. With `audit_prompts` it is also recorded for the audit log."""
     raw = await read_body(scope, receive, state.settings)
     if state.settings.audit_prompts:
         scope["record"].body = raw.decode("utf-8", "replace")
@@ -96,8 +96,7 @@ async def read_as(kind: type[T], request: Request, state: ServerState) -> T:
 
 
 class Exchange:
-    """A request in flight: the task that answers it, its key, and why it was cancelled, if it
-    was."""
+    """A request in progress: its task, its key, and the reason if it was cancelled."""
 
     __slots__ = ("key", "over", "reason", "task")
 
@@ -116,7 +115,7 @@ class Exchange:
 async def in_flight(
     state: ServerState, receive: Receive, record: RequestRecord
 ) -> AsyncIterator[None]:
-    """Context manager that lasts while the client is connected.
+    """Context manager that cancels its body when the client disconnects.
 
     Raises ClientDisconnected, or the reason given to `Exchange.cancel`. A separate task waits for
     the disconnect, so that watching costs nothing per token.
@@ -174,7 +173,7 @@ def admitted(state: ServerState, record: RequestRecord, model: str | None) -> It
 
 
 def counted(state: ServerState, handler: Handler) -> Handler:
-    """Wraps a route without model work, whose requests still count for their key's limits."""
+    """Wraps a route that doesn't use the model, so that its requests count for their key's limits."""
 
     async def within_limits(request: Request) -> Response:
         with limited(state, request.scope["record"]):

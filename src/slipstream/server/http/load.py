@@ -1,4 +1,4 @@
-"""Counts of all front ends' requests and connections; they decide who takes the next connection.
+"""Request and connection counts of all front ends, which decide which one accepts the next connection.
 
 Front ends share one listening socket, so a connection that is not accepted yet waits for any of
 them.
@@ -21,8 +21,8 @@ _FULL_S = 1.0
 class ServerLoad:
     """Requests and connections of each front end, in memory that all front ends share.
 
-    A server with one front end uses memory of its own. Each front end writes only its own counts,
-    so that a dead one's can be removed.
+    With one front end the memory is private. Each front end writes only its own counts, so that a
+    dead one's can be removed.
     """
 
     def __init__(self, shared: memoryview | None = None, slot: int = 0) -> None:
@@ -31,7 +31,7 @@ class ServerLoad:
         )
         self.slot, self._own = slot, 2 * slot
         self.is_shared = shared is not None
-        self.draining = False  # this front end takes no new requests
+        self.draining = False  # this front end accepts no new requests
 
     @staticmethod
     def size(num_front_ends: int) -> int:
@@ -43,10 +43,10 @@ class ServerLoad:
         return sum(self._counts[::2])
 
     def begin_request(self, limit: int) -> bool:
-        """Count a request. Returns False, and does not count it, if `limit` requests run already.
+        """Count a request. False, without counting it, if `limit` requests are already running.
 
-        The request is counted before the sum is read: two front ends at once may both be refused
-        the last place, but never both get it.
+        The request is counted before the sum is read: two simultaneous front ends may both be
+        refused the last slot, but never both get it.
         """
         self._counts[self._own] += 1
         if self.num_requests <= limit:
@@ -70,11 +70,10 @@ class ServerLoad:
 
 
 class Acceptor:
-    """Takes connections from a socket that front ends share.
+    """Accepts connections from a socket that front ends share.
 
-    A front end with more connections than another waits a moment before it takes the next one: by
-    then the other has taken it, unless it hangs. uvicorn closes an Acceptor like an
-    `asyncio.Server`.
+    A front end with more connections than another waits a moment before it accepts the next one, so
+    that the other accepts it, unless it hangs. uvicorn closes an Acceptor like an `asyncio.Server`.
     """
 
     def __init__(
@@ -119,8 +118,8 @@ class Acceptor:
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # another front end has it
-        except OSError as error:  # usually no more descriptors
+            return  # another front end accepted it
+        except OSError as error:  # usually too many open descriptors
             _logger.error("no connection can be taken: %s", error)
             self._pause(_FULL_S, self._resume)
             return
@@ -134,7 +133,7 @@ class Acceptor:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls)
-        except OSError:  # the client has gone, or speaks no TLS
+        except OSError:  # the client has gone, or doesn't use TLS
             connection.close()
 
     def _count(self) -> None:

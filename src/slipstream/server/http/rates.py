@@ -1,20 +1,20 @@
-"""Rate limits of a key over all front ends: requests and tokens a minute, tokens a day, requests at
-once.
+"""Rate limits of a key over all front ends: requests and tokens per minute, tokens per day,
+concurrent requests.
 
 1. A minute is any 60 s. Counts are kept by second; those of the last 60 and the current one are
    added up. So the limit holds in every window. A request counts in the second in which it was
    admitted.
-2. Tokens are reserved before a request is queued: its prompt and the longest answer that it allows.
-   Unused ones are given back when it ends. So a key never exceeds its limit, and one that sets
-   `max_tokens` gets more done.
+2. Tokens are reserved before a request is queued: its prompt and its maximum answer. Unused ones
+   are returned when it ends. So a key never exceeds its limit, and clients that set `max_tokens`
+   can run more.
 3. A day is one of UTC. If the clock goes back over midnight, the count continues.
-4. The counts are in memory that the front ends map, one row for each key. A row is locked while it
-   is read and changed, for some microseconds, without waiting for anything else. The kernel
-   releases the lock of a process that dies.
+4. The counts are in memory shared by the front ends, one row per key. A row is locked while it is
+   read and changed, for a few microseconds, without waiting for anything else. The kernel releases
+   the lock of a process that dies.
 5. The counts of the day are in `--state-dir`, if there is one, and outlive the server. The others
    end with it.
-6. A row whose counts have all expired holds no information, so another key may take it: rows of
-   deleted keys do not pile up.
+6. A row whose counts have all expired is reused for another key, so rows of deleted keys don't
+   accumulate.
 
 The rest of the server uses only `Limiter`: a router in front of several servers can have its own.
 """
@@ -45,8 +45,8 @@ RATE_HEADERS = tuple(
 )
 DAY_S = 86_400
 
-# A row of each table begins with the key's id as two numbers.
-# The second of the newest count, then counts by second modulo WINDOW.
+# A row of each table begins with the key's id as two numbers. Then the second of the newest count,
+# then counts by second modulo WINDOW.
 _LAST = 2
 _REQUESTS = 3
 _TOKENS = 3 + WINDOW
@@ -63,7 +63,7 @@ class Grant(Protocol):
         """Whether the key has a token limit that applies to this request."""
 
     def reserve(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Reserve a prompt's tokens and its longest answer's. ApiError (429) if the key has fewer
+        """Reserve tokens for a prompt and its maximum answer. ApiError (429) if the key has fewer
         left."""
 
     def close(self, num_tokens: int) -> None:
@@ -84,8 +84,8 @@ class Limiter(Protocol):
 
 
 class Table:
-    """Rows of 8-byte numbers by key id, in a file that several processes map or in this process's
-    memory. A row that `is_over` may become another key's whenever it is not locked."""
+    """Rows of 8-byte numbers by key id, in a file mapped by several processes or in private memory.
+    A row for which `is_over` is true may be reused for another key whenever it is not locked."""
 
     def __init__(
         self,
@@ -126,8 +126,8 @@ class Table:
             del self._rows[id_]  # the counts expired and the row became another key's
 
     def _find(self, words: tuple[int, int]) -> int:
-        """Index of the id's row, or of one made for it. Locks the table, then rows. This order
-        can't deadlock: who holds a row's lock never waits for the table's."""
+        """Index of the id's row, which is created if needed. Locks the table, then rows. This order
+        can't deadlock, because the holder of a row's lock never waits for the table's."""
         over: list[int] = []
         with self._locked(0):
             for index in range(MAX_ROWS):
@@ -144,7 +144,7 @@ class Table:
             for index in over:
                 begin = index * self._width
                 with self._locked(index + 1), self._numbers[begin : begin + self._width] as row:
-                    if row[0] == row[1] == 0 or self._is_over(row):  # still
+                    if row[0] == row[1] == 0 or self._is_over(row):  # checked again under the lock
                         row[2:] = memoryview(bytes(8 * (self._width - 2))).cast("q")
                         row[0], row[1] = words
                         return index
@@ -229,7 +229,7 @@ class SharedLimiter:
         return grant
 
     def _turn(self, row: memoryview) -> int:
-        """The current second. Sets the counts of seconds outside the window to 0."""
+        """The current second. Clears the counts of seconds outside the window."""
         second, last = int(self.clock()), row[_LAST]
         for passed in range(max(last + 1, second - WINDOW + 1), second + 1):
             row[_REQUESTS + passed % WINDOW] = row[_TOKENS + passed % WINDOW] = 0
@@ -261,7 +261,7 @@ class SharedGrant:
     def __init__(self, limiter: SharedLimiter, key: Key, *, background: bool) -> None:
         self._limiter, self.key, self._background = limiter, key, background
         self.slot: int | None = None
-        self._reserved: list[tuple[int, int, int]] = []  # (tokens, second, day)
+        self._reserved: list[tuple[int, int, int]] = []  # (tokens, second, day) of reservations
         self._num_prompt_tokens = 0
 
     @property

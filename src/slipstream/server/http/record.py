@@ -1,5 +1,5 @@
-"""The record of each request: id, outcome, log line, counts. Prompts, answers and keys are never in
-the log."""
+"""The record of each request: id, outcome, log line, token counts. Prompts, answers and keys are
+never in the log."""
 
 from __future__ import annotations
 
@@ -176,14 +176,14 @@ class RequestRecord:
     error: str | None = None
     param: str | None = None  # the field that was refused
     key: Key | None = None  # the request's
-    grant: Grant | None = None  # of a key with limits
+    grant: Grant | None = None  # for keys with limits
     is_limited: bool = False  # the key's limits are applied, and the grant is not closed yet
     model: str | None = None  # the served name
     answer: Answer | None = None
     body: str | None = None  # for the audit log, if it gets bodies
-    answers: list[str] | None = None  # the same of texts, as the model wrote them
+    answers: list[str] | None = None  # texts as the model wrote them, for the same log
     finish_reasons: list[str | None] | None = None  # of `answers`
-    # The client's trace, if spans are sent.
+    # The client's trace headers, if spans are sent.
     trace_headers: dict[str, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))  # `created` of the answer
     hints: list[str] = field(
@@ -213,7 +213,7 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class Observers:
-    """Recipients of the requests' records: metrics, audit log, telemetry."""
+    """Receivers of finished requests' records: metrics, audit log, telemetry."""
 
     metrics: Metrics
     audit: AuditLog | None = None
@@ -221,7 +221,7 @@ class Observers:
 
     @property
     def refuses(self) -> bool:
-        """Whether requests can't be logged and so must not be answered."""
+        """Whether requests can't be logged and so must be refused."""
         return self.audit is not None and self.audit.refuses
 
 
@@ -258,9 +258,7 @@ class RequestLog:
                     *message.get("headers", ()),
                     *_id_headers(scope["path"], record.id),
                 ]
-                if (
-                    record.grant is not None and record.status < 400
-                ):  # an error has the headers itself
+                if record.grant is not None and record.status < 400:  # an error has its own headers
                     message["headers"] += record.grant.headers
                 if unread is not None and unread():
                     message["headers"].append((b"connection", b"close"))
@@ -279,7 +277,7 @@ class RequestLog:
         except Exception as exc:
             error = as_api_error(exc)
             record.error = error.code
-            # Half an answer can only be broken off, by raising; uvicorn logs it.
+            # A partial answer can only be aborted, by raising; uvicorn logs it.
             if started:
                 raise
             errors.exception("a request failed", extra={"fields": {"id": record.id}})

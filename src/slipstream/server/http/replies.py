@@ -34,7 +34,7 @@ async def send_whole(
     *,
     status: int = 200,
 ) -> None:
-    """Send a whole answer by ASGI. `about` are its headers without the length."""
+    """Send a complete response by ASGI. `about`: its headers except the length."""
     headers = [*about, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,13 +1,13 @@
-"""Protection of a server without keys against web pages that use it through a visitor's browser.
+"""Protection of a server without keys against web pages that access it through a visitor's browser.
 
 1. A foreign `Host` is refused (421). A page whose name was bound to this machine (DNS rebinding)
    sends its own name, and could read every answer. An IP address can't be such a name, and is
    always accepted.
 2. A request other than GET from another origin's page is refused (403): the page could send it
    without reading the answer.
-3. A form or plain text as a body is refused (415). Browsers send such bodies to other origins
-   without asking first (CORS). curl's `-d` says form, too, and is accepted by its `User-Agent`,
-   which a page can't choose without asking first.
+3. A body with the type of a form or plain text is refused (415). Browsers send such bodies to other
+   origins without a CORS preflight. curl's `-d` also declares a form, and is accepted by its
+   `User-Agent`, which a page can't set without a preflight.
 
 With keys none of this is needed, because a page has no key. Then only names that `--allowed-hosts`
 gives are checked.

@@ -20,7 +20,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-# No fork of ours uses gRPC, which would print a line at each.
+# gRPC would print a line at each fork; none of our forks uses it.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
 
 import grpc
@@ -73,11 +73,11 @@ OPEN = frozenset({"ServerLive", "ServerReady"})
 """Probes: they need no key, and are counted and logged only if they fail."""
 
 MAX_DETAILS = 2000
-"""Longest text of an error in characters: it is sent in the trailers, for which clients take 8
+"""Maximum characters of an error message: it is sent in the trailers, for which clients accept 8
 KiB."""
 
 KEEPALIVE_MS, IDLE_MS = 60_000, 3_600_000
-"""Time until a silent peer gets a ping, and until a connection without calls is closed."""
+"""Milliseconds until a silent peer is pinged, and until a connection without calls is closed."""
 
 _CONFIG_TYPES = {"TYPE_BOOL": 1, "TYPE_UINT32": 4, "TYPE_STRING": 13}
 
@@ -242,7 +242,7 @@ class GrpcServer:
         async for asked in requests:
             record = _record(context)
             try:
-                key = self._key(context)  # again, because a stream may outlive a key
+                key = self._key(context)  # checked again, because a stream may outlive a key
                 async with aclosing(self._answers(asked, record, key, streamed=True)) as responses:
                     async for response in responses:
                         yield response
@@ -347,7 +347,7 @@ class GrpcServer:
 
 async def _never() -> Message:
     """The `receive` of a gRPC call, which never returns: gRPC cancels the call's task when the
-    client goes."""
+    client disconnects."""
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -363,8 +363,8 @@ def _api_error(exc: Exception, record: RequestRecord) -> ApiError:
 
 
 def _record(context: Any) -> RequestRecord:
-    """Makes the record of a request. Until the request ends, its status is that of a client that
-    left."""
+    """Makes the record of a request. Until the request ends, its status is that of a disconnected
+    client."""
     address = context.peer().rpartition(":")[0]
     return RequestRecord(status=CLIENT_CLOSED_REQUEST, address=address)
 

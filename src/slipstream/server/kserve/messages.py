@@ -1,10 +1,10 @@
 """Messages of KServe's v2 protocol over gRPC (the open inference protocol), with Triton's
 additions.
 
-A table makes the descriptors, in a pool of its own: a program may hold another copy of the
-protocol. Each line is a message and its fields, `number name type`; `*` means repeated, `map` a map
-from text to parameters, `|` a member of a oneof. protobuf keeps fields that are left out here as
-unknown ones, without effect.
+The descriptors are built from a table, in a separate pool, because a program may contain another
+copy of the protocol. Each line is a message and its fields, `number name type`; `*` means repeated,
+`map` a map from text to parameters, `|` a member of a oneof. Fields missing here are kept by
+protobuf as unknown fields, without effect.
 """
 
 from __future__ import annotations

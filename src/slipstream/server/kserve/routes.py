@@ -127,8 +127,8 @@ register(InferRequest, GenerateRequest, parts=(Tensor, WantedOutput))
 
 @dataclass(kw_only=True)
 class Inference:
-    """A request of this protocol, over HTTP or gRPC. `binary` are the outputs that are sent as
-    bytes; None: all."""
+    """A request of this protocol, over HTTP or gRPC. `binary`: names of the outputs that are sent
+    as bytes; None: all."""
 
     model: str | None
     id: str
@@ -290,7 +290,7 @@ def _read_infer(raw: bytes, scope: Scope, model: str) -> Inference:
 
 
 def no_parameters(given: Collection[str], path: str) -> None:
-    """Raise a 400 for parameters of a tensor, such as shared memory: none are supported."""
+    """Raise a 400 for parameters of a tensor, such as shared memory, none of which are supported."""
     if given:
         raise bad_request(
             f"the parameter {min(given)[:100]!r} of a tensor is not supported here",
@@ -301,7 +301,7 @@ def no_parameters(given: Collection[str], path: str) -> None:
 def _read_generate(raw: bytes, scope: Scope, model: str, *, stream: bool) -> Inference:
     body = decode(GenerateRequest, raw)
     tensors = {name: getattr(body, name) for name in INPUTS if getattr(body, name) is not None}
-    # Triton takes inputs in `parameters`, too.
+    # Triton also accepts inputs in `parameters`.
     for name in INPUTS.keys() & body.parameters.keys() - {"sampling_parameters"}:
         value, kind = body.parameters.pop(name), str if INPUTS[name] == "BYTES" else bool
         if name in tensors:

@@ -3,8 +3,8 @@
 /completion (and /completions), /infill, /embedding, /apply-template, /props, /slots.
 
 A body is translated into a completion and answered like one. Fields about slots and the prompt
-cache are hints: requests share steps, and prefixes are always cached. A field that would change
-the answer and is not done here is a 400 that names it.
+cache are hints: requests share steps, and prefixes are always cached. A 400 names an unsupported
+field that would change the answer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LlamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """Base of /completion and /infill."""
 
     model: str | None = None
-    n_predict: Int | None = None  # below 0: what is left of the context
+    n_predict: Int | None = None  # below 0: the rest of the context
     stream: bool | None = None
     temperature: float | None = None
     top_k: Int | None = None
@@ -85,18 +85,18 @@ class LlamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None  # -1: by chance
+    seed: int | None = None  # -1: random
     stop: Stop = None
     ignore_eos: bool | None = None
-    logit_bias: Bias | None = None  # of tokens or texts; false: never
+    logit_bias: Bias | None = None  # by token or text; false: never
     n_probs: Int | None = None
     grammar: str | None = None
     json_schema: Schema | None = None
     return_tokens: bool = False
     timings_per_token: bool = False
-    response_fields: Annotated[list[str], Meta(max_length=64)] | None = None  # a/b: b in a
+    response_fields: Annotated[list[str], Meta(max_length=64)] | None = None  # a/b selects b in a
     cache_salt: Text | None = None  # vLLM's
-    # Refused, unless their value means "off".
+    # Refused unless the value means "off".
     dynatemp_range: Raw = OFF
     n_indent: Raw = OFF
     t_max_predict_ms: Raw = OFF
@@ -104,7 +104,7 @@ class LlamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     return_progress: Raw = OFF
     lora: Raw = OFF
     repeat_last_n: Raw = OFF  # no effect without a penalty
-    # About slots, the cache and disabled samplers.
+    # Fields about slots, the cache and disabled samplers.
     cache_prompt: Raw = HINT
     id_slot: Raw = HINT
     n_keep: Raw = HINT
@@ -155,8 +155,8 @@ def _token_biases(
     given: dict[str, float | bool] | list[tuple[int | str, float | bool]],
     tokenizer: TokenizerProtocol | None,
 ) -> dict[str, float]:
-    """Biases by token id. A text's bias is that of each of its tokens. Only an object's keys, which
-    JSON has no numbers for, are ids as digits."""
+    """Biases by token id. A text's bias applies to each of its tokens. Keys of an object (always
+    strings in JSON) are ids if they are digits."""
     biases = dict[str, float]()
     keyed = isinstance(given, dict)
     for key, bias in given.items() if isinstance(given, dict) else given:
@@ -193,7 +193,7 @@ class LlamaCompletion(CompletionRequest, forbid_unknown_fields=True, kw_only=Tru
     shows_fields: list[str] | None = None
 
     def check(self) -> None:
-        if self.max_tokens != 0:  # 0 only reads the prompt, which is in the cache then
+        if self.max_tokens != 0:  # with 0 the prompt is only read into the cache
             super().check()
 
     def param(self, field: str | None) -> str | None:
@@ -214,11 +214,11 @@ class InfillExtra(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class InfillRequest(LlamaBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /infill: what stands between two texts, of a model with tokens for it"""
+    """POST /infill: text between two given texts, for models with infilling tokens"""
 
     input_prefix: str
     input_suffix: str
-    prompt: str = ""  # goes on from the prefix
+    prompt: str = ""  # continues the prefix
     input_extra: list[InfillExtra] = []
 
 
@@ -230,7 +230,7 @@ class LlamaEmbeddingRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ApplyTemplateRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /apply-template: messages as the text that the model gets"""
+    """POST /apply-template: messages as the text that the model reads"""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     model: str | None = None
@@ -258,11 +258,11 @@ _FIM = {
     "middle": ("<|fim_middle|>", "<fim_middle>", "<fim-middle>", "<｜fim▁end｜>", "▁<MID>", "<MID>", "[MIDDLE]"),
     "file": ("<|file_sep|>", "<file_sep>"),
 }  # fmt: skip
-"""Names of the tokens that mark the parts of a text with a gap."""
+"""Names of the tokens that mark the parts of an infilling prompt."""
 
 
 def infill_prompt(state: ServerState, body: InfillRequest) -> list[str | int]:
-    """Token ids and texts in the order that llama.cpp gives them: prefix, suffix, gap."""
+    """Token ids and texts in llama.cpp's order: prefix, suffix, middle."""
     tokenizer, ids = state.engine.tokenizer, dict[str, int]()
     if tokenizer is not None:
         for part, names in _FIM.items():
@@ -293,7 +293,7 @@ _NONE = object()
 
 
 class LlamaAnswer(completions.CompletionAnswer):
-    """A completion in llama.cpp's format. A stream ends with an event that has all facts."""
+    """A completion in llama.cpp's format. A stream ends with an event that contains all fields."""
 
     kind = chunk_kind = id_prefix = ""
     is_plain = False
@@ -335,7 +335,7 @@ class LlamaAnswer(completions.CompletionAnswer):
         return encode(found if isinstance(self.body.prompt, list) and len(found) > 1 else found[0])
 
     def _chosen(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Returns the values that `response_fields` names; all of them without it."""
+        """The fields that `response_fields` selects; all without it."""
         if self.body.shows_fields is None:
             return facts
         chosen = dict[str, Any]()
@@ -419,7 +419,7 @@ class LlamaAnswer(completions.CompletionAnswer):
 
 
 def _rate(name: str, count: int, ms: float, steps: int | None = None) -> dict[str, Any]:
-    """Returns a count, its time, and rates over `steps`: an answer's first token comes with the
+    """A count, its time, and rates over `steps`; an answer's first token is produced with the
     prompt."""
     over = max(0, count if steps is None else steps)
     return {
@@ -483,7 +483,7 @@ async def _embedding(
 
 
 class _About:
-    """Routes about the model and the server."""
+    """Routes with information about the model and the server."""
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
@@ -533,7 +533,7 @@ class _About:
         )
 
     async def slots(self, request: Request) -> Response:
-        """List places for sequences in a step. As many are taken as requests are in flight."""
+        """List the sequence slots of a step. As many are busy as requests are in progress."""
         engine, running = self.state.engine, len(self.state.in_flight)
         return json_response(
             [

@@ -1,1 +1,1 @@
-"""One server for several models, of which as many are loaded as memory holds (docs/server/models.md)."""
+"""One server for several models, of which as many are loaded as fit in memory (docs/server/models.md)."""

@@ -44,7 +44,7 @@ from slipstream.server.operations.status import (
 from slipstream.server.state import ServerState
 
 _YEARS_S = 100 * 365.25 * 86400
-"""Ollama's answer for a model that stays for ever."""
+"""Expiry that Ollama reports for a model that stays for ever, in seconds."""
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _SHOWN = {"loaded": "ready", "loading": "starting", "unloading": "draining", "asleep": "sleeping"}
@@ -118,7 +118,7 @@ class About:
 
     def _card(self, slot: Slot) -> dict[str, Any]:
         slot.note_death()
-        value = "unloaded" if slot.state == "asleep" else slot.state  # clients wait for it
+        value = "unloaded" if slot.state == "asleep" else slot.state  # clients wait for this value
         return {
             "id": slot.name,
             "object": "model",
@@ -225,8 +225,8 @@ class About:
         yield {"status": "success"}
 
     async def delete(self, request: Request) -> Response:
-        """Remove a model from the server and from the machine's cache. A path's files stay: 400. So do files of other models
-        that are served."""
+        """Remove a model from the server and from the machine's cache. 400 for a model served from
+        a path, or whose files other served models use."""
         body = await read_as(ModelBody, request, self.state)
         self._may_change()
         slot = self._slot(body.given)
@@ -249,13 +249,13 @@ class About:
 
         try:
             await self._removing.run(remove)
-        except DownloadError as error:  # it is being fetched, or may not be removed
+        except DownloadError as error:  # it is being fetched, or must not be removed
             raise ApiError(409, error.message, param="model", code="model_in_use") from None
         return Response()
 
     def _may_change(self) -> None:
-        """ApiError (403) on a server that others reach without keys: from other machines, or by any page in this one's
-        browser. `auth` has checked the role."""
+        """ApiError (403) on a server without keys that others can reach: from other machines, or
+        through web pages in this machine's browser. The role was checked by `auth`."""
         settings = self.state.settings
         is_open = (
             settings.host not in _LOCAL
@@ -354,7 +354,7 @@ class About:
 def _cached(name: str, folder: str | None) -> list[CachedModel]:
     try:
         return find_models(name, folder)
-    except DownloadError:  # a path, or gone already
+    except DownloadError:  # served from a path, or already gone
         return []
 
 
@@ -368,7 +368,7 @@ async def _as_lines(lines: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerat
 
 
 def _context(slot: Slot) -> int:
-    """The model's context: the engine's, once it was loaded."""
+    """The model's maximum context: the engine's, if it was loaded once."""
     return (
         slot.model.max_model_len if slot.engine is None else slot.engine.config.model.max_model_len
     )

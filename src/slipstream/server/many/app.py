@@ -1,9 +1,8 @@
 """The application of a server with several models.
 
-A route that asks a model exists once here, as a `Dispatch`, and once for each model, over that
-model's own engine. `Dispatch` reads the model's name, gets the model from `ModelSlots`, and hands
-the request to the model's route. From there a request's way is that of a server with one model: its
-stream passes nothing else.
+A route that uses a model exists once here, as a `Dispatch`, and once for each model, over that
+model's engine. `Dispatch` reads the model's name, loads the model through `ModelSlots`, and passes
+the request to the model's route. From there on it is handled as in a server with one model.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from slipstream.server.operations.metrics import Metrics
 from slipstream.server.state import EngineProtocol, ServerSettings, ServerState, ShortenerProtocol
 
 LOAD_HEADER = b"x-slipstream-model-load-ms"
-"""Header of an answer that waited for its model: for how many milliseconds."""
+"""Header of an answer that waited for its model to load: milliseconds waited."""
 
 MAX_TRIES = 3
-"""Number of times that a request is given to an engine, each of which died before it answered."""
+"""Maximum number of engines tried for a request, if each dies before it answers."""
 
 _NEEDS_NO_ENGINE = frozenset(
     {
@@ -51,11 +50,11 @@ _NEEDS_NO_ENGINE = frozenset(
         *("/v1/chat/completions/render", "/v1/completions/render"),
     }
 )
-"""Routes that a model answers while it sleeps, once it has been loaded."""
+"""Routes that a sleeping model answers, if it was loaded once."""
 
 
 class ManyEngines:
-    """The part of an engine that the server's own routes use, where each model has an engine."""
+    """Engine interface for the server's own routes, if each model has its own engine."""
 
     canary = None
     is_sleeping = False
@@ -73,7 +72,7 @@ class ManyEngines:
         return sum(slot.users + len(slot.waiters) for slot in self.slots.slots.values())
 
     def health(self) -> Health:
-        return Health(True)  # a model that can't be had is an error of its own requests
+        return Health(True)  # a model that can't be loaded is an error only for its requests
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
         await self.slots.close()
@@ -103,15 +102,15 @@ def create_many_app(
 
 
 async def _refuse_when_draining(state: ServerState, slots: ModelSlots) -> None:
-    """End the waits for models when the server stops: it would answer none of these requests after the load."""
+    """End requests' waits for models when the server stops: none would be answered after the load."""
     while not state.draining:
         await asyncio.sleep(0.1)
     slots.refuse()
 
 
 def _dispatch(state: ServerState, slots: ModelSlots, number: int, route: Route) -> Route | None:
-    """Returns the route that finds the model and calls its route of this number (in
-    `model_routes`). None for a route about an answer that is kept, or about all models."""
+    """The route that finds the model and calls its route `number` (in `model_routes`). None for
+    routes about stored answers, or about all models."""
     methods = sorted(route.methods or ())
     asks = "POST" in methods and not route.path.startswith(("/v1/responses/{id}", "/v2/repository"))
     if not asks and route.path not in _NEEDS_NO_ENGINE:
@@ -120,7 +119,7 @@ def _dispatch(state: ServerState, slots: ModelSlots, number: int, route: Route) 
 
 
 class Dispatch:
-    """The ASGI endpoint of a route that asks a model."""
+    """The ASGI endpoint of a route that uses a model."""
 
     def __init__(self, state: ServerState, slots: ModelSlots, number: int, path: str) -> None:
         self.state, self.slots, self.number, self.path = state, slots, number, path
@@ -138,9 +137,9 @@ class Dispatch:
         keep_alive = asked.keep_alive_s(self.path)
         unloads = keep_alive == 0 and asked.is_empty(self.path)
         if keep_alive is not None and record.key is not None and record.key.role != "admin":
-            if unloads:  # as POST /models/unload
+            if unloads:  # like POST /models/unload
                 raise forbidden(record.key, "admin")
-            if keep_alive < slot.model.keep_alive_s:  # a user's key lengthens it only
+            if keep_alive < slot.model.keep_alive_s:  # a user's key may only lengthen it
                 keep_alive = slot.model.keep_alive_s
                 record.hints.append("keep_alive")
         if unloads:
@@ -160,7 +159,7 @@ class Dispatch:
         if self.path in _NEEDS_NO_ENGINE and slot.server_state is not None:
             await slot.routes[self.number].app(scope, own_receive(raw, receive), told)
             return
-        with limited(self.state, record):  # a key over its limits loads nothing
+        with limited(self.state, record):  # a key over its limits loads no model
             for tries_left in reversed(range(MAX_TRIES)):
                 more = await self._acquire(slot, receive, record)
                 if more is not None:
@@ -178,7 +177,7 @@ class Dispatch:
                     self.slots.release(slot, keep_alive)
 
     async def _acquire(self, slot: Slot, receive: Receive, record: RequestRecord) -> float | None:
-        """Calls `ModelSlots.acquire`. The wait ends when the client leaves or the server stops."""
+        """Calls `ModelSlots.acquire`. The wait ends when the client disconnects or the server stops."""
         slot.note_death()
         if slot.state == "loaded" and not slot.is_closing and not slot.waiters:
             return await self.slots.acquire(slot)  # without a wait
@@ -186,7 +185,7 @@ class Dispatch:
             return await self.slots.acquire(slot)
 
     async def _read(self, scope: Scope, receive: Receive) -> tuple[Asked, bytes]:
-        """The model that the request names, and its body."""
+        """(fields that concern the model, the body) of the request."""
         if self.path in (TRANSCRIPTIONS, TRANSLATIONS):
             return await named_in_form(Request(scope, receive), self.state.settings)
         raw = (
@@ -202,7 +201,7 @@ class Dispatch:
 
 
 def prepare(slot: Slot, shared: ServerState) -> None:
-    """Make the routes of a model that was loaded for the first time."""
+    """Create the routes of a model that was loaded for the first time."""
     if slot.server_state is not None:
         return
     engine, model = slot.engine, slot.model

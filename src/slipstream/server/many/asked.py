@@ -1,4 +1,4 @@
-"""The fields of a request that concern its model, read before the model is there."""
+"""Fields of a request about its model, read before the model is loaded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from slipstream.server.openai.audio import MAX_FIELDS
 from slipstream.server.state import ServerSettings
 
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_FOR_EVER_S = 1e12  # longer times are for ever, such as integers that no float holds
+_FOR_EVER_S = 1e12  # longer times, even integers too large for a float, mean for ever
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(h|ms|m|s|us|µs|ns)")
 
 
 def parse_keep_alive(value: Any) -> float | None:
-    """Seconds of a `keep_alive` as Ollama reads it: a number of seconds, or a text such as "5m" or
-    "1h30m". Below 0 is for ever (infinite). None: it is neither."""
+    """Seconds of a `keep_alive` as in Ollama: a number of seconds, or a text such as "5m" or
+    "1h30m". Negative: for ever (infinite). None: invalid."""
     if isinstance(value, str):
         sign, text = (-1, value[1:]) if value[:1] == "-" else (1, value)
         parts = _PART.findall(text)
@@ -37,7 +37,7 @@ def parse_keep_alive(value: Any) -> float | None:
 
 
 class Asked(Struct, kw_only=True):
-    """The fields of any body that say which model, how long it stays, and whether there is work."""
+    """Fields of any body that tell the model, how long it stays loaded, and whether there is work."""
 
     model: str | None = None
     keep_alive: Raw = Raw(b"null")
@@ -50,8 +50,8 @@ class Asked(Struct, kw_only=True):
         return decode(cls, raw)
 
     def keep_alive_s(self, path: str) -> float | None:
-        """Seconds for which the model stays loaded after the request; None: as the settings say.
-        Only Ollama's routes have it."""
+        """Seconds for which the model stays loaded after the request; None: as configured. Only
+        Ollama's routes have this field."""
         if not path.startswith("/api/") or bytes(self.keep_alive) == b"null":
             return None
         found = parse_keep_alive(decode_raw(self.keep_alive, "keep_alive"))
@@ -63,7 +63,7 @@ class Asked(Struct, kw_only=True):
         return found
 
     def is_empty(self, path: str) -> bool:
-        """Whether an Ollama body asks for nothing but to load or unload the model."""
+        """Whether an Ollama body only requests to load or unload the model."""
         if path == "/api/chat":
             return not decode_raw(self.messages, "messages")
         return path == "/api/generate" and not decode_raw(self.prompt, "prompt")
@@ -73,7 +73,7 @@ register(Asked)
 
 
 async def named_in_form(request: Request, settings: ServerSettings) -> tuple[Asked, bytes]:
-    """Reads the field `model` of a form with a sound, and the whole body."""
+    """Reads the field `model` of a form with an audio file, and the whole body."""
     chunks = list[bytes]()
     receive = request.receive
 

@@ -23,20 +23,20 @@ from slipstream.server.state import ServerSettings
 from slipstream.spec.description import read_spec
 
 KEEP_ALIVE_S = 300.0
-"""Ollama's default."""
+"""Default seconds for which an unused model stays loaded; Ollama's default."""
 
 CACHE_SHARE = 8
-"""A model's KV cache takes by default at most one part in this number of the memory for models."""
+"""Default limit of a model's KV cache: 1/8 of the memory for models."""
 
 FREE_SHARE = 0.8
-"""Share of the host's free memory that models take by default."""
+"""Fraction of the host's free memory used for models by default."""
 
 OF_SERVER = ("tool_call_parser", "reasoning_parser", "changing_lines")
-"""Settings of the server that a model may have of its own."""
+"""Server settings that can be set per model."""
 
 
 def read_settings(file: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The settings of models in a YAML file, by name. ConfigError names what is wrong with it."""
+    """Settings of models in a YAML file, by name. ConfigError names what is invalid."""
     field_ = "model_settings"
     try:
         read = read_yaml(Path(file))
@@ -60,7 +60,7 @@ def read_settings(file: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModels:
-    """Makes `ServedModel`s of models. `args` are settings for all, `settings` for single ones."""
+    """Creates `ServedModel`s. `args`: settings for all models; `settings`: for single ones."""
 
     args: EngineArgs
     device: DeviceInfo
@@ -70,8 +70,8 @@ class ServedModels:
 
     @classmethod
     def on_device(cls, args: EngineArgs, memory_bytes: int | None, **more: Any) -> ServedModels:
-        """The models with a limit of memory. `memory_bytes`: for all of them together; None: the
-        free memory, less a reserve."""
+        """Creates models with a memory limit. `memory_bytes`: for all models together; None: the
+        free memory minus a reserve."""
         device = this_device(args.device)
         if memory_bytes is None and device.is_cuda:
             share = args.gpu_memory_utilization or 0.9
@@ -88,7 +88,7 @@ class ServedModels:
         return cls(args=args, device=device, memory_bytes=memory_bytes, **more)
 
     def serve(self, name: str, model: str, options: FetchOptions | None = None) -> ServedModel:
-        """Describe a model, fetched if need be. Errors name the model."""
+        """Describe a model, and fetch it if needed. Errors name the model."""
         own = dict(self.settings.get(name, {}))
         keep_alive = parse_keep_alive(own.pop("keep_alive", self.keep_alive_s))
         if keep_alive is None:
@@ -101,7 +101,7 @@ class ServedModels:
             raise ConfigError(f"{name}: leave model out; serve NAME=MODEL", field="model_settings")
         if (
             own.get("kv_events_config") is not None
-        ):  # a model comes and goes, and its events with it
+        ):  # a model may be unloaded, and its events with it
             message = (
                 f"{name}: kv_events_config does not go with several models; serve {name} alone"
             )

@@ -4,8 +4,8 @@ Its states:
 
     unloaded ──load──> loading ──> loaded ──unload──> unloading ──> asleep ──load──> loading
 
-`asleep`: the engine's process, tokenizer and compiled code are kept, and the weights are not. A
-model whose process died, or was ended for its memory, is `unloaded`.
+`asleep`: the engine's process, tokenizer and compiled code are kept, but not the weights. A model
+whose process died, or was ended to free memory, is `unloaded`.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ State: TypeAlias = Literal["unloaded", "loading", "loaded", "unloading", "asleep
 _logger = logging.getLogger("slipstream.server")
 
 GPU_PROCESS_BYTES = 768 * 2**20
-"""Bytes of a GPU that an engine's process holds next to its ledger: the driver's context and the
-kernels' code. They stay while it sleeps."""
+"""GPU memory of an engine's process apart from its ledger, in bytes: the driver's context and
+kernel code. Kept while it sleeps."""
 
 CPU_PROCESS_BYTES = 64 * 2**20
 """Host memory of an engine's process on a CPU besides the model: the interpreter and its
 modules."""
 
 SLEEP_S = 30.0
-"""Seconds for an engine without requests to release its memory. One that takes longer is ended."""
+"""Seconds in which an engine without requests must release its memory; otherwise it is killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A model to serve. `num_bytes` is its estimated memory; `keep_alive_s` may be infinite.
+    """A model to serve. `num_bytes`: its estimated memory; `keep_alive_s` may be infinite.
 
-    `server` are settings of the server for this model alone, by their names in ServerSettings."""
+    `server`: server settings for this model alone, by their names in ServerSettings."""
 
     name: str
     args: EngineArgs
@@ -66,20 +66,20 @@ class ServedModel:
 
     @property
     def may_load_at_low_priority(self) -> bool:
-        """The load starts no process, and no thread of tiers, that is to be fast (`at_low_priority`)."""
+        """Whether loading starts no process, and no thread of tiers, that must run fast afterwards (`at_low_priority`)."""
         args = self.args
         alone = num_ranks(args) == 1 and args.cpu_layers is None
         return not self.is_cuda and alone and not (args.kv_host_bytes or args.kv_disk_bytes)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name, and what the model was called on the command line."""
+        """The model's name, and how it was given on the command line."""
         return tuple(dict.fromkeys((self.name, self.args.model)))
 
 
 class Slot:
-    """A served model and its engine, if one is started. `users`: requests that run on it, or that
-    got it and are about to. `template` forks its process."""
+    """A served model and its engine, if one is started. `users`: number of requests that use it or
+    are about to. `template`: the process from which its engine is forked."""
 
     def __init__(self, model: ServedModel, template: CoreTemplate | None = None) -> None:
         self.model, self._template = model, template
@@ -87,21 +87,25 @@ class Slot:
         self.engine: AsyncLLM | None = None  # made by the first load
         self.server_state: ServerState | None = None
         self.routes: Sequence[Route] = ()
-        self.need_bytes = model.num_bytes  # when loaded: estimated, then the engine's own ledger
+        self.need_bytes = (
+            model.num_bytes
+        )  # memory when loaded: estimated, then by the engine's own ledger
         self.held_bytes = 0
         self.users = 0
-        self.is_closing = False  # takes no more requests, since another model waits for its memory
-        self.goes_when_idle = False  # it was told to
+        self.is_closing = (
+            False  # accepts no more requests, since another model waits for its memory
+        )
+        self.goes_when_idle = False  # unload was requested
         self.waiters: list[asyncio.Future[None]] = []
         self.waits_since = 0.0
         self.last_used = 0.0
         self.keep_alive_s = model.keep_alive_s
         self.expires_at: float | None = None  # time.monotonic()
         self.timer: asyncio.TimerHandle | None = None
-        self.low_priority = False  # how it is loaded (see `WakeUp`)
-        self.failure = ""  # of the last load
+        self.low_priority = False  # load at a low priority (see `WakeUp`)
+        self.failure = ""  # error of the last load
         self.num_loads = self.num_unloads = self.num_failures = 0
-        self.load_s = 0.0  # of all loads together
+        self.load_s = 0.0  # seconds of all loads together
         self.last_load_s = 0.0
 
     @property
@@ -114,7 +118,7 @@ class Slot:
         return self.state == "loaded" and self.engine is not None and self.engine.is_alive
 
     def note_death(self) -> None:
-        """Count a process's memory as free if it has ended by itself."""
+        """Count the process's memory as free if it has died."""
         if (
             self.state in ("loaded", "asleep")
             and self.engine is not None
@@ -125,8 +129,8 @@ class Slot:
             self.keep(None)
 
     async def load(self) -> None:
-        """Load the model. A process that dies meanwhile is started once more. Errors as of
-        `AsyncLLM.start`."""
+        """Load the model. A process that dies meanwhile is restarted once. Raises the same errors
+        as `AsyncLLM.start`."""
         begin = time.monotonic()
         try:
             await self._load()
@@ -150,7 +154,7 @@ class Slot:
             await self.engine.start_again()
 
     async def unload(self) -> None:
-        """Release the weights and the cache. What stays is in `held_bytes`."""
+        """Release the weights and the cache. The rest is counted in `held_bytes`."""
         assert self.engine is not None
         try:
             async with asyncio.timeout(SLEEP_S):
@@ -160,13 +164,13 @@ class Slot:
             await self.end()
 
     async def end(self) -> None:
-        """End the engine's process, if there is one."""
+        """Stop the engine's process, if there is one."""
         if self.engine is not None:
             await self.engine.shutdown()
         self.held_bytes = 0
 
     def keep(self, until: float | None) -> None:
-        """Set when the model expires; None: not by time."""
+        """Set when the model expires; None: never."""
         self.expires_at = until
         if self.timer is not None:
             self.timer.cancel()
@@ -191,7 +195,7 @@ class Slot:
 
 
 def needed_bytes(ledger: MemoryLedger, *, is_cuda: bool) -> int:
-    """Memory of the device that a loaded model holds."""
+    """Device memory of a loaded model, in bytes."""
     return ledger.used_bytes + (GPU_PROCESS_BYTES if is_cuda else CPU_PROCESS_BYTES)
 
 
@@ -200,15 +204,15 @@ def _is_cuda(engine: AsyncLLM) -> bool:
 
 
 def asleep_bytes(engine: AsyncLLM) -> int:
-    """Memory of the device that a sleeping engine holds."""
+    """Device memory of a sleeping engine, in bytes."""
     if _is_cuda(engine):
         return GPU_PROCESS_BYTES
     return sum(map(_resident_bytes, engine.processes))
 
 
 def _resident_bytes(pid: int) -> int:
-    """A process's own memory that is resident, with its part of what forks share; the pages of its files are the
-    system's."""
+    """A process's own resident memory in bytes, including its share of memory shared between forks;
+    file pages don't count."""
     found = _proc_bytes(pid, "smaps_rollup", "Pss_Anon:")
     if found is None and (found := _proc_bytes(pid, "status", "RssAnon:")) is not None:
         _warn_of_whole_pages()
@@ -216,7 +220,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _proc_bytes(pid: int, file: str, key: str) -> int | None:
-    """A line of a process's file in /proc; None if there is none, or it may not be read."""
+    """A value of a process's file in /proc, in bytes; None if it is missing or unreadable."""
     try:
         lines = Path(f"/proc/{pid}/{file}").read_text("ascii").splitlines()
     except OSError:

@@ -1,14 +1,14 @@
-"""The choice of the models that are loaded, within one bound of memory.
+"""Chooses which models are loaded, within one memory limit.
 
 1. A request for a loaded model gets it at once. Others wait in one queue, first come first served.
-2. The head of the queue is loaded as soon as its memory is free. Until then models without requests
-   make room, the least recently used first: a loaded one is unloaded, a sleeping one's process ends.
-3. A model with requests is never unloaded. One that stays busy takes no more requests once the head
-   has waited for `PATIENCE_S`: they queue behind it. So no model waits for ever.
-4. A load that fails, or an engine that dies, is an error for the requests of that model alone. The
-   next request loads it again.
+2. The head of the queue is loaded as soon as its memory is free. Until then memory is freed by unused models,
+   the least recently used first: a loaded one is unloaded, a sleeping one's process is stopped.
+3. A model with requests is never unloaded. A busy one accepts no more requests once the head has waited for
+   `PATIENCE_S`; they are queued after the head. So no model waits for ever.
+4. A failed load, or a dead engine, is an error only for requests of that model. The next request loads it
+   again.
 
-All of it runs on one event loop, and nothing is awaited between a check and what follows from it.
+Everything runs on one event loop, and nothing is awaited between a check and the action based on it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slipstream.server.http.errors import ApiError, shutting_down
 from slipstream.server.many.slot import ServedModel, Slot
 
 PATIENCE_S = 1.0
-"""Seconds for which the head of the queue waits for busy models before they are closed."""
+"""Seconds for which the head of the queue waits for busy models before these accept no more requests."""
 
 _logger = logging.getLogger("slipstream.server")
 
@@ -39,10 +39,10 @@ def too_large(name: str, need: int, memory: int) -> str:
 
 
 class ModelSlots:
-    """The models of a server, loaded and unloaded on demand. `memory_bytes` bounds what all models
-    hold together on the device. A request waits `wait_s` for its model at most. `changed` is called
-    after each change of a state. `describe` fetches a model and says what it needs: its name, and
-    the model."""
+    """The models of a server, loaded and unloaded on demand. `memory_bytes`: limit of all models'
+    device memory together. A request waits for its model at most `wait_s` seconds. `changed` is
+    called after each change of state. `describe(name, model)` fetches a model and estimates its
+    needs."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ModelSlots:
         self.describe = describe
         self.num_timeouts = 0
         self._queue: list[Slot] = []
-        self._leaving: list[Slot] = []  # removed, while their processes end
+        self._leaving: list[Slot] = []  # removed models whose processes are still ending
         self._tasks: set[asyncio.Task[None]] = set()
         self._patience: asyncio.TimerHandle | None = None
         self._closed = False
@@ -69,7 +69,7 @@ class ModelSlots:
         return self.slots[name]
 
     def find(self, name: str | None) -> Slot | None:
-        """Finds the model of a name that a request gives; the first one for none."""
+        """The model with a name given in a request; without a name the first one."""
         if name is None:
             return next(iter(self.slots.values()), None)
         for known in (name, name.removesuffix(":latest")):
@@ -82,15 +82,16 @@ class ModelSlots:
         return sum(slot.held_bytes for slot in (*self.slots.values(), *self._leaving))
 
     def _num_over(self) -> int:
-        """Bytes that models hold beyond the bound, without those that are being freed. A model may be larger than estimated."""
+        """Bytes by which models exceed the limit, not counting memory that is being freed. A model may be larger than
+        estimated."""
         leaving = sum(s.held_bytes for s in self.slots.values() if s.state == "unloading")
         return self.held_bytes - leaving - self.memory_bytes
 
     # --- Requests ---------------------------------------------------------------------
 
     async def acquire(self, slot: Slot) -> float | None:
-        """Get a model for a request, which must `release` it. Returns the seconds that it waited;
-        None if the model was loaded. ApiError (503) if it can't be had in time."""
+        """Get a model for a request, which must `release` it. Returns the seconds waited; None if
+        it was already loaded. ApiError (503) if it can't be loaded in time."""
         slot.note_death()
         if slot.state == "loaded" and not slot.is_closing and not slot.waiters:
             self._take(slot)
@@ -119,8 +120,8 @@ class ModelSlots:
         return time.monotonic() - begin
 
     def release(self, slot: Slot, keep_alive_s: float | None = None) -> None:
-        """Ends a request's use of the model. The model stays loaded for `keep_alive_s` after it;
-        None means the model's own time."""
+        """End a request's use of the model. The model stays loaded for `keep_alive_s` after it;
+        None: as configured."""
         slot.users -= 1
         slot.last_used = time.monotonic()
         slot.keep_alive_s = slot.model.keep_alive_s if keep_alive_s is None else keep_alive_s
@@ -135,8 +136,8 @@ class ModelSlots:
         slot.keep(None)
 
     def _idle(self, slot: Slot) -> None:
-        """Note that a model has no requests any more: give its memory to those that wait, or begin
-        the time after which it is unloaded."""
+        """Handle that a model has no more requests: free its memory for waiting ones, or start the
+        time until it is unloaded."""
         if slot.state != "loaded":
             return
         if self._queue:
@@ -180,8 +181,7 @@ class ModelSlots:
     # --- The queue --------------------------------------------------------------------
 
     def _serve_queue(self) -> None:
-        """Load the models at the head of the queue, or unload others for them, as far as memory
-        allows."""
+        """Load the models at the head of the queue, or unload others for them, as memory allows."""
         for slot in self.slots.values():
             slot.note_death()
         while self._queue and not self._closed:
@@ -205,7 +205,7 @@ class ModelSlots:
                 self._begin(self._load(slot))
 
     def _make_room(self, slot: Slot, missing: int) -> None:
-        """Begin to free `missing` bytes for `slot`. The end of each part calls `_serve_queue` again."""
+        """Start freeing `missing` bytes for `slot`. Each time some is freed, `_serve_queue` is called again."""
         others = sorted(
             (other for other in self.slots.values() if other is not slot), key=lambda s: s.last_used
         )
@@ -236,7 +236,7 @@ class ModelSlots:
             slot.is_closing = False
 
     def _grant(self, slot: Slot) -> None:
-        """Start the requests that wait for a loaded model."""
+        """Start the requests that wait for a model that is now loaded."""
         waiters, slot.waiters = slot.waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -249,7 +249,7 @@ class ModelSlots:
         slot.failure, slot.num_failures = str(error), slot.num_failures + 1
         known = isinstance(error, SlipstreamError)
         _logger.error("the model %s can't be loaded: %s", slot.name, error, exc_info=None if known else error)  # fmt: skip
-        # A wrong setting or file stays wrong; what else fails may go better next time.
+        # An invalid setting or file stays invalid; other failures may succeed next time.
         wrong = isinstance(error, (ConfigError, ModelError))
         why = (
             error.message
@@ -296,21 +296,20 @@ class ModelSlots:
             self._grant(slot)
             others = (other for other in self.slots.values() if other is not slot)
             for other in sorted(others, key=lambda one: one.last_used):
-                if self._num_over() > 0:  # busy ones go when they are idle
+                if self._num_over() > 0:  # busy models are unloaded when idle
                     self._unload_idle(other)
         self._serve_queue()
         self.changed()
 
     def _begin_unload(self, slot: Slot) -> asyncio.Task[None]:
-        """Put a loaded model to sleep, or end the process of a sleeping one."""
+        """Put a loaded model to sleep, or stop the process of a sleeping one."""
         was_loaded, slot.state = slot.state == "loaded", "unloading"
         slot.keep(None)
         slot.is_closing = slot.goes_when_idle = False
         return self._begin(self._unload(slot, was_loaded))
 
     def _unload_idle(self, slot: Slot) -> bool:
-        """Calls `_begin_unload` for a model without requests that holds memory. False for another
-        one."""
+        """Calls `_begin_unload` if the model has no requests and holds memory; otherwise False."""
         idle = slot.state == "asleep" or (slot.state == "loaded" and not slot.users)
         if idle:
             self._begin_unload(slot)
@@ -332,7 +331,7 @@ class ModelSlots:
         self.changed()
 
     async def unload(self, slot: Slot) -> bool:
-        """Unload a model. Returns False if it has requests: it is unloaded when they have ended."""
+        """Unload a model. False if it has requests; it is then unloaded when they have ended."""
         slot.note_death()
         if slot.state == "loaded" and slot.users:
             slot.goes_when_idle = True
@@ -344,12 +343,12 @@ class ModelSlots:
     # --- Models -----------------------------------------------------------------------
 
     def add(self, model: ServedModel) -> None:
-        """Serves another model. One of the same name that is here already stays."""
+        """Serve another model. Does nothing if the name is already served."""
         self.slots.setdefault(model.name, self._make_slot(model))
         self.changed()
 
     async def remove(self, slot: Slot) -> None:
-        """Serve a model no longer. ApiError (409) while it is used or loaded."""
+        """Stop serving a model. ApiError (409) while it is in use or loaded."""
         if slot.users or slot.waiters or slot.state in ("loading", "unloading"):
             raise ApiError(
                 409, f"the model {slot.name!r} is in use; try again when its requests have ended",
@@ -366,7 +365,7 @@ class ModelSlots:
             self.changed()
 
     def refuse(self) -> None:
-        """Load no more models. Those who wait for one are refused."""
+        """Load no more models. Requests that wait for one are refused."""
         self._closed = True
         for slot in self.slots.values():
             for waiter in slot.waiters:
@@ -374,7 +373,7 @@ class ModelSlots:
                     waiter.set_exception(shutting_down())
 
     async def close(self) -> None:
-        """End all engines."""
+        """Stop all engines."""
         self.refuse()
         if self._patience is not None:
             self._patience.cancel()
@@ -387,7 +386,7 @@ class ModelSlots:
 
 
 async def _end(slot: Slot) -> None:
-    """End a model's process. An error of that is logged: the model can be loaded again whatever happens."""
+    """Stop a model's process. Errors are only logged, because the model can be loaded again in any case."""
     try:
         await slot.end()
     except Exception:

@@ -7,9 +7,9 @@ differences:
 
 1. A stream is lines of JSON, and the default. An error is {"error": "text"}.
 2. A name may end with ":latest".
-3. Options about loading a model are accepted without effect: the server's start decides them. So
-   are `num_ctx`, as the context is the server's, and with one model `keep_alive` (`server.many`).
-4. A body without a prompt or messages asks to load the model.
+3. Options about loading a model have no effect, because they are set when the server starts.
+   Neither has `num_ctx`, nor with one model `keep_alive` (`server.many`).
+4. A body without a prompt or messages is a request to load the model.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class OllamaOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     min_p: float | None = None
     seed: int | None = None
     stop: Stop = None
-    num_predict: Int | None = None  # below 0: what is left of the context
+    num_predict: Int | None = None  # below 0: the rest of the context
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     typical_p: float | None = None
-    # Refused, unless their value means "off".
+    # Refused unless the value means "off".
     mirostat: Raw = OFF
     tfs_z: Raw = OFF
     repeat_last_n: Raw = OFF  # no effect without a penalty
@@ -110,8 +110,8 @@ class OllamaOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     }
 
     def check(self) -> None:
-        """Raise a 400 for options that would change the answer. Our penalties look at the whole
-        text, Ollama's by default at its last 64 tokens; that default is accepted."""
+        """Raise a 400 for options that would change the answer. Our penalties cover the whole text,
+        Ollama's by default the last 64 tokens; that default is accepted."""
         refuse_unless_off(self, self.off, "options.")
         if self.repeat_penalty not in (None, 1) or self.presence_penalty or self.frequency_penalty:
             off = {"repeat_last_n": (b"null", b"-1", b"64")}
@@ -130,8 +130,8 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: Text | None = None  # vLLM's
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    truncate: Raw = HINT  # a prompt that is too long is an error
-    shift: Raw = HINT  # the answer ends with the context
+    truncate: Raw = HINT  # too long a prompt is an error
+    shift: Raw = HINT  # the answer ends at the end of the context
 
     hints: ClassVar[tuple[str, ...]] = ("keep_alive", "truncate", "shift")
 
@@ -173,12 +173,12 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
         }
 
     def thinking(self, state: ServerState) -> dict[str, Any]:
-        """Translates `think` to fields of a chat. A 400 if the model can't do what it asks."""
+        """Translates `think` to fields of a chat request. A 400 if the model doesn't support it."""
         think = self.think
         if think is None:
             return {}
         if isinstance(think, str):
-            # The template knows the effort, or it is a budget.
+            # The template supports efforts; otherwise an effort becomes a budget.
             knows = "reasoning_effort" in chat_template(state)
             more = {} if knows else thinking_fields(state, "think", asked=True)
             return {**more, "reasoning_effort": think}
@@ -203,7 +203,7 @@ T = TypeVar("T", bound=GenerationRequest)
 
 
 def _checked(kind: type[T], **fields: Any) -> T:
-    """Decode `fields` as one of our bodies, with its checks."""
+    """Decodes and checks `fields` as one of our bodies."""
     return decode(
         kind, encode({name: value for name, value in fields.items() if value is not None})
     )
@@ -216,7 +216,7 @@ class OllamaFunction(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OllamaCall(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A call in an assistant's message that a client sends back. Without an id, the next tool
+    """A tool call in an assistant message that a client sends back. If it has no id, the next tool
     message answers it."""
 
     function: OllamaFunction
@@ -278,8 +278,8 @@ def _chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def _content(text: str | None, images: list[str] | None) -> str | list[dict[str, Raw]] | None:
-    """Converts a message's content to that of a chat: pictures, then the text. The format of a
-    picture is found in its data."""
+    """Converts a message's content to a chat's: images, then the text. The image format is detected
+    from the data."""
     if not images:
         return text
     parts = [picture_part(f"data:image/png;base64,{image}", None) for image in images]
@@ -287,7 +287,7 @@ def _content(text: str | None, images: list[str] | None) -> str | list[dict[str,
 
 
 class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/generate: `prompt` as a user's message, or unchanged (`raw`, no template)"""
+    """POST /api/generate: `prompt` as a user message, or unchanged (`raw`, or without a template)"""
 
     prompt: str = ""
     system: str | None = None
@@ -355,7 +355,7 @@ class OllamaEmbeddingsRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OllamaShowRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/show: what a model is, in Ollama's format"""
+    """POST /api/show: information about a model, in Ollama's format"""
 
     model: str = ""
     name: str = ""  # its former name
@@ -413,7 +413,7 @@ class OllamaAnswer(Answer):
         return b"".join(map(_line, told))
 
     def _read(self, text: str, finished: bool, *, cut: bool = False) -> list[dict[str, Any]]:
-        """New output as fields of a message: content, thinking, or whole calls."""
+        """New output as message fields: content, thinking, or complete calls."""
         if self.parser is None:
             return [{"content": text}] if text else []
         found = list[dict[str, Any]]()
@@ -502,8 +502,8 @@ def _token(one: Logprob) -> dict[str, Any]:
 
 
 def _line(value: Any) -> bytes:
-    """A line of JSON. Line separators of Unicode are escaped, for clients that split lines as
-    Python does."""
+    """A line of JSON. Unicode line separators are escaped, for clients that split lines as Python
+    does."""
     line = encode(value)
     for mark in ("\x85", "\u2028", "\u2029"):
         line = line.replace(mark.encode(), b"\\u%04x" % ord(mark))
@@ -551,7 +551,7 @@ class _Embed(PooledRoute):
     def read(self, raw: bytes) -> OllamaPooled:
         body = decode(OllamaEmbedRequest, raw)
         texts = [body.input] if isinstance(body.input, str) else body.input
-        texts = [] if texts == [""] else texts  # Ollama makes no vector for it
+        texts = [] if texts == [""] else texts  # Ollama computes no vector for it
         cut = -1 if body.truncate else None
         name = known_name(self.state, body.model)
         return OllamaPooled(
@@ -602,7 +602,7 @@ async def _embedding(
 
 
 OLLAMA_VERSION = "0.13.0"
-"""Version of Ollama whose API this is. Editors require a version that has tools."""
+"""Version of Ollama whose API this is. Editors require one that supports tools."""
 
 
 class _About:
@@ -615,7 +615,7 @@ class _About:
         return json_response({"models": [self._model(name) for name in self.state.model_names]})
 
     async def ps(self, request: Request) -> Response:
-        """List the loaded models: all, or none while the server sleeps."""
+        """List the loaded models: all of them, or none while the server sleeps."""
         engine, years = self.state.engine, 100 * 365.25 * 86400
         models = (
             [] if engine.is_sleeping else [self._model(name) for name in self.state.model_names]

@@ -3,7 +3,7 @@
 1. The body is a form with a file. The file is decoded in a thread.
 2. The windows of a sound are requests to the engine, one after the other (`engine.audio.transcription`). Those of different
    requests share the engine's steps.
-3. A stream has the text of a window's tokens as they come, or where times are written that of each finished window.
+3. A stream has each token's text; if timestamps are generated, the text of each finished window.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SpeechRequest:
 
     @classmethod
     async def read(cls, form: list[tuple[str, UploadFile | str]], task: Task) -> SpeechRequest:
-        """ApiError (400) names a field that is unknown, there twice, or has a value that is not supported."""
+        """Checks the form. ApiError (400) names a field that is unknown, duplicate, or has an unsupported value."""
         found, granularities = dict[str, Any](), list[str]()
         data: bytes | None = None
         for given, value in form:
@@ -245,7 +245,8 @@ class SpeechRoute:
     async def _windows(
         self, made: Transcription, record: RequestRecord
     ) -> AsyncGenerator[tuple[list[int], list[TranscriptionSegment] | None], None]:
-        """Run the windows. Yields the tokens of one so far, and at its end its segments. Leaving early cancels the request."""
+        """Runs the windows. Yields a window's tokens so far, and at its end its segments. Closing the generator cancels the
+        request."""
         state, is_first = self.state, True
         while not made.is_done:
             prompt, sampling = await _sounds.run(made.next)
@@ -283,13 +284,13 @@ class SpeechRoute:
             known = logprobs if made.options.details else None
             if (asked := made.question(tokens)) is None:
                 yield tokens, made.take(tokens, known)
-            else:  # warping takes milliseconds
+            else:  # time alignment takes milliseconds
                 attention = await state.engine.attention_of(asked)
                 yield tokens, await _sounds.run(partial(made.take, tokens, known, attention))
 
     async def _events(self, made: Transcription, record: RequestRecord) -> AsyncGenerator[bytes, None]:  # fmt: skip
         """Yields OpenAI's events: each piece of new text, and at the end the whole text."""
-        sent, before = "", ""  # of the whole text; text of the windows that are done
+        sent, before = "", ""  # text sent so far; text of the finished windows
         async with aclosing(self._windows(made, record)) as windows:
             async for tokens, segments in windows:
                 if segments is not None:
@@ -299,8 +300,8 @@ class SpeechRoute:
                     continue
                 else:
                     text = (before + made.beginning(tokens)).lstrip()
-                    text = text.rstrip("\ufffd")  # a character that is not complete
-                    text = text.rstrip()  # the end of the whole text has no space
+                    text = text.rstrip("\ufffd")  # an incomplete character
+                    text = text.rstrip()  # the text must not end with a space
                 if len(text) > len(sent) and text.startswith(sent):
                     new, sent = text[len(sent) :], text
                     yield _event({"type": "transcript.text.delta", "delta": new})
@@ -316,7 +317,7 @@ def _usage(made: Transcription) -> dict[str, Any]:
 
 
 def _whole(made: Transcription, body: SpeechRequest, task: Task) -> tuple[bytes, Any]:
-    """The answer in the format that was asked for, and its headers."""
+    """(the answer in the requested format, its headers)."""
     segments = made.segments
     match body.response_format:
         case "text":

@@ -90,7 +90,7 @@ class ChatAnswer(Answer):
         return {"service_tier": "default", **prompt_details(self.body, self.prompt_info[0])}
 
     def _begin(self, index: bytes, role: bytes, num_before: int = 0) -> bytes:
-        """The first event of a choice, with the prompt's token ids if asked for."""
+        """The first event of a choice, with the prompt's token ids if requested."""
         event = self.event(index, role, num_before=num_before)
         if not self.body.return_token_ids:
             return event
@@ -236,8 +236,8 @@ class ReasoningTokens:
 
 
 def read_events(parser: Parser, text: str, *, last: bool, cut: bool = False) -> list[Event]:
-    """The parser's events for more text; neighbours of the same kind are merged. `last`: the answer
-    ends with `text`; `cut`: before the model ended it."""
+    """The parser's events for more text; adjacent events of the same kind are merged. `last`: the
+    answer ends with `text`; `cut`: it was truncated."""
     events = parser.feed(text) + (parser.finish(cut=cut) if last else [])
     found: list[Event] = []
     for event in events:
@@ -269,11 +269,11 @@ async def prepare(
     answer: Callable[..., Answer] = chat_answer,
     cuts_max_tokens: bool = False,
 ) -> Answer:
-    """The answer to a chat.
+    """Prepares the answer to a chat request.
 
-    `answer` makes it of a Reading (None: the answer is plain text) and an Answer's arguments. With
-    `cuts_max_tokens`, a `max_tokens` larger than what is left of the context is cut to that;
-    without it that is an error.
+    `answer` creates it from a Reading (None: the answer is plain text) and an Answer's arguments.
+    With `cuts_max_tokens`, a `max_tokens` larger than the rest of the context is reduced to that;
+    otherwise it is an error.
     """
     max_tokens = (
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -329,7 +329,9 @@ async def prepare(
             if advised:
                 prompt.hints.remove("reasoning_effort")
             sampling = dataclasses.replace(sampling, thinking_token_budget=budget)
-        both = sampling.structured_outputs is not None  # then the grammar includes the calls
+        both = (
+            sampling.structured_outputs is not None
+        )  # in this case the grammar includes the calls
         checked = dataclasses.replace(reading, enforced=True) if both else reading
         for field, schema in checked.enforced_schemas:
             try:
@@ -356,15 +358,15 @@ async def prepare(
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation in the form that the model gets."""
+    """A conversation in the form that the model reads."""
 
     tokens: list[int]
     template: str | None
-    told: dict[str, Any] | None  # entry of `usage` about shortening
+    told: dict[str, Any] | None  # entry of `usage` about prompt compression
     media: list[PreparedMedia] = dataclasses.field(default_factory=list)
     # Fields that the template does not use.
     hints: list[str] = dataclasses.field(default_factory=list)
-    begun: str = ""  # the part of the prompt that the answer goes on with
+    begun: str = ""  # the part of the prompt that the answer continues
 
 
 async def prompt_of(state: ServerState, body: ChatRequest) -> ChatPrompt:

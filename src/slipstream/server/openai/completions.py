@@ -33,7 +33,7 @@ class CompletionAnswer(Answer):
     def chunk(self, delta: CompletionOutput) -> bytes:
         choice = self.choices[delta.index]
         if not choice.begun and not delta.token_ids and delta.finish_reason is None:
-            return b""  # a part of the prompt was computed; its log-probabilities come later
+            return b""  # a part of the prompt was computed; its log-probabilities follow later
         text, logprobs = delta.text, b"null"
         if not choice.begun:
             text = self._echo(delta.index) + text
@@ -86,7 +86,7 @@ class CompletionAnswer(Answer):
         }
 
     def note(self, delta: CompletionOutput, now: float) -> None:
-        # The engine makes one token for every prompt; with max_tokens=0 it is dropped.
+        # The engine generates one token for every prompt; with max_tokens=0 it is dropped.
         if self.body.max_tokens == 0:
             delta.text, delta.token_ids, delta.logprobs = (
                 "",
@@ -140,7 +140,7 @@ class CompletionAnswer(Answer):
             name = id_name if self.body.return_tokens_as_token_ids else _name
             tokens.append(name(chosen))
             values.append(None if position is None else chosen.logprob)
-            # The drawn token goes first, as in vLLM's answers.
+            # The sampled token is first, as in vLLM's answers.
             best = () if position is None else (chosen, *position.top[: self.body.logprobs])
             tops.append({name(t): t.logprob for t in best} or None)
         return {
@@ -171,7 +171,7 @@ def _name(token: Logprob) -> str:
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:
-    """The prompts of a body that `prepare` has read: no texts are among token ids."""
+    """The prompts of a body processed by `prepare`: token ids are not mixed with texts any more."""
     return cast("list[str | list[int]]", body.prompts())
 
 
@@ -209,8 +209,8 @@ async def prepare(
     answer: Callable[..., Answer] = CompletionAnswer,
     max_tokens: int | None = DEFAULT_MAX_TOKENS,
 ) -> Answer:
-    """The `answer` to a body. `max_tokens` applies if the body has none (None: what is left of the
-    context)."""
+    """Prepares the answer to a body, of the class `answer`. `max_tokens` applies if the body has
+    none (None: the rest of the context)."""
     prompts = await read_prompts(state, body)
     if body.use_beam_search:
         beams, sampling = search(body, body.max_tokens or DEFAULT_MAX_TOKENS)

@@ -2,7 +2,7 @@
 /score.
 
 The texts of a request are one request to the engine, which batches them by tokens with other
-requests'. There is nothing to stream: the answer is whole or an error.
+requests'. Answers are not streamed.
 """
 
 from __future__ import annotations
@@ -232,8 +232,8 @@ async def embed_sparse(
 
 
 def _as_cohere(kind: str, found: npt.NDArray[np.float32]) -> list[Any]:
-    """The vectors as Cohere's `embedding_types` has them. The two binary types have a bit for each
-    number, 1 if it is above 0: eight of them are a number from 0 to 255, or from -128 to 127."""
+    """The vectors in Cohere's `embedding_types`. The two binary types have one bit per element, 1
+    if it is positive; eight bits form a number from 0 to 255, or from -128 to 127."""
     if kind == "base64":
         return [base64.b64encode(row.tobytes()).decode() for row in found]
     if kind == "float":
@@ -243,7 +243,7 @@ def _as_cohere(kind: str, found: npt.NDArray[np.float32]) -> list[Any]:
 
 
 def _cut(tokenizer: TokenizerProtocol, texts: list[str], most: int) -> list[str]:
-    """The texts, those of more than `most` tokens as the text of the first ones."""
+    """The texts; those with more than `most` tokens truncated to these."""
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     return [
         text if len(own) <= most else tokenizer.decode(own[:most])
@@ -252,7 +252,7 @@ def _cut(tokenizer: TokenizerProtocol, texts: list[str], most: int) -> list[str]
 
 
 def _check_activation(model: ModelDescription, body: RerankRequest | ScoreRequest) -> None:
-    """Raise a 400 if a model without logits is asked for them."""
+    """Raise a 400 if logits are requested of a model that has none."""
     for name, asks in (("use_activation", False), ("raw_scores", True)):
         if getattr(body, name, None) is asks and not scores_pairs(model):
             raise bad_request(
@@ -261,7 +261,7 @@ def _check_activation(model: ModelDescription, body: RerankRequest | ScoreReques
 
 
 def _without_start(state: ServerState, text: str) -> str | list[int]:
-    """The text; one longer than the context as its last tokens, after those that begin each text."""
+    """The text; if longer than the context, its last tokens, after the tokens that begin each text."""
     tokenizer = state.engine.tokenizer
     assert tokenizer is not None
     limit, ids = state.engine.config.model.max_model_len, tokenizer.encode(text)

@@ -23,7 +23,7 @@ class TextOnly(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class PromptString(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A text as an object, as llama.cpp's clients send it where pictures could stand next to it."""
+    """A text as an object, which llama.cpp's clients send where images are possible."""
 
     prompt_string: str | None = None
     content: Annotated[list[TextOnly], Meta(min_length=1)] | None = None
@@ -41,18 +41,18 @@ class PromptString(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def without_objects(given: Any, name: str) -> Any:
-    """A prompt or prompts; texts that are objects as texts."""
+    """A prompt or prompts, with text objects replaced by texts."""
     if isinstance(given, PromptString):
         return given.whole(name)
     return [without_objects(part, name) for part in given] if isinstance(given, list) else given
 
 
 Prompted: TypeAlias = "str | list[str | int]"
-"""A prompt of a body: a text, or token ids with texts between them, as llama.cpp takes them."""
+"""A prompt in a body: a text, or token ids possibly mixed with texts, as in llama.cpp."""
 
 
 def each_prompt(given: Any, name: str) -> list[Prompted]:
-    """The prompts of a text, of token ids (texts may be among them), or of a list of either."""
+    """List of prompts from a text, from token ids (possibly mixed with texts), or from a list of either."""
     if isinstance(given, str):
         return [given]
     kinds = {type(part) for part in given}
@@ -74,7 +74,7 @@ class RefusalPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="ref
 
 @dataclass(frozen=True, slots=True)
 class PicturePart:
-    """A picture in a message. `path` is its place in the body, for errors."""
+    """An image in a message. `path`: its place in the body, for errors."""
 
     url: str
     detail: str
@@ -146,8 +146,8 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
 def message_dict(
     message: Message, path: str, media: list[MediaPart] | None = None
 ) -> dict[str, Any]:
-    """The message as chat templates take it. `developer`, OpenAI's newer word for `system`, becomes
-    `system`, which templates know. Pictures and sounds are appended to `media`; None refuses them."""
+    """The message in the form for chat templates. `developer`, OpenAI's newer word for `system`, becomes
+    `system`, which templates know. Images and sounds are appended to `media`; None refuses them."""
     if message.role not in ROLES:
         what = f"role {message.role!r} is not supported; use one of {', '.join(ROLES)}{likely_value(message.role, ROLES)}"
         raise bad_request(what, f"{path}.role")

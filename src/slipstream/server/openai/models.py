@@ -30,8 +30,8 @@ def require_model(state: ServerState, name: str, *, adapters: bool = True) -> No
 
 
 def served_model(state: ServerState, name: str | None, *, adapters: bool = True) -> str:
-    """The name to use in the answer: the given one, or the first one served. Raises what
-    `require_model` raises."""
+    """The model's name for the answer: the given one, or the first one served. Raises the same
+    errors as `require_model`."""
     if name is None:
         return state.model_names[0]
     require_model(state, name, adapters=adapters)

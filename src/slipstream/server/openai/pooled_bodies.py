@@ -26,15 +26,15 @@ class Pooled(Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: str | None = None  # default: the first served name
     truncate_prompt_tokens: Int | None = None  # cut longer texts to this; -1: to the model's limit
-    priority: Int | None = None  # lower goes first
+    priority: Int | None = None  # lower numbers go first
     # Cached prefixes are shared only with requests that have the same salt.
     cache_salt: Text | None = None
     user: str | None = None  # no effect
 
 
 class Inputs(Pooled, forbid_unknown_fields=True, kw_only=True):
-    """Base of embeddings, classes and pooling: texts, or vLLM's `messages`, which are one text
-    through the chat template."""
+    """Base of embeddings, classes and pooling: texts, or vLLM's `messages`, which the chat template
+    formats as one text."""
 
     input: (
         str
@@ -74,12 +74,12 @@ class ClassifyRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
 
 
 class PoolingRequest(Inputs, forbid_unknown_fields=True, kw_only=True):
-    """POST /pooling and /v1/pooling: vLLM's format. A text's vector, those of its tokens, or a classifier's or reward model's
-    scores as they are"""
+    """POST /pooling and /v1/pooling: vLLM's format. A vector per text or per token, or the raw
+    scores of a classifier or reward model"""
 
     encoding_format: Literal["float", "base64"] = "float"
     task: str | None = None  # vLLM's names: embed, classify, score, token_embed, token_classify
-    # Whether the texts of a model of late interaction are queries or documents. Without it they are as they are.
+    # Whether texts are queries or documents, for late-interaction models. None: no prefix is added.
     input_type: Literal["query", "document"] | None = None
 
 
@@ -112,7 +112,7 @@ class RerankRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool = False
     max_tokens_per_doc: Annotated[int, Meta(ge=0)] = (
-        0  # Cohere's; what is longer is cut. 0: not cut
+        0  # Cohere's; longer texts are truncated. 0: no truncation
     )
     use_activation: bool | None = None  # vLLM's; false: scores are a classifier's logits
     texts: Texts | None = None  # TEI's, as the next four
@@ -166,7 +166,7 @@ class CohereEmbedRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: str | None = None
     texts: Texts
-    # No effect: no text is put before the input.
+    # No effect: no text is added before the input.
     input_type: (
         Literal["search_document", "search_query", "classification", "clustering"] | None
     ) = None

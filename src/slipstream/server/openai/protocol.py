@@ -68,8 +68,8 @@ class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class PromptCompression(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Our extension: shorten the conversation before it is answered. Texts in `protect` stay as
-    they are."""
+    """Extension: shorten the conversation before it is answered. Texts in `protect` are
+    unchanged."""
 
     keep: Annotated[float, Meta(gt=0, le=1)] = 0.5
     method: Literal["iterative", "selective"] = "iterative"
@@ -135,15 +135,15 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     prompt_logprobs: Int | None = None
     # Keep this many of the prompt's last tokens; -1: as many as fit.
     truncate_prompt_tokens: Int | None = None
-    truncation_side: Literal["left", "right"] | None = None  # right: its first tokens are kept
-    # Default: true for completions, false for chat, whose template has them.
+    truncation_side: Literal["left", "right"] | None = None  # right: keep its first tokens
+    # Default: true for completions; false for chat, whose template writes them.
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:42"
     # No effect: none of our tokenizers adds spaces there.
     spaces_between_special_tokens: bool | None = None
     thinking_token_budget: Int | None = None  # -1: no limit
-    priority: Int | None = None  # lower goes first
+    priority: Int | None = None  # lower numbers go first
     # Cached prefixes are shared only with requests that have the same salt.
     cache_salt: Text | None = None
     user: Raw = HINT
@@ -159,7 +159,7 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     prediction: Raw = HINT
 
     def check(self) -> None:
-        """Raise a 400 for what the schema cannot express."""
+        """Raise a 400 for invalid bodies that the schema can't express."""
         beams.check(self)
         if self.penalty_alpha:
             raise bad_request(
@@ -173,7 +173,7 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
             )
 
     def param(self, field: str | None) -> str | None:
-        """This body's own name of a field that an error of the engine names."""
+        """This body's own name of a field named by an engine error."""
         return (
             structured_param(self, field)
             if field and field.startswith("structured_outputs")
@@ -186,9 +186,9 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
         processors: Mapping[str, str] = NO_FUNCTIONS,
         **special: Any,
     ) -> SamplingParams:
-        """The sampling parameters: this body's fields, with `special` on top.
+        """The sampling parameters: this body's fields, overridden by `special`.
 
-        A field of None means the default: the `model`'s own, or else OpenAI's. `processors` are the
+        A field of None means the default: the `model`'s own, or else OpenAI's. `processors`:
         functions that requests may name.
         """
         # Mirostat replaces the samplers that drop tokens, which the model may recommend.
@@ -199,7 +199,7 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
             for name in _SAMPLING_FIELDS
             if getattr(self, name) is not None
         }
-        if given.get("top_p") == 0:  # the smallest set is the likeliest token alone
+        if given.get("top_p") == 0:  # the smallest set is only the most likely token
             given |= {"top_p": 1.0, "temperature": 0.0}
         if self.logit_bias is not None:
             given["logit_bias"] = _token_map(self.logit_bias)
@@ -237,13 +237,13 @@ _SAMPLING_FIELDS = tuple(
 
 
 class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/completions: a text goes on from a prompt, in OpenAI's format"""
+    """POST /v1/completions: a continuation of a prompt, in OpenAI's format"""
 
     prompt: str | list[str | TokenId | list[str | TokenId]]
     echo: bool | None = None
     logprobs: Int | None = None
     best_of: Int | None = None
-    # Of models that translate, as the tokenizer spells them (`engine.requests.languages`).
+    # For translation models, as the tokenizer spells them (`engine.requests.languages`).
     source_language: Text | None = None
     target_language: Text | None = None
     suffix: Raw = OFF
@@ -281,7 +281,7 @@ class ChatReasoning(Struct, kw_only=True):
     effort: str | None = None
     max_tokens: Int | None = None
     enabled: bool | None = None
-    exclude: bool | None = None  # true: the answer leaves it out
+    exclude: bool | None = None  # true: reasoning is omitted from the answer
 
 
 class ChatThinking(Struct, kw_only=True):
@@ -292,7 +292,7 @@ class ChatThinking(Struct, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/chat/completions: an answer to messages, in OpenAI's format; `stream` sends it as it comes"""
+    """POST /v1/chat/completions: an answer to messages, in OpenAI's format; `stream` sends it incrementally"""
 
     # vLLM's field.
     OTHER_NAMES: ClassVar[dict[str, str]] = {"mm_processor_kwargs": "the detail of an image_url"}
@@ -302,17 +302,15 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None  # vLLM's, with the next two
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
-    echo: bool | None = (
-        None  # vLLM's; the answer begins with the assistant's message it goes on with
-    )
-    include_reasoning: bool | None = None  # vLLM's; false: the answer leaves it out
+    echo: bool | None = None  # vLLM's; the answer repeats the assistant message that it continues
+    include_reasoning: bool | None = None  # vLLM's; false: reasoning is omitted from the answer
     reasoning_effort: str | None = None  # for templates that know it, like `verbosity`
     verbosity: str | None = None
     # Other hosts' fields for the two above and for `thinking_token_budget`; see `read_thinking`.
     reasoning: ChatReasoning | None = None
     thinking: ChatThinking | None = None
     enable_thinking: bool | None = None
-    thinking_budget: Int | None = None  # a hint to a model that does not think
+    thinking_budget: Int | None = None  # a hint for models that don't think
     separate_reasoning: Raw = OFF  # SGLang's, with the next
     stream_reasoning: Raw = OFF
     reasoning_format: Raw = OFF  # llama.cpp's
@@ -326,7 +324,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     function_call: Raw = OFF
     modalities: Raw = OFF
     audio: Raw = OFF
-    web_search_options: Raw = HINT  # as the tool: the model is not told of it
+    web_search_options: Raw = HINT  # like the hosted tool: the model is not told about it
     moderation: Raw = OFF
     usage: Raw = HINT  # OpenRouter's, up to `trace`
     provider: Raw = HINT
@@ -401,8 +399,8 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
             )
 
     def read_thinking(self) -> None:
-        """Fill the fields for thinking from those of other hosts' APIs, where the body leaves our
-        own open."""
+        """Fill the fields about thinking from those of other hosts' APIs, unless the body sets our
+        own."""
         reasoning, thinking = self.reasoning or ChatReasoning(), self.thinking or ChatThinking()
         if self.thinking_budget is None:
             self.thinking_budget = (
@@ -440,7 +438,7 @@ class LoadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
     # Within the server's adapter folder.
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
-    load_inplace: bool = False  # it may replace the one of that name
+    load_inplace: bool = False  # may replace the adapter of that name
 
 
 class UnloadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -455,7 +453,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    # Default: true for a prompt, false for messages, whose template has them.
+    # Default: true for a prompt; false for messages, whose template writes them.
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None  # for messages; default true
     continue_final_message: bool = False  # for messages, as the next two
@@ -485,7 +483,7 @@ def _token_map(biases: dict[str, float]) -> dict[int, float]:
         if not -100 <= bias <= 100:
             raise bad_request(f"logit_bias: {bias} is not between -100 and 100", "logit_bias")
     found = {int(key): bias for key, bias in biases.items()}
-    if len(found) < len(biases):  # such as "00" and "0"
+    if len(found) < len(biases):  # duplicates such as "00" and "0"
         twice = next(key for key in biases if key != str(int(key)))
         raise bad_request(
             f"logit_bias: {shorten(twice.encode())!r} names a token a second time", "logit_bias"
@@ -494,8 +492,7 @@ def _token_map(biases: dict[str, float]) -> dict[int, float]:
 
 
 def template_variables(body: ChatRequest, template: str | None) -> tuple[dict[str, Any], list[str]]:
-    """The chat template's variables from the request, and the fields that the template does not
-    know (hints).
+    """(variables for the chat template, fields that the template does not use (hints)).
 
     If the template has only a switch for thinking, an effort of "none" turns that off.
     """

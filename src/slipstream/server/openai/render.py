@@ -1,5 +1,5 @@
-"""POST /v1/chat/completions/render and /v1/completions/render: the tokens of a body's prompts, as
-vLLM answers them. llm-d's endpoint picker asks for them, to find prompts in caches."""
+"""POST /v1/chat/completions/render and /v1/completions/render: token ids of a body's prompts, in
+vLLM's format. llm-d's endpoint picker uses them to look up prompts in caches."""
 
 from __future__ import annotations
 

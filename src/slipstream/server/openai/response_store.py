@@ -1,7 +1,7 @@
-"""Kept answers of /v1/responses, in an SQLite database that all front ends share.
+"""Stored answers of /v1/responses, in an SQLite database that all front ends share.
 
 1. It is in `--state-dir`. Without that it is in memory, or with several front ends in the
-   supervisor's own folder, and ends with the server.
+   supervisor's folder, and is lost when the server ends.
 2. It holds at most `max_stored_responses` and `max_stored_bytes`. When it is full, the owner with
    the most bytes loses its least recently used answer. So an owner with many answers can't evict
    those of others. Continuing an answer counts as a use of its whole conversation.
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 _BUSY_S = 10.0
 CONVERSATIONS = FairThreads("conversations", 16, per_client=2)
-"""Threads that turn kept answers into messages again."""
+"""Threads that convert stored answers back to messages."""
 
 _SCHEMA = """
 create table if not exists responses (
@@ -54,8 +54,8 @@ insert into uses select 0 where not exists (select 1 from uses);
 
 
 class StoredResponse(Struct):
-    """A kept answer: its fields in OpenAI's API, with its output. `items` are what its request
-    added to the conversation."""
+    """A stored answer: its fields in OpenAI's API, with its output. `items`: what its request added
+    to the conversation."""
 
     id: str
     previous: str | None
@@ -90,8 +90,8 @@ class Database:
             ) from None
 
     async def run(self, work: Callable[[sqlite3.Connection], T], *, writes: bool = True) -> T:
-        """Run `work` in a transaction. A reading one waits for no other process. ApiError (503,
-        507) if the database fails."""
+        """Run `work` in a transaction. A read-only one doesn't wait for other processes. ApiError
+        (503, 507) if the database fails."""
 
         def transaction() -> T:
             self._db.execute("begin immediate" if writes else "begin")
@@ -109,12 +109,12 @@ class Database:
         except sqlite3.Error as error:
             is_full = (
                 getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-            )  # some errors have none
+            )  # some errors have no code
             failure = OSError(errno.ENOSPC if is_full else errno.EIO, f"{error}{self._remedy}")
             raise storage_error("the server's storage failed", failure) from None
 
     async def forget(self) -> None:
-        """Empty the write-ahead log, which still holds deleted content. A reader in another process
+        """Empty the write-ahead log, which still contains deleted data. A reader in another process
         can delay it."""
         checkpoint = partial(self._db.execute, "pragma wal_checkpoint(truncate)")
         try:
@@ -152,8 +152,7 @@ class ResponseStore:
         self.max_responses, self.max_bytes = max_responses, max_bytes
 
     async def put(self, owner: str, stored: StoredResponse) -> bool:
-        """Keep an answer. Returns False, and does not keep it, if it alone is longer than
-        `max_bytes`."""
+        """Store an answer. False, without storing it, if it alone exceeds `max_bytes`."""
         answer, items = msgspec.json.encode(stored.answer), msgspec.json.encode(stored.items)
         size = len(answer) + len(items)
         if size > self.max_bytes:
@@ -179,7 +178,7 @@ class ResponseStore:
         rows = db.execute("select owner, count(*), sum(size) from responses group by owner")
         held = {owner: [number, size] for owner, number, size in rows}
         while count > self.max_responses or total > self.max_bytes:
-            # Index in `held` of what exceeds its limit: number or bytes.
+            # Index in `held` of the exceeded limit: number or bytes.
             of = 0 if count > self.max_responses else 1
             owner = max(held, key=lambda owner: held[owner][of])
             query = "select id, size from responses where owner = ? order by used limit 1"
@@ -193,7 +192,7 @@ class ResponseStore:
         self, owner: str, id_: str, *, max_bytes: int
     ) -> list[StoredResponse] | str:
         """The answer and all before it, oldest first; or the id of a missing one. ApiError (400) if
-        they are together longer than `max_bytes`, before the rest is read."""
+        together they exceed `max_bytes`, before the rest is read."""
 
         def read(db: sqlite3.Connection) -> list[_Row] | str:
             found: list[_Row] = []
@@ -220,7 +219,7 @@ class ResponseStore:
 
     async def _taken(self, rows: list[_Row]) -> list[StoredResponse]:
         """Decode rows, and mark them as used. Decoding takes place outside the database's thread
-        and any transaction."""
+        and transactions."""
         found = await CONVERSATIONS.run(partial(_stored, rows))
 
         def touch(db: sqlite3.Connection) -> None:
@@ -282,8 +281,8 @@ def _stored(rows: list[_Row]) -> list[StoredResponse]:
 
 
 def _use(db: sqlite3.Connection) -> int:
-    """The next number of a counter of uses. It is not a clock: after a jump the newest answer would
-    be evicted first."""
+    """Next value of a use counter. Not a clock: if a clock jumped, the newest answer could be
+    evicted first."""
     db.execute("update uses set n = n + 1")
     found: int = db.execute("select n from uses").fetchone()[0]
     return found

@@ -1,14 +1,14 @@
-"""OpenAI's /v1/responses: one answer, streamed or whole, and kept so that later requests can
-continue it.
+"""OpenAI's /v1/responses: one answer, streamed or not, stored so that later requests can continue
+it.
 
 A body is translated into a chat (`responses_body`) and answered like one. The differences:
 
 1. The output is a list of items: reasoning, a message, calls. A stream sends each item from
    beginning to end before the next.
-2. An answer is kept with the items of its request, unless the body says store=false or the server
-   keeps none. It is stored before the client gets its last event.
-3. `previous_response_id` puts the conversation up to that answer before the input. Instructions are
-   not taken over.
+2. An answer is stored with the items of its request, unless the body says store=false or the server
+   stores none. That happens before the client gets the last event.
+3. `previous_response_id` prepends the conversation up to that answer to the input, without its
+   instructions.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ResponseAnswer(BlockAnswer):
 
     def more(self, block: ContentBlock, text: str, logprobs: Sequence[PositionLogprobs]) -> bytes:
         if block.kind == "call" and self._is_custom(block):
-            return b""  # its text is a JSON string, which is read when it is whole
+            return b""  # its text is a JSON string, parsed when it is complete
         data = {**_place(block), "delta": text}
         if block.kind == "text":
             data["logprobs"] = [_logprob(position) for position in logprobs]
@@ -344,7 +344,7 @@ def _past(history: Sequence[StoredResponse]) -> list[tuple[Message, str]]:
 async def _resolved(
     state: ServerState, owner: str, given: str | list[dict[str, Raw]]
 ) -> str | list[dict[str, Any]]:
-    """The input with each `item_reference` replaced by that item of a kept answer. A 400 names a
+    """The input with each `item_reference` replaced by that item of a stored answer. A 400 names a
     missing one."""
     if isinstance(given, str):
         return given

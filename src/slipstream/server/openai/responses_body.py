@@ -63,8 +63,8 @@ class ResponseTool(Struct, forbid_unknown_fields=True, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Raw = HINT  # hint: the model is told of all tools at once
-    output_schema: Raw = HINT  # the model is not told of it
+    defer_loading: Raw = HINT  # hint: the model is told about all tools at once
+    output_schema: Raw = HINT  # the model is not told about it
     allowed_callers: Raw = OFF
     is_async: Raw = msgspec.field(default_factory=Raw, name="async")
 
@@ -78,7 +78,7 @@ class CustomTool(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["custom"]
     name: Name
     description: str | None = None
-    format: dict[str, Any] | None = None  # a grammar of the text; the model is told of it
+    format: dict[str, Any] | None = None  # a grammar of the text, which the model is told about
     defer_loading: Raw = HINT
     allowed_callers: Raw = OFF
     is_async: Raw = msgspec.field(default_factory=Raw, name="async")
@@ -99,7 +99,7 @@ class NamespaceTool(Struct, forbid_unknown_fields=True, kw_only=True):
 HOSTED = re.compile(
     r"web_search(_preview)?(_[\d_]+)?|file_search|code_interpreter|image_generation|mcp|tool_search"
 )
-"""Types of tools that the provider runs. The model is not told of them, so it can't call them."""
+"""Types of tools that the provider runs. The model is not told about them, so it can't call them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
 
     def check(self) -> None:
-        """Raise a 400 for what the schema cannot express."""
+        """Raise a 400 for invalid bodies that the schema can't express."""
         if not self.input:
             raise bad_request("input is empty; give text or items", "input")
         form = self.text.format if self.text is not None else None
@@ -237,8 +237,8 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
         return NamedChoice(type="allowed_tools", allowed_tools=only)
 
     def param(self, field: str | None, places: Sequence[str] = ()) -> str | None:
-        """This body's own name of a chat's field. `places`: the path in this body of each of the
-        chat's messages."""
+        """This body's own name of a field of the translated chat. `places`: path in this body of
+        each of the chat's messages."""
         if field is None:
             return None
         if places and (
@@ -256,7 +256,7 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True)
         return _NAMES.get(field, field)
 
     def chat(self, messages: list[Message], **more: Any) -> ChatRequest:
-        """This body as a chat."""
+        """This body as a chat request."""
         form = self.text.format if self.text is not None else None
         named: ResponseFormat | None = None
         if form is not None:
@@ -298,7 +298,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/responses: an answer that may be kept, in OpenAI's format"""
+    """POST /v1/responses: an answer that may be stored, in OpenAI's format"""
 
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -427,7 +427,9 @@ def _add_tool(
         made = CallableTool(function, custom.name, namespace, is_custom=True)
         hints += given_hints(custom, "tools.")
         if (custom.format or {}).get("type") == "grammar":
-            hints.append("tools.format")  # the model is told of the grammar, but it is not enforced
+            hints.append(
+                "tools.format"
+            )  # the model is told about the grammar, but it is not enforced
     elif kind == "function":
         own = decode(ResponseTool, raw, f"{path}.")
         refuse_unless_off(own, own.off, f"{path}.")
@@ -527,7 +529,7 @@ class CustomCallItem(Item, forbid_unknown_fields=True, kw_only=True):
 
 
 class ItemReference(Item, forbid_unknown_fields=True, kw_only=True):
-    """Reference to an item of a kept answer. That item replaces it before items become messages."""
+    """Reference to an item of a stored answer. That item replaces it before items are converted to messages."""
 
     type: Literal["item_reference"]
 
@@ -590,12 +592,12 @@ def as_messages(items: Sequence[Item], path: str) -> list[tuple[Message, str]]:
     """A chat's messages, each with the path of its first item. A 400 names an item that can't
     become one.
 
-    A call's arguments may be anything the model wrote, JSON or not. Pictures of a tool's output
-    follow it in a user's message, because chat templates take pictures nowhere else.
+    A call's arguments may be any text of the model. Images of a tool's output are moved to a user
+    message after it, because chat templates only support images there.
     """
     found: list[tuple[Message, str]] = []
     own: Message | None = None  # the assistant message that the next item may extend
-    seen: list[tuple[Message, str]] = []  # pictures of the preceding outputs
+    seen: list[tuple[Message, str]] = []  # images of the preceding outputs
     for i, item in enumerate(items):
         where = f"{path}[{i}]"
         if not isinstance(item, FunctionOutputItem):

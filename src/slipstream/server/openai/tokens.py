@@ -42,8 +42,8 @@ async def tokens_with_media(
     add_generation_prompt: bool = True,
     **given: Any,
 ) -> tuple[list[int], list[PreparedMedia]]:
-    """The prompt's tokens with the placeholders of its media, and these. `given` are
-    `template_tokens`'s other arguments."""
+    """(the prompt's tokens with placeholders, its media). `given`: the other arguments of
+    `template_tokens`."""
     parts = list[MediaPart]()
     plain = [message_dict(message, f"messages[{i}]", parts) for i, message in enumerate(messages)]
     if state.settings.changing_lines == "dates":
@@ -87,13 +87,13 @@ async def template_tokens(
             any_length=any_length,
         )
 
-    # Tools and calls are rendered, too.
+    # Tools and calls are rendered, too, so they count.
     return await in_thread_if_long(tokens, len(msgspec.json.encode((plain, variables))), tokenizer)
 
 
 def message_variables(body: _OfMessages, begins: bool) -> dict[str, Any]:
-    """The arguments of `template_tokens` for the fields of a body with messages. `begins`: an
-    answer's beginning is added, if the last message does not go on."""
+    """The arguments of `template_tokens` for a body with messages. `begins`: an answer's beginning
+    is added, unless the last message is to be continued."""
     if body.continue_final_message and body.add_generation_prompt:
         message = "add_generation_prompt begins a message and continue_final_message continues one; leave one of them out"
         raise bad_request(message, "continue_final_message")
@@ -108,7 +108,7 @@ def message_variables(body: _OfMessages, begins: bool) -> dict[str, Any]:
 
 
 async def conversation(state: ServerState, body: Inputs) -> Prompt:
-    """The tokens of a body's `messages`, which is one text."""
+    """The tokens of a body's `messages`, which form one text."""
     if body.input is not None:
         raise bad_request("give either input or messages", "input")
     assert body.messages is not None
@@ -127,8 +127,8 @@ async def conversation(state: ServerState, body: Inputs) -> Prompt:
 async def without_mixes(
     state: ServerState, prompts: Sequence[Prompted], param: str, *, add_special_tokens: bool = True
 ) -> list[str | list[int]]:
-    """The prompts, those with texts among token ids as ids. Special tokens are added to a text
-    only at the beginning."""
+    """The prompts, where mixes of texts and token ids are converted to ids. Special tokens are
+    added only to a text at the beginning."""
 
     def ids(parts: list[str | int]) -> list[int]:
         found = list[int]()
@@ -247,7 +247,7 @@ class Tokens:
         return json_response(answer)
 
     async def _pieces(self, body: TokenizeRequest) -> Response:
-        """Answer in llama.cpp's form."""
+        """Answers in llama.cpp's format."""
         if body.prompt is not None or body.messages is not None:
             raise bad_request("give content, prompt or messages", "content")
         tokenizer, text = _tokenizer(self.state, "content"), body.content

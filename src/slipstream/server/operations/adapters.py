@@ -1,7 +1,7 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM.
 
-A client of these routes decides what is read from disk and served. So they are off without
---lora-folder. Only folders inside that one are read, after links are followed.
+Clients of these routes decide what is read from disk and served, so they are off without
+--lora-folder. Only folders inside that one, with links resolved, are read.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class _Written(NamedTuple):
 
 
 class _Last:
-    """The last line written by any front end, in a file that all of them map, or in memory. Its
-    user holds the log's lock."""
+    """The last line written by any front end, in memory that all of them share. Hold the log's lock
+    when using it."""
 
     def __init__(self, path: Path | None) -> None:
         fd = -1 if path is None else open_private(path)
@@ -223,7 +223,7 @@ class AuditLog:
         self._written.write(_Written(digest, self._seq, begin, about.st_size, about.st_ino))
 
     def _up_to_date(self) -> int:
-        """Make the last hash and number those at the file's end, and return its size."""
+        """Bring the last hash and number up to date with the file's end, and return its size."""
         about, written = os.fstat(self._fd), self._written.read()
         if written is not None and (written.inode, written.end) == (about.st_ino, about.st_size):
             self._last, self._seq = written.hash, written.seq
@@ -255,7 +255,7 @@ class AuditLog:
         if ends:
             return size
         torn = _last_line(self.path)
-        if _read(torn) is not None:  # only the line's end is missing
+        if _read(torn) is not None:  # only the line break is missing
             self._put(b"\n", size)
             return size + 1
         told: dict[str, Any] = {
@@ -266,8 +266,8 @@ class AuditLog:
         return self._add(told, size, ends=False)
 
     def _add(self, told: dict[str, Any], size: int, *, ends: bool) -> int:
-        """Append a line about the file itself, and return the size after it. Not `ends`: the line
-        before has no line break."""
+        """Append a line about the file itself, and return the size after it. `ends` False: the
+        previous line has no line break."""
         data, digest = _line({"seq": self._seq + 1, "time": _now(), **told}, self._last)
         self._put(data if ends else b"\n" + data, size)
         self._note(digest, len(data))
@@ -297,7 +297,7 @@ class AuditLog:
         if self._fd < 0:
             return
         if self.failure is None:
-            with contextlib.suppress(OSError):  # records it if lines were cut off
+            with contextlib.suppress(OSError):  # records lines that were cut off, if there are any
                 self._open()
                 self._up_to_date()
         if self._fd >= 0:

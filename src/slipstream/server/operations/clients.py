@@ -1,5 +1,5 @@
-"""Coding agents: the environment and arguments that make each use our server. Their files stay
-unchanged."""
+"""Coding agents: the environment variables and arguments that make each use our server. Their files
+are unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_KEY = "none"
 """Key for clients that insist on one when the server needs none."""
 
 SMALL_CONTEXT = 32768
-"""Contexts below this are too small for coding agents, which begin with 10,000 to 30,000 tokens."""
+"""Contexts below this many tokens are too small for coding agents, whose first prompt has 10,000 to 30,000 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ def _claude(server: Endpoint) -> tuple[dict[str, str], list[str]]:
     settings = {
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": server.key,
-        "ANTHROPIC_API_KEY": "",  # else it would send the user's own
+        "ANTHROPIC_API_KEY": "",  # otherwise it would send the user's own key
         **dict.fromkeys(names, server.model),
     }
-    if server.max_model_len is not None:  # else it takes 200,000
+    if server.max_model_len is not None:  # otherwise it assumes 200,000
         settings["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(server.max_model_len)
     return settings, []
 
@@ -90,8 +90,8 @@ def _opencode(server: Endpoint) -> tuple[dict[str, str], list[str]]:
 
 
 def _any(server: Endpoint) -> tuple[dict[str, str], list[str]]:
-    """Returns the environment variables by which SDKs, and programs made with them, find a server
-    and a model."""
+    """Environment variables by which SDKs, and programs built with them, find a server and a
+    model."""
     url = f"{server.url}/v1"
     return {
         "OPENAI_BASE_URL": url,  # openai, the AI SDK, LangChain, Qwen Code

@@ -1,8 +1,8 @@
 """POST /v1/feedback: a reader's rating of an answer, linked to the request by its id. It is a line
 of the audit log.
 
-An id has 122 random bits, so only who has seen the answer's can name it. The line has the rater's key, and
-an export counts it if that is the request's own (`rated`).
+An id has 122 random bits, so only somebody who has seen the answer knows it. The line has the
+rater's key; an export counts the rating if that is the request's own key (`rated`).
 """
 
 from __future__ import annotations

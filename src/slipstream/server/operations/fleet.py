@@ -75,10 +75,10 @@ BATCH = "batch"
 
 _LOAD_S = 0.5
 _UP_S = 5.0
-"""Time without an answer after which an engine counts as down."""
+"""Seconds without an answer after which an engine counts as down."""
 
 _COUNTS_S = 2.0
-_MAX_WAITING = 1000  # messages that a reader has not taken
+_MAX_WAITING = 1000  # unread messages of a reader
 
 
 class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
@@ -197,7 +197,7 @@ def routes(state: ServerState, router: Callable[[], Router]) -> list[Route]:
 
 
 class _Inner(Response):
-    """The answer of another route to a body that came inside of the gateway's, with `own` in its scope."""
+    """Response of another route to a body nested in the gateway's, with `own` added to its scope."""
 
     def __init__(self, path: str, body: msgspec.Raw, own: dict[str, Any], router: Router) -> None:
         self._path, self._body, self._own = path, body, own
@@ -258,7 +258,7 @@ async def _events(state: ServerState) -> AsyncIterator[bytes]:
         while True:
             await came.wait()
             came.clear()
-            if len(waiting) > _MAX_WAITING:  # the reader gets everything again
+            if len(waiting) > _MAX_WAITING:  # the reader then gets the whole content again
                 waiting.clear()
                 end()
                 end = state.engine.watch_cache(take)

@@ -47,8 +47,8 @@ class Probes:
 
 
 def canary_ok(state: ServerState) -> bool | None:
-    """Whether the model answers as it should: by the checkpoint's canary at the start and the checks
-    since. None: there was neither."""
+    """Whether the model's outputs are right, by the checkpoint's canary at the start and the checks
+    since. None: there were none."""
     canary = state.engine.canary
     found = [canary and canary.ok, *(check.ok for check in state.checks)]
     known = [ok for ok in found if ok is not None]
@@ -56,7 +56,7 @@ def canary_ok(state: ServerState) -> bool | None:
 
 
 def require_ready(state: ServerState) -> None:
-    """Raise ApiError (503) if new requests are not welcome."""
+    """Raise ApiError (503) if new requests are refused."""
     if state.draining:
         raise shutting_down()
     if state.engine.is_sleeping:
@@ -65,7 +65,7 @@ def require_ready(state: ServerState) -> None:
 
 
 def is_ready(state: ServerState) -> bool:
-    """Whether new requests are welcome."""
+    """Whether new requests are accepted."""
     try:
         require_ready(state)
         return True
@@ -96,7 +96,7 @@ async def all_metrics(state: ServerState) -> Metrics:
         try:
             async with asyncio.timeout(_STATS_TIMEOUT_S):
                 found = await state.totals(metrics.counts())
-        except TimeoutError:  # sums without the others would decrease
+        except TimeoutError:  # a sum without the others would decrease
             raise unavailable(
                 "another front end did not send its counts", "metrics_unavailable"
             ) from None

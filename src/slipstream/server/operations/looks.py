@@ -1,4 +1,4 @@
-"""Looks of the self-check at the model, as a replica's status has them."""
+"""Results of single self-checks (looks) of the model, as a replica's status shows them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 
 
 class Look(msgspec.Struct, kw_only=True):
-    """One look of a check: when (seconds since 1970), the KL in nats, the share of likeliest tokens that are the
-    same, and the share of tasks that were done, if there are any."""
+    """Result of one self-check: its time (seconds since 1970), the KL divergence in nats, the
+    fraction of equal most likely tokens, and the fraction of solved tasks, if there are any."""
 
     time: float
     kl: float
@@ -17,7 +17,7 @@ class Look(msgspec.Struct, kw_only=True):
 
 
 class VersionCheck(msgspec.Struct, kw_only=True):
-    """The looks of a check at a version of the weights. KL in nats, of the first look and the last, and the
+    """Results of the self-checks of a weight version. KL in nats of the first and the last check, and the
     largest; `top1_agreement` and `tasks` are the last one's. Times are seconds since 1970."""
 
     version: str
@@ -31,4 +31,4 @@ class VersionCheck(msgspec.Struct, kw_only=True):
     tasks: float | None
     first_time: float
     last_time: float
-    looks: list[Look]  # over the whole time; where they were many, the worst of each few
+    looks: list[Look]  # over the whole time; if there were many, the worst of each group

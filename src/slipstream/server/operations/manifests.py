@@ -24,17 +24,17 @@ from slipstream.errors import ConfigError
 
 HOME, USER, PORT = "/home/slipstream", 10001, 8000
 KEYS = "/run/slipstream/keys"
-"""Folder of the keys' secret. Its entry `keys` has one key a line."""
+"""Folder of the secret with the keys. Its file `keys` has one key per line."""
 
 START_S = 1800
-"""Longest first start in seconds: it fetches the model."""
+"""Maximum seconds of the first start, which fetches the model."""
 
 GRACE_S = 15
-"""Seconds to end the processes, added to the time for requests in flight."""
+"""Seconds for ending the processes, in addition to the time for running requests."""
 
 LEAVE_S = 5
-"""Seconds for which a stopping replica still answers: Kubernetes removes it from its services at
-the same time."""
+"""Seconds for which a stopping replica still answers while Kubernetes removes it from its
+services."""
 
 _NAMESPACE = "POD_NAMESPACE"
 """Environment variable of a pod. Kubernetes replaces `$(POD_NAMESPACE)` in the arguments by its
@@ -50,12 +50,12 @@ IMAGE = (
 """Regular expression of a reference to an image, as Docker and Kubernetes read it."""
 
 LEAST = {"memory": 2**28, "volume": 2**28}
-"""Least bytes by option. A smaller number was probably meant in another unit."""
+"""Minimum bytes by option. A smaller number was probably meant in another unit."""
 
 _NAME = r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?"
 
 BASE = "python:3.12.12-slim-bookworm"
-"""Image that ours is built on. glibc 2.36: the wheel built in it runs in it."""
+"""Base image. It has glibc 2.36, so the wheel built in it runs in it."""
 
 READY = ["python", "-c", f"import urllib.request as u; u.urlopen('http://127.0.0.1:{PORT}/ready')"]
 
@@ -78,7 +78,7 @@ class Deployment:
     key_secret: str | None = None
 
     def check(self) -> None:
-        """Raise ConfigError for an option of `slipstream manifests` that can't be so."""
+        """Raise ConfigError for an invalid option of `slipstream manifests`."""
         for name in ("replicas", "cpus"):
             if getattr(self, name) < 1:
                 message = f"--{name} must be at least 1, got {getattr(self, name)}"

@@ -118,7 +118,7 @@ _ENGINE_METRICS = (
 )  # fmt: skip
 
 _ADAPTER_METRICS = (
-    # the same for AdapterStats
+    # the same columns for AdapterStats
     ("num_on_device", "lora_adapters_on_device", False, "Adapters in slots of the device"),
     ("num_on_host", "lora_adapters_on_host", False, "Adapters in the host's memory"),
     ("reads_total", "lora_adapter_reads", True, "Adapters read from their files"),
@@ -131,7 +131,7 @@ _ADAPTER_METRICS = (
 )
 
 _EXPERT_METRICS = (
-    # the same for ExpertBalance
+    # the same columns for ExpertBalance
     (
         "rank_imbalance",
         "expert_rank_imbalance_ratio",
@@ -185,7 +185,7 @@ _PARTS = (
     ("expert_balance", _EXPERT_METRICS),
     ("tiers", _TIER_METRICS),
 )
-"""Parts of EngineStats with metrics of their own."""
+"""Parts of EngineStats that have their own metrics."""
 
 TOTALS = frozenset(
     {
@@ -196,7 +196,7 @@ TOTALS = frozenset(
     }
     | {"spec_accepted_by_position", "expert_load"}
 )
-"""Fields of EngineStats and its parts that only grow."""
+"""Fields of EngineStats and its parts that only increase (counters)."""
 
 _LIMITS = {
     "concurrency": "max_concurrent",
@@ -233,12 +233,11 @@ class Histogram:
 
 
 class Stalls:
-    """Total time in which finished text waited for clients that do not read, including current
-    waits."""
+    """Total time for which finished text waited for slow clients, including current waits."""
 
     def __init__(self) -> None:
         self._ended_s = 0.0
-        self._waiting: dict[object, float] = {}  # starts, in time.monotonic()
+        self._waiting: dict[object, float] = {}  # start times by time.monotonic()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -309,7 +308,7 @@ class Metrics(Collector):
         self.feedback: Counter[str] = Counter()  # ratings of answers
         self.hints: Counter[str] = Counter()  # fields accepted without effect
         self.engines: Mapping[str, EngineStats | None] = {}  # by model
-        # A server of several models: the counts of each.
+        # For a server of several models: the counts of each.
         self.by_model: Mapping[str, Metrics] | None = None
         self.more: list[Callable[[], Iterable[Metric]]] = []  # families of other parts
         self.registry = CollectorRegistry(auto_describe=False)

@@ -28,8 +28,8 @@ PROBES = "/health|/live|/ready|/ping|/metrics|/status.json|/v2/health/.*"
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceObjectives:
-    """Objectives of a service. `share`: the share of requests that must meet them. The times must
-    be bounds of the histograms, which can count no others."""
+    """Objectives of a service. `share`: fraction of requests that must meet them. The times must be
+    bucket bounds of the histograms, which can't count other times."""
 
     ttft_s: float = 1.0
     itl_s: float = 0.1
@@ -54,7 +54,7 @@ class ServiceObjectives:
 
 
 def _late(name: str, bound: float, window: str) -> str:
-    """PromQL for the share of observations longer than `bound`."""
+    """PromQL for the fraction of observations longer than `bound` seconds."""
     metric = f"slipstream:{name}"
     within = f'sum by (job, model_name) (rate({metric}_bucket{{le="{bound}"}}[{window}]))'
     return f"1 - {within} / sum by (job, model_name) (rate({metric}_count[{window}]))"
@@ -285,7 +285,7 @@ def compose(target: str) -> dict[str, dict[str, Any]]:
         "grafana": {
             "ports": ["127.0.0.1:3000:3000"],
             "depends_on": ["prometheus"],
-            "environment": {  # to look at, without a password that would stand here
+            "environment": {  # for viewing, without a password that would be visible here
                 "GF_AUTH_ANONYMOUS_ENABLED": "true",
                 "GF_AUTH_ANONYMOUS_ORG_ROLE": "Viewer",
                 "GF_AUTH_DISABLE_LOGIN_FORM": "true",

@@ -30,13 +30,13 @@ from slipstream.errors import ConfigError
 Rating = Literal["up", "down"]
 
 Skipped = Counter[str]
-"""Number of rated answers that are left out, by reason, and of ratings that don't count."""
+"""Number of rated answers left out, by reason, and of ratings that don't count."""
 
 Requests: TypeAlias = dict[str, Mapping[str, Any]]
 """A log's lines of requests, by id."""
 
 ANYONE = "any"
-"""Stands in `raters` for each key there is."""
+"""Value in `raters` that means every key."""
 
 _ELSEWHERE = "earlier turns are elsewhere"
 
@@ -48,9 +48,9 @@ def rows(
     rating: Rating | None = None,
     raters: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """The rated answers of a log, oldest first; of one rating only, if it is given. `raters` are keys whose
-    ratings count for each answer: their ids in the log, or eight letters of one or more. ConfigError
-    if no rating has one of them."""
+    """The rated answers of a log, oldest first; with `rating`, only those of one rating. `raters`:
+    keys whose ratings count for every answer, as ids in the log or at least eight of their letters.
+    ConfigError if no rating has one of them."""
     requests: Requests = {}
     given: dict[str, dict[str | int, Mapping[str, Any]]] = {}  # by answer, then key
     for record in records:
@@ -58,7 +58,9 @@ def rows(
             requests[record["id"]] = record
         elif record["kind"] == "feedback":
             own = given.setdefault(record["request"], {})
-            own[record.get("key") or len(own)] = record  # without a key: one voter a rating
+            own[record.get("key") or len(own)] = (
+                record  # without a key: each rating counts as another rater
+            )
     keys = {
         key for all_given in given.values() for r in all_given.values() if (key := r.get("key"))
     }

@@ -1,18 +1,18 @@
-"""A server's checks of itself while nobody asks (`--self-check FILE`).
+"""A server's checks of its own model while idle (`--self-check FILE`).
 
-The file is a fingerprint: token sequences with a reference model's likeliest successors at each
-position (`slipstream verify --record FILE`). A look sends them through the engine, as requests are,
-when it has been idle for `IDLE_S` seconds: most tokens as a prompt, the last as an answer. It ends
-when a client asks.
+The file is a fingerprint: token sequences with a reference model's most likely next tokens at each position
+(`slipstream verify --record FILE`). A check (look) sends them to the engine as requests when it has been idle
+for `IDLE_S` seconds: most tokens as a prompt, the last as an answer. A client's request ends it.
 
-1. The weights that the server began with are compared with the fingerprint. Their mean KL must be at
-   most its `max_kl`, and half of their likeliest tokens must be the same.
-2. Weights that came by an update are other weights: their first look is what their later ones are
-   compared with. So a drift is seen for each version, and what an update changes is no alarm.
+1. The weights at the start are compared with the fingerprint. The mean KL must be at most its `max_kl`, and
+   half of the most likely tokens must be equal.
+2. Updated weights are compared with their own first look. So drift is detected for each version, and an
+   update itself causes no alarm.
 3. A bad look is repeated at once. Two in a row make `ok` false, until one is good.
-4. The fingerprint's tasks, which the reference can do, are a score besides: the share that the server does.
+4. The fingerprint's tasks, which the reference solves, give an additional score: the fraction that the server
+   solves.
 
-The KL is the least that the likeliest tokens of both allow; it never exceeds the KL over the whole
+The KL is a lower bound computed from the most likely tokens of both; it never exceeds the KL over the whole
 vocabulary.
 """
 
@@ -42,44 +42,45 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("slipstream.server")
 
 IDLE_S = 2.0
-"""Time without a request after which a look may begin."""
+"""Seconds without a request after which a check may begin."""
 
 NUM_TOP = 8
-"""Likeliest tokens of the reference at each position."""
+"""Number of most likely tokens of the reference at each position."""
 
 NUM_ASKED = 20
-"""Likeliest tokens that the engine is asked for; the reference's are among them unless it is wrong."""
+"""Number of most likely tokens requested of the engine; the reference's are among them unless the model is wrong."""
 
 NUM_DECODED = 8
-"""Maximum number of tokens to generate and compare in a sequence; it ends at the first that differs
-from the reference's."""
+"""Maximum number of tokens generated and compared per sequence; ends at the first that differs from
+the reference's."""
 
 LEAST = math.log(1e-9)
-"""Lowest log-probability of a token: lower ones are raised to it, so that a KL is finite."""
+"""Minimum log-probability: lower ones are raised to it, so that a KL is finite."""
 
 MIN_KL = 1e-3
-"""Nats up to which a KL is rounding. The detector is told this value instead of a lower one."""
+"""KL in nats up to which differences count as rounding. The detector gets this value instead of a lower one."""
 
 MIN_AGREEMENT = 0.5
-"""Share of positions whose likeliest token is the reference's. 4 bits keep most; other weights few."""
+"""Minimum fraction of positions whose most likely token equals the reference's. Models quantized to 4 bits agree at most
+positions; other models at few."""
 
 TIMEOUT_S = 60.0
 
 MAX_VERSIONS = 50
-"""Versions of weights whose looks are remembered."""
+"""Maximum number of weight versions whose checks are stored."""
 
 MAX_LOOKS = 64
-"""Looks of a version that are remembered each by itself."""
+"""Maximum number of checks of a version that are stored individually."""
 
 NUM_TASK_TOKENS = 16
-"""Tokens of the answer to a task."""
+"""Maximum tokens of the answer to a task."""
 
 Row = dict[int, float]
-"""Log-probabilities of the likeliest tokens at a position."""
+"""Log-probabilities of the most likely tokens at a position, by token id."""
 
 
 class TokenSequence(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Tokens, and of the positions from the second on the likeliest tokens with their
+    """Token ids, and for each position from the second on the most likely tokens with their
     log-probabilities."""
 
     token_ids: list[int]
@@ -94,14 +95,14 @@ class TokenSequence(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Task(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A prompt whose greedy answer has a word in it."""
+    """A prompt whose greedy answer contains a certain word."""
 
     token_ids: list[int]
     word: str
 
 
 class Fingerprint(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A reference model's answers. `model` names it for people; the model can do the `tasks`."""
+    """A reference model's answers. `model`: its name, for people. It solves all `tasks`."""
 
     format: int
     model: str
@@ -111,7 +112,7 @@ class Fingerprint(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @classmethod
     def read(cls, path: str, *, vocab_size: int, max_len: int) -> Fingerprint:
-        """ConfigError if the file is unreadable, damaged, or of another kind of model."""
+        """Read a fingerprint. ConfigError if the file is unreadable, damaged, or of another kind of model."""
 
         def bad(why: str) -> ConfigError:
             return ConfigError(f"self_check: {path} {why}", field="self_check")
@@ -148,7 +149,7 @@ class Fingerprint(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """Rows of each sequence that one look saw, and the share of the tasks that were done."""
+    """Result of one check: rows of each sequence, and the fraction of solved tasks."""
 
     version: str
     rows: list[list[Row]]
@@ -156,7 +157,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class SelfCheck:
-    """The looks of one server, an `IdleCheck` of it. `run` ends when it is cancelled."""
+    """The self-check of one server, as an `IdleCheck`. `run` ends when it is cancelled."""
 
     name = "self_check"
 
@@ -169,11 +170,11 @@ class SelfCheck:
             max_len=engine.config.model.max_model_len,
         )
         self._reference = [sequence.rows() for sequence in self._fingerprint.sequences]
-        self._own: dict[str, list[list[Row]]] = {}  # first looks, by version
-        self._began: str | None = None  # the version that the server began with
+        self._own: dict[str, list[list[Row]]] = {}  # results of each version's first check
+        self._began: str | None = None  # weight version at the start
         self._asking: asyncio.Task[Seen | None] | None = None
         self.versions: dict[str, VersionCheck] = {}
-        self.ok: bool | None = None  # None: no look yet
+        self.ok: bool | None = None  # None: not checked yet
         self.num_looks = {"pass": 0, "fault": 0, "interrupted": 0}
         self._new_kl: float | None = None
 
@@ -196,7 +197,7 @@ class SelfCheck:
             await asyncio.wait([self._asking])
 
     async def look(self) -> bool | None:
-        """Look, and again if it is bad. Returns whether it is good; None: it was interrupted."""
+        """Check, and repeat if the result is bad. Returns whether it is good; None: interrupted."""
         for attempt in range(2):
             self._asking = asyncio.create_task(self._answers())
             try:
@@ -215,7 +216,7 @@ class SelfCheck:
         return None
 
     def report(self) -> list[VersionCheck]:
-        """The looks by version of the weights, oldest first."""
+        """Results by weight version, oldest first."""
         return list(self.versions.values())
 
     def take_kl(self) -> float | None:
@@ -252,8 +253,8 @@ class SelfCheck:
             quiet = quiet + IDLE_S / 4 if await _is_free(self._state) else 0.0
 
     async def _answers(self) -> Seen | None:
-        """The engine's answers to the sequences; None if a client's request or an update of the
-        weights came in between."""
+        """The engine's answers to the sequences; None if a client's request or a weight update
+        interrupted it."""
         versions, rows, done = set[str](), list[list[Row]](), list[bool]()
         engine = self._state.engine
         for sequence in self._fingerprint.sequences:
@@ -341,12 +342,12 @@ SCORES: tuple[tuple[str, str, Callable[[VersionCheck], float | None]], ...] = (
     ),
     ("tasks", "Share of the fingerprint's tasks that were done", lambda check: check.tasks),
 )
-"""Metrics of a version's last look: name, text, value."""
+"""Metrics of a version's last check: (name, description, value)."""
 
 
 def thinned(looks: list[Look]) -> list[Look]:
-    """`MAX_LOOKS` looks at most, over the whole time: the two neighbours nearest in time, but for the last look, become
-    one with the worse of each value."""
+    """The checks, thinned to `MAX_LOOKS` over the whole time: the two neighbours closest in time,
+    except the last one, are merged to one with the worse of each value."""
     while len(looks) > MAX_LOOKS:
         at = min(range(len(looks) - 2), key=lambda i: looks[i + 1].time - looks[i].time)
         looks = [*looks[:at], _worse(looks[at], looks[at + 1]), *looks[at + 2 :]]
@@ -374,12 +375,12 @@ async def _is_free(state: ServerState) -> bool:
 async def _deltas(
     engine: EngineProtocol, prompt: list[int], sampling: SamplingParams
 ) -> list[RequestOutput] | None:
-    """The deltas of an answer. None if another request comes; this one is then cancelled."""
+    """The deltas of an answer. None if another request arrives; this one is then cancelled."""
     stream, found = OutputStream(), list[RequestOutput]()
     cancel = await engine.submit({"prompt_token_ids": prompt}, sampling, stream)
     try:
         while not found or not found[-1].finished:
-            async with asyncio.timeout(TIMEOUT_S):  # a paused engine makes no step
+            async with asyncio.timeout(TIMEOUT_S):  # a paused engine runs no steps
                 found.append(await stream.get())
             if engine.num_requests > 1:
                 return None
@@ -389,13 +390,13 @@ async def _deltas(
 
 
 def _version(deltas: list[RequestOutput]) -> str:
-    """The version of the weights that made the last token that says it."""
+    """The weight version reported with the last token."""
     found = [v for delta in deltas for v, _ in delta.outputs[0].weight_versions or ()]
     return found[-1] if found else ""
 
 
 async def _told(engine: EngineProtocol, prompt: list[int]) -> tuple[str, str] | None:
-    """The version of the weights, and the greedy answer's text. None if another request comes."""
+    """(weight version, text of the greedy answer). None if another request arrives."""
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TASK_TOKENS, detokenize=False)
     deltas = await _deltas(engine, prompt, sampling)
     if deltas is None or engine.tokenizer is None:
@@ -405,8 +406,8 @@ async def _told(engine: EngineProtocol, prompt: list[int]) -> tuple[str, str] | 
 
 
 async def _rows(engine: EngineProtocol, token_ids: Sequence[int]) -> tuple[str, list[Row]] | None:
-    """The version of the weights, and the likeliest tokens after each token but the last, as far as
-    the generated ones are the given ones. None if another request comes."""
+    """(weight version, most likely tokens after each token but the last, as far as generated tokens
+    equal the given ones). None if another request arrives."""
     prompt = list(token_ids[:-NUM_DECODED])
     sampling = SamplingParams(
         temperature=0,
@@ -434,16 +435,16 @@ async def _rows(engine: EngineProtocol, token_ids: Sequence[int]) -> tuple[str, 
 
 
 def _row(position: PositionLogprobs) -> Row:
-    # LEAST for a NaN too: broken weights are far from every model
+    # LEAST also for NaN: broken weights differ from every model
     return {entry.token_id: max(LEAST, entry.logprob) for entry in position.top}
 
 
 def divergence(reference: Row, seen: Row) -> float:
-    """The least KL(reference‖server) that two rows of likeliest tokens allow, over the reference's
+    """Lower bound of KL(reference‖server) from two rows of most likely tokens, over the reference's
     tokens and one bucket for all others.
 
-    A token that the server did not name has at most the probability of the last that it did. Within
-    that bound the server's others are as near to the reference as they can be.
+    A token that the server did not list has at most the probability of the last one listed. Within
+    that limit the other tokens are assumed as close to the reference as possible.
     """
     known, last = reference.keys() & seen.keys(), min(seen.values())
     kl = sum(math.exp(reference[t]) * (reference[t] - seen[t]) for t in known)
@@ -452,7 +453,7 @@ def divergence(reference: Row, seen: Row) -> float:
         p = math.exp(logprob)
         if (
             p * other <= math.exp(last) * rest
-        ):  # its share of the bucket, as all less likely ones' are
+        ):  # its part of the bucket, like that of all less likely tokens
             break
         kl += p * (logprob - last)
         rest, other = rest - p, other - math.exp(last)

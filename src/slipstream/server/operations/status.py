@@ -35,7 +35,7 @@ from slipstream.server.state import ServerState
 
 _PAGES = Path(__file__).parent / "pages"
 _INCLUDE = re.compile(r"<!--include (\S+)-->")
-"""Comment in a page that is replaced by the style or script in a file."""
+"""Comment in a page that is replaced by a file's style or script."""
 
 
 class ReplicaStatus(msgspec.Struct, kw_only=True):
@@ -52,8 +52,8 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     prompt_tokens: int | None = None
     generated_tokens: int | None = None
     uptime_s: float | None = None
-    canary_ok: bool | None = None  # with the checks that the server runs when idle
-    checks: dict[str, list[VersionCheck]] = {}  # what those found, by name
+    canary_ok: bool | None = None  # includes the server's idle checks
+    checks: dict[str, list[VersionCheck]] = {}  # results of these checks, by name
 
 
 class Latency(msgspec.Struct, kw_only=True):
@@ -108,8 +108,7 @@ def replica_status(name: str, state: str, stats: EngineStats | None, **more: Any
 
 
 def shared_fields(state: ServerState, metrics: Metrics, *, itl: Histogram) -> dict[str, Any]:
-    """The fields of a ServerStatus that a server and a gateway share. `itl`: the times between
-    tokens."""
+    """The fields of a ServerStatus common to servers and gateways. `itl`: times between tokens."""
     responses: dict[str, int] = {}
     for (_, _, status), count in metrics.responses.items():
         responses[str(status)] = responses.get(str(status), 0) + count
@@ -165,8 +164,8 @@ ReadStatus = Callable[[], Coroutine[Any, Any, ServerStatus]]
 
 
 class StatusMemory:
-    """Reads the status every EVERY_S seconds and keeps those of the last five minutes, so that
-    /status shows them from its first moment. The server runs it (`ServerState.background`)."""
+    """Reads the status every EVERY_S seconds and stores the last five minutes, so that /status can
+    show them when opened. The server runs it (`ServerState.background`)."""
 
     EVERY_S = 5.0
 
@@ -177,10 +176,10 @@ class StatusMemory:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(self.EVERY_S)
-            with suppress(ApiError):  # another front end does not answer: there is no status now
+            with suppress(ApiError):  # another front end does not answer, so there is no status now
                 now = await self._read()
                 for replica in now.replicas:
-                    replica.checks = {}  # those have a history of their own
+                    replica.checks = {}  # checks have their own history
                 self._past.append(now)
 
     async def answer(self, *, with_past: bool) -> ServerStatus:

@@ -1,9 +1,9 @@
 """Routes that change the weights of a model that serves, and pause it, by vLLM's names and SGLang's.
 
-Their users decide what every client's answers are. So there are none without
---enable-weight-updates, which asks for a file of keys with roles, and an admin's key is needed; but
-/is_paused and /get_weight_version are for users, too. Files are read within --weights-folder alone,
-after links are followed, those in a checkpoint's folder as well. Nothing is unpickled.
+Users of these routes determine every client's answers. So they exist only with --enable-weight-updates, which
+requires a file of keys with roles, and need an admin's key; /is_paused and /get_weight_version are for users,
+too. Files are only read inside --weights-folder, with links resolved, including those in a checkpoint's
+folder. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class FinishWeightsBody(Struct, forbid_unknown_fields=True):
 class FromDiskBody(Struct, forbid_unknown_fields=True):
     """POST /update_weights_from_disk: a whole update from a folder (SGLang's).
 
-    `flush_cache` says nothing: prefixes of old weights are never found.
+    `flush_cache` has no effect: prefixes of old weights are never found.
     """
 
     model_path: str
@@ -266,8 +266,8 @@ class WeightRoutes:
         is_new: bool,
         is_last: bool,
     ) -> WeightsInfo:
-        """Send a piece of an update, and finish it with its last. An error leaves none under way
-        that the same call began (`is_new`)."""
+        """Send a piece of an update, and finish the update after the last one. If an error occurs,
+        an update begun by the same call (`is_new`) is aborted."""
         try:
             info = await self.engine.update_weights(piece)
             if not is_last:
@@ -366,12 +366,12 @@ class WeightRoutes:
         return json_response({"weight_version": (await self.engine.weights()).weight_version})
 
     async def world_size(self, request: Request) -> Response:
-        """Handle vLLM's question for the engine's ranks."""
+        """Handle vLLM's request for the number of the engine's ranks."""
         _query(request)
         return json_response({"world_size": self.state.engine.config.parallel.num_ranks})
 
     async def server_info(self, request: Request) -> Response:
-        """Handle vLLM's question for its configuration, in which trainers look for a way to send weights."""
+        """Handle vLLM's request for its configuration, in which trainers look for a way to send weights."""
         _query(request, "config_format")
         model, backends = self.state.engine.config.model, {"backend": "nccl"}
         told = {"dtype": model.dtype, "max_model_len": model.max_model_len}

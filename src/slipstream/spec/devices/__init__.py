@@ -1,1 +1,1 @@
-"""Features and measured tiles of devices. No torch."""
+"""Features of devices, and tables of measured tile sizes. No torch."""

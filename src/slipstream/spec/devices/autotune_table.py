@@ -1,11 +1,11 @@
-"""Tables of measured tiles: which tile a GPU kernel uses for an op, a number format and a class of
-shapes. No torch.
+"""Tables of measured tile sizes: which tile a GPU kernel uses for an op, a number format and a
+class of shapes. No torch.
 
 1. `slipstream tune` writes a table for one kind of device. Nothing is measured when an engine
    starts.
 2. For a shape that is not in the table, the heuristic next to the kernel chooses.
-3. The same table gives the same tiles, so sums are taken in the same order. `identity` is a hash of
-   a table's choices.
+3. The same table gives the same tiles, so floating-point sums have the same order and results are
+   reproducible. `identity` is a hash of a table's choices.
 4. Tables come with Slipstream (`kernels/triton/tiles/`) and from the user's cache folder, which has
    precedence.
 5. A file of another format, or with anything unexpected, raises ConfigError with its path and the
@@ -37,15 +37,16 @@ sparse24, …)."""
 SHIPPED = Path(__file__).parents[2] / "kernels" / "triton" / "tiles"
 KINDS = ("bfloat16", "float16", "float32", "fp8", "fp8-block", "int8", "int4", "int4-g32")
 NEVER = 1 << 30
-"""`from_tokens` for a 2:4 weight whose sparse product is never faster (`triton.sparse24`)."""
+"""Value of `from_tokens` for a 2:4 sparse weight whose sparse kernel is never faster than the dense one
+(`triton.sparse24`)."""
 NUM_COUNTERS = 4096
-"""Most row tiles of a split-K product (`triton.split_k`): each needs a counter."""
+"""Maximum number of row tiles of a split-K matrix product (`triton.split_k`): each needs an atomic counter."""
 
 
 @dataclass(frozen=True, slots=True)
 class TiledOp:
-    """The names of the numbers in an op's shape and tile. With `classes`, the last number of a
-    shape is rounded up to the next class; a number above all classes belongs to the last."""
+    """Names of the numbers in an op's shape and in its tile. With `classes`, the last number of a
+    shape is rounded up to the next class; numbers above all classes belong to the last."""
 
     shape: tuple[str, ...]
     tile: tuple[str, ...]
@@ -84,7 +85,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileTable:
-    """The tiles for one kind of device. `made_by` says how they were found."""
+    """Tile choices for one kind of device. `made_by` says how they were found."""
 
     device: str
     entries: Mapping[Key, Measured] = field(default_factory=dict)
@@ -112,12 +113,12 @@ class TileTable:
         )
 
     def over(self, other: TileTable) -> TileTable:
-        """A table with these tiles, and `other`'s for keys without one."""
+        """A table of this table's tiles, plus those of `other` for keys that this one lacks."""
         return dataclasses.replace(self, entries={**other.entries, **self.entries})
 
     def tuned(self, keys: Iterable[Key], found: Mapping[Key, Measured], made_by: str) -> TileTable:
-        """The table after `keys` were measured. `found` has their fastest tiles; keys without one
-        return to their heuristic."""
+        """The table updated by a measurement of `keys`. `found` has the fastest tile of each; a key
+        without one is removed, so that its heuristic applies."""
         kept = {key: m for key, m in self.entries.items() if key not in set(keys)}
         return TileTable(device=self.device, entries={**kept, **found}, made_by=made_by)
 

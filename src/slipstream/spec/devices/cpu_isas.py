@@ -9,11 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuIsa:
-    """An instruction set that the C++ kernels are compiled for (`csrc/cpu/isa/isa_*.cpp`)."""
+    """An instruction set for which the C++ kernels are compiled (`csrc/cpu/isa/isa_*.cpp`)."""
 
     expands_bytes: bool = False  # places bytes at a mask's set bits in one instruction (vpexpandb)
-    without_tiles: str | None = None  # of a set with matrix tiles: the same without them
-    emulated: bool = False  # emulates other machines' registers for tests; never chosen
+    without_tiles: str | None = (
+        None  # for a set with matrix tiles (AMX): the name of the same set without them
+    )
+    emulated: bool = (
+        False  # simulates another machine's registers for tests; never chosen automatically
+    )
 
 
 CPU_ISAS: Mapping[str, CpuIsa] = {

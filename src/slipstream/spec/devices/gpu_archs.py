@@ -70,11 +70,11 @@ DESCRIBED_GPUS: Mapping[tuple[int, int], DescribedGpu] = {
         DescribedGpu((10, 0), "NVIDIA B200", 148, HOPPER_SHARED_BYTES, 178 * 2**30),
     )
 }
-"""The largest usual GPU of a compute capability: its engine's limits include those of smaller ones."""
+"""The largest common GPU of each compute capability. Kernels compiled within its limits also cover smaller GPUs."""
 
 
 def gpu_arch(capability: tuple[int, int]) -> GpuArch:
-    """The row of a compute capability, or of the newest older one."""
+    """Features of a compute capability, or of the newest older one in the table."""
     known = [c for c in GPU_ARCHS if c <= capability]
     return GPU_ARCHS[max(known) if known else min(GPU_ARCHS)]
 

@@ -1,1 +1,1 @@
-"""Drafters as data: heads, layers of the model itself, other models. No torch."""
+"""Draft models as data: draft heads, the model's own layers, or other models. No torch."""

@@ -70,8 +70,8 @@ def read_head(method: HeadMethod, path: Path, target: ModelDescription) -> HeadD
 
 
 def _kind_of(config: dict[str, Any], stored: frozenset[str]) -> HeadMethod | None:
-    """The kind of a head, for an error that names its method; None: neither config nor tensors show
-    it."""
+    """The head's actual method, to be named in an error message. None: neither config nor tensors
+    show it."""
     made_for = " ".join(map(str, (*(config.get("architectures") or ()), config.get("model_type"))))
     kind, speculator = made_for.lower().replace("_", ""), config.get("speculators_model_type")
     for known in KINDS:
@@ -96,12 +96,12 @@ def _kind_of(config: dict[str, Any], stored: frozenset[str]) -> HeadMethod | Non
 def _opened(
     path: Path, config: dict[str, Any], target: ModelSpec, kind: HeadMethod
 ) -> tuple[ConfigReader, ConfigReader, bool]:
-    """(the config, its part about the layers, whether it has the format `speculators`)."""
+    """(reader of the config, reader of its part about the layers, whether the format is that of `speculators`)."""
     c = ConfigReader(config, f"{path.name}/config.json")
     is_speculators = "speculators_model_type" in c or "speculators_config" in c
     if is_speculators:
         c.require("speculators_model_type", kind)
-        # The keys about the head's author and its model.
+        # These keys describe the head's author and target model.
         c.ignore("speculators_config", "speculators_version", "has_no_defaults_at_init")
     read = c.part("transformer_layer_config") if is_speculators else c
     if kind == "eagle" and isinstance(config.get("model"), dict):  # vLLM's format
@@ -119,7 +119,7 @@ def _opened(
 def _layer(
     read: ConfigReader, target: ModelSpec, *, qkv_bias: str = "attention_bias", **more: Any
 ) -> tuple[LayerSpec, NormSpec]:
-    """(a layer with a norm before attention and before the MLP, that norm)."""
+    """(a decoder layer with a norm before attention and before the MLP, that norm)."""
     h = heads(read)
     out_bias = read.take("attention_bias", bool, False)
     norm = rms(target.hidden_size, read.take("rms_norm_eps", float, 1e-6))
@@ -132,7 +132,7 @@ def _layer(
 
 
 def _without(layer: LayerSpec, norm: NormSpec) -> LayerSpec:
-    """The layer without its own norm before attention."""
+    """The layer without its norm before attention."""
     return replace(layer, block=SequentialBlock(pre_mlp=norm))
 
 
@@ -148,8 +148,8 @@ def _made(
     draft_vocab_size: int,
     **parts: Any,
 ) -> HeadDescription:
-    """A head with these `parts` of its spec. Embeddings, output head and token map are as in its
-    file (`stored`). No key of its config may be left unread."""
+    """The description of a head with these `parts` of its spec. Embeddings, output head and token map are
+    read from its file if `stored` has them. Raises if a key of its config was left unread."""
     has_map, has_all = bool(stored & {"d2t", "t2d"}), draft_vocab_size == target.vocab_size
     own_embedding = "embed_tokens.weight" in stored
     own_head = (
@@ -255,7 +255,7 @@ def _read_eagle3(
         if method == "peagle"
         else None
     )
-    c.ignore("parallel_drafting")  # P-EAGLE's; its tensors show it, too
+    c.ignore("parallel_drafting")  # P-EAGLE's; its tensors also show that it drafts in parallel
     read.require("model_type", "llama", "llama3", "LlamaForCausalLMEagle3")
     count = read.size("num_hidden_layers", 1)
     read.require("layer_types", ["full_attention"] * count)
@@ -282,7 +282,7 @@ def _read_eagle3(
 def _states_read(
     c: ConfigReader, num_layers: int
 ) -> tuple[tuple[int, ...], Literal["each", "joint"] | None]:
-    """(states that `fc` reads, their norms).
+    """(indices of the hidden states that `fc` reads, the kind of norms before it).
 
     `eagle_aux_hidden_state_layer_ids` counts states before layers; within `eagle_config` (SGLang,
     ModelOpt) states after layers. ModelOpt writes `norm_before_fc` there, too.
@@ -298,7 +298,7 @@ def _states_read(
         inner.require("next_layer_regular", True)
         inner.require("use_mtp_layernorm", False)
         inner.require("parallel_draft_step", 1)
-        inner.ignore("parallel_draft_heads_num_layers")  # about further steps
+        inner.ignore("parallel_draft_heads_num_layers")  # concerns training steps only
         joint = inner.take("norm_before_fc", bool, joint)
         behind = inner.take(key, list, [])
         if given and behind:
@@ -317,8 +317,8 @@ def _states_read(
 
 
 def _rising(c: ConfigReader, key: str, given: list[Any], shift: int, last: int) -> tuple[int, ...]:
-    """Returns `given` + `shift` as numbers of states, where state i is the one before layer i. They
-    must rise from at least 0 to at most `last`."""
+    """`given` + `shift`, as indices of hidden states; state i is the input of layer i. They must
+    rise strictly within 0 … `last`."""
     fits = all(
         isinstance(i, int) and not isinstance(i, bool) and 0 <= i + shift <= last for i in given
     )

@@ -49,8 +49,8 @@ CONTINUES: dict[FileMethod, bool] = {
     "dflash": False,
     "medusa": False,
 }
-"""Whether a method drafts by a chain, which goes on from its own draft and so may begin before the host knows what was
-right."""
+"""Whether a method drafts autoregressively from its own states. Such a method can start before the
+host knows which drafts were accepted."""
 FILE_METHODS: tuple[FileMethod, ...] = tuple(CONTINUES)
 WITHOUT_EMBEDDINGS: tuple[HeadMethod, ...] = ("medusa",)
 """Methods whose heads read no token's embedding, so that a last pipeline stage needs no embeddings for them."""
@@ -100,25 +100,25 @@ class LayeredSpec:
     norm_before_residual: bool = False
     own_embedding: bool = False
     own_head: bool = True
-    scales_embedding: bool = False  # like the model
+    scales_embedding: bool = False  # multiplies embeddings by the target model's factor
     state_first: bool = False
     mask_token: int | None = None
     most_drafts: int | None = None
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        """The model's layers before which the head reads the states, in order."""
+        """Indices of the model's layers whose inputs the head reads, in order."""
         return tuple(sorted(set(self.aux_layers or ())))
 
     @property
     def has_mask_state(self) -> bool:
-        """Whether a mask token has a state, too: `mask`, after `fc`."""
+        """Whether the mask token has its own hidden state: the parameter `mask`, added after `fc`."""
         return self.mask_token is not None and self.join == "attention"
 
     @property
     def aux_norms(self) -> dict[str, NormSpec]:
-        """Norms before `fc`, by name: each state's in the order of `aux_layers`, or the joint
-        one."""
+        """Norms before `fc` by name: one for each state, in the order of `aux_layers`, or one joint
+        norm."""
         count = len(self.aux_layers or ())
         if self.fc_norm == "joint":
             return {"input_norm": replace(self.norm, size=count * self.hidden_size)}
@@ -171,7 +171,7 @@ class LayeredSpec:
 
 
 def _names_of_layer(layer: LayerSpec, theirs: str, ours: str, shapes: Mapping[str, Shape]) -> Names:
-    """Names of a layer like Llama's and Qwen 3's."""
+    """Placements of the parameters of a layer named like Llama's or Qwen 3's."""
     a, m = layer.attention, layer.mlp
     assert isinstance(a, AttentionSpec)
     assert isinstance(m, DenseSpec)
@@ -199,15 +199,15 @@ def _names_of_layer(layer: LayerSpec, theirs: str, ours: str, shapes: Mapping[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaSpec:
-    """Medusa heads. Each is `num_layers` residual blocks x + silu(linear(x)) and an output head.
-    Head i drafts the token i + 2 places after the state's own."""
+    """Medusa heads. Each is `num_layers` residual blocks x + silu(linear(x)) followed by an output
+    head. Head i drafts the token i + 2 positions after that of the hidden state."""
 
     hidden_size: int
     vocab_size: int
     num_heads: int
     num_layers: int
     bias: bool
-    own_heads: bool = True  # without: the model's output head serves all
+    own_heads: bool = True  # False: all heads share the model's output head
     read_layers: ClassVar[tuple[int, ...]] = ()
 
     @property
@@ -231,7 +231,7 @@ class MedusaSpec:
         return found
 
     def names(self, converted: bool = False) -> dict[str, Placement]:
-        """The names in the authors' files, or in vLLM's converted form."""
+        """Placements of the parameters by the names in the authors' files, or (`converted`) in vLLM's."""
         found: dict[str, Placement] = {}
         for target in self.shapes:
             i, part, *rest = target.split(".")
@@ -252,9 +252,9 @@ HeadSpec: TypeAlias = LayeredSpec | MedusaSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadDescription:
-    """A draft head on disk. `names`: the place of each tensor in its file. `ignored` tensors have
-    no effect. `has_map`: there is a `d2t` or a `t2d`. `source`: the part of the model's checkpoint
-    that is an MTP head, which the model's loader reads."""
+    """A draft head on disk. `names`: placement of each tensor of its file. `ignored`: patterns of tensors
+    without effect. `has_map`: the file has a token map `d2t` or `t2d`. `source`: for an MTP head, the part of
+    the target model's checkpoint that holds it, which the model's loader reads."""
 
     method: HeadMethod
     path: Path
@@ -266,10 +266,9 @@ class HeadDescription:
 
 
 WRAPPED = "model."
-"""Prefix that some writers put before all names but the output head's."""
+"""Prefix that some writers put before all tensor names except the output head's."""
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The default of the EAGLE-3 authors' code: the states before a low, a middle and a high
-    layer."""
+    """Default of the EAGLE-3 authors' code: the inputs of a low, a middle and a high layer."""
     return 2, num_layers // 2, num_layers - 3

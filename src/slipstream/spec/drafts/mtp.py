@@ -1,7 +1,7 @@
-"""Reads the layers that draft in a model's own checkpoint (multi-token prediction) as a draft head.
+"""Reads a model's own multi-token-prediction (MTP) layers as a draft head.
 
-They are a part of the checkpoint in addition to the model (`PartDescription`): the model's loader
-reads them, in whatever format they are stored. No torch.
+They are a separate part of the model's checkpoint (`PartDescription`), so the model's loader reads
+them in whatever format they are stored. No torch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from slipstream.spec.stored.quantization_config import StoredQuantization
 from slipstream.spec.stored.safetensors import tensor_names
 
 ROUNDED = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight")
-"""Tensors next to a module's name which show that its weight is rounded."""
+"""Names of tensors next to a module's weight that show that the weight is quantized."""
 
 
 def mtp_format(target: ModelDescription) -> MTPFormat | None:
-    """The format of the layers that draft in checkpoints of the model's family; None: it has none."""
+    """The MTP format of the model's family; None if the family has no MTP layers."""
     family = target.family
     if target.format == "gguf":
         return None if family.gguf is None else family.gguf.mtp
@@ -34,7 +34,7 @@ def mtp_format(target: ModelDescription) -> MTPFormat | None:
 
 
 def read_mtp(target: ModelDescription) -> HeadDescription:
-    """The layers of `target` that draft.
+    """The MTP layers of `target`, as a draft head.
 
     UnsupportedModelError: the family or the config has none. CheckpointError: the files lack them.
     """
@@ -65,7 +65,7 @@ def read_mtp(target: ModelDescription) -> HeadDescription:
 
 
 def _config(target: ModelDescription) -> Mapping[str, Any]:
-    """The config with the keys of `MTPFormat`; a GGUF file's metadata without the architecture."""
+    """The config that has the keys of `MTPFormat`. For a GGUF file: its metadata, keys without the architecture's prefix."""
     if target.gguf is not None:
         prefix = f"{target.gguf.metadata.get('general.architecture')}."
         return {
@@ -85,7 +85,7 @@ def _stored_names(target: ModelDescription) -> frozenset[str]:
 
 
 def _around(fmt: MTPFormat, target: ModelDescription, head: LayeredSpec) -> dict[str, str]:
-    """The checkpoint's names of the module's parameters outside its layers, by ours."""
+    """Checkpoint names of the module's parameters outside its layers, by our names."""
     last = sum(1 + (layer.mlp is not None) for layer in head.layers) - 1
     every = {
         ours: theirs.format(n=target.spec.num_layers, last=last)
@@ -97,7 +97,7 @@ def _around(fmt: MTPFormat, target: ModelDescription, head: LayeredSpec) -> dict
 def _head(
     target: ModelDescription, fmt: MTPFormat, config: Mapping[str, Any], stored: frozenset[str]
 ) -> tuple[LayeredSpec, dict[str, Placement]]:
-    """Returns the head's spec, and the place of each of its tensors in the checkpoint."""
+    """(the head's spec, placements of its tensors in the checkpoint)."""
     spec, family = target.spec, target.family
     assert spec.final_norm is not None
     own_head = fmt.around.get("head", "").format(n=spec.num_layers, last=0)
@@ -129,7 +129,7 @@ def _head(
 
 
 def _with_one_position(layer: LayerSpec) -> LayerSpec:
-    """Returns the layer with one position per token, without a picture's rows and columns: a draft
+    """The layer with one position per token. Image rows and columns are dropped, because a draft
     head counts tokens."""
     a = layer.attention
     if not isinstance(a, AttentionSpec) or not isinstance(a.position, RopeSpec):
@@ -145,8 +145,8 @@ def _part(
     names: dict[str, Placement],
     stored: frozenset[str],
 ) -> PartDescription:
-    """The part of the checkpoint that is the head. Tensors elsewhere are not read; an unknown one
-    among the head's is an error."""
+    """The part of the checkpoint that holds the head. Other tensors are not read. A tensor of the
+    head's modules that `names` lacks raises an error."""
     family, prefixes = target.family, (*target.family.prefixes, "model.")
     own = re.escape(fmt.renamed[1].format(n=target.spec.num_layers))
     copies = [re.escape(name.format(n=target.spec.num_layers)) for name in fmt.copies]
@@ -178,8 +178,8 @@ def _quantization(
     names: Mapping[str, Placement],
     stored: frozenset[str],
 ) -> StoredQuantization | None:
-    """The format in which the head's weights are stored. Tools often leave layers that draft as
-    they were, whatever their config says, so the tensors decide."""
+    """Quantization format of the head's weights. Quantizers often leave MTP layers unquantized
+    whatever the config says, so the stored tensors decide."""
     if whole is None or not stored:
         return whole
     modules = {name.removesuffix(".weight") for name in names}

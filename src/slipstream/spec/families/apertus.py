@@ -1,4 +1,5 @@
-"""Apertus: Llama's layers with norms of q and k. The activation of its MLPs, without a gate, learns two numbers a layer."""
+"""Apertus: Llama's layers with norms of q and k. MLPs have no gate; their activation has two learned parameters per
+layer."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-"""The rotary embedding of a config that does not describe it."""
+"""Rotary embedding for configs that lack one."""
 
 
 def read(c: ConfigReader) -> ModelSpec:

@@ -42,8 +42,8 @@ NO_EFFECT = frozenset((
     "unsloth_tied_weights", "unsloth_version", "use_cache", "use_flash_attention", "use_flash_attention_2",
     "use_flash_attn", "vocab_file",
 ))  # fmt: skip
-"""Keys that do not change what the model computes at inference: its origin, its training, its tokenizer, and how answers are
-drawn, of which `spec.generation` reads what is applied and names the rest."""
+"""Config keys that don't change the forward pass: about origin, training, tokenizer and sampling.
+`spec.generation` reads the sampling keys that are applied and names the rest."""
 
 WRITTEN_BY_ALL: dict[str, Any] = {
     "add_cross_attention": False, "chunk_size_feed_forward": 0, "diversity_penalty": 0.0, "do_sample": False,
@@ -53,12 +53,12 @@ WRITTEN_BY_ALL: dict[str, Any] = {
     "repetition_penalty": 1.0, "return_dict_in_generate": False, "temperature": 1.0, "tf_legacy_loss": False,
     "tie_encoder_decoder": False, "top_k": 50, "top_p": 1.0, "torchscript": False, "typical_p": 1.0, "use_bfloat16": False,
 }  # fmt: skip
-"""Defaults that transformers 4 writes into a config that it saves in full, such as a nested one."""
+"""Defaults that transformers 4 writes when it saves a config in full, as it does for nested configs."""
 
 GGUF_NO_EFFECT = frozenset((
     "rope.scaling.finetuned",
-    "vocab_size",  # the embedding has as many rows
-    "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight",  # shapes of tensors, which are loaded or refused anyway
+    "vocab_size",  # redundant: the embedding's number of rows
+    "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight",  # shapes of tensors that are loaded or refused anyway
 ))  # fmt: skip
 """Keys of a GGUF file that have no effect, without the architecture's prefix."""
 
@@ -86,12 +86,12 @@ MAX_LAYERS = 4096
 LAYER_COUNTS = frozenset((
     "block_count", "decoder_layers", "n_layer", "n_layers", "num_decoder_layers", "num_hidden_layers", "num_layers",
 ))  # fmt: skip
-"""Keys that are limited by `MAX_LAYERS`, since a spec has an object for each layer."""
+"""Config keys limited to `MAX_LAYERS`, since a spec has one object per layer."""
 
 
 class ConfigReader:
-    """Reads keys of a config. `finish` raises an error if a key is left that could matter. Messages put `prefix` before
-    keys."""
+    """Reads keys of a config. `finish` raises an error if an unread key could matter. Error
+    messages put `prefix` before key names."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class ConfigReader:
         return self._config.get(key) is not None
 
     def says(self, key: str) -> bool:
-        """Whether the key is there, even if it is null."""
+        """Whether the config has the key, even with the value null."""
         return key in self._config
 
     def assume(self, **values: Any) -> None:
@@ -123,15 +123,15 @@ class ConfigReader:
         }
 
     def assume_missing(self, **values: Any) -> None:
-        """`assume` for keys whose null means something else than their absence."""
+        """`assume` for keys where null has another meaning than a missing key."""
         self.assume(**{key: value for key, value in values.items() if not self.says(key)})
 
     def put(self, **values: Any) -> None:
-        """Replaces what the config says."""
+        """Overwrites values of the config."""
         self._config = {**self._config, **values}
 
     def alias(self, names: Mapping[str, str]) -> None:
-        """Sets other names of keys, by the key. Both may be there, with one value."""
+        """Accepts other names of keys: `names` maps key to other name. Both may be present if their values agree."""
         for key, other in names.items():
             if other in self:
                 self.assume(**{key: self._config[other]})
@@ -162,7 +162,7 @@ class ConfigReader:
         return value
 
     def value(self, key: str) -> Any:
-        """Whatever stands under `key`, which may be nothing."""
+        """Value of `key`, unchecked; None if the key is missing."""
         self._read.add(key)
         return self._config.get(key)
 
@@ -195,7 +195,7 @@ class ConfigReader:
         self._read.update(keys)
 
     def part(self, key: str) -> ConfigReader:
-        """A reader of the object under `key`. Call its `finish` as well."""
+        """A reader of the nested object at `key`. Call its `finish` too."""
         inner = self.take(key, dict)
         return ConfigReader(
             inner, self._where, prefix=f"{self.prefix}{key}.", no_effect=self._no_effect
@@ -223,11 +223,11 @@ class ConfigReader:
 class GGUFFamily:
     """How llama.cpp stores the family.
 
-    `architecture`: its name there; `also` has further ones.
-    `config`: makes a Hugging Face config from the metadata, whose keys it gets without the architecture before each.
-    `names`: the table of tensor names.
-    `ignored`: regular expressions of tensors that are not used.
-    `shapes`: those of tensors whose shapes `config` gets with the metadata, besides `GGUF_SHAPES`.
+    `architecture`: llama.cpp's name of the family; `also`: further names. `config`: function that
+    makes a Hugging Face config from the metadata, whose keys come without the architecture's
+    prefix. `names`: the table of tensor names. `ignored`: regular expressions of tensors that are
+    not used. `shapes`: further tensors, besides `GGUF_SHAPES`, whose shapes `config` receives with
+    the metadata.
     """
 
     architecture: str
@@ -236,28 +236,30 @@ class GGUFFamily:
     ignored: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
-    mtp: MTPFormat | None = None  # layers that draft
+    mtp: MTPFormat | None = None  # multi-token-prediction layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family of models. `names(spec)` lists every tensor of a checkpoint. `ignored` are regular expressions of tensors that
-    are not used."""
+    """A family of models. `names(spec)` maps every tensor name of a checkpoint to its placement.
+    `ignored`: regular expressions of tensors that are not used."""
 
     model_type: str
     architectures: tuple[str, ...]
     read: Callable[[ConfigReader], ModelSpec]
     names: Callable[[ModelSpec], Names]
-    prefixes: tuple[str, ...] = ("",)  # that some writers put before every name
+    prefixes: tuple[str, ...] = ("",)  # prefixes that some writers put before every name
     ignored: tuple[str, ...] = ()
-    # Numbers that are the same in every model, by the end of the name next to which they are written.
+    # Values that are the same in every model, by parameter, under the name suffix that tells the parameter.
     constants: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     gguf: GGUFFamily | None = None
-    mtp: MTPFormat | None = None  # layers of safetensors checkpoints that draft
+    mtp: MTPFormat | None = None  # multi-token-prediction layers in safetensors checkpoints
     nested_config: str | None = None  # the key that holds the language model's own config
-    flat_config: bool = False  # whose keys may also stand next to those that `media` reads
-    media: Callable[[ConfigReader, ModelSpec], MediaSpec | None] | None = (
-        None  # from what stands next to the nested config, which may have no encoder
+    flat_config: bool = (
+        False  # its keys may also be at the top level, mixed with those that `media` reads
     )
-    # From the processor's config, all of which is checked. The preprocessing of sounds has no settings.
+    media: Callable[[ConfigReader, ModelSpec], MediaSpec | None] | None = (
+        None  # from the keys outside the nested config; None if the model has no media encoder
+    )
+    # Image preprocessing, from the processor's config, every key of which is checked. Audio preprocessing has no settings.
     processing: Callable[[ConfigReader, Any], ImageProcessing | None] | None = None

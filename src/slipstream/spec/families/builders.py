@@ -49,7 +49,7 @@ def heads(
     num_heads: str = "num_attention_heads",
     num_kv_heads: str | None = "num_key_value_heads",
 ) -> HeadCounts:
-    """The numbers of heads, under the given keys. `num_kv_heads` None: there are as many as query heads."""
+    """Head counts and sizes, read under the given keys. `num_kv_heads` None: as many kv heads as query heads."""
     queries, size = c.size(num_heads), c.size(hidden)
     if "head_dim" not in c and size % queries:
         raise c.unsupported(
@@ -95,7 +95,7 @@ def clamped(mlp: DenseSpec, limit: float) -> DenseSpec:
 
 
 def limits(c: ConfigReader, key: str) -> list[float]:
-    """The limit of each layer's activations, 0 for those without. The list may have more, of layers that draft."""
+    """Clamp limit of each layer's activations; 0 for none. The config's list may be longer, for MTP layers."""
     count = c.size("num_hidden_layers")
     found = [x or 0.0 for x in c.take(key, list, [0.0] * count)]
     if len(found) < count or not all(type(x) in (int, float) and x >= 0 for x in found):
@@ -113,17 +113,18 @@ def layer_norm(size: int, eps: float, *, bias: bool = True) -> NormSpec:
 
 
 def before(norm: NormSpec) -> SequentialBlock:
-    """Makes a block with a norm before attention and one before the MLP."""
+    """A function that makes a block with a norm before attention and one before the MLP."""
     return SequentialBlock(pre_attention=norm, pre_mlp=norm)
 
 
 def after(norm: NormSpec) -> SequentialBlock:
-    """Makes a block that norms the results of attention and MLP before they are added (OLMo 2)."""
+    """A function that makes a block which norms the outputs of attention and MLP before adding them to the residual (OLMo
+    2)."""
     return SequentialBlock(post_attention=norm, post_mlp=norm)
 
 
 def around(norm: NormSpec) -> SequentialBlock:
-    """A block with norms before attention and MLP and after them."""
+    """A function that makes a block with norms before and after both attention and MLP."""
     return SequentialBlock(pre_attention=norm, post_attention=norm, pre_mlp=norm, post_mlp=norm)
 
 
@@ -150,16 +151,16 @@ def decoder(
     residual_scale: float = 1.0,
     **whole: Any,
 ) -> ModelSpec:
-    """A decoder with the keys of Llama's config. What a family has otherwise is given.
+    """Spec of a decoder whose config has Llama's keys. Arguments give what is different in a family.
 
-    `max_position`, `eps`: defaults of these keys. `norm`: by default RMS norms with `rms_norm_eps`.
-    `bias`: of q, k and v, and of the output product; by default both are `attention_bias`.
-    `mlp`: that of all layers, or by the layer's index; by default gated, with `mlp_bias`.
-    `over`: what the norms of q and k are over. `after_rotation`: they come after the rotation.
-    `learned`: they have weights. `kinds`, `window`: the kind of each layer, and the window of the
-    sliding ones. `rotated`: whether a layer, by its index, has the rotary embedding. `position`:
-    that of a layer, if they have others. `positions`, `more`, `whole`: further arguments of `rope`,
-    `attention` and `model`.
+    `max_position`, `eps`: defaults of these keys. `norm`: by default RMS norms with `rms_norm_eps`. `bias`:
+    whether q, k and v have one, and whether the output projection has; by default `attention_bias` for both.
+    `mlp`: one for all layers, or a function of the layer's index; by default gated, with `mlp_bias`. `over`:
+    the dimension of the norms of q and k. `after_rotation`: these norms follow the rotation. `learned`: these
+    norms have weights. `kinds`, `window`: the kind of each layer, and the window of the sliding ones.
+    `rotated`: whether a layer, by its index, has the rotary embedding. `position`: position embedding by
+    layer index, if it is not `rope`'s. `positions`, `more`, `whole`: further arguments of `rope`, `attention`
+    and `model`.
     """
     h = h or heads(c)
     longest = c.size("max_position_embeddings", max_position)
@@ -204,10 +205,10 @@ def model(
     count: int | None = None,
     **more: Any,
 ) -> ModelSpec:
-    """The spec. Call it last: no key of the config may be left. `layer`: the one that all are like, or each by its index.
-    `count`: the layers, if they are not those of the key `num_layers`.
-    `tied`: the default of tie_word_embeddings. `more`: fields of `ModelSpec`. If the architecture is a classifier's, a decoder
-    gets the head that transformers gives all of them (`score`)."""
+    """The whole spec. Call it last, because it raises if a config key is unread. `layer`: one layer for all,
+    or a function of the index. `count`: number of layers, if it is not the value of `num_layers`. `tied`:
+    default of tie_word_embeddings. `more`: fields of `ModelSpec`. If the architecture is a classifier's, a
+    decoder gets the head that transformers gives all of them (`score`)."""
     if "classifier" not in more and (labels := num_labels(c)) is not None:
         more["classifier"] = ClassifierSpec(num_labels=labels, activation=None, pooling="last")
     is_tied = c.take("tie_word_embeddings", bool, tied)
@@ -215,7 +216,7 @@ def model(
     layers = (layer,) * count if isinstance(layer, LayerSpec) else tuple(map(layer, range(count)))
     is_encoder = not getattr(
         layers[0].attention, "causal", True
-    )  # its config speaks of a head that is not read
+    )  # the config describes a head that is not loaded
     spec = ModelSpec(
         family=family,
         vocab_size=c.size(vocab),
@@ -248,15 +249,15 @@ def _labels_of(c: ConfigReader, end: str) -> int | None:
 
 
 def kinds_of_layers(c: ConfigReader, default: str | Callable[[int], str]) -> list[str]:
-    """Reads the kind of each layer from `layer_types`: full_attention or sliding_attention.
-    `default` is for configs without it."""
+    """Kind of each layer from `layer_types`: full_attention or sliding_attention. `default` is for
+    configs without the key."""
     return kinds(c, ("full_attention", "sliding_attention"), default)
 
 
 def windows(
     c: ConfigReader, default: str | Callable[[int], str], size: int | None = None
 ) -> dict[str, Any]:
-    """`layer_types` and `sliding_window`, as `decoder` takes them. `size`: the default of the window."""
+    """`layer_types` and `sliding_window` as arguments of `decoder`. `size`: default window in tokens."""
     window = c.maybe("sliding_window", int) if c.says("sliding_window") else size
     found = kinds_of_layers(c, default)
     if not window and "sliding_attention" in found:
@@ -265,7 +266,7 @@ def windows(
 
 
 LEGACY_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
-"""Names that transformers 4 wrote."""
+"""Names of layer kinds in configs of transformers 4."""
 
 
 def kinds(
@@ -311,7 +312,8 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 class Sections(NamedTuple):
-    """Frequencies by a token's three positions: the default of `mrope_section`, and `RopeSpec.alternate`."""
+    """How rotary frequencies are distributed over a token's three positions: the default of `mrope_section`, and
+    `RopeSpec.alternate`."""
 
     default: tuple[int, int, int] | None = None
     alternate: bool = False
@@ -336,15 +338,15 @@ def rope(
 ) -> RopeSpec:
     """Rotary embedding by the rule of transformers 5, whose `rope_parameters` may stand next to the keys of version 4.
 
-    1. A `rope_scaling` that is not empty takes the place of `rope_parameters`. If there is neither, `default` holds.
-    2. The base and the rotated part of a head that the object lacks are read next to it, under `keys`.
-    3. `original_max_position_embeddings` next to the object takes the place of the one inside.
+    1. A non-empty `rope_scaling` replaces `rope_parameters`. Without either, `default` applies.
+    2. If the object lacks the base or the rotated fraction, they are read from the top level, under `keys`.
+    3. A top-level `original_max_position_embeddings` overrides the one inside the object.
 
-    `theta` and `partial` are the family's defaults. `partial` None: the family's code in transformers rotates whole heads,
-    whatever the config says, so another part is refused. `sections`: with `mrope_section`. `renamed`: names of a rope_type
-    that the family takes for others. `rope_types`: those that it has. `alpha`: the type `dynamic` may have a fixed factor of
-    this name, which stretches the base (Hunyuan). `without`: keys of the object that matter for pictures alone.
-    `backwards`: heads turn the other way."""
+    `theta` and `partial` are the family's defaults. `partial` None: the family's code in transformers rotates whole
+    heads, whatever the config says, so another part is refused. `sections`: reads `mrope_section`. `renamed`: aliases
+    of rope types in this family. `rope_types`: the types that it supports. `alpha`: the type `dynamic` may have a
+    fixed factor of this name, which stretches the base (Hunyuan). `without`: keys of the object that only matter for
+    images. `backwards`: rotates in the opposite direction."""
     scaling, own = c.maybe("rope_scaling", dict), c.maybe("rope_parameters", dict)
     key = "rope_scaling" if scaling else "rope_parameters"
     raw = dict(scaling or (own if own is not None else default) or {})
@@ -364,7 +366,10 @@ def rope(
         )
         kind, raw = "default", {"rope_theta": stretched, "partial_rotary_factor": part}
     raw["rope_type"] = kind
-    for name in (BETA, "max_position_embeddings"):  # of `query_scale`; the same as next to it
+    for name in (
+        BETA,
+        "max_position_embeddings",
+    ):  # keys of `query_scale`; must equal the top-level ones
         raw.pop(name, None)
     original = c.maybe("original_max_position_embeddings", int)
     if original is not None:
@@ -382,8 +387,8 @@ BETA = "llama_4_scaling_beta"
 
 
 def query_scale(c: ConfigReader, default: Mapping[str, Any]) -> QueryScale | None:
-    """The scale of queries by position that stands next to the rotary embedding's keys. `default` is for configs without
-    those."""
+    """Scale of queries by position, from keys in the rotary embedding's object. `default` is for
+    configs without that object."""
     own = c.maybe("rope_parameters", dict)
     raw = c.maybe("rope_scaling", dict) or (own if own is not None else default)
     beta, period = raw.get(BETA), raw.get("original_max_position_embeddings")
@@ -410,12 +415,12 @@ def rope_of_kind(
 ) -> RopeSpec:
     """The rotary embedding of one kind of layer in families where each kind has its own, by the rule of transformers 5.
 
-    1. `rope_parameters` has an object for each kind. The base that it lacks is `theta_key`'s, next to it.
+    1. `rope_parameters` has an object for each kind. A base missing there is read from the top-level key `theta_key`.
     2. `rope_scaling` changes the object if `scaled`.
-    3. Without `rope_parameters` there is `default`.
+    3. Without `rope_parameters`, `default` applies.
 
-    `proportional`: the family has this rope_type, too. `partial`: the default of the rotated part of a head; None: heads are
-    rotated whole."""
+    `proportional`: the family has this rope_type, too. `partial`: default fraction of a head that is rotated; None: the
+    whole head."""
     scaling, own = c.maybe("rope_scaling", dict), c.maybe("rope_parameters", dict)
     own = default if own is None else own
     kinds, key = ("full_attention", "sliding_attention"), "rope_parameters"
@@ -433,7 +438,9 @@ def rope_of_kind(
         "partial_rotary_factor": partial or 1.0,
         **(raw or {}),
     }
-    if raw.get("truncate") is False:  # transformers looks for it next to the kinds
+    if (
+        raw.get("truncate") is False
+    ):  # transformers looks for this key beside the objects of the kinds, not inside
         raise c.unsupported(key, "truncate has no effect in transformers in a kind of layer")
     is_proportional = proportional and raw.get("rope_type") == "proportional"
     if partial is None and raw["partial_rotary_factor"] not in (None, 1) and not is_proportional:
@@ -454,7 +461,8 @@ def _rope_from(
     sections: Sections | None = None,
     proportional: bool = False,
 ) -> RopeSpec:
-    """The rotary embedding that the object `raw`, the config's `key`, describes. Keys that are left in it raise an error."""
+    """The rotary embedding described by `raw`, the value of the config's `key`. Keys of `raw` that are not read raise an
+    error."""
     kind = raw.pop("rope_type", raw.get("type", "default"))
     raw.pop("type", None)
     of_axes: Any = None
@@ -513,7 +521,7 @@ def _rope_from(
             original_max_position=original_length(),
         )
     elif kind == "yarn":
-        for name in ("finetuned", "attn_factor"):  # which transformers passes over, too
+        for name in ("finetuned", "attn_factor"):  # transformers ignores these, too
             raw.pop(name, None)
         truncate, original = raw.pop("truncate", True), original_length()
         if not isinstance(truncate, bool):
@@ -561,7 +569,7 @@ def _rope_from(
 def _number(
     c: ConfigReader, key: str, raw: dict[str, Any], name: str, default: float | None = None
 ) -> float:
-    """Takes the number `name` out of the object `raw`, the config's `key`."""
+    """Removes the number `name` from `raw`, the value of the config's `key`, and returns it."""
     value = raw.pop(name, None)
     value = default if value is None else value
     if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -570,5 +578,5 @@ def _number(
 
 
 def _mscale(factor: float, scale: float) -> float:
-    """YaRN's factor of cos and sin."""
+    """YaRN's factor for cos and sin."""
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0

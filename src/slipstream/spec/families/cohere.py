@@ -50,7 +50,7 @@ def read_cohere2(c: ConfigReader) -> ModelSpec:
     c.require("use_qk_norm", False)
     c.require("position_embedding_type", "rope_gptj")
     c.ignore("cache_implementation", "order_of_interleaved_layers")
-    c.ignore("use_parallel_embedding")  # how the table is distributed over devices
+    c.ignore("use_parallel_embedding")  # about how the table is sharded
     return _read(c, "cohere2", theta=10000.0, windows=True)
 
 
@@ -98,14 +98,15 @@ def read_cohere2_moe(c: ConfigReader) -> ModelSpec:
 
 
 def _mixture(c: ConfigReader, expert: DenseSpec) -> MoESpec:
-    """The mixture. The mean with the shared experts halves its weights here, and the shared experts' as they are loaded."""
+    """The mixture. Where outputs are averaged with the shared experts, routed weights are halved here and the shared
+    experts' at load."""
     c.ignore("output_router_logits")
     num_shared = c.take("num_shared_experts", int, 0)
     how = c.take("shared_expert_combination_strategy", str, "average")
     by = c.take("expert_selection_fn", str, "softmax")
     c.require("shared_expert_combination_strategy", "average", "sum")
     c.require("expert_selection_fn", "softmax", "sigmoid")
-    normalize = c.take("norm_topk_prob", bool, True)  # of sigmoids alone
+    normalize = c.take("norm_topk_prob", bool, True)  # only applies to sigmoid scores
     halved, shared = num_shared > 0 and how == "average", None
     if num_shared:
         size = expert.intermediate_size * num_shared
@@ -140,7 +141,7 @@ def _read(
     window, found = None, [""] * c.size("num_hidden_layers")
     if windows:
         window, pattern = c.size("sliding_window", 4096), c.size("sliding_window_pattern", PATTERN)
-        c.require("layer_switch", pattern)  # another key for the same number
+        c.require("layer_switch", pattern)  # another key for the same value
         found = kinds_of_layers(
             c, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention"
         )

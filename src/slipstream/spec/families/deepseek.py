@@ -59,7 +59,7 @@ def read_v2(c: ConfigReader) -> ModelSpec:
 
 
 def corrected_mixture(c: ConfigReader, *, weight_scale: float) -> MoESpec:
-    """V3's experts: sigmoid scores, with a correction for the choice."""
+    """V3's mixture of experts: sigmoid scores, with a correction bias that only affects which experts are chosen."""
     c.ignore(
         "num_nextn_predict_layers", "num_mtp_layers"
     )  # multi-token prediction, which is not run
@@ -76,8 +76,8 @@ def corrected_mixture(c: ConfigReader, *, weight_scale: float) -> MoESpec:
 def read_v3(
     c: ConfigReader, family: str = "deepseek_v3", *, dense: int | None = None, **more: Any
 ) -> ModelSpec:
-    """Reads DeepSeek V3. `dense`: the number of first layers without experts, for configs that say
-    it with other keys than V3's."""
+    """Reads DeepSeek V3. `dense`: number of leading layers without experts, for configs whose keys
+    for it differ from V3's."""
     c.require("scoring_func", "sigmoid")
     c.require("topk_method", "noaux_tc")
     moe = corrected_mixture(c, weight_scale=2.5)
@@ -114,7 +114,7 @@ def read_axk1(c: ConfigReader) -> ModelSpec:
 
 
 def read_glm4_moe_lite(c: ConfigReader) -> ModelSpec:
-    """GLM-4.7-Flash: V3's layers. A list says which have experts."""
+    """GLM-4.7-Flash: V3's layers. A list in the config says which layers have experts."""
     c.assume_missing(
         **dict(num_key_value_heads=20, n_group=1, topk_group=1, n_routed_experts=64),
         **dict(n_shared_experts=1, num_experts_per_tok=4, moe_intermediate_size=1536),
@@ -129,7 +129,7 @@ def read_glm4_moe_lite(c: ConfigReader) -> ModelSpec:
 
 
 def dense_layers(c: ConfigReader, default: int) -> int:
-    """The number of the first layers without experts, which a list and a count say."""
+    """Number of leading layers without experts, which the config gives both as a list and as a count."""
     count, named = c.size("num_hidden_layers"), "first_k_dense_replace" in c
     dense = min(c.take("first_k_dense_replace", int, default), count)
     kinds = c.take("mlp_layer_types", list, ["dense"] * dense + ["sparse"] * (count - dense))
@@ -273,10 +273,10 @@ def read_latent(
     norms_experts: bool = False,
     **more: Any,
 ) -> ModelSpec:
-    """Reads a model with latent attention. The first `dense` layers have no experts. `positions`:
-    the rotary embedding of a config that lacks it. `scaled`: queries are scaled by position, and a
-    config counts what is rotated as a part of a whole key. `index`: that of a layer with this
-    rotary embedding. `renamed`: see `rope`. `norms_experts`: what the experts give is normed."""
+    """Reads a model with latent attention (MLA). The first `dense` layers have no experts. `positions`:
+    default rotary embedding. `scaled`: queries are scaled by position, and the config counts the rotated part
+    as a fraction of a whole key. `index`: function that makes the sparse-attention index of a layer with this
+    rotary embedding. `renamed`: see `rope`. `norms_experts`: the experts' output is normed."""
     num_heads = c.size("num_attention_heads")
     plain = c.size("qk_nope_head_dim")
     rotary = c.size("qk_rope_head_dim")
@@ -330,7 +330,7 @@ def read_latent(
 
 
 def scale_of(head_dim: int, position: RopeSpec) -> float:
-    """The scale of scores, which YaRN changes."""
+    """Scale of attention scores, including YaRN's factor."""
     scale: float = head_dim**-0.5
     scaling = position.scaling
     if isinstance(scaling, YarnScaling) and scaling.factor > 1.0:
@@ -358,7 +358,7 @@ STACKED: dict[str, Theirs] = {
     "experts.up": {"weight": "mlp.experts.gate_up_proj"},
     "experts.down": {"weight": "mlp.experts.down_proj"},
 }
-"""Mistral 4's names, whose tensors have all experts."""
+"""Mistral 4's tensor names. Each tensor holds all experts."""
 
 
 def names(spec: ModelSpec) -> Names:
@@ -382,8 +382,8 @@ def gguf_experts(m: ConfigReader) -> dict[str, Any]:
 
 
 def gguf_latents(m: ConfigReader) -> dict[str, Any]:
-    """Reads the config of a GGUF file with latent attention, by the keys since llama.cpp attends over latents. Older
-    files, which hold `attn_kv_b`, are not supported."""
+    """Reads the config of a GGUF file with latent attention, in the format used since llama.cpp
+    attends over latents. Older files, which store `attn_kv_b`, are not supported."""
     rotary, kv_rank = m.size("rope.dimension_count"), m.size("attention.kv_lora_rank")
     m.require("attention.key_length", kv_rank + rotary)
     m.require("attention.value_length", kv_rank)
@@ -411,7 +411,7 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
     scaling = scaling_gguf_config(m, latents["qk_rope_head_dim"])
     if scaling and scaling["rope_scaling"]["rope_type"] != "yarn":
         raise m.unsupported("rope.scaling.type", "only yarn is supported")
-    if scaling:  # llama.cpp has other scores than the model where the file lacks it
+    if scaling:  # without it llama.cpp's scores differ from the model's
         multiplier = 10 * m.take("rope.scaling.yarn_log_multiplier", float)
         scaling["rope_scaling"] |= {"mscale": multiplier, "mscale_all_dim": multiplier}
     m.ignore("rope.scaling.yarn_log_multiplier")
@@ -441,7 +441,7 @@ GGUF_NAMES: dict[str, Theirs] = {
 
 def dots1_gguf_config(m: ConfigReader) -> dict[str, Any]:
     m.require("expert_gating_func", 2)
-    m.ignore("expert_shared_feed_forward_length")  # the shared experts' sizes together
+    m.ignore("expert_shared_feed_forward_length")  # total size of the shared experts
     return {**llama_gguf_config(m, experts=True), **gguf_experts(m), "sliding_window": None}
 
 
@@ -452,8 +452,8 @@ def gguf_names(spec: ModelSpec) -> Names:
 def gguf_latent_names(
     spec: ModelSpec, names: Mapping[str, Theirs], changes: Mapping[str, Change] | None = None
 ) -> Names:
-    """Names in GGUF files of models with latent attention. `expand` is stored as two tensors by
-    heads: one for keys, transposed, and one for values."""
+    """Names in GGUF files of models with latent attention. `expand` is stored per head as two
+    tensors: one for keys, transposed, and one for values."""
     latents = {i: x.attention for i, x in enumerate(spec.layers) if x.attention is not None}
     q_rank = next((a.q_rank for a in latents.values() if isinstance(a, LatentAttentionSpec)), None)
     q = "attn_q" if q_rank is None else "attn_q_b"
@@ -482,7 +482,11 @@ FAMILIES = (
         Family(model_type=name, architectures=(architecture,), read=read, names=names, mtp=DEEPSEEK)
         for name, architecture, read in (
             ("deepseek_v3", "DeepseekV3ForCausalLM", read_v3),
-            ("kimi_k2", "DeepseekV3ForCausalLM", read_v3),  # the authors' name for the same
+            (
+                "kimi_k2",
+                "DeepseekV3ForCausalLM",
+                read_v3,
+            ),  # the authors' name of the same architecture
             ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", read_glm4_moe_lite),
         )
     ),
@@ -497,7 +501,7 @@ FAMILIES = (
         architectures=("AXK1ForCausalLM",),
         read=read_axk1,
         names=names,
-        ignored=(r"model\.layers\.\d+\.post_mlp_layernorm\.weight",),  # of dense layers
+        ignored=(r"model\.layers\.\d+\.post_mlp_layernorm\.weight",),  # norms in dense layers
     ),
     Family(model_type="youtu", architectures=("YoutuForCausalLM",), read=read_youtu, names=names),
     Family(

@@ -43,7 +43,9 @@ def _read(c: ConfigReader, family: str, **more: Any) -> ModelSpec:
     if c.says("sliding_window") and "sliding_window" not in c:
         window = 0
     pattern = c.value("sliding_window_pattern") or 4
-    if "layer_types" not in c and window and not isinstance(pattern, int):  # "LLLG" in EXAONE 4 32B
+    if (
+        "layer_types" not in c and window and not isinstance(pattern, int)
+    ):  # the pattern "LLLG" in EXAONE 4 32B
         raise c.unsupported(
             "sliding_window_pattern", "must be a number, or layer_types must be there"
         )
@@ -66,8 +68,8 @@ def _read(c: ConfigReader, family: str, **more: Any) -> ModelSpec:
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Reads a GGUF file's config. The file of a model with windows has a flag for each layer; llama.cpp itself takes
-    every fourth."""
+    """Reads a GGUF file's config. In models with windows the file flags each layer; llama.cpp
+    itself assumes that every fourth has none."""
     config = llama_gguf_config(m)
     window, count = m.maybe("attention.sliding_window", int), config["num_hidden_layers"]
     every = [(i + 1) % 4 != 0 for i in range(count)]
@@ -95,6 +97,6 @@ FAMILIES = (
         architectures=("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
         read=read_moe,
         names=table({**SHARED, "correction": {"weight": "mlp.e_score_correction_bias"}}),
-        ignored=(r"mtp\..*",),  # layers that draft tokens, which are not run
+        ignored=(r"mtp\..*",),  # MTP layers, which are not run
     ),
 )

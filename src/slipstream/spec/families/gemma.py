@@ -1,4 +1,4 @@
-"""Gemma 1 to 3. Norm weights are stored less one, and embeddings are scaled by √hidden.
+"""Gemma 1 to 3. Norm weights are stored minus 1, and embeddings are scaled by √hidden.
 
 1. Gemma 2 and 3 have pre-norms and post-norms, and layers with a window.
 2. Gemma 2 has a window in every other layer, and soft caps on scores and logits.
@@ -70,7 +70,7 @@ def read_gemma1(c: ConfigReader) -> ModelSpec:
     h, hidden, bias = heads(c), c.size("hidden_size"), c.take("attention_bias", bool, False)
     max_position = c.size("max_position_embeddings", 8192)
     norm = rms(hidden, c.take("rms_norm_eps", float, 1e-6), weight_offset=1.0)
-    # Early configs name the exact GELU here. `hidden_activation` was added since the approximation is meant.
+    # Early configs name the exact GELU here but mean the tanh approximation, for which `hidden_activation` was added later.
     c.require("hidden_act", "gelu", TANH)
     mlp = gated(c, "hidden_activation", TANH)
     layer = LayerSpec(
@@ -118,9 +118,7 @@ def read_gemma3(c: ConfigReader) -> ModelSpec:
     kinds = kinds_of_layers(
         c, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention"
     )
-    c.require(
-        "attn_logit_softcapping"
-    )  # no published model has it, and transformers reads it without using it
+    c.require("attn_logit_softcapping")  # no published model uses it, and transformers ignores it
     positions = {
         kind: _rope(c, kind, h.head_dim, max_position)
         for kind in ("full_attention", "sliding_attention")
@@ -145,7 +143,7 @@ def _sandwich(
     """Gemma 2 and 3. `caps`: the defaults of the soft caps of scores and of logits."""
     hidden, eps = c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-6)
     window, bias = c.size("sliding_window", 4096), c.take("attention_bias", bool, False)
-    # An encoder (EmbeddingGemma) sees half the window on either side, as transformers counts it.
+    # In an encoder (EmbeddingGemma) a token attends to half the window on either side, as transformers counts it.
     both = family == "gemma3" and c.take("use_bidirectional_attention", bool, False)
     window = window // 2 + 1 if both else window
     scale = c.take("query_pre_attn_scalar", float, 256.0) ** -0.5
@@ -176,7 +174,7 @@ def _sandwich(
     if not both:
         c.require("use_bidirectional_attention", False)
     c.ignore("cache_implementation", "sliding_window_size")
-    c.require("hidden_act", TANH)  # Gemma 2's repeat it under Gemma 1's name
+    c.require("hidden_act", TANH)  # Gemma 2 configs repeat it under Gemma 1's key
     more = {"embed_scale": hidden**0.5, "logit_softcap": logit_softcap, "tied": True}
     return model(c, family, layer, norm, max_position, **more)
 
@@ -222,7 +220,7 @@ def read_gemma3_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         )
     v.require(
         "vision_use_head", False, True
-    )  # a head for whole pictures, whose weights are passed over
+    )  # the pooling head for whole images, whose weights are ignored
     v.ignore("initializer_factor", "projection_dim")
     made = VisionSpec(
         hidden_size=v.size("hidden_size"),
@@ -311,13 +309,13 @@ def gemma3_gguf_config(m: ConfigReader) -> dict[str, Any]:
     window, count = m.take("attention.sliding_window", int, 0), config["num_hidden_layers"]
     config["sliding_window"] = window or None
     pattern = m.value("attention.sliding_window_pattern")
-    if not window:  # no layer has one then
+    if not window:  # in that case no layer has one
         config["layer_types"] = ["full_attention"] * count
     elif isinstance(pattern, list):
         config["layer_types"] = ["sliding_attention" if x else "full_attention" for x in pattern]
     else:
         config["sliding_window_pattern"] = m.maybe("attention.sliding_window_pattern", int)
-    # Layers with a window have a base of their own, and no scaling but this one.
+    # Layers with a window have their own base and no scaling, so this factor must be 1.
     m.require("rope.scaling.attn_factor", 1.0)
     config["rope_local_base_freq"] = m.maybe("rope.freq_base_swa", float)
     config["final_logit_softcapping"] = m.maybe("final_logit_softcapping", float)
@@ -325,7 +323,7 @@ def gemma3_gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def _query_scalar(m: ConfigReader, config: dict[str, Any], *, layers_of_27b: int) -> float:
-    """The file lacks the scale. It is √head_dim, but for the 27B, where it is √(hidden / heads)."""
+    """The scale of queries, which the file lacks: √head_dim, except √(hidden / heads) for the 27B."""
     if config["num_hidden_layers"] == layers_of_27b:
         return float(config["hidden_size"] / config["num_attention_heads"])
     return float(m.size("attention.key_length"))
@@ -390,7 +388,7 @@ FAMILIES = (
             changes={"media.connector.out": "transpose"},
             media_layer="vision_tower.encoder.layers.{i}.",
         ),
-        **AS_LLAVA,  # ignored is the pooling head, too
+        **AS_LLAVA,  # also ignores the pooling head
         media=read_gemma3_vision,
         processing=read_gemma3_processing,
     ),

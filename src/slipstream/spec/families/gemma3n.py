@@ -1,9 +1,10 @@
-"""Gemma 3n's language models, also those of multimodal checkpoints, without their towers for pictures and sounds.
+"""Gemma 3n's language models, also those of multimodal checkpoints, without their image and audio encoders.
 
-1. Layers have several residuals side by side (AltUp), inputs of their own, and a low-rank addition
-next to attention's.
+1. Layers have several parallel residual streams (AltUp), per-layer input embeddings, and a low-rank branch added to
+   attention's output.
 2. The last layers read the keys and values of an earlier layer of their kind.
-3. Scores are not scaled; queries, keys and values are normed. The first layers zero most gates.
+3. Scores are not scaled; queries, keys and values are normed. In the first layers all but the largest MLP gates are set to
+   zero.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def read(c: ConfigReader) -> ModelSpec:
     num_streams, active = c.size("altup_num_inputs", 4), c.take("altup_active_idx", int, 0)
     if num_streams < 2 or not 0 <= active < num_streams:
         raise c.unsupported("altup_active_idx", "must be one of at least 2 altup_num_inputs")
-    c.ignore("altup_coef_clip", "altup_lr_multiplier")  # in training alone
+    c.ignore("altup_coef_clip", "altup_lr_multiplier")  # only used in training
     c.ignore("query_pre_attn_scalar")  # scores are not scaled
     streams = StreamsSpec(
         count=num_streams,
@@ -135,7 +136,7 @@ def read(c: ConfigReader) -> ModelSpec:
 
 
 def _mlps(c: ConfigReader, count: int) -> list[DenseSpec]:
-    """The layers' MLPs. One number stands for all layers."""
+    """MLP of each layer. A single size in the config applies to all layers."""
     sizes = c.value("intermediate_size") or 16384
     sizes = sizes if isinstance(sizes, list) else [sizes] * count
     if len(sizes) != count or not all(type(n) is int and 1 <= n < 2**31 for n in sizes):
@@ -197,8 +198,8 @@ GGUF3N: dict[str, Theirs] = {
 
 
 def names(spec: ModelSpec) -> Names:
-    """The table of tensors. The products of the first and the last layer that make streams have
-    names without a layer number."""
+    """Table of tensor names. Projections to and from the residual streams belong to the first and
+    last layer here, but have no layer number in the checkpoint."""
     return _without_layer(table({**NAMES, **ENDS})(spec), spec, stacked=False)
 
 
@@ -207,8 +208,8 @@ def gguf_names(spec: ModelSpec) -> Names:
 
 
 def _without_layer(found: Names, spec: ModelSpec, *, stacked: bool) -> Names:
-    """Returns `found`, where the products that make streams get names without a layer. `stacked`:
-    one tensor has the products of all streams."""
+    """`found` with stream projections named without a layer number. `stacked`: one tensor holds the
+    projections of all streams."""
     made, rows = {}, spec.hidden_size
     for name, place in found.items():
         end, s = OF_ENDS.fullmatch(name), spec.layers[0].streams
@@ -252,7 +253,7 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
         "rope_theta": m.take("rope.freq_base", float, 1e6),
         "rope_local_base_freq": m.take("rope.freq_base_swa", float, 1e4),
     }
-    if deviations is not None:  # −∞ for none
+    if deviations is not None:  # −∞ without a threshold
         normal = NormalDist()
         config["activation_sparsity_pattern"] = [normal.cdf(float(x)) for x in deviations]
     if (cap := m.maybe("final_logit_softcapping", float)) is not None:

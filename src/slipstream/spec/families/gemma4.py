@@ -65,9 +65,9 @@ def read(c: ConfigReader) -> ModelSpec:
     hidden, eps = c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-6)
     max_position, count = c.size("max_position_embeddings", 131_072), c.size("num_hidden_layers")
     kinds = kinds_of_layers(c, lambda i: WINDOW if (i + 1) % 6 else FULL)
-    kinds[-1] = FULL  # whatever the config says
+    kinds[-1] = FULL  # always, whatever the config says
     window, said = c.size("sliding_window", 512), c.maybe("use_bidirectional_attention", str)
-    if said not in (None, "all", "vision"):  # the second is for tokens of pictures
+    if said not in (None, "all", "vision"):  # "vision" concerns image tokens only
         raise c.unsupported("use_bidirectional_attention", "only 'all' and 'vision' are supported")
     window = window // 2 + 1 if said == "all" else window
     norm, bias = rms(hidden, eps), c.take("attention_bias", bool, False)
@@ -183,7 +183,8 @@ def _mixture(c: ConfigReader, dense: DenseSpec) -> MoESpec | None:
 
 
 def _inputs(c: ConfigReader, hidden: int, eps: float) -> LayerInputsSpec | None:
-    """(norm(project(h) / √hidden) + √size · row) / √2. The norm's epsilon makes up for the factor before it."""
+    """Spec of the per-layer inputs: (norm(project(h) / √hidden) + √size · row) / √2. The norm's epsilon compensates for the
+    factor before it."""
     size = c.take("hidden_size_per_layer_input", int, 256)
     vocab = c.size("vocab_size_per_layer_input", 262_144)
     if size == 0:
@@ -233,7 +234,7 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
     m.require("attention.value_length_swa", small)
     m.require("rope.dimension_count", wide)
     m.require("rope.dimension_count_swa", small)
-    # One divisor of each frequency: 1, or as good as infinite where a frequency does not turn.
+    # One divisor per frequency: 1, or practically infinite for frequencies that are not rotated.
     divisors = m.take("rope_freqs.weight", list, [1.0] * (wide // 2))
     turned = divisors.count(1.0)
     if len(divisors) != wide // 2 or any(x < 1e20 for x in divisors[turned:]):
@@ -302,14 +303,14 @@ GGUF4: dict[str, Theirs] = {
     "layer_inputs.norm": "per_layer_proj_norm",
 }
 
-# Keys and values of layers that read those of others are in published checkpoints, and unused.
+# Published checkpoints also store keys and values for layers that read those of others. They are unused.
 UNUSED = (r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight",)
 PREFIXES = ("language_model.", "model.language_model.", "model.")
 TOWERS = r"(model\.)?(vision_embedder|vision_tower|embed_vision|audio_tower|embed_audio)\..*"
 
 
 def names(spec: ModelSpec) -> Names:
-    """The table of a model that may have an image encoder."""
+    """Table of names of a model that may have an image encoder."""
     made = table(
         {**GEMMA4, **gemma4_vision.VISION},
         media_layer=gemma4_vision.VISION_LAYER,
@@ -326,7 +327,7 @@ FAMILIES = (
         names=table(GEMMA4),
         ignored=UNUSED,
     ),
-    Family(  # text alone
+    Family(  # without images
         model_type="gemma4_unified",
         architectures=("Gemma4UnifiedForConditionalGeneration",),
         read=read_unified,

@@ -40,12 +40,12 @@ def read_glm4(c: ConfigReader) -> ModelSpec:
 
 
 THREE_POSITIONS = Sections((8, 12, 12))
-"""How GLM-4V's frequencies go by a token's three positions."""
+"""How GLM-4V's rotary frequencies are distributed over a token's three positions."""
 
 
 def read_glm4v(c: ConfigReader) -> ModelSpec:
-    """The language model of GLM-4.1V, which without pictures is a GLM-4-0414. transformers rotates heads whole unless the
-    config says which part, derives their size, and has biases whatever the config says."""
+    """The language model of GLM-4.1V; without images it equals GLM-4-0414. As in transformers, whole heads
+    are rotated unless the config gives a fraction, the head size is derived, and there are always biases."""
     c.assume(
         **dict(vocab_size=151552, hidden_size=4096, intermediate_size=13696, rms_norm_eps=1e-5),
         **dict(num_hidden_layers=40, num_attention_heads=32, max_position_embeddings=32768),
@@ -57,7 +57,7 @@ def read_glm4v(c: ConfigReader) -> ModelSpec:
 
 
 def read_glm_ocr(c: ConfigReader) -> ModelSpec:
-    """The language model of GLM-OCR: GLM-4.1V's without biases, whatever the config says. Its layer for drafts is not run."""
+    """The language model of GLM-OCR: GLM-4.1V's, always without biases. Its MTP layer is not run."""
     c.assume(
         **dict(vocab_size=59392, hidden_size=1024, intermediate_size=4096, num_hidden_layers=16),
         **dict(num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=131072),
@@ -110,7 +110,7 @@ def _read(
 
 
 def read_chatglm(c: ConfigReader) -> ModelSpec:
-    c.require("multi_query_attention", True)  # otherwise q, k and v are ordered by head
+    c.require("multi_query_attention", True)  # with this off, q, k and v would be grouped by head
     count = c.size("num_attention_heads")
     h = HeadCounts(count, c.size("multi_query_group_num"), c.size("kv_channels"))
     norm = rms(c.size("hidden_size"), c.take("layernorm_epsilon", float, 1e-5))
@@ -191,7 +191,7 @@ def read_solar_open(c: ConfigReader) -> ModelSpec:
         **dict(head_dim=128, num_key_value_heads=8, n_group=1, topk_group=1, n_routed_experts=128),
         **dict(n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=1280),
     )
-    c.assume(intermediate_size=c.size("moe_intermediate_size"))  # no layer is dense
+    c.assume(intermediate_size=c.size("moe_intermediate_size"))  # there is no dense layer
     c.require("first_k_dense_replace", 0)
     c.require("use_qk_norm", False)
     return decoder(
@@ -229,8 +229,8 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def glm4_moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Reads a GGUF file's config. The file counts the layer for multi-token prediction with the
-    others. There are no groups of experts."""
+    """Reads a GGUF file's config. Its layer count includes the MTP layer. There are no groups of
+    experts."""
     config = llama_gguf_config(m, partial=True, experts=True)
     m.require("expert_gating_func", 2)
     return {

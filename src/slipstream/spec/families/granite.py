@@ -1,5 +1,6 @@
-"""Granite 3, dense and as mixtures of experts, with a shared expert or without: Llama's layers, with multipliers of embeddings,
-scores, additions to the residual, and logits. Those with windows and sinks, and HyperCLOVA X."""
+"""Granite 3, dense and as mixtures of experts, with or without a shared expert: Llama's layers, with multipliers for
+embeddings, attention scores, residual additions, and logits. Also Granite models with windows and attention sinks, and
+HyperCLOVA X."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ def read_hyperclovax(c: ConfigReader) -> ModelSpec:
 
 
 def _read_windows(c: ConfigReader, family: str, mlp: MoESpec | None, **more: Any) -> ModelSpec:
-    """Reads layers with sinks. Three of four have a window. Each has its own base of the rotary
-    embedding, or none."""
+    """Reads layers with attention sinks. Three of four have a window. Each layer has its own rotary
+    base, or no rotation."""
     head_dim, count = heads(c).head_dim, c.size("num_hidden_layers")
     longest = c.size("max_position_embeddings", more["max_position"])
     of_all = rope(c, head_dim, max_position=longest)
@@ -109,7 +110,7 @@ def gguf_config(m: ConfigReader, *, experts: bool = False) -> dict[str, Any]:
         "embedding_multiplier": "embedding_scale",
         "logits_scaling": "logit_scale",
     }
-    m.require("rope.scaling.finetuned", True)  # llama.cpp's switch for positions of this family
+    m.require("rope.scaling.finetuned", True)  # llama.cpp's switch for rotation in this family
     return {
         **llama_gguf_config(m, experts=experts),
         **{ours: m.take(theirs, float) for ours, theirs in scales.items()},

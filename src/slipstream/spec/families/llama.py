@@ -50,7 +50,7 @@ def read_smollm3(c: ConfigReader) -> ModelSpec:
     count, every = c.size("num_hidden_layers"), c.size("no_rope_layer_interval", 4)
     rotated = c.take("no_rope_layers", list, [int((i + 1) % every != 0) for i in range(count)])
     c.require("use_sliding_window", False)
-    c.ignore("max_window_layers")  # of windows that are off
+    c.ignore("max_window_layers")  # concerns windows, which are off
     if len(rotated) != count or not set(rotated) <= {0, 1}:
         raise c.unsupported("no_rope_layers", f"must be {count} of 0 or 1")
     return _read(c, "smollm3", has_windows=False, rotated=rotated, tied=True, theta=2e6)
@@ -100,8 +100,8 @@ def read_internlm3(c: ConfigReader) -> ModelSpec:
 
 
 def read_nanochat(c: ConfigReader) -> ModelSpec:
-    """Reads nanochat: norms without weights, also of the embeddings and of rotated q and k, and heads that are rotated
-    in the other direction."""
+    """Reads nanochat: norms without weights, also of embeddings and of rotated q and k. Heads are
+    rotated in the opposite direction."""
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-6), learned=False)
     cap = c.maybe("final_logit_softcapping", float) if c.says("final_logit_softcapping") else 15.0
     return decoder(
@@ -133,8 +133,8 @@ def read_cwm(c: ConfigReader) -> ModelSpec:
 
 
 def read_bitnet(c: ConfigReader) -> ModelSpec:
-    """Reads BitNet b1.58, which norms the inputs of the output products. The config's
-    `quantization_config` tells how its weights of −1, 0 and 1 are stored."""
+    """Reads BitNet b1.58, which norms the inputs of the output projections. `quantization_config`
+    says how its ternary weights (−1, 0, 1) are stored."""
     h, eps = heads(c), c.take("rms_norm_eps", float, 1e-5)
     if h.num_heads * h.head_dim != c.size("hidden_size"):
         raise c.unsupported("head_dim", "heads must be as wide together as hidden_size")
@@ -151,7 +151,7 @@ def read_bitnet(c: ConfigReader) -> ModelSpec:
 
 
 def read_diffllama(c: ConfigReader) -> ModelSpec:
-    """Reads DiffLlama: outputs of the second half of the heads are subtracted from those of the
+    """Reads DiffLlama: the output of the second half of the heads is subtracted from that of the
     first."""
     h, eps = heads(c), c.take("rms_norm_eps", float, 1e-5)
     if h.num_kv_heads % 2 or h.num_heads % h.num_kv_heads:
@@ -159,7 +159,7 @@ def read_diffllama(c: ConfigReader) -> ModelSpec:
             "num_key_value_heads", "must be even, and a part of num_attention_heads"
         )
     c.require("mlp_bias", False)
-    c.ignore("lambda_std_dev")  # of training
+    c.ignore("lambda_std_dev")  # a training setting
     doubled = h._replace(num_heads=2 * h.num_heads, num_kv_heads=2 * h.num_kv_heads)
     spec = decoder(c, "diffllama", h=doubled, eps=eps)
 
@@ -220,8 +220,8 @@ def _read(
     eps: float = 1e-6,
     theta: float = 1e4,
 ) -> ModelSpec:
-    """Reads a model with Llama's layers. `rotated`: 1 for layers with rotary embedding, 0 for others; None: all have
-    it. `tied`, `eps` and `theta` are defaults."""
+    """Reads a model with Llama's layers. `rotated`: 1 for each layer with rotary embedding, 0 for
+    the others; None: all have it. `tied`, `eps` and `theta` are defaults."""
     window = c.maybe("sliding_window", int) if has_windows else None
     kinds = kinds_of_layers(c, "full_attention" if window is None else "sliding_attention")
     if window is None and "sliding_attention" in kinds:
@@ -301,7 +301,7 @@ EXAONE: dict[str, Theirs] = {
     "mlp.down": "mlp.c_proj",
 }
 UNPERMUTED = gguf_table(changes={"attention.qkv": "unpermute"})
-# The default of smollm3, not its file, says that every fourth layer has no position embedding.
+# llama.cpp doesn't store that every fourth layer has no position embedding; smollm3's default says so.
 GGUFS = {  # llama.cpp writes Mistral, without its window, and Mixtral as llama
     read: GGUFFamily(architecture="llama", config=gguf_config, names=UNPERMUTED),
     read_smollm3: GGUFFamily(architecture="smollm3", config=llama_gguf_config, names=UNPERMUTED),

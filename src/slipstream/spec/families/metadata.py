@@ -16,11 +16,11 @@ def gguf_config(
     causal: bool = True,
     by_layer: bool = False,
 ) -> dict[str, Any]:
-    """Reads the keys that all architectures share, as a config. A value is None if the file lacks it. Features of
-    llama.cpp that these models don't have raise an error.
+    """Reads the keys that all architectures share, as a config. A value is None if the file lacks it.
+    Features of llama.cpp that these models lack raise an error.
 
-    `partial`: a part of each head may be rotated. `experts`: the caller reads the keys of experts. `by_layer`: there is
-    a number of kv heads for each layer, 0 without attention (`kv_heads`).
+    `partial`: only a part of each head may be rotated. `experts`: the caller reads the keys of experts.
+    `by_layer`: the number of kv heads is given for each layer, 0 for layers without attention (`kv_heads`).
     """
     config: dict[str, Any] = {
         "hidden_size": m.size("embedding_length"),
@@ -34,7 +34,7 @@ def gguf_config(
         "max_position_embeddings": m.size("context_length"),
         "rope_theta": m.take(
             "rope.freq_base", float, 10000.0
-        ),  # llama.cpp's default, whatever the family's
+        ),  # llama.cpp's default for all families
     }
     head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     m.require("attention.value_length", head_dim)
@@ -51,7 +51,8 @@ def gguf_config(
 
 
 def kv_heads(m: ConfigReader) -> list[int]:
-    """The number of kv heads of each layer, 0 without attention. One number stands for all layers."""
+    """Number of kv heads of each layer; 0 for layers without attention. A single number in the file applies to all
+    layers."""
     return numbers_by_layer(m, "attention.head_count_kv")
 
 
@@ -75,7 +76,7 @@ def encoder_gguf_config(m: ConfigReader) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "max_position_embeddings": m.size("context_length"),
         "layer_norm_eps": m.take("attention.layer_norm_epsilon", float),
-        # ggml drops a dimension of 1: in llama.cpp's quantised files the single row of XLM-R is a vector.
+        # ggml drops a dimension of size 1, so the single row of XLM-R is a vector in quantized files.
         "type_vocab_size": 0 if types is None else types[0] if len(types) > 1 else 1,
     }
 
@@ -91,7 +92,7 @@ def llama_gguf_config(
     """Reads the config of a model with Llama's RMS norms and gated MLPs."""
     m.require(
         "tensor_data_layout", "Meta AI original pth"
-    )  # the order of rows that `unpermute` undoes
+    )  # llama.cpp's row order, which `unpermute` undoes
     eps = m.take("attention.layer_norm_rms_epsilon", float)
     config = gguf_config(m, partial=partial, experts=experts, causal=causal, by_layer=by_layer)
     num_heads = config["num_attention_heads"]  # llama.cpp's defaults, not the family's
@@ -104,13 +105,13 @@ SCALINGS = ("none", "linear", "yarn", "longrope")
 
 
 def scaling_gguf_config(m: ConfigReader, rotary_dim: int) -> dict[str, Any]:
-    """`rope_scaling` as llama.cpp works it out; empty if nothing is scaled.
+    """`rope_scaling` as llama.cpp derives it; empty without scaling.
 
     1. A factor without a type is linear, and so is one under the key of older files, `rope.scale_linear`. 0 stands for none.
-    2. Tensors divide each frequency beyond that: `rope_freqs` (Llama 3.1's) for all lengths, or LongRoPE's two sets.
-    3. `attn_factor` multiplies sines and cosines. YaRN has a factor of its own for them besides.
-    4. `yarn_attn_factor` has no effect, there as here: converters write in it what is no such factor
-       (DeepSeek-R1-0528-Qwen3-8B). The two betas count, which llama.cpp leaves at their defaults in most architectures.
+    2. Tensors additionally divide each frequency: `rope_freqs` (Llama 3.1's) for all lengths, or LongRoPE's two sets.
+    3. `attn_factor` multiplies sines and cosines. YaRN has its own additional factor.
+    4. `yarn_attn_factor` is ignored, as in llama.cpp, because converters write other values there
+       (DeepSeek-R1-0528-Qwen3-8B). The two betas are applied; llama.cpp ignores them in most architectures.
     """
     kind = m.take("rope.scaling.type", str, "linear")
     if kind not in SCALINGS:
@@ -121,7 +122,7 @@ def scaling_gguf_config(m: ConfigReader, rotary_dim: int) -> dict[str, Any]:
         raise m.unsupported(key, "must not be negative")
     m.ignore("rope.scale_linear", "rope.scaling.yarn_attn_factor")
     m.require("rope.scaling.alpha", 0.0)
-    m.require("rope.scaling.yarn_ext_factor", -1.0, 1.0)  # less than 0: not set
+    m.require("rope.scaling.yarn_ext_factor", -1.0, 1.0)  # below 0: unset
     beta_fast = m.take("rope.scaling.yarn_beta_fast", float, 32.0)
     beta_slow = m.take("rope.scaling.yarn_beta_slow", float, 1.0)
     attention = m.take("rope.scaling.attn_factor", float, 1.0)

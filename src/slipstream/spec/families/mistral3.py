@@ -18,7 +18,7 @@ MINISTRAL = {
     **dict(rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384),
     **dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
 }
-"""The rotary embedding of a config that does not describe it."""
+"""Rotary embedding for configs that lack one."""
 MISTRAL4 = {
     **MINISTRAL,
     **dict(rope_theta=1e4, factor=128.0, original_max_position_embeddings=8192),
@@ -49,8 +49,8 @@ READERS = {"mistral": llama.read_mistral, "ministral3": read_ministral3, "mistra
 
 
 def read_mistral3(c: ConfigReader) -> ModelSpec:
-    """Reads Mistral 3. Whether its head is tied is said by the whole model's config, not by the
-    decoder's. A stored head counts."""
+    """Reads Mistral 3. The whole model's config, not the decoder's, says whether the head is tied.
+    A stored head takes precedence."""
     kind = c.take("model_type", str, "mistral")
     if kind not in READERS:
         raise c.unsupported("model_type", f"the decoders are {', '.join(READERS)}")
@@ -64,8 +64,8 @@ def names(spec: ModelSpec) -> Names:
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Reads a GGUF file's config. llama.cpp takes 1 for `mscale`, and the context that YaRN extends
-    for the period of the queries' factor."""
+    """Reads a GGUF file's config. As in llama.cpp, `mscale` is 1, and the period of the query scale
+    is the context length that YaRN extends."""
     beta = m.take("attention.temperature_scale", float, 0.0)
     multiplier = m.take("rope.scaling.yarn_log_multiplier", float, 0.0)
     config = llama_gguf_config(m)

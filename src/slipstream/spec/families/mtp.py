@@ -1,8 +1,8 @@
-"""Layers that draft (multi-token prediction), as the checkpoints of a family store them. No torch.
+"""Multi-token-prediction (MTP) layers as a family's checkpoints store them. No torch.
 
-A module is a product of a token's embedding and of the state before it, each after its norm, then a
-layer or two like the model's, and a last norm (`spec.drafts.heads`). Families differ in names, in
-the order of the two, and in what a second draft continues from.
+A module is a projection of a token's embedding and the previous hidden state, each normed, then one
+or two layers like the model's, and a final norm (`spec.drafts.heads`). Families differ in names, in
+the order of the two inputs, and in the state from which a second draft continues.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ Config: TypeAlias = Mapping[str, Any]
 
 
 def last_layer(spec: ModelSpec, config: Config) -> tuple[LayerSpec, ...]:
-    """The layer of a module that is like the model's last one."""
+    """The single layer of an MTP module that is like the model's last layer."""
     return spec.layers[-1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MTPFormat:
-    """The modules that draft.
+    """How a family's checkpoints store MTP modules.
 
-    - `counts`: keys of the config, of which the first that is there is the number of modules.
-      `default`: their number without any.
+    - `counts`: config keys; the first one present gives the number of modules. `default`: their
+      number if none is present.
     - `layers(spec, config)`: the layers of a module.
-    - `renamed`: the beginning of a layer's names in the family's table for a model of these layers
-      alone, and the beginning of the module's. {n} stands for the number of the model's layers,
-      {last} for the number of the module's last layer in its names.
+    - `renamed`: (prefix of a layer's names in the family's table, prefix of the module's names in
+      the checkpoint). {n} stands for the number of the model's layers, {last} for the number of the
+      module's last layer in its names.
     - `around`: the checkpoint's names of `embed_norm`, `hidden_norm`, `join`, `final_norm` and,
       where a module may have an output head of its own, of `head`.
     - `copies`: names of copies of the model's embeddings, which are not read.
     - `norm_output`: a second draft continues from the state after the last norm.
-    - `state_first`: the product reads the state before the embedding.
+    - `state_first`: the projection reads [state; embedding], not [embedding; state].
     - `norms`: how the norms of `around` are stored.
     """
 
@@ -68,7 +68,7 @@ DEEPSEEK = MTPFormat(
     copies=(f"{NEXTN}embed_tokens.weight",),
     norm_output=False,
 )
-"""DeepSeek V3's (arXiv:2412.19437, section 2.2), which GLM-4.5 and Kimi K2 share."""
+"""Format of DeepSeek V3 (arXiv:2412.19437, section 2.2), which GLM-4.5 and Kimi K2 share."""
 
 LING = MTPFormat(
     counts=DEEPSEEK.counts,
@@ -79,7 +79,7 @@ LING = MTPFormat(
     },
     copies=(f"{NEXTN}word_embeddings.weight",),
 )
-"""Ling 2 and 3, which continue from the state after the last norm."""
+"""Format of Ling 2 and 3, which continue from the state after the final norm."""
 
 LLAMA_CPP = MTPFormat(
     counts=("nextn_predict_layers",),
@@ -94,4 +94,4 @@ LLAMA_CPP = MTPFormat(
     copies=("blk.{n}.nextn.embed_tokens.weight",),
     norm_output=False,
 )
-"""llama.cpp's names for the same."""
+"""llama.cpp's names for the same modules."""

@@ -1,4 +1,4 @@
-"""Makes tables from a checkpoint's tensor names to ours, from one line for each product or norm. No torch."""
+"""Makes tables from a checkpoint's tensor names to ours, one line per linear layer or norm. No torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ Change: TypeAlias = (
     ]
     | Callable[[LayerSpec, int], Transform | None]
 )
-"""How a checkpoint stores a parameter. A function gets the layer and the number of the tensor among a parameter's."""
+"""How a checkpoint stores a parameter differently. A function gets the layer and the tensor's index among those stacked into
+the parameter."""
 
 LLAMA: dict[str, Theirs] = {
     "embed": "model.embed_tokens",
@@ -110,7 +111,7 @@ GGUF: dict[str, Theirs] = {
     "shared.down": "ffn_down_shexp",
     "shared_weight": "ffn_gate_inp_shexp",
 }
-"""llama.cpp's names, which are the same for all architectures. Its fused weights have our order of rows, none is transposed."""
+"""llama.cpp's names, the same for all architectures. Fused weights have our row order; none is transposed."""
 
 
 def table(
@@ -122,15 +123,16 @@ def table(
     changes: Mapping[str, Change] | None = None,
     only: str = "",
 ) -> Callable[[ModelSpec], Names]:
-    """A function from a spec to the table of its tensors, or of those whose names with us begin with `only`.
+    """Function from a spec to the table of its tensors, or of those whose names here begin with `only`.
 
     `theirs` maps our parameters' names, without .weight and .bias, to the checkpoint's:
 
-    1. A string is the checkpoint's name. A tuple has the tensors that we hold as one parameter, such as q, k and v.
+    1. A string is the checkpoint's name. A tuple lists the tensors that are stacked into one parameter here, such as q, k
+       and v.
     2. {e} stands for the index of an expert. Without it, one tensor has all experts.
     3. A mapping has the full names of `weight` and `bias`.
-    4. Names of a layer's tensors follow `layer`, those of an encoder-decoder's encoder ("encoder." in our names)
-       `encoder_layer`, those of an encoder of pictures or sounds ("media.") `media_layer`.
+    4. Names of a layer's tensors follow `layer`, those of an encoder-decoder's encoder ("encoder." in our names) follow
+       `encoder_layer`, those of an image or audio encoder ("media.") follow `media_layer`.
 
     `changes` names our parameters that the checkpoint stores in another form.
     """
@@ -174,7 +176,7 @@ def table(
                 if isinstance(parts, str)
                 else tuple(zip(parts, _rows(of, stem, each, len(parts)), strict=False))
             )
-            separate = "{e}" in tensors[0][0]  # each expert is a tensor
+            separate = "{e}" in tensors[0][0]  # one tensor per expert
             for e in range(copies or 1 if separate else 1):
                 for i, (part, rows) in enumerate(tensors):
                     place = Placement(
@@ -198,7 +200,8 @@ def gguf_table(
     gated: bool = True,
     changes: Mapping[str, Change] | None = None,
 ) -> Callable[[ModelSpec], Names]:
-    """The table for GGUF names. `fused`: q, k and v are one tensor. `mlp.up` is one tensor if `fused` or not `gated`."""
+    """Function that makes the table of GGUF names. `fused`: q, k and v are one tensor. `mlp.up` is one tensor if `fused` or
+    not `gated`."""
     theirs: dict[str, Theirs] = {**GGUF, **({"attention.qkv": "attn_qkv"} if fused else {})}
     if fused or not gated:
         theirs["mlp.up"] = "ffn_up"
@@ -212,12 +215,12 @@ PLAIN: Mapping[str, Transform] = {
     "integers": Integers(),
     "vector": Vector(),
 }
-"""Changes that ask nothing of the layer."""
+"""Changes that don't depend on the layer."""
 
 
 def of_conv(layer: LayerSpec, part: int) -> Transform:
-    """Takes the middle 1 out of a depthwise convolution's weight, stored as [channels, 1,
-    width]."""
+    """Removes the middle dimension, of size 1, from a depthwise convolution's weight, stored as
+    [channels, 1, width]."""
     assert layer.recurrent is not None
     return Flatten((1, layer.recurrent.conv_width))
 
@@ -225,12 +228,12 @@ def of_conv(layer: LayerSpec, part: int) -> Transform:
 def _rows(layer: LayerSpec, stem: str, whole: int, num_parts: int) -> tuple[int, ...]:
     if stem.startswith("recurrent."):
         r = layer.recurrent
-        if isinstance(r, LightningSpec):  # z, then v, k and q
+        if isinstance(r, LightningSpec):  # the order of rows: z, then v, k and q
             return r.v_size, r.conv_channels
         assert isinstance(r, GatedDeltaSpec)
         if stem == "recurrent.gates":
             return r.num_heads, r.decay_size
-        if num_parts == 2:  # q, k and v together, then z
+        if num_parts == 2:  # two tensors: q, k and v together, and z
             return r.conv_channels, r.v_size
         return (r.q_size, r.q_size, r.v_size, r.v_size)[:num_parts]
     if stem == "attention.compress":
@@ -270,36 +273,39 @@ def _transform(
 
 
 BASES = ("model.", "transformer.", "gpt_neox.", "backbone.")
-"""Prefixes of the names of a family's decoder. A decoder that is stored alone has none."""
+"""Prefixes of a family's decoder names. A decoder stored without its head has none."""
 
 
 WRITTEN_AS = (
-    ("vision_tower.vision_model.", "vision_tower."),  # Gemma 3's SigLIP, by transformers 4
-    ("feedforward_layer_norm", "post_attention_layernorm"),  # OLMo Hybrid's attention, by 5
-    (".block_sparse_moe.", ".mlp."),  # Kimi Linear's dense layers, by 5
-    # Kimi Linear's adapters, by 5
+    ("vision_tower.vision_model.", "vision_tower."),  # Gemma 3's SigLIP in transformers 4
+    (
+        "feedforward_layer_norm",
+        "post_attention_layernorm",
+    ),  # OLMo Hybrid's attention in transformers 5
+    (".block_sparse_moe.", ".mlp."),  # Kimi Linear's dense layers in transformers 5
+    # Kimi Linear's adapters in transformers 5
     *((".forget_gate.", "."), (".mlp.shared_experts.", ".block_sparse_moe.shared_experts.")),
-    ("embed_tokens.", "word_embeddings."),  # Sarvam MoE, by 5
-    # Ling 3, by 5, and its adapters
+    ("embed_tokens.", "word_embeddings."),  # Sarvam MoE in transformers 5
+    # Ling 3 in transformers 5, and its adapters
     *((".self_attn.", ".attention."), (".attention.dense.", ".attention.o_proj.")),
     (".attention.o_proj.", ".attention.dense."),
-    (".self_attn.g_proj.", ".self_attn.gate_proj."),  # LFM 3's adapters, by 5
-    (".shared_experts.", ".shared_mlp."),  # Hunyuan 3, by 5
-    (".shared_experts.", ".shared_expert."),  # Laguna's modules in 5
-    # Kimi K2.5, by 5
+    (".self_attn.g_proj.", ".self_attn.gate_proj."),  # LFM 3's adapters in transformers 5
+    (".shared_experts.", ".shared_mlp."),  # Hunyuan 3 in transformers 5
+    (".shared_experts.", ".shared_expert."),  # Laguna's modules in transformers 5
+    # Kimi K2.5 in transformers 5
     *(("model.blocks.", "model.layers."), (".encoder.patch_embed.", ".patch_embed.")),
     *(
         ("embed_tokens.", "embed."),
         ("hc_head.hc_", "hc_head_"),
         ("lm_head.", "head."),
     ),  # DeepSeek V4
-    # EXAONE 3, by 5
+    # EXAONE 3 in transformers 5
     *((".o_proj.", ".out_proj."), (".self_attn.", ".attn.attention."), (".gate_proj.", ".c_fc_0.")),
     *((".input_layernorm.", ".ln_1."), (".post_attention_layernorm.", ".ln_2.")),
     *((".up_proj.", ".c_fc_1."), (".down_proj.", ".c_proj."), ("model.layers.", "transformer.h.")),
     *(("layers.", "h."), ("embed_tokens.", "wte."), ("norm.", "ln_f.")),
 )
-"""Parts of names that transformers writes in the place of the usual ones."""
+"""(part of a name as transformers writes it, usual name in the family's table)."""
 
 
 def canonical(
@@ -308,8 +314,8 @@ def canonical(
     names: Mapping[str, Placement],
     renamed: tuple[tuple[str, str], ...] = WRITTEN_AS,
 ) -> str | None:
-    """Converts `name` to that of the family's table: some writers put a prefix before every name,
-    some leave out the usual one. Each pair of `renamed` is used once, in order."""
+    """The name in the family's table. Some writers add a prefix to every name, some omit the usual
+    one. Each pair of `renamed` is applied once, in order."""
     for prefix in ("", *prefixes):
         if name.startswith(prefix) and (short := name[len(prefix) :]) in names:
             return short

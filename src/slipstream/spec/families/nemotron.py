@@ -1,5 +1,5 @@
-"""Nemotron 3 and 4, Minitron: layer norms with weights less one, squared ReLU without a gate, rotary embedding of
-half of each head."""
+"""Nemotron 3 and 4, Minitron: layer norms whose weights are stored minus 1, squared ReLU without a
+gate, rotary embedding of half of each head."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def read_olmo3(c: ConfigReader) -> ModelSpec:
 
 
 def read_olmoe(c: ConfigReader) -> ModelSpec:
-    c.require("clip_qkv")  # transformers clamps after the norms
+    c.require("clip_qkv")  # transformers would clamp after the norms
     return decoder(c, "olmoe", max_position=4096, eps=1e-5, mlp=_mixture(c, 64, 8), over="row")
 
 
@@ -60,8 +60,7 @@ def read_flex_olmo(c: ConfigReader) -> ModelSpec:
 
 
 def _mixture(c: ConfigReader, num_experts: int, per_token: int) -> MoESpec:
-    """Reads the mixture of experts. `num_experts` and `per_token` hold where the config does not
-    say."""
+    """Reads the mixture of experts. `num_experts` and `per_token` are defaults."""
     c.ignore("output_router_logits", "router_aux_loss_coef")
     return MoESpec(
         num_experts=c.size("num_experts", num_experts),
@@ -103,8 +102,8 @@ def _read(c: ConfigReader, family: str, *, windows: bool) -> ModelSpec:
 
 
 def _positions(c: ConfigReader, head_dim: int, max_position: int) -> dict[str, RopeSpec]:
-    """The positions of OLMo's layers by kind. In OLMo 3, rope scaling applies only to layers
-    without a window."""
+    """Rotary embeddings of OLMo's layers by kind. In OLMo 3, scaling only applies to layers without
+    a window."""
     made = {
         kind: rope_of_kind(
             c,

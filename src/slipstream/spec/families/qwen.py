@@ -31,7 +31,7 @@ def read_qwen2(c: ConfigReader) -> ModelSpec:
 
 
 def read_mimo(c: ConfigReader) -> ModelSpec:
-    """Reads MiMo 7B, which is a Qwen 2 with layers that draft tokens."""
+    """Reads MiMo 7B, which is a Qwen 2 with MTP layers."""
     c.require("attention_bias", True)
     c.ignore("num_nextn_predict_layers")
     return _read(c, "mimo", qkv_bias=True, out_bias=False, qk_norm=False)
@@ -64,11 +64,11 @@ def read_qwen3_moe(c: ConfigReader) -> ModelSpec:
 
 
 THREE_POSITIONS = Sections((24, 20, 20), alternate=True)
-"""How Qwen 3 VL's frequencies go by a token's three positions. Those of text are all the same."""
+"""How Qwen 3 VL's rotary frequencies are distributed over a token's three positions. For text tokens the three are equal."""
 
 
 def read_qwen3_vl(c: ConfigReader) -> ModelSpec:
-    """The language model of Qwen 3 VL, which without pictures is a Qwen 3."""
+    """The language model of Qwen 3 VL; without images it equals a Qwen 3."""
     c.require("model_type", "qwen3_vl_text")
     c.assume(head_dim=128)
     bias = c.take("attention_bias", bool, False)
@@ -78,7 +78,7 @@ def read_qwen3_vl(c: ConfigReader) -> ModelSpec:
 
 def read_qwen3_vl_moe(c: ConfigReader) -> ModelSpec:
     c.require("model_type", "qwen3_vl_moe_text")
-    c.require("norm_topk_prob", True)  # whatever it says, transformers normalises
+    c.require("norm_topk_prob", True)  # transformers always normalizes, whatever the config says
     c.assume(norm_topk_prob=True)
     bias = c.take("attention_bias", bool, False)
     how: dict[str, Any] = dict(qkv_bias=bias, out_bias=bias, qk_norm=True)
@@ -87,7 +87,7 @@ def read_qwen3_vl_moe(c: ConfigReader) -> ModelSpec:
 
 
 def _moe(c: ConfigReader, num_experts: int, per_token: int, size: int) -> MoESpec:
-    """Reads the mixture of experts. The given numbers are defaults for keys that the config lacks."""
+    """Reads the mixture of experts. The numbers given are defaults for missing keys."""
     c.ignore("output_router_logits", "router_aux_loss_coef")
     return MoESpec(
         num_experts=c.size(called(c, "num_experts", "num_local_experts"), num_experts),
@@ -109,8 +109,8 @@ def _read(
     moe: MoESpec | None = None,
     sections: Sections | None = None,
 ) -> ModelSpec:
-    """Reads a Qwen. Every `decoder_sparse_step`th layer has the experts `moe`, except those in
-    `mlp_only_layers`."""
+    """Reads a Qwen. With `moe`, every `decoder_sparse_step`-th layer is this mixture, except the
+    layers in `mlp_only_layers`."""
     h = heads(c)
     max_position = c.size("max_position_embeddings", 32768)
     eps = c.take("rms_norm_eps", float, 1e-6)
@@ -150,8 +150,8 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def _without_media(m: ConfigReader) -> ConfigReader:
-    """Reads a GGUF file of a Qwen VL, which has the language model alone. Without pictures its rotary embedding is the
-    usual one."""
+    """The metadata of a Qwen VL's GGUF file, which holds only the language model. Without images
+    its rotary embedding is the plain one."""
     m.ignore("rope.dimension_sections", "n_deepstack_layers")
     return m
 
@@ -166,8 +166,8 @@ def gguf_qwen3_moe(m: ConfigReader) -> dict[str, Any]:
 
 
 def _moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Reads a mixture's config from a GGUF file. The file does not say whether experts' weights are
-    normalised: llama.cpp does so for Qwen 3, not for Qwen 2."""
+    """Reads a mixture's config from a GGUF file. The file doesn't say whether the experts' weights
+    are normalized; llama.cpp does so for Qwen 3, not for Qwen 2."""
     return {
         **llama_gguf_config(_without_media(m), experts=True),
         "num_experts": m.size("expert_count"),
@@ -196,7 +196,7 @@ MIMO = MTPFormat(
 )
 
 SEEING = {"qwen2": ("qwen2vl",), "qwen3": ("qwen3vl",), "qwen3_moe": ("qwen3vlmoe",)}
-"""llama.cpp's names of language models of Qwen VL's."""
+"""llama.cpp's architecture names of Qwen VL language models, by family."""
 
 FAMILIES = tuple(
     Family(

@@ -1,1 +1,1 @@
-"""Pictures and sounds as data. No torch."""
+"""Image and audio encoders as data. No torch."""

@@ -16,19 +16,19 @@ from slipstream.spec.functions import Shape
 
 SAMPLE_RATE = 16_000
 HOP, WINDOW = 160, 400
-"""Samples between two frames of the spectrogram, and samples of a frame."""
+"""Samples between the starts of two spectrogram frames, and samples in a frame, at 16 kHz."""
 FRAMES_PER_STATE = 2
-"""Frames of an encoder's state: the second convolution moves by two."""
+"""Spectrogram frames per encoder state: the second convolution has stride 2."""
 STATE_S = FRAMES_PER_STATE * HOP / SAMPLE_RATE
-"""Seconds of an encoder's state. Timestamps have the same step."""
+"""Seconds per encoder state. Timestamps have the same resolution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AudioSpec:
     """Two convolutions of three frames with GELU, and learned positions, before an encoder's layers.
 
-    A window has `num_states` states, of `FRAMES_PER_STATE` frames each, with `num_mel_bins` numbers in a frame.
-    `median_filter`: states of the median that smooths attention, for times of words.
+    A window has `num_states` states of `FRAMES_PER_STATE` frames each; a frame has `num_mel_bins` values.
+    `median_filter`: width, in states, of the median filter that smooths attention when word times are computed.
     """
 
     num_mel_bins: int
@@ -48,7 +48,7 @@ class AudioSpec:
         return self.num_states * STATE_S
 
     def shapes(self, encoder: str, hidden_size: int) -> dict[str, Shape]:
-        """The shapes of its parameters, whose names begin with `encoder`."""
+        """Shapes of its parameters, whose names begin with `encoder`."""
         return {
             f"{encoder}.audio.first.weight": (hidden_size, 3 * self.num_mel_bins),
             f"{encoder}.audio.first.bias": (hidden_size,),
@@ -60,10 +60,10 @@ class AudioSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechSpec:
-    """The special tokens of a speech model's texts, and tokens that it never writes, from its generation config.
+    """Special tokens of a speech model, and tokens that it never generates, from its generation config.
 
-    A text is: `previous` and a prompt (optional), `start`, a language, a task, then `no_timestamps` or times.
-    A model for one language has neither `languages` nor tasks.
+    A transcript consists of: `previous` and a prompt (optional), `start`, a language, a task, then
+    `no_timestamps` or timestamp tokens. A monolingual model has neither `languages` nor tasks.
     """
 
     start: int
@@ -75,9 +75,9 @@ class SpeechSpec:
     translate: int | None = None
     suppressed: tuple[int, ...] = ()
     suppressed_first: tuple[int, ...] = ()
-    max_first_timestamp: int | None = None  # in steps of `STATE_S`
+    max_first_timestamp: int | None = None  # in units of `STATE_S` seconds
     alignment_heads: tuple[tuple[int, int], ...] = ()
-    """(layer, head) of the cross attention that tells times of words."""
+    """(layer, head) pairs of cross attention from which word times are computed."""
 
     @property
     def first_timestamp(self) -> int:
@@ -86,7 +86,7 @@ class SpeechSpec:
 
     @property
     def no_speech(self) -> int:
-        """The token whose probability says that nobody speaks."""
+        """The token whose probability indicates that there is no speech."""
         return self.no_timestamps - 1
 
 
@@ -99,8 +99,8 @@ def read_speech(
     audio: AudioSpec,
     heads: Sequence[int],
 ) -> SpeechSpec:
-    """Read the tokens of a checkpoint, whose decoder has so many `heads` in each layer. UnsupportedModelError names a field
-    that is missing or has another form."""
+    """Read the special tokens of a checkpoint. `heads`: number of heads in each decoder layer.
+    UnsupportedModelError names a field that is missing or malformed."""
     processing = path / "preprocessor_config.json"
     if processing.is_file():
         _check_features(parse_json(processing.read_bytes()), audio)
@@ -157,7 +157,7 @@ def read_speech(
 
 
 def _alignment_heads(given: Any, heads: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The pairs of `alignment_heads`. CheckpointError if one is no head of a layer."""
+    """The (layer, head) pairs in `alignment_heads`. CheckpointError if one is not a head of the model."""
     try:
         found = tuple((int(layer), int(head)) for layer, head in given or ())
         fits = all(0 <= i < len(heads) and 0 <= head < heads[i] for i, head in found)
@@ -172,7 +172,7 @@ def _alignment_heads(given: Any, heads: Sequence[int]) -> tuple[tuple[int, int],
 
 
 def _check_features(config: Mapping[str, Any], audio: AudioSpec) -> None:
-    """Raise UnsupportedModelError unless the spectrogram is Whisper's."""
+    """Raise UnsupportedModelError unless the spectrogram settings are Whisper's."""
     for name, only in (
         ("feature_size", audio.num_mel_bins), ("sampling_rate", SAMPLE_RATE), ("hop_length", HOP), ("n_fft", WINDOW),
         ("chunk_length", int(audio.window_s)), ("dither", 0.0), ("padding_value", 0.0), ("do_normalize", False),

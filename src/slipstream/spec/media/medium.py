@@ -1,4 +1,4 @@
-"""The common part of encoders of pictures and sounds: their embeddings stand in the place of placeholder tokens. No torch."""
+"""Common spec of image and audio encoders: their embeddings replace placeholder tokens in the prompt. No torch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFormat:
-    """The form of pictures in a prompt's text.
+    """How images appear in a prompt's text.
 
-    `placeholder` is a chat template's text for a picture. `token` is the token whose embeddings are
-    replaced. `style` says how the placeholder becomes a run of tokens:
+    `placeholder`: a chat template's text for an image. `token` is the token whose embeddings are replaced. `style`:
+    how a placeholder is expanded to a run of tokens:
 
     1. `plain`: one token for each embedding (Qwen).
     2. `framed`: `begin`, the tokens, `end` (Gemma 4). `surrounded`: with empty lines around (Gemma 3).
-    3. `rows`: a run for each row of tokens, each with `row_end` after it, the last with `end`
-    (Pixtral).
+    3. `rows`: a run for each row of tokens, each followed by `row_end`, the last by `end` (Pixtral).
     4. `tiles`: a run for each tile, in rows with names, and one for the whole picture (Idefics 3,
        SmolVLM).
-    5. `framed_tiles`: the same in one frame without ends of rows, with another name for the whole (LFM2-VL).
-    6. `numbered`: tiles by number and the whole, in one frame (Aya Vision). `lined`: the same without numbers, with `row_end`
-       after each (Command A Vision). Here `rows` is their number, with the whole.
-    7. `prefix`: the tokens alone; `begin` after the last picture, `end` after the whole prompt, nothing before it
+    5. `framed_tiles`: the same in one frame without row ends, with another name for the whole image (LFM2-VL).
+    6. `numbered`: numbered tiles and the whole image, in one frame (Aya Vision). `lined`: the same without numbers,
+       each followed by `row_end` (Command A Vision). Here the argument `rows` counts the tiles and the whole image.
+    7. `prefix`: only the tokens; `begin` follows the last image, `end` the whole prompt, and nothing precedes it
        (PaliGemma).
     """
 
@@ -51,13 +50,13 @@ class PromptFormat:
 
     @property
     def gap(self) -> int:
-        """Tokens of text after each row of a picture's tokens."""
+        """Number of text tokens after each row of an image's tokens."""
         return int(self.style == "rows")
 
     def text(self, num_tokens: int, rows: int = 0, columns: int = 0, whole: int = 0) -> str:
-        """The text for a picture. Each of its `rows` × `columns` tiles, and the whole, have
-        `num_tokens` embeddings; in the style `rows` these are rows and columns of tokens. In `framed_tiles` the whole of a
-        picture in tiles has `whole`, 0 if it is left out."""
+        """The prompt text of one image. Each of its `rows` × `columns` tiles, and the whole image, has
+        `num_tokens` embeddings; in the style `rows` these are rows and columns of tokens. In `framed_tiles`,
+        `whole` is the number of embeddings of the whole image; 0 if it is left out."""
         if self.style == "rows":
             line = self.token * columns
             return f"{line}{self.row_end}" * (rows - 1) + line + self.end
@@ -97,18 +96,18 @@ class PromptFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaSpec:
-    """An encoder of pictures or sounds, as the engine and the decoder see it.
+    """An image or audio encoder, as the engine and the decoder see it.
 
     - `token_id`: the placeholder that an embedding replaces.
-    - `own_input_id`: the token whose row of the layers' own inputs a picture's tokens read.
-    - `bidirectional`: the decoder's tokens of a picture attend to all of it, in all layers (Gemma 3)
-      or in those with a window (Gemma 4). So a step holds all `whole_tokens` that a picture has at
-      most, which the preprocessing tells. "prompt": all tokens of a prompt with pictures attend to each other (PaliGemma).
+    - `own_input_id`: the token whose per-layer inputs an image's tokens use.
+    - `bidirectional`: in the decoder, all tokens of an image attend to each other, in all layers (Gemma 3) or in those
+      with a window (Gemma 4). So one step must contain the whole image. `whole_tokens`: maximum tokens of an image,
+      from the preprocessing. "prompt": all tokens of a prompt with pictures attend to each other (PaliGemma).
     """
 
     medium: ClassVar[
         Literal["image", "audio"]
-    ]  # the key of its inputs in a prompt's `multi_modal_data`
+    ]  # key of the encoder's inputs in a prompt's `multi_modal_data`
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec | None
@@ -120,15 +119,16 @@ class MediaSpec:
 
     @property
     def num_added(self) -> int:
-        """The decoder's first layers after which rows are added to the states of a picture's tokens."""
+        """Number of leading decoder layers after which the encoder's extra outputs are added to the states of image tokens
+        (DeepStack)."""
         return 0
 
     def numbers(self, height: int, width: int) -> tuple[str, tuple[int, ...]]:
-        """The type and shape of a span's numbers."""
+        """(dtype, shape) of the input tensor of one image or audio clip of this size."""
         raise NotImplementedError
 
     def shapes(self, text_size: int) -> dict[str, Shape]:
-        """The shapes of all parameters. `text_size` is the decoder's hidden size."""
+        """Shapes of all parameters. `text_size`: the decoder's hidden size."""
         found = dict[str, Shape]()
         for i, layer in enumerate(self.layers):
             found |= {f"media.layers.{i}.{k}": x for k, x in layer.shapes(self.hidden_size).items()}
@@ -137,7 +137,7 @@ class MediaSpec:
         return found
 
     def check(self, vocab_size: int) -> None:
-        """Raise UnsupportedModelError for sizes that contradict each other."""
+        """Raise UnsupportedModelError if sizes contradict each other."""
         if not 0 <= self.token_id < vocab_size:
             raise UnsupportedModelError(
                 f"the {self.medium} token {self.token_id} is not one of the {vocab_size} tokens",

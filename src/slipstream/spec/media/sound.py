@@ -1,10 +1,11 @@
-"""Sound encoders: the part of a model spec that turns sounds of a chat into embeddings of placeholder tokens. No torch.
+"""Audio encoders of chat models: the part of a model spec that converts sounds to embeddings of placeholder tokens. No
+torch.
 
     states = layers(convolutions(log-mel frames) + positions)     Whisper's encoder, over the sound alone or whole windows
     tokens = out(norm(mean of `pool` neighbouring states))        or an MLP of as many states, each of them normed
 
-A sound is a part of a prompt, next to its text. Audio (`AudioSpec`) is what a window of one is made into, here as in a speech
-model, whose prompt is nothing else.
+A sound is one part of a prompt, next to its text. `AudioSpec` describes how a window of sound is encoded, here and in speech
+models, whose whole prompt is audio.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from slipstream.spec.media.medium import MediaSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoundSpec(MediaSpec):
-    """An encoder of sounds.
+    """An audio encoder.
 
     - `audio`: the convolutions and the window's length.
-    - `pool`: states whose mean is one token. States that are left over at the end have none.
-    - `activation`: that of the MLP, as wide as the decoder and without biases, of `pool` states; without it there is one
-      product of their mean, with a bias.
-    - `most_windows`: the longest sound. None: one window, and the encoder reads the sound alone. Otherwise it reads each
-      window whole, with the silence after the sound (Voxtral).
+    - `pool`: number of states averaged to one token. An incomplete group at the end is dropped.
+    - `activation`: of an MLP over `pool` states, as wide as the decoder and without biases. None: a
+      linear layer with a bias maps their mean.
+    - `most_windows`: maximum windows of a sound. None: one window, and the encoder only reads the
+      sound's own frames. Otherwise it reads whole windows, padded with silence (Voxtral).
     """
 
     medium = "audio"
@@ -37,14 +38,15 @@ class SoundSpec(MediaSpec):
     most_windows: int | None = None
 
     def num_states(self, num_samples: int) -> int:
-        """States of a sound's own frames, without those of the silence after it; of a whole window."""
+        """Number of states of a sound's own frames, without padding; of a whole window if the encoder reads whole
+        windows."""
         if self.most_windows is not None:
             return self.audio.num_states
         num_frames = -(-num_samples // HOP)
         return (num_frames - 1) // 2 + 1
 
     def numbers(self, height: int, width: int) -> tuple[str, tuple[int, ...]]:
-        """Frames by mel bands."""
+        """(dtype, [frames, mel bins]) of the input tensor."""
         return "float32", (height, width)
 
     def shapes(self, text_size: int) -> dict[str, Shape]:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechRules:
-    """Rules for the tokens of a speech model's answer (Whisper's, as transformers' logits processors have them).
+    """Constraints on the tokens of a speech model's answer (Whisper's, as in transformers' logits processors).
 
-    `forced`: the tokens, one of which may be drawn at each of the first positions (a language, a task).
-    After these, `suppressed` are never drawn, and `suppressed_first` not at once.
-    `first_timestamp`: times are written, in pairs that do not decrease; this is the token of the time 0. The first time is at
-    most `max_first` steps. Tokens from `end` on are not text.
+    `forced`: for each of the first positions, the tokens allowed there (a language, a task). After these, `suppressed`
+    tokens are never sampled, and `suppressed_first` not as the first one. `first_timestamp`: the token of time 0;
+    timestamps are generated, in pairs that do not decrease. None: no timestamps. The first timestamp is at most
+    `max_first` steps. Tokens from `end` on are not text.
     """
 
     end: int
@@ -24,7 +24,7 @@ class SpeechRules:
     suppressed_first: tuple[int, ...] = ()
 
     def forbidden(self, num_answered: int) -> tuple[int, ...]:
-        """The tokens that are not drawn at a position whatever precedes it."""
+        """Tokens that can't be sampled at this position of the answer, whatever precedes it."""
         if num_answered < len(self.forced):
             return ()
         first = self.suppressed_first if num_answered == len(self.forced) else ()

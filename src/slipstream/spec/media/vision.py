@@ -1,4 +1,4 @@
-"""Image encoders: the part of a model spec that turns pictures into embeddings of placeholder
+"""Image encoders: the part of a model spec that converts images to embeddings of placeholder
 tokens. No torch.
 
     patches = rows of pixels · patch (+ positions)
@@ -6,8 +6,8 @@ tokens. No torch.
     tokens  = connector(groups of merge × merge neighbouring patches)
     added   = connectors of earlier states       what the decoder's first layers add (DeepStack)
 
-Patches are numbered group by group, and row by row within a group. So all connectors read the
-patches of a token consecutively. `size` of a picture is in pixels; `grid` is in patches.
+Patches are numbered group by group, and row by row within a group. So the patches of one token are
+consecutive for every connector. `size` of a picture is in pixels; `grid` is in patches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.spec.media.medium import MediaSpec
 
 
 class PatchGrid(NamedTuple):
-    """Number of a picture's patches in each direction."""
+    """Number of an image's patches vertically and horizontally."""
 
     height: int
     width: int
@@ -36,15 +36,15 @@ class PatchGrid(NamedTuple):
 class GridPositionSpec:
     """A table of `side` × `side` learned positions that is added to the patches' embeddings.
 
-    `read` says how a picture's grid reads it:
+    `read`: how the table is applied to an image's grid:
 
-    1. `cells`: every picture has exactly this grid.
-    2. `fractions`: at the same fractions of its height and width (Idefics 3; Patch n' Pack,
-       arXiv:2307.06304).
-    3. `bilinear`: between the four nearest cells, where the corners of grid and table are the same
-       (Qwen 3 VL).
-    4. `bicubic`: between the sixteen nearest cells, where the edges of grid and table are the same (GLM-4V).
-    5. `antialiased`: between the cells that a patch covers, at least the four nearest, edges as before (SigLIP 2).
+    1. `cells`: directly; every image has exactly this grid.
+    2. `fractions`: nearest entry at the same fraction of height and width (Idefics 3; Patch n'
+       Pack, arXiv:2307.06304).
+    3. `bilinear`: interpolated from the four nearest cells, corners aligned (Qwen 3 VL).
+    4. `bicubic`: interpolated from the sixteen nearest cells, edges aligned (GLM-4V).
+    5. `antialiased`: interpolated from all cells that a patch covers, at least the four nearest,
+       edges aligned (SigLIP 2).
     """
 
     side: int
@@ -52,7 +52,7 @@ class GridPositionSpec:
 
     @property
     def fixed(self) -> bool:
-        """Whether grids are not larger than the table."""
+        """Whether an image's grid can't be larger than the table."""
         return self.read in ("cells", "fractions")
 
     def shape(self, hidden: int) -> Shape:
@@ -61,8 +61,8 @@ class GridPositionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisPositionSpec:
-    """Two tables of `size` learned positions that are added to the patches' embeddings: one is read
-    by a patch's column, the other by its row (Gemma 4)."""
+    """Two tables of `size` learned positions, added to the patches' embeddings: one indexed by a
+    patch's column, the other by its row (Gemma 4)."""
 
     size: int
 
@@ -72,10 +72,10 @@ class AxisPositionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxialRopeSpec:
-    """Rotary embedding of patches (Qwen 2 VL, arXiv:2409.12191). The first half of a head's
-    frequencies is for the patch's row, the second for its column; with `columns_first` the other
-    way round. Both are the same numbers, or with `alternate` every other one of a head's (Pixtral).
-    With `twined` the two axes' frequencies take turns, as the two numbers of each rotation stand side by side (MoonViT).
+    """Rotary embedding of patches (Qwen 2 VL, arXiv:2409.12191). The first half of a head's frequencies is
+    for the patch's row, the second for its column; with `columns_first` the other way round. Both axes have
+    the same frequencies; with `alternate` each has every other frequency (Pixtral). With `twined` frequencies
+    of the two axes alternate within a head, and the two elements of a rotation are adjacent (MoonViT).
     """
 
     theta: float
@@ -87,8 +87,8 @@ class AxialRopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConcatConnector:
-    """One product on a group's concatenated states (Idefics 3's pixel shuffle, arXiv:2408.12637). `bias`: PaliGemma's has
-    one."""
+    """A linear layer on a group's concatenated states (Idefics 3's pixel shuffle,
+    arXiv:2408.12637). `bias`: it has a bias (PaliGemma)."""
 
     bias: bool = False
 
@@ -99,7 +99,7 @@ class ConcatConnector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConnector:
-    """One product without a bias on the normed mean of a group's states (Gemma 3)."""
+    """A linear layer without a bias on the normed mean of a group's states (Gemma 3)."""
 
     norm: NormSpec
 
@@ -111,8 +111,8 @@ class PoolConnector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPConnector:
-    """An MLP with biases on a group's concatenated normed states, as wide as these (Qwen 2 to 3 VL), as the decoder (InternVL,
-    LLaVA), or a `width` of its own (LFM2-VL). `gated`: it has gates beside (Aya Vision).
+    """An MLP with biases on a group's concatenated normed states. Its inner width is that of its input (Qwen 2 to 3
+    VL), of the decoder (InternVL, LLaVA), or `width` (LFM2-VL). `gated`: the MLP is gated (Aya Vision).
 
     The norm is over each state, or over the whole group if that is its size. LLaVA has none.
     """
@@ -138,8 +138,8 @@ class MLPConnector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledPoolConnector:
-    """One product without a bias on rms((√E · mean of a group's states − shift) · gain), a norm
-    without weights (Gemma 4). `standardized`: with the learned `shift` and `gain`."""
+    """A linear layer without a bias on rms((√E · mean of a group's states − shift) · gain), a norm
+    without weights (Gemma 4). `standardized`: `shift` and `gain` are learned; otherwise absent."""
 
     eps: float
     standardized: bool
@@ -152,8 +152,8 @@ class ScaledPoolConnector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchMergeConnector:
-    """A product that makes one state of a group's normed ones, channel by channel, then an MLP as
-    wide as the decoder (Mistral 3)."""
+    """A linear layer that merges a group's normed states into one, channel by channel, then an MLP
+    as wide as the decoder (Mistral 3)."""
 
     norm: NormSpec
     activation: Activation
@@ -173,8 +173,8 @@ class PatchMergeConnector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMergeConnector:
-    """A product with a bias that makes one row, as wide as the decoder, of a group's states channel by channel; another one, a
-    norm and GELU; then a gated MLP of `intermediate_size` units (GLM-4V)."""
+    """A strided convolution with a bias that merges a group's states into one row as wide as the decoder; a
+    linear layer, a norm and GELU; then a gated MLP of `intermediate_size` units (GLM-4V)."""
 
     norm: NormSpec
     activation: Activation
@@ -203,9 +203,9 @@ Connector: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepStackSpec:
-    """DeepStack (arXiv:2406.04334): the states after `layers` of the encoder have a connector each.
-    What the i-th gives is added to the states of a picture's tokens after layer i of the decoder
-    (Qwen 3 VL)."""
+    """DeepStack (arXiv:2406.04334): each encoder layer in `layers` has its own connector, applied
+    to its output. The i-th connector's output is added to the states of the image's tokens after
+    decoder layer i (Qwen 3 VL)."""
 
     layers: tuple[int, ...]
     connector: MLPConnector
@@ -218,7 +218,7 @@ class DeepStackSpec:
 
 
 CLIPPED = ("q", "k", "v", "out", "gate", "up", "down")
-"""The products of a layer that has bounds, in the order of their rows."""
+"""Linear layers of an encoder layer that have clamping bounds, in the order of their rows in the bounds' tensor."""
 
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
@@ -228,21 +228,21 @@ class VisionSpec(MediaSpec):
     """An image encoder.
 
     - `patch_size`: pixels on a patch's side.
-    - `num_frames`: times that a patch's pixels are repeated (Qwen's encoder is made for films);
-      None: the weights have no such dimension.
+    - `num_frames`: number of times that an image is repeated as a frame (Qwen's encoder is made for video); None: the
+      weights have no frame dimension.
     - `merge`: patches on the side of a group, which becomes one token.
-    - `class_token`: a learned row stands before a picture's patches in all layers, with the first row of the table of
-      positions added. No token reads it.
-    - `layer_scale`: what a layer's attention and its MLP add is multiplied by learned numbers, channel by channel.
-    - `patch_norm`: of the patches' embeddings; `first_norm`: of these with their positions.
-    - `position`: what is added to the patches; `rope`: how the layers rotate them.
-    - `window`: groups on the side of a square whose patches attend to each other; layers in
-      `full_layers` attend to the whole picture.
-    - `channels_last`: a patch's numbers are ordered by pixel, then by channel.
-    - `clipped`: inputs and results of the layers' products are clamped to learned bounds (Gemma 4).
-    - `pinpoints`: [height, width] of the pictures that are cut into squares of the position table's side. Their tokens form one
-      grid, without those of padding, with a learned row after each of its rows (LLaVA-NeXT). `most_tiles`: they are
-      scaled to the tokens of about so many squares (`PinpointTiles.most`).
+    - `class_token`: a learned row precedes an image's patches in all layers. The first position is added to it. It
+      yields no token.
+    - `layer_scale`: outputs of a layer's attention and MLP are multiplied by learned factors, channel by channel.
+    - `patch_norm`: norm of the patches' embeddings; `first_norm`: norm of these after positions are added.
+    - `position`: position embedding added to the patches; `rope`: rotary embedding in the layers.
+    - `window`: side, in groups, of the squares within which patches attend to each other; layers in `full_layers`
+      attend to the whole image.
+    - `channels_last`: a patch's values are ordered by pixel, then by channel.
+    - `clipped`: inputs and outputs of the layers' linear layers are clamped to learned bounds (Gemma 4).
+    - `pinpoints`: sizes [height, width] to which images are scaled before they are cut into squares of the position
+      table's side. Their tokens, except padding, form one grid with a learned row after each of its rows (LLaVA-NeXT).
+      `most_tiles`: the grid is scaled down to about the tokens of this many squares (`PinpointTiles.most`).
     """
 
     medium = "image"
@@ -272,8 +272,8 @@ class VisionSpec(MediaSpec):
 
     @property
     def kernel(self) -> tuple[int, ...]:
-        """The shape of a patch's numbers: [channels, frames if there are any, patch height, patch
-        width], or with the channels last."""
+        """Shape of a patch's input: [channels, frames if there are any, patch height, patch width],
+        or with the channels last."""
         if self.channels_last:
             return (self.patch_size, self.patch_size, self.num_channels)
         frames = () if self.num_frames is None else (self.num_frames,)
@@ -281,14 +281,14 @@ class VisionSpec(MediaSpec):
 
     @property
     def patch_numbers(self) -> int:
-        """Number of elements of a patch."""
+        """Number of input elements of a patch."""
         return math.prod(self.kernel)
 
     def numbers(self, height: int, width: int) -> tuple[str, tuple[int, ...]]:
         return "uint8", (height, width, self.num_channels)
 
     def grid(self, height: int, width: int) -> PatchGrid:
-        """The patches of a picture. Its sides in pixels are multiples of a group's."""
+        """The patch grid of an image of this size in pixels. Both sides must be multiples of a group's side."""
         return PatchGrid(height // self.patch_size, width // self.patch_size)
 
     def num_tokens(self, grid: PatchGrid) -> int:
@@ -334,8 +334,8 @@ class VisionSpec(MediaSpec):
 class TileSizes:
     """Sizes of a picture that is cut into tiles (Idefics 3, SmolVLM).
 
-    It is scaled so that its longer side has `longest` pixels, then to multiples of `tile`, and cut.
-    The whole picture, scaled to one tile, follows. `splits` False: only the whole picture.
+    The image is scaled so that its longer side has `longest` pixels, then to multiples of `tile`,
+    and cut. The whole image, scaled to one tile, follows. `splits` False: only the whole image.
     """
 
     longest: int
@@ -362,9 +362,9 @@ class CenterSquare:
 class RatioTiles:
     """Square tiles of `tile` pixels, `least` to `most` of them (InternVL).
 
-    The ratio of their columns to their rows is next to the picture's, which is scaled to them whatever its proportions; or
-    `by` "scale" it is enlarged least within them, else reduced least (Command A Vision, where `least` has no effect). If there
-    are several, the whole picture, scaled to one tile, follows.
+    The grid of tiles is the one whose aspect ratio is closest to the image's, and the image is stretched to
+    it. With `by` "scale" it is the grid that enlarges the image least, or else shrinks it least (Command A
+    Vision; `least` has no effect). If there are several tiles, the whole image, scaled to one tile, follows.
     """
 
     tile: int
@@ -375,27 +375,28 @@ class RatioTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinpointTiles:
-    """The whole picture in a square of `tile` pixels, whatever its proportions, and after it the picture in the middle of the
-    best of `sizes` [height, width], black around (LLaVA-NeXT).
+    """The whole image stretched to a square of `tile` pixels, then the image centred on the best of `sizes` [height,
+    width], padded with black and cut into tiles (LLaVA-NeXT).
 
-    `most`: the tokens of the latter are scaled to those of about so many tiles, if they are 1.1² times as many, and several
-    pictures of a prompt have one square each, in their proportions (LLaVA-OneVision)."""
+    `most`: if the tiles have over 1.1² times the tokens of this many tiles, their grid of tokens is scaled down to
+    about that number. If a prompt has several images, each becomes one padded square (LLaVA-OneVision)."""
 
     tile: int
     sizes: tuple[tuple[int, int], ...]
     most: int | None = None
 
     def scaled(self, grid: PatchGrid, side: int) -> PatchGrid:
-        """The rows and columns of tokens of a picture without padding. A tile has `side` of each."""
+        """Token grid of an image without padding, scaled down if it is too large for `most`. A tile has `side` × `side`
+        tokens."""
         ratio = math.sqrt(grid.num_patches / (self.most * side**2)) if self.most else 0.0
         return PatchGrid(*(int(x // ratio) for x in grid)) if ratio > 1.1 else grid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelRange:
-    """Bounds of the pixels of a picture that keeps its proportions; its sides become multiples of
-    `factor` (Qwen 2 VL). `short`: what a shorter side becomes: rounded, perhaps to none until the picture is enlarged; as long,
-    by a scaling in proportion (`scaled`, GLM-4V); or at least as long by itself (`clamped`, LFM2-VL)."""
+    """Bounds of an image's number of pixels. The image keeps its aspect ratio; its sides become multiples of `factor`
+    (Qwen 2 VL). `short`: treatment of a side shorter than `factor`: rounded, possibly to 0 before enlarging (default);
+    scaled up in proportion (`scaled`, GLM-4V); or only this side raised to `factor` (`clamped`, LFM2-VL)."""
 
     factor: int
     min_pixels: int
@@ -405,8 +406,8 @@ class PixelRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudget:
-    """The most tokens of a picture, which is scaled to nearly as many in its proportions; its sides
-    become multiples of `factor` (Gemma 4)."""
+    """Maximum tokens of an image. The image is scaled to nearly this number in its aspect ratio,
+    with sides that are multiples of `factor` (Gemma 4)."""
 
     factor: int
     max_tokens: int
@@ -414,8 +415,8 @@ class TokenBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongestSide:
-    """The most pixels of a side. Larger pictures are scaled in their proportions; then sides are
-    rounded up to multiples of `factor` (Pixtral)."""
+    """Maximum pixels of a side. Larger images are scaled down in proportion; then sides are rounded
+    up to multiples of `factor` (Pixtral)."""
 
     factor: int
     longest: int
@@ -423,8 +424,9 @@ class LongestSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeOrTiles:
-    """The whole picture within bounds; or, if it has more than `limit` pixels, `tiles`, and after several of them the whole if
-    `thumbnail` (LFM2-VL). A picture's pixels are those of its sides as multiples of the factor, but at least `side`."""
+    """The whole image within bounds or, if it has more than `limit` pixels, `tiles`, followed by the whole image if there
+    are several tiles and `thumbnail` (LFM2-VL). Pixels are counted with sides rounded to multiples of the factor, at least
+    `side`."""
 
     whole: PixelRange
     tiles: RatioTiles | None
@@ -440,8 +442,8 @@ class WholeOrTiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchLimits:
-    """The most patches of `patch` pixels of a picture, and of one of its sides. Larger pictures are scaled, in proportion;
-    then each is made a multiple of `factor` with black to its right and below (MoonViT)."""
+    """Maximum number of an image's patches of side `patch`, in all and along one side. Larger images are scaled down
+    in proportion; then each is padded with black on the right and below to multiples of `factor` (MoonViT)."""
 
     factor: int
     patch: int
@@ -465,8 +467,8 @@ Sizes: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageProcessing:
-    """The preprocessing of a picture for the encoder: RGB, scaled, (value · `scale` − mean) /
-    std."""
+    """Preprocessing of an image for the encoder: conversion to RGB, scaling, then (value · `scale`
+    − mean) / std."""
 
     sizes: Sizes
     resample: Literal["bilinear", "bicubic", "lanczos"]
@@ -475,12 +477,12 @@ class ImageProcessing:
     scale: float = 1 / 255
 
     def most_tokens(self, vision: VisionSpec) -> int:
-        """The most tokens of a picture or of one of its tiles."""
+        """Maximum number of tokens of an image or of one of its tiles."""
         side = vision.patch_size * vision.merge
         match self.sizes:
             case TileSizes(tile=tile) | RatioTiles(tile=tile) | CenterSquare(side=tile):
                 return (tile // side) ** 2
-            case PinpointTiles(sizes=sizes):  # with a token after each row
+            case PinpointTiles(sizes=sizes):  # one more token after each row
                 return max(height // side * (width // side + 1) for height, width in sizes)
             case FixedSize(height=height, width=width):
                 return height * width // side**2
@@ -499,7 +501,7 @@ class ImageProcessing:
 
 def within_budget(height: int, width: int, sizes: TokenBudget) -> tuple[int, int]:
     """(height, width): the largest multiples of the factor within the budget, in about the same
-    proportions."""
+    aspect ratio."""
     factor, most = sizes.factor, sizes.max_tokens
     scale = math.sqrt(most * factor**2 / (height * width))
     rows, columns = (math.floor(scale * side / factor) for side in (height, width))
@@ -511,8 +513,8 @@ def within_budget(height: int, width: int, sizes: TokenBudget) -> tuple[int, int
 
 
 def within_side(height: int, width: int, sizes: LongestSide) -> tuple[int, int]:
-    """(height, width) as multiples of the factor, which may exceed the longest side by less than
-    it."""
+    """(height, width) as multiples of the factor. A side may exceed the maximum by less than the
+    factor."""
     ratio = max(height / sizes.longest, width / sizes.longest)
     if ratio > 1:
         height, width = (max(1, math.floor(side / ratio)) for side in (height, width))
@@ -521,7 +523,7 @@ def within_side(height: int, width: int, sizes: LongestSide) -> tuple[int, int]:
 
 
 def within_patches(height: int, width: int, sizes: PatchLimits) -> tuple[int, int]:
-    """(height, width) of a picture before black is added."""
+    """(height, width) of an image before it is padded."""
     patch, side = sizes.patch, sizes.side * sizes.patch
     count = max(1, height // patch) * max(1, width // patch)
     scale = min(1.0, math.sqrt(sizes.most / count), side / height, side / width)
@@ -529,7 +531,8 @@ def within_patches(height: int, width: int, sizes: PatchLimits) -> tuple[int, in
 
 
 def tiles_by_ratio(height: int, width: int, sizes: RatioTiles) -> tuple[int, int]:
-    """(rows, columns) of tiles. Of equally near ratios, later ones count if the picture has more than half of their pixels."""
+    """(rows, columns) of tiles. Among equally close ratios, a grid with more tiles is chosen if the image has more than half
+    of its pixels."""
     found, nearest = (1, 1), math.inf
     counts = range(1, sizes.most + 1)
     if sizes.by == "scale":
@@ -551,7 +554,8 @@ def tiles_by_ratio(height: int, width: int, sizes: RatioTiles) -> tuple[int, int
 
 
 def pinpoint(height: int, width: int, sizes: PinpointTiles) -> tuple[int, int]:
-    """(height, width) of the size that keeps the most of a picture's pixels; of equal ones the first of the smallest."""
+    """(height, width) of the size that keeps most of the image's pixels; among equals the first of those with the smallest
+    area."""
 
     def kept(size: tuple[int, int]) -> tuple[int, int]:
         scale = min(size[1] / width, size[0] / height)
@@ -562,7 +566,7 @@ def pinpoint(height: int, width: int, sizes: PinpointTiles) -> tuple[int, int]:
 
 
 def within_pinpoint(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
-    """(height, width) of a picture that is scaled to fill one direction of `size`."""
+    """(height, width) of the image scaled to fit into `size`."""
     by_height, by_width = size[0] / height, size[1] / width
     if by_width < by_height:
         return min(math.ceil(height * by_width), size[0]), size[1]
@@ -570,7 +574,7 @@ def within_pinpoint(height: int, width: int, size: tuple[int, int]) -> tuple[int
 
 
 def without_padding(height: int, width: int, grid: PatchGrid) -> PatchGrid:
-    """Returns the middle part of a grid that a picture of this height and width covers."""
+    """The central part of a grid that an image with this aspect ratio covers."""
     rows, columns = grid
     if width / height > columns / rows:
         return PatchGrid(
@@ -580,7 +584,7 @@ def without_padding(height: int, width: int, grid: PatchGrid) -> PatchGrid:
 
 
 def around_square(height: int, width: int, side: int) -> tuple[int, int]:
-    """(height, width) with the shorter side `side`, in proportion."""
+    """(height, width) after scaling the shorter side to `side`, in proportion."""
     if width <= height:
         return int(side * height / width), side
     return side, int(side * width / height)
@@ -609,8 +613,8 @@ def scaled_for_tiles(height: int, width: int, longest: int) -> tuple[int, int]:
 
 
 def whole_tiles(height: int, width: int, tile: int) -> tuple[int, int]:
-    """(height, width) as multiples of `tile`: the longer side is rounded up, then the other one in
-    proportion."""
+    """(height, width) as multiples of `tile`: the longer side is rounded up, then the other in
+    proportion and up."""
     ratio = width / height
     if width >= height:
         width = math.ceil(width / tile) * tile
@@ -622,12 +626,12 @@ def whole_tiles(height: int, width: int, tile: int) -> tuple[int, int]:
 
 
 MAX_RATIO = 200
-"""Largest ratio of a picture's sides."""
+"""Maximum ratio of an image's sides."""
 
 
 def within_pixels(height: int, width: int, sizes: PixelRange) -> tuple[int, int]:
     """(height, width) as multiples of the factor, within the bounds of `sizes`, in about the same
-    proportions."""
+    aspect ratio."""
     factor = sizes.factor
     if sizes.short == "scaled" and min(height, width) < factor:
         scale = max(factor / height, factor / width)

@@ -1,1 +1,1 @@
-"""Files of a checkpoint and the number formats in them. No torch."""
+"""A checkpoint's files and their number formats. No torch."""

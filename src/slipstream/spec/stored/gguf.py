@@ -21,8 +21,8 @@ from slipstream.errors import CheckpointError
 from slipstream.spec.stored.gguf_parts import parts_of
 from slipstream.spec.stored.gguf_types import TYPES, QuantType
 
-# NumPy is imported only when a file is opened: the command line imports this module, and `--help`
-# must be quick.
+# NumPy is imported only when a file is opened, because the command line imports this module and
+# `--help` must be fast.
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0", 42: "Q2_0",
 }  # fmt: skip
-"""Unsupported types; their names are for the message."""
+"""Unsupported types, named in the error message."""
 
 _SCALARS = {
     0: "B",
@@ -50,19 +50,19 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
-_MAX_DEPTH = 4  # arrays of arrays
-_MAX_ENTRIES = 2**24  # of an array in the metadata; the largest vocabulary has 2**18
+_MAX_DEPTH = 4  # nesting depth of arrays
+_MAX_ENTRIES = 2**24  # entries of an array in the metadata; the largest vocabulary has 2**18
 _MAX_NAMES = 2**20  # tensors, or keys
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor of the file. `shape` is in torch's order, rows first; the file has the reverse."""
+    """A tensor of the file. `shape` is in torch's order, rows first; the file stores it reversed."""
 
     name: str
     shape: tuple[int, ...]
     quant: QuantType
-    offset: int  # from the start of the file
+    offset: int  # bytes from the start of the file
 
     @property
     def type(self) -> str:
@@ -78,7 +78,7 @@ class GGUFTensor:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Facts of a file that change when it does. Empty if there is none."""
+    """Properties of a file that change when it is modified. Empty if it doesn't exist."""
     try:
         found = path.stat()
     except OSError:
@@ -146,7 +146,7 @@ class GGUFFile:
 
     def _open(self, path: Path) -> None:
         """Read one file's header."""
-        self.path, self._others = path, dict[str, GGUFFile]()  # tensors of other parts
+        self.path, self._others = path, dict[str, GGUFFile]()  # other parts' files by tensor name
         try:
             if self.path.stat().st_size == 0:
                 raise CheckpointError(
@@ -164,7 +164,7 @@ class GGUFFile:
         self._bytes: RawBytes = np.frombuffer(mapped, np.uint8)
         reader = _Reader(mapped, self.path)
         self.version = reader.version()
-        num_tensors = reader.count("the number of tensors", 24)  # bytes of the shortest entry
+        num_tensors = reader.count("the number of tensors", 24)  # 24: bytes of the shortest entry
         num_metadata = reader.count("the number of metadata entries", 13)
         for what, number in (("tensors", num_tensors), ("metadata entries", num_metadata)):
             if number > _MAX_NAMES:
@@ -177,7 +177,7 @@ class GGUFFile:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The file's metadata, by key. It is read again after `let_go_metadata`."""
+        """The file's metadata by key. Read from the file again after `let_go_metadata`."""
         if (found := self._metadata) is None:
             reader = _Reader(self._mapped, self.path)
             reader.offset = self._metadata_at
@@ -206,8 +206,8 @@ class GGUFFile:
         return flat.reshape(-1, tensor.quant.block_bytes)
 
     def let_go(self, name: str | None = None) -> None:
-        """Gives a tensor's memory pages, or the whole file's, back to the system after a read.
-        Later reads come from the file again."""
+        """Releases the memory pages of a tensor, or of the whole file, after a read. Later reads
+        load them from the file again."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         if name is None:
@@ -226,7 +226,7 @@ class GGUFFile:
 
     @property
     def is_current(self) -> bool:
-        """Whether the files are those that were opened, unchanged."""
+        """Whether the files are still those that were opened, unmodified."""
         return all(part._stamp == _stamp(part.path) for part in {self, *self._others.values()})
 
     def _find(self, name: str) -> GGUFTensor:
@@ -315,7 +315,7 @@ class _Reader:
         raise self.error(f"GGUF version {version} is not supported, 2 and 3 are{hint}")
 
     def take(self, num_bytes: int, what: str) -> int:
-        """Step over bytes, and return where they begin. CheckpointError if the file ends before."""
+        """Skip bytes and return the offset where they begin. CheckpointError if the file ends earlier."""
         begin = self.offset
         if num_bytes > self.size - begin:
             raise self.error(
@@ -330,7 +330,7 @@ class _Reader:
         )[0]
 
     def count(self, what: str, each: int) -> int:
-        """Read a number of entries that take at least `each` bytes."""
+        """Read a count of entries that take at least `each` bytes. CheckpointError if the file is too short for them."""
         count: int = self.scalar("Q", what)
         if count * each > self.size - self.offset:
             raise self.error(
@@ -376,7 +376,8 @@ class _Reader:
         return count
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """Read an array of strings. `string` is inlined: a vocabulary has hundreds of thousands."""
+        """Read an array of strings. The code of `string` is inlined, because a vocabulary has hundreds of thousands of
+        entries."""
         data, size, offset = self.data, self.size, self.offset
         length_at: Callable[[mmap.mmap, int], tuple[int]] = struct.Struct("<Q").unpack_from
         strings = []

@@ -1,11 +1,11 @@
 """The tokens of a GGUF file that end an answer, by llama.cpp's rule. No torch.
 
-1. Tokens with a number in the metadata: `eos`, `eot`, `eom`, and `fim_pad`, `fim_rep`, `fim_sep` of
-   models that fill in code.
-2. Tokens with a name in `END_NAMES`, of any type: many files number only one end, and some mark
-   ends as plain text.
-3. For each `fim_*` without a number, the first token with one of its names.
-4. Except a name that others in the vocabulary show to mean something else (`_MEANS_MORE`).
+1. Tokens whose id is in the metadata: `eos`, `eot`, `eom`, and `fim_pad`, `fim_rep`, `fim_sep` of
+   code-infilling models.
+2. Tokens whose text is in `END_NAMES`, of any type, because many files give only one id, and some
+   mark end tokens as plain text.
+3. For each `fim_*` without an id, the first token with one of its names.
+4. Excluded: a name that means something else if certain other tokens exist (`_MEANS_MORE`).
 """
 
 from __future__ import annotations
@@ -26,27 +26,30 @@ _FILL_NAMES = {
 }
 
 _MEANS_MORE = (
-    ("<|end|>", frozenset(("<|return|>", "<|call|>"))),  # gpt-oss: ends a message of several
-    ("<|end|>", frozenset(("<|flush|>", "<|call|>"))),  # Solar Open, like the next two
+    (
+        "<|end|>",
+        frozenset(("<|return|>", "<|call|>")),
+    ),  # gpt-oss: ends one of several messages of an answer
+    ("<|end|>", frozenset(("<|flush|>", "<|call|>"))),  # Solar Open; so are the next two
     ("<|end|>", frozenset(("<|return|>", "<|calls|>"))),
     ("<|end|>", frozenset(("<|flush|>", "<|calls|>"))),
-    ("</s>", frozenset(("<|tool_response>",))),  # Gemma 4: a tag of HTML
+    ("</s>", frozenset(("<|tool_response>",))),  # Gemma 4: an HTML tag
     ("</s>", frozenset(("<|plamo:eos|>",))),
 )
-"""(name, others): the name ends nothing if all the others end an answer."""
+"""(name, others): `name` doesn't end an answer if all of `others` do."""
 
 _NAMES = END_NAMES.union(*_FILL_NAMES.values(), ("<|plamo:eos|>",))
 
 NUMBERED = ("eos", "eot", "eom", *_FILL_NAMES)
-"""Tokens that the metadata numbers, as `tokenizer.ggml.…_token_id`."""
+"""Tokens whose ids the metadata gives, as `tokenizer.ggml.…_token_id`."""
 
 DEFAULT_EOS = {"llama": 2, "t5": 1}
-"""Default `eos` by `tokenizer.ggml.model`: SentencePiece's own."""
+"""Default id of `eos` by `tokenizer.ggml.model`: SentencePiece's own."""
 
 
 def end_tokens(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Ids of the tokens that end an answer, numbered ones first. Numbers are not checked: the
-    reader of ids does that."""
+    """Ids of the tokens that end an answer, those from the metadata first. The reader of ids checks
+    their range, not this function."""
     given, kind = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.model")
     tokens: list[Any] = given if isinstance(given, list) else []
     named = {i: t for i, t in enumerate(tokens) if isinstance(t, str) and t in _NAMES}

@@ -11,8 +11,8 @@ _MAX_PARTS = 4096
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files of the model that `path` is a part of, in order, existing or not. Any other file is
-    a model of its own."""
+    """All files, existing or not, of the model that `path` is a part of, in order. A file without a
+    part number is a whole model."""
     named = _PART.fullmatch(path.name)
     count = int(named[3]) if named else 0
     if named is None or not 1 <= int(named[2]) <= count <= _MAX_PARTS:
@@ -21,5 +21,5 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The GGUF models in a folder; the first file of a model in parts."""
+    """The GGUF models in a folder; for a model in parts, its first file."""
     return list(dict.fromkeys(parts_of(file)[0] for file in sorted(folder.glob("*.gguf"))))

@@ -1,8 +1,8 @@
-"""GGUF's storage types: one row of `TYPES` has all that the engine needs to know of a type. No torch.
+"""GGUF's storage types: one row of `TYPES` has all that the engine needs to know about a type. No torch.
 
-The reader, the ledger, the kernels and random weights ask these rows. What a row can't say is in
-two places: `kernels.weights.gguf_codes` takes a type's blocks apart, and csrc/cpu/pack.cpp packs
-those that a CPU multiplies. A GPU's kernels know forms of codes, not types.
+The reader, the memory ledger, the kernels and random weights use these rows. Two places have further code by
+type: `kernels.weights.gguf_codes` unpacks a type's blocks, and csrc/cpu/pack.cpp packs those that CPU kernels
+multiply. GPU kernels depend on the `CodeForm`, not on the type.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Book: TypeAlias = Literal["linear", "e2m1", "iq4", "iq3_xxs", "iq3_s", "iq2", "i
 
 @dataclass(frozen=True, slots=True)
 class CodeForm:
-    """The form of a type's codes: value = book[code] · scale − minimum.
+    """How a type encodes values: value = book[code] · scale − minimum.
 
     - `group`: the number of consecutive values that share a scale.
-    - `zero`: the code of the value 0 in a `linear` book.
+    - `zero`: the code of the value 0 in a `linear` codebook.
     - `scales`: the format of a group's scale. `bytes`: a signed byte times the float16 `d` of the
       block. `nibbles`: the low half of a byte times `d`, with the minimum in the high half.
       `halves`: a float16. `exponents`: a power of two.
@@ -34,16 +34,15 @@ class CodeForm:
 
     @property
     def shares_d(self) -> bool:
-        """Whether a block of 256 values has a float16 that its scales are multiples of."""
+        """Whether a block of 256 values has one float16 factor `d` for all its scales."""
         return self.scales in ("bytes", "nibbles")
 
     def bytes_of_256(self, *, on_cpu: bool = False) -> int:
-        """Bytes of 256 values in the kernels' order (csrc/cpu/formats.h,
+        """Bytes of 256 values in the kernels' layout (csrc/cpu/formats.h,
         `kernels.triton.products.gguf`).
 
-        They are the file's, except for scales of 4 and 6 bits, which are widened to bytes, and
-        lattices' points, which are written out in 3 or 4 bits a number. A GPU has room for `dmin`
-        in every block.
+        The same as in the file, except that 4- and 6-bit scales are widened to bytes, and lattice
+        points are expanded to 3 or 4 bits per value. On a GPU every block has space for `dmin`.
         """
         each = 2 if self.scales == "halves" else 1
         factors = each * (256 // self.group) * (2 if self.mins and self.scales != "nibbles" else 1)
@@ -55,10 +54,10 @@ class CodeForm:
 class QuantType:
     """A storage type: `block_bytes` bytes store `block_size` consecutive values of a row.
 
-    - `form`: how blocks become numbers; None: they are numbers.
-    - `cpu_kind`: the type's kind in csrc/cpu/formats.h, if a CPU's kernels multiply it. Otherwise
-      a CPU dequantizes it.
-    - `halves`: the bytes of a block at which its float16 scale begins, and that of its minima.
+    - `form`: how blocks encode values; None: plain floats.
+    - `cpu_kind`: the type's kind in csrc/cpu/formats.h, if CPU kernels multiply it; otherwise it is
+      dequantized on a CPU.
+    - `halves`: byte offsets, in a block, of its float16 scale and of that of its minima.
     """
 
     name: str
@@ -97,11 +96,11 @@ TYPES: dict[int, QuantType] = {
     39: QuantType("MXFP4", 32, 17, CodeForm(4, 32, book="e2m1", scales="exponents"), 15, ()),
     40: QuantType("NVFP4", 64, 36, CodeForm(4, 16, book="e2m1", scales="halves"), halves=()),
 }
-"""The types that can be read, by their number in a file."""
+"""The supported types, by their number in a file."""
 
 BY_NAME = {quant.name: quant for quant in TYPES.values()}
 FORMS = {quant.name: quant.form for quant in TYPES.values() if quant.form is not None}
-"""The forms of the quantized types, by name."""
+"""Code forms of the quantized types, by name."""
 
 CPU_BLOCK_BYTES = {
     quant.name: quant.form.bytes_of_256(on_cpu=True)
@@ -109,4 +108,4 @@ CPU_BLOCK_BYTES = {
     if quant.form is not None and quant.cpu_kind is not None
 }
 GPU_BLOCK_BYTES = {name: form.bytes_of_256() for name, form in FORMS.items()}
-"""Bytes of 256 numbers in the types that the kernels of a CPU, or a GPU, compute with."""
+"""Bytes of 256 values of each type in GPU memory."""

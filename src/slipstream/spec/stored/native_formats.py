@@ -1,6 +1,6 @@
-"""Decides which quantised weights of a checkpoint keep their stored format when loaded. No torch.
+"""Decides which quantized weights of a checkpoint keep their stored format when loaded. No torch.
 
-The loader and the memory ledger both use it.
+Used by both the loader and the memory ledger.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PRODUCTS = (
 
 
 def is_product(target: str) -> bool:
-    """Whether `target` is a weight that may be quantised: a layer's product or the output head, not
-    an image encoder's."""
+    """Whether `target` is a weight that may be quantized: a linear layer's or the output head, but
+    not an image encoder's."""
     return target == "head.weight" or (
         target.endswith(PRODUCTS) and not target.startswith("media.")
     )
@@ -48,7 +48,7 @@ def native_weight_bytes(
     *,
     on_cpu: bool = False,
 ) -> int:
-    """Bytes of a parameter: rounded by `scheme`, in its format of `native_formats` (without
+    """Bytes of a parameter: quantized by `scheme`, in its stored format (`formats`, without
     scales), or dense."""
     if scheme is not None and rounds(scheme, target):
         return scheme.weight_bytes(*shape, on_cpu=on_cpu)
@@ -58,8 +58,8 @@ def native_weight_bytes(
 
 
 def is_expandable(target: str) -> bool:
-    """Whether a checkpoint may store `target` quantised: a product, or one of those that are
-    expanded at load: `expand`, an index's, and `join` of a draft head."""
+    """Whether a checkpoint may store `target` quantized: a weight that stays quantized, or one that
+    is expanded at load (`expand`, those of an index, and `join` of a draft head)."""
     return is_product(target) or target.endswith(
         (".expand.weight", ".index_q.weight", ".index_k.weight", "join.weight")
     )
@@ -71,15 +71,15 @@ def native_formats(
     formats: StoredFormats,
     rounded: frozenset[str],
 ) -> dict[str, WeightFormat]:
-    """The format of each weight that can stay as the checkpoint stores it, for an op set with the
-    products `rounded`. Tensors that we hold as one weight must have the same format."""
+    """Format of each weight that can stay as stored, for an op set with the matrix products
+    `rounded`. Tensors stacked into one weight must have the same format."""
     found: dict[str, set[WeightFormat | None]] = {}
     for name, place in names.items():
         if is_product(place.target):
             fmt = formats.of(name.removesuffix(".weight"))
             able = rounded - {"int8-split"} if ".experts." in place.target else rounded
             plain = place.transform is None and place.copies is None
-            # No tile may have rows of two tensors.
+            # A scale tile must not span rows of two tensors.
             plain = plain and (fmt is None or place.start % fmt.block_rows == 0)
             ours = (
                 fmt is not None
@@ -91,8 +91,8 @@ def native_formats(
 
 
 def scheme_formats(shapes: Iterable[str], scheme: str) -> dict[str, WeightFormat]:
-    """The format of `scheme` for all products' weights, and for the head if the scheme quantises
-    it."""
+    """The format of `scheme` for all linear layers' weights, and for the head if the scheme
+    quantizes it."""
     by = SCHEMES[scheme]
     return {
         name: FORMATS[scheme]
@@ -102,11 +102,11 @@ def scheme_formats(shapes: Iterable[str], scheme: str) -> dict[str, WeightFormat
 
 
 def native_group_size(fmt: WeightFormat, rows: int, inner: int) -> int | None:
-    """The group size in which a weight [rows, inner] is held, out of those that the products
+    """The group size with which a weight [rows, inner] is held, out of those that the kernels
     support.
 
-    Scales are repeated for it. 0: one scale a row, or a tile. None: the products can't take this
-    shape.
+    Larger stored groups have their scales repeated. 0: one scale per row or tile. None: no kernel
+    supports this shape.
     """
     if fmt.block_rows > 1:
         return 0 if inner % FP8_TILE == 0 else None

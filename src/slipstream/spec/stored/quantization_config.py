@@ -1,14 +1,14 @@
 """Reads the `quantization_config` of a config.json. No torch.
 
-It has the format of the weights, the tool that wrote them, and the 8-bit KV cache that the scales
-are for.
+It gives the weights' format, the tool that wrote them, and the 8-bit KV cache format for which
+there are scales.
 
 1. It is read as strictly as the rest of a config. Unsupported or unknown fields raise an error with
    their name.
-2. Inputs are always scaled for each token at run time. Static input scales of a checkpoint are not
-   needed, and are coarser.
-3. Queries stay in the model's type. If a whole attention is quantised, only the scales of keys and
-   values are used.
+2. Inputs are always scaled per token at run time. A checkpoint's static input scales are ignored,
+   since they are coarser.
+3. Queries stay in the model's dtype. If attention is quantized, only the scales of keys and values
+   are used.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from slipstream.spec.scheme import FP8_TILE, SCHEMES, RowFormat, WeightFormat
 Method: TypeAlias = Literal[
     "compressed-tensors", "fp8", "gptq", "gptq_v2", "awq", "mxfp4", "modelopt", "bitnet"
 ]
-"""A checkpoint's convention for the names and packing of its tensors. `fp8` is DeepSeek V3's and
-Qwen 3's, in tiles. `gptq`, the first version, stores zero points minus one."""
+"""A checkpoint's convention for the names and packing of its tensors. `fp8`: DeepSeek V3's and Qwen
+3's, with scales per tile. `gptq`, the first version, stores zero points minus 1."""
 
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Places of columns 0 to 7 in a word of AWQ's tools, counted in codes from the low bits."""
+"""Positions of columns 0 to 7 in a 32-bit word of AWQ's tools, counted in codes from the low bits."""
 
 PLAIN_ZEROS: dict[Method, int] = {"gptq": 0x77777777, "gptq_v2": 0x88888888}
-"""The 32-bit word of eight zero points that are all 8, by method."""
+"""The 32-bit word in which all eight zero points are 8, by method."""
 
 PREFIX = "quantization_config."
 MXFP8 = WeightFormat(kind="float", group_size=32, scale_type="e8m0")
 INT4_BY_GROUP = {128: "int4", 32: "int4-g32"}
 SPARSE_FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
 COLUMNS_NAME = "slipstream-columns.json"
-"""A file next to the weights with the input columns that keep the model's type (LLM.int8(),
-Dettmers et al. 2022).
+"""File next to the weights that lists input columns kept in the model's dtype (LLM.int8(), Dettmers
+et al. 2022).
 
-It lists them for modules with int8 inputs, by the checkpoint's names. Other engines ignore it and
-round these columns, too.
+It lists them for each module with int8 inputs, by the checkpoint's names. Other engines ignore the
+file and quantize these columns, too.
 """
 
 FORMATS = (
@@ -67,21 +67,21 @@ NO_EFFECT = frozenset((
     "to_quant_block_names", "true_sequential", "use_cuda_fp16", "use_exllama", "v2", "v2_alpha", "v2_memory_device",
     "version", "vram_strategy", "zp_dtype",
 ))  # fmt: skip
-"""Keys about how weights were found or packed, not about their format. If a key excludes a layer,
-the tensors show it."""
+"""Keys about how weights were quantized or packed, not about their format. Excluded layers are
+recognized by their tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFormats:
     """The format of each module's weight, by the rules of compressed-tensors.
 
-    A module in `ignore` has none. Another has the format of the first of
+    A module in `ignore` is not quantized. Any other has the format of the first match among
 
     1. the group that names it,
     2. the group with a regular expression ("re:…") that matches it,
     3. the group for "Linear".
 
-    `columns`: the input columns of a module that keep the model's type (`COLUMNS_NAME`).
+    `columns`: input columns that keep the model's dtype, by module (`COLUMNS_NAME`).
     """
 
     groups: tuple[tuple[tuple[str, ...], WeightFormat], ...]
@@ -90,20 +90,20 @@ class StoredFormats:
 
     @property
     def products(self) -> frozenset[str]:
-        """The products that compute with weights as they are stored: fp8, int8, int4."""
+        """The matrix products needed to compute with weights as they are stored: fp8, int8, int4."""
         found = {fmt.product for _, fmt in self.groups} | (
             {"int8-split"} if self.columns else set()
         )
         return frozenset(product for product in found if product is not None)
 
     def of(self, module: str) -> WeightFormat | None:
-        """The format of a module, which is a weight's name in the checkpoint without .weight; None:
-        not quantised."""
+        """The format of a module (a weight's name in the checkpoint without .weight); None: not
+        quantized."""
         found = self._group(module)
         return replace(found, split=True) if found is not None and module in self.columns else found
 
     def _group(self, module: str) -> WeightFormat | None:
-        # A decoder's module may be named with what stands before it in a model that sees or hears.
+        # In a multimodal model the decoder's modules may have an additional prefix.
         if any(_matches(module, x) or x.endswith(f".{module}") for x in self.ignore):
             return None
         for expression in (False, True):
@@ -114,8 +114,8 @@ class StoredFormats:
 
 
 def _matches(module: str, target: str) -> bool:
-    """Whether a target names the module. An expression matches from the beginning, like
-    re.match."""
+    """Whether a target of the config applies to the module. Regular expressions match from the
+    beginning, like re.match."""
     return (
         re.match(target[3:], module) is not None if target.startswith("re:") else module == target
     )
@@ -125,22 +125,26 @@ def _matches(module: str, target: str) -> bool:
 class StoredQuantization:
     """The quantisation of a checkpoint.
 
-    `scheme` is a name in `SCHEMES` if all products have that one. `formats` has the format of each
-    module (compressed-tensors). Without both, weights have the model's type, and only the cache or
+    `scheme`: a name in `SCHEMES` if all linear layers use it. `formats`: the format of each module
+    (compressed-tensors). Without both, weights have the model's dtype, and only the cache or
     sparsity is described.
     """
 
     method: Method
     scheme: str | None
-    kv_cache: RowFormat | None = None  # there are scales for a cache of this format
-    sparse: bool = False  # some weights are stored without their zeros (model/stored/bitmasks.py)
+    kv_cache: RowFormat | None = None  # format of the KV cache for which the checkpoint has scales
+    sparse: bool = (
+        False  # some weights are stored as bit masks and nonzero values (model/stored/bitmasks.py)
+    )
     formats: StoredFormats | None = None
-    zeros: float | None = None  # share of zeros in the products, if the config has it
-    ternary: Literal["packed", "packed-inverse", "masters"] | None = None  # `model.stored.ternary`
+    zeros: float | None = None  # fraction of zeros in the linear layers, if the config has it
+    ternary: Literal["packed", "packed-inverse", "masters"] | None = (
+        None  # see `model.stored.ternary`
+    )
 
     @property
     def rounds(self) -> bool:
-        """Whether some weights are rounded."""
+        """Whether some weights are quantized."""
         return self.scheme is not None or self.formats is not None
 
 
@@ -167,14 +171,14 @@ def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> St
 
 
 def _fp8(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
-    """Read FP8 in tiles, for every layer's products except `modules_to_not_convert`.
+    """Read FP8 with tile scales, for all linear layers except `modules_to_not_convert`.
 
-    Such a name matches a module's beginning or end, which is transformers' rule. The output head is
-    never quantised.
+    Such a name matches the beginning or end of a module's name, as in transformers. The output head
+    is never quantized.
     """
     read.require("fmt", "e4m3")
     read.require("activation_scheme", "dynamic")
-    read.require("scale_fmt", "float", "ue8m0")  # powers of two, which float32 can hold
+    read.require("scale_fmt", "float", "ue8m0")  # power-of-two scales are exact in float32
     if read.take("weight_block_size", list) != [FP8_TILE, FP8_TILE]:
         raise read.unsupported("weight_block_size", f"only [{FP8_TILE}, {FP8_TILE}] is supported")
     names = tuple(str(name) for name in read.maybe("modules_to_not_convert", list) or [])
@@ -207,19 +211,19 @@ def _bitnet(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
 
 
 def _never_rounded(name: str) -> bool:
-    """Whether schemes never quantise a module: norms, embeddings, routers, the head, encoders of
-    pictures and sounds."""
+    """Whether schemes never quantize a module: norms, embeddings, routers, the head, image and
+    audio encoders."""
     ends = ("norm", "embed_tokens", "mlp.gate", "shared_expert_gate")
     return name == "lm_head" or name.endswith(ends) or _OF_TOWERS.search(name) is not None
 
 
 _OF_TOWERS = re.compile(r"visual|vision|audio|multi_modal_projector|connector")
-"""Parts of names of encoders of pictures and sounds, and of what connects them."""
+"""Name parts of image and audio encoders and their connectors."""
 
 
 def with_columns(stored: StoredQuantization | None, given: Mapping[str, Any]) -> StoredQuantization:
-    """`stored` with the columns `given` in `COLUMNS_NAME`. CheckpointError if they do not fit each
-    other."""
+    """`stored` with the input columns `given` by the file `COLUMNS_NAME`. CheckpointError if they
+    don't match the modules."""
     if stored is None or stored.formats is None:
         raise CheckpointError(
             f"{COLUMNS_NAME} needs weights that compressed-tensors rounded", field=COLUMNS_NAME
@@ -245,7 +249,7 @@ def with_columns(stored: StoredQuantization | None, given: Mapping[str, Any]) ->
 def _awq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     read.require("version", "gemm", "GEMM")
     read.require("zero_point", True)
-    read.ignore("sym")  # zero points are stored in either case
+    read.ignore("sym")  # zero points are stored either way
     for key in ("format", "checkpoint_format"):
         read.require(key, "gemm")
     _check_method(read, "awq")
@@ -265,12 +269,12 @@ PACKINGS: dict[str, Method] = {
     "auto_round:auto_awq": "awq",
     "auto_round:awq": "awq",
 }
-"""Packing of weights by AutoRound's name for it: that of GPTQ's or AWQ's tools."""
+"""Packing of weights (GPTQ's or AWQ's) by AutoRound's name for it."""
 
 
 def _auto_round(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     """Read AutoRound's config (Cheng et al. 2023). Modules in `extra_config` must have 16 bits,
-    which means unchanged."""
+    i.e. be unquantized."""
     packing = read.take("packing_format", str, "auto_round:auto_gptq")
     if packing not in PACKINGS:
         raise read.unsupported("packing_format", f"only {', '.join(PACKINGS)} are supported")
@@ -288,8 +292,8 @@ def _auto_round(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization
 
 
 def _check_method(read: ConfigReader, method: str | None) -> None:
-    """Check keys that GPTQ's, AWQ's and AutoRound's tools write besides the format. Inputs and the
-    head must not be quantised, nothing rotated, and words must have 32 bits."""
+    """Check the keys of GPTQ's, AWQ's and AutoRound's tools apart from the format. Refused:
+    quantized inputs or head, rotated weights, and words other than 32 bits."""
     if method is not None:
         read.require("method", method)
     for key in ("desc_act", "lm_head", "is_marlin_format"):
@@ -302,7 +306,7 @@ def _check_method(read: ConfigReader, method: str | None) -> None:
 
 
 def _mxfp4(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
-    # All modules but the experts, which alone have blocks.
+    # Only experts have blocks; all other modules are excluded.
     kept = read.maybe("modules_to_not_convert", list) or []
     if any(str(name).rstrip(".*").endswith(("experts", "mlp")) for name in kept):
         raise read.unsupported(
@@ -319,17 +323,17 @@ MODELOPT = {
     "W4A8_MXFP4_FP8": replace(SCHEME_FORMATS["mxfp4-all"], by_modelopt=True),
     "MXFP8": replace(MXFP8, by_modelopt=True),
 }
-"""Formats of weights by ModelOpt's names. Activations are rounded with FP8 weights alone; with
-others they keep the model's type, whatever the name says."""
+"""Weight formats by ModelOpt's names. Activations are only quantized with FP8 weights; otherwise
+they keep the model's dtype, whatever the name says."""
 MODELOPT_CONFIG = "hf_quant_config.json"
 """ModelOpt's file next to config.json. Newer versions also write a quantization_config into
 config.json itself."""
 
 
 def _modelopt(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
-    """Read NVIDIA ModelOpt's quantization: from config.json, or from `MODELOPT_CONFIG`, which has
-    the key `quantization` around it."""
-    read.ignore("producer", "config_groups")  # the groups say the same as `quant_algo`
+    """Read NVIDIA ModelOpt's quantization from config.json, or from `MODELOPT_CONFIG`, where it is
+    under the key `quantization`."""
+    read.ignore("producer", "config_groups")  # the groups repeat `quant_algo`
     own, inner = read, read.maybe("quantization", dict)
     if inner is not None:
         own = _reader(inner, f"{PREFIX}quantization.")
@@ -375,8 +379,8 @@ def _modelopt_format(read: ConfigReader, algo: str | None = None) -> WeightForma
 
 
 def _of_wildcards(name: str) -> str:
-    """Translates a name of ModelOpt to a target. The name may have wildcards; without them it
-    stands for the module and all modules below it."""
+    """Translates a ModelOpt module name, possibly with wildcards, to a target. A name without
+    wildcards stands for the module and all below it."""
     if name in ("lm_head", "lm_head*", "*lm_head*"):
         return "lm_head"
     if any(x in name for x in "*?["):
@@ -389,7 +393,7 @@ def _gptq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     _check_method(read, "gptq")
     read.require("checkpoint_format", "gptq", "gptq_v2")
     found = read.maybe("checkpoint_format", str) or read.maybe("format", str) or "gptq"
-    read.require("format", found)  # must be the same
+    read.require("format", found)  # must be this format
     if found not in ("gptq", "gptq_v2"):
         raise read.unsupported("format", "only gptq and gptq_v2 are supported")
     return StoredQuantization("gptq_v2" if found == "gptq_v2" else "gptq", _int4(read))
@@ -410,7 +414,7 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
     caches = {"kv_cache_scheme": read.maybe("kv_cache_scheme", dict)}
     groups = dict(read.maybe("config_groups", dict) or {})
     for name, group in [*groups.items()]:
-        # A whole attention, with its cache.
+        # A group for whole attention modules, with their cache.
         if isinstance(group, Mapping) and group.get("weights") is None:
             caches[f"config_groups.{name}"] = _attention_inputs(
                 _reader(groups.pop(name), f"{PREFIX}config_groups.{name}.")
@@ -428,7 +432,7 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
     ignored = tuple(str(layer) for layer in read.maybe("ignore", list) or [])
     if not groups:
         read.require("format", "dense", *FORMATS, *SPARSE_FORMATS)
-        # The weights are unchanged, so any status is right.
+        # Both states mean that the weights are stored quantized.
         read.require("quantization_status", "compressed", "frozen")
         return StoredQuantization("compressed-tensors", None, kv_cache, sparse, zeros=zeros)
     read.require("format", *FORMATS, "mixed-precision")
@@ -445,8 +449,8 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
 
 
 def _scheme(formats: StoredFormats, tied_embeddings: bool) -> str | None:
-    """The scheme of all products, if they share one. Ignored routers and encoders of pictures don't
-    count: they are never quantised."""
+    """The scheme of all linear layers, if they share one. Ignored routers and image encoders don't
+    count, since they are never quantized."""
     ignored = {
         layer
         for layer in formats.ignore
@@ -455,7 +459,7 @@ def _scheme(formats: StoredFormats, tied_embeddings: bool) -> str | None:
     }
     if len(formats.groups) > 1 or formats.groups[0][0] != ("Linear",) or ignored - {"lm_head"}:
         return None
-    # A scale for the whole weight or input is repeated for each row or token.
+    # A single scale for the whole weight or input is repeated per row or token.
     held = replace(
         formats.groups[0][1],
         whole=False,
@@ -482,8 +486,8 @@ def _check_expressions(read: ConfigReader, field: str, targets: tuple[str, ...])
 
 
 def _sparsity(read: ConfigReader) -> tuple[bool, float | None]:
-    """(whether weights are stored without their zeros, the share of zeros). The tensors' names show
-    which weights, so `targets` and `ignore` are not needed."""
+    """(whether weights are stored without their zeros, fraction of zeros). Tensor names tell which
+    weights, so `targets` and `ignore` are not needed."""
     given = read.maybe("sparsity_config", dict)
     if not given:
         return False, None
@@ -496,7 +500,7 @@ def _sparsity(read: ConfigReader) -> tuple[bool, float | None]:
 
 
 def _attention_inputs(group: ConfigReader) -> dict[str, Any]:
-    """The inputs of a group without weights. Only attention modules have such groups."""
+    """The input format of a group without weights, which only attention modules have."""
     targets = group.take("targets", list)
     if not all(isinstance(t, str) and t.endswith("Attention") for t in targets):
         raise group.unsupported("targets", "without weights only attention modules are supported")
@@ -509,7 +513,7 @@ def _attention_inputs(group: ConfigReader) -> dict[str, Any]:
 
 
 def _cache(given: Mapping[str, Any], prefix: str) -> RowFormat:
-    """The format of an 8-bit cache with static symmetric scales, one for each layer or kv head."""
+    """The format of an 8-bit KV cache with static symmetric scales, one per layer or kv head."""
     read = _reader(given, prefix)
     read.require("symmetric", True)
     read.require("dynamic", False)
@@ -587,7 +591,7 @@ def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFor
 def _float_groups(
     weights: ConfigReader, bits: int, size: int | None, strategy: str, symmetric: bool
 ) -> WeightFormat:
-    """NVFP4, MXFP4 or MXFP8. Their inputs keep the model's type, whatever `input_activations` says."""
+    """The format NVFP4, MXFP4 or MXFP8. Inputs keep the model's dtype, whatever `input_activations` says."""
     kinds = {
         ("tensor_group", 4, 16): SCHEME_FORMATS["nvfp4"],
         ("group", 4, 32): SCHEME_FORMATS["mxfp4-all"],
@@ -603,7 +607,7 @@ def _float_groups(
 
 
 def _block(group: ConfigReader, weights: ConfigReader, given: Any, prefix: str) -> WeightFormat:
-    """FP8 with a scale for each tile of 128 × 128 weights and for each 128 inputs."""
+    """FP8 with one scale per tile of 128 × 128 weights and one per 128 inputs."""
     if weights.take("block_structure", list) != [FP8_TILE, FP8_TILE]:
         raise weights.unsupported("block_structure", f"only [{FP8_TILE}, {FP8_TILE}] is supported")
     weights.require("num_bits", 8)
@@ -632,6 +636,6 @@ def _block(group: ConfigReader, weights: ConfigReader, given: Any, prefix: str) 
 
 
 def _reader(config: Any, prefix: str) -> ConfigReader:
-    # A value that is not an object becomes an unknown key.
+    # A value that is not an object is treated as an unknown key.
     whole = config if isinstance(config, Mapping) else {"": config}
     return ConfigReader(whole, prefix=prefix, no_effect=NO_EFFECT)

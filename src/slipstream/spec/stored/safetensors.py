@@ -1,8 +1,8 @@
 """The safetensors files of a folder: which of them are the model's own, and their headers. No
-torch, no numbers.
+torch; weights are not read.
 
-A folder may hold other files of tensors: Mistral's own format (`consolidated*`), an adapter, a copy
-in another type (`model.fp16.safetensors`). Reading them all would load the model twice.
+A folder may have other files with tensors: Mistral's own format (`consolidated*`), an adapter, a
+copy in another dtype (`model.fp16.safetensors`). Reading them all would load the model twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.errors import CheckpointError
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 OTHERS = ("consolidated", "adapter_", "optimizer")
-"""First characters of the names of files that are never the model's weights."""
+"""Prefixes of names of files that are never the model's weights."""
 
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 _VARIANT = re.compile(r"model\.\w+\.safetensors")
@@ -29,11 +29,11 @@ _CHUNK = 1 << 24
 
 
 def own_names(names: Iterable[str]) -> list[str]:
-    """The files, out of a folder's *.safetensors `names`, with the weights of a model without an
+    """Out of a folder's *.safetensors `names`, the files with the model's weights if there is no
     index.
 
     The choice is transformers': `model.safetensors` before shards, and these before other files.
-    CheckpointError if several files are copies of the model in different types.
+    CheckpointError if several files are copies of the model in different dtypes.
     """
     found = sorted(n for n in names if n.endswith(".safetensors") and not n.startswith(OTHERS))
     if SINGLE_NAME in found:
@@ -50,10 +50,10 @@ def own_names(names: Iterable[str]) -> list[str]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files of a folder with its model's tensors; empty if there are none.
+    """The files with the model's tensors in a folder; empty if there are none.
 
-    An index may name missing files. CheckpointError if the index can't be read, or the choice of
-    files is ambiguous.
+    May include missing files that an index names. CheckpointError if the index can't be read, or
+    the choice of files is ambiguous.
     """
     if (where := weight_map(path)) is not None:
         return sorted({path / name for name in where.values()})
@@ -61,7 +61,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def weight_map(path: Path) -> dict[str, str] | None:
-    """The file of each tensor by the folder's index.
+    """File name of each tensor, from the folder's index.
 
     None if there is no index, or if `model.safetensors` exists, which precedes it. A broken index
     raises CheckpointError in any case.
@@ -87,7 +87,7 @@ def weight_map(path: Path) -> dict[str, str] | None:
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """The files of a folder with its model's tensors. CheckpointError if there are none, or if the
+    """The files with the model's tensors in a folder. CheckpointError if there are none, or if the
     index names a missing one."""
     files = weight_files(path)
     if missing := [f.name for f in files if not f.is_file()]:
@@ -115,7 +115,7 @@ def weight_bytes(path: Path) -> int:
 
 
 def tensor_names(path: Path) -> frozenset[str]:
-    """The names of a folder's tensors; empty without files. An index is trusted."""
+    """Names of all tensors in a folder, from its index if there is one; empty without files."""
     if (where := weight_map(path)) is not None:
         return frozenset(where)
     return frozenset(name for file in weight_files(path) for name in _header(file)[0])
@@ -130,7 +130,7 @@ def file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """(a file's tensors by name, offset of their bytes)."""
+    """(the header's entries by tensor name, offset of the first tensor's bytes)."""
     try:
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
@@ -144,7 +144,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of a tensor's bytes: [begin, begin + size) of `file`, which was last changed at
+    """Location of a tensor's bytes: [begin, begin + size) of `file`, which was last modified at
     `mtime_ns`."""
 
     file: Path
@@ -175,8 +175,8 @@ def find_tensor(path: Path, name: str) -> StoredTensor | None:
 
 @lru_cache(maxsize=64)
 def same_numbers(a: StoredTensor, b: StoredTensor) -> bool:
-    """Whether two stored tensors are equal, byte by byte. It stops at the first difference, so only
-    equal tables are read in full."""
+    """Whether two stored tensors are equal, byte by byte. Stops at the first difference, so only
+    equal tensors are read in full."""
     if (a.dtype, a.shape, a.size) != (b.dtype, b.shape, b.size):
         return False
     with a.file.open("rb") as one, b.file.open("rb") as other:

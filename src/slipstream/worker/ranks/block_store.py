@@ -1,14 +1,15 @@
 """Tiers below the devices' caches of several ranks: each rank stores its part of every block. No torch.
 
-All ranks get the same copies, in order with the steps. A copy is done when all ranks have made it, and is good if it
-is good on all. A block counts as stored on disk if all ranks had it at the start, or have written it since. That one
+Where each request belongs to one rank, each of these has a store; over a pipeline that is the store of one rank of every
+stage. All ranks of a store get the same copies, in order with the steps. A copy is done when all have made it, and is good
+if it is good on all. A block counts as stored on disk if all ranks had it at the start, or have written it since. That one
 rank has removed its file is noticed when it is read.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.messages.tiers import BlockCopy
@@ -27,14 +28,16 @@ class RankDisks:
 
 class RankBlockStore:
     """The `BlockStore` of several ranks. Each rank copies its own part of a block, and a copy has
-    ended when all ranks have made it. `found` has each rank's tiers at the start."""
+    ended when all ranks have made it. `latest` has each rank's tiers at the start, by its number; `send`
+    sends to these ranks."""
 
     exchange = None  # refused with ranks
 
     def __init__(
-        self, send: Callable[[ToRank], None], mail: Mailbox, found: Sequence[RankTiers]
+        self, send: Callable[[ToRank], None], mail: Mailbox, latest: Mapping[int, RankTiers]
     ) -> None:
-        self._send, self._mail, self._latest = send, mail, dict(enumerate(found))
+        self._send, self._mail, self._latest = send, mail, dict(latest)
+        found = [*latest.values()]
         self.sizes: Sequence[int] = [
             sum(of_ranks) for of_ranks in zip(*(own.sizes for own in found), strict=True)
         ]
@@ -66,16 +69,16 @@ class RankBlockStore:
 
     def finished(self) -> list[tuple[int, bool]]:
         done: list[tuple[int, bool]] = []
-        while self._mail.tiers:
-            rank, report = self._mail.tiers.popleft()
-            self._latest[rank] = report
-            self._asked -= 1
-            for number, ok in report.done:
-                self._came[number] += 1
-                if not ok:
-                    self._failed.add(number)
-                if self._came[number] == len(self._latest):
-                    done.append((number, self._end(number)))
+        for rank in self._latest:
+            while (report := self._mail.next_tiers(rank)) is not None:
+                self._latest[rank] = report
+                self._asked -= 1
+                for number, ok in report.done:
+                    self._came[number] += 1
+                    if not ok:
+                        self._failed.add(number)
+                    if self._came[number] == len(self._latest):
+                        done.append((number, self._end(number)))
         if self._copies and not self._asked:
             self._asked = len(self._latest)
             self._send(ReportTiers())

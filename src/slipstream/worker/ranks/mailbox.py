@@ -48,7 +48,7 @@ class Mailbox:
         self._num_results = num_results
         self._results: dict[int, dict[int, StepResult]] = {}  # by step and rank
         self.expert_loads: dict[int, RankExpertLoad] = {}  # by rank
-        self.tiers: deque[tuple[int, RankTiers]] = deque()  # with the rank's number
+        self.tiers: dict[int, deque[RankTiers]] = {r.number: deque() for r in ranks}
         self._start: deque[tuple[Rank, Meeting | Phase | Started]] = deque()
         self._answers: deque[Reply] = deque()
         self._failures: list[RankFailed] = []
@@ -79,8 +79,8 @@ class Mailbox:
     def next_answer(self) -> Reply | None:
         return self._answers.popleft() if self._answers else None
 
-    def next_tiers(self) -> tuple[int, RankTiers] | None:
-        return self.tiers.popleft() if self.tiers else None
+    def next_tiers(self, rank: int) -> RankTiers | None:
+        return self.tiers[rank].popleft() if self.tiers[rank] else None
 
     def results_of(self, step_id: int) -> list[StepResult] | None:
         """Take the results of a step, by rank; None until all have arrived."""
@@ -127,7 +127,7 @@ class Mailbox:
         elif isinstance(message, RankExpertLoad):
             self.expert_loads[rank.number] = message
         elif isinstance(message, RankTiers):
-            self.tiers.append((rank.number, message))
+            self.tiers[rank.number].append(message)
         elif isinstance(message, Meeting | Phase | Started):
             self._start.append((rank, message))
         else:

@@ -25,6 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn, TypeAlias, TypeVar
@@ -231,9 +232,16 @@ class ProcessExecutor(Executor):
                 self.load_adapter(request, tuple)
         if config.cache.host_bytes is not None or config.cache.disk_bytes is not None:
             self._broadcast(ReportTiers(keys=True))
-            found = dict(self._await(self._mail.next_tiers) for _ in self._ranks)
-            reports = [found[rank.number] for rank in self._ranks]
-            self.store = RankBlockStore(self._broadcast, self._mail, reports)
+            found = {n: self._await(partial(self._mail.next_tiers, n)) for n in range(size)}
+            groups = 1 if self._owners is None else self._owners.num_ranks
+            self.stores = [
+                RankBlockStore(
+                    partial(self._send_group, group, groups),
+                    self._mail,
+                    {n: found[n] for n in range(group, size, groups)},
+                )
+                for group in range(groups)
+            ]
         stage = config.parallel.stage
         if stage.share(0).experts and config.lora is None:  # an adapter may change the router
             self._balancer = ExpertBalancer(self.description.spec, stage.size)
@@ -448,17 +456,23 @@ class ProcessExecutor(Executor):
         """Send a message to all ranks."""
         self._send_each([message])
 
-    def _send_each(self, messages: Sequence[ToRank]) -> None:
-        """Send each rank of a stage its own message, or all ranks the same one.
+    def _send_group(self, group: int, groups: int, message: ToRank) -> None:
+        """Send a message to the ranks of all stages that have the same requests."""
+        self._send_each([message if i == group else None for i in range(groups)])
+
+    def _send_each(self, messages: Sequence[ToRank | None]) -> None:
+        """Send each rank of a stage its own message, if it has one, or all ranks the same one.
 
         All stages get the same.
         """
         self._raise_if_dead()
-        encoded = [self._ranks[0].link.encode(message) for message in messages]
+        encode = self._ranks[0].link.encode
+        encoded = [None if message is None else encode(message) for message in messages]
         try:
             with self._sending:
                 for rank in self._ranks:
-                    rank.link.send_bytes(encoded[rank.number % len(encoded)])
+                    if (own := encoded[rank.number % len(encoded)]) is not None:
+                        rank.link.send_bytes(own)
         except OSError:
             self._die()
         except BaseException:

@@ -210,8 +210,7 @@ class RankProcess:
             self._link.send(answer)
 
     def _of_tiers(self, message: OfTiers) -> None:
-        store = self._executor.store
-        assert store is not None
+        (store,) = self._executor.stores
         if isinstance(message, CopyBlocks):
             store.submit(message.copies)
         elif isinstance(message, ClearTiers):

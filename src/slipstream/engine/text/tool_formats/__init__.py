@@ -1,7 +1,7 @@
-"""How models write tool calls and reasoning: one file a family of formats, each with both the grammar and the parser.
+"""How models write tool calls and reasoning: one file per family of formats, with both the grammar and the parser.
 
-A format is found in the text of the model's chat template, or named. A new one is a subclass of `ToolFormat` and a line in
-`FORMATS`.
+A format is detected in the model's chat template, or named by the user. A new one is a subclass of `ToolFormat` and a
+line in `FORMATS`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from slipstream.engine.text.tool_formats.mistral import Mistral, MistralArgs
 from slipstream.engine.text.tool_formats.pythonic import Lfm2, Olmo3, Pythonic
 from slipstream.errors import ConfigError
 
-_ORDER: tuple[type[ToolFormat], ...] = (  # special ones first: many templates have <tool_call>
+_ORDER: tuple[
+    type[ToolFormat], ...
+] = (  # specific formats first, since many templates contain <tool_call>
     *(tagged.MuseGlimmer, tagged.Muse, Harmony, Gemma4, FunctionGemma, KimiK2, tagged.KimiK3),
     *(HyV3, HyV3Open, HyV4, K2Horizon, Glm, MiniMaxM3, Plamo3, json_calls.Inkling),
     *(tagged.DeepSeekV32, tagged.DeepSeekV41, tagged.DeepSeekV4, tagged.Step3, tagged.MiniMaxM2),
@@ -59,7 +61,7 @@ _ALIASES = {
     "muse": "musespark1x",
 }
 ALIASES = {other: name for name, others in _ALIASES.items() for other in others.split()}
-"""Names that other servers give these formats."""
+"""Names of these formats in other servers."""
 
 REASONING = {
     "think": ("<think>", "</think>"),
@@ -80,25 +82,25 @@ REASONING = {
     "plamo3": Plamo3.think,
     "inkling": json_calls.Inkling.think,
 }
-"""The markers around reasoning. Harmony's is part of its format."""
+"""(begin, end) markers of reasoning, by name. Harmony's are part of its tool format."""
 
 _THINK = (
     "deepseek_r1 deepseek_v3 deepseek_v4 deepseek_v41 ernie45 glm45 glm47 granite_thinking_parser holo2 hunyuan_a13b hy_v3 "
     "kimi_k2 ling3 mimo minicpmv minimax_m2 nemotron_v3 olmo3 poolside_v1 qwen3 step3 step3p5 step5"
 )
 _IN_FORMAT = "openai_gptoss harmony muse muse_glimmer musespark1x hy_v4"
-"""Names of reasoning parsers for formats in which reasoning is part of the tool format. The chat
-template decides these."""
+"""Names of reasoning parsers for formats in which reasoning is part of the tool format, which the
+chat template determines."""
 REASONING_ALIASES = (
     dict.fromkeys(_THINK.split(), "think")
     | dict.fromkeys(_IN_FORMAT.split(), "")
     | dict.fromkeys(("cohere_command3", "cohere_command4"), "cohere")
 )
-"""Names that vLLM gives them."""
+"""vLLM's names of reasoning parsers, mapped to ours."""
 
 
 def tool_format(named: str | None, template: str | None) -> ToolFormat | None:
-    """The format that was named, or that the chat template asks for; None if it asks for none, or for "none"."""
+    """The tool format `named`, or the one that the chat template uses. None if the template uses none, or for "none"."""
     if named == "none":
         return None
     if named is not None:
@@ -113,8 +115,8 @@ def tool_format(named: str | None, template: str | None) -> ToolFormat | None:
 
 
 def reasoning_markers(named: str | None, template: str | None) -> tuple[str, str] | None:
-    """The markers of reasoning: those of the format `named`, else of the one that the template
-    writes. None without reasoning."""
+    """(begin, end) markers of reasoning: those `named`, or else those that the template writes.
+    None without reasoning."""
     if named == "none":
         return None
     if named is not None:

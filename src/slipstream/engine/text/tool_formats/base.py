@@ -1,13 +1,13 @@
-"""The common part of the formats of tool calls: the parser of streams, and the writing of grammars.
+"""Common code of tool-call formats: the streaming parser, and the grammar writer.
 
-A format is one class for the way in which a family of models writes its calls. `call` is the grammar of one call, `between` and
-`whole` are those of several, and `script` parses them. A script is a generator. It reads text by `yield from parser.until(…)`,
-`parser.char()` and others, which wait for more text if necessary. It reports its findings by `parser.content(…)`,
-`parser.begin_call(…)` and `parser.arguments(…)`. So the findings depend on the text alone, and not on how the text was cut into
-pieces.
+A format is a class that describes how a family of models writes calls. `call` is the grammar of one
+call, `between` and `whole` those of several, and `script` parses them. A script is a generator. It
+reads text by `yield from parser.until(…)`, `parser.char()` and others, which wait for more text if
+necessary. It reports results by `parser.content(…)`, `parser.begin_call(…)` and
+`parser.arguments(…)`. So results depend only on the text, not on how it was split into pieces.
 
-Whitespace around calls and reasoning is no content. Nor is a call that the end of the answer cut: it is dropped, or is a call
-with a part of its arguments.
+Whitespace around calls and reasoning is dropped. A call truncated by the end of the answer is
+dropped, too, or reported with a part of its arguments.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from slipstream.errors import RequestError
 from slipstream.params.answer_forms import ReasoningMarkers
 
 MAX_NAME = 256
-"""Characters of a function's name."""
+"""Maximum characters of a function's name."""
 
 MAX_GRAMMAR = 256 * 1024
-"""Characters of the schemas in one grammar. A longer grammar is refused anyhow, after it was written on the event loop."""
+"""Maximum characters of the schemas in one grammar. The grammar compiler refuses longer ones anyway, but only after they
+were written on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class BeginCall:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of a call's arguments, which are JSON."""
+    """The next piece of a call's arguments, as JSON text."""
 
     index: int
     text: str
@@ -68,12 +69,12 @@ Script: TypeAlias = Generator[None, None, None]
 
 
 class _Text:
-    """Text whose trailing whitespace is held back, until more text or the end of the answer
-    comes."""
+    """Output text whose trailing whitespace is held back until more text or the end of the answer
+    arrives."""
 
     def __init__(self, make: Callable[[str], Event], events: list[Event]) -> None:
         self._make, self._events = make, events
-        self._held = list[str]()  # pieces, since a model may write whitespace without end
+        self._held = list[str]()  # a list, since a model may write whitespace endlessly
         self.strips_begin = False
 
     def add(self, text: str) -> None:
@@ -85,7 +86,7 @@ class _Text:
         self._held.append(text[len(body) :])
 
     def cut(self) -> None:
-        """Something else follows: whitespace on both of its sides is dropped."""
+        """Mark a boundary: whitespace before and after it is dropped."""
         self._held, self.strips_begin = [], True
 
     def end(self) -> None:
@@ -95,9 +96,9 @@ class _Text:
 
 
 class Parser:
-    """Reads one answer piece by piece. What stands between `think`'s markers is reasoning; with `thinking` the prompt has
-    opened it. A text of `interrupts` ends it, too, and is read on. The rest is `script`'s. Texts of `wraps` stand around an
-    answer, and are no content."""
+    """Parses one answer incrementally. Text between the markers of `think` is reasoning; with `thinking` the
+    prompt has already opened it. A text of `interrupts` also ends reasoning, and is parsed again as what
+    follows. The rest is parsed by `script`. Texts of `wraps` around an answer are dropped."""
 
     def __init__(
         self,
@@ -124,8 +125,8 @@ class Parser:
         return self._go_on()
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """Ends the answer. `cut`: it reached its maximum length, so the beginning of a marker at
-        its end is dropped."""
+        """Ends the answer. `cut`: it reached its maximum length, so an incomplete marker at its end
+        is dropped."""
         self._ended, self._cut = True, cut
         events = self._go_on()
         self._content.end()
@@ -153,9 +154,11 @@ class Parser:
         yield from self.until((), self.content)
 
     def _think(self, begin: str, end: str, thinking: bool) -> Script:
-        opened = yield from self.opens_with(begin)  # some models write it again
+        opened = yield from self.opens_with(begin)  # some models repeat the opening marker
         if not thinking and not opened:
-            yield from self.opens_with(end)  # of reasoning that the prompt has ended
+            yield from self.opens_with(
+                end
+            )  # an end marker of reasoning that the prompt has already ended
             return
         self._reasoning.cut()
         if marker := (yield from self.until((end, *self._interrupts), self.reasoning)):
@@ -168,8 +171,8 @@ class Parser:
     def until(
         self, markers: Sequence[str], out: Callable[[str], None]
     ) -> Generator[None, None, str]:
-        """Pass the text up to the first of the markers to `out`. The marker is consumed and returned; "" if the text
-        ends before one."""
+        """Pass text to `out` up to the first of the markers. The marker is consumed and returned;
+        "" if the text ends before one."""
         wraps = self._wraps if out == self.content else ()
         search = _search((*markers, *wraps))
         while True:
@@ -186,7 +189,7 @@ class Parser:
             given = len(self._buffer) - held
             text, self._buffer = self._buffer[:given], self._buffer[given:]
             if self._cut and (begun := search.num_begun(text)) > 1:
-                text = text[:-begun]  # a single character may be anything
+                text = text[:-begun]  # a single character is too short to be called a beginning
             if text:
                 out(text)
             if self._ended:
@@ -194,39 +197,39 @@ class Parser:
             yield
 
     def put_back(self, text: str) -> None:
-        """Return text that was taken, so that it is read again."""
+        """Put consumed text back to be read again."""
         self._buffer = text + self._buffer
 
     @property
     def at_end(self) -> bool:
-        """Whether the answer has ended, and all of it was read but whitespace."""
+        """Whether the answer has ended and only whitespace is unread."""
         return self._ended and not self._buffer.strip()
 
     @property
     def is_cut(self) -> bool:
-        """Whether the answer ended at its maximum length."""
+        """Whether the answer was truncated at its maximum length."""
         return self._cut
 
     def refuse(self, opening: str, more: str = "") -> None:
-        """Pass on as content a text that began like a call, but is none. If the answer ends within the call, the text
-        is dropped; an opening marker alone is dropped only if the answer ended at its maximum length."""
+        """Report as content a text that began like a call but is none. If the answer ends within the call,
+        the text is dropped; an opening marker alone is dropped only if the answer was truncated."""
         if not self.at_end or not (more.strip() or self.is_cut):
             self.content(opening + more)
 
     def peek(self) -> Generator[None, None, str]:
-        """The next character; "" at the end."""
+        """The next character, without consuming it; "" at the end."""
         while not self._buffer and not self._ended:
             yield
         return self._buffer[:1]
 
     def char(self) -> Generator[None, None, str]:
-        """Consume and return the next character; "" at the end."""
+        """The next character, which is consumed; "" at the end."""
         c = yield from self.peek()
         self._buffer = self._buffer[1:]
         return c
 
     def opens_with(self, marker: str, *, take: bool = True) -> Generator[None, None, bool]:
-        """Whether the text begins with whitespace and `marker`, which are taken then, unless `take` is false."""
+        """Whether whitespace and then `marker` come next. Both are consumed if so, unless `take` is false."""
         spaces = list[str]()
         while True:
             text = self._buffer.lstrip()
@@ -248,12 +251,12 @@ class Parser:
             yield
 
     def spaces(self, out: Callable[[str], None]) -> Script:
-        """Pass white space on to `out`."""
+        """Pass whitespace to `out`."""
         while (c := (yield from self.peek())) and c.isspace():
             out((yield from self.char()))
 
     def value(self, out: Callable[[str], None]) -> Script:
-        """Pass one JSON value on to `out`, as it is written. It may be broken: a string ends at its
+        """Pass one JSON value to `out`, verbatim. Invalid JSON is tolerated: a string ends at its
         quote, a list or object at its bracket, anything else before a comma, a bracket, whitespace
         or a marker."""
         depth, first = 0, True
@@ -272,12 +275,12 @@ class Parser:
                 depth += (c in "{[") - (c in "}]")
 
     def value_after(self, begin: str, out: Callable[[str], None]) -> Script:
-        """Passes on a JSON value as `value` does; its `begin` was taken already."""
+        """Passes a JSON value to `out` like `value`, if its first character `begin` was already consumed."""
         self.put_back(begin)
         yield from self.value(out)
 
     def rest_of_string(self, out: Callable[[str], None]) -> Script:
-        """Pass the rest of a JSON string, after its first quote, on to `out`, with the last
+        """Pass the rest of a JSON string to `out`, from after its opening quote to its closing
         quote."""
         while c := (yield from self.char()):
             out(c)
@@ -287,7 +290,7 @@ class Parser:
                 out((yield from self.char()))
 
     def name(self) -> Generator[None, None, str]:
-        """The characters of a function's name that come next."""
+        """Consume and return the characters of a function's name."""
         found = list[str]()
         while (
             (c := (yield from self.peek()))
@@ -298,8 +301,8 @@ class Parser:
         return "".join(found)
 
     def call_object(self, begin: str) -> Generator[None, None, bool]:
-        """A call as one JSON object with one of `NAMES` and one of `ARGUMENTS`. Its arguments go out as they come,
-        once the name is known. False: it is no call, or is cut; the text read after `begin` is then content."""
+        """Parse a call as one JSON object with one key of `NAMES` and one of `ARGUMENTS`. Arguments are reported as they
+        arrive, once the name is known. False if it is no call or truncated; the text after `begin` is then content."""
         raw, name, kept = list[str](), "", list[str]()
         out, begun, given, closed = raw.append, False, False, False
         yield from self.spaces(out)
@@ -378,29 +381,29 @@ class Parser:
             self._events.append(Arguments(self.num_calls - 1, text))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """A whole call."""
+        """Report a complete call."""
         self.begin_call(name)
         self.arguments(dumps(arguments))
 
 
 NAMES, ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters", "args")
-"""Keys of a call that is a JSON object. Models mix them."""
+"""Keys of calls that are JSON objects. Models use them interchangeably."""
 
 _KEYS = tuple(f'"{key}"' for key in (*NAMES, *ARGUMENTS, "tool_call_id"))
 
 
 def drop(text: str) -> None:
-    """Receiver of text that is dropped."""
+    """Output function that discards text."""
 
 
 def dumps(value: Any) -> str:
-    """JSON of a value. Halves of characters, which no text can hold, stay escaped."""
+    """JSON of a value. Unpaired surrogates, which no text can contain, stay escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return text if _is_text(text) else json.dumps(value)
 
 
 def _is_text(text: str) -> bool:
-    """Whether there are no halves of characters in it, which JSON can escape."""
+    """Whether the text has no unpaired surrogates, which JSON can escape."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -413,7 +416,7 @@ def is_name(text: str) -> bool:
 
 
 class _Search:
-    """Several texts that are looked for at once."""
+    """Search for several texts at once."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         words = "|".join(map(re.escape, sorted(texts)))
@@ -423,7 +426,7 @@ class _Search:
         self._longest = max(map(len, texts), default=0)
 
     def num_begun(self, text: str) -> int:
-        """Characters at the end of `text` that may begin one of the texts."""
+        """Number of characters at the end of `text` that may begin one of the texts."""
         for i in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[i] in self._firsts and text[i:] in self._begins:
                 return len(text) - i
@@ -444,15 +447,16 @@ def _loads(text: str) -> Any:
 
 
 class Writer:
-    """Grammars in Lark's form. `special` gives the id of a special token by its text: the grammar then names the token, since
-    its text alone would not be it. Special tokens among `markers` are found within longer texts, too."""
+    """Writes grammars in Lark's syntax. `special` maps a text to the id of a special token: the grammar then names the
+    token, because the text alone would not match it. Special tokens among `markers` are also recognized within longer
+    texts."""
 
     def __init__(self, special: Callable[[str], int | None], markers: Sequence[str] = ()) -> None:
         self._special = special
         tokens = sorted((m for m in markers if special(m) is not None), key=len, reverse=True)
         self._tokens = re.compile(f"({'|'.join(map(re.escape, tokens))})") if tokens else None
         self.rules: dict[str, str] = {}
-        self._num_characters = 0  # of schemas
+        self._num_characters = 0  # characters of all schemas so far
 
     def text(self, text: str) -> str:
         written = [
@@ -462,7 +466,7 @@ class Writer:
         return written[0] if len(written) == 1 else f"({' '.join(written)})"
 
     def _parts(self, text: str) -> list[tuple[str, int | None]]:
-        """The text cut at its special tokens, each with its id."""
+        """The text split at special tokens, as (text, token id or None)."""
         if (token := self._special(text)) is not None or self._tokens is None:
             return [(text, token)]
         return [(part, self._special(part)) for part in self._tokens.split(text) if part] or [
@@ -470,19 +474,19 @@ class Writer:
         ]
 
     def texts(self, *parts: str) -> str:
-        """A grammar of the texts, one after the other. A text that is a special token stands as
-        that token."""
+        """A grammar of the texts in sequence. A text that is a special token is written as that
+        token."""
         return " ".join(self.text(part) for part in parts if part)
 
     def up_to(self, marker: str) -> str:
-        """Any text, and then the marker, which is not in it."""
+        """A grammar of any text without the marker, followed by the marker."""
         name, parts = f"to_{len(self.rules)}", self._parts(marker)
         first = next((i for i, (_, token) in enumerate(parts) if token is not None), None)
         before = "".join(part for part, _ in parts[:first])
         escaped = re.escape(before).replace("/", r"\/").replace("\\\n", r"\n")
         if first is None:
             self.rules[f"{name}[lazy]"] = f"/(?s:.*){escaped}/"
-        else:  # text can't hold the token
+        else:  # text can't contain the token
             text = "ANY" if not before else f"ANY_{name.upper()}"
             self.rules[text] = f"/(?s:.*){escaped}/"
             rest = "".join(part for part, _ in parts[first:])
@@ -501,7 +505,7 @@ class Writer:
         return "%json " + json.dumps({"x-guidance": options, **own}, ensure_ascii=False)
 
     def count(self, num_characters: int) -> None:
-        """Add characters of schemas. Raise a RequestError if all of them are more than `MAX_GRAMMAR`."""
+        """Add to the number of schema characters. RequestError if it exceeds `MAX_GRAMMAR`."""
         self._num_characters += num_characters
         if self._num_characters > MAX_GRAMMAR:
             raise RequestError(
@@ -517,42 +521,42 @@ class Writer:
 
 
 class ToolFormat(ABC):
-    """A format in which one family of models writes tool calls."""
+    """How a family of models writes tool calls."""
 
     name: ClassVar[str]
     markers: ClassVar[tuple[str, ...]]
-    """Texts that the parser looks for. Where they are special tokens, they must not be left out of the text."""
+    """Texts that the parser looks for. If they are special tokens, the detokenizer must not skip them."""
     trigger: ClassVar[str] = ""
-    """Text that calls begin with. Text before it is free."""
+    """Text with which calls begin; the text before it is unconstrained."""
     other: ClassVar[str] = ""
-    """Regular expression of all answers without calls, for formats without a trigger, where calls
+    """Regular expression of answers without calls, for formats without a trigger, in which calls
     are the whole answer."""
 
     call_marks: ClassVar[tuple[str, ...]] = ()
-    """Texts of which each call has one, for formats without a trigger."""
+    """Texts of which every call contains one, for formats without a trigger."""
 
     reasons: ClassVar[bool] = False
-    """Reasoning is part of the format."""
+    """Whether reasoning is part of the format."""
 
     wraps: ClassVar[tuple[str, ...]] = ()
-    """Texts around an answer that are none of its content. The first opens it."""
+    """Texts around an answer that are not content. The first one opens it."""
 
     think: ClassVar[tuple[str, str] | None] = None
-    """Markers of reasoning that belong to the format, where the template's text has none that are known."""
+    """Reasoning markers of the format, for templates whose text contains no known ones."""
 
     @classmethod
     def of(cls, template: str) -> ToolFormat:
-        """Returns the format with the tags that the template has, which may differ by model."""
+        """The format with the tags found in the template, which may differ by model."""
         return cls()
 
     @classmethod
     @abstractmethod
     def matches(cls, template: str) -> bool:
-        """Whether a chat template asks for this format."""
+        """Whether a chat template uses this format."""
 
     def calls(self, tools: Sequence[Tool], writer: Writer, *, parallel: bool) -> str:
-        """The grammar of one call or, if `parallel`, several, after the first one's trigger: a Lark
-        expression, whose rules go into `writer`."""
+        """The grammar of one call or, with `parallel`, several, following the first one's trigger:
+        a Lark expression, whose rules are added to `writer`."""
         for i, tool in enumerate(tools):
             writer.rules[f"call_{i}"] = self.call(tool, writer)
         writer.rules["call"] = " | ".join(f"call_{i}" for i in range(len(tools)))
@@ -561,14 +565,14 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def call(self, tool: Tool, writer: Writer) -> str:
-        """The grammar of a call."""
+        """The grammar of one call of `tool`."""
 
     def between(self, writer: Writer) -> str | None:
-        """Grammar of the text before each call but the first. None if there can be only one call."""
+        """Grammar of the text before each call except the first. None if there can be only one call."""
         return f'"\\n" {writer.text(self.trigger)}'
 
     def whole(self, calls: str, writer: Writer) -> str:
-        """Grammar of all calls with the text around them."""
+        """Grammar of all calls and the text around them."""
         return calls
 
     def before(self, writer: Writer) -> str:
@@ -577,24 +581,24 @@ class ToolFormat(ABC):
         return ""
 
     def final(self, writer: Writer) -> str:
-        """Grammar of the optional opening of an answer without calls."""
+        """Grammar of the optional text that opens an answer without calls."""
         return f"({writer.text(self.wraps[0])} {writer.spaces()})?" if self.wraps else ""
 
     def interrupts(self, tools: Sequence[Tool]) -> Sequence[str]:
-        """Texts within reasoning that begin calls, of models that forget to end it."""
+        """Texts within reasoning that begin a call, for models that forget to end reasoning."""
         return ()
 
     def reasoning(self, tools: Sequence[Tool]) -> ReasoningMarkers | None:
-        """The format's own way to find reasoning. None: by the model's markers."""
+        """The format's own reasoning markers. None: the model's are used."""
         return None
 
     def free(self, writer: Writer) -> str:
-        """The grammar of an answer without calls, where calls are the whole answer."""
+        """The grammar of an answer without calls, for formats in which calls are the whole answer."""
         return f"/{self.other}/"
 
     def carries(self, name: str, depth: int = 0) -> bool:
-        """Whether an argument, or at a depth an object's member, with this name is read as it was
-        written."""
+        """Whether an argument of this name (or, at a greater depth, an object's member) survives
+        writing and parsing."""
         return True
 
     @abstractmethod
@@ -602,11 +606,11 @@ class ToolFormat(ABC):
 
 
 class CallSection(ToolFormat):
-    """Formats whose calls stand in a section: `trigger` begins it, and `end` ends it."""
+    """Base of formats whose calls are in a section, between `trigger` and `end`."""
 
     end: ClassVar[str]
     gap: ClassVar[str] = '"\\n"?'
-    """Grammar of the text that may come between two calls."""
+    """Grammar of the text between two calls."""
 
     def between(self, writer: Writer) -> str | None:
         return self.gap

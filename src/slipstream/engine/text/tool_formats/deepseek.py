@@ -1,5 +1,5 @@
-"""Tool formats with a section of calls, each with a head: DeepSeek V3 and R1 (arguments in a fence of JSON), DeepSeek
-V3.1 (no fence), PLaMo 3."""
+"""Tool formats with a section of calls, each with a header: DeepSeek V3 and R1 (arguments in a JSON
+code fence), DeepSeek V3.1 (no fence), PLaMo 3."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ CALL, SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜
 
 
 class HeadedCalls(CallSection):
-    """Common part: a section of calls, each with a head that names the function, and arguments in JSON."""
+    """Base of formats with a section of calls, each with a header that names the function, and JSON arguments."""
 
     call_tag: ClassVar[tuple[str, str]]
     head: ClassVar[tuple[str, ...]]
     """Texts from the call's tag to its arguments. {name} stands for the function's name."""
     foot: ClassVar[tuple[str, ...]] = ()
-    """Texts between the arguments and the end of the call's tag."""
+    """Texts between the arguments and the call's closing tag."""
 
     @classmethod
     def matches(cls, template: str) -> bool:
@@ -58,7 +58,7 @@ class HeadedCalls(CallSection):
 
     @abstractmethod
     def function(self, head: str) -> str:
-        """Name of a function, from the text between the beginning of its call and its arguments."""
+        """A function's name, from the text between the call's beginning and its arguments."""
 
 
 class DeepSeekV3(HeadedCalls):
@@ -93,7 +93,7 @@ def _plamo(text: str) -> str:
 
 
 class Plamo3(HeadedCalls):
-    """The format of PLaMo 3: the name of the function has a tag of its own."""
+    """PLaMo 3's format: the function's name has its own tag."""
 
     name = "plamo3"
     trigger, end = _plamo("begin_tool_requests"), _plamo("end_tool_requests")

@@ -1,4 +1,4 @@
-"""Gemma's formats: call:name{key:value,…} between two markers, with strings in quotes of their own."""
+"""Gemma's formats: call:name{key:value,…} between two markers; strings have special quotes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from slipstream.engine.text.tool_formats.values import (
 from slipstream.errors import RequestError
 
 MAX_NESTING = 8
-"""Objects and lists of a schema within each other. The grammar of a schema that refers to itself would have no end."""
+"""Maximum nesting of a schema's objects and lists. The grammar of a recursive schema would be infinite."""
 
 THOUGHT, THOUGHT_END = "<|channel>thought\n", "<channel|>"
 
 
 def _is_word(name: str) -> bool:
-    """Whether a text without quotes is read as that text."""
+    """Whether a text without quotes would be parsed as that string."""
     return bool(Literals(name, bare=True).value() == name)
 
 
@@ -60,7 +60,7 @@ class Gemma4(ToolFormat):
         return writer.text(self.trigger)
 
     def _object(self, schema: Mapping[str, Any], writer: Writer, where: str, depth: int) -> str:
-        parts = sorted(  # as the template does
+        parts = sorted(  # sorted as in the template
             (schema.get("properties") or {}).items(), key=lambda pair: pair[0].lower()
         )
         if not parts and depth:
@@ -75,7 +75,7 @@ class Gemma4(ToolFormat):
         return f'"{{" {pairs} "}}"'
 
     def carries(self, name: str, depth: int = 0) -> bool:
-        if depth:  # `Literals` reads it
+        if depth:  # parsed by `Literals`
             return re.fullmatch(r"[\w.$-][\w .$/-]*(?<! )", name) is not None and _is_word(name)
         is_begun = not name or (name[0] not in ",})" and not name.startswith(self.end))
         ends = (":", "}", self.end, '"', self.quote)
@@ -136,9 +136,9 @@ class Gemma4(ToolFormat):
         return f'"[" {f"({some})" if least else f"({some})?" if some else ""} "]"'
 
     def _anything(self, writer: Writer) -> tuple[str, str]:
-        """Rules of any value, and of any object."""
+        """Adds rules for any value and for any object, and returns their names."""
         if "any_value" not in writer.rules:
-            writer.rules["any_value"] = ""  # the next takes a number
+            writer.rules["any_value"] = ""  # reserves the name, so that the next rule gets a number
             string = f"{writer.text(self.quote)} {writer.up_to(self.quote)}"
             writer.rules |= {
                 "any_value": f'{string} | NUMBER | "true" | "false" | "null" | any_list | any_object',
@@ -164,7 +164,7 @@ class Gemma4(ToolFormat):
                 continue
             name, raw = bare.get(opening, ""), ""
             if not name:
-                for head in ("call:", ":"):  # some forget the word
+                for head in ("call:", ":"):  # some models forget the word
                     if not raw and (yield from parser.opens_with(head)):
                         raw = head
                 name = yield from parser.name()
@@ -178,7 +178,7 @@ class Gemma4(ToolFormat):
                 yield from parser.opens_with(self.end)
 
     def _arguments(self, parser: Parser, call: ArgumentsInParts) -> Generator[None, None, bool]:
-        """Take arguments up to the bracket. False: they were cut."""
+        """Parse arguments up to the closing bracket. False if they were truncated."""
         while True:
             while (c := (yield from parser.peek())).isspace() or c == ",":
                 yield from parser.char()
@@ -186,7 +186,7 @@ class Gemma4(ToolFormat):
                 yield from parser.char()
                 call.end()
                 return True
-            if (yield from parser.opens_with(self.end, take=False)):  # without a bracket
+            if (yield from parser.opens_with(self.end, take=False)):  # the bracket is missing
                 call.end()
                 return True
             key, value = list[str](), list[str]()
@@ -209,8 +209,8 @@ class Gemma4(ToolFormat):
                 call.add(name.strip('"'), text)
 
     def _raw_value(self, parser: Parser, out: Callable[[str], None]) -> Generator[None, None, bool]:
-        """Pass the text of a value on to `out`, up to the comma or bracket after it. False: it was
-        cut."""
+        """Pass a value's text to `out`, up to the comma or bracket after it. False if it was
+        truncated."""
         depth, before = 0, ":"
         while True:
             for quote in (self.quote, '"'):

@@ -1,4 +1,4 @@
-"""Tool formats with a tag for the key of each argument and one for its value: GLM, Hunyuan 3 and 4, K2 Horizon."""
+"""Tool formats with one tag for an argument's key and one for its value: GLM, Hunyuan 3 and 4, K2 Horizon."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _tag(name: str, suffix: str = "") -> Tag:
 
 
 class Glm(ToolFormat):
-    """<tool_call>name, then <arg_key>key</arg_key> and <arg_value>value</arg_value> for each argument. GLM 4.5 and 4.6 write
-    lines, 4.7 and 5 write none. Ling 3 and Laguna write it, too."""
+    """GLM's format: <tool_call>name, then <arg_key>key</arg_key> and <arg_value>value</arg_value> for each argument.
+    GLM 4.5 and 4.6 write line breaks between them, 4.7 and 5 don't. Ling 3 and Laguna write it, too."""
 
     name = "glm"
     section: ClassVar[Tag] = ("", "")
@@ -98,7 +98,7 @@ class Glm(ToolFormat):
     def _call(
         self, parser: Parser, tools: Sequence[Tool], opening: str
     ) -> Generator[None, None, bool]:
-        """Read a call, after its opening tag. False: it is none, or was cut."""
+        """Parse a call after its opening tag. False if it is none or was truncated."""
         key_begin, end = self.key_tag[0], self.call_tag[1]
         if (yield from parser.opens_with("{", take=False)):
             if not (yield from parser.call_object(opening)):
@@ -130,13 +130,13 @@ class Glm(ToolFormat):
 
 
 SUFFIX = re.compile(r"</?(?:think|tool_calls?|arg_key|arg_value)(:[\w-]+)>")
-"""A tag with the suffix that a checkpoint's tags have."""
+"""A tag with the suffix that some checkpoints add to all tags."""
 
 _AS_VARIABLE = re.compile(r"['\"](:[\w-]+)['\"]")
 
 
 class HyV3(Glm):
-    """The format of Hunyuan 3: GLM's calls, in a section around all of them."""
+    """Hunyuan 3's format: GLM's calls, in a section around all of them."""
 
     name = "hy_v3"
     section = _tag("tool_calls")
@@ -150,8 +150,8 @@ class HyV3(Glm):
 
 
 class HyV4(Glm):
-    """The format of Hunyuan 4: that of Hunyuan 3 without the separator. The tags have a suffix that
-    differs by checkpoint."""
+    """Hunyuan 4's format: Hunyuan 3's without the separator. Tags have a suffix that differs by
+    checkpoint."""
 
     name = "hy_v4"
     section = _tag("tool_calls")
@@ -170,7 +170,7 @@ class HyV4(Glm):
 
 @functools.lru_cache(maxsize=16)
 def _suffixed(form: type[Glm], suffix: str) -> type[Glm]:
-    """The format with a suffix in its tags."""
+    """A subclass of the format whose tags have a suffix."""
     section, call = _tag("tool_calls", suffix), _tag("tool_call", suffix)
     key, value = _tag("arg_key", suffix), _tag("arg_value", suffix)
     separator = form.separator.replace(">", f"{suffix}>")
@@ -188,7 +188,7 @@ def _suffixed(form: type[Glm], suffix: str) -> type[Glm]:
 
 
 class HyV3Open(_suffixed(HyV3, ":opensource")):  # type: ignore[misc]
-    """The format with the suffix of the published checkpoint's tags."""
+    """Hunyuan 3's format with the tag suffix of the published checkpoint."""
 
     name = "hy_v3_open"
 
@@ -198,8 +198,8 @@ class HyV3Open(_suffixed(HyV3, ":opensource")):  # type: ignore[misc]
 
 
 class K2Horizon(Glm):
-    """The format of K2 Horizon. A call may be a JSON object, or have the type of each argument in
-    its tag."""
+    """K2 Horizon's format. A call may be a JSON object, or each argument's tag may give its
+    type."""
 
     name = "k2_horizon"
     section, call_tag = _tag("ifm|tool_calls"), _tag("ifm|tool_call")

@@ -1,4 +1,4 @@
-"""Formats whose calls are JSON objects with a name and arguments: one between two markers, or a list of them."""
+"""Formats whose calls are JSON objects with a name and arguments: one between two markers, or a list."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from slipstream.engine.text.tool_formats.base import Parser, Script, Tool, ToolF
 
 
 class JsonCalls(ToolFormat):
-    """Common part of the formats. The grammar writes calls as the model's template does. The parser takes one call, several
-    or a list after each of `openings`."""
+    """Base of these formats. The grammar writes calls as the model's template does. The parser
+    accepts one call, several or a list after each of `openings`."""
 
     end: ClassVar[str]
     openings: ClassVar[tuple[str, ...]] = ()
-    """Texts that calls begin with, if there are others than the trigger."""
+    """Texts with which calls begin, if not only the trigger."""
     line: ClassVar[str] = "\n"
     """Text between markers and calls."""
     is_list: ClassVar[bool] = False
@@ -49,12 +49,12 @@ class JsonCalls(ToolFormat):
                 marker = yield from parser.until(openings, parser.content)
 
     def calls_behind(self, parser: Parser, opening: str) -> Generator[None, None, bool]:
-        """Take the calls that follow. Returns False if there are none: then the text that was read is content."""
+        """Parse the calls that follow. False if there are none: the text read is then content."""
         return (yield from json_calls(parser, opening))
 
 
 def json_calls(parser: Parser, opening: str) -> Generator[None, None, bool]:
-    """Take one call, several or a list. Returns False if there is none: then the text that was read is content."""
+    """Parse one call, several or a list. False if there is none: the text read is then content."""
     if (yield from parser.opens_with("[")):
         opening += "["
     found = False
@@ -69,8 +69,8 @@ def json_calls(parser: Parser, opening: str) -> Generator[None, None, bool]:
 
 
 class Hermes(JsonCalls):
-    """The format of Hermes 2 Pro, which Qwen 2.5 and 3, SmolLM 3, Granite 4, MiMo, Trinity and
-    others write."""
+    """Hermes 2 Pro's format, also of Qwen 2.5 and 3, SmolLM 3, Granite 4, MiMo, Trinity and
+    others."""
 
     name = "hermes"
     trigger, end = "<tool_call>", "</tool_call>"
@@ -87,7 +87,7 @@ class Hermes(JsonCalls):
 
 
 class Ernie45(Hermes):
-    """The format of Ernie 4.5: calls as Hermes writes them, and an answer between markers."""
+    """Ernie 4.5's format: calls as in Hermes, and an answer between markers."""
 
     name = "ernie45"
     wraps = ("<response>", "</response>")
@@ -164,8 +164,8 @@ class Granite20bFc(JsonCalls):
 
 
 class Inkling(JsonCalls):
-    """The format of Inkling: blocks of reasoning, text and calls in any order, each with a header, which may name the
-    function."""
+    """Inkling's format: blocks of reasoning, text and calls in any order, each with a header, which
+    may name the function."""
 
     name = "inkling"
     trigger, end, line = "<|content_invoke_tool_json|>", "<|end_message|>", ""
@@ -196,7 +196,7 @@ class Inkling(JsonCalls):
         return (self.trigger,)
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
-        for tool in tools:  # the prompt may have begun the header
+        for tool in tools:  # the prompt may already contain the header's beginning
             if (yield from parser.opens_with(tool.name + self.trigger)):
                 parser.put_back(self.trigger)
         kinds = (self.trigger, self.think[0], self.header)
@@ -215,8 +215,8 @@ class JsonList(JsonCalls):
 
 
 class Xlam(JsonList):
-    """The format of xLAM: a list of calls as the whole answer. Some checkpoints write it in a fence, or after other
-    models' markers."""
+    """xLAM's format: a list of calls as the whole answer. Some checkpoints write it in a code
+    fence, or after other models' markers."""
 
     name = "xlam"
     markers = ()
@@ -244,8 +244,7 @@ class Xlam(JsonList):
 
 
 class Nemotron(JsonList):
-    """The format of Nemotron Nano 2 and Llama-Nemotron Super. (Nemotron 3 has that of
-    Qwen3-Coder.)"""
+    """Format of Nemotron Nano 2 and Llama-Nemotron Super. (Nemotron 3 has Qwen3-Coder's.)"""
 
     name = "nemotron"
     trigger, end = "<TOOLCALL>", "</TOOLCALL>"
@@ -257,8 +256,8 @@ class Nemotron(JsonList):
 
 
 class HunyuanA13b(JsonList):
-    """The format of Hunyuan A13B and Jamba: a list of calls. MiniMax M1 writes the objects one
-    after another, without a list."""
+    """Format of Hunyuan A13B and Jamba: a list of calls. MiniMax M1 writes the objects one after
+    another, without a list."""
 
     name = "hunyuan_a13b"
     trigger, end = "<tool_calls>", "</tool_calls>"
@@ -314,8 +313,7 @@ class Cohere(JsonList):
 
 
 class Apertus(JsonList):
-    """Format of Apertus: a call is an object with one key, the function's name; calls are in a
-    list."""
+    """Apertus's format: a list of calls, each an object with one key, the function's name."""
 
     name = "apertus"
     trigger, end = "<|tools_prefix|>", "<|tools_suffix|>"

@@ -24,8 +24,8 @@ CALL_END = "<|tool_call_end|>"
 
 
 class KimiK2(CallSection):
-    """<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>. The number counts the calls of a
-    conversation. K2 and K2.5 write it."""
+    """Kimi K2's and K2.5's format: <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>. The
+    number counts the calls of a conversation."""
 
     name = "kimi_k2"
     markers = (SECTION, SECTION_END, CALL, ARGUMENTS, CALL_END)

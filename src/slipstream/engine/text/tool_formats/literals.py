@@ -1,7 +1,7 @@
-"""Values as Python or Gemma writes them: strings in quotes, numbers, lists and objects, read from a text.
+"""Parser of values in Python's or Gemma's syntax: quoted strings, numbers, lists and objects.
 
-Models write Python that a compiler refuses: lines within quotes, words of JSON, numbers with zeros before them, arguments whose
-name is a keyword. So the text is read here, and not by `ast`.
+Models write invalid Python: line breaks within quotes, JSON's true and null, numbers with leading
+zeros, arguments named like keywords. So `ast` can't be used.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import re
 from typing import Any
 
 MAX_DEPTH = 64
-"""Lists and objects within each other."""
+"""Maximum nesting of lists and objects."""
 
 RAW_QUOTES = ('<|"|>', "<escape>")
-"""Gemma's quotes. Nothing is escaped between them."""
+"""Gemma's quotes. Nothing between them is escaped."""
 QUOTES = (*RAW_QUOTES, '"""', "'''", '"', "'")
 
 _WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
@@ -25,13 +25,13 @@ _BARE = re.compile(r"[^,\[\](){}:]+")
 
 
 class Literals:
-    """A text that is read value by value. ValueError if it is something else. `bare`: words without quotes are texts."""
+    """Reads a text value by value. ValueError for anything else. `bare`: unquoted words are strings."""
 
     def __init__(self, text: str, *, bare: bool = False) -> None:
         self._text, self._at, self._bare = text, 0, bare
 
     def keywords(self) -> dict[str, Any]:
-        """Arguments as `(a=1, b='x')`, to the end of the text."""
+        """Reads arguments written as `(a=1, b='x')`, to the end of the text."""
         found = dict[str, Any]()
         self._take("(")
         while not self.opens(")"):
@@ -76,7 +76,7 @@ class Literals:
         return self._word()
 
     def opens(self, mark: str) -> bool:
-        """Whether whitespace and `mark` follow, which are taken then."""
+        """Whether whitespace and then `mark` come next. Both are consumed if so."""
         at = self._skip()
         if not self._text.startswith(mark, at):
             return False
@@ -121,7 +121,7 @@ class Literals:
 
 
 def number(word: str) -> int | float:
-    """Converts a word to its number. ValueError if it is none that JSON has."""
+    """Number that a word represents. ValueError if it is no JSON number."""
     if not re.fullmatch(r"[-+]?[0-9.][0-9._]*(?:[eE][-+]?[0-9]+)?", word):
         raise ValueError("no number")
     try:
@@ -133,7 +133,7 @@ def number(word: str) -> int | float:
 
 
 def string_end(text: str, begin: int, quote: str) -> int:
-    """Index of the quote that ends a string; -1 if it has no end."""
+    """Index of the quote that ends a string; -1 if there is none."""
     if quote in RAW_QUOTES:
         return text.find(quote, begin)
     while (end := text.find(quote, begin)) >= 0:
@@ -153,5 +153,5 @@ def _unescaped(found: re.Match[str]) -> str:
     elif code.isdigit():
         point = int(code, 8)
     else:
-        return found[0]  # as in Python
+        return found[0]  # unchanged, as in Python
     return chr(point) if point < 0x110000 and not 0xD800 <= point < 0xE000 else "\ufffd"

@@ -1,4 +1,4 @@
-"""The tool format of Llama 3.1: a JSON object with "name" and "parameters". Calls are the whole
+"""Llama 3.1's tool format: a JSON object with "name" and "parameters". Calls are the whole
 answer."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The tool format of MiniMax M3: each argument is an XML element with the argument's name, each member of an object
-one with the member's, and each item of a list one named `item`. A mark comes before each tag."""
+"""MiniMax M3's tool format: XML elements, named like arguments and like members of objects; items
+of lists are named `item`. A mark precedes each tag."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ MARK = "]<]minimax[>["
 TAG, INVOKE, INVOKE_END = f"{MARK}<", f"{MARK}<invoke name=", "/invoke"
 
 MAX_NESTING = 8
-"""Depth of nested elements that a grammar covers. Deeper values are JSON."""
+"""Maximum nesting of elements in a grammar. Deeper values are JSON."""
 
 MAX_DEPTH = 32
-"""Depth of nested elements that the parser reads. Deeper ones are text."""
+"""Maximum nesting of elements in the parser. Deeper ones are text."""
 
 _PLAIN = {"type", "items", "properties", "required", "additionalProperties", "$defs", "definitions"}
 
@@ -65,7 +65,7 @@ class MiniMaxM3(CallSection):
     def _element(
         self, name: str, schema: Mapping[str, Any], writer: Writer, where: str, depth: int
     ) -> str:
-        """Grammar of an element for a schema. Values that tags can't express are JSON within it."""
+        """Grammar of an element for a schema. Values that can't be expressed by tags are JSON inside the element."""
         end, parts = f"{TAG}/{name}>", alternatives(schema)
         defs = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
         writer.count(64)  # definitions are written again for each value
@@ -113,7 +113,7 @@ class MiniMaxM3(CallSection):
     def _call(
         self, parser: Parser, tools: Sequence[Tool], opening: str
     ) -> Generator[None, None, bool]:
-        """A call after the beginning of its tag. False: it is none, or was cut."""
+        """Parse a call after the beginning of its tag. False if it is none or was truncated."""
         head = list[str]()
         closed = yield from parser.until((">",), head.append)
         name = "".join(head).strip().strip("\"'")
@@ -138,8 +138,11 @@ class MiniMaxM3(CallSection):
                 call.add_value(key, made)
 
     def _next(self, parser: Parser) -> Generator[None, None, tuple[str, Element] | None]:
-        """The next element, or the name of an end tag, with its slash. Text before it is dropped. None: the answer ends."""
-        opened = list[tuple[str, list[str], list[tuple[str, Element]]]]()  # name, text, parts
+        """Parse the next element, or return the name of an end tag, with its slash. Text before it is dropped. None at the
+        end of the answer."""
+        opened = list[
+            tuple[str, list[str], list[tuple[str, Element]]]
+        ]()  # (name, text pieces, children) of open elements
         while True:
             name = list[str]()
             if not (yield from parser.until((TAG,), opened[-1][1].append if opened else drop)):
@@ -152,7 +155,7 @@ class MiniMaxM3(CallSection):
                 continue
             if not opened:
                 return key, ""
-            ends_all = key in (INVOKE_END, "/tool_call")  # the model forgot the ends of elements
+            ends_all = key in (INVOKE_END, "/tool_call")  # the model forgot to close elements
             if ends_all:
                 parser.put_back(f"{TAG}{key}>")
             while True:
@@ -167,7 +170,7 @@ class MiniMaxM3(CallSection):
 
 
 def _value(element: Element, schema: Mapping[str, Any]) -> Any:
-    """An element's value, by its schema."""
+    """An element's value according to its schema."""
     defs = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
     kinds = [part for part in alternatives(schema) if part.get("type") in ("array", "object")]
     kind = kinds[0] if kinds else {}
@@ -183,7 +186,7 @@ def _value(element: Element, schema: Mapping[str, Any]) -> Any:
         value = _value(part, with_defs(known.get(name), defs))
         if name not in found:
             found[name] = value
-        else:  # a name again is a list
+        else:  # a repeated name means a list
             found[name] = [
                 *(found[name] if isinstance(found[name], list) else [found[name]]),
                 value,

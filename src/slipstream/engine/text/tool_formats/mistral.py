@@ -1,4 +1,4 @@
-"""Mistral's two: [TOOL_CALLS] and a JSON list of calls, and from 2025 on [TOOL_CALLS]name[ARGS]{…} for each call."""
+"""Mistral's two formats: [TOOL_CALLS] and a JSON list of calls; since 2025 [TOOL_CALLS]name[ARGS]{…} for each call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool formats that write calls as in Python: [name(key=value, …), …]."""
+"""Tool formats that write calls in Python syntax: [name(key=value, …), …]."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.engine.text.tool_formats.values import properties
 
 
 class Pythonic(ToolFormat):
-    """The format of Llama 3.2 and 4. Calls are the whole answer."""
+    """Format of Llama 3.2 and 4. Calls are the whole answer."""
 
     name = "pythonic"
     begin, end = "<|python_start|>", "<|python_end|>"
@@ -66,7 +66,7 @@ class Pythonic(ToolFormat):
     def calls_behind(
         self, parser: Parser, tools: Sequence[Tool], opening: str
     ) -> Generator[None, None, bool]:
-        """Take calls that follow. False if there is none, or something else follows the last; that is content."""
+        """Parse the calls that follow. False if there is none, or if other text follows; that is content."""
         while True:
             raw = list[str]()
             yield from parser.spaces(raw.append)
@@ -92,7 +92,7 @@ class Pythonic(ToolFormat):
 
 
 class Olmo3(Pythonic):
-    """Calls in lines between tags."""
+    """Olmo 3's format: one call per line between tags."""
 
     name = "olmo3"
     trigger = "<function_calls>"
@@ -111,7 +111,7 @@ class Olmo3(Pythonic):
 
 
 class Lfm2(Pythonic):
-    """The format of LFM2: the list between special tokens. Some checkpoints write JSON there."""
+    """LFM2's format: the list between special tokens. Some checkpoints write JSON there."""
 
     name = "lfm2"
     trigger = "<|tool_call_start|>"
@@ -143,8 +143,8 @@ class Lfm2(Pythonic):
 
 
 def _parentheses(parser: Parser, out: Any) -> Script:
-    """Pass the text from "(" to its matching ")" on to `out`. Brackets in Python strings do not
-    count."""
+    """Pass the text from "(" to its matching ")" to `out`. Brackets in Python strings are
+    skipped."""
     depth = 0
     while c := (yield from parser.char()):
         out(c)
@@ -160,7 +160,7 @@ def _parentheses(parser: Parser, out: Any) -> Script:
 
 
 def _keywords(text: str) -> dict[str, Any] | None:
-    """The arguments of "(a=1, b='x')"; None if it is something else."""
+    """Parse arguments written as "(a=1, b='x')"; None for anything else."""
     try:
         return Literals(text).keywords()
     except (ValueError, RecursionError):

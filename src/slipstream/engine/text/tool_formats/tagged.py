@@ -25,22 +25,22 @@ from slipstream.engine.text.tool_formats.values import (
 from slipstream.params.answer_forms import ReasoningMarkers
 
 Tags: TypeAlias = tuple[str, str, str]
-"""A tag's beginning, the end of its head, and its end."""
+"""Opening of a tag, end of its header, and closing tag."""
 
 
 class Tagged(ToolFormat):
-    """Common part of the formats. The parser takes calls without the
-    section around them, too, if they are of tools that are offered: models forget its opening."""
+    """Base of these formats. The parser also accepts calls without the section around them, if the
+    request offers these tools, because models forget its opening."""
 
     end: ClassVar[str]
     several: ClassVar[bool] = False
-    """Whether a section holds all calls, or each call has its own."""
+    """Whether one section contains all calls; otherwise each call has its own."""
     function: ClassVar[Tags]
     argument: ClassVar[Tags]
     line: ClassVar[str] = "\n"
     """Text between calls, and between them and the section's markers."""
     breaks: ClassVar[tuple[str, str]] = ("\n", "\n")
-    """Text after the head of a function, and after each argument."""
+    """Text after a function's header, and after each argument."""
     padding: ClassVar[str] = ""
     """Text around a value."""
 
@@ -61,20 +61,20 @@ class Tagged(ToolFormat):
             )
             return f"{head} {value} {writer.texts(self.breaks[1])}"
 
-        tag = self.function[0] if self.end else ""  # without a section the trigger is the tag
+        tag = self.function[0] if self.end else ""  # without a section, the trigger is the tag
         head = self.named(f"{tag}{tool.name}", f"{self.function[1]}{self.breaks[0]}", writer)
         return f"{head} {properties(tool, argument, self)} {writer.text(self.function[2])}"
 
     def named(self, begin: str, end: str, writer: Writer) -> str:
-        """The head of a function's tag: its beginning, the name, and the end of the head."""
+        """Grammar of a tag's header: its opening, the name, and the end of the header."""
         return writer.text(begin + end)
 
     def attributes(self, schema: Mapping[str, Any]) -> str:
-        """Attributes of an argument, written after its name."""
+        """Attributes of an argument's tag, written after its name."""
         return ""
 
     def escape(self, name: str) -> str:
-        """Returns an argument's name as its tag spells it."""
+        """An argument's name as written in its tag."""
         return name
 
     def unescape(self, name: str) -> str:
@@ -93,7 +93,7 @@ class Tagged(ToolFormat):
         return writer.texts(self.line, self.end, self.line, self.trigger, self.line)
 
     def whole(self, calls: str, writer: Writer) -> str:
-        # The line and the end are two words of the grammar: the line may go before a call, too.
+        # The line break and the end are separate terminals, because a line break may also precede a call.
         return f"{writer.texts(self.line)} {calls} {writer.texts(self.line, self.end)}"
 
     # --- Parser ---------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Tagged(ToolFormat):
     def _call(
         self, parser: Parser, tools: Sequence[Tool], opening: str, known: set[str] | None
     ) -> Generator[None, None, bool]:
-        """Read a call, after the beginning of its tag. False: it is none, or was cut."""
+        """Parse a call after the beginning of its tag. False if it is none or was truncated."""
         head = list[str]()
         closed = yield from parser.until((self.function[1].lstrip('"'),), head.append)
         name, _ = _head("".join(head))
@@ -150,7 +150,8 @@ class Tagged(ToolFormat):
         return True
 
     def _value(self, parser: Parser, out: Any) -> Generator[None, None, bool]:
-        """Text up to the end of an argument's tag, or of the call if the model forgot it. False: it was cut."""
+        """Pass text to `out` up to the end of an argument's tag, or of the call if the model forgot the tag. False if it was
+        truncated."""
         end, closing, text = self.argument[2], self.function[2], ""
         ends = (end, self.end) if self.end else (end,)
         while True:
@@ -163,18 +164,18 @@ class Tagged(ToolFormat):
                 text = text.rstrip().removesuffix(closing)
                 parser.put_back(closing + marker)
             elif marker == self.end:
-                text += marker  # text that looks like it
+                text += marker  # text that looks like the marker
                 continue
             out(text)
             return True
 
     def read(self, value: str) -> str:
-        """The value without the text that the template writes around it."""
+        """The value without the padding that the template writes around it."""
         return value.removeprefix(self.padding).removesuffix(self.padding)
 
 
 def _head(text: str) -> tuple[str, str]:
-    """A tag's name, in quotes or not, and its other attributes."""
+    """A tag's name, quoted or not, and its other attributes."""
     text = text.strip()
     if text[:1] in ('"', "'") and text[0] in text[1:]:
         name, _, attributes = text[1:].partition(text[0])
@@ -183,7 +184,7 @@ def _head(text: str) -> tuple[str, str]:
 
 
 def _is_string(attributes: str) -> bool | None:
-    """Whether the argument's tag says that it is a string; None if the tag gives no type."""
+    """Whether an argument's tag declares it a string; None if the tag has no type."""
     found = re.search(r'(?:string|type)\s*=\s*"?(\w+)', attributes)
     return None if found is None else found[1] in ("true", "string")
 
@@ -221,7 +222,7 @@ class SeedOss(Tagged):
 
 
 class Invocations(Tagged):
-    """Calls of several functions in a section, with names in attributes."""
+    """Base of formats with a section of calls in which names are attributes."""
 
     several = True
     function = ('<invoke name="', '">', "</invoke>")
@@ -248,7 +249,7 @@ class Dots(Invocations):
 
 
 class MiniCpm5(Invocations):
-    """The format of MiniCPM 5: calls without a section. Texts may be in CDATA."""
+    """MiniCPM 5's format: calls without a section. Strings may be in CDATA."""
 
     name = "minicpm5"
     trigger, end = '<function name="', ""
@@ -276,7 +277,7 @@ def _dsml(section: str, mark: str = "｜DSML｜") -> tuple[str, str, Tags, Tags]
 
 
 class DeepSeekV32(Invocations):
-    """The format of DeepSeek V3.2. An argument's tag says whether it is a string."""
+    """DeepSeek V3.2's format. An argument's tag says whether it is a string."""
 
     name = "deepseek_v32"
     trigger, end, function, argument = _dsml("function_calls")
@@ -309,7 +310,7 @@ class DeepSeekV41(DeepSeekV32):
 
 
 class Step3(Invocations):
-    """The format of Step 3. (Step 3.5 has that of Qwen3-Coder.)"""
+    """Step 3's format. (Step 3.5 has Qwen3-Coder's.)"""
 
     name = "step3"
     trigger, end = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
@@ -328,8 +329,7 @@ class Step3(Invocations):
 
 
 class KimiK3(Invocations):
-    """The format of Kimi K3: channels between three special tokens. An argument's tag has its
-    type."""
+    """Kimi K3's format: channels between three special tokens. An argument's tag has its type."""
 
     name = "kimi_k3"
     trigger, end = "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"
@@ -365,8 +365,8 @@ class KimiK3(Invocations):
 
 
 class Muse(Invocations):
-    """The format of Muse: messages with a recipient, as in harmony. A message to a function is its call. A message
-    without a recipient is text in Muse Glimmer and reasoning in Muse."""
+    """Muse's format: messages with a recipient, as in harmony. A message to a function is its call.
+    A message without a recipient is text in Muse Glimmer and reasoning in Muse."""
 
     name = "muse"
     reasons = True

@@ -1,4 +1,4 @@
-"""Arguments that are written one by one, as texts or JSON, and not as one JSON object."""
+"""Arguments written one by one, as plain text or JSON, instead of one JSON object."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOTES = {
     "writeOnly",
     "$comment",
 }
-"""Keys that say nothing of a value."""
+"""Schema keys that don't constrain a value."""
 
 
 def properties(
@@ -39,9 +39,9 @@ def properties(
     between: str = "",
     depth: int = 0,
 ) -> str:
-    """The grammar of a tool's arguments in their order, those that are not required left out or not. `write` gives one's.
-    Optional ones whose names the format can't carry are never written. RequestError if the schema says what can't be
-    written so."""
+    """The grammar of a tool's arguments in order, where optional ones may be omitted. `write` makes
+    the grammar of one argument. Optional arguments whose names the format can't represent are
+    always omitted. RequestError if the schema can't be expressed this way."""
     schema = tool.parameters
     known = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
     unknown = sorted(set(schema) - known - NOTES)
@@ -64,7 +64,7 @@ def properties(
                 "another",
                 field="tools",
             )
-    whole, first = "", True  # from the last on: each with what separates it from the one before
+    whole, first = "", True  # from the last to the first: each with the separator before it
     parts = [
         (name, write(name, with_defs(part, defs)))
         for name, part in schema.get("properties", {}).items()
@@ -79,7 +79,7 @@ def properties(
     rest, num_characters = sum(map(len, texts)), 0
     for begin, (name, text) in enumerate(parts):
         rest -= len(texts[begin])
-        num_characters += rest  # the square of the optional arguments before the first required
+        num_characters += rest  # grows with the square of the number of optional arguments before the first required one
         if num_characters > MAX_GRAMMAR:
             raise RequestError(
                 f"parameters of {tool.name}: its grammar is longer than {MAX_GRAMMAR} characters in the format "
@@ -98,12 +98,13 @@ def with_defs(schema: Any, defs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 MAX_ALTERNATIVES = 1024
-"""Schemas that are looked at to take one apart. One with more is written and read as JSON."""
+"""Maximum number of schemas examined when one is split into alternatives. A value with more is written and parsed as
+JSON."""
 
 
 def alternatives(schema: Any) -> list[Mapping[str, Any]]:
-    """Returns simple schemas, one of which a value must fit: those of `anyOf`, `oneOf`, a list of
-    types and `$ref`, taken apart."""
+    """Splits a schema into simple alternatives, one of which a value must match: those of `anyOf`,
+    `oneOf`, a list of types and `$ref`."""
     found, todo, seen = list[Mapping[str, Any]](), deque([(schema, 0)]), 0
     while todo:
         part, depth = todo.popleft()
@@ -146,13 +147,13 @@ def _is_null(schema: Mapping[str, Any]) -> bool:
 
 
 def is_text(schema: Any) -> bool:
-    """Whether a value is written as plain text: its schema allows a string."""
+    """Whether a value is written as plain text, because its schema allows a string."""
     return any(map(_is_text, alternatives(schema)))
 
 
 def text_rule(schema: Mapping[str, Any], writer: Writer, where: str, end: str) -> str:
-    """The grammar of a value that is plain text, and of the marker `end` after it. Where the schema allows more than strings,
-    the model writes a string, or null."""
+    """The grammar of a plain-text value and of the marker `end` after it. If the schema also allows
+    other types, the model writes a string or null."""
     parts = alternatives(schema)
     rules = [_text_rule(part, writer, where, end) for part in parts if _is_text(part)]
     if any(map(_is_null, parts)):
@@ -186,7 +187,7 @@ def _text_rule(schema: Mapping[str, Any], writer: Writer, where: str, end: str) 
         if "<" in pattern:
             return f"{regex} {writer.text(end)}"
         name = f"TEXT_{len(writer.rules)}"
-        writer.rules[name] = f"{regex} & /[^<]*/"  # it would take in the marker
+        writer.rules[name] = f"{regex} & /[^<]*/"  # otherwise it would match the marker, too
         return f"{name} {writer.text(end)}"
     if {"minLength", "maxLength"} & set(schema):
         return f"/[^<]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/ {writer.text(end)}"
@@ -194,16 +195,16 @@ def _text_rule(schema: Mapping[str, Any], writer: Writer, where: str, end: str) 
 
 
 def _num_backslashes(text: str) -> int:
-    """Count the backslashes at the end of `text`."""
+    """Number of backslashes at the end of `text`."""
     return len(text) - len(text.rstrip("\\"))
 
 
 _WORDS = {"True": True, "False": False, "None": None}
-"""Python's words, which models write for JSON's."""
+"""Python's words, which models write instead of JSON's."""
 
 
 def schema_of(tools: Sequence[Tool], function: str, name: str) -> Mapping[str, Any]:
-    """Schema of an argument, with the definitions that it refers to."""
+    """Schema of an argument, including the definitions that it references."""
     schema = next((t.parameters for t in tools if t.name == function), {})
     properties = schema.get("properties")
     own = properties.get(name) if isinstance(properties, dict) else None
@@ -213,8 +214,8 @@ def schema_of(tools: Sequence[Tool], function: str, name: str) -> Mapping[str, A
 def value_of(
     text: str, tools: Sequence[Tool], function: str, name: str, is_string: bool | None = None
 ) -> Any:
-    """The value of an argument that a model wrote, by its schema: a string where one is allowed, else JSON, else the
-    text. `is_string`: whether the model marked it as a string; used if the schema has no type."""
+    """Value of an argument that a model wrote, by its schema: a string if one is allowed, else parsed JSON,
+    else the text. `is_string`: whether the model marked it as a string; used if the schema has no type."""
     return typed(text, schema_of(tools, function, name), is_string)
 
 
@@ -247,7 +248,7 @@ class ArgumentsInParts:
         parser.begin_call(function)
 
     def add(self, name: str, text: str, is_string: bool | None = None) -> None:
-        """Add an argument as it was written."""
+        """Add an argument given as the model wrote it."""
         self.add_value(name, value_of(text, self._tools, self._function, name, is_string))
 
     def add_value(self, name: str, value: Any) -> None:

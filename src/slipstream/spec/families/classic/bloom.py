@@ -20,7 +20,7 @@ from slipstream.spec.model import AlibiSpec, LayerSpec, ModelSpec
 
 
 def read(c: ConfigReader) -> ModelSpec:
-    # Configs have one of several keys for the same number.
+    # Configs have one of several keys for the same value.
     hidden_key = called(c, "hidden_size", "n_embed")
     heads_key = called(c, "n_head", "num_attention_heads")
     h = heads(c, hidden=hidden_key, num_heads=heads_key, num_kv_heads=None)

@@ -90,7 +90,7 @@ BY_GROUP: dict[str, Change] = {"attention.qkv": "ungroup"}
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
     config = layer_norm_gguf_config(m, "layer_norm_epsilon")
-    m.require("tensor_data_layout", "jploski")  # llama.cpp's name for rows ordered q, k, v
+    m.require("tensor_data_layout", "jploski")  # llama.cpp's name for rows in the order q, k, v
     config["ffn_hidden_size"] = config.pop("intermediate_size")
     config["num_kv_heads"] = config.pop("num_key_value_heads")
     return {**config, "new_decoder_architecture": config["num_kv_heads"] > 1}

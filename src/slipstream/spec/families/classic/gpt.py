@@ -51,7 +51,7 @@ def _heads(c: ConfigReader) -> HeadCounts:
 def _model(
     c: ConfigReader, family: str, layer: LayerSpec, max_position: int, **more: Any
 ) -> ModelSpec:
-    if family != "codegen":  # there transformers does not heed it
+    if family != "codegen":  # transformers ignores it in CodeGen
         c.require("n_ctx", max_position)
     return model(
         c, family, layer, _norm(c), max_position, hidden="n_embd", num_layers="n_layer", **more
@@ -79,16 +79,16 @@ def _learned(c: ConfigReader, family: str, h: HeadCounts) -> ModelSpec:
 
 
 def read_gpt2(c: ConfigReader) -> ModelSpec:
-    c.ignore("n_special", "predict_special_tokens")  # of OpenAI's own release
+    c.ignore("n_special", "predict_special_tokens")  # from OpenAI's original release
     c.require("scale_attn_by_inverse_layer_idx", False)
     c.require("reorder_and_upcast_attn", False)
     return _learned(c, "gpt2", _heads(c))
 
 
 def read_gpt1(c: ConfigReader) -> ModelSpec:
-    """Reads the first GPT: a GPT-2 with norms after each addition, and none at the end."""
+    """Reads the first GPT: a GPT-2 with a norm after each addition to the residual and no final norm."""
     norm, mlp = _norm(c), plain(4 * c.size("n_embd"), activation(c, "afn", "gelu_new"))
-    if c.value("afn") == "gelu":  # as transformers has it
+    if c.value("afn") == "gelu":  # transformers means the tanh approximation by "gelu" here
         mlp = dataclasses.replace(mlp, activation="gelu_tanh")
     layer = LayerSpec(
         attention=attention(_heads(c), None, qkv_bias=True, out_bias=True),
@@ -108,7 +108,7 @@ def read_bigcode(c: ConfigReader) -> ModelSpec:
     if c.take("multi_query", bool, True):
         h = h._replace(num_kv_heads=1)
     c.require("num_key_value_heads", h.num_kv_heads)
-    # These two ask for a softmax in float32, as it always is here.
+    # Both ask for a softmax in float32, which is always used here.
     c.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
     c.ignore(
         "inference_runner",
@@ -172,7 +172,7 @@ def read_gptj(c: ConfigReader, family: str = "gptj") -> ModelSpec:
     layer = LayerSpec(
         attention=attention(h, position), mlp=_mlp(c), block=ParallelBlock(norm=_norm(c))
     )
-    # Old checkpoints have these two keys of the training code.
+    # Old checkpoints have these two keys from the training code.
     c.require("rotary", True)
     c.require("scale_attn_weights", True)
     return _model(c, family, layer, c.size("n_positions", 2048), head_bias=True)
@@ -252,7 +252,7 @@ def gguf_starcoder_config(m: ConfigReader) -> dict[str, Any]:
     return {
         **gguf_learned_config(m),
         "activation_function": "gelu",
-    }  # StarCoder's; the file does not say
+    }  # values of StarCoder, which the file lacks
 
 
 MASKS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)

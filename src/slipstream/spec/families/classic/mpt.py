@@ -24,7 +24,7 @@ def read(c: ConfigReader) -> ModelSpec:
     clip = own.maybe("clip_qkv", float)
     scale = own.maybe("softmax_scale", float)
     alibi = AlibiSpec(max_bias=own.take("alibi_bias_max", float, 8.0))
-    # The kernel, and keys that every config of transformers has.
+    # The attention kernel's name, and keys that every transformers config has.
     own.ignore(
         "attn_impl",
         "is_encoder_decoder",

@@ -25,7 +25,7 @@ def read(c: ConfigReader) -> ModelSpec:
     h = heads(c, num_kv_heads=None)
     norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-5))
     max_position = c.size("max_position_embeddings", 2048)
-    c.ignore("num_steps")  # of the training
+    c.ignore("num_steps")  # a training setting
     own = ("rotary_emb_base", "rotary_pct")
     position = rope(c, h.head_dim, partial=0.25, max_position=max_position, keys=own)
     # transformers 4 wrote the same numbers under the usual names; 5 reads only its own names.

@@ -66,7 +66,7 @@ def read_phi3(c: ConfigReader) -> ModelSpec:
         mlp=gated(c),
         block=before(norm),
     )
-    c.require("full_attn_mod", 1)  # this key and the next: Phi-4-mini
+    c.require("full_attn_mod", 1)  # this and the next key: from Phi-4-mini
     c.require("interpolate_factor", 1)
     c.require("lm_head_bias", False)
     c.require("mlp_bias", False)
@@ -77,7 +77,7 @@ MSCALES = ("short_mscale", "long_mscale")
 
 
 def read_phimoe(c: ConfigReader) -> ModelSpec:
-    """Phi 3.5 MoE: layer norms with biases, and weights of experts that are softmaxes over near logits alone."""
+    """Phi 3.5 MoE: layer norms with biases. An expert's weight is a softmax over only the logits close to its own."""
     c.assume_missing(num_key_value_heads=8)
     h = heads(c)
     max_position = c.size("max_position_embeddings", 131072)
@@ -99,7 +99,7 @@ def read_phimoe(c: ConfigReader) -> ModelSpec:
             raise c.unsupported(key, f"{' and '.join(MSCALES)} must be the same number")
         scaling = dataclasses.replace(position.scaling, attention_factor=float(short))
         position = dataclasses.replace(position, scaling=scaling)
-    c.require("num_experts_per_tok", 2)  # transformers chooses two, whatever it says
+    c.require("num_experts_per_tok", 2)  # transformers always chooses two
     jitter = c.take("router_jitter_noise", float, 0.01)
     if jitter <= 0:
         raise c.unsupported("router_jitter_noise", "must be above 0")

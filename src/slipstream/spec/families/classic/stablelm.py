@@ -33,7 +33,7 @@ NAMES: dict[str, Theirs] = {**LLAMA, "norm": "input_layernorm"}
 
 
 def names(spec: ModelSpec) -> Names:
-    """The table of tensors. In StableLM each head's norm of q or k is a tensor of its own."""
+    """Table of tensor names. In StableLM the norm of each q or k head is a tensor of its own."""
     found: Names = {}
     for name, at in table(NAMES)(spec).items():
         if not name.endswith(("q_norm.weight", "k_norm.weight")):

@@ -41,7 +41,7 @@ def read(c: ConfigReader) -> ModelSpec:
     c.require("norm_type", "layer_norm")
     c.require("mlp_type", "default")
     c.require("scale_attn_weights", True)
-    c.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")  # always so here
+    c.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")  # always the case here
     c.ignore("activation_function", "layer_norm_epsilon")  # keys of StarCoder, which others replace
     return model(c, "starcoder2", layer, norm, max_position, tied=True)
 

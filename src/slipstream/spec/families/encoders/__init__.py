@@ -1,1 +1,1 @@
-"""Families that read texts in both directions: vectors, scores, and what T5 decodes from."""
+"""Encoder families (bidirectional attention): for embeddings, for scores, and as encoders of T5 and BART."""

@@ -34,23 +34,24 @@ UNUSED = (
     "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "early_stopping", "force_bos_token_to_be_generated",
     "extra_pos_embeddings", "classif_dropout", "save_step", "do_blenderbot_90_layernorm",
 )  # fmt: skip
-"""Keys of training, keys that repeat what the type says, and keys of answers (`spec.generation` reads those)."""
+"""Keys of training, keys that repeat what the model type says, and generation keys, which `spec.generation` reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BartKind:
-    """Differences between types, which the table above shows. `offset`: of the first position. `longest`, `act`, `scaled` and
-    `start`: defaults of max_position_embeddings, activation_function, scale_embedding and decoder_start_token_id."""
+    """Differences between model types, shown in the table above. `offset`: table row of the first position. `longest`,
+    `act`, `scaled` and `start`: defaults of max_position_embeddings, activation_function, scale_embedding and
+    decoder_start_token_id."""
 
-    before: bool  # norms come before attention and MLP, and at the end
+    before: bool  # norms precede attention and MLP, and there is a final norm
     embed_norm: bool = False
     sines: bool = False
     offset: int = 0
-    far: bool = True  # the sines' frequencies reach 1/10000
+    far: bool = True  # the lowest frequency of the sines is 1/10000
     act: str = "gelu"
     longest: int = 1024
     scaled: bool = False
-    bias: bool = True  # of the head
+    bias: bool = True  # the output head has a bias
     start: int | None = None
 
 
@@ -82,7 +83,9 @@ def read(c: ConfigReader, *, family: str) -> ModelSpec:
     reader, writer = both_layers(c, act, norm, norms_first=kind.before)
     longest = c.size("max_position_embeddings", kind.longest)
     pad = c.take("pad_token_id", int, 1)
-    offset = pad + 1 if family == "m2m_100" else kind.offset  # the first comes after the padding's
+    offset = (
+        pad + 1 if family == "m2m_100" else kind.offset
+    )  # the first position follows the padding token's row
     rows = longest + offset
     positions: LearnedPositionSpec | SinusoidSpec = LearnedPositionSpec(
         num_positions=rows, offset=offset
@@ -135,7 +138,7 @@ _table = table(BART, layer="model.decoder.layers.{i}.", encoder_layer="model.enc
 
 
 def names(spec: ModelSpec) -> Names:
-    """The table of tensors. The head's bias is stored as a row."""
+    """Table of tensor names. The head's bias is stored as a row vector."""
     found = _table(spec)
     if spec.head_bias:
         bias = found["final_logits_bias"]

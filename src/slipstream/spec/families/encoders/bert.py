@@ -75,9 +75,9 @@ def read_encoder(
 ) -> ModelSpec:
     """Reads a BERT or a similar encoder.
 
-    `offset`: the row of the first position in the table of positions; None: there is no table. `embed_size`: the width of
-    embeddings before a product. `pre_norm`: norms come before attention and MLP, and after the last layer, not after the
-    embeddings. `same`: the layer, by each one's index, whose weights it uses."""
+    `offset`: the row of the first position in the table of positions; None: there is no table. `embed_size`: width of the
+    embeddings, if a projection to the hidden size follows. `pre_norm`: norms come before attention and MLP, and after the
+    last layer, not after the embeddings. `same`: for each layer's index, the index of the layer whose weights it shares."""
     hidden, eps = c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-12)
     norm = layer_norm(hidden, eps)
     layer = _layer(
@@ -106,7 +106,7 @@ def read_encoder(
 def read_bert(c: ConfigReader) -> ModelSpec:
     c.ignore(
         "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"
-    )  # of Google's release
+    )  # keys of Google's release
     c.ignore("pooler_size_per_head", "pooler_type")
     return read_encoder(c, "bert")
 
@@ -114,7 +114,7 @@ def read_bert(c: ConfigReader) -> ModelSpec:
 def read_roberta(c: ConfigReader) -> ModelSpec:
     return read_encoder(
         c, "roberta", c.take("pad_token_id", int, 1) + 1
-    )  # the first position comes after the padding's row
+    )  # the first position follows the padding token's row
 
 
 def read_electra(c: ConfigReader) -> ModelSpec:
@@ -124,7 +124,7 @@ def read_electra(c: ConfigReader) -> ModelSpec:
 
 
 def narrow(c: ConfigReader, default: int | None = None) -> int | None:
-    """The width of the embeddings, if it is not that of the layers."""
+    """Width of the embeddings if it differs from that of the layers, otherwise None."""
     width = c.size("embedding_size", default or c.size("hidden_size"))
     return None if width == c.size("hidden_size") else width
 
@@ -227,7 +227,7 @@ def encoder_architectures(name: str) -> tuple[str, ...]:
 
 
 def encoder_table(theirs: dict[str, Theirs], layer: str) -> Callable[[ModelSpec], Names]:
-    """The table of names. A classifier of tokens is `classifier` in all families."""
+    """Function that makes the table of names. A token classifier is called `classifier` in all families."""
 
     def names(spec: ModelSpec) -> Names:
         of_tokens = spec.classifier is not None and spec.classifier.pooling == "tokens"

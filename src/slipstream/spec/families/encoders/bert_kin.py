@@ -1,6 +1,6 @@
 """ALBERT (Lan et al. 2020), RemBERT (Chung et al. 2021), RoFormer (Su et al. 2021), Megatron-BERT (Shoeybi et al. 2019).
 
-They differ from BERT in little: layers that use the same weights, embeddings narrower than layers, rotated queries and keys,
+They differ from BERT in a few points: layers that share weights, embeddings narrower than layers, rotated queries and keys,
 norms before attention and MLP."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read_albert(c: ConfigReader) -> ModelSpec:
     c.assume(vocab_size=30000, hidden_size=4096, num_hidden_layers=12)
     c.assume(num_attention_heads=64, intermediate_size=16384, hidden_act="gelu_new")
     c.require("inner_group_num", 1)
-    # Of Google's release.
+    # Keys of Google's release.
     c.ignore("net_structure_type", "gap_size", "num_memory_blocks", "down_scale_factor")
     count, num_groups = c.size("num_hidden_layers"), c.size("num_hidden_groups", 1)
     if num_groups > count:
@@ -40,7 +40,7 @@ def read_albert(c: ConfigReader) -> ModelSpec:
 def read_rembert(c: ConfigReader) -> ModelSpec:
     c.assume(vocab_size=250300, hidden_size=1152, num_hidden_layers=32)
     c.assume(num_attention_heads=18, intermediate_size=4608)
-    c.ignore("output_embedding_size")  # of the head for masked words
+    c.ignore("output_embedding_size")  # size of the masked-word head
     return read_encoder(c, "rembert", embed_size=c.size("input_embedding_size", 256))
 
 
@@ -52,7 +52,7 @@ def read_roformer(c: ConfigReader) -> ModelSpec:
     position = RopeSpec(theta=10000.0, rotary_dim=size, style="interleaved")
     act: Literal["gelu", "relu"] = "relu" if c.value("hidden_act") == "relu" else "gelu"
     if any(str(x).endswith("ForSequenceClassification") for x in c.value("architectures") or ()):
-        c.require("hidden_act", "gelu", "relu")  # of its classifier, too
+        c.require("hidden_act", "gelu", "relu")  # activation of the classifier, too
     return read_encoder(
         c, "roformer", None, position=position, act_of_scores=act, embed_size=narrow(c)
     )
@@ -86,7 +86,7 @@ MEGATRON_BERT: dict[str, Theirs] = {
 
 
 def albert_names(spec: ModelSpec) -> Names:
-    """The table of names. A group's tensors are its first layer's."""
+    """Table of names. The tensors of a group of layers belong to its first layer."""
     found = table(ALBERT, layer="{i}:")(spec)
     owners = [i for i, layer in enumerate(spec.layers) if layer.same_as is None]
     groups = {

@@ -75,7 +75,7 @@ def read_modernbert(c: ConfigReader) -> ModelSpec:
             mlp=mlp,
             block=before(norm)
             if i
-            else SequentialBlock(pre_mlp=norm),  # embed_norm is the first layer's pre-norm
+            else SequentialBlock(pre_mlp=norm),  # embed_norm serves as the first layer's pre-norm
         )
 
     return model(
@@ -84,8 +84,8 @@ def read_modernbert(c: ConfigReader) -> ModelSpec:
 
 
 def gguf_modernbert_config(m: ConfigReader) -> dict[str, Any]:
-    """Reads a GGUF file's config. llama.cpp's window counts both sides. The first of every few
-    layers has no window."""
+    """Reads a GGUF file's config. llama.cpp's window counts both sides of a token. The first layer
+    of each period has no window."""
     config = encoder_gguf_config(m)
     types = config.pop("type_vocab_size")
     eps = config.pop("layer_norm_eps")

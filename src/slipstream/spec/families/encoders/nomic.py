@@ -213,7 +213,7 @@ FAMILIES = (
             ignored=(
                 *UNREAD,
                 r"classifier\..*",
-            ),  # the multilingual one has weights of tokens besides
+            ),  # the multilingual model also has token-type weights
         )
         for kind, name in (("gte", "Gte"), ("new", "New"))
     ),

@@ -28,7 +28,7 @@ def _activation(c: ConfigReader, default: str) -> tuple[Activation, bool]:
     """The activation that `feed_forward_proj` names (relu, gated-gelu, …), and whether the MLP is gated."""
     said = c.take("feed_forward_proj", str, default)
     name, is_gated = said.removeprefix("gated-"), said.startswith("gated-")
-    name = "gelu_new" if said == "gated-gelu" else name  # the tanh approximation is meant
+    name = "gelu_new" if said == "gated-gelu" else name  # means the tanh approximation
     if name not in ACTIVATIONS:
         raise c.unsupported(
             "feed_forward_proj",
@@ -40,8 +40,8 @@ def _activation(c: ConfigReader, default: str) -> tuple[Activation, bool]:
 
 
 def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec:
-    """Reads a T5 or a UMT5. `own`: each layer has its own position biases. An architecture called …EncoderModel has
-    the encoder alone."""
+    """Reads a T5 or a UMT5. `own`: each layer has its own position biases. An architecture named
+    …EncoderModel is the encoder alone."""
     alone = str(next(iter(c.take("architectures", list, [])), "")).endswith("EncoderModel")
     if not alone:
         c.require("is_encoder_decoder", True)
@@ -117,7 +117,7 @@ def names(spec: ModelSpec) -> Names:
         return {"pre_mlp": at + "layer_norm", "mlp.up": parts, "mlp.down": at + "DenseReluDense.wo"}
 
     theirs = {**T5, **feed(2), **{f"encoder.{name}": part for name, part in feed(1).items()}}
-    if spec.is_encoder:  # stored alone
+    if spec.is_encoder:  # an encoder stored without its decoder
         own = {
             name.removeprefix("encoder."): part
             for name, part in theirs.items()
@@ -144,7 +144,7 @@ def gguf_t5_config(m: ConfigReader) -> dict[str, Any]:
         "layer_norm_epsilon": eps,
         "relative_attention_num_buckets": m.size("attention.relative_buckets_count"),
         "decoder_start_token_id": m.take("decoder_start_token_id", int, 0),
-        # The file lacks the activation. Like llama.cpp, tell it by the gate.
+        # The file lacks the activation. Like llama.cpp, infer it from whether there is a gate.
         "feed_forward_proj": "relu"
         if m.maybe("enc.blk.0.ffn_gate.weight", list) is None
         else "gated-gelu",

@@ -1,4 +1,5 @@
-"""Whisper (Radford et al. 2022): an encoder of audio, and a decoder with learned positions that attends to its states."""
+"""Whisper (Radford et al. 2022): an audio encoder, and a decoder with learned positions and cross attention to the encoder's
+states."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from slipstream.spec.parameters import Flatten
 def stack_layer(
     c: ConfigReader, side: str, act: Activation, norm: NormSpec, *, norms_first: bool = True
 ) -> LayerSpec:
-    """A layer of the `side` "encoder" or "decoder", with biases. A decoder's attends to the encoder's states, too."""
+    """A layer of the `side` "encoder" or "decoder", with biases. A decoder layer also has cross attention to the encoder's
+    states."""
     writes = side == "decoder"
     h = heads(c, hidden="d_model", num_heads=f"{side}_attention_heads", num_kv_heads=None)
     own = attention(h, None, causal=writes, qkv_bias=True, out_bias=True)
@@ -41,7 +43,7 @@ def stack_layer(
 def both_layers(
     c: ConfigReader, act: Activation, norm: NormSpec, *, norms_first: bool = True
 ) -> tuple[LayerSpec, LayerSpec]:
-    """The encoder's layer and the decoder's. The encoder uses the decoder's cache for the time of a layer."""
+    """(encoder layer, decoder layer). While an encoder layer runs, it uses the decoder's cache as scratch memory."""
     reader, writer = (
         stack_layer(c, side, act, norm, norms_first=norms_first) for side in ("encoder", "decoder")
     )
@@ -127,8 +129,8 @@ _table = table(
 
 
 def of_audio(found: Names, side: str, audio: AudioSpec, hidden_size: int) -> Names:
-    """Returns the name table of an audio encoder. Convolutions are stored as products. Tensors that begin with `side`
-    have no biases of keys: rows of a parameter for which there is no tensor are zeros."""
+    """Name table of an audio encoder. Convolutions are stored as linear layers. Keys of modules
+    under `side` have no biases; parameter rows without a tensor are zeros."""
     channels = {"first": audio.num_mel_bins, "second": hidden_size}
     made: Names = {}
     for name, at in found.items():

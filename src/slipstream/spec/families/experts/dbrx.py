@@ -1,4 +1,4 @@
-"""DBRX: clamped queries, keys and values, layer norms without biases, and experts whose rows lie below each other."""
+"""DBRX: clamped queries, keys and values, layer norms without biases, and expert weights stacked along the rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read(c: ConfigReader) -> ModelSpec:
 
 
 UNUSED = ("is_encoder_decoder", "chunk_size_feed_forward")
-"""Keys that every config of transformers has."""
+"""Keys that every transformers config has."""
 
 
 def _experts(c: ConfigReader, hidden: int) -> MoESpec:
@@ -88,7 +88,7 @@ NAMES: dict[str, Theirs] = {
 
 
 def names(spec: ModelSpec) -> Names:
-    """DBRX's names. Those of the experts' tensors do not end in `.weight`."""
+    """DBRX's names. Those of expert tensors don't end in `.weight`."""
     changes = {"experts.up": stacked, "experts.down": stacked_down}
     found = table(NAMES, layer="transformer.blocks.{i}.", changes=changes)(spec)
     return {

@@ -1,7 +1,7 @@
-"""DeepSeek V4: attention to near tokens and to compressed keys, hyper-connections, and V3's mixtures, whose first layers choose
-experts by the token.
+"""DeepSeek V4: attention to recent tokens and to compressed keys, hyper-connections, and V3's
+mixtures. The first layers choose experts by token id.
 
-Its layers that draft are not run."""
+Its MTP layers are not run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read(c: ConfigReader) -> ModelSpec:
         **dict(index_head_dim=128, index_topk=512, rms_norm_eps=1e-6, scoring_func="sqrtsoftplus"),
     )
     c.require_all(num_key_value_heads=1, n_shared_experts=1, hidden_act="silu")
-    c.require("norm_topk_prob", True)  # which transformers does, whatever the config says
+    c.require("norm_topk_prob", True)  # transformers always normalizes, whatever the config says
     c.require("topk_method", "noaux_tc")
     c.require("attention_bias", False)
     c.require("mlp_bias", False)
@@ -105,7 +105,7 @@ def read(c: ConfigReader) -> ModelSpec:
 
 
 def _kinds(c: ConfigReader, count: int) -> list[str]:
-    """The kind of each layer. The authors' key has the tokens of a compressed key, and layers that draft at its end."""
+    """Kind of each layer. The authors' key lists the tokens per compressed key, with MTP layers at the end."""
     ratios = c.take("compress_ratios", list, [])
     if ratios and (len(ratios) < count or not {*ratios} <= OF_RATIO.keys()):
         raise c.unsupported("compress_ratios", f"must be at least {count} of 0, 4 or 128")
@@ -119,7 +119,7 @@ def _kinds(c: ConfigReader, count: int) -> list[str]:
 
 
 def _rates(c: ConfigReader) -> dict[str, int]:
-    """The tokens of a compressed key, by kind of layer."""
+    """Tokens per compressed key, by kind of layer."""
     found: dict[str, Any] = {SPARSE: 4, HEAVY: 128, **c.take("compress_rates", dict, {})}
     for kind, key in ((SPARSE, "compress_rate_csa"), (HEAVY, "compress_rate_hca")):
         if key in c:
@@ -130,7 +130,7 @@ def _rates(c: ConfigReader) -> dict[str, int]:
 
 
 def _positions(c: ConfigReader, size: int, longest: int) -> dict[bool, RopeSpec]:
-    """The rotary embedding of layers without compressed keys, and of those with them (True), which alone is scaled."""
+    """Rotary embeddings: False for layers without compressed keys, True for those with them. Only the latter is scaled."""
     rotary = c.maybe("qk_rope_head_dim", int)
     part = c.take("partial_rotary_factor", float, (rotary or size // 8) / size)
     if rotary is not None and rotary != int(size * part):
@@ -231,7 +231,7 @@ NAMES: dict[str, Theirs] = {
     **_hyper("mlp", "hc_ffn"),
     **_hyper("last", "hc_head"),
 }
-"""The authors' names, which transformers writes, too."""
+"""The authors' names, which transformers also writes."""
 
 
 def names(spec: ModelSpec) -> Names:
@@ -249,6 +249,6 @@ FAMILIES = (
         read=read,
         names=names,
         prefixes=("model.", ""),
-        ignored=(r"(model\.)?mtp\..*", r"lm_head\.weight"),  # a head that is the embeddings
+        ignored=(r"(model\.)?mtp\..*", r"lm_head\.weight"),  # the head is tied to the embeddings
     ),
 )

@@ -1,5 +1,5 @@
-"""ERNIE 4.5: Llama's layers with interleaved rotary embedding; dense, and as mixtures of experts whose softmax scores get a
-correction for the choice."""
+"""ERNIE 4.5: Llama's layers with interleaved rotary embedding; dense, and as mixtures of experts. A
+correction bias on the softmax scores affects only which experts are chosen."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_moe(c: ConfigReader) -> ModelSpec:
     c.require("use_bias", False)  # transformers' experts have none
     c.require("moe_use_aux_free", True)
     c.require("moe_gate", "topk")
-    c.ignore("moe_norm_min")  # the least sum of scores, which the chosen ones never have
+    c.ignore("moe_norm_min")  # lower bound on the sum of scores, which chosen experts never reach
     c.ignore(
         "moe_capacity", "num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"
     )
@@ -77,7 +77,7 @@ def _read(c: ConfigReader, family: str, bias: bool, mlp: Any) -> ModelSpec:
 
 def gguf_moe_config(m: ConfigReader) -> dict[str, Any]:
     config = llama_gguf_config(m, experts=True)
-    m.ignore("expert_shared_feed_forward_length")  # which the converter guesses
+    m.ignore("expert_shared_feed_forward_length")  # the converter guesses this value
     return {
         **config,
         "moe_num_experts": m.size("expert_count"),
@@ -99,7 +99,7 @@ CORRECTION: dict[str, Theirs] = {"correction": {"weight": "exp_probs_b.bias"}}
 
 
 def mtp_layers(spec: ModelSpec, config: Config) -> tuple[LayerSpec, ...]:
-    """A layer without experts, whatever the model's last one has."""
+    """One dense layer, even if the model's last layer has experts."""
     last, size = spec.layers[-1], config["intermediate_size"]
     mlp = last.mlp.expert if isinstance(last.mlp, MoESpec) else last.mlp
     assert isinstance(mlp, DenseSpec)
@@ -117,7 +117,7 @@ MTP = MTPFormat(
         "final_norm": "model.norm",
     },
 )
-"""Format of the MTP layers in a checkpoint. Their last norm is the model's own."""
+"""Format of the MTP layers in a checkpoint. They use the model's own final norm."""
 
 FAMILIES = (
     Family(

@@ -27,7 +27,7 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""The rotary embedding of a config that does not describe it."""
+"""Rotary embedding for configs that lack one."""
 
 
 def read(c: ConfigReader) -> ModelSpec:

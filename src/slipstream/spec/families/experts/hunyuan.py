@@ -1,5 +1,5 @@
-"""Hunyuan, dense and as mixtures of experts with a shared one: Llama's layers with norms of q and k
-after the rotation, whose base a fixed factor (`alpha`) stretches."""
+"""Hunyuan, dense and as mixtures with a shared expert: Llama's layers with norms of q and k after
+the rotation. A fixed factor (`alpha`) scales the rotary base."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_moe(c: ConfigReader) -> ModelSpec:
         shared=SharedExpertSpec(mlp=expert),
     )
     c.ignore("output_router_logits", "moe_drop_tokens", "moe_random_routing_dropped_token")
-    # What the authors' config says besides, which transformers takes for granted.
+    # Further keys of the authors' config, with the only values that transformers implements.
     c.require("num_experts_per_tok", per_token)
     for name, only in (
         ("moe_intermediate_size", expert.intermediate_size),
@@ -69,7 +69,9 @@ def _read(c: ConfigReader, family: str, mlp: MoESpec | None = None) -> ModelSpec
         c.require(name)
     c.ignore("eod_token_id", "pad_id", "im_start_id", "im_end_id", "im_newline_id", "text_start_id")
     c.ignore("text_end_id", "image_token_id", "video_start_id", "video_end_id", "mask_init_id")
-    c.ignore("cla_share_factor", "class_num", "dense_list", "org_vocab_size", "pool_type")  # off
+    c.ignore(
+        "cla_share_factor", "class_num", "dense_list", "org_vocab_size", "pool_type"
+    )  # features that are off
     c.ignore("num_media_embeds", "anyres_pooling_size", "anyres_vit_two_views", "skip_cls_token")
     c.ignore(*(f"vit_{x}" for x in ("add_patchemb_bias", "input_resolution", "mapping_type")))
     c.ignore(

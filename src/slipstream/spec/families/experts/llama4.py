@@ -2,9 +2,9 @@
 
 1. Layers with positions rotate q and k first and norm them then, without weights. Every fourth layer has no positions; its
    queries are scaled by position.
-2. Mixtures have a shared expert, and the weights of experts multiply what these read.
-3. Layers with positions attend within chunks of 8192 tokens. The context ends with the first chunk, since no kernel has
-   them; so far attention within chunks and over all tokens are the same.
+2. Mixtures have a shared expert, and an expert's weight multiplies its input.
+3. Layers with positions attend within chunks of 8192 tokens. No kernel implements chunks, so the context is
+   limited to the first chunk, where chunked and full attention agree.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read(c: ConfigReader) -> ModelSpec:
     normed = c.take("use_qk_norm", bool, True)
     qk_norm = QKNormSpec(over="head", eps=norm.eps, after=True, learned=False) if normed else None
     period, beta = c.size("floor_scale", 8192), c.take("attn_scale", float, 0.1)
-    c.require("attn_temperature_tuning", False, True, 4)  # 4 in the first configs, for True
+    c.require("attn_temperature_tuning", False, True, 4)  # the first configs have 4 instead of True
     tuned = c.value("attn_temperature_tuning") is not False
     scale = QueryScale(beta=beta, period=period, offset=1) if tuned else None
     step = c.size("interleave_moe_layer_step", 1)
@@ -117,6 +117,6 @@ FAMILIES = (
         names=names,
         nested_config="text_config",
         prefixes=("language_model.",),
-        ignored=(r"(vision_model|multi_modal_projector)\..*",),  # pictures are not read
+        ignored=(r"(vision_model|multi_modal_projector)\..*",),  # no image encoder
     ),
 )

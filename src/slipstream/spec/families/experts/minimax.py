@@ -37,13 +37,13 @@ def read(c: ConfigReader) -> ModelSpec:
         correction=True,
     )
     c.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
-    # What the authors' config says besides. Multi-token prediction is not run.
+    # Further keys of the authors' config. Multi-token prediction is not run.
     c.require_all(scoring_func="sigmoid", qk_norm_type="per_layer", use_qk_norm=True)
     c.require_all(use_routing_bias=True, shared_intermediate_size=0)
     c.require("sliding_window")
     c.require("attn_type_list", [1] * c.size("num_hidden_layers"))
     c.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
-    c.ignore("shared_moe_mode", "mlp_intermediate_size")  # of shared experts and dense layers
+    c.ignore("shared_moe_mode", "mlp_intermediate_size")  # about shared experts and dense layers
     for key in ("full_attention", "linear_attention", "mlp"):
         c.require(f"layernorm_{key}_beta", 1.0)
     return decoder(
@@ -62,13 +62,13 @@ FACTORS = {"full_attn": "full_attention", "linear_attn": "linear_attention", "ml
 
 
 def read_lightning(c: ConfigReader) -> ModelSpec:
-    """MiniMax Text 01 and M1. A norm's output is the residual of what comes next:
+    """MiniMax Text 01 and M1. Each residual is the norm's output, not its input:
 
     h = norm(h); h = α h + β attention(h); h = norm'(h); h = α' h + β' mlp(h).
 
-    So it is a block with norms after: each layer has the next one's first norm, and the embeddings are normed. Norms don't
-    see a factor of their input: only β / α matters, and the epsilon over α²."""
-    hub = c.value("model_type") != "minimax"  # the authors' keys
+    Here this is a block with norms after attention and MLP: each layer owns the next layer's first norm, and the embeddings
+    are normed. A norm cancels a constant factor of its input, so only β / α matters, with epsilon divided by α²."""
+    hub = c.value("model_type") != "minimax"  # the authors' keys, not transformers'
     c.assume_missing(num_key_value_heads=8)
     count, h, hidden = c.size("num_hidden_layers"), heads(c), c.size("hidden_size")
     for ours, theirs in FACTORS.items():
@@ -81,8 +81,8 @@ def read_lightning(c: ConfigReader) -> ModelSpec:
         c.require("shared_intermediate_size", 0)
         c.ignore("shared_moe_mode", "layernorm_epsilon")
     c.require("sliding_window")
-    c.require("hidden_act", "silu", "swish")  # also of q, k and v
-    c.ignore("block_size")  # of tokens that transformers computes together
+    c.require("hidden_act", "silu", "swish")  # the activation of q, k and v, too
+    c.ignore("block_size")  # number of tokens that transformers computes at once
     found = kinds(c, (FULL, LINEAR), lambda i: LINEAR if i % 2 else FULL)
     eps, longest = (
         c.take("rms_norm_eps", float, 1e-5),
@@ -120,7 +120,7 @@ def read_lightning(c: ConfigReader) -> ModelSpec:
                 num_heads=h.num_heads,
                 value_dim=h.head_dim,
                 key_dim=h.head_dim,
-                eps=1e-6,  # whatever the config says
+                eps=1e-6,  # fixed, whatever the config says
                 rates=rates,
             ),
             mlp=moe,
@@ -147,8 +147,8 @@ def lightning_names(spec: ModelSpec) -> Names:
 
 
 def _by_head(layer: LayerSpec, part: int) -> Regroup | None:
-    """Reorders stored rows, in which each head's q, k and v follow each other, to all v, then all
-    k, then all q."""
+    """Reorders stored rows, which are grouped by head as q, k, v, to all v, then all k, then all
+    q."""
     r = layer.recurrent
     assert isinstance(r, LightningSpec)
     return Regroup(r.num_heads, (r.key_dim,) * 3, (2, 1, 0)) if part else None

@@ -48,8 +48,8 @@ def mixture(
     corrected: bool = True,
     weight_scale: float = 1.0,
 ) -> MoESpec:
-    """Reads experts with sigmoid scores. `num_experts`, `per_token`, `size`: defaults. `shared`:
-    the size of the shared expert."""
+    """A mixture of experts with sigmoid scores. `num_experts`, `per_token`, `size`: defaults.
+    `shared`: size of the shared expert."""
     c.ignore("output_router_logits", "router_aux_loss_coef")
     expert = dataclasses.replace(gated(c), intermediate_size=c.size("moe_intermediate_size", size))
     always = None if not shared else dataclasses.replace(expert, intermediate_size=shared)
@@ -74,7 +74,7 @@ def by_kind(c: ConfigReader, dense: DenseSpec, moe: MoESpec, first: int) -> list
 
 
 def read_afmoe(c: ConfigReader) -> ModelSpec:
-    """Trinity: gated attention, norms before and after, positions in layers with a window alone."""
+    """Trinity: gated attention, norms before and after, position embeddings only in layers with a window."""
     c.assume_missing(head_dim=128)
     every, num_dense = c.size("global_attn_every_n_layers", 4), c.take("num_dense_layers", int, 1)
     shared = c.take("num_shared_experts", int, 2) * c.size("moe_intermediate_size", 1408)
@@ -102,7 +102,7 @@ def read_afmoe(c: ConfigReader) -> ModelSpec:
 
 
 def read_kolibri(c: ConfigReader) -> ModelSpec:
-    """Kolibri: EXAONE 4's attention with norms around, and experts whose correction is added to logits."""
+    """Kolibri: EXAONE 4's attention with norms before and after, and experts whose correction is added to the logits."""
     c.assume_missing(head_dim=128, num_key_value_heads=4)
     c.put(intermediate_size=c.size("moe_intermediate_size", 512))
     sizes: dict[str, Any] = dict(num_experts=384, per_token=6, size=512)
@@ -124,7 +124,7 @@ def read_kolibri(c: ConfigReader) -> ModelSpec:
 
 
 def read_laguna(c: ConfigReader) -> ModelSpec:
-    """Laguna: gates of attention by softplus, query heads and positions of each kind of layer."""
+    """Laguna: softplus gates on attention; each kind of layer has its own number of query heads and rotary embedding."""
     c.assume_missing(
         **dict(head_dim=128, num_attention_heads=48, num_key_value_heads=8, hidden_size=2048),
         **dict(num_hidden_layers=40, intermediate_size=8192),
@@ -174,13 +174,13 @@ def read_laguna(c: ConfigReader) -> ModelSpec:
 
 
 def read_hy_v3(c: ConfigReader) -> ModelSpec:
-    """Hunyuan 3: Qwen 3's attention, DeepSeek V3's experts without groups. Its layer that drafts tokens is not run."""
+    """Hunyuan 3: Qwen 3's attention, DeepSeek V3's experts without groups. Its MTP layer is not run."""
     c.assume_missing(head_dim=128, num_key_value_heads=8)
     shared = c.take("num_shared_experts", int, 1) * c.size("moe_intermediate_size", 1536)
     scale = c.take("router_scaling_factor", float, 2.826)
     sizes: dict[str, Any] = dict(num_experts=192, per_token=8, size=1536)
     moe = mixture(c, **sizes, shared=shared, weight_scale=scale)
-    c.ignore("enable_moe_fp32_combine")  # sums of experts are float32
+    c.ignore("enable_moe_fp32_combine")  # expert outputs are always summed in float32
     mlps = by_kind(c, gated(c, bias=c.take("mlp_bias", bool, False)), moe, 1)
     positions = {"theta": 11158840.0}
     return decoder(
@@ -195,7 +195,7 @@ def read_hy_v3(c: ConfigReader) -> ModelSpec:
 
 
 def read_mellum(c: ConfigReader) -> ModelSpec:
-    """Mellum 2: Qwen 3's mixture, with windows, and positions of each kind of layer."""
+    """Mellum 2: Qwen 3's mixture, with windows, and a rotary embedding for each kind of layer."""
     c.assume_missing(head_dim=128, num_key_value_heads=4)
     longest, head_dim = c.size("max_position_embeddings", 131072), c.size("head_dim")
     moe = mixture(c, num_experts=64, per_token=8, size=896, corrected=False)
@@ -229,7 +229,7 @@ MELLUM_ROPES = {
 
 
 def read_flint(c: ConfigReader) -> ModelSpec:
-    """Flint: norms of q and k, sinks, and positions in layers with a window alone."""
+    """Flint: norms of q and k, attention sinks, and position embeddings only in layers with a window."""
     c.assume_missing(head_dim=128, num_key_value_heads=4)
     count = c.size("num_hidden_layers")
     dense = gated(c)
@@ -374,7 +374,7 @@ FAMILIES = tuple(
     )
     for name, architecture, reader, ignored in (
         ("afmoe", "AfmoeForCausalLM", read_afmoe, ()),
-        # layers that draft tokens
+        # MTP layers
         ("hy_v3", "HYV3ForCausalLM", read_hy_v3, (r"model\.layers\.80\..*",)),
         ("mellum", "MellumForCausalLM", read_mellum, (r"mtp\..*",)),
         ("flint", "FlintForCausalLM", read_flint, ()),

@@ -43,7 +43,7 @@ def read_glm(c: ConfigReader) -> ModelSpec:
 
 
 def _layers_with_index(c: ConfigReader) -> list[str]:
-    """The kind of each layer, from a list, a pattern of letters, or a distance and an offset."""
+    """Kind of each layer, given as a list, as a pattern of letters, or as a period and an offset."""
     count = c.size("num_hidden_layers")
     every, offset = c.take("index_topk_freq", int, 1), c.take("index_skip_topk_offset", int, 2)
     kinds: Any = [SHARED if max(i - offset + 1, 0) % max(every, 1) else FULL for i in range(count)]
@@ -71,7 +71,7 @@ def _read(
     c.require("rope_interleave", True)
     if set(c.take("layer_types", list, [])) - {"indexed_attention"}:
         raise c.unsupported("layer_types", "only indexed_attention is supported")
-    c.size("q_lora_rank")  # queries of the index are products of the queries' latent
+    c.size("q_lora_rank")  # the index's queries are projected from the queries' latent
     sizes = {
         "num_heads": c.size("index_n_heads"),
         "head_dim": c.size("index_head_dim"),
@@ -124,7 +124,7 @@ def glm_gguf_names(spec: ModelSpec) -> Names:
 
 
 def drafting(spec: ModelSpec, config: Config) -> tuple[LayerSpec, ...]:
-    """The layer that drafts: like the last one, with an index of its own."""
+    """The MTP layer: like the last layer, with its own index."""
     first, last = spec.layers[0].attention, spec.layers[-1]
     assert isinstance(first, LatentAttentionSpec)
     assert isinstance(last.attention, LatentAttentionSpec)

@@ -44,7 +44,7 @@ SAID = {
     **dict(sink=False, moe_every_n_layer=1, use_bidirectional_attention=False, gating=True),
     **dict(attention_bias=False, mlp_bias=False, yarn_only_types=[FULL], hidden_act="silu"),
 }
-"""Values of further keys of the authors' config, the only ones that are supported."""
+"""Further keys of the authors' config, with the only supported values."""
 
 
 def read(c: ConfigReader) -> ModelSpec:
@@ -56,7 +56,7 @@ def read(c: ConfigReader) -> ModelSpec:
     )
     c.ignore("need_fp32_gate", "max_seq_len", "mtp_layer_types", "mtp_mlp_layer_types")
     count, drafts = c.size("num_hidden_layers"), c.take("num_nextn_predict_layers", int, 0)
-    for key in (*PADDED, "partial_rotary_factors"):  # whose ends are of layers that draft
+    for key in (*PADDED, "partial_rotary_factors"):  # the lists' ends belong to MTP layers
         listed = c.value(key)
         if isinstance(listed, list) and len(listed) == count + drafts:
             c.put(**{key: listed[:count]})
@@ -90,7 +90,7 @@ def read(c: ConfigReader) -> ModelSpec:
 
 
 def _heads(c: ConfigReader, found: list[str]) -> list[int]:
-    """The query heads of each layer. Those with a window may have others."""
+    """Number of query heads in each layer. Layers with a window may have another number."""
     usual, other = c.size("num_attention_heads"), c.maybe("attention_other_setting", dict) or {}
     for key, of in (("num_attention_groups", "num_key_value_heads"), ("head_dim", "head_dim")):
         if other.get(key, c.value(of)) != c.value(of):
@@ -106,8 +106,9 @@ def _heads(c: ConfigReader, found: list[str]) -> list[int]:
 
 
 def _describe_positions(c: ConfigReader, found: list[str]) -> None:
-    """Makes `rope_parameters` of the authors' lists, which have a base and a rotated part for each layer, by the rule of
-    transformers: a kind has those of its first layer, and the scaling is for layers without a window."""
+    """Converts the authors' lists, with a base and a rotated fraction for each layer, to `rope_parameters`. As in
+    transformers, each kind of layer has the values of its first layer, and scaling only applies to layers without a
+    window."""
     own, parts = c.maybe("rope_parameters", dict) or {}, c.maybe("partial_rotary_factors", list)
     bases, scaling = c.value("rope_theta"), c.maybe("rope_scaling", dict) or {}
     if not all(isinstance(own.get(kind), dict) for kind in {*found}):
@@ -159,7 +160,7 @@ NAMES: dict[str, Theirs] = {
     "shared.down": "share_expert.down_proj",
 }
 UNREAD = (r"(vision_model|vit_large_projector)\..*", r"model\.layers\.4[5-9]\..*")
-"""The image encoder, and the layers that draft, which follow the 45 of the published models."""
+"""The image encoder, and the MTP layers, which follow the 45 layers of the published models."""
 
 FAMILIES = (
     Family(

@@ -1,1 +1,1 @@
-"""Families with recurrent layers: linear attention, state spaces, short convolutions."""
+"""Hybrid families: some layers are recurrent (linear attention, state-space models, short convolutions)."""

@@ -38,7 +38,7 @@ def read_bamba(c: ConfigReader) -> ModelSpec:
     h, max_position = heads(c), c.size("max_position_embeddings", 262144)
     eps = c.take("rms_norm_eps", float, 1e-5)
     norm, bias = rms(c.size("hidden_size"), eps), c.take("attention_bias", bool, False)
-    c.require("partial_rotary_factor", 0.5)  # which transformers writes over any other
+    c.require("partial_rotary_factor", 0.5)  # transformers overwrites any other value with this
     position = rope(c, h.head_dim, max_position=max_position, partial=0.5)
     of = attention(h, position, qkv_bias=bias, out_bias=bias)
     recurrent, mlp = bamba_mixer(c, eps), gated(c, bias=c.take("mlp_bias", bool, False))

@@ -1,4 +1,4 @@
-"""Falcon-H1: in each layer attention and Mamba-2 read the same rows, and their results are added. No torch.
+"""Falcon-H1: in each layer attention and Mamba-2 run in parallel on the same input, and their outputs are added. No torch.
 
 Its many multipliers are folded into the weights when they are loaded.
 """
@@ -131,7 +131,7 @@ FAMILIES = (
             architecture="falcon-h1",
             config=gguf_config,
             shapes=(r"blk\.0\.ssm_norm\.weight",),
-            # The converter leaves out the end of this name.
+            # The converter drops the end of this name.
             names=gguf_table({**GGUF, "pre_mlp": {"weight": "ffn_norm"}}, changes=GGUF_CHANGES),
         ),
     ),

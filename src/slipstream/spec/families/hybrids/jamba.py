@@ -52,8 +52,8 @@ def read(c: ConfigReader) -> ModelSpec:
 
 
 def _every(c: ConfigReader, period: str, each: int, offset: str, first: int) -> Any:
-    """Returns a function that tells whether a layer's number is the config's `offset` plus a
-    multiple of `period`."""
+    """Function that tells whether a layer's index is the config's `offset` plus a multiple of its
+    `period`."""
     every, start = c.size(period, each), c.take(offset, int, first)
     if not 0 <= start < every:
         raise c.unsupported(offset, f"must be from 0 to {period} - 1")

@@ -1,5 +1,5 @@
-"""Kimi Linear: three of four layers are delta rules with a decay for each channel (KDA), the others latent attention without
-positions. All but the first have experts as DeepSeek V3's. No torch."""
+"""Kimi Linear: three of four layers are delta rules with per-channel decay (KDA), the others latent attention
+without position embeddings. All but the first have experts like DeepSeek V3's. No torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read(c: ConfigReader) -> ModelSpec:
 
     c.require("mla_use_nope", True)
     c.ignore("rope_theta", "rope_scaling", "rope_parameters", "head_dim")
-    c.ignore("num_nextn_predict_layers")  # drafts, which are not run
+    c.ignore("num_nextn_predict_layers")  # MTP layers, which are not run
     key = called(c, "model_max_length", "max_position_embeddings")
     c.ignore("model_max_length", "max_position_embeddings")
     return model(c, "kimi_linear", layer, norm, c.size(key, 1048576))
@@ -79,7 +79,7 @@ def latent_attention(c: ConfigReader) -> LatentAttentionSpec:
         kv_rank=c.size("kv_lora_rank", 512),
         q_rank=c.maybe("q_lora_rank", int),
         scale=(nope + rotary) ** -0.5,
-        # What heads share stands where others rotate, and is not turned.
+        # The part of a key that other models rotate is kept, unrotated.
         position=RopeSpec(theta=1e4, rotary_dim=rotary, scaling=ProportionalScaling(num_turned=0)),
         eps=1e-6,  # the latents' norms do not use rms_norm_eps
         bias=c.take("attention_bias", bool, False),
@@ -87,8 +87,7 @@ def latent_attention(c: ConfigReader) -> LatentAttentionSpec:
 
 
 def _delta(c: ConfigReader, eps: float) -> GatedDeltaSpec:
-    """Reads the recurrent layers' sizes. Those in `linear_attn_config` are preferred to those next
-    to it."""
+    """Reads the recurrent layers' sizes, from `linear_attn_config` or else from the top level."""
     own = c.take("linear_attn_config", dict, {})
     sizes = (
         ("num_heads", "linear_num_heads", 32),
@@ -96,7 +95,7 @@ def _delta(c: ConfigReader, eps: float) -> GatedDeltaSpec:
         ("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
     )
     reader = c.part("linear_attn_config") if own else c
-    c.require("hidden_act", "silu")  # the convolution's, too
+    c.require("hidden_act", "silu")  # the convolution's activation, too
     num_heads, dim, width = (
         reader.size(inner, c.size(key, default)) if own else c.size(key, default)
         for inner, key, default in sizes
@@ -183,8 +182,8 @@ def names(spec: ModelSpec) -> Names:
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Reads a GGUF file's config. A layer with kv heads has latent attention, the others have delta rules. The file
-    doesn't say that experts' weights are normalised."""
+    """Reads a GGUF file's config. Layers with kv heads have latent attention, the others delta
+    rules. The experts' weights are normalized although the file doesn't say so."""
     counts, width = kv_heads(m), m.size("ssm.conv_kernel")
     config = gguf_latents(m)
     linear = {

@@ -1,5 +1,5 @@
-"""LFM2, dense and as mixtures of experts, and LFM3: most layers have a gated short convolution in the place of attention. LFM3
-has windows, gates of heads, and norms before and after. No torch."""
+"""LFM2, dense and as mixtures of experts, and LFM3: most layers have a gated short convolution
+instead of attention. LFM3 has windows, a gate per head, and norms before and after. No torch."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def read_lfm3(c: ConfigReader) -> ModelSpec:
     mixers = {kind: attended(kind) for kind in sorted({*of} - {"conv"})}
     mixers["conv"] = {"recurrent": _conv(c, 7)}
     block = (around if c.take("use_sandwich_norm", bool, True) else before)(norm)
-    c.ignore("rope_theta", "rope_parameters", "rope_scaling")  # of kinds that no layer is
+    c.ignore("rope_theta", "rope_parameters", "rope_scaling")  # about kinds that no layer has
     return model(
         c,
         "lfm3",
@@ -188,8 +188,8 @@ def names_lfm3(spec: ModelSpec) -> Names:
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Reads a GGUF file's config. The file has the MLP's own size, and the layers' kv heads, of
-    which convolutions have none."""
+    """Reads a GGUF file's config. The file gives the MLP's final size, and the number of kv heads
+    of each layer: 0 for convolutions."""
     config = llama_gguf_config(m, experts=True, by_layer=True)
     del config["hidden_act"]
     own = {

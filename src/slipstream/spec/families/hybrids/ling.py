@@ -1,9 +1,9 @@
 """Ling and Ring (Bailing).
 
 1. `bailing_moe` (Ling 2) has GLM-4.5's layers with Sarvam's names.
-2. `bailing_hybrid` (Ling 3) has delta rules with a bounded decay for each channel, and in the last layer of each group latent
-   attention with a gate for each head. Its experts are DeepSeek V3's, clamped in some layers. transformers
-   has no such clamps. They are those of SGLang and llama.cpp, without which answers are worse. No torch.
+2. `bailing_hybrid` (Ling 3) has delta rules with bounded per-channel decay, and in the last layer of each group latent
+   attention with a gate per head. Its experts are DeepSeek V3's, clamped in some layers. transformers lacks these
+   clamps. They follow SGLang and llama.cpp; without them answers are worse. No torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SAID = {
     ),
     **dict(moe_router_enable_expert_bias=True, scale_router_input=False, pregate_inference=False),
 }
-"""Values of further keys of the authors' config, the only ones that are supported."""
+"""Further keys of the authors' config, with the only supported values."""
 UNUSED = (
     *("use_qk_norm", "linear_silu", "max_window_layers", "seq_aux", "router_dtype", "mtp_use_kda"),
     *("group_norm_size", "num_kv_heads_for_linear_attn", "mtp_loss_scaling_factor"),
@@ -68,7 +68,7 @@ UNUSED = (
     *(f"pregate_{x}" for x in ("shallow_layers", "shallow_loss_weight", "opd_ce_weight")),
     *(f"pregate_opd_{x}" for x in ("strategy", "temperature", "topk", "weight", "weight_mode")),
 )
-"""Keys that nothing reads: q and k of delta rules are normed in any case, and the rotated numbers are `qk_rope_head_dim`."""
+"""Keys without effect: q and k of delta rules are always normed, and `qk_rope_head_dim` gives the rotated size."""
 
 
 def read_ling2(c: ConfigReader) -> ModelSpec:
@@ -105,14 +105,14 @@ def read(c: ConfigReader) -> ModelSpec:
         moe_intermediate_size=768,
     )
     c.require("moe_shared_expert_intermediate_size", c.size("moe_intermediate_size"))
-    c.require("tie_word_embeddings", False)  # transformers doesn't tie them
+    c.require("tie_word_embeddings", False)  # transformers never ties them
     longest, eps = c.size("max_position_embeddings", 262144), c.take("rms_norm_eps", float, 1e-6)
     mixers: dict[str, dict[str, Any]] = {
         FULL: {"attention": _attention(c, longest)},
         LINEAR: {"recurrent": _delta(c, eps)},
     }
     count, every = c.size("num_hidden_layers"), c.size("layer_group_size", 6)
-    if count % every and "layer_types" not in c:  # transformers and the authors differ
+    if count % every and "layer_types" not in c:  # transformers and the authors' code disagree here
         raise c.unsupported("layer_group_size", f"must divide {count} layers, or give layer_types")
     of = kinds(c, mixers, lambda i: LINEAR if (i + 1) % every else FULL)
     dense = gated(c)
@@ -151,11 +151,11 @@ def _attention(c: ConfigReader, longest: int) -> LatentAttentionSpec:
 
 
 def _delta(c: ConfigReader, eps: float) -> GatedDeltaSpec:
-    """Reads the recurrent layers' sizes. transformers writes `linear_…` next to the authors' keys, of which it gives
-    `head_dim` another value."""
+    """Reads the recurrent layers' sizes. transformers writes keys `linear_…` next to the authors',
+    and changes the value of `head_dim`."""
     num_heads = c.size("linear_num_heads", c.size("num_attention_heads"))
     dim = c.size("linear_head_dim", c.size("head_dim", 128))
-    c.require("hidden_act", "silu")  # the convolution's, too
+    c.require("hidden_act", "silu")  # the convolution's activation, too
     bound = c.take("kda_lower_bound", float, -5.0)
     if bound >= 0:
         raise c.unsupported("kda_lower_bound", "must be below 0")

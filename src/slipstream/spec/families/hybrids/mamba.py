@@ -13,7 +13,7 @@ from slipstream.spec.parameters import NegatedExp, Reshape, Transform
 
 
 def time_limit(c: ConfigReader) -> tuple[float, float]:
-    """Two numbers, of which JSON may write an infinite one as `Infinity` or as an object."""
+    """Minimum and maximum time step. JSON may write infinity as `Infinity` or as an object."""
     key = "time_step_limit"
     given = c.take(key, list, [0.0, math.inf])
     numbers = [x["__float__"] if isinstance(x, dict) and "__float__" in x else x for x in given]
@@ -25,7 +25,8 @@ def time_limit(c: ConfigReader) -> tuple[float, float]:
 
 
 def bamba_mixer(c: ConfigReader, eps: float, *, width: int | None = None) -> Mamba2Spec:
-    """Bamba's Mamba-2 layer. `width`: its channels, if not `mamba_expand` times the hidden size."""
+    """Spec of a Mamba-2 layer with Bamba's keys. `width`: number of channels, if not `mamba_expand` times the hidden
+    size."""
     num_heads, groups = c.size("mamba_n_heads", 128), c.size("mamba_n_groups", 1)
     width = width or c.size("mamba_expand", 2) * c.size("hidden_size")
     c.ignore("mamba_expand", "mamba_chunk_size", "use_mamba_kernels", "num_logits_to_keep")
@@ -48,7 +49,7 @@ def bamba_mixer(c: ConfigReader, eps: float, *, width: int | None = None) -> Mam
 
 
 def mamba_names(mixer: str) -> dict[str, Theirs]:
-    """The names of a Mamba-2 layer's tensors, which follow `mixer`."""
+    """Tensor names of a Mamba-2 layer; each follows the prefix `mixer`."""
     return {
         "recurrent.in": f"{mixer}.in_proj",
         "recurrent.conv": f"{mixer}.conv1d",
@@ -61,7 +62,7 @@ def mamba_names(mixer: str) -> dict[str, Theirs]:
 
 
 def mamba_1_names(mixer: str) -> dict[str, Theirs]:
-    """The names of a Mamba layer's tensors, which follow `mixer`."""
+    """Tensor names of a Mamba layer; each follows the prefix `mixer`."""
     return {
         **mamba_names(mixer),
         "recurrent.select": f"{mixer}.x_proj",
@@ -74,12 +75,12 @@ def mamba_1_names(mixer: str) -> dict[str, Theirs]:
 
 
 def rank(c: ConfigReader, key: str) -> int:
-    """The rank of dt: a number, or "auto" for a 16th of the hidden size."""
+    """Rank of the projection of dt: a number, or "auto" for 1/16 of the hidden size."""
     return -(-c.size("hidden_size") // 16) if c.value(key) in (None, "auto") else c.size(key)
 
 
 MAX_POSITION = 2**20
-"""The longest context of a model without positions, which can have any."""
+"""Maximum context assumed for models without position embeddings, which have no limit of their own."""
 
 
 def read_mamba(c: ConfigReader) -> ModelSpec:
@@ -136,7 +137,9 @@ def read_mamba2(c: ConfigReader) -> ModelSpec:
 
 def _read(c: ConfigReader, family: str, mixer: Mamba2Spec | MambaSpec, *, tied: bool) -> ModelSpec:
     c.require("hidden_act", "silu")
-    c.ignore("time_step_min", "time_step_max", "time_step_floor", "time_step_scale")  # of training
+    c.ignore(
+        "time_step_min", "time_step_max", "time_step_floor", "time_step_scale"
+    )  # training settings
     c.ignore("time_step_init_scheme", "rescale_prenorm_residual", "residual_in_fp32")
     c.ignore("use_mambapy", "use_associative_scan", "use_mamba_kernels")
     norm = rms(c.size("hidden_size"), c.take("layer_norm_epsilon", float, 1e-5))
@@ -147,7 +150,7 @@ def _read(c: ConfigReader, family: str, mixer: Mamba2Spec | MambaSpec, *, tied: 
 def gguf_mamba(m: ConfigReader) -> dict[str, Any]:
     config = {**_gguf(m), "time_step_rank": m.size("ssm.time_step_rank")}
     if m.take("ssm.dt_b_c_rms", bool, False):
-        config["mixer_rms_eps"] = 1e-6  # FalconMamba's, which the file lacks
+        config["mixer_rms_eps"] = 1e-6  # FalconMamba's value, which the file lacks
     return config
 
 
@@ -174,7 +177,9 @@ def mamba2_gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def _gguf(m: ConfigReader) -> dict[str, Any]:
-    m.ignore("context_length", "feed_forward_length", "attention.head_count")  # there are none
+    m.ignore(
+        "context_length", "feed_forward_length", "attention.head_count"
+    )  # the model has none of these
     m.ignore("attention.head_count_kv")
     hidden = m.size("embedding_length")
     return {
@@ -188,7 +193,7 @@ def _gguf(m: ConfigReader) -> dict[str, Any]:
 
 
 def _normed(layer: LayerSpec, part: int) -> Transform:
-    """Norms by groups are stored as [groups, size of one]."""
+    """Group norms are stored as [groups, group size]."""
     r = layer.recurrent
     assert isinstance(r, Mamba2Spec)
     return Reshape((r.norm_groups, r.v_size // r.norm_groups))

@@ -1,7 +1,7 @@
-"""Nemotron-H and Nemotron 3: each of their layers is Mamba-2, attention, an MLP, or a mixture of experts. No torch.
+"""Nemotron-H and Nemotron 3: each layer of the checkpoint is Mamba-2, attention, an MLP, or a mixture of
+experts. No torch.
 
-Two of theirs, a mixer and the MLP after it, are a layer here. A mixer that another one follows is a
-layer without an MLP.
+A mixer and the MLP after it form one layer here. A mixer followed by another mixer is a layer without an MLP.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MIXERS = ("linear_attention", "full_attention")
 
 
 def kinds_of_blocks(c: ConfigReader) -> tuple[str, list[str]]:
-    """Returns the config's key for the kinds of the layers, and the kinds."""
+    """(the config's key for the kinds of layers, the kinds)."""
     key = called(c, "layers_block_type", "layer_types", "hybrid_override_pattern")
     kinds = list(LETTERS.values())
     if key == "hybrid_override_pattern":
@@ -56,7 +56,7 @@ def kinds_of_blocks(c: ConfigReader) -> tuple[str, list[str]]:
 
 
 def paired(c: ConfigReader, key: str, kinds: list[str]) -> list[tuple[str, str | None]]:
-    """The mixer of each of our layers, and the MLP after it, if any."""
+    """(mixer, kind of MLP after it or None) of each of our layers."""
     pairs: list[tuple[str, str | None]] = []
     for i, kind in enumerate(kinds):
         if kind in MIXERS:
@@ -139,8 +139,8 @@ def _mixture(c: ConfigReader, act: Any, bias: bool) -> MoESpec:
 
 
 def _mamba(c: ConfigReader, eps: float) -> Mamba2Spec:
-    """Reads a Mamba-2 mixer. Bamba's keys, which earlier configs have, are preferred. A step of
-    time is at least `time_step_min`."""
+    """Reads a Mamba-2 mixer. Bamba's keys, which earlier configs have, take precedence. The time
+    step is at least `time_step_min`."""
     groups = c.size(called(c, "mamba_n_groups", "n_groups"), 8)
     c.require("mamba_hidden_act", "silu")
     c.ignore("n_groups", "conv_kernel", "use_conv_bias", "expand", "mamba_expand", "time_step_min")
@@ -162,7 +162,8 @@ def _mamba(c: ConfigReader, eps: float) -> Mamba2Spec:
 
 
 def mtp_layers(spec: ModelSpec, config: Config) -> tuple[LayerSpec, ...]:
-    """The layers of `mtp_hybrid_override_pattern` or `mtp_layers_block_type`, each like one of the model's."""
+    """The MTP layers listed in `mtp_hybrid_override_pattern` or `mtp_layers_block_type`; each copies one of the model's
+    layers."""
     c = ConfigReader(config)
     letters = "mtp_hybrid_override_pattern"
     key = called(c, letters, "mtp_layers_block_type")
@@ -198,7 +199,7 @@ MTP = MTPFormat(
 
 
 BEHIND = "+"
-"""Stands before the names of the second of the two layers that are one here."""
+"""Prefix of the names of an MLP that is a layer of its own in the checkpoint and part of the previous layer here."""
 
 NAMES: dict[str, Theirs] = {
     **LLAMA,
@@ -228,8 +229,8 @@ def names(spec: ModelSpec) -> Names:
 
 
 def numbered(spec: ModelSpec, found: Names) -> Names:
-    """The table with the checkpoint's layer numbers in its tensor names: there an MLP counts as a
-    layer of its own, and here it belongs to the layer before it."""
+    """The table with the checkpoint's layer numbers. There an MLP counts as a layer; here it
+    belongs to the layer before it."""
     firsts, at = [], 0
     for layer in spec.layers:
         firsts.append(at)
@@ -242,8 +243,8 @@ def numbered(spec: ModelSpec, found: Names) -> Names:
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Reads a GGUF file's config. A layer with kv heads is attention, one with an MLP's size an MLP or a mixture, the
-    others are Mamba-2."""
+    """Reads a GGUF file's config. Layers with kv heads are attention, layers with an MLP size are
+    MLPs or mixtures, the others Mamba-2."""
     num_experts, num_heads = m.take("expert_count", int, 0), m.size("ssm.time_step_rank")
     sizes, fed = numbers_by_layer(m, "feed_forward_length"), "moe" if num_experts else "mlp"
     kinds = [
@@ -312,7 +313,7 @@ FAMILIES = (
         architectures=("NemotronHForCausalLM",),
         read=read,
         names=names,
-        prefixes=("model.", ""),  # PEFT has transformers' own names
+        prefixes=("model.", ""),  # PEFT uses transformers' own names
         ignored=(r"mtp\..*",),
         mtp=MTP,
         gguf=GGUFFamily(

@@ -52,8 +52,8 @@ def read(c: ConfigReader) -> ModelSpec:
 
 
 def _position(c: ConfigReader, head_dim: int, max_position: int) -> object:
-    """Reads the rotation, or None for the long-context models, which have none: their
-    `rope_parameters` are null or lack a base."""
+    """Rotary embedding, or None for the long-context models, whose `rope_parameters` are null or
+    lack a base."""
     own = c.value("rope_parameters")
     unrotated = (c.says("rope_parameters") and own is None) or (
         isinstance(own, dict) and own.get("rope_theta") is None
@@ -75,7 +75,7 @@ def _delta(c: ConfigReader, num_heads: int) -> GatedDeltaSpec:
         key_dim=key_dim,
         value_dim=c.size("linear_value_head_dim", 2 * key_dim),
         conv_width=c.size("linear_conv_kernel_dim", 4),
-        eps=1e-5,  # whatever rms_norm_eps is
+        eps=1e-5,  # fixed, whatever rms_norm_eps says
         negative_eigenvalues=c.take("linear_allow_neg_eigval", bool, True),
     )
 

@@ -1,7 +1,8 @@
-"""Qwen3-Next and Qwen3.5: three of four layers are gated delta rules, the others have gated attention. Qwen3.5 takes pictures
-(`pictures/qwen3_vl.py`). No torch.
+"""Qwen3-Next and Qwen3.5: three of four layers are gated delta rules, the others have gated attention. Qwen3.5 takes
+pictures (`pictures/qwen3_vl.py`). No torch.
 
-The mixtures and the dense models differ in the MLP alone. Qwen3-Next stores the inputs of the delta rule by key head.
+Mixtures and dense models only differ in the MLP. Qwen3-Next stores the input projections of the delta rule grouped by key
+head.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def delta(c: ConfigReader) -> GatedDeltaSpec:
 
 
 def kinds_of_mixers(c: ConfigReader) -> list[bool]:
-    """Whether each layer is recurrent: `layer_types`, or all but every `full_attention_interval`th."""
+    """Whether each layer is recurrent, from `layer_types` or `full_attention_interval` (every n-th layer has full
+    attention)."""
     every = c.size("full_attention_interval", 4)
     found = kinds(
         c,
@@ -97,7 +99,7 @@ def read_3_5_moe(c: ConfigReader, *, sees: bool = False) -> ModelSpec:
 
 
 def _read(c: ConfigReader, family: str, moe: MoESpec | None, sees: bool = False) -> ModelSpec:
-    """Reads a Qwen3-Next or Qwen 3.5. `sees`: the model takes pictures, whose tokens have three
+    """Reads a Qwen3-Next or Qwen 3.5. `sees`: the model accepts images, whose tokens have three
     positions."""
     c.assume(head_dim=256)
     h, eps = heads(c), c.take("rms_norm_eps", float, 1e-6)
@@ -134,7 +136,7 @@ def _read(c: ConfigReader, family: str, moe: MoESpec | None, sees: bool = False)
 
 
 def gate_first(layer: LayerSpec, part: int) -> Transform | None:
-    """Reorders stored rows, in which query and gate alternate by head, to all gates, then all
+    """Reorders stored rows, where query and gate alternate by head, to all gates, then all
     queries."""
     a = layer.self_attention
     return None if part else Regroup(a.num_heads, (a.head_dim, a.head_dim), (1, 0))
@@ -185,10 +187,10 @@ NAMES_NEXT = table(
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Reads the config of a GGUF file of Qwen3-Next or Qwen 3.5. A last layer that drafts is counted with the others,
-    and not read.
+    """Reads the config of a GGUF file of Qwen3-Next or Qwen 3.5. The layer count includes a last
+    MTP layer, which is not read.
 
-    The sections of the rotation are of pictures, which these files don't hold.
+    Rotary sections are ignored: they concern images, which these files don't support.
     """
     if "expert_feed_forward_length" in m:
         m.assume(feed_forward_length=m.size("expert_feed_forward_length"))
@@ -219,8 +221,8 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def _untiled(at: Callable[[GatedDeltaSpec, int], dict[str, Any]], *first: Change) -> Change:
-    """Restores the order of value heads, which llama.cpp sorts by their number within a key head first. `at`: the rows
-    of the value heads."""
+    """Undoes llama.cpp's order of value heads, which are sorted first by their index within a key
+    head. `at`: rows of the value heads."""
 
     def change(layer: LayerSpec, part: int) -> Transform | None:
         r = layer.recurrent
@@ -273,7 +275,7 @@ GGUF_3_5 = gguf_table(
 
 
 def mtp_layers(spec: ModelSpec, config: Config) -> tuple[LayerSpec, ...]:
-    """A layer with attention, and with experts if any of the model's has some."""
+    """One attention layer, with experts if any of the model's layers has them."""
     of = next(layer.attention for layer in spec.layers if layer.attention is not None)
     mlps = sorted((x.mlp for x in spec.layers), key=lambda mlp: not isinstance(mlp, MoESpec))
     return (dataclasses.replace(spec.layers[0], recurrent=None, attention=of, mlp=mlps[0]),)
@@ -303,7 +305,7 @@ GGUFS = {
 
 
 IGNORED = (r"(model\.)?mtp\..*", *qwen3_vl.VISUAL)
-"""Layers that draft, which `MTP` describes, and the image encoder, which `max_images=0` leaves out."""
+"""MTP layers, which `MTP` describes, and the image encoder, which `max_images=0` skips."""
 
 SEEING, SEEING_MOE = partial(read_3_5, sees=True), partial(read_3_5_moe, sees=True)
 

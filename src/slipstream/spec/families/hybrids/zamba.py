@@ -1,4 +1,4 @@
-"""Zamba 2: Mamba-2 layers, of which some first run one of a few shared transformers. No torch."""
+"""Zamba 2: Mamba-2 layers. Before some of them one of a few shared transformer blocks runs. No torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read(c: ConfigReader) -> ModelSpec:
     if attends and h.num_kv_heads != queries:
         raise c.unsupported("num_key_value_heads", "adapters of keys have all heads' rows")
     c.size("adapter_rank", 128)
-    # without tied embeddings transformers ties no transformers, either
+    # with untied embeddings, transformers doesn't share the transformer blocks either
     count = len(hybrids) if c.value("tie_word_embeddings") is False else c.size("num_mem_blocks", 1)
     c.ignore("num_mem_blocks")
     shared = _shared(hybrids, count, attends)
@@ -95,13 +95,14 @@ def read(c: ConfigReader) -> ModelSpec:
 
 
 WHOLE = ("input_layernorm", "pre_ff_layernorm", "self_attn.o_proj", "feed_forward.down_proj")
-"""Modules of a transformer that layers share as they are."""
+"""Modules of a shared transformer block that its layers use without an adapter."""
 
 
 def _shared(
     hybrids: list[int], num_blocks: int, attends: bool
 ) -> tuple[tuple[str, SharedTensor], ...]:
-    """The tensors of each hybrid layer's transformer: those of the first layer that has it, and the layer's own adapters."""
+    """Tensors of each hybrid layer's transformer block: those of the first layer that uses the block, and the layer's own
+    adapters."""
     lists = {"feed_forward.gate_up_proj": "feed_forward.gate_up_proj_adapter_list"}
     for x in "qkv":
         lists[f"self_attn.{x}_proj"] = f"self_attn.linear_{x}_adapter_list" if attends else ""
@@ -133,7 +134,7 @@ NAMES: dict[str, Theirs] = {
 
 
 def names(spec: ModelSpec) -> Names:
-    """The table. A hybrid layer's Mamba has a module of its own."""
+    """Table of names. In a hybrid layer, Mamba is a nested module."""
     found = table(NAMES, changes={"recurrent.conv": of_conv})(spec)
     for i, layer in enumerate(spec.layers):
         if layer.attention is not None:
@@ -150,6 +151,6 @@ FAMILIES = (
         architectures=("Zamba2ForCausalLM", "Zamba2ForSequenceClassification"),
         read=read,
         names=names,
-        ignored=(rf".*\.{SHARED}.*_adapter_list\..*",),  # of other layers
+        ignored=(rf".*\.{SHARED}.*_adapter_list\..*",),  # other layers' adapters
     ),
 )

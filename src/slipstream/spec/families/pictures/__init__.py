@@ -1,1 +1,1 @@
-"""Families that take pictures, and how pictures become their input."""
+"""Families that accept images, and their image preprocessing."""

@@ -1,5 +1,5 @@
-"""Aya Vision (arXiv:2505.08751) and Command A Vision: a SigLIP encoder of square tiles, a gated MLP on groups of patches, and a
-Command R7B's decoder. They differ in how tiles are chosen, and in the text that stands around them."""
+"""Aya Vision (arXiv:2505.08751) and Command A Vision: a SigLIP encoder of square tiles, a gated MLP on groups of
+patches, and a Command R7B's decoder. They differ in the choice of tiles and in the text around them in the prompt."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ TOKEN = 255036
 
 
 def read_text(c: ConfigReader) -> ModelSpec:
-    """The decoder. Its logits are multiplied by `logit_scale` as in Cohere 2, which transformers' classes of these types
-    forget."""
+    """The decoder. Logits are multiplied by `logit_scale` as in Cohere 2, which transformers'
+    classes of these types omit."""
     c.require("model_type", "cohere2")
     return cohere.read_cohere2(c)
 
@@ -68,8 +68,8 @@ def _read(
     norm_eps: float | None,
     image: int,
 ) -> VisionSpec:
-    """Reads the encoder of pictures. `size` is the connector's number of units, gate and up
-    together. `image` is the default of `image_size`."""
+    """Reads the image encoder. `size`: the connector's width, gate and up together. `image`:
+    default of `image_size`."""
     v.require("model_type", "siglip_vision_model")
     hidden, merge = v.size("hidden_size"), c.size("downsample_factor", 2)
     patch, side = square(v, "patch_size", 14 if norm_eps else 16), square(v, "image_size", image)
@@ -85,7 +85,9 @@ def _read(
         patch_size=patch,
         patch_bias=True,
         layers=layers,
-        final_norm=layer_norm(hidden, eps) if norm_eps is None else None,  # Aya's is passed over
+        final_norm=layer_norm(hidden, eps)
+        if norm_eps is None
+        else None,  # Aya's final norm is not used
         position=GridPositionSpec(side=side // patch, read="cells"),
         merge=merge,
         connector=MLPConnector(
@@ -104,14 +106,14 @@ def _read(
 
 
 def read_aya_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
-    c.ignore("crop_to_patches")  # the model's processor cuts tiles in any case
+    c.ignore("crop_to_patches")  # the model's image processor always cuts tiles
     return _processing(c, vision, "ratio")
 
 
 def read_command_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
     assert isinstance(vision.position, GridPositionSpec)
     c.require("crop_to_patches", True)
-    c.require("patch_size", vision.position.side // vision.merge)  # tokens of a tile's side
+    c.require("patch_size", vision.position.side // vision.merge)  # size of a tile's side in tokens
     return _processing(c, vision, "scale")
 
 

@@ -1,6 +1,6 @@
-"""Gemma 4's image encoder: two tables of positions, layers with norms before and after, rotary positions by column and row,
-and the scaled mean of each square of patches. The published small ones clamp what their products read and give. A picture
-keeps its proportions, within a budget of tokens. Films and sounds are not read."""
+"""Gemma 4's image encoder: two tables of positions, layers with norms before and after, rotary positions by column and
+row, and the scaled mean of each square of patches. The small published models clamp the inputs and outputs of their
+linear layers. Images keep their aspect ratio within a token budget. Video and audio are not supported."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ ENCODER = {
 }
 """Defaults of `vision_config`."""
 TOKENS = (70, 140, 280, 560, 1120)
-"""Numbers of tokens per picture that the model was trained with. A picture is scaled to one of
-them."""
+"""Token counts per image that the model was trained with. An image is scaled to one of them."""
 
 
 def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec | None:
     token_id, said = c.take("image_token_id", int, 258_880), c.take("text_config", dict, {})
     c.ignore("audio_config", "tie_word_embeddings", "use_cache", "boi_token_id", "eoi_token_id")
     c.ignore("video_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id")
-    c.ignore("vision_soft_tokens_per_image")  # the image processor's number counts
+    c.ignore("vision_soft_tokens_per_image")  # the image processor's setting is used instead
     if "vision_config" not in c or text.is_encoder:
         c.ignore("vision_config")
         c.finish()
@@ -165,7 +164,7 @@ CHANGES = {
 
 
 def with_bounds(found: Names) -> Names:
-    """The table with the names of the bounds of each product, which are tensors of one number."""
+    """The table plus the names of each linear layer's clamping bounds, which are scalar tensors."""
     for name in [name for name in found if name.endswith(".bounds")]:
         target, above = found.pop(name).target, name.removesuffix("bounds")
         for i, product in enumerate(CLIPPED):

@@ -1,6 +1,6 @@
-"""GLM-4.1V, 4.5V and 4.6V (arXiv:2507.01006): a GLM-4, dense or a mixture, whose tokens have three positions, and an image
-encoder with learned positions that are read bicubically, rotary positions by row and column, and a gated MLP that merges
-patches. GLM-OCR is a small one of their kind. Films are not read."""
+"""GLM-4.1V, 4.5V and 4.6V (arXiv:2507.01006): a GLM-4, dense or a mixture, whose tokens have three positions,
+and an image encoder with bicubically interpolated learned positions, rotary positions by row and column, and
+a gated MLP that merges patches. GLM-OCR is a small variant. Video is not supported."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OCR: dict[str, Any] = {
     "out_hidden_size": 1536,
     "attention_bias": True,
 }
-"""The same of GLM-OCR."""
+"""Defaults of GLM-OCR's `vision_config`."""
 
 READERS = {
     "glm4v_text": glm.read_glm4v,
@@ -62,8 +62,8 @@ ENDS = ("image_start_token_id", "image_end_token_id", "video_start_token_id", "v
 
 
 def read_text(c: ConfigReader, *, kinds: tuple[str, ...]) -> ModelSpec:
-    """Reads the language model. `kinds`: the decoders that the model's type has; the first without
-    a `model_type`."""
+    """Reads the language model. `kinds`: decoder types that this model type can have; the first is
+    the default without a `model_type`."""
     kind = c.take("model_type", str, kinds[0])
     kind = f"{kind}_text" if f"{kind}_text" in READERS else kind
     if kind not in kinds:
@@ -74,11 +74,11 @@ def read_text(c: ConfigReader, *, kinds: tuple[str, ...]) -> ModelSpec:
 def read_vision(
     c: ConfigReader, text: ModelSpec, *, image: int, is_ocr: bool = False
 ) -> VisionSpec | None:
-    """Reads the encoder of pictures. `image`: the default placeholder. `is_ocr`: GLM-OCR's encoder
-    has norms of q and k, more biases, and no learned positions."""
+    """Reads the image encoder. `image`: default placeholder token. `is_ocr`: GLM-OCR's encoder has
+    norms of q and k, more biases, and no learned positions."""
     token_id = c.take("image_token_id", int, image)
     c.ignore("text_config", "tie_word_embeddings", "use_cache", *OUTER, *ENDS)
-    nested = c.value("text_config") is not None  # else the decoder's keys stand here
+    nested = c.value("text_config") is not None  # otherwise the decoder's keys are at the top level
     if "vision_config" not in c:
         if nested:
             c.finish()
@@ -139,8 +139,8 @@ def read_vision(
 
 
 def read_glm_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
-    """Reads the preprocessing. transformers counts the pixels of a picture once for each of the
-    frames that it is repeated to."""
+    """Reads the preprocessing. transformers counts an image's pixels once for each frame to which
+    the image is repeated."""
     c.assume(size={"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000})
     made = read_processing(c, vision)
     assert isinstance(made.sizes, PixelRange)
@@ -178,7 +178,8 @@ _dense, _moe = (
 
 
 def names(spec: ModelSpec) -> Names:
-    """The product that merges patches is a convolution, and gate and up of the MLP after it are two tensors."""
+    """The table of names. The patch-merging projection is stored as a convolution; gate and up of the MLP after it are two
+    tensors."""
     has_experts = any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
     found = (_moe if has_experts else _dense)(spec)
     if isinstance(vision := spec.media, VisionSpec):

@@ -39,7 +39,7 @@ def read_text(c: ConfigReader) -> ModelSpec:
     c.require("use_resampler", False)
     c.ignore(
         "perceiver_config", "pixel_shuffle_factor"
-    )  # of training code; the connector's factor is `scale_factor`
+    )  # from training code; `scale_factor` gives the connector's factor
     return read_llama(c)
 
 
@@ -120,7 +120,7 @@ FAMILIES = tuple(
             media_layer="model.vision_model.encoder.layers.{i}.",
         ),
         nested_config="text_config",
-        ignored=(r"model\.vision_model\..*", r"model\.connector\..*"),  # with max_images=0
+        ignored=(r"model\.vision_model\..*", r"model\.connector\..*"),  # skipped with max_images=0
         media=read_vision,
         processing=read_processing,
     )

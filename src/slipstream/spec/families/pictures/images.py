@@ -1,4 +1,4 @@
-"""Builders of image encoders and of their preprocessing, which families share. No torch."""
+"""Builders of image encoders and their preprocessing, shared by families. No torch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ RESAMPLE: dict[int, Literal["bilinear", "bicubic", "lanczos"]] = {
     2: "bilinear",
     3: "bicubic",
 }
-"""Resampling filters by Pillow's numbers, which configs have."""
+"""Resampling filters by Pillow's numbers, which configs use."""
 
 HALF = (0.5, 0.5, 0.5)
 AS_LLAVA: dict[str, Any] = dict(
     nested_config="text_config",
     prefixes=("language_model.", "model.language_model.", "model."),
-    ignored=(r"(model\.)?((vision|audio)_tower|multi_modal_projector)\..*",),  # with max_images=0
+    ignored=(
+        r"(model\.)?((vision|audio)_tower|multi_modal_projector)\..*",
+    ),  # skipped with max_images=0
 )
-"""Fields of a `Family` whose tensors are named as LLaVA's."""
+"""Fields of a `Family` whose tensors are named like LLaVA's."""
 
 
 def siglip_layers(c: ConfigReader) -> tuple[LayerSpec, ...]:
-    """SigLIP's layers (arXiv:2303.15343): norms before, biases everywhere, no positions of their own."""
+    """SigLIP's layers (arXiv:2303.15343): pre-norms, biases everywhere, no position embeddings inside the layers."""
     h = heads(c, num_kv_heads=None)
     norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-6))
     mlp = plain(c.size("intermediate_size"), activation(c, "hidden_act", "gelu_pytorch_tanh"))
@@ -44,7 +46,7 @@ def siglip_layers(c: ConfigReader) -> tuple[LayerSpec, ...]:
 
 
 def square(c: ConfigReader, key: str, default: int) -> int:
-    """Reads a size: a number, or two that are the same."""
+    """Reads a side length: a number, or two equal numbers."""
     value = c.value(key)
     if isinstance(value, list):
         if len(value) != 2 or value[0] != value[1] or not isinstance(value[0], int) or value[0] < 1:
@@ -58,7 +60,7 @@ def axial_rope(c: ConfigReader, head_dim: int, theta: float = 1e4, **how: bool) 
     theta = c.take("rope_theta", float, theta)
     if "rope_parameters" in c:
         own = c.part("rope_parameters")
-        own.require("rope_type", "axial", "default")  # transformers takes the latter for the former
+        own.require("rope_type", "axial", "default")  # transformers treats "default" as "axial"
         theta = own.take("rope_theta", float, theta)
         own.finish()
     if head_dim % 4:
@@ -77,9 +79,9 @@ def processing(
     normalizes: bool = True,
     crops: bool = False,
 ) -> ImageProcessing:
-    """The processing with `sizes`, which were read before. The rest are defaults. Call it last.
+    """The image processing with the `sizes` read before; other arguments are defaults of config keys. Call it last.
 
-    `normalizes` False: the model's code does, by `mean` and `std` whatever the file says.
+    `normalizes` False: the model's own code normalizes with `mean` and `std`, whatever the file says.
     """
 
     def three(key: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
@@ -141,7 +143,8 @@ def processing(
 
 
 def siglip_names(tower: str, *, out: str) -> dict[str, Theirs]:
-    """Names of a SigLIP encoder that begins with `tower`; its layers' are relative. `out`: the connector's product."""
+    """Tensor names of a SigLIP encoder under the prefix `tower`; those of layers are relative to the layer. `out`: name of
+    the connector's projection."""
     layer: dict[str, Theirs] = {
         "pre_attention": "layer_norm1",
         "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

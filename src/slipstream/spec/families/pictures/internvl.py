@@ -1,8 +1,8 @@
 """InternVL 3 and 3.5 (arXiv:2504.10479), LLaVA 1.5 (arXiv:2310.03744) and 1.6: encoders with a class token. No torch.
 
-InternVL's encoder has scaled residuals and reads tiles of a picture; groups of patches go through an MLP. LLaVA's is CLIP up to
-the last layer but one, with an MLP on each patch of the one square that it sees. LLaVA 1.6 (LLaVA-NeXT) sees a larger picture
-in squares, too. Any decoder follows.
+InternVL's encoder has scaled residuals and reads an image in tiles; an MLP maps each group of patches to a token.
+LLaVA's encoder is CLIP without its last layer, applied to one square image, with an MLP on each patch. LLaVA 1.6
+(LLaVA-NeXT) also reads larger images in squares. The decoder can be of any family.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ READERS = {
     "qwen3": qwen.read_qwen3,
     "qwen3_moe": qwen.read_qwen3_moe,
 }
-"""The decoders, all of which have Llama's names."""
+"""Readers of the supported decoders, all of which have Llama's tensor names."""
 
 INTERNVL = PromptFormat(
     placeholder="<IMG_CONTEXT>", token="<IMG_CONTEXT>", style="framed", begin="<img>", end="</img>"
@@ -55,8 +55,8 @@ LLAVA = PromptFormat(placeholder="<image>", token="<image>", style="plain")
 
 
 def read_decoder(c: ConfigReader, default: str) -> ModelSpec:
-    """Reads the decoder. Whether its head is tied is said by the whole model's config, not by the
-    decoder's; a head that is stored is used."""
+    """Reads the decoder. The whole model's config, not the decoder's, says whether the head is
+    tied; a stored head takes precedence."""
     kind = c.take("model_type", str, default)
     if kind not in READERS:
         raise c.unsupported("model_type", f"the decoders are {', '.join(READERS)}")
@@ -68,7 +68,7 @@ def read_internvl(c: ConfigReader) -> ModelSpec:
 
 
 def read_llava(c: ConfigReader) -> ModelSpec:
-    """Reads LLaVA's decoder. Its config leaves out keys with the values of Llama 7B or Mistral
+    """Reads LLaVA's decoder. Its config omits keys whose values are those of Llama 7B or Mistral
     7B."""
     if (kind := c.value("model_type") or "llama") in ("llama", "mistral"):
         c.assume(hidden_size=4096, vocab_size=32000, num_hidden_layers=32, num_attention_heads=32)
@@ -162,7 +162,7 @@ def read_vision_next(c: ConfigReader, text: ModelSpec) -> VisionSpec:
 def pinpoints_of(
     c: ConfigReader, found: list[Any], side: int, *, least: int
 ) -> tuple[tuple[int, int], ...]:
-    """Heights and widths in squares of `side` pixels, of which each has `least`."""
+    """Checked (height, width) pairs, each a multiple of `side` pixels and at least `least` squares."""
     sizes = [(x[0], x[1]) for x in found if isinstance(x, list) and len(x) == 2]
     are_tiles = all(type(x) is int and x > 0 and x % side == 0 for size in sizes for x in size)
     are_many = are_tiles and all(h * w >= least * side**2 for h, w in sizes)
@@ -182,7 +182,7 @@ def read_vision_llava(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         act = activation(v, "hidden_act")
     of = attention(heads(v, num_kv_heads=None), None, causal=False, qkv_bias=True, out_bias=True)
     layer = LayerSpec(attention=of, mlp=plain(v.size("intermediate_size"), act), block=before(norm))
-    # Feature 0 is what the first layer reads, −1 what the last one makes.
+    # Feature 0 is the input of the first layer, −1 the output of the last.
     count, which = v.size("num_hidden_layers"), c.take("vision_feature_layer", int, -2)
     num_layers = which if which >= 0 else count + 1 + which
     if not 1 <= num_layers <= count:
@@ -271,7 +271,7 @@ _internvl = table(
 
 
 def names_internvl(spec: ModelSpec) -> Names:
-    """The table of tensors. The gains of residuals have names without an ending."""
+    """Table of tensor names. The gains of residuals are stored without the suffix `.weight`."""
     found = _internvl(spec)
     return {re.sub(r"(\.lambda_\d)\.weight$", r"\1", name): at for name, at in found.items()}
 

@@ -1,8 +1,9 @@
-"""Kimi K2.5 and 2.6 (arXiv:2602.02276): DeepSeek V3's decoder as Kimi K2 has it, and MoonViT, an image encoder with learned
-positions that are read bicubically and rotary ones that take turns. Films are not read.
+"""Kimi K2.5 and 2.6 (arXiv:2602.02276): DeepSeek V3's decoder as Kimi K2 has it, and MoonViT, an image encoder with
+bicubically interpolated learned positions and rotary positions whose row and column frequencies alternate. Video is not
+supported.
 
-transformers has other names for some keys than the authors' configs; either is read. Tensors have the authors' names, as
-transformers writes them, too."""
+transformers and the authors name some keys differently; both are read. Tensors have the authors' names, as transformers
+writes them, too."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ ALIASES = {
     **{key: f"vt_{key}" for key in list(ENCODER)[:4]},
     **{key: f"init_{key}" for key in ("pos_emb_height", "pos_emb_width", "pos_emb_time")},
 }
-"""The authors' names of its keys."""
+"""The authors' names of the keys of `ENCODER`."""
 
 
 def read_text(c: ConfigReader) -> ModelSpec:
@@ -69,7 +70,7 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         ("mm_hidden_size", v.size("hidden_size")),
     ):
         v.require(key, value)
-    v.ignore("pos_emb_time")  # of films
+    v.ignore("pos_emb_time")  # concerns video
     merges = v.take("merge_kernel_size", list, [2, 2])
     if len(merges) != 2 or merges[0] != merges[1] or type(merges[0]) is not int or merges[0] < 1:
         raise v.unsupported("merge_kernel_size", "only squares are supported")
@@ -150,7 +151,7 @@ _vision = table(VISION, media_layer=TOWER + "blocks.{i}.", only="media.")
 
 
 def names(spec: ModelSpec) -> Names:
-    """Returns the names of tensors. The table of positions is stored by rows and columns."""
+    """Table of tensor names. The position table is stored as [rows, columns, width]."""
     found = deepseek.names(dataclasses.replace(spec, media=None))
     if isinstance(vision := spec.media, VisionSpec):
         found |= _vision(spec)
@@ -170,7 +171,7 @@ FAMILIES = (
         names=names,
         nested_config="text_config",
         prefixes=("language_model.", "model."),
-        ignored=(r"(model\.)?(vision_tower|mm_projector)\..*",),  # with max_images=0
+        ignored=(r"(model\.)?(vision_tower|mm_projector)\..*",),  # skipped with max_images=0
         media=read_vision,
         processing=read_processing,
     ),

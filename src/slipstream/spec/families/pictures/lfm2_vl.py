@@ -1,5 +1,5 @@
-"""LFM2-VL: a SigLIP 2 encoder of pictures in their own proportions (arXiv:2502.14786), an MLP on groups of patches, and an
-LFM2, dense or a mixture. A large picture is cut into tiles, with the whole of it after them."""
+"""LFM2-VL: a SigLIP 2 encoder for images in their own aspect ratio (arXiv:2502.14786), an MLP on groups of patches,
+and an LFM2, dense or a mixture. A large image is cut into tiles, followed by the whole image scaled down."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ OF_PROCESSING = (
     *("max_pixels_tolerance", "max_tiles", "min_image_tokens", "min_tiles", "tile_size"),
     "use_thumbnail",
 )
-"""Keys of early configs that the image processor's config has, too, and that count there alone."""
+"""Keys of early model configs that the image processor's config repeats. The processor's values are used."""
 
 
 def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:

@@ -1,7 +1,7 @@
-"""LLaVA-OneVision (Li et al. 2024, arXiv:2408.03326): SigLIP without its last norm, an MLP, and any decoder. No torch.
+"""LLaVA-OneVision (Li et al. 2024, arXiv:2408.03326): SigLIP without its final norm, an MLP, and any decoder. No torch.
 
-It sees the one picture of a prompt whole and in squares, as LLaVA 1.6 does, with up to 36 squares, whose tokens are scaled to
-those of nine. Of several pictures each is one square."""
+A prompt's only image is read whole and in squares as in LLaVA 1.6: up to 36 squares, whose tokens are scaled down to those
+of nine. If a prompt has several images, each is read as one square."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
     c.require("vision_feature_layer", -1)
     c.require("vision_feature_select_strategy", "full")
     c.require("multimodal_projector_bias", True)
-    v.require("vision_use_head", False, True)  # a head for whole pictures, which is passed over
+    v.require(
+        "vision_use_head", False, True
+    )  # a pooling head for whole images, whose weights are ignored
     v.ignore("initializer_factor", "vocab_size", "projection_dim")
     found = c.take("image_grid_pinpoints", list, PINPOINTS)
     said = c.take("vision_aspect_ratio", str, "anyres_max_9")
@@ -68,7 +70,7 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
     )
     v.finish()
     c.ignore("text_config", "tie_word_embeddings", "ignore_index", "video_token_index")
-    c.ignore("use_image_newline_parameter")  # transformers' class always has it
+    c.ignore("use_image_newline_parameter")  # transformers' class always adds it
     c.finish()
     return made
 

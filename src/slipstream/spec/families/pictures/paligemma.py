@@ -1,6 +1,6 @@
 """PaliGemma 1 (Beyer et al. 2024, arXiv:2407.07726) and 2 (arXiv:2412.03555): SigLIP and Gemma 1 or 2. No torch.
 
-All tokens of a prompt with a picture attend to each other, and the answer's tokens to what stands before them (a prefix
+All tokens of a prompt with a picture attend to each other, and the answer's tokens to all tokens before them (a prefix
 language model). transformers' processor puts <bos> after the pictures and a line break after the prompt."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read_text(c: ConfigReader) -> ModelSpec:
         raise c.unsupported("model_type", f"the decoders are {', '.join(READERS)}")
     if kind == "gemma":
         c.assume(**DEFAULTS)
-    c.require("use_bidirectional_attention", True)  # of prompts
+    c.require("use_bidirectional_attention", True)  # applies to prompts
     c.put(use_bidirectional_attention=False)
     c.ignore("num_image_tokens")
     return READERS[kind](c)
@@ -69,7 +69,9 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         raise v.unsupported("image_size", why)
     c.require("projection_dim", text.hidden_size)
     v.require("projection_dim", text.hidden_size)
-    v.require("vision_use_head", False, True)  # a head for whole pictures, which is passed over
+    v.require(
+        "vision_use_head", False, True
+    )  # a pooling head for whole images, whose weights are ignored
     v.ignore("initializer_factor", "num_image_tokens", "projector_hidden_act", "vocab_size")
     made = VisionSpec(
         hidden_size=v.size("hidden_size"),

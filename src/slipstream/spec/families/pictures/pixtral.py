@@ -1,5 +1,5 @@
 """Pixtral's image encoder (arXiv:2410.07073) as Mistral 3 has it: RMS norms, gated MLPs, rotary positions whose frequencies
-alternate between rows and columns, and a product that merges patches. Rows of tokens end with a token of text each."""
+alternate between rows and columns, and a linear layer that merges patches. A text token ends each row of image tokens."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _eps(text: ModelSpec) -> float:
 
 def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
     side = vision.patch_size
-    for size in (side, side * vision.merge):  # which transformers' processor takes in any case
+    for size in (side, side * vision.merge):  # transformers' processor always uses these sizes
         if c.value("patch_size") in (size, {"height": size, "width": size}):
             break
     else:

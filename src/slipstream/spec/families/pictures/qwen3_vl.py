@@ -1,6 +1,6 @@
-"""Qwen 3 VL (arXiv:2511.21631): a Qwen 3 whose tokens have three positions, and an image encoder with learned positions that
-are read between their cells, rotary positions by row and column, and DeepStack. Qwen 3.5 has the encoder without DeepStack.
-Films are not read."""
+"""Qwen 3 VL (arXiv:2511.21631): a Qwen 3 whose tokens have three positions, and an image encoder
+with bilinearly interpolated learned positions, rotary positions by row and column, and DeepStack.
+Qwen 3.5 has the encoder without DeepStack. Video is not supported."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def read_vision_3_5(c: ConfigReader, text: ModelSpec) -> VisionSpec | None:
 def _read(
     c: ConfigReader, text: ModelSpec, *, stacked: list[int] | None, image: int
 ) -> VisionSpec | None:
-    """Reads a model with Qwen 3 VL's image encoder. `stacked`: the default of the layers for DeepStack; None: there is
-    none. `image`: the default placeholder."""
+    """Reads a Qwen 3 VL image encoder. `stacked`: default list of DeepStack layers; None: no
+    DeepStack. `image`: default placeholder token."""
     token_id = c.take("image_token_id", int, image)
     c.ignore("text_config", "tie_word_embeddings", "use_cache", "language_model_only", *OUTER)
     if "vision_config" not in c:

@@ -1,6 +1,6 @@
-"""Qwen 2.5 VL (arXiv:2502.13923): a Qwen 2 whose tokens have three positions (M-RoPE), and an image encoder with RMS norms,
-gated MLPs, rotary positions by row and column, and windows in most layers. Qwen 2 VL (arXiv:2409.12191) has layer norms, plain
-MLPs and no windows. Films are not read."""
+"""Qwen 2.5 VL (arXiv:2502.13923): a Qwen 2 whose tokens have three positions (M-RoPE), and an image
+encoder with RMS norms, gated MLPs, rotary positions by row and column, and windows in most layers.
+Qwen 2 VL (arXiv:2409.12191) has layer norms, plain MLPs and no windows. Video is not supported."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def read_text(c: ConfigReader, kind: str = "qwen2_5_vl") -> ModelSpec:
     max_position = c.size("max_position_embeddings")
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float))
     c.require("use_sliding_window", False)
-    c.ignore("sliding_window", "max_window_layers")  # of windows that are off
+    c.ignore("sliding_window", "max_window_layers")  # concerns windows, which are off
     if set(c.take("layer_types", list, ["full_attention"])) != {"full_attention"}:
         raise c.unsupported("layer_types", "only full_attention is supported")
     of = attention(
@@ -150,7 +150,7 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         raise v.unsupported("fullatt_block_indexes", "must be whole numbers")
     check_width(v, text)
     v.require("spatial_patch_size", patch_size)
-    v.ignore("tokens_per_second")  # of films
+    v.ignore("tokens_per_second")  # concerns video
     num_channels = v.size("in_channels" if "in_channels" in v else "in_chans", 3)
     made = VisionSpec(
         hidden_size=hidden,
@@ -174,13 +174,15 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
 def _finished(c: ConfigReader, v: ConfigReader, made: VisionSpec) -> VisionSpec:
     v.finish()
     c.ignore("text_config", "tie_word_embeddings", "use_cache", *OUTER)
-    if c.value("text_config") is not None:  # else the decoder's keys stand here, and were read
+    if (
+        c.value("text_config") is not None
+    ):  # otherwise the decoder's keys are at the top level and were read already
         c.finish()
     return made
 
 
 def check_width(v: ConfigReader, text: ModelSpec, key: str = "out_hidden_size") -> None:
-    """Raise UnsupportedModelError unless the encoder's tokens are as wide as the decoder."""
+    """Raise UnsupportedModelError unless the encoder's output width is the decoder's hidden size."""
     if v.size(key, 3584) != text.hidden_size:
         raise v.unsupported(key, f"must be the decoder's hidden_size, {text.hidden_size}")
 
@@ -188,7 +190,7 @@ def check_width(v: ConfigReader, text: ModelSpec, key: str = "out_hidden_size") 
 def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
     c.require_all(patch_size=vision.patch_size, merge_size=vision.merge)
     c.require("temporal_patch_size", vision.num_frames)
-    # Early files have min_pixels and max_pixels, later ones a size, some both; the former go before.
+    # Early files have min_pixels and max_pixels, later ones a size, some both; the former take precedence.
     size = c.take("size", dict, {})
     bounds: list[int] = []
     for key, name, default in (
@@ -247,7 +249,7 @@ FAMILIES = tuple(
         nested_config="text_config",
         flat_config=True,
         prefixes=("model.", "language_model.", "model.language_model."),
-        ignored=(r"(model\.)?visual\..*",),  # with max_images=0
+        ignored=(r"(model\.)?visual\..*",),  # skipped with max_images=0
         media=vision,
         processing=read_processing,
     )

@@ -1,1 +1,1 @@
-"""Families of models that take sounds."""
+"""Families of models that accept audio."""

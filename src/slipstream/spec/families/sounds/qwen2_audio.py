@@ -32,7 +32,9 @@ def read_sound(c: ConfigReader, text: ModelSpec) -> SoundSpec:
     hidden = a.size("d_model")
     norm = layer_norm(hidden, 1e-5)
     layer = stack_layer(a, "encoder", activation(a, "activation_function", "gelu"), norm)
-    a.ignore("encoder_layerdrop", "scale_embedding", "num_hidden_layers")  # transformers ignores it
+    a.ignore(
+        "encoder_layerdrop", "scale_embedding", "num_hidden_layers"
+    )  # transformers ignores these
     c.alias({"audio_token_index": "audio_token_id"})
     made = SoundSpec(
         hidden_size=hidden,
@@ -75,7 +77,7 @@ _table = table({**LLAMA, **SOUND}, media_layer="audio_tower.layers.{i}.")
 
 
 def with_audio(table: Callable[[ModelSpec], Names], spec: ModelSpec) -> Names:
-    """Returns the names of `table`, with the audio tower's convolutions and positions."""
+    """The names of `table`, plus those of the audio tower's convolutions and positions."""
     found, sound = table(spec), spec.media
     if not isinstance(sound, SoundSpec):
         return found

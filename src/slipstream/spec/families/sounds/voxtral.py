@@ -1,4 +1,5 @@
-"""Voxtral (arXiv:2507.13264): Whisper's encoder over whole windows of 30 seconds, an MLP of four states each, and a Llama."""
+"""Voxtral (arXiv:2507.13264): Whisper's encoder over whole windows of 30 seconds, an MLP that maps four states to a token,
+and a Llama."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from slipstream.spec.media.sound import SoundSpec
 from slipstream.spec.model import ModelSpec
 
 MOST_WINDOWS = 80
-"""40 minutes, the longest sound that the model was made for."""
+"""Maximum windows of 30 seconds per audio input: 40 minutes, the limit that the model was made for."""
 
 KEYS = {
     "d_model": "hidden_size",
