@@ -69,7 +69,8 @@ def test_a_command_is_refused_as_the_row_says_or_taken(row, places, tmp_path, ca
 def test_a_session_prints_what_the_table_has(
     session, places, request, tmp_path, capsys, monkeypatch
 ):
-    """After `$ command` all that it prints, columns two spaces apart, then its exit code where it is not 0."""
+    """After `$ command` the lines that it prints and none before it did, columns two spaces apart, then its exit code
+    where it is not 0."""
     numbers = itertools.count(1)
     monkeypatch.setattr("secrets.token_hex", lambda n: f"{next(numbers):0{2 * n}x}")
     monkeypatch.setattr("secrets.token_urlsafe", lambda _: f"secret{next(numbers)}")
@@ -98,11 +99,8 @@ def test_a_session_prints_what_the_table_has(
                 path.write_bytes(bytes(2_000_000))
                 kept = {"device": "cpu", "memory_bytes": 3_000_000, "now": NOW - 7200.0}
                 register(os.getpid(), url="http://h:1", models=("smollm2", "b"), **kept)
-            case ["cat", *files]:  # its lines that were not shown before
-                lines = [
-                    line for file in files for line in (tmp_path / file).read_text().splitlines()
-                ]
-                print(*(line for line in lines if line not in said), sep="\n")
+            case ["cat", *files]:
+                print(*((tmp_path / file).read_text() for file in files), sep="")
             case _:
                 code = main(words_of(command, places))
         told = "".join(capsys.readouterr()).rstrip()
@@ -110,5 +108,6 @@ def test_a_session_prints_what_the_table_has(
             told = told.replace(place, name)
         told = re.sub("[0-9a-f]{64}", "HASH", re.sub(r"(\.\./)+\.\.(CLONE|DIR)", r"../\2", told))
         lines = [re.sub("(?<=[^ ]) {2,}", "  ", line) for line in told.splitlines() if line]
+        lines = [line for line in lines if line not in said]
         said += [f"$ {command}", *lines, *[f"[{code}]"] * bool(code)]
     assert "\n".join(said) == session.strip()
