@@ -14,14 +14,14 @@ from slipstream.verify.checks import Verification
 from slipstream.verify.judging import Finding, Judge
 from slipstream.verify.measures import Sample
 from slipstream.verify.report import EXIT_CODES, document
-from slipstream.verify.seen import NUM_FORMED, WARM, Plan, Seen
+from slipstream.verify.seen import NUM_FORMED, WARM, Seen, VerifyPlan
 from slipstream.verify.served import Answer, NotOfferedError, Served
 
 
 def verification(replies=(), **plan):
     left, asked = iter(replies), []
     served = SimpleNamespace(asked=asked, ask=lambda *a, **k: asked.append(k) or next(left))
-    return Verification(served, SimpleNamespace(token_id=None, has_tools=True), Plan(**plan))
+    return Verification(served, SimpleNamespace(token_id=None, has_tools=True), VerifyPlan(**plan))
 
 
 def test_prompt_tokens_are_counted_where_the_server_says_them():

@@ -41,9 +41,9 @@ class _LowPriority(threading.Thread):
         self.asked.put(None)
 
 
-def at_low_priority(work: Callable[[*Ts], T], *given: *Ts, low: bool = True) -> T:
-    """Do `work` in a thread of low priority, and return what it returns. In this thread if not `low`."""
-    if not low:
+def at_low_priority(work: Callable[[*Ts], T], *given: *Ts, low_priority: bool = True) -> T:
+    """Do `work` in a thread of low priority, and return what it returns. In this thread if not `low_priority`."""
+    if not low_priority:
         return work(*given)
     done = Future[T]()
     thread = _LowPriority(lambda: _settle(done, lambda: work(*given)))

@@ -37,7 +37,7 @@ NUM_FORMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class VerifyPlan:
     """How much is asked.
 
     - `answers`: the most for each check.
@@ -64,7 +64,7 @@ class Seen:
     """A server's answers so far. `drawn` and `empty` are by kind of question; `counts` are pairs (tokens that the
     server counts in a prompt, tokens that the model's own template gives)."""
 
-    plan: Plan
+    plan: VerifyPlan
     drawn: dict[str, list[Sample]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # why, by kind
     empty: Counter[str] = field(default_factory=Counter)  # answers that the model would begin
