@@ -43,6 +43,7 @@ TOKENS = list(range(7, 40))
         ("olmo2", {}),
         ("granite", {}),
         ("cohere2", {}),
+        ("zamba2", {}),
     ],
     ids=str,
 )
@@ -65,6 +66,13 @@ def test_a_length_that_the_model_has_not_is_refused(tmp_path, capsys, number):
     tiny_models.build(tmp_path, "llama")
     assert main(["check-model", str(tmp_path), "--num-tokens", number]) == 2
     assert f"got {number}" in capsys.readouterr().err
+
+
+def test_of_layers_with_several_residuals_only_the_logits_are_compared(tmp_path):
+    theirs = tiny_models.build(tmp_path, "gemma3n_text")
+    report = compare(load(tmp_path), theirs, TOKENS, tolerance=1e-4)
+    assert report.same, report
+    assert [d.where for d in report.differences] == ["logits"]
 
 
 @pytest.mark.parametrize(

@@ -499,6 +499,8 @@ def test_a_stream_that_is_left_frees_everything(llm):
             "logit_bias",
         ),
         (17, GREEDY, RequestError, "prompt"),
+        ({"prompt_token_ids": [3]}, [GREEDY, 5], RequestError, "sampling_params"),
+        ({"prompt_token_ids": [3]}, {"max_tokens": 5}, RequestError, "sampling_params"),
     ],
     ids=str,
 )

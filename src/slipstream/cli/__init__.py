@@ -1,2 +1,2 @@
-"""The command `slipstream`. Each verb has a file with `add_arguments(parser)` and `run(args)`;
-`main` imports it when it is named."""
+"""The command `slipstream`. Each verb has a file with `add_arguments(parser)` and `run(args)`,
+which `main` imports when the verb is used."""

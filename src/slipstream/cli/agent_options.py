@@ -1,4 +1,4 @@
-"""Options of the agents' load, which `bench serve` and `plan` share: one for each field of `AgentLoad`."""
+"""Options of the agents' load, shared by `bench serve` and `plan`: one for each field of `AgentLoad`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_agent_options(parser: argparse._ActionsContainer) -> None:
 
 
 def agent_load(args: argparse.Namespace) -> AgentLoad:
-    """The load that the options describe."""
+    """Load that the options describe."""
     return parse_load({name: getattr(args, name) for name in AGENT_OPTIONS if hasattr(args, name)})
 
 

@@ -1,10 +1,10 @@
-"""`slipstream build MODEL --out DIR`: makes a folder from which an engine starts fast, here or on
-another machine.
+"""`slipstream build MODEL --out DIR`: makes a folder from which an engine starts fast, here or on another
+machine.
 
-DIR has the checkpoint, the settings given here (serve.yaml), weights packed for this machine, and
-on a GPU its kernels' tiles and its compiled kernels. `--gpu-kernels` compiles them for GPUs that are
-elsewhere. `slipstream serve DIR`, `run DIR` and `LLM("DIR")` need nothing else. It also runs on
-another machine: what depends on the machine is then chosen and packed again, and a message says so."""
+DIR has the checkpoint, the settings given here (serve.yaml), weights packed for this machine, and on a GPU
+its tile table and its compiled kernels. `--gpu-kernels` compiles them for GPUs of other machines. `slipstream
+serve DIR`, `run DIR` and `LLM("DIR")` need nothing else. It also runs on another machine: what depends on the
+machine is then chosen and packed again, and a message says so."""
 
 from __future__ import annotations
 

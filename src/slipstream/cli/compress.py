@@ -1,13 +1,12 @@
-"""`slipstream compress MODEL [--recipe R] [--out DIR]`: writes a smaller checkpoint, with a report of
-the quality that it costs.
+"""`slipstream compress MODEL [--recipe R] [--out DIR]`: writes a smaller checkpoint, with a report
+of the loss of quality.
 
 R is a preset (fp8, fp8-gptq, fp8-static, int8, int8-outliers, int4-awq-gptq, int4-awq, int4-gptq,
 int4-learned, nvfp4, nvfp4-gptq, mxfp4, mxfp4-gptq, w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3,
-draft:eagle3, draft:medusa, lora, gguf:Q4_K_M and other types) or a YAML file. DIR appears whole or not at all. Finished work of
-an interrupted run is stored next to it, and the same command continues from there. The exit code is
-1 if the result is broken: its perplexity or its agreement with MODEL is outside the limits. DIR and
-the report in it are written
-all the same."""
+draft:eagle3, draft:medusa, lora, gguf:Q4_K_M and other types) or a YAML file. DIR appears complete
+or not at all. Finished work of an interrupted run is stored next to it, and the same command
+continues from there. The exit code is 1 if the result is broken: its perplexity or its agreement
+with MODEL is outside the limits. DIR and the report in it are written in that case too."""
 
 from __future__ import annotations
 
@@ -122,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def default_out(model: str, recipe: str) -> str:
-    """A folder here, with the names of the model and the recipe: smollm2-135m-bf16-int8."""
+    """Default output folder in the current directory, named after model and recipe: smollm2-135m-bf16-int8."""
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else path.name
     file = Path(recipe).expanduser()
@@ -181,8 +180,8 @@ def _trained(
     rows: list[tuple[str, str]],
     planned: dict[str, object],
 ) -> dict[str, Any] | None:
-    """Train `what` and return its receipt. None if there is no more to print: it was a dry run, or
-    JSON was written. `rows` describe a dry run to a person, and `planned` to a program."""
+    """Train `what` and return its receipt. None if nothing remains to be printed: after a dry run,
+    or if JSON was written. `rows` describe a dry run for people, and `planned` for programs."""
     about: dict[str, object] = {"recipe": {"name": recipe.name, "steps": recipe.as_data()}}
     if args.dry_run:
         if args.json:
@@ -204,7 +203,7 @@ def _trained(
 def _train_head(
     args: argparse.Namespace, recipe: Recipe, head: DraftHead, source: ModelDescription
 ) -> int:
-    """Trains a draft head. A head is no smaller checkpoint: it has its own receipt, and no
+    """Train a draft head. It is not a smaller checkpoint, so it has its own receipt instead of a
     report."""
     from slipstream.compress.run import resolve_device
     from slipstream.compress.training.draft import train_head
@@ -253,7 +252,7 @@ def _train_head(
 def _train_adapter(
     args: argparse.Namespace, recipe: Recipe, adapter: LoRA, source: ModelDescription
 ) -> int:
-    """Train an adapter. It has its own receipt, and no report."""
+    """Train an adapter. It has its own receipt instead of a report."""
     from slipstream.compress.run import resolve_device
     from slipstream.compress.training.lora import adapted_modules, train_adapter
 

@@ -1,8 +1,8 @@
-"""`slipstream compress-prompt [MODEL] TEXT`: shortens a prompt by the words that a small model
-could have guessed.
+"""`slipstream compress-prompt [MODEL] TEXT`: shortens a prompt by removing words that a small model
+can predict.
 
 One word is a text for the default model. Two words are a small model and a text. `-` reads the text
-from standard input. The shortened text goes to standard output, the share that was kept to standard
+from standard input. The shortened text goes to standard output, the remaining fraction to standard
 error."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Output of the command: answers and JSON to standard output, files into the named folder,
 everything else to standard error.
 
-Without a terminal nothing moves or has colours: progress is then a line every few seconds."""
+Without a terminal there are no animations or colors: progress is then a line every few seconds."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LINE_EVERY_S = 5.0
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as one line of JSON to standard output, with dataclasses as objects. If that
-    can't be written, as on a full disk, the line goes to standard error, because it may have taken
-    hours to compute, and ConfigError is raised."""
+    """Print `value` as one line of JSON to standard output, with dataclasses as objects. If writing
+    fails, as on a full disk, the line goes to standard error, because it may have taken hours to
+    compute, and ConfigError is raised."""
     from slipstream.costs.environment import plain  # imported late: most commands write no JSON
 
     text = json.dumps(value, default=plain, ensure_ascii=False)
@@ -41,13 +41,13 @@ def print_json(value: Any) -> None:
 
 
 def drop_output() -> None:
-    """Discard standard output after its reader has gone. Python would complain about unwritten
-    output at exit."""
+    """Discard standard output after its reader has closed it. Otherwise Python would report
+    unwritten output at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_files(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write `texts` by file name; each file appears whole. ConfigError if the folder can't be
+    """Write `texts` by file name; each file appears complete. ConfigError if the folder can't be
     written."""
     from slipstream.base.files import write_whole, writing
 
@@ -62,8 +62,8 @@ def say(text: str) -> None:
 
 
 class Progress:
-    """Progress of a task, as text: its phase, the steps done (by `unit`), and the estimated time left
-    after the first step."""
+    """Progress of a task, as text: its phase, the number of steps done (by `unit`), and the
+    estimated time left after the first step."""
 
     def __init__(self, what: str, unit: Callable[[int], str] = str) -> None:
         self.what, self._unit = what, unit
@@ -78,8 +78,8 @@ class Progress:
     def set_done(self, done: int, total: int) -> None:
         now = time.monotonic()
         if total != self.total or done < self.done:  # a new series of steps
-            # One step was made since the last call. Several steps at once were made by an
-            # interrupted run, and say nothing about the speed.
+            # One step was done since the last call. Several steps at once were done by an
+            # interrupted run, and don't show the speed.
             self._counted_from, self._done_before = (self._heard, 0) if done == 1 else (now, done)
         self.done, self.total, self._heard = done, total, now
 
@@ -88,8 +88,8 @@ class Progress:
         self.set_done(done, total)
 
     def seconds_left(self) -> float | None:
-        """Estimated seconds left. None before the first step, after the last, and if a step takes
-        longer than those before."""
+        """Estimated seconds left. None before the first step, after the last, and if the current
+        step takes longer than those before."""
         new = self.done - self._done_before
         if new <= 0:
             return None
@@ -174,7 +174,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Bytes for a person: exact, and in a suitable unit."""
+    """Format a number of bytes for people: exact, and in a suitable unit."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= scale:
             return f"{num_bytes:,} B ({num_bytes / scale:.2f} {unit})"

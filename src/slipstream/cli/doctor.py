@@ -1,5 +1,5 @@
-"""`slipstream doctor`: shows what this machine has, what Slipstream will use, what is missing and the
-command that installs it.
+"""`slipstream doctor`: shows this machine's hardware and software, what Slipstream will use, what
+is missing and the command that installs it.
 
 The exit code is 1 if something is missing without which no model can run."""
 

@@ -2,8 +2,8 @@
 B's predictions are from A's.
 
 A and B are any two checkpoints or formats with one vocabulary. An engine option applies to both,
-unless its twin for B is given (`--quantization-b int8`). Without B but with such a twin, A is
-compared with itself run that way. The exit code is 1 if --max-kl is given and exceeded."""
+unless its twin for B is given (`--quantization-b int8`). Without B but with such an option, A is
+compared with itself under that option. The exit code is 1 if --max-kl is given and exceeded."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[st
     folder = None if args.report is None else Path(args.report).expanduser()
     if folder is not None:
         with writing(args.report, "report"):
-            folder.mkdir(parents=True, exist_ok=True)  # now, because measuring takes a while
+            folder.mkdir(parents=True, exist_ok=True)  # # now, because measuring takes long
     args_a = engine_args(args, model=args.a)
     with shown(Progress("report")) as progress:
         report = measure(

@@ -25,7 +25,7 @@ from slipstream.errors import (
     missing_torch,
 )
 
-VERBS = {  # verb → (its file, its line of the help)
+VERBS = {  # # verb → (its file, its line in the help)
     "run": ("answers.run", "answer a prompt"),
     "chat": ("answers.chat", "talk with a model"),
     "embed": ("answers.embed", "texts as vectors"),
@@ -69,8 +69,8 @@ EPILOG = "exit codes: 0 done, 1 failed while running, 2 wrong argument or settin
 
 
 def build_parser(verbs: Iterable[str] = VERBS) -> ArgumentParser:
-    """Build the parser of these verbs. Fewer verbs are faster: argparse looks for translations of
-    each one's help on disk."""
+    """Build the parser of these verbs. Fewer verbs are faster, because argparse searches
+    translations of each one's help on disk."""
     parser = ArgumentParser(prog="slipstream", description=ABOUT, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
     parser.add_argument("--debug", action="store_true", help="on an error, show the traceback")
@@ -83,7 +83,7 @@ def build_parser(verbs: Iterable[str] = VERBS) -> ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code. Without `argv` it runs the process's own command
-    line, so a verb may fork the process."""
+    line; only then may a verb fork the process."""
     words = list(sys.argv[1:] if argv is None else argv)
     # --debug may be anywhere before a lone "--", and must work even if the command line itself is
     # wrong.
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [*(w for w in options if w != "--debug"), *words[len(options) :]]
     args = argparse.Namespace()
     try:
-        if words and words[0] in VERBS:  # before the verb, and what it needs, is imported
+        if words and words[0] in VERBS:  # # before the verb and its dependencies are imported
             from slipstream.cli.models import refuse_wrong_name
 
             refuse_wrong_name(words)
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         bound_spinning()  # before torch is loaded
         code: int = args.handler(args)
-        sys.stdout.flush()  # here, where a closed pipe is still distinct from success
+        sys.stdout.flush()  # # here, where a closed pipe can still be distinguished from success
         return code
     except KeyboardInterrupt:
         if json:
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         from slipstream.cli.console import drop_output
 
-        drop_output()  # the reader has gone
+        drop_output()  # # the reader has closed the pipe
         return FAILED
     except Exception as error:
         if isinstance(error, SlipstreamError):
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def note_file(error: SlipstreamError, args: argparse.Namespace) -> None:
-    """Name the engine folder's file in the error, if the wrong setting is there and not on the
+    """Add the engine folder's file to the error, if the wrong setting is in it and not on the
     command line."""
     field, model = error.field, getattr(args, "model", None)
     if not field or hasattr(args, field) or not isinstance(model, str):
@@ -134,7 +134,7 @@ def note_file(error: SlipstreamError, args: argparse.Namespace) -> None:
 
 
 def report(error: Exception, *, json: bool, debug: bool) -> int:
-    """Print one clear line to standard error (with --json also an object to standard output).
+    """Print one clear error line to standard error (with --json also an object to standard output).
     Returns the exit code."""
     if (without := missing_torch(error)) is not None:
         error = without
@@ -161,7 +161,9 @@ def report(error: Exception, *, json: bool, debug: bool) -> int:
         from slipstream.cli.console import print_json
 
         field = getattr(error, "field", None)
-        with contextlib.suppress(ConfigError):  # a full disk: it was reported on standard error
+        with contextlib.suppress(
+            ConfigError
+        ):  # # a full disk was already reported on standard error
             print_json(
                 {"error": {"type": type(error).__name__, "message": message, "field": field}}
             )

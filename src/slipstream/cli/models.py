@@ -1,5 +1,5 @@
-"""Names of models on the command line: a wrong one is answered before anything heavy is imported, and
-a model of a hub is fetched, with its progress shown, before an engine is started."""
+"""Names of models on the command line: a wrong name is reported before heavy imports, and a hub's
+model is downloaded, with progress shown, before an engine starts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ FIRST_WORD = (
     *("build", "chat", "check-model", "compress", "embed", "eval", "info", "optimize", "plan"),
     *("pull", "rerank", "serve", "show", "transcribe", "tune"),
 )
-"""Verbs whose first word is a model."""
+"""Verbs whose first argument is a model."""
 
 
 def refuse_wrong_name(words: Sequence[str]) -> None:
-    """Raise DownloadError if the command line's model has a name that no model can have. Command
-    lines with options are left to the verb, so that a wrong option is reported first."""
+    """Raise DownloadError if the command line's model has an impossible name. Command lines with
+    options are left to the verb, so that a wrong option is reported first."""
     verb, *given = [word for word in words if word != "--json"]
     if verb == "bench" and given[:1] in (["latency"], ["throughput"], ["roofline"]):
         given = given[1:]
@@ -34,7 +34,7 @@ def refuse_wrong_name(words: Sequence[str]) -> None:
 def fetch_model(
     name: str, download_dir: str | None, hub: str | None = None, *, refresh: bool = False
 ) -> Path:
-    """The model's folder or file, fetched if necessary, with progress on standard error."""
+    """Path of the model's folder or file, downloaded if necessary, with progress on standard error."""
     import dataclasses
 
     from slipstream.hub import FetchOptions, check_name, find_cached, resolve_model
@@ -64,7 +64,7 @@ def fetch_model(
 
 
 def _memory_bytes() -> int:
-    """Memory for a model: the largest GPU's, or what is free in the host's."""
+    """Bytes of memory for a model: the largest GPU's, or the host's free memory."""
     from slipstream.costs.hardware import gpus, host_memory
 
     cards = gpus()
@@ -78,7 +78,7 @@ def _megabytes(num_bytes: int) -> str:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in columns to standard output; the first is the heading."""
+    """Print rows in columns to standard output; the first row is the heading."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
@@ -86,7 +86,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def ago(at: float | None) -> str:
-    """The time since `at`, in the largest unit."""
+    """Time since `at`, in the largest suitable unit."""
     if at is None:
         return "-"
     seconds = max(0.0, time.time() - at)

@@ -1,10 +1,10 @@
-"""`slipstream optimize MODEL --traffic T --out DIR`: searches, by measuring, for the compression,
+"""`slipstream optimize MODEL --traffic T --out DIR`: searches, by measuring, the compression,
 settings and parallel form that serve this traffic best.
 
-Measured candidates form a front of throughput, time between tokens and divergence from MODEL. The
-chosen one is written to DIR, which `slipstream serve DIR` runs: the fastest that loses no more
-quality than --max-quality-loss and meets --slo. If none meets it, the nearest one is written and
-the exit code is 1. Results are stored in DIR.search; an interrupted search continues from there."""
+Measured candidates form a Pareto front of throughput, time between tokens and divergence from
+MODEL. The chosen one is written to DIR, which `slipstream serve DIR` runs: the fastest one within
+--max-quality-loss that meets --slo. If none meets it, the nearest one is written and the exit code
+is 1. Results are stored in DIR.search; an interrupted search continues from there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slipstream.optimize.study import Found, Study
 
 MIN_AGAIN = 0.8
-"""Share of the candidate's throughput that its folder must reach; below it a line says that the
+"""Minimum ratio of the folder's throughput to its candidate's; below it a line says that the
 machine's speed has changed."""
 
 
@@ -139,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def as_word(value: Any) -> str:
-    """A setting quoted for a shell."""
+    """Quote a setting's value for a shell."""
     return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
 
@@ -243,7 +243,7 @@ def _cells(result: TrialResult, is_chosen: bool) -> tuple[str, ...]:
 
 
 def _arranged(row: Mapping[str, Any]) -> str:
-    """A line of replicas that were measured together."""
+    """Describe replicas that were measured together, in one line."""
     both = row["prompts"] + row["answers"]
     apart = f"{both} replicas, {row['prompts']} for prompts, {row['answers']} for answers"
     return (
@@ -253,7 +253,7 @@ def _arranged(row: Mapping[str, Any]) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    """Milliseconds; a dash if there was nothing to measure, as TPOT of answers of one token."""
+    """Format milliseconds; a dash if nothing was measured, such as TPOT for answers of one token."""
     return "–" if seconds is None else f"{seconds * 1e3:,.2f} ms"
 
 

@@ -1,7 +1,7 @@
-"""Options that several verbs share, made from the fields that they set: `max_model_len` is
+"""Options shared by several verbs, generated from the fields that they set: `max_model_len` is
 `--max-model-len`.
 
-An option that is not given leaves no attribute, so the dataclass's default is the only default."""
+An option that is not given sets no attribute, so the dataclass's default is the only default."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from slipstream.errors import ConfigError
 from slipstream.params.sampling import SamplingParams
 
 ADAPTERS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_modules")
-"""Engine options of `serve`, whose requests can name an adapter (it has --lora for the last one),
-and of verbs that show the memory that adapters take."""
+"""Engine options only for `serve`, whose requests can name an adapter (its --lora sets the last
+one), and for verbs that show the memory of adapters."""
 
 TEXT_ONLY = ("seed", "skip_tokenizer_init")
-"""Engine options that `run` and `chat` lack: their --seed is the request's, and text needs a
+"""Engine options that `run` and `chat` lack: their --seed is that of the request, and text needs a
 tokenizer."""
 
 SAMPLING_TITLE = "sampling (left out, it is the model's generation_config.json's, else as said here; `serve` does the same)"
@@ -68,8 +68,8 @@ ENGINE_GROUPS: dict[str, str] = {
     "scheduling": "enable_prefix_caching max_num_batched_tokens max_num_mixed_tokens target_itl_ms "
     "max_queue enable_chunked_prefill block_size",
 }
-"""The engine's options by group in a verb's help, the commonest first. Options in no group form a
-group of their own."""
+"""Engine options by group in a verb's help, the most common first. Options in no group form another
+group."""
 
 
 def add_engine_options(
@@ -79,10 +79,10 @@ def add_engine_options(
     note: str = "as in LLM(...)",
     adapters: bool = False,
 ) -> None:
-    """Add an option for each field of EngineArgs but `model` and those in `without`; those of
+    """Add an option for each field of EngineArgs except `model` and those in `without`; those of
     adapters only with `adapters`.
 
-    A parser gets them in groups, of which the first has the `note`."""
+    The first of the groups has the `note`."""
     without = (*without, "lora_modules") if adapters else (*without, *ADAPTERS)
     names = [name for name in ENGINE_HELP if name not in ("model", *without)]
     groups = [
@@ -104,14 +104,14 @@ def add_engine_options(
 
 
 def engine_args(args: argparse.Namespace, **more: Any) -> EngineArgs:
-    """The engine settings among `args`; `more` are defaults where the user gave nothing."""
+    """Engine settings from `args`; `more` are defaults for what the user did not give."""
     return EngineArgs(
         **{**more, **{name: value for name, value in vars(args).items() if name in ENGINE_HELP}}
     )
 
 
 def engine_words(args: argparse.Namespace) -> list[str]:
-    """The words of a command line for the engine options among `args`."""
+    """Command-line words for the engine options in `args`."""
     words: list[str] = []
     for name in ENGINE_HELP:
         value, option = getattr(args, name, None), "--" + name.replace("_", "-")
@@ -125,7 +125,7 @@ def engine_words(args: argparse.Namespace) -> list[str]:
 
 
 def option_word(name: str, value: Any) -> str:
-    """A value of an option, as one would write it."""
+    """Value of an option, formatted as on a command line."""
     if isinstance(value, dict):
         return json.dumps(value)
     if name.endswith("_bytes") and value and value % 2**20 == 0:
@@ -134,7 +134,7 @@ def option_word(name: str, value: Any) -> str:
 
 
 def say_taken(args: argparse.Namespace) -> None:
-    """Log which options of other engines were given, and have no effect."""
+    """Log which options of other engines were given and have no effect."""
     for option, name in getattr(args, "taken", {}).items():
         say_without_effect(option, name)
 
@@ -163,7 +163,7 @@ def sampling_params(
 
 
 def add_key_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options by which a client of a server gives its API key; `given_key` reads them."""
+    """Add the options for a client's API key; `given_key` reads it."""
     parser.add_argument(
         "--api-key-file", metavar="FILE", help="whose first line is the server's key"
     )
@@ -181,7 +181,7 @@ def given_key(args: argparse.Namespace) -> str | None:
 
 
 def read_keys(path: str) -> tuple[str, ...]:
-    """Keys of a file, one per line; empty lines and lines that begin with # are ignored."""
+    """Read keys from a file, one per line; empty lines and lines that begin with # are ignored."""
     try:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as exc:
@@ -211,7 +211,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object."""
+    """Parse a JSON object. ConfigError for any other text."""
     try:
         found = parse_json(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The parser of the command line: argparse with this program's additions. It imports nothing heavy."""
+"""The parser of the command line: argparse with additions. It imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from slipstream.errors import SlipstreamError
 
 MANY_OPTIONS = 12
-"""Number of options above which the usage line names none: the help lists them under headings."""
+"""Number of options above which the usage line lists none, because the help lists them under headings."""
 
 SHORT = {
     "-m": "--model",
@@ -39,11 +39,11 @@ OTHER_VERBS = {
     "complete": "slipstream run --raw [MODEL] TEXT",
     "embeddings": "slipstream embed MODEL TEXT",
 }
-"""Verbs of Ollama, vLLM and llama.cpp that are not ours, with the command to use instead."""
+"""Verbs of Ollama, vLLM and llama.cpp that Slipstream lacks, with the command to use instead."""
 
 
 class Rare(str):
-    """Help of an option that few users set: `--help-all` shows it, `--help` doesn't."""
+    """Help text of a rarely used option: `--help-all` shows it, `--help` doesn't."""
 
     __slots__ = ()
 
@@ -59,7 +59,7 @@ class _HelpAll(argparse.Action):
 
 
 class UsageError(SlipstreamError):
-    """An error of the command line itself. `usage` is the verb's."""
+    """An error in the command line itself. `usage` is that of the verb."""
 
     def __init__(self, message: str, usage: str) -> None:
         super().__init__(message, field="command line")
@@ -67,7 +67,7 @@ class UsageError(SlipstreamError):
 
 
 class _Paragraphs(argparse.HelpFormatter):
-    """argparse's format with a description's paragraphs apart, and its indented commands line by line."""
+    """Help format that separates a description's paragraphs, and keeps the lines of indented commands."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
@@ -78,7 +78,7 @@ class _Paragraphs(argparse.HelpFormatter):
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with these differences:
 
-    1. An error is raised like every other, so that --json and the exit codes apply to it.
+    1. An error is raised as an exception like every other, so that --json and the exit codes apply to it.
     2. Options can't be abbreviated.
     3. A verb's file is imported, and its arguments are added, when they are needed.
     4. Options may be between words.
@@ -110,8 +110,8 @@ class ArgumentParser(argparse.ArgumentParser):
             self.usage = words.format_help().removeprefix("usage: ").strip() + " [options]"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse an argument that a verb does not know with that verb's usage; argparse would leave
-        it to the parser above."""
+        """Raise an error with the verb's usage for an argument that the verb does not know;
+        argparse would report it with the main parser's usage."""
         self._complete()
         found, unknown = super().parse_known_args(args, namespace)
         several = next(
@@ -119,10 +119,10 @@ class ArgumentParser(argparse.ArgumentParser):
             None,
         )
         if several is not None and unknown[:1] == ["--"]:
-            getattr(found, several.dest).extend(unknown[1:])  # words after it are not options
+            getattr(found, several.dest).extend(unknown[1:])  # # words after it are not options
             unknown = []
         if several is not None and all(word == "-" or not word.startswith("-") for word in unknown):
-            # argparse takes words only up to the first option between them
+            # argparse accepts words only up to the first option between them
             getattr(found, several.dest).extend(unknown)
             unknown = []
         if unknown:
@@ -130,7 +130,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return found, unknown
 
     def _rare(self) -> list[argparse.Action]:
-        """Options that only --help-all shows."""
+        """Options shown only by --help-all."""
         return [action for action in self._actions if isinstance(action.help, Rare)]
 
     def format_help(self) -> str:
@@ -152,7 +152,7 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UsageError(message + self._hint(message), self.format_usage().strip())
 
     def _hint(self, message: str) -> str:
-        """The likely meant spelling of an unknown option, verb or choice in argparse's message."""
+        """Suggested spelling of an unknown option, verb or choice in argparse's message."""
         import difflib
         import re
 
@@ -163,7 +163,7 @@ class ArgumentParser(argparse.ArgumentParser):
             known = self._all_options()
             if not words and any(a.dest == "model" for a in self._get_positional_actions()):
                 return f"; {self.prog} takes one model (slipstream serve takes several)"
-            if "--model" in words:  # the verbs that know this option take several words
+            if "--model" in words:  # # verbs with this option accept several words
                 return f"; the model stands without it: {self.prog} MODEL"
             others = {
                 f"--{name}".replace("_", "-"): f"--{ours}".replace("_", "-")
@@ -181,7 +181,7 @@ class ArgumentParser(argparse.ArgumentParser):
         else:
             words = re.findall(r"invalid choice: '(.*)' \(choose from", message)
             known = set(re.findall(r"[\w.:-]+", message.partition("(choose from")[2]))
-        # all of them begin with dashes
+        # all of these begin with dashes
         bare = {option.removeprefix("--"): option for option in sorted(known)}
         near = [
             bare[found]

@@ -1,10 +1,10 @@
-"""`slipstream plan MODEL`: shows what a model needs and how much traffic it serves, before anything
-is bought or started.
+"""`slipstream plan MODEL`: shows the memory that a model needs and the traffic that it can serve,
+before anything is bought or started.
 
 The engine's own scheduler runs the traffic on a virtual clock. Step times come from a table
-measured on such a device, or from bytes, operations and the device's rates; each figure says which
-(measured, interpolated, estimated). `--measure` makes this machine's table for the model. Weights
-are not needed: a folder with a config.json is enough."""
+measured on such a device, or from bytes, operations and the device's rates; each figure is labeled
+(measured, interpolated, estimated). `--measure` measures this machine's table for the model.
+Weights are not needed: a folder with a config.json is enough."""
 
 from __future__ import annotations
 
@@ -179,11 +179,11 @@ _OF_ONE: dict[str, Any] = {
     **dict.fromkeys(("slo", "rate", "concurrency", "price", "html", "measure"), None),
     **dict.fromkeys(("no_search", "draft_acceptance"), None),
 }
-"""Options of the plan of one model, with the values of those that are not given."""
+"""Options of the plan of one model, with the default values."""
 
 
 def run_several(args: argparse.Namespace, names: dict[str, str]) -> int:
-    """Plans several models; the plan is about memory alone."""
+    """Plan several models; only their memory is planned."""
     from slipstream.simulate.several import plan_models
 
     values = {name: getattr(args, name) for name in _OF_ONE}
@@ -234,7 +234,7 @@ def check_html(path: str | None) -> None:
 
 
 def show(document: dict[str, Any], args: argparse.Namespace) -> None:
-    """Print the plan for a person."""
+    """Print the plan for people."""
     w, objectives = document["workload"], document["objectives"]
     wanted = (
         ", ".join(f"{name} ≤ {most:g}" for name, most in objectives.items())
@@ -285,13 +285,13 @@ def show(document: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def _devices(row: dict[str, Any]) -> str:
-    """The devices of one replica, in words."""
+    """Description of the devices of one replica."""
     return (f"{row['num_gpus']} × " if row["num_gpus"] > 1 else "") + str(row["title"])
 
 
 def serve_command(args: argparse.Namespace, recommended: Sequence[dict[str, Any]]) -> str | None:
-    """The command that serves the model with the given engine options and the recommended settings;
-    None if nothing is recommended. A number of replicas is a fleet's, and is not in it."""
+    """Command that serves the model with the given engine options and the recommended settings; None if
+    nothing is recommended. The number of replicas is not included, because it belongs to a fleet."""
     found = {r["setting"]: r["value"] for r in recommended if r["setting"] in ENGINE_HELP}
     if all(value is None for value in found.values()):
         return None
@@ -400,7 +400,7 @@ def rows_of(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, st
 
 
 def agent_rows(agents: dict[str, Any]) -> list[tuple[str, str]]:
-    """Rows about sessions of agents."""
+    """Table rows about agents' sessions."""
     found = [
         (
             "prefix hits",
@@ -421,7 +421,7 @@ def agent_rows(agents: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def nearest(row: dict[str, Any], document: dict[str, Any]) -> str:
-    """The nearest objectives that can be met."""
+    """Description of the nearest objectives that can be met."""
     limits = document["objectives"]
     return "--slo " + ",".join(
         f"{name}={max(most, round_up(row['nearest'][name])):g}" for name, most in limits.items()
@@ -429,7 +429,7 @@ def nearest(row: dict[str, Any], document: dict[str, Any]) -> str:
 
 
 def round_up(value: float) -> float:
-    """Round up to two digits."""
+    """Round up to two significant digits."""
     import math
 
     if value <= 0:

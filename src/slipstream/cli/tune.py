@@ -1,10 +1,10 @@
-"""`slipstream tune MODEL`: measures tiles of the GPU's kernels for a model's shapes, and keeps the
+"""`slipstream tune MODEL`: measures tile sizes of the GPU's kernels for a model's shapes, and stores the
 fastest for later starts.
 
-Settings such as --quantization and --kv-cache-dtype decide what is measured. With
---tensor-parallel-size it is one rank's part of the model, on one GPU. No weights are loaded: random
-ones have the same shapes. The table goes to the user's cache folder, one file per kind of GPU. The
-next engine finds it there (--tile-table auto). Tiles of other shapes in it stay."""
+Settings such as --quantization and --kv-cache-dtype decide what is measured. With --tensor-parallel-size one
+rank's part of the model is measured, on one GPU. No weights are loaded: random ones of the same shapes are
+used. The table is stored in the user's cache folder, one file per GPU model, where the next engine finds it
+(--tile-table auto). Its tiles for other shapes stay."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def tune_tiles(
     progress: Callable[[int, int], None],
 ) -> tuple[Tuning, TileTable, TileTable]:
     """Measure tiles for a model's shapes and merge them into the table at `path`. Returns the
-    measurements, the table written, and the table shipped."""
+    measurements, the written table, and the table included in the package."""
     from slipstream.config import resolve
     from slipstream.hub import resolve_model, tiles_folder
     from slipstream.kernels.triton.tuning import tune_model
@@ -138,7 +138,9 @@ def tune_tiles(
     )
     base = load_tiles("shipped", info.name, tiles_folder())
     if path.is_file():
-        read_tiles(path, info.name)  # fail before the work if the file can't be extended
+        read_tiles(
+            path, info.name
+        )  # # raises an error before the work if the file can't be extended
     tuning, made_by = tune_model(
         spec,
         SCHEMES[config.model.quantization] if config.model.quantization else None,

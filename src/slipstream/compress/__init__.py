@@ -1,1 +1,1 @@
-"""Compresses models, and reports what that costs."""
+"""Compresses models, and measures the loss of quality."""

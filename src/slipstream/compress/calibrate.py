@@ -1,9 +1,9 @@
-"""Calibration: runs text through a model layer by layer, and collects statistics of the inputs of
-each product.
+"""Calibration: runs text through a model layer by layer, and collects statistics of the inputs of each linear
+layer.
 
-One layer's weights are in memory at a time. The decoder has no hooks: a layer runs with an op set
-that observes its calls. Between layers the hidden states of all windows stay on the device, or in
-host memory if they are large. The `InputStats` of one product take (number of inputs)² floats."""
+One layer's weights are in memory at a time. A layer runs with an op set that observes its calls, because the
+decoder has no hooks. Between layers the hidden states of all windows stay on the device, or in host memory if
+they are large. The `InputStats` of one linear layer take (number of inputs)² floats."""
 
 from __future__ import annotations
 
@@ -32,29 +32,27 @@ from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import FORMAT_MAX, InputFormat
 
 SAMPLE_ROWS = 1024
-"""Inputs of a product that are kept as a sample, spread over the text."""
+"""Number of input vectors of a linear layer stored as a sample, spread over the text."""
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
-"""Tokens that go through a layer together, in whole windows."""
+"""Tokens computed together in a layer, by device; whole windows only."""
 
 HELD_BYTES = 3 * 2**30
-"""Size of hidden states up to which they stay on the GPU between layers; larger ones go to host
-memory."""
+"""Maximum size in bytes of hidden states that stay on the GPU between layers; larger ones go to
+host memory."""
 
 
 @dataclass(slots=True)
 class InputStats:
-    """Statistics of a product's inputs x. `hessian` is Σ x xᵀ, float32 [in, in]. `shift` is Σ (x° − x) xᵀ, where x° are the
-    inputs in the original model; None if these were not observed."""
+    """Statistics of a linear layer's inputs x. `hessian` is Σ x xᵀ, float32 [in, in]. `shift` is Σ
+    (x° − x) xᵀ, where x° are the inputs in the original model; None if these were not observed."""
 
     hessian: Tensor
     absmax: Tensor  # [in]
     num_rows: int
     sample: Tensor  # [≤ SAMPLE_ROWS, in]
     shift: Tensor | None = None
-    squares: Tensor | None = (
-        None  # Σ x² [in] instead of `hessian`, where no product of inputs is needed
-    )
+    squares: Tensor | None = None  # # Σ x² [in], in place of `hessian` if that is not needed
 
     @classmethod
     def empty(cls, inner: int, device: torch.device, *, products: bool = True) -> InputStats:
@@ -67,7 +65,8 @@ class InputStats:
         return cls(hessian, zeros, 0, sample, squares=squares)
 
     def add(self, x: Tensor, share: float, original: Tensor | None = None) -> None:
-        """Add x [T, in], and the x° of the same tokens. `share` of the rows go to the sample."""
+        """Add inputs x [T, in], and the original model's inputs x° of the same tokens. A fraction `share` of the rows goes
+        to the sample."""
         x = x.float()
         if self.squares is None:
             self.hessian.addmm_(x.T, x)
@@ -90,8 +89,8 @@ class InputStats:
         return squares / max(1, self.num_rows)
 
     def energy(self, weight: Tensor) -> float:
-        """Σ |W x|² of a weight [out, in]: tr(W H Wᵀ), or without H an estimate by the sample. For a change of a weight
-        this is the squared error of the product's output."""
+        """Σ |W x|² of a weight [out, in]: tr(W H Wᵀ), or without H an estimate by the sample. If W
+        is a change of a weight, this is the squared error of the output."""
         if self.squares is not None:
             scale = self.num_rows / max(1, len(self.sample))
             return float((self.sample @ weight.T).square().sum()) * scale
@@ -113,7 +112,8 @@ class InputStats:
 
 @dataclass(frozen=True, slots=True)
 class FakeInputs:
-    """Rounds a product's inputs: each token with its own scale, or all with the given one. `columns` are left as they are."""
+    """Quantizes a linear layer's inputs: each token with its own scale, or all with the given one. `columns` are not
+    quantized."""
 
     form: InputFormat
     scale: float | None = None
@@ -136,7 +136,7 @@ class FakeInputs:
 
 @dataclass(frozen=True, slots=True)
 class StraightThrough:
-    """Rounds inputs, and passes their gradients through unchanged."""
+    """Quantizes inputs, and passes their gradients through unchanged."""
 
     fake: FakeInputs
 
@@ -145,13 +145,13 @@ class StraightThrough:
 
 
 class StopLayer(Exception):  # noqa: N818 (it is no error)
-    """Raised to skip the rest of a layer once everything wanted was observed."""
+    """Raised to skip the rest of a layer once all inputs needed were observed."""
 
 
 class ObservingOps(AutogradOps):
-    """Ops that observe a layer. `watch` maps products, by name in the layer, to functions that get their inputs. The layer
-    stops after the product `last`. `inputs` maps products to functions that round their inputs. `on_cache` gets the KV
-    cache."""
+    """Ops that observe a layer. `watch` maps linear layers, by name in the layer, to functions that are
+    called with their inputs. The layer stops after the linear layer `last`. `inputs` maps linear layers to
+    functions that quantize their inputs. `on_cache` is called with the KV cache."""
 
     name = "observing"
 
@@ -170,7 +170,8 @@ class ObservingOps(AutogradOps):
         self._names: dict[int, str] = {}
 
     def bind(self, layer: Layer) -> None:
-        """Remember the layer's products by the addresses of their weights. An expert's weight is a view of its layer's."""
+        """Record the address of each linear layer's weight, by which calls are identified. An expert's weight is a view of
+        its layer's."""
         self._names = {w.data_ptr(): name for name, w in product_weights(layer)}
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
@@ -192,7 +193,8 @@ class ObservingOps(AutogradOps):
 
 
 def product_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    """(name in the layer, weight) of all products that may be rounded. Experts come one by one, as "experts.up@3"."""
+    """Yields (name in the layer, weight) of all linear layers that may be quantized. Experts are separate, as
+    "experts.up@3"."""
     if layer.attention is not None:
         assert isinstance(layer.attention, Attention), "`check_writable` refuses others"
         yield "attention.qkv", layer.attention.qkv.weight
@@ -218,7 +220,7 @@ def product_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:
 class Stream:
     """Windows of text between two layers of a model. After i calls of `advance`, `states` are the inputs of layer i.
 
-    Layers get their parameters by the names of `spec.parameters` without "layers.i.", in any type; they compute in `dtype`.
+    Layers get their parameters by the names of `spec.parameters` without "layers.i.", in any dtype; they compute in `dtype`.
     """
 
     def __init__(
@@ -244,12 +246,12 @@ class Stream:
         self.catch_up, self.original = 0.0, list[Tensor]()
 
     def keep_original(self, catch_up: float) -> None:
-        """Keep the original layers' outputs as well from now on, if compressed layers compensate a share `catch_up` > 0 of
-        the difference."""
+        """Store the original layers' outputs too from now on, if compressed layers compensate a
+        fraction `catch_up` > 0 of the difference."""
         self.catch_up, self.original = catch_up, list(self.states) if catch_up else []
 
     def target_states(self) -> list[Tensor] | None:
-        """The layer inputs whose outputs are the target of learned rounding; None: the `states`."""
+        """Layer inputs whose original outputs are the target of learned rounding; None: use `states`."""
         if not self.catch_up:
             return None
         return [
@@ -264,13 +266,13 @@ class Stream:
         inputs: Mapping[str, FakeInputs],
         load_original: Callable[[], Mapping[str, Tensor]],
     ) -> None:
-        """Run the compressed layer `index`, with its inputs rounded, and the original one if its outputs are kept."""
+        """Run the compressed layer `index` with quantized inputs, and the original layer if its outputs are stored."""
         self.states = self.run(index, parameters, ObservingOps(inputs=inputs))
         if self.original:
             self.original = self.run(index, load_original(), ObservingOps(), self.original)
 
     def layer(self, index: int, parameters: Mapping[str, Tensor], ops: ObservingOps) -> Layer:
-        """The layer `index` with these parameters, whose products `ops` know by name."""
+        """Build layer `index` with these parameters, and register its linear layers with `ops`."""
         own = {name: value.to(self.dtype) for name, value in parameters.items()}
         layer = build_layer(self.spec.layers[index], own, ops, self.tables)
         ops.bind(layer)
@@ -284,8 +286,8 @@ class Stream:
         ops: ObservingOps,
         states: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
-        """Computes the outputs of layer `index` for `states`, or for its current inputs. A batch
-        that stopped early gives its inputs."""
+        """Compute the outputs of layer `index` for `states`, or for its current inputs. A batch
+        that stopped early returns its inputs."""
         return list(self._each(index, parameters, ops, self.states if states is None else states))
 
     def _each(
@@ -313,12 +315,12 @@ class Stream:
         original: Mapping[str, Tensor] | None = None,
         hessian: bool = True,
     ) -> dict[str, InputStats]:
-        """The statistics of the inputs of `products`, experts by their own names; without `hessian` only their
-        sizes and a sample. If original outputs are kept and `original`
-        has the layer's original parameters, `InputStats.shift` is found too, except for experts: there they get other
-        tokens."""
+        """Statistics of the inputs of `products` (linear layers), with experts by their own names;
+        without `hessian` only magnitudes and a sample. If original outputs are stored and
+        `original` has the layer's original parameters, `InputStats.shift` is computed too, except
+        for experts, whose tokens differ."""
         stats: dict[str, InputStats] = {}
-        theirs: dict[str, Tensor] = {}  # the original inputs of one batch, by product
+        theirs: dict[str, Tensor] = {}  # # original inputs of one batch, by linear layer
         share = 2 * SAMPLE_ROWS / max(1, self.num_tokens)
 
         def watcher(name: str) -> Callable[[Tensor], None]:
@@ -342,7 +344,7 @@ class Stream:
             deque(ours, maxlen=0)
             return stats
         paired = {n: partial(theirs.__setitem__, n) for n in wanted if "@" not in n}
-        # Batch by batch, the original first, so that its inputs are known when ours are observed.
+        # Batch by batch, the original layer first, so that its inputs are known when the compressed layer's are observed.
         deque(
             zip(
                 self._each(index, original, ObservingOps(paired, last=last), self.original),
@@ -354,7 +356,7 @@ class Stream:
         return stats
 
     def cache_range(self, index: int, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The largest magnitudes of keys and of values by kv head, float32 [K] each."""
+        """Maximum magnitude of keys and of values for each kv head, float32 [K] each."""
         seen: list[tuple[Tensor, Tensor]] = []
 
         def see(kv: LayerKV) -> None:
@@ -368,7 +370,7 @@ class Stream:
 def load_layer(
     description: ModelDescription, index: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """A layer's parameters in float32, by their names in the layer."""
+    """Load a layer's parameters in float32, by their names in the layer."""
     prefix = f"layers.{index}."
     found = load_parameters(
         description, dtype=torch.float32, device=device, wanted=lambda n: n.startswith(prefix)

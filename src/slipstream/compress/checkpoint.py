@@ -1,10 +1,10 @@
-"""The format of a quantised checkpoint, and the work folder in which it is made.
+"""The format of a quantized checkpoint, and the work folder in which it is written.
 
-The result is compressed-tensors in safetensors. A rounded module has the tensors weight_packed (or
-weight), weight_scale, weight_shape, weight_zero_point and input_scale; config.json gives the format
-of each module. Everything else is as in the source. Each finished layer is written to a file in a
-*work folder* next to the result, so that an interrupted run can continue. The result appears at the
-end, complete."""
+The result is compressed-tensors in safetensors. A quantized module has the tensors weight_packed
+(or weight), weight_scale, weight_shape, weight_zero_point and input_scale; config.json gives the
+format of each module. Everything else is copied from the source. Each finished layer is written to
+a file in a *work folder* next to the result, so that an interrupted run can continue. The result
+appears at the end, complete."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from slipstream.spec.stored.safetensors import weight_files
 
 
 class Names:
-    """The checkpoint's names for a model's parameters, with the prefix that transformers writes. A language model inside
-    another one keeps its names."""
+    """The checkpoint's names for a model's parameters, with the prefix that transformers writes.
+    The language model inside a multimodal one keeps its prefix."""
 
     def __init__(self, description: ModelDescription) -> None:
         family = description.family
@@ -67,12 +67,12 @@ class Names:
         self.shapes = parameters(description.spec)
 
     def of(self, target: str) -> list[str]:
-        """The names of the tensors that make up a parameter."""
+        """Names of the tensors that make up a parameter."""
         return [name for name, at in self.places.items() if at.target == target]
 
     def check(self, formats: Mapping[str, WeightFormat]) -> None:
-        """Raises UnsupportedModelError if compressed-tensors has no format for one of these weights
-        as it is stored."""
+        """Raise UnsupportedModelError if compressed-tensors has no format for one of these weights
+        in its stored layout."""
         for name, at in self.places.items():
             if (fmt := formats.get(at.target)) is None:
                 continue
@@ -96,7 +96,7 @@ class Names:
         input_scales: Mapping[str, float],
         dtype: torch.dtype,
     ) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors of these parameters: `rounded` ones in their formats, others in `dtype`."""
+        """Checkpoint tensors of these parameters: `rounded` ones in their quantized formats, others in `dtype`."""
         for name, at in self.places.items():
             if at.target in rounded:
                 module = name.removesuffix(".weight")
@@ -112,7 +112,7 @@ class Names:
     def read(
         self, file: Path, formats: StoredFormats, *, device: torch.device
     ) -> dict[str, Tensor]:
-        """Parameters, in float32, from a file of the tensors that `tensors` returned."""
+        """Read parameters, in float32, from a file of the tensors that `tensors` returned."""
         from safetensors import safe_open
 
         with safe_open(file, framework="pt", device="cpu") as opened:
@@ -131,7 +131,7 @@ class Names:
             for name, _, read in expanded(given, formats, wanted, tensor_numbers):
                 at = self.places.get(name)
                 if at is None:
-                    continue  # scales of inputs and of the cache
+                    continue  # # scales of inputs and of the KV cache
                 if at.target not in found:
                     found[at.target] = torch.empty(self.shapes[at.target], device=device)
                 place(found[at.target], at).copy_(
@@ -142,8 +142,8 @@ class Names:
     def read_grids(
         self, file: Path, formats: Mapping[str, WeightFormat], *, device: torch.device
     ) -> dict[str, QuantGrid]:
-        """Grids of the rounded weights in a file of the tensors that `tensors` returned; `formats` are by parameter
-        name."""
+        """Read the grids of the quantized weights from a file of the tensors that `tensors`
+        returned; `formats` are by parameter name."""
         from safetensors import safe_open
 
         found: dict[str, QuantGrid] = {}
@@ -201,7 +201,7 @@ def _module_tensors(module: str, at: Placement, rounded: Rounded) -> Iterator[tu
 def _float4_tensors(
     module: str, fmt: WeightFormat, numbers: Tensor, scales: Tensor, grid: QuantGrid, at: Placement
 ) -> Iterator[tuple[str, Tensor]]:
-    """NVFP4 or MXFP4 as compressed-tensors has them."""
+    """Tensors of an NVFP4 or MXFP4 weight in the layout of compressed-tensors."""
     codes = e2m1_codes(numbers.float()).to(torch.uint8)
     yield f"{module}.weight_packed", codes[:, ::2] | codes[:, 1::2] << 4
     if grid.factors is None:
@@ -216,7 +216,7 @@ def _float4_tensors(
 
 
 def apart(a: str, b: str) -> tuple[str, str]:
-    """Returns two names without the longest dotted suffix that they share."""
+    """Remove from two names the longest dotted suffix that they share."""
     x, y = a.split("."), b.split(".")
     while x and y and x[-1] == y[-1]:
         x.pop(), y.pop()
@@ -224,7 +224,7 @@ def apart(a: str, b: str) -> tuple[str, str]:
 
 
 def stored_names(source: ModelDescription) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The names of a folder's tensors, each with the function that reads it."""
+    """Yields the name of each tensor in a checkpoint folder, and the function that reads it."""
     from safetensors import safe_open
 
     for file in weight_files(source.path):
@@ -234,7 +234,7 @@ def stored_names(source: ModelDescription) -> Iterator[tuple[str, Callable[[], T
 
 
 def untouched(source: ModelDescription) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The tensors of a checkpoint that are no parameters of its decoder: layers that draft, an image encoder."""
+    """Yields the tensors of a checkpoint outside its decoder, such as draft layers or an image encoder."""
     if source.format != "safetensors":
         return
     names, prefixes = source.family.names(source.spec), source.family.prefixes
@@ -248,8 +248,8 @@ def untouched(source: ModelDescription) -> Iterator[tuple[str, Callable[[], Tens
 def stored_formats(
     names: Names, formats: Mapping[str, WeightFormat], untouched: Iterable[str] = ()
 ) -> StoredFormats:
-    """The formats by module, as the config has them; `formats` are by parameter name. The most frequent format is that of
-    "Linear", modules with other formats are named. Tensors that are `untouched` have none."""
+    """Formats by module name, as in the config; `formats` are by parameter name. The most frequent format is
+    that of "Linear", modules with other formats are named. Tensors that are `untouched` have none."""
     modules: dict[WeightFormat, list[str]] = {}
     ignored = ["lm_head"] if names.tied else []
     ignored += [name.removesuffix(".weight") for name in untouched if name.endswith(".weight")]
@@ -272,7 +272,7 @@ def stored_formats(
 def quantization_config(
     formats: StoredFormats, kv_cache: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The quantization_config of config.json. Without formats, only the cache is quantised."""
+    """Build the quantization_config of config.json. Without formats, only the KV cache is quantized."""
     kinds = [_format_name(fmt) for _, fmt in formats.groups] or ["dense"]
     return {
         "quant_method": "compressed-tensors",
@@ -348,9 +348,9 @@ def work_folder(out: Path, kind: str = "partial") -> Path:
 
 
 class Attempts:
-    """KL of attempts at `out` that were above the limit, in a file next to it. An interrupted
-    command with --back-off does not repeat them. An attempt is identified by everything that its KL
-    depends on."""
+    """KL of attempts to compress to `out` that exceeded the limit, stored in a file next to it. An
+    interrupted command with --back-off does not repeat them. An attempt is identified by everything
+    that its KL depends on."""
 
     def __init__(self, out: Path, *, restart: bool) -> None:
         self.out, self.path = out, out.parent / f".{out.name}.tried.json"
@@ -361,12 +361,12 @@ class Attempts:
         )
 
     def cost(self, attempt: Mapping[str, Any]) -> float | None:
-        """The KL of an attempt; None if it was not made."""
+        """KL of an attempt; None if it was not made yet."""
         return self.costs.get(digest(attempt))
 
     def add(self, attempt: Mapping[str, Any], cost: float) -> None:
-        """Add an attempt. Its layers are deleted first, so that after an interruption the next
-        attempt does not find them."""
+        """Record an attempt. Its layers are deleted first, so that after an interruption the next
+        attempt does not reuse them."""
         shutil.rmtree(work_folder(self.out), ignore_errors=True)
         self.costs[digest(attempt)] = cost
         write_whole(self.path, json.dumps(self.costs))
@@ -376,7 +376,7 @@ class Attempts:
 
 
 def claim(work: Path, out: Path, plan: Mapping[str, Any], *, restart: bool) -> None:
-    """Make the folder `work`, or take over the one of an interrupted run with the same `plan`.
+    """Create the folder `work`, or reuse the one of an interrupted run with the same `plan`.
     ConfigError if its plan differs, or if `out` exists."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out={str(out)!r} exists; remove it or name another folder", field="out")
@@ -400,8 +400,8 @@ def claim(work: Path, out: Path, plan: Mapping[str, Any], *, restart: bool) -> N
 
 
 class WorkFolder:
-    """The folder next to the result that stores finished layers. `plan` is everything that their
-    numbers depend on; a folder with another plan is refused."""
+    """Folder next to the result that stores finished layers. `plan` is everything that their values
+    depend on; ConfigError if the folder has another plan."""
 
     def __init__(self, out: Path, plan: Mapping[str, Any], *, restart: bool) -> None:
         self.out, self.path = out, work_folder(out)
@@ -411,8 +411,8 @@ class WorkFolder:
         return self.path / f"{name}.safetensors"
 
     def note(self, name: str) -> dict[str, Any] | None:
-        """Reads the note of a part. None if the part is not finished, or a file of it is damaged:
-        then it is made again."""
+        """Read the note of a part. None if the part is unfinished, or one of its files is damaged:
+        then it is computed again."""
         from safetensors import SafetensorError, safe_open
 
         file = self.path / f"{name}.json"
@@ -429,7 +429,7 @@ class WorkFolder:
     def finish(
         self, name: str, tensors: Iterable[tuple[str, Tensor]], note: Mapping[str, Any]
     ) -> None:
-        """Write a part. It is finished when its note is written."""
+        """Write a part's tensors, then its note. The part counts as finished once its note is written."""
         from safetensors.torch import save_file
 
         held = {
@@ -450,8 +450,8 @@ class WorkFolder:
         finish: Callable[[Path], None],
         untouched: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
-        """Make the result from the finished parts and `untouched`, with `config` merged over the source's. Call
-        `finish` on it, and remove this folder."""
+        """Write the result from the finished parts and `untouched`, with `config` merged over the
+        source's. Calls `finish` with it, then removes this folder."""
         with new_folder(self.out) as folder:
             write_tensors(folder, chain(self.tensors(parts), untouched))
             write_config(folder, {**huggingface_config(source), **config})
@@ -473,7 +473,7 @@ class WorkFolder:
 
 
 def fingerprint(source: ModelDescription) -> str:
-    """A hash of the names, sizes and times of a checkpoint's files."""
+    """Hash of the names, sizes and modification times of a checkpoint's files."""
     files = (
         [source.path]
         if source.path.is_file()

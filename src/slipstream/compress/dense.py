@@ -26,8 +26,8 @@ from slipstream.spec.model import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseModel:
-    """A model's `parameters`, by the names of `spec.parameters`. `config` is the config.json that
-    reads as `spec`. Family and tokenizer are those of `source`."""
+    """A dense model: `parameters` by the names of `spec.parameters`, and `config`, the config.json
+    from which `spec` is read. Family and tokenizer are those of `source`."""
 
     source: ModelDescription
     config: Mapping[str, Any]
@@ -39,24 +39,25 @@ class DenseModel:
         return self.source.family
 
     def write(self, out: Path, *, dtype: torch.dtype | None = None) -> None:
-        """Writes a checkpoint folder, in `dtype` or the parameters' own. On an error no folder is
-        left."""
+        """Write a checkpoint folder, in `dtype` or the parameters' own dtypes. After an error no
+        folder is left."""
         with new_folder(out) as folder:
             self.write_into(folder, dtype=dtype)
 
     def write_into(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write the checkpoint's files into a folder that exists."""
+        """Write the checkpoint's files into an existing folder."""
         kind = dtype or self.parameters["embed.weight"].dtype
         tensors = stored_tensors(self.family, self.spec, self.parameters)
         write_tensors(folder, ((name, tensor.to(kind)) for name, tensor in tensors))
-        # the key's name before "dtype"
+        # the older name of the key "dtype"
         config = {key: value for key, value in self.config.items() if key != "torch_dtype"}
         write_config(folder, {**config, "dtype": str(kind).removeprefix("torch.")})
         write_tokenizer(folder, self.source)
 
 
 def load_dense(path: Path, *, dtype: torch.dtype, device: torch.device) -> DenseModel:
-    """The model at `path`. A GGUF file is dequantised; other quantised checkpoints are refused."""
+    """Load the model at `path`. A GGUF file is dequantized; UnsupportedModelError or CheckpointError for models that can't
+    be written (`check_writable`)."""
     description = read_spec(path)
     check_writable(description)
     values = load_parameters(description, dtype=dtype, device=device)

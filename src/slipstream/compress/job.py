@@ -31,7 +31,7 @@ Progress = Callable[[str, int, int], None]
 """Called with the phase, the steps done, and their total."""
 
 Say = Callable[[str], None]
-"""Called with each line for a person."""
+"""Called with each line of output for the user."""
 
 _LIMITS = QualityLimits()
 
@@ -67,8 +67,8 @@ class CompressOptions:
         )
 
     def check(self) -> None:
-        """Check the options that need neither the recipe nor the model. ConfigError names the
-        option at fault."""
+        """Check the options that depend on neither the recipe nor the model. ConfigError names the
+        wrong option."""
         if self.max_kl is not None and self.no_report:
             raise ConfigError(
                 "--max-kl needs what --no-report leaves out; drop one", field="max_kl"
@@ -91,7 +91,7 @@ class CompressOptions:
             )
 
     def refuse_report(self, what: str) -> None:
-        """Raises ConfigError if an option of the report is given: `what` has its own receipt."""
+        """Raise ConfigError if an option of the report is set, because `what` writes its own receipt."""
         names = (
             *("max_kl", "speed", "no_report", "back_off", "allow_any_quality", "dtype", "text"),
             *("eval_windows", "max_perplexity_ratio", "min_top1"),
@@ -104,7 +104,7 @@ class CompressOptions:
             )
 
     def text_for(self, source: ModelDescription) -> TextSettings:
-        """The text on which the report measures."""
+        """Text on which the report is measured."""
         from slipstream.evals.text import TextSettings
 
         context = min(512, source.spec.max_position)
@@ -115,26 +115,25 @@ class CompressOptions:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Input of a compression. `rounded`: how its weights were rounded before; None: they were not."""
+    """Input of a compression. `rounded`: how its weights were quantized before; None: they were not."""
 
     name: str
     num_bytes: int
-    dense_bytes: int  # in the type of the result's dense weights
+    dense_bytes: int  # # size in the dtype of the result's dense weights
     rounded: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A carried-out or planned compression. With `back_off` the recipe may have more bits than the user's."""
+    """A finished or planned compression. With `back_off` the recipe may have more bits than the user's."""
 
     recipe: Recipe
     plan: CompressionPlan
     report: Report | None = None
 
     def estimate(self, *, is_planned: bool) -> tuple[Counter[str], int, float]:
-        """Returns (number of products by format, bytes of the result, bits per weight). While a
-        budget of bits is only `is_planned`, its average stands for the bits that measuring will
-        decide."""
+        """Returns (number of linear layers by format, bytes of the result, bits per weight). If a
+        budget of bits `is_planned`, its average is used in place of bits not chosen yet."""
         kinds: Counter[str] = Counter()
         after, bits = self.plan.bytes_after, self.plan.bits_per_weight
         for p in self.plan.weights:
@@ -159,7 +158,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """A planned compression. `source` is the original with the shape that the recipe's first part gives it."""
+    """A planned compression. `source` is the original model with the shape after the recipe's first part (pruning,
+    distillation)."""
 
     options: CompressOptions
     original: ModelDescription
@@ -175,7 +175,7 @@ class Compression:
         if recipe.reshapes:
             from slipstream.compress.pipeline import reshaped_spec
 
-            # The sizes that the layers' part will find are known beforehand.
+            # The sizes after pruning are known before the weights are chosen.
             source = dataclasses.replace(original, spec=reshaped_spec(original, recipe))
         planned = plan(source, recipe)
         dense = planned.bytes_before
@@ -186,7 +186,7 @@ class Compression:
         return cls(options, original, source, Outcome(recipe, planned), given)
 
     def check_report(self) -> None:
-        """ConfigError, before the work, if the report could not be made."""
+        """Raise ConfigError before the work if the report can't be made."""
         from slipstream.evals.tasks import check_tasks
         from slipstream.evals.text import read_documents
 
@@ -201,7 +201,7 @@ class Compression:
         check_tasks(list(self.options.tasks), limit=self.options.limit, part=text.part)
 
     def run(self, out: Path, *, progress: Progress, say: Say) -> Outcome:
-        """Write the checkpoint to `out`. BudgetError if no recipe keeps to `max_kl`."""
+        """Write the checkpoint to `out`. BudgetError if no recipe stays within `max_kl`."""
         from slipstream.compress.run import resolve_device
 
         device, dtype = resolve_device(self.options.device, self.options.dtype)
@@ -259,7 +259,7 @@ class _Run:
         return Outcome(recipe, plan, self.reports[-1] if self.reports else None)
 
     def read_windows(self, source: ModelDescription) -> list[tuple[int, ...]]:
-        """The calibration text; empty if the plan needs none."""
+        """Token ids of the calibration text; empty if the plan needs none."""
         from slipstream.engine.text.tokenizer import Tokenizer
         from slipstream.evals.text import calibration_text
 
@@ -276,8 +276,8 @@ class _Run:
         )
 
     def try_recipes(self, source: ModelDescription, windows: list[tuple[int, ...]]) -> Outcome:
-        """Compress by the recipe; with `back_off`, by ones with more bits until one keeps to `max_kl`.
-        Attempts of an interrupted run are not repeated."""
+        """Compress by the recipe; with `back_off`, retry with more bits until the KL is within
+        `max_kl`. Attempts of an interrupted run are not repeated."""
         from slipstream.compress.checkpoint import Attempts
         from slipstream.compress.run import compress
 
@@ -325,7 +325,7 @@ class _Run:
     def conditions(
         self, source: ModelDescription, windows: list[tuple[int, ...]]
     ) -> dict[str, object]:
-        """Everything but the recipe that an attempt's KL depends on."""
+        """Everything except the recipe that an attempt's KL depends on."""
         from slipstream.compress.checkpoint import fingerprint
 
         options = self.job.options
@@ -346,7 +346,7 @@ class _Run:
         options = self.job.options
         if options.no_report:
             return
-        # Measured as it runs here: on a CPU, for example, float8 weights are expanded and inputs are not rounded.
+        # Both run as an engine would here: on a CPU, for example, float8 weights are expanded and inputs are not quantized.
         original = EngineArgs(
             model=options.model, device=options.device, download_dir=options.download_dir
         )

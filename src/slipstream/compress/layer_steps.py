@@ -1,13 +1,13 @@
-"""The steps of a recipe that change one layer, in the order in which they run:
+"""The steps of a recipe that work on one layer, in their order:
 
 1. `MoveScales` moves magnitude between inputs and weights (AWQ, SmoothQuant)
-2. `RoundWeights` rounds and sparsifies the weights
-3. `LearnRounding` trains the rounding of the weights that ask for it
+2. `RoundWeights` quantizes and sparsifies the weights
+3. `LearnRounding` trains the rounding of the weights for which it is set
 4. `FindCacheScales` finds the scales of an 8-bit KV cache
 
-The contract of a step: it is made from its settings, it is called with a `LayerState` and changes
-only that, and it keeps nothing from one layer to the next. Data for a later layer or run is in the
-layer's `note`, which is stored next to its weights."""
+Contract of a step: it is built from its settings, it is called with a `LayerState` and changes only
+that, and it has no state between layers. Data for a later layer or run is in the layer's `note`,
+which is stored next to its weights."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LayerState:
-    """One layer during the steps. Products have their names in the layer ("mlp.up"), `values` the
-    names of parameters ("mlp.up.weight")."""
+    """One layer during the steps. `values` are by parameter name ("mlp.up.weight"), linear layers
+    by module name ("mlp.up")."""
 
     index: int
     spec: LayerSpec
-    values: dict[str, Tensor]  # float32: the layer's parameters after the steps so far
-    planned: Mapping[str, PlannedWeight]  # the products that the recipe rounds or sparsifies
-    text: Stream | None  # the calibration text as this layer reads it
-    sparsity: float  # the share of zeros, where no pattern decides it
+    values: dict[str, Tensor]  # # float32: the layer's parameters after the previous steps
+    planned: Mapping[str, PlannedWeight]  # # the linear layers to quantize or sparsify
+    text: Stream | None  # # the calibration text with this layer's inputs
+    sparsity: float  # # fraction of zeros, unless a pattern determines it
     exact: dict[str, Tensor] = field(default_factory=dict)  # `values` before rounding
     rounded: dict[str, Rounded] = field(default_factory=dict)
     offsets: dict[str, Offsets] = field(default_factory=dict)  # initial values of learned rounding
     inputs: dict[str, FakeInputs] = field(
         default_factory=dict
-    )  # how the inputs of products are rounded
+    )  # # how the inputs of linear layers are quantized
     # "k" and "v", as written to the checkpoint
     cache_scales: dict[str, Tensor] = field(default_factory=dict)
     note: dict[str, dict[str, Any]] = field(default_factory=lambda: {key: {} for key in NOTES})
 
     def set_weight(self, name: str, made: Rounded) -> None:
-        """Replace a product's weight by a rounded one."""
+        """Replace a linear layer's weight by a quantized one."""
         self.rounded[name] = made
         self.values[f"{name}.weight"] = made.dequantized()
 
@@ -73,7 +73,7 @@ LayerStep: TypeAlias = Callable[[LayerState], None]
 
 
 def layer_steps(recipe: Recipe, written: torch.dtype) -> list[LayerStep]:
-    """The steps of `recipe`; `written` is the type in which the checkpoint holds scales and dense weights."""
+    """Steps of `recipe`; `written` is the dtype of scales and dense weights in the checkpoint."""
     quantize, sparsify, cache = recipe.one(Quantize), recipe.one(Sparsify), recipe.one(KVCache)
     steps: list[LayerStep] = []
     if quantize is not None and quantize.scaling is not None:
@@ -89,7 +89,8 @@ def layer_steps(recipe: Recipe, written: torch.dtype) -> list[LayerStep]:
 
 @dataclass(frozen=True, slots=True)
 class MoveScales:
-    """Divides the inputs of products and multiplies their weights, so that rounding costs less."""
+    """Divides the inputs of linear layers by scales and multiplies their weights by them, which lowers the quantization
+    error."""
 
     settings: Quantize
     written: torch.dtype
@@ -111,8 +112,8 @@ class MoveScales:
 
 @dataclass(frozen=True, slots=True)
 class RoundWeights:
-    """Rounds and sparsifies one product after another. With GPTQ each is calibrated with the ones
-    before it already rounded; with `true_sequential: false` all are calibrated at once."""
+    """Quantizes and sparsifies one linear layer after another. With GPTQ each is calibrated after
+    the ones before it were quantized; with `true_sequential: false` all are calibrated at once."""
 
     quantize: Quantize | None
     sparsify: Sparsify | None
@@ -140,8 +141,8 @@ class RoundWeights:
                 self._compress(layer, name, stats)
 
     def _compensates(self, planned: PlannedWeight, layer: LayerState) -> bool:
-        """Whether the weight depends on how the products before it were compressed. Rounding to
-        nearest does not: one pass over the text then does for all of a layer."""
+        """Whether the result depends on how earlier linear layers of this layer were compressed.
+        Rounding to nearest does not, so one pass over the text is enough for the layer."""
         settings = planned.settings
         rounds = settings is not None and settings.rounding != "nearest"
         return rounds or planned.sparse or (layer.text is not None and layer.text.catch_up > 0)
@@ -179,8 +180,8 @@ class RoundWeights:
     def _begin_learning(
         self, planned: PlannedWeight, weight: Tensor, stats: InputStats | None
     ) -> Offsets:
-        """The offsets at which learning begins: GPTQ's result, or rounding to nearest, as always
-        for experts, which have no statistics."""
+        """Offsets at which learning begins: the result of GPTQ, or of rounding to nearest, which
+        experts always use because they have no statistics."""
         settings, fmt = planned.rounding
         if stats is None or settings.begin == "nearest":
             return Offsets.fitted(weight, fmt, self.written, clip=settings.clip)
@@ -193,8 +194,8 @@ class RoundWeights:
     def _new_weight(
         self, layer: LayerState, name: str, weight: Tensor, stats: Mapping[str, InputStats]
     ) -> Rounded | Tensor:
-        """Compress a weight. A mixture's is compressed expert by expert; experts that no token
-        reached have no statistics."""
+        """Compress a weight. Experts are compressed one by one; those that received no tokens have
+        no statistics."""
         planned, mlp = layer.planned[name], layer.spec.mlp
         if not (name.startswith("experts.") and isinstance(mlp, MoESpec)):
             return self._matrix(planned, weight, stats.get(name), layer)
@@ -230,7 +231,7 @@ class RoundWeights:
             and settings.rounding == "gptq"
             and stats is not None
         ):
-            # One solution for zeros and codes: the columns after them compensate for both.
+            # Zeros and codes are chosen together: later columns compensate for the errors of both.
             grid = fit(weight, fmt, self.written, clip=settings.clip, importance=stats.mean_square)
             found = sparsegpt(
                 weight, stats, layer.sparsity, sparse.pattern, damping=sparse.damping, grid=grid
@@ -244,8 +245,8 @@ class RoundWeights:
 
 @dataclass(frozen=True, slots=True)
 class LearnRounding:
-    """Trains the offsets that `RoundWeights` started, all of a layer together. Does nothing without
-    any."""
+    """Trains the offsets that `RoundWeights` created, all of a layer together. Does nothing if
+    there are none."""
 
     settings: Quantize
 
@@ -277,7 +278,7 @@ class LearnRounding:
 
 @dataclass(frozen=True, slots=True)
 class FindCacheScales:
-    """Finds the scales of an 8-bit KV cache, one for the layer or one for each kv head."""
+    """Calibrates the scales of an 8-bit KV cache, one for the layer or one for each kv head."""
 
     settings: KVCache
     written: torch.dtype
@@ -300,12 +301,13 @@ class FindCacheScales:
 
 
 def outlier_columns(absmax: Tensor, threshold: float) -> list[int]:
-    """The inputs whose largest magnitude `absmax` [in] reaches the threshold. The next largest fill up a multiple of 16, which
-    kernels need."""
+    """Indices of the inputs whose maximum magnitude `absmax` [in] reaches the threshold, plus the
+    next largest up to a multiple of 16, which kernels require."""
     count = int((absmax >= threshold).sum())
     return sorted(absmax.topk(min(len(absmax), -(-count // 16) * 16)).indices.tolist())
 
 
 def relative_error(before: Tensor, after: Tensor, stats: InputStats) -> float:
-    """|(W' − W) x|² / |W x|² over the calibration text, or over its sample where products of inputs were not observed."""
+    """Relative error |(W' − W) x|² / |W x|² over the calibration text, or over its sample if the Hessian was not
+    observed."""
     return stats.energy(after - before) / max(stats.energy(before), 1e-30)

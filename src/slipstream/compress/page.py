@@ -16,11 +16,11 @@ from slipstream.costs.environment import plain
 
 WIDTH, HEIGHT = 900, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 38, 34
-"""The size of a plot in SVG units, and its margins."""
+"""Size of a plot in SVG units, and its margins."""
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """The page of a `Report.document`."""
+    """Render the page of a `Report.document`."""
     filters = {
         "size": size,
         "percent": percent,
@@ -59,7 +59,7 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def labels(document: Mapping[str, Any]) -> tuple[str, str]:
-    """Names of the two sides, as the user gave them. If they are equal, the differing settings are
+    """Names of the two models as the user gave them. If they are equal, the differing settings are
     added."""
     a, b = document["original"], document["compressed"]
     if a["model"] != b["model"]:
@@ -72,7 +72,7 @@ def labels(document: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def changes(document: Mapping[str, Any]) -> list[tuple[str, str, str, float | None]]:
-    """Memory figures in which the two sides differ: (name, first, second, second over first)."""
+    """Memory figures that differ between the two models: (name, first, second, second over first)."""
     a, b = document["original"], document["compressed"]
     found: list[tuple[str, str, str, float | None]] = []
     for key, name, show in (
@@ -104,12 +104,12 @@ def percent(share: float, digits: int = 2) -> str:
 
 
 def change(ratio: float) -> str:
-    """Formats a ratio as a change in percent; beyond tenfold as a multiple."""
+    """Format a ratio as a change in percent, or as a multiple if it is more than tenfold."""
     return f"{ratio - 1:+.2%}" if ratio < 10 else f"× {number(ratio)}"
 
 
 def number(value: float) -> str:
-    """The number with four significant digits."""
+    """Format a number with four significant digits."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     return (
@@ -123,7 +123,7 @@ SIGNS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 def token(text: str) -> Markup:
-    """A token with its white space and control characters as visible signs."""
+    """Format a token with visible signs for white space and control characters."""
     return (
         Markup("").join(_sign(c) for c in text)
         if text
@@ -132,7 +132,7 @@ def token(text: str) -> Markup:
 
 
 def passage(text: str) -> Markup:
-    """A text with visible signs for white space at its ends, control characters and line ends."""
+    """Format a text with visible signs for control characters, line ends, and white space at its start and end."""
     if not text or text.isspace():
         return token(text)
     begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
@@ -154,7 +154,7 @@ def _sign(character: str) -> Markup | str:
 
 
 def histogram(kl: Mapping[str, Any]) -> str:
-    """The share of tokens by KL, on a logarithmic axis, with mean and p99."""
+    """Plot the fraction of tokens by KL, on a logarithmic axis, with mean and p99."""
     edges, counts = kl["edges"], kl["histogram"]
     low, high = math.log10(edges[0]), math.log10(edges[-1])
     total, most = sum(counts) or 1, max(counts) or 1
@@ -200,7 +200,7 @@ def histogram(kl: Mapping[str, Any]) -> str:
 
 
 def layers(found: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the errors by layer: bars for the layers' own, dots for the residual after them."""
+    """Plot the errors by layer: bars for each layer's own error, dots for the residual's error after it."""
     most = max(max(layer["own"], layer["state"]) for layer in found) or 1.0
     step = (WIDTH - LEFT - RIGHT) / len(found)
     every = max(1, -(-len(found) // 30))
@@ -227,7 +227,7 @@ def layers(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def pairs(rows: Sequence[tuple[str, float, float]], show: Any, names: tuple[str, str]) -> str:
-    """Draws two bars for each row: the first model's above the second's."""
+    """Plot two bars for each row: the first model's above the second's."""
     most = max(max(a, b) for _, a, b in rows) or 1.0
     width, bar, gap, left = 430, 15, 16, 78
     parts = []
@@ -245,7 +245,7 @@ def pairs(rows: Sequence[tuple[str, float, float]], show: Any, names: tuple[str,
 
 
 def _svg(title: str, parts: Sequence[str], width: int = WIDTH, height: int = HEIGHT) -> str:
-    most = f"max-width:{width}px"  # the same font size in all plots
+    most = f"max-width:{width}px"  # # same font size in all plots
     return f'<svg viewBox="0 0 {width} {height}" style="{most}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
 
 

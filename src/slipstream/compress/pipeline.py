@@ -1,4 +1,4 @@
-"""The first part of a recipe, which changes the model's shape: prune and distil. The second part,
+"""The first part of a recipe, which changes the model's shape: prune and distill. The second part,
 `run.py`, reads the resulting checkpoint like any other.
 
 The first part stores its results in a folder next to the result, so that an interrupted run can
@@ -41,7 +41,7 @@ from slipstream.spec.model import ModelSpec
 Progress = Callable[[str, int, int], None]
 """Called with the phase, the steps done, and their total."""
 BATCH_TOKENS = 2048
-"""Tokens that go through a model together while it is measured."""
+"""Number of tokens computed together while a model is measured."""
 
 
 def layer_recipe(recipe: Recipe) -> Recipe | None:
@@ -66,7 +66,7 @@ def layer_recipe(recipe: Recipe) -> Recipe | None:
 
 
 def reshaped_spec(source: ModelDescription, recipe: Recipe) -> ModelSpec:
-    """The spec after the first part, computed without weights."""
+    """Model spec after the first part, computed without weights."""
     check_writable(source)
     layer_recipe(recipe)
     settings = recipe.one(PruneSettings)
@@ -84,7 +84,7 @@ def reshape(
     download_dir: str | None = None,
     progress: Progress = lambda phase, done, total: None,
 ) -> ModelDescription:
-    """Carry out the first part. Returns the description of a dense checkpoint in the work folder,
+    """Run the first part. Returns the description of a dense checkpoint in the work folder,
     `.OUT.reshaped`. `publish` makes it the result of the recipe; `clean` removes the folder."""
     reshaped_spec(source, recipe)
     work = work_folder(out, "reshaped")
@@ -116,8 +116,8 @@ def reshape(
 def publish(
     made: ModelDescription, recipe: Recipe, out: Path, finish: Callable[[Path], None]
 ) -> None:
-    """Make the first part's checkpoint the result. `finish` is called with the folder before, and
-    may raise."""
+    """Publish the first part's checkpoint as the result. Before that, `finish` is called with the
+    folder; if it raises, nothing is published."""
     with new_folder(out) as folder:
         shutil.copytree(made.path, folder, dirs_exist_ok=True)
         (folder / RECIPE_NAME).write_text(json.dumps(recipe.as_data(), indent=2) + "\n")
@@ -165,7 +165,7 @@ def _prune(
 
 
 def _written(source: ModelDescription, recipe: Recipe) -> torch.dtype:
-    """The type of the pruned checkpoint: float32 if it will be trained."""
+    """Dtype of the pruned checkpoint: float32 if it will be trained."""
     if recipe.one(Distill) is not None:
         return torch.float32
     found = getattr(torch, source.dtype, None)
@@ -185,7 +185,7 @@ def _prepare(
     train, held = work / "examples.jsonl", work / "held-out.jsonl"
 
     def windows(part: Part, count: int) -> list[Example]:
-        """Cut windows, also from short documents, because examples may differ in length."""
+        """Cut text into windows, also from short documents, because examples may differ in length."""
         asked = TextSettings(
             source=settings.text, part=part, context=context, stride=context, num_windows=count
         )
@@ -232,10 +232,10 @@ def _answers(
     context: int,
     download_dir: str | None,
 ) -> list[Example]:
-    """The teacher's answers to the first questions of the calibration text that leave room for an answer."""
+    """Generate the teacher's answers to the first questions of the calibration text that leave room for an answer."""
     from slipstream.engine.llm import LLM
 
-    # A token has at least one character.
+    # a limit in characters, because a token has at least one
     questions = read_questions(
         settings.text, "calibration", settings.num_answers, context, download_dir=download_dir
     )

@@ -1,4 +1,5 @@
-"""Plans a recipe for a model: which products are rounded or sparsified, in which format, and how large the checkpoint will be.
+"""Plans a recipe for a model: which linear layers are quantized or sparsified, in which format, and how large the checkpoint
+will be.
 
 Everything that can be checked without weights is checked here, before any are loaded.
 """
@@ -38,14 +39,14 @@ ORDER = (
     "shared.up",
     "shared.down",
 )
-"""A layer's products in the order in which they are compressed."""
+"""Order in which a layer's linear layers are compressed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWeight:
-    """A product's weight [rows, inner] and its treatment. It is rounded to `fmt` by `settings`;
-    None: not rounded. Until a budget of bits is allocated, `fmt` has the choice nearest to its
-    average. `sparse`: it is sparsified."""
+    """Planned treatment of a linear layer's weight [rows, inner]. It is quantized to `fmt` by
+    `settings`; None: not quantized. Until a budget of bits is allocated, `fmt` has the choice
+    nearest to its average. `sparse`: it is sparsified."""
 
     name: str
     rows: int
@@ -56,7 +57,7 @@ class PlannedWeight:
 
     @property
     def rounding(self) -> tuple[Quantize, WeightFormat]:
-        """(settings, format) of a weight that is rounded."""
+        """(settings, format) of a weight that is quantized."""
         assert self.settings is not None
         assert self.fmt is not None
         return self.settings, self.fmt
@@ -71,20 +72,20 @@ class CompressionPlan:
     bytes_after: int
     scale_bytes: int
     needs_text: bool
-    blocks: tuple[PlannedBlocks, ...] = ()  # a GGUF file's tensors, which `weights` then lacks
+    blocks: tuple[PlannedBlocks, ...] = ()  # # tensors of a GGUF file; then `weights` is empty
 
     def with_blocks(self, blocks: tuple[PlannedBlocks, ...]) -> CompressionPlan:
-        """Returns the plan of a GGUF file with these tensors."""
+        """Plan of a GGUF file with these tensors."""
         return replace(self, blocks=blocks, bytes_after=sum(b.num_bytes for b in blocks))
 
     @property
     def formats(self) -> dict[str, WeightFormat]:
-        """The formats of rounded weights, by parameter name."""
+        """Formats of quantized weights, by parameter name."""
         return {f"{w.name}.weight": w.fmt for w in self.weights if w.fmt is not None}
 
     @property
     def bits_per_weight(self) -> float:
-        """The mean over rounded weights, scales and zero points included; of a GGUF file over all matrices."""
+        """Mean bits over quantized weights, scales and zero points included; for a GGUF file over all matrices."""
         if matrices := [b for b in self.blocks if b.type != "F32"]:
             return 8 * sum(b.num_bytes for b in matrices) / sum(b.num_values for b in matrices)
         done = [(w, w.fmt) for w in self.weights if w.fmt is not None]
@@ -95,8 +96,8 @@ class CompressionPlan:
 def plan(
     source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | None = None
 ) -> CompressionPlan:
-    """Apply the recipe. `bits`: those that a budget allocated, by product. ConfigError or
-    UnsupportedModelError if the recipe can't be applied to the model."""
+    """Apply the recipe to a model. `bits`: number of bits by linear layer, as allocated within a
+    budget. ConfigError or UnsupportedModelError if the recipe can't be applied."""
     source = source.taking_media(0)
     check_writable(source, inside=True)
     quantize, sparsify = recipe.one(Quantize), recipe.one(Sparsify)
@@ -206,7 +207,7 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
 def _check_parallel(
     layers: Sequence[LayerSpec], formats: Mapping[str, WeightFormat | None]
 ) -> None:
-    """Checks that products that read the same norm's output round their inputs alike."""
+    """Check that linear layers with the same input quantize it in the same way."""
     for i, layer in enumerate(layers):
         if isinstance(layer.block, ParallelBlock) and "mlp_norm" not in layer.norms:
             forms = {
@@ -221,7 +222,7 @@ def _check_parallel(
 
 
 def _check_together(sparsify: Sparsify, quantize: Quantize) -> None:
-    """Raise ConfigError for a rounding that would fill the zeros of a sparse weight."""
+    """Raise ConfigError for a quantization that would fill the zeros of a sparse weight."""
     together = sparsify.method == "sparsegpt" and quantize.rounding == "gptq"
     if quantize.rounding != "nearest" and not together:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""Structured pruning: removes heads (whole kv groups), MLP channels, layers and hidden dimensions. The result is an ordinary,
-smaller dense checkpoint.
+"""Structured pruning: removes heads (whole kv groups), MLP channels, layers and hidden dimensions. The result is an
+ordinary, smaller dense checkpoint.
 
 The importance of a unit is a sum over its weights:
 
@@ -11,8 +11,9 @@ The importance of a unit is a sum over its weights:
 
 Layers are ranked by block influence, 1 − cos(input, output) (ShortGPT, Men et al. 2024, Eq. 1).
 
-If the hidden width shrinks, norms' weights are scaled so that the dimensions that stay keep their size. For this the removed
-share of Σx² is measured on the text; without text it is taken to be 0. `training/distill.py` recovers what pruning lost.
+If the hidden width shrinks, norms' weights are scaled so that the norms' outputs in the remaining dimensions stay as large.
+For this the removed fraction of Σx² is measured on the text; without text it is assumed to be 0. `training/distill.py`
+recovers quality lost by pruning.
 """
 
 from __future__ import annotations
@@ -52,24 +53,25 @@ NEEDS_GRADIENTS = ("taylor", "wactigrad")
 
 @dataclass(frozen=True, slots=True)
 class UnitStats:
-    """Measurements on calibration text. The first three fields are by name of
-    `structure.split_experts`, in float32."""
+    """Measurements on calibration text. The first three fields are float32, by parameter name as
+    `structure.split_experts` returns."""
 
     energy: dict[str, Tensor] = field(
         default_factory=dict
-    )  # Σ x² over tokens, of the inputs of a product or norm [in]
+    )  # # Σ x² over tokens, of the inputs of a linear layer or norm [in]
     taylor: dict[str, Tensor] = field(
         default_factory=dict
-    )  # Σ |w · g| over batches, the shape of the weight
+    )  # # Σ |w · g| over batches, in the shape of the weight
     gradient: dict[str, Tensor] = field(
         default_factory=dict
-    )  # Σ |g| over batches, the shape of the weight
+    )  # # Σ |g| over batches, in the shape of the weight
     influence: list[float] = field(default_factory=list)  # block influence by layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """The smaller model. `kept` are indices in the original. `influence` is of the original's layers, empty if not measured."""
+    """The pruned model. `kept` are indices in the original. `influence` is the block influence of the original's layers,
+    empty if not measured."""
 
     model: DenseModel
     kept: PruneSelection
@@ -83,15 +85,15 @@ def prune(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Pruned:
-    """Prune the model, which must be in float32 if the importance takes gradients. `batches` of calibration text are needed
-    unless `settings.needs_text` is False."""
+    """Prune the model, which must be in float32 if the importance uses gradients. `batches` of
+    calibration text are required unless `settings.needs_text` is False."""
     settings.check()
     if settings.needs_text and not batches:
         raise ConfigError(
             f"importance={settings.importance!r} and ranked layers need calibration text",
             field="text",
         )
-    # fail before anything is measured
+    # raises errors before anything is measured
     pruned_spec(model.family, model.config, model.spec, settings)
     spec, measured = model.spec, UnitStats()
     if batches:
@@ -113,8 +115,8 @@ def prune(
 def pruned_spec(
     family: Family, config: Mapping[str, Any], spec: ModelSpec, settings: PruneSettings
 ) -> ModelSpec:
-    """The spec of the pruned model, computed without weights. UnsupportedModelError or ConfigError
-    if such a model could not be written or would be empty."""
+    """Spec of the pruned model, computed without weights. UnsupportedModelError or ConfigError if
+    such a model could not be written or would be empty."""
     unknown = [i for i in settings.drop_layers if not 0 <= i < spec.num_layers]
     if unknown:
         raise ConfigError(
@@ -144,8 +146,8 @@ def pruned_spec(
 
 
 def _num_layers(spec: ModelSpec, settings: PruneSettings, units: Mapping[Units, Tensor]) -> int:
-    """Number of layers that stay. With `size`, the number that comes nearest to it after the other
-    parts are cut."""
+    """Number of layers to keep. With `size`, the number that comes nearest to it after the other
+    parts are pruned."""
     if settings.size is None:
         count = _count(spec.num_layers, settings.layers, 1)
         if settings.layers and count == spec.num_layers:
@@ -170,8 +172,8 @@ def _num_layers(spec: ModelSpec, settings: PruneSettings, units: Mapping[Units, 
 def choose(
     spec: ModelSpec, parameters: Mapping[str, Tensor], settings: PruneSettings, measured: UnitStats
 ) -> PruneSelection:
-    """Chooses the most important units of each kind, and the layers that change the residual
-    most."""
+    """Choose the most important units of each kind, and the layers with the largest block
+    influence."""
     sizes = _sizes(spec, settings)
     layers = [i for i in range(spec.num_layers) if i not in settings.drop_layers]
     if measured.influence and not settings.drop_layers:
@@ -186,8 +188,7 @@ def choose(
 
 
 def _sizes(spec: ModelSpec, settings: PruneSettings) -> dict[Units, int]:
-    """Number of units that stay, for each kind that loses some. ConfigError if a share rounds to
-    none."""
+    """Number of units to keep, for each kind that loses some. ConfigError if it rounds to none."""
     shares = {
         "heads": settings.heads,
         "channels": settings.channels,
@@ -214,7 +215,7 @@ def _sizes(spec: ModelSpec, settings: PruneSettings) -> dict[Units, int]:
 
 
 def _count(whole: int, share: float, multiple: int) -> int:
-    """Units that stay: the nearest multiple, at least one."""
+    """Number of units to keep: the nearest multiple of `multiple`, at least one."""
     if share == 0.0:
         return whole
     return min(whole, max(multiple, round(whole * (1.0 - share) / multiple) * multiple))
@@ -231,7 +232,7 @@ def measure(
     gradients: bool,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> UnitStats:
-    """Run the text once; with `gradients` also a backward pass of each batch's mean loss."""
+    """Measure on the text in one forward pass; with `gradients` also in a backward pass of each batch's mean loss."""
     found = UnitStats()
     parts = split_experts(spec, parameters)
     names = {part.data_ptr(): name for name, part in parts.items()}
@@ -283,7 +284,7 @@ def measure(
 
 
 def next_token_loss(logits: Tensor, batch: SequenceBatch) -> Tensor:
-    """The mean negative log-likelihood of all tokens but the first of each sequence; logits [T, V]."""
+    """Mean negative log-likelihood in nats of all tokens but the first of each sequence; logits [T, V]."""
     scored = ~batch.starts()[1:]
     return F.cross_entropy(logits[:-1][scored].float(), batch.token_ids[1:][scored])
 
@@ -291,7 +292,7 @@ def next_token_loss(logits: Tensor, batch: SequenceBatch) -> Tensor:
 def importances(
     spec: ModelSpec, parameters: Mapping[str, Tensor], importance: Importance, measured: UnitStats
 ) -> dict[Units, Tensor]:
-    """The importance of each unit, float32 [units], by kind."""
+    """Importance of each unit, float32 [units], by kind."""
     found = {key: torch.zeros(count) for key, count in num_units(spec).items()}
     for name, weight in split_experts(spec, parameters).items():
         of = axes(spec, name)
@@ -300,7 +301,7 @@ def importances(
         elif importance == "taylor":
             score = measured.taylor[name]
         else:
-            # Only the weights that read a unit count: if they are all 0, the unit has no effect.
+            # Only weights that read a unit count: if they are all 0, the unit has no effect.
             if weight.dim() == 1 or name not in measured.energy:
                 continue
             score = weight.detach().float().square() * measured.energy[name]
@@ -326,8 +327,8 @@ def _add(found: dict[Units, Tensor], axis: Axis, score: Tensor) -> None:
 def _keep_scale(
     spec: ModelSpec, values: dict[str, Tensor], kept: PruneSelection, measured: UnitStats
 ) -> None:
-    """Scale the weights of the norms over the hidden width, in place: they divide by √(Σx²/n), and both Σ and n shrink.
-    Norms without weights are left as they are."""
+    """Scale the weights of norms over the hidden width, in place: a norm divides by √(Σx²/n), and
+    both Σ and n shrink. Norms without weights are unchanged."""
     stays = kept.units[HIDDEN]
     number = {old: new for new, old in enumerate(kept.layers)}
     norms = {
@@ -355,9 +356,9 @@ def _keep_scale(
 
 
 def _fold_embed_scale(wanted: ModelSpec, read: ModelSpec, values: dict[str, Tensor]) -> None:
-    """Compensate for families that scale embeddings by the root of the width. The embedding table
-    is scaled to undo the difference. If the head is tied to the table, the final norm is scaled
-    back."""
+    """Compensate for families that multiply embeddings by the root of the width: the embedding
+    table is scaled to cancel the change. If the head is tied to the table, the final norm is scaled
+    inversely."""
     ratio = wanted.embed_scale / read.embed_scale
     if ratio == 1.0:
         return

@@ -6,12 +6,12 @@ A recipe is a list of steps, in YAML or in Python. A step is its name alone, or 
     - quantize: {bits: 4, group_size: 64, rounding: gptq, ignore: ["layers.0.*"]}
     - kv_cache: {form: fp8}
 
-A recipe can also be the name of a preset. Errors name the place of a wrong setting ("steps[1].quantize.bits") and what is
-allowed there.
+A recipe can also be the name of a preset. Errors name the path of a wrong setting ("steps[1].quantize.bits")
+and the allowed values.
 
-A *product* is the matrix product of a linear layer. Its name is that of Slipstream's parameter, such as "layers.3.mlp.down";
-there are attention.qkv, attention.out, recurrent.in, recurrent.out, mlp.up, mlp.down, experts.up, experts.down, shared.up
-and shared.down in a layer, and "head". Patterns with * match several.
+A *product* is a linear layer. Its name is that of Slipstream's parameter, such as "layers.3.mlp.down"; there
+are attention.qkv, attention.out, recurrent.in, recurrent.out, mlp.up, mlp.down, experts.up, experts.down,
+shared.up and shared.down in a layer, and "head". Patterns with * match several.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ RECIPE_NAME = "slipstream-recipe.json"
 """File in a compressed checkpoint with the recipe that made it."""
 
 FEW_WINDOWS, MANY_WINDOWS = 16, 64
-"""The windows that calibrate unless a recipe gives their number. With 16 and with 64, SmolLM2's int8 has a mean KL of 0.0073
-and 0.0074 nats, and its int4-awq-gptq one of 0.120 and 0.098. Others have not been compared."""
+"""Number of calibration windows, unless a recipe sets it. With 16 and with 64, SmolLM2's int8 has a mean KL
+of 0.0073 and 0.0074 nats, and its int4-awq-gptq one of 0.120 and 0.098. Others have not been compared."""
 
 GroupSize: TypeAlias = int | Literal["auto", "channel", "tensor"]
 
@@ -69,8 +69,8 @@ class Calibrate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Allocates bits to products (`quantize.mixed`): at most `average` bits a weight, scales and zero points included, with the
-    least measured divergence."""
+    """Allocates bits to linear layers (`quantize.mixed`): at most `average` bits per weight, scales
+    and zero points included, for the least measured KL divergence."""
 
     average: float
     choices: tuple[int, ...] = (2, 3, 4, 6, 8)
@@ -79,7 +79,7 @@ class Budget:
 
     @property
     def nearest(self) -> int:
-        """The choice nearest to the average."""
+        """The choice of bits nearest to the average."""
         return min(self.choices, key=lambda bits: (abs(bits - self.average), bits))
 
     def check(self) -> None:
@@ -102,12 +102,13 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize:
-    """Rounds the weights of the layers' products, and of the output head with `head`.
+    """Quantizes the weights of linear layers, and with `head` that of the output head.
 
-    `inputs`: with fp8 or int8, inputs have 8 bits too, scaled token by token, or by one calibrated scale with `static_inputs`.
-    `scaling` moves magnitude between inputs and weights before rounding. `rounding` is how codes are chosen. `clip` searches
-    each scale for the least squared error. A `group_size` of auto is the largest of 128, 64 and 32 that divides a product's
-    inputs, or a row (channel) with 8-bit inputs. `overrides` change format and rounding of the products that match a pattern.
+    `inputs`: with fp8 or int8, inputs are quantized to 8 bits too, with a scale per token, or one calibrated scale with
+    `static_inputs`. `scaling` moves magnitude between inputs and weights before rounding. `rounding` is the method of
+    choosing codes. `clip` searches each scale for the least squared error. A `group_size` of auto is the largest of 128, 64
+    and 32 that divides the number of inputs, or a whole row (channel) with 8-bit inputs. `overrides` change format and
+    rounding of linear layers by name pattern.
     """
 
     bits: int | Budget = 4
@@ -122,20 +123,20 @@ class Quantize:
     head: bool = False
     ignore: tuple[str, ...] = ()
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    damping: float = 0.01  # GPTQ: added to the Hessian's diagonal, as a share of its mean
+    damping: float = 0.01  # # GPTQ: added to the Hessian's diagonal, as a fraction of its mean
     act_order: bool = True  # GPTQ: columns of large inputs first
     true_sequential: bool = (
-        True  # GPTQ: products are calibrated with the layer's earlier ones rounded
+        True  # # GPTQ: calibrate each linear layer after the layer's earlier ones were quantized
     )
     alpha: float | Literal["search"] = (
-        "search"  # SmoothQuant: the share of magnitude that goes to the weights
+        "search"  # # SmoothQuant: the fraction of magnitude moved to the weights
     )
     begin: Literal["nearest", "gptq"] = "nearest"  # initial codes of learned rounding
     num_steps: int = 200  # learned rounding
     step_tokens: int = 2048  # learned rounding
-    # LLM.int8(): columns of inputs that reach this magnitude are not rounded
+    # LLM.int8(): input columns that reach this magnitude are not quantized
     outliers: float | None = None
-    # share of the change of a product's inputs that its weight compensates
+    # fraction of the change of a linear layer's inputs that its weight compensates
     catch_up: float = 0.0
 
     def check(self) -> None:
@@ -180,7 +181,7 @@ class Quantize:
                 raise ConfigError("bits must be a number here", field=f"overrides.{pattern}.bits")
 
     def of(self, product: str) -> Quantize | None:
-        """The settings of a product; None if it is not rounded."""
+        """Settings of a linear layer; None if it is not quantized."""
         if any(fnmatchcase(product, pattern) for pattern in self.ignore) or (
             product == "head" and not self.head
         ):
@@ -194,7 +195,8 @@ class Quantize:
         return found
 
     def format(self, inner: int, bits: int | None = None) -> WeightFormat:
-        """The format of a product with `inner` inputs; `bits` if a budget allocated them. ConfigError if groups don't fit."""
+        """Format of a linear layer with `inner` inputs; `bits` if a budget allocated them. ConfigError if groups don't
+        divide the inputs."""
         found = _format(self, bits)
         if self.group_size == "auto" and self.inputs is None and found.kind == "int":
             size = next((s for s in GROUP_SIZES if inner % s == 0), None)
@@ -235,8 +237,8 @@ OVERRIDABLE = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotate:
-    """A random Hadamard rotation of the residual (QuaRot), folded into the weights before rounding. It spreads outliers, and
-    the model computes the same. A tied output head is untied."""
+    """A random Hadamard rotation of the residual stream (QuaRot), folded into the weights before
+    quantization. It spreads outliers without changing the model's outputs. A tied output head is untied."""
 
     seed: int = 0
 
@@ -246,20 +248,18 @@ class Rotate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QAT:
-    """Trains the rounded weights and their scales, after `quantize`, towards the outputs of the
+    """Trains the quantized weights and their scales, after `quantize`, towards the outputs of the
     original model.
 
-    Memory holds the model four times in float32, and the original. The text is the calibration
-    text, or `num_windows` windows from the same source, the first of which calibrate. Training can
-    use much more text than rounding."""
+    It needs memory for four copies of the model in float32, and the original. The text is the
+    calibration text, or `num_windows` windows from the same source, the first of which calibrate.
+    Training can use much more text than calibration."""
 
     num_windows: int | None = None
     num_steps: int = 200
     step_tokens: int = 2048
     learning_rate: float = 2e-5
-    warmup: float = (
-        0.05  # the share of steps in which the rate rises; then it falls to 0 along a cosine
-    )
+    warmup: float = 0.05  # # fraction of steps in which the learning rate rises; then it falls to 0 along a cosine
     seed: int = 0
 
     def check(self) -> None:
@@ -276,7 +276,7 @@ class KVCache:
 
     form: RowFormat = "fp8"
     per: Literal["tensor", "head"] = "tensor"
-    margin: float = 1.1  # times the largest magnitude in calibration
+    margin: float = 1.1  # # factor on the maximum magnitude in calibration
 
     def check(self) -> None:
         require(self, lambda value: 1 <= value <= 4, "between 1 and 4", "margin")
@@ -314,7 +314,7 @@ STEPS: dict[str, type[Step]] = {
 STEP_NAMES = {kind: name for name, kind in STEPS.items()}
 
 LAYER_STEPS = (Rotate, Sparsify, Quantize, QAT, KVCache)
-"""The steps that `run.py` takes, in their order."""
+"""Steps that `run.py` applies, in their order."""
 
 PRESETS: dict[str, list[Any]] = {
     "fp8": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8"}}],
@@ -352,8 +352,8 @@ PRESETS: dict[str, list[Any]] = {
     "draft:medusa": [{"draft_head": {"kind": "medusa"}}],
     "lora": [{"lora": {}}],
 }
-"""Presets by name. There are also `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3`
-(or `draft:small`), a draft model with this share of the parameters, `gguf:TYPE` and `gguf:Xbpw`."""
+"""Presets by name. Further names: `w4a16-mixed:Xbpw` (X bits per weight on average), `draft:1/3` or
+`draft:small` (a draft model with this fraction of the parameters), `gguf:TYPE` and `gguf:Xbpw`."""
 
 OTHERS = {
     "awq": "int4-awq",
@@ -371,13 +371,13 @@ _MIXED = re.compile(r"w4a16-mixed:(\d+(?:\.\d+)?)bpw")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The steps of a compression. `name` is the preset's or the file's."""
+    """The steps of a compression. `name` is that of the preset or the file."""
 
     steps: tuple[Step, ...]
     name: str = "custom"
 
     def one(self, kind: type[S]) -> S | None:
-        """The step of this kind, or None."""
+        """The step of this class, or None."""
         return next((s for s in self.steps if isinstance(s, kind)), None)
 
     @property
@@ -388,13 +388,13 @@ class Recipe:
 
     @property
     def calibration(self) -> Calibrate:
-        """The calibration text, or the default one."""
+        """Calibration text of the recipe, or the default one."""
         return self.one(Calibrate) or Calibrate()
 
     @property
     def calibration_windows(self) -> int:
-        """The windows that calibrate: those asked for, or few for SmoothQuant before rounding to nearest, which reads the
-        largest inputs and a sample; or many: AWQ and GPTQ read products of inputs, others were not compared."""
+        """Number of calibration windows: the recipe's; else few for SmoothQuant before rounding to nearest, which
+        needs only maxima and a sample; else many, because AWQ and GPTQ need Hessians, and others were not compared."""
         if (asked := self.calibration.num_windows) is not None:
             return asked
         quantize = self.one(Quantize)
@@ -413,7 +413,7 @@ class Recipe:
 
     @property
     def num_windows(self) -> int:
-        """The number of windows that calibration and training read."""
+        """Number of windows that calibration and training need."""
         qat = self.one(QAT)
         return max(self.calibration_windows, 0 if qat is None else qat.num_windows or 0)
 
@@ -423,7 +423,7 @@ class Recipe:
         return any(isinstance(step, (PruneSettings, Distill)) for step in self.steps)
 
     def as_data(self) -> list[dict[str, Any]]:
-        """Returns the data that `parse` takes, with every setting."""
+        """Data from which `parse` makes this recipe, with every setting."""
         return [{STEP_NAMES[type(step)]: _plain(step)} for step in self.steps]
 
 
@@ -454,7 +454,7 @@ def read_recipe(given: str) -> Recipe:
 
 
 def recipe_of(checkpoint: Path) -> Recipe | None:
-    """The recipe that made a checkpoint; None if it has none. ConfigError if this version can't read it."""
+    """Recipe that made a checkpoint; None if there is none. ConfigError if this version can't read it."""
     file = checkpoint / RECIPE_NAME
     if not file.is_file():
         return None
@@ -467,12 +467,12 @@ def recipe_of(checkpoint: Path) -> Recipe | None:
 
 
 BACK_OFF = ("Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
-"""GGUF's types that are tried in turn."""
+"""GGUF types that --back-off tries, in this order."""
 
 
 def more_bits(recipe: Recipe) -> list[Recipe]:
-    """Returns the recipes with one more bit, two more bits, … up to 8; a budget in steps of half a
-    bit up to its largest choice."""
+    """Recipes with one more bit, two more bits, … up to 8; for a budget in steps of half a bit up
+    to its largest choice."""
     quantize, blocks = recipe.one(Quantize), recipe.one(GGUF)
     if blocks is not None:
         later = list(MIXES)[list(MIXES).index(blocks.name) + 1 :]
@@ -536,7 +536,7 @@ def preset(name: str) -> list[Any] | None:
 
 
 def parse(steps: Any, *, name: str = "custom") -> Recipe:
-    """A recipe from plain data. ConfigError names the place of what is wrong."""
+    """Build a recipe from plain data. ConfigError names the path of a wrong setting."""
     if not isinstance(steps, Sequence) or isinstance(steps, str) or not steps:
         raise ConfigError(
             "a recipe is a list of steps, each a name or a name with settings", field="steps"
@@ -605,7 +605,7 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
 
 
 def build(kind: type[Any], settings: Any, where: str) -> Any:
-    """A step from plain data. ConfigError if a setting is unknown, missing or of another type."""
+    """Build a step from plain data. ConfigError if a setting is unknown, missing or of another type."""
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{where} must be a table of settings", field=where)
     hints = get_type_hints(kind)
@@ -717,7 +717,7 @@ def _format(q: Quantize, bits: int | None = None) -> WeightFormat:
 
 
 def _float4(q: Quantize) -> WeightFormat:
-    """NVFP4, or with groups of 32 MXFP4."""
+    """NVFP4's format, or MXFP4's with groups of 32."""
     if q.group_size not in ("auto", 16, 32):
         raise ConfigError(
             f"group_size={q.group_size} of 4-bit floats must be 16 (NVFP4) or 32 (MXFP4)",

@@ -1,9 +1,9 @@
-"""Replays the engine's choice of experts in a trainer's pass (routing replay).
+"""Replays the engine's choice of experts in a trainer's forward pass (routing replay).
 
-A trainer's router rounds otherwise than the engine's. At a near tie it chooses another expert, and
-the token's log-probability is then that of another path. Under `replayed_routing` the routers of a
-transformers model take the engine's experts (`CompletionOutput.routed_experts`). Their weights are
-the trainer's own, so gradients reach the router."""
+Rounding differs between the trainer's router and the engine's. At a near tie they choose different
+experts, and the log-probabilities of the token differ. Under `replayed_routing` the routers of a
+transformers model use the engine's experts (`CompletionOutput.routed_experts`). Expert weights are
+computed by the trainer, so gradients reach the router."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 def replayed_routing(
     model: Any, routed_experts: Sequence[npt.NDArray[Any]], num_tokens: int
 ) -> Iterator[None]:
-    """Let the routers of a transformers model take given experts.
+    """Make the routers of a transformers model choose given experts.
 
-    Inside, a forward computes the texts whose experts are `routed_experts`, [tokens, layers, k]
-    each, as rows of `num_tokens` tokens, padded at the end. The last token of an answer and padding
-    have no experts; there, and where the engine knew none (−1), the router chooses itself.
+    In this context, a forward pass computes the texts whose experts are `routed_experts`, [tokens,
+    layers, k] each, as rows of `num_tokens` tokens, padded at the end. The last token of an answer
+    and padding have no experts; there, and for entries of −1, the router chooses itself.
 
     RequestError if the model's routers are not found.
     """
@@ -71,7 +71,7 @@ def _weights(
     chosen: torch.Tensor,
     taken: torch.Tensor,
 ) -> torch.Tensor:
-    """Weights of the taken experts: by the softmax of `logits`, normed if the router norms its own."""
+    """Weights of the chosen experts: softmax of `logits`, normalized if the router normalizes its own."""
     scores = logits.float().softmax(-1)
 
     def of(experts: torch.Tensor) -> torch.Tensor:

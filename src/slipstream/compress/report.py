@@ -1,4 +1,4 @@
-"""Reports the quality that a compression costs, and the bytes and time that it saves, as JSON and
+"""Reports the quality that a compression loses, and the bytes and time that it saves, as JSON and
 as an HTML page.
 
 `slipstream-report.json` has `Report.document`, with `kl` (mean, p99, …), `perplexity` (of the
@@ -41,8 +41,8 @@ JSON_NAME = "slipstream-report.json"
 HTML_NAME = "slipstream-report.html"
 
 LOAD_S, PASS_COST = 3.0, 2.0
-"""Estimates for `report_seconds`, of one 135M model on two cores: what loading both models takes, and how
-much slower than a large product a forward pass does its operations."""
+"""Estimates for `report_seconds`, measured with a 135M model on two cores: seconds to load both
+models, and time per operation of a forward pass relative to a large matrix product."""
 
 SPEED_BATCHES = (1, 16)
 SPEED_INPUT, SPEED_OUTPUT, SPEED_RUNS = 64, 64, 3
@@ -62,8 +62,8 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two models. `zeros` is the share of zeros in its sparsified products, None without any. `tokens_per_s` is by
-    number of concurrent requests, empty if speed was not measured."""
+    """One of the two models. `zeros` is the fraction of zeros in its sparsified linear layers, None if it has
+    none. `tokens_per_s` is by number of concurrent requests, empty if speed was not measured."""
 
     model: str
     run_as: Mapping[str, Any]
@@ -100,14 +100,14 @@ class Report:
 
     @property
     def every_metric(self) -> list[tuple[TaskResult, TaskResult]]:
-        """`tasks` with the other metrics of each."""
+        """`tasks`, extended by the other metrics of each."""
         return [
             both for a, b in self.tasks for both in zip((a, *a.also), (b, *b.also), strict=True)
         ]
 
     @property
     def within_max_kl(self) -> bool | None:
-        """Whether the KL is within `max_kl`; None without a limit. A NaN is over the limit."""
+        """Whether the KL is within `max_kl`; None without a limit. NaN counts as over the limit."""
         return None if self.max_kl is None else self.divergence.kl.mean <= self.max_kl
 
     @property
@@ -175,7 +175,7 @@ class Report:
         }
 
     def check(self) -> None:
-        """BudgetError if the KL is above `max_kl`."""
+        """Raise BudgetError if the KL is above `max_kl`."""
         if self.within_max_kl is False:
             raise BudgetError(
                 f"the mean KL of {self.divergence.kl.mean:.4g} nats is above max_kl={self.max_kl:g}; use more bits or a better "
@@ -185,9 +185,9 @@ class Report:
 
 
 def report_seconds(spec: ModelSpec, num_tokens: int) -> float:
-    """Estimated seconds on this CPU until both models have scored the tokens. A product of the
-    model's width is timed, and a forward pass takes about `PASS_COST` times as long for its
-    operations."""
+    """Estimate the seconds in which both models score the tokens on this CPU. A matrix product of
+    the model's width is timed; a forward pass takes about `PASS_COST` times as long per
+    operation."""
     width, rows = min(spec.hidden_size, 4096), 512
     dtype = torch.bfloat16 if in_bfloat16(torch.device("cpu")) else torch.float32
     x, weight = torch.ones(rows, width, dtype=dtype), torch.ones(4 * width, width, dtype=dtype)
@@ -212,9 +212,9 @@ def measure(
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
     **more: Any,
 ) -> Report:
-    """Compare both models on the text, and measure their speed. `name` is the compressed model's in the report, by default its
-    path. `tasks` are names for `evals.tasks.run_tasks`, with the first `limit` questions of each. `more` are fields of
-    `Report`: recipe, max_kl, limits, tried. `progress` gets the phase, and the steps done and in all."""
+    """Compare both models on the text, and measure their speed. `name` is the compressed model's in the report, by default
+    its path. `tasks` are names for `evals.tasks.run_tasks`, with the first `limit` questions of each. `more` are fields of
+    `Report`: recipe, max_kl, limits, tried. `progress` is called with the phase, the steps done, and their total."""
     text = text or TextSettings()
     progress("loading", 0, 2)
     a = Scorer.load(original, context=text.context)
@@ -238,7 +238,7 @@ def measure(
         _side(b, compressed, divergence.perplexity_b, name),
     ]
     del a, b
-    # The values that "auto" was resolved to, so that both run as they were compared.
+    # The values to which "auto" was resolved, so that both run as they were compared.
     settled = [
         dataclasses.replace(args, dtype=str(side.run_as["dtype"]))
         for args, side in zip((original, compressed), sides, strict=True)
@@ -333,6 +333,6 @@ def _side(scorer: Scorer, args: EngineArgs, perplexity: float, name: str | None 
 
 
 def model_bytes(path: Path) -> int:
-    """The size on disk of a GGUF file, or of the weights in a folder."""
+    """Size in bytes on disk of a GGUF file, or of the weights in a folder."""
     files = parts_of(path) if path.is_file() else weight_files(path) or [*path.glob("*.gguf")]
     return sum(file.stat().st_size for file in files)

@@ -5,8 +5,8 @@ layer's weights in memory at a time.
 
 1. Each stage stores its results in the work folder. An interrupted run continues after the last
    stored stage or layer.
-2. A layer is calibrated on the outputs of the compressed layers before it. These are computed from
-   the files that were written, so that a continued run gives the same result."""
+2. A layer is calibrated on the outputs of the compressed layers before it. Those outputs are
+   computed from the written files, so that a continued run gives the same result."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Progress = Callable[[int, int], None]
 Windows = Sequence[Sequence[int]]
 
 PRODUCTS_NAME = "slipstream-products.json"
-"""File next to the weights with the format of each product, and the error of rounding it."""
+"""File next to the weights with the format of each linear layer, and its quantization error."""
 
 
 def compress(
@@ -73,8 +73,9 @@ def compress(
 
     `windows` are token ids, cut to the model's context; `CompressionPlan.needs_text` says whether any are needed. If
     `QAT.num_windows` is set, training uses that many, and calibration the first of them. The model computes in `dtype`.
-    `finish` gets the folder before it becomes `out`; if it raises, `out` is not made and the finished work is kept."""
-    source = source.taking_media(0)  # an image encoder stays as it is
+    `finish` is called with the folder before it becomes `out`; if it raises, `out` is not created and the finished work is
+    kept."""
+    source = source.taking_media(0)  # # an image encoder is copied unchanged
     planned = plan(source, recipe)
     windows = [w[: source.spec.max_position] for w in windows]
     if planned.needs_text and not windows:
@@ -130,7 +131,7 @@ def compress(
 
 @dataclass(frozen=True)
 class CompressionRun:
-    """Data that the stages share. Nothing in it changes during a run."""
+    """Data shared by the stages. It does not change during a run."""
 
     original: ModelDescription
     recipe: Recipe
@@ -150,7 +151,7 @@ class CompressionRun:
 
     @cached_property
     def source(self) -> ModelDescription:
-        """The original model; with its own output head if the recipe rotates."""
+        """Description of the original model; with its own output head if the recipe rotates."""
         return self.original if self.rotation is None else rotate.untied(self.original)
 
     @cached_property
@@ -166,16 +167,17 @@ class CompressionRun:
         )
 
     def untouched(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-        """Tensors that the result takes over as they are. Layers that draft can't read a rotated model's states."""
+        """Yields tensors that are copied unchanged to the result. Draft layers are left out if the recipe rotates, because
+        they can't read a rotated model's hidden states."""
         return iter(()) if self.rotation is not None else untouched(self.original)
 
     @property
     def written(self) -> torch.dtype:
-        """The type of scales and dense weights in the checkpoint."""
+        """Dtype of scales and dense weights in the checkpoint."""
         return TORCH_DTYPES.get(self.original.dtype, torch.bfloat16)
 
     def stream(self, windows: Windows) -> Stream:
-        """The calibration text as the first layer reads it."""
+        """The calibration text as inputs of the first layer."""
         steps = (self.recipe.one(Quantize), self.recipe.one(Sparsify))
         catch_up = max((step.catch_up for step in steps if step is not None), default=0.0)
         stream = Stream(self.original, windows, device=self.device, dtype=self.dtype)
@@ -192,12 +194,12 @@ class CompressionRun:
         return values
 
     def read(self, part: str) -> dict[str, Tensor]:
-        """The parameters of a written layer, by their names in the layer."""
+        """Read the parameters of a written layer, by their names in the layer."""
         found = self.names.read(self.work.part(part), self.stored, device=self.device)
         return {name.split(".", 2)[2]: value for name, value in found.items()}
 
     def tensors(self, layer: LayerState) -> list[tuple[str, Tensor]]:
-        """The checkpoint's tensors of a layer."""
+        """Checkpoint tensors of a layer."""
         prefix = f"layers.{layer.index}."
         values = {prefix + name: value for name, value in layer.values.items()}
         rounded = {f"{prefix}{name}.weight": made for name, made in layer.rounded.items()}
@@ -215,8 +217,8 @@ class CompressionRun:
         return found
 
     def input_rounding(self, index: int) -> dict[str, FakeInputs]:
-        """The rounding of the inputs of a finished layer's products. Slipstream does it token by
-        token, even if the checkpoint has a static scale."""
+        """Quantization of the inputs of a finished layer's linear layers. Slipstream quantizes
+        token by token, even if the checkpoint has a static scale."""
         note = self.work.note(f"layer-{index:05d}") or {}
         found = {}
         for name in ORDER:
@@ -234,7 +236,7 @@ class CompressionRun:
 def allocate_bits(
     run: CompressionRun, budget: Budget, windows: Windows, progress: Progress
 ) -> dict[str, int]:
-    """The bits of each product within the budget."""
+    """Choose the bits of each linear layer within the budget."""
     if (note := run.work.note("bits")) is None:
         products = {
             w.name: (w.rows, w.inner, w.settings)
@@ -268,7 +270,7 @@ def allocate_bits(
 
 @torch.no_grad()
 def layer_sparsity(run: CompressionRun, windows: Windows) -> list[float]:
-    """The share of zeros of each layer. With ratios="outliers" it is measured on the dense model."""
+    """Fraction of zeros of each layer. With ratios="outliers" it is measured on the dense model."""
     settings, layers = run.recipe.one(Sparsify), range(run.original.spec.num_layers)
     if settings is None or settings.ratios == "uniform":
         return [0.0 if settings is None else settings.ratio for _ in layers]
@@ -291,8 +293,7 @@ def write_ends(run: CompressionRun) -> str:
     """Write embeddings, last norm and output head. Returns the name of their part."""
     if run.work.note("ends") is None:
         fmt = run.plan.formats.get("head.weight")
-        # Large tables stay in the type in which they are written, unless something is computed with
-        # them.
+        # Large tables stay in their stored dtype, unless something is computed with them.
         dtype = run.written if run.rotation is None and fmt is None else torch.float32
         values = load_parameters(
             run.original,
@@ -314,7 +315,7 @@ def write_ends(run: CompressionRun) -> str:
 def compress_layer(
     run: CompressionRun, index: int, text: Stream | None, sparsity: float
 ) -> LayerState:
-    """Compresses one layer by the recipe's steps."""
+    """Compress one layer by the recipe's steps."""
     prefix = f"layers.{index}."
     planned = {
         w.name.removeprefix(prefix): w
@@ -332,7 +333,7 @@ def compress_layer(
 def train_layers(
     run: CompressionRun, parts: Sequence[str], qat: QAT, windows: Windows, progress: Progress
 ) -> list[str]:
-    """Train the rounded weights of all layers together. Returns the names of the new parts, which
+    """Train the quantized weights of all layers together. Returns the names of the new parts, which
     are written next to the old ones."""
     files = [run.work.part(part) for part in parts]
     values = [run.names.read(file, run.stored, device=run.device) for file in files]
@@ -362,7 +363,7 @@ def train_layers(
 
 
 def publish(run: CompressionRun, parts: Sequence[str], finish: Callable[[Path], None]) -> None:
-    """Make the result from the parts."""
+    """Write the result from the parts."""
     cache = run.recipe.one(KVCache)
     kv = None if cache is None else cache_config(cache.form, cache.per)
     config: dict[str, Any] = {} if run.rotation is None else {"tie_word_embeddings": False}
@@ -389,7 +390,7 @@ def publish(run: CompressionRun, parts: Sequence[str], finish: Callable[[Path], 
 def _products(
     planned: CompressionPlan, notes: Sequence[dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """The format of each product and the notes about it (before QAT, if there was any)."""
+    """Format of each linear layer and the notes about it (before QAT, if there was any)."""
     keys = {"errors": "error", "error_from": "error_from", "exponents": "exponent"}
     keys |= {"zeros": "zeros", "learned": "learned"}
     found: dict[str, dict[str, Any]] = {}
@@ -404,7 +405,7 @@ def _products(
 
 
 def zeros_of(checkpoint: Path) -> float | None:
-    """The share of zeros in a checkpoint's sparsified products; None if it has none."""
+    """Fraction of zeros in a checkpoint's sparsified linear layers; None if it has none."""
     file = checkpoint / PRODUCTS_NAME
     products = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     found = {name: product["zeros"] for name, product in products.items() if "zeros" in product}
@@ -416,7 +417,7 @@ def zeros_of(checkpoint: Path) -> float | None:
 
 
 def _columns(names: Names, notes: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
-    """Outlier columns by the checkpoint's module names."""
+    """Indices of outlier columns, by the checkpoint's module names."""
     columns = {
         f"layers.{i}.{name}.weight": found
         for i, note in enumerate(notes)
@@ -430,8 +431,7 @@ def _columns(names: Names, notes: Sequence[dict[str, Any]]) -> dict[str, list[in
 
 
 def resolve_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """Returns the device and the type for "auto" or names. ConfigError if they are not
-    available."""
+    """Device and dtype for "auto" or given names. ConfigError if they are not available."""
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ConfigError(

@@ -5,10 +5,10 @@
     sparsegpt   zeros the least costly weights of each group of columns; the columns after them compensate (Frantar & Alistarh
                 2023, Alg. 1). With a grid, kept weights are rounded to it in the same pass.
 
-A pattern n:m keeps n of m neighbours in a row (tensor cores support 2:4). Without one, any share of a weight can be zero.
+A pattern n:m keeps n of m neighbours in a row (tensor cores support 2:4). Without one, any fraction of a weight can be zero.
 
-With `ratios="outliers"`, layers with more outliers (weights whose |w| · ‖x‖ is far above the layer's mean) get fewer zeros and
-others more; the average stays (OWL, Yin et al. 2024).
+With `ratios="outliers"`, layers with more outliers (weights whose |w| · ‖x‖ is far above the layer's mean) get fewer zeros
+and others more, with the same average (OWL, Yin et al. 2024).
 
 Weights are written dense, with their zeros: vLLM and compressed-tensors removed their sparse formats in 2026. Slipstream finds
 the zeros when it loads a checkpoint.
@@ -27,13 +27,13 @@ from slipstream.compress.steps import Pattern, Sparsify
 from slipstream.errors import ConfigError
 
 MASK_COLUMNS = 128
-"""SparseGPT chooses the mask of this many columns at a time."""
+"""Number of columns for which SparseGPT chooses the mask at a time."""
 
 
 def sparsify_weight(
     weight: Tensor, settings: Sparsify, stats: InputStats | None, ratio: float | None = None
 ) -> Tensor:
-    """The float32 weight with its zeros. Without `stats` (for an expert that no token reached) the method is magnitude."""
+    """Sparsify a weight, float32. Without `stats` (for an expert that received no tokens) the method is magnitude."""
     ratio = settings.ratio if ratio is None else ratio
     if settings.method == "sparsegpt" and stats is not None:
         return sparsegpt(weight, stats, ratio, settings.pattern, damping=settings.damping)
@@ -45,8 +45,8 @@ def sparsify_weight(
 
 
 def keep(score: Tensor, ratio: float, pattern: Pattern | None, *, by_row: bool) -> Tensor:
-    """The mask of the weights with the highest scores, bool [out, in]. `ratio` of each row, or of the whole, is False, rounded
-    down."""
+    """Mask of the weights with the highest scores, bool [out, in]. A fraction `ratio` of each row,
+    or of the whole, is False; the count is rounded down."""
     if pattern is not None:
         n, m = pattern_sizes(pattern)
         check_inner(score.shape[1], pattern)
@@ -84,8 +84,8 @@ def sparsegpt(
     damping: float = 0.01,
     grid: QuantGrid | None = None,
 ) -> Tensor:
-    """The weight with its zeros and the compensated rest, rounded to `grid` if there is one; 0 is
-    on every symmetric grid. Columns keep their order, because a pattern is about neighbours."""
+    """Sparsify by SparseGPT: remaining weights are compensated, and rounded to `grid` if there is one; 0 is
+    on every symmetric grid. Columns keep their order, because a pattern is about neighbors."""
     work = weight.float().clone()
     hessian = stats.hessian / max(1, stats.num_rows)
     inner = work.shape[1]
@@ -125,7 +125,7 @@ def sparsegpt(
 def outlier_share(
     weights: Mapping[str, Tensor], stats: Mapping[str, InputStats], times: float
 ) -> float:
-    """The share of a layer's weights whose |w| · ‖x‖ is above `times` the mean of their product."""
+    """Fraction of a layer's weights whose |w| · ‖x‖ exceeds `times` the mean of their linear layer."""
     above = count = 0
     for name, weight in weights.items():
         if name in stats:
@@ -136,8 +136,8 @@ def outlier_share(
 
 
 def layer_ratios(shares: Sequence[float], ratio: float, spread: float) -> list[float]:
-    """Each layer's ratio of zeros from its share of outliers. The average is `ratio`, more outliers mean fewer zeros, and the
-    extremes differ by 2 · spread (OWL, section 4)."""
+    """Fraction of zeros of each layer, from its fraction of outliers. The average is `ratio`; layers with
+    more outliers get fewer zeros, and the extremes differ by 2 · spread (OWL, section 4)."""
     low, high = min(shares), max(shares)
     scaled = [2 * spread * (s - low) / (high - low) if high > low else 0.0 for s in shares]
     mean = sum(scaled) / len(scaled)

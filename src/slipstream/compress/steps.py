@@ -1,4 +1,4 @@
-"""The settings of the steps sparsify, prune, distill, draft_head and lora. No torch."""
+"""Settings of the steps sparsify, prune, distill, draft_head and lora. No torch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Divergence: TypeAlias = Literal["forward", "reverse", "js"]
 
 
 def require(settings: Any, is_allowed: Callable[[Any], bool], what: str, *fields: str) -> None:
-    """Raises ConfigError for the first of these fields whose value is not allowed; `what` says
-    which values are."""
+    """Raise ConfigError for the first of these fields whose value is not allowed; `what` describes
+    the allowed values."""
     for name in fields:
         if not is_allowed(value := getattr(settings, name)):
             raise ConfigError(f"{name}={value!r} must be {what}", field=name)
 
 
 def warmup_cosine(step: int, num_steps: int, num_rising: int, final: float = 0.0) -> float:
-    """Returns a step's share of the maximum learning rate: it rises linearly over `num_rising`
-    steps and falls along a cosine to `final`."""
+    """Fraction of the maximum learning rate at a step: it rises linearly over `num_rising` steps
+    and falls along a cosine to `final`."""
     if step < num_rising:
         return (step + 1) / num_rising
     done = (step - num_rising) / max(1, num_steps - num_rising)
@@ -53,18 +53,18 @@ def require_one_of(settings: Any, allowed: tuple[Any, ...], *fields: str) -> Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparsify:
-    """Sets `ratio` of the weights of the layers' products to zero, or half of them by `pattern`.
-    `ignore`: name patterns of products that stay dense. With ratios="outliers" the layers' ratios
-    differ by up to 2 · `spread`."""
+    """Sets a fraction `ratio` of the weights of linear layers to zero, or half of them by
+    `pattern`. `ignore`: name patterns of linear layers that stay dense. With ratios="outliers" the
+    layers' ratios differ by up to 2 · `spread`."""
 
     method: Method = "sparsegpt"
     ratio: float = 0.5
     pattern: Pattern | None = None
     ratios: Literal["uniform", "outliers"] = "uniform"
     spread: float = 0.08
-    outlier: float = 5.0  # times the mean
-    damping: float = 0.01  # SparseGPT: added to the Hessian's diagonal, as a share of its mean
-    # share of the change of a product's inputs that its weight compensates
+    outlier: float = 5.0  # # factor on the mean
+    damping: float = 0.01  # # SparseGPT: added to the Hessian's diagonal, as a fraction of its mean
+    # fraction of the change of a linear layer's inputs that its weight compensates
     catch_up: float = 0.0
     ignore: tuple[str, ...] = ()
 
@@ -98,10 +98,10 @@ class Sparsify:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneSettings:
-    """Shares to remove, from 0 to 1, of each layer's heads (kv groups) and channels, of the hidden
-    width and of the layers. Channels and width stay multiples of `multiple`. `drop_layers` names
-    the layers to remove. `size` removes as many layers as leave this share of the model's
-    parameters."""
+    """Fractions to remove, from 0 to 1, of each layer's heads (kv groups) and channels, of the
+    hidden width and of the layers. Channels and width stay multiples of `multiple`. `drop_layers`
+    are the indices of layers to remove. `size` removes layers until this fraction of the model's
+    parameters remains."""
 
     heads: float = 0.0
     channels: float = 0.0
@@ -146,7 +146,7 @@ class PruneSettings:
 
     @property
     def needs_text(self) -> bool:
-        """Tells whether the steps need calibration text."""
+        """Whether the step needs calibration text."""
         units = max(self.heads, self.channels, self.hidden) > 0
         return (
             self.layers > 0 or self.size is not None or (self.importance != "magnitude" and units)
@@ -155,9 +155,9 @@ class PruneSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillSettings:
-    """Settings of distillation. A step takes `batch_size` sequences over all processes,
+    """Settings of distillation. A step trains on `batch_size` sequences over all processes,
     `micro_batch` at a time in each. The loss is the weighted sum of the terms of `objective.py`.
-    The learning rate rises over the share `warmup` of the steps and falls along a cosine to
+    The learning rate rises over the fraction `warmup` of the steps and falls along a cosine to
     `final_rate` of its maximum. `recompute` saves memory and costs time."""
 
     num_steps: int = 1000
@@ -201,7 +201,7 @@ class DistillSettings:
             )
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Learning rate of a step, counted from 0."""
         share = warmup_cosine(
             step, self.num_steps, round(self.warmup * self.num_steps), self.final_rate
         )
@@ -215,8 +215,8 @@ class Distill(DistillSettings):
     The student learns from `num_windows` windows of `context` tokens of `text`, and from the
     teacher's answers to `num_answers` of its questions (with `rationale_weight` also from the
     teacher's rationales). `held_out` windows of the evaluation part are for evaluation. With
-    `top_k` the teacher runs once, and its likeliest tokens are cached on disk. Each of
-    `num_processes` takes a GPU."""
+    `top_k` the teacher runs once, and its most likely tokens are cached on disk. Each of
+    `num_processes` uses one GPU."""
 
     text: str = "sharegpt"
     num_windows: int = 2048
@@ -260,13 +260,13 @@ class DraftHead:
     """Trains a draft head for the model (`compress.training.draft`), on its own answers to up to
     `num_answers` questions of `text`, of up to `max_tokens` tokens.
 
-    - `context`: most characters of a question.
-    - `num_places`: tokens in a row that the head learns to predict.
-    - `draft_vocab_size`: most frequent tokens of the answers that the head knows (None: a quarter
-      of the model's, a multiple of 16, at most 32,000).
-    - `num_steps`, `batch_tokens`: steps of training, and tokens of a step.
-    - `minutes`: limit for answers and training (None: 50 on a CPU, 9 on a GPU).
-    - `state_weight`: weight of the distance to the states from which the model computes its logits.
+    - `context`: maximum characters of a question.
+    - `num_places`: number of consecutive tokens that the head learns to predict.
+    - `draft_vocab_size`: number of the answers' most frequent tokens in the head's vocabulary
+      (None: a quarter of the model's, a multiple of 16, at most 32,000).
+    - `num_steps`, `batch_tokens`: training steps, and tokens per step.
+    - `minutes`: time limit for answers and training together (None: 50 on a CPU, 9 on a GPU).
+    - `state_weight`: weight of the loss on the distance to the model's final hidden states.
     - `norm_before_fc`: one norm of all inputs of `fc`; `fc_norm`: one for each state in them;
       `norm_output`: EAGLE-3.1's.
     - `num_questions_held_out`: questions for the receipt."""
@@ -293,11 +293,11 @@ class DraftHead:
     seed: int = 0
 
     def limit(self, *, on_gpu: bool) -> float:
-        """Limit in minutes."""
+        """Time limit in minutes."""
         return (9.0 if on_gpu else 50.0) if self.minutes is None else self.minutes
 
     def vocab_size(self, of_model: int) -> int:
-        # GPU kernels for 8-bit products need outputs in multiples of 16
+        # GPU kernels for 8-bit linear layers need the number of outputs to be a multiple of 16
         usual = max(16, min(32_000, of_model // 4) // 16 * 16)
         return min(of_model, self.draft_vocab_size or usual)
 
@@ -325,16 +325,16 @@ class DraftHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRA:
-    """Trains an adapter (`compress.training.lora`) on up to `num_documents` documents of each part of
-    `text`, of which `held_out` (at most a tenth) are not learned.
+    """Trains an adapter (`compress.training.lora`) on up to `num_documents` documents of each part of `text`,
+    of which `held_out` (at most a tenth) are used for evaluation only.
 
-    - `targets`: the last parts of PEFT's names of products, such as q_proj; empty: all.
-    - `rank`: rank of every product, except those in `ranks`.
+    - `targets`: last parts of PEFT's names of linear layers, such as q_proj; empty: all.
+    - `rank`: rank of the adapter of every linear layer not in `ranks`.
     - `alpha`: the adapter's output is multiplied by alpha/rank, with `rslora` by alpha/√rank.
-    - `quantization`: rounds the base as an engine with that setting does.
+    - `quantization`: quantizes the base model like an engine with that setting.
     - `num_steps`, `batch_size`, `minutes`: training ends after this many steps of this many
       documents, or after this time.
-    - `warmup`: share of the steps in which the rate rises; then it falls along a cosine to 0."""
+    - `warmup`: fraction of the steps in which the learning rate rises; then it falls along a cosine to 0."""
 
     text: str = "sharegpt"
     num_documents: int = 4096

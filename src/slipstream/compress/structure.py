@@ -1,8 +1,9 @@
 """The parts of a model that pruning can remove, for every family, derived from the `ModelSpec`.
 
-A *unit* is removed as a whole: a kv group of a layer (with its query heads), a channel of an MLP, a dimension of the residual.
-Each axis of each parameter consists of one kind of unit, or of none. Removing units selects rows of these axes, and the
-importance of a unit is a sum over them. A parameter holds all experts of a layer, so `split_experts` separates them first.
+A *unit* is removed as a whole: a kv group of a layer (with its query heads), a channel of an MLP, a dimension of the
+residual stream. Each axis of each parameter consists of one kind of unit, or of none. Removing units selects rows of these
+axes, and the importance of a unit is a sum over them. One parameter holds all experts of a layer; `split_experts` separates
+them first.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ class Units(NamedTuple):
 
 
 Axis: TypeAlias = tuple[Units, Tensor] | None
-"""The units that an axis consists of, and the unit of each of its rows; −1 for rows that always stay."""
+"""Units along an axis, and the unit of each row; −1 for rows that are never removed."""
 
 HIDDEN = Units("hidden")
 RESIDUAL_READERS = (
     *("recurrent.in", "recurrent.gates", "recurrent.decay_latent", "recurrent.gate_latent"),
     "experts_in",
 )
-"""Products of recurrent layers, and before experts over a latent, that read the residual."""
+"""Linear layers that read the residual, in recurrent layers and before experts over a latent."""
 
 
 def num_units(spec: ModelSpec) -> dict[Units, int]:
-    """The number of units of each kind."""
+    """Number of units of each kind."""
     found = {HIDDEN: spec.hidden_size}
     for i, layer in enumerate(spec.layers):
         if (a := attention_of(layer)) is not None:
@@ -75,12 +76,12 @@ def num_units(spec: ModelSpec) -> dict[Units, int]:
 
 
 def num_groups(a: AttentionSpec) -> int:
-    """The number of kv heads, or of query heads if there is only one kv head."""
+    """Number of kv heads, or of query heads if there is only one kv head."""
     return a.num_kv_heads if a.num_kv_heads > 1 else a.num_heads
 
 
 def split_experts(spec: ModelSpec, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the parameters, with a view of each expert's as "name#expert"."""
+    """Parameters with a separate view for each expert, named "name#expert"."""
     found: dict[str, Tensor] = {}
     for name, value in parameters.items():
         count = _num_experts(spec, name)
@@ -113,12 +114,12 @@ def _num_experts(spec: ModelSpec, name: str) -> int | None:
 
 
 def axes(spec: ModelSpec, name: str) -> tuple[Axis, Axis]:
-    """(rows, columns) of a parameter from `split_experts`; a vector has rows only."""
+    """Units along the rows and columns of a parameter from `split_experts`; a vector has only rows."""
     name, _, expert = name.partition("#")
     stem, _, kind = name.rpartition(".")
     hidden: Axis = (HIDDEN, torch.arange(spec.hidden_size))
     if not stem.startswith("layers."):
-        inner = hidden if spec.embed_size is None else None  # embeddings may have another width
+        inner = hidden if spec.embed_size is None else None  # # embeddings may have another width
         return {
             "embed": (None, inner),
             "head": (None, inner if kind == "weight" else None),
@@ -137,14 +138,14 @@ def axes(spec: ModelSpec, name: str) -> tuple[Axis, Axis]:
         return _attention_axes(a, Units("heads", i), stem, kind, hidden)
     if stem in ("recurrent.out", "experts_out"):
         return hidden, None
-    if stem.startswith("recurrent.") or stem == "experts_in":  # their own sizes stay
+    if stem.startswith("recurrent.") or stem == "experts_in":  # # their own sizes are not changed
         reads = stem in RESIDUAL_READERS and kind == "weight"
         return None, hidden if reads else None
     if stem in layer.norms:
         return hidden, None
     if stem in ("router", "shared_weight", "correction"):
         return None, hidden if kind == "weight" and stem != "correction" else None
-    if stem in ("mlp.positive", "mlp.negative"):  # numbers of the activation
+    if stem in ("mlp.positive", "mlp.negative"):  # # scalars of the activation
         return None, None
     which = (
         Units("shared", i)
@@ -165,7 +166,7 @@ def _attention_axes(
     a: AttentionSpec, units: Units, stem: str, kind: str, hidden: Axis
 ) -> tuple[Axis, Axis]:
     if a.differential is not None and stem in ("attention.qkv", "attention.out"):
-        reads = stem == "attention.qkv"  # its heads stay
+        reads = stem == "attention.qkv"  # # its heads are not removed
         return None if reads else hidden, hidden if reads and kind == "weight" else None
     single = a.num_kv_heads == 1
     groups = torch.arange(a.num_heads) // (1 if single else a.num_heads // a.num_kv_heads)
@@ -206,7 +207,7 @@ def _mlp(layer: LayerSpec, units: Units) -> DenseSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PruneSelection:
-    """The layers that stay, and the units that stay of each kind that loses any; ascending indices in the original."""
+    """The layers to keep, and the units to keep of each kind that loses any; ascending indices in the original."""
 
     layers: tuple[int, ...]
     units: Mapping[Units, Tensor]
@@ -216,7 +217,7 @@ class PruneSelection:
 
 
 def cut_spec(spec: ModelSpec, kept: PruneSelection) -> ModelSpec:
-    """The spec of the pruned model. UnsupportedModelError if the rest of the model would change its meaning."""
+    """Spec of the pruned model. UnsupportedModelError if the remaining layers would compute differently."""
     hidden = kept.count(HIDDEN, spec.hidden_size)
 
     def norm(n: NormSpec | None) -> NormSpec | None:
@@ -299,7 +300,7 @@ def _cut_mlp(layer: LayerSpec, i: int, kept: PruneSelection) -> DenseSpec | MoES
 def cut_parameters(
     spec: ModelSpec, parameters: Mapping[str, Tensor], kept: PruneSelection
 ) -> dict[str, Tensor]:
-    """Copies of the parameters of `cut_spec(spec, kept)`."""
+    """Copy the parameters that `cut_spec(spec, kept)` has."""
     found: dict[str, Tensor] = {}
     number = {old: new for new, old in enumerate(kept.layers)}
     for name, value in split_experts(spec, parameters).items():
@@ -328,7 +329,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "expert": ("moe_intermediate_size", "intermediate_size"),
     "shared": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
 }
-"""Config keys of these sizes. A family's reader takes only its own."""
+"""Config keys of these sizes. A family's reader uses only its own."""
 
 HEADS_SHARE_WIDTH = frozenset(
     (
@@ -352,14 +353,14 @@ HEADS_SHARE_WIDTH = frozenset(
         "xglm",
     )
 )
-"""Model types whose head_dim is always hidden size / heads, so that they can't lose heads alone."""
+"""Model types whose head_dim is always hidden size / heads, so that heads can only be removed together with width."""
 
 
 def cut_config(
     family: Family, config: Mapping[str, Any], wanted: ModelSpec, kept: PruneSelection
 ) -> dict[str, Any]:
-    """The config that reads as `wanted`, except for `folded`, and `embed_scale`, which may follow from the width.
-    UnsupportedModelError if the family's configs can't express it."""
+    """Config from which `wanted` is read, except for `folded`, and `embed_scale`, which may follow
+    from the width. UnsupportedModelError if the family's configs can't express it."""
     reader = _RecordingReader(config)
     whole = family.read(reader)
     found = dict(config)
@@ -438,8 +439,8 @@ def cut_config(
 def _kinds_of_layers(
     config: Mapping[str, Any], whole: ModelSpec, kept: PruneSelection
 ) -> dict[str, Any]:
-    """Returns the lists by layer of a hybrid's config, for the layers that are kept. Nemotron-H's
-    have an entry for a mixer and one for the MLP after it."""
+    """Lists by layer in a hybrid's config, for the layers that are kept. Nemotron-H has one entry
+    for a mixer and one for the MLP after it."""
     found: dict[str, Any] = {}
     for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         kinds: Any = config.get(key) or ()
@@ -456,7 +457,7 @@ def _kinds_of_layers(
 
 
 def _not_expressed(family: Family, config: Mapping[str, Any], wanted: ModelSpec) -> str | None:
-    """Describes how the config, when read, differs from `wanted`; None if it does not."""
+    """Describe how the spec read from the config differs from `wanted`; None if it does not."""
     a = wanted.layers[0].attention
     if (
         isinstance(a, AttentionSpec)
@@ -475,7 +476,7 @@ def _not_expressed(family: Family, config: Mapping[str, Any], wanted: ModelSpec)
 
 
 class _RecordingReader(ConfigReader):
-    """Records which keys a family's reader takes."""
+    """Records which keys a family's reader reads."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -483,7 +484,7 @@ class _RecordingReader(ConfigReader):
 
 
 def _differences(a: Any, b: Any, name: str = "") -> Iterable[str]:
-    """The fields in which two specs differ."""
+    """Names of the fields in which two specs differ."""
     if dataclasses.is_dataclass(a) and type(a) is type(b):
         for field in dataclasses.fields(a):
             yield from _differences(getattr(a, field.name), getattr(b, field.name), field.name)

@@ -1,7 +1,7 @@
 """Judges a compression: whether the result is smaller than its input, worse, or broken.
 
-The input's size is that of the user's file: the bytes of a GGUF file, not what it would take in 16
-bits. No torch."""
+The input's size is that of the user's file: of a GGUF file its bytes, not its size in 16 bits. No
+torch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def check_max_kl(max_kl: float | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityLimits:
-    """Limits beyond which a result counts as broken. Useful recipes stayed far inside: INT3 by GPTQ
-    has 1.8 times the perplexity and 67 % of the likeliest tokens, half of the weights at zero by
-    SparseGPT 1.9 times (SmolLM2-135M)."""
+    """Limits beyond which a result counts as broken. Useful recipes are far within them
+    (SmolLM2-135M): INT3 by GPTQ has 1.8 times the perplexity and the same most likely token at 67 %
+    of positions; with half of the weights zeroed by SparseGPT the perplexity is 1.9 times."""
 
     max_perplexity_ratio: float = 3.0  # perplexity of the result over its input's
     min_top1_agreement: float = 0.5
@@ -48,7 +48,7 @@ class QualityLimits:
             )
 
     def faults(self, found: Divergence) -> tuple[str, ...]:
-        """Limits that are exceeded, in words. A NaN exceeds them."""
+        """Exceeded limits, described for the user. A NaN exceeds all."""
         faults = []
         if not found.perplexity_ratio <= self.max_perplexity_ratio:
             faults.append(
@@ -74,7 +74,7 @@ def headline(
     found: Divergence | None = None,
     faults: tuple[str, ...] = (),
 ) -> str:
-    """One line: whether it is broken, and size and perplexity against the input's."""
+    """One line for the user: whether the result is broken, and size and perplexity relative to the input's."""
     size = f"{bytes_after / bytes_before:.2f} × the bytes of its input"
     parts = [f"larger than its input: {size}" if bytes_after > bytes_before else size]
     if found is None:
@@ -87,8 +87,8 @@ def headline(
 
 
 def rounded_before(source: ModelDescription) -> str | None:
-    """Describes the rounding of a GGUF file's layers, such as "4-bit already: Q4_1, …"; None if
-    they were not rounded. The type of most values gives the bits."""
+    """Describe the quantization of a GGUF file's layers, such as "4-bit already: Q4_1, …"; None if
+    they are not quantized. The number of bits is that of the type of most values."""
     if source.gguf is None:
         return None
     products = [
@@ -106,5 +106,5 @@ def rounded_before(source: ModelDescription) -> str | None:
 
 
 def input_bytes(source: ModelDescription) -> int | None:
-    """The bytes of a GGUF file's tensors; None for other checkpoints, which are dense."""
+    """Size in bytes of a GGUF file's tensors; None for other checkpoints, which are dense."""
     return sum(t.num_bytes for t in source.stored) or None

@@ -7,17 +7,15 @@ The next request is chosen in this order:
    tokens count as served. Tokens found in the prefix cache do not count.
 3. The earliest arrival among the owner's requests.
 
-This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI
-2024). An owner who returns after a pause starts at the lowest counter of the active owners, so
-nobody saves up turns. While two owners both have requests waiting, their weighted served tokens
-differ by at most twice what can be in flight at once.
+This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). An owner
+who returns after a pause starts at the lowest counter of the active owners, so nobody saves up turns. While two owners
+both have requests waiting, their weighted served tokens differ by at most twice what can be in flight at once.
 
 A heap has an entry for each owner with the rank of its first request. Ranks only grow, except by a
 push, which adds a new entry. So an entry is corrected when it reaches the top, and a step's time
 does not depend on the number of waiting owners.
 
-The queue is in the engine, not in the front ends, because requests of all front ends meet only
-here.
+The queue is in the engine, not in the front ends, because requests of all front ends meet only here.
 """
 
 from __future__ import annotations

@@ -37,9 +37,8 @@ class Request:
     only the device knows their values. A step with drafts counts as many as it has drafts:
     until its result is known nothing else of the request can be computed.
 
-    `blocks[g]` is the block table of group g. All tables have the same length, except the table of
-    an encoder's text. The first `num_passed[g]` entries of a window group are the null block,
-    because these blocks were released.
+    `blocks[g]` is the block table of group g. All tables have the same length, except the table of an encoder's text.
+    The first `num_passed[g]` entries of a window group are the null block, because these blocks were released.
 
     `kv` is the cache manager of the request's rank. With several ranks, one is chosen each time the
     request is admitted without blocks, unless its guide keeps it where it was.

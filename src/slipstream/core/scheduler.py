@@ -38,10 +38,9 @@ waits to be computed again.
 A pooled request samples nothing and ends when its prompt is computed. An encoder-decoder's prompt
 is encoded whole in the step that admits its request.
 
-Where requests are distributed over ranks, each rank has its own KV cache (`kvs`) and its share of a
-step's tokens and sequences, because all ranks wait for the one with the most tokens. A request gets
-a rank when it is admitted (`_deal`). Only requests of its own rank are preempted for it. Choices
-that share a prompt stay on one rank.
+Where requests are distributed over ranks, each rank has its own KV cache (`kvs`) and its share of a step's tokens and
+sequences, because all ranks wait for the one with the most tokens. A request gets a rank when it is admitted
+(`_deal`). Only requests of its own rank are preempted for it. Choices that share a prompt stay on one rank.
 
 `core/cache/kv_cache_manager.py` decides which blocks a request holds.
 """
@@ -250,8 +249,7 @@ class Scheduler:
     def next_wakeup(self) -> float | None:
         """Time at which `schedule()` may have work although nothing arrives; None if never.
 
-        This is a deadline, the end of a batch's window, or the next check for blocks from the
-        tiers.
+        This is a deadline, the end of a batch's window, or the next check for blocks from the tiers.
         """
         deadline = self.requests.next_deadline()
         times = [] if deadline is None else [deadline]
@@ -425,8 +423,7 @@ class Scheduler:
     def prompt_tokens(self, step: StepBuilder, request: Request, computed: int, wanted: int) -> int:
         """Number of tokens, up to `wanted`, that the step takes after the first `computed` ones.
 
-        This is what is left of the budget, unless a participant does not let the prompt be split
-        there.
+        This is what is left of the budget, unless a participant does not let the prompt be split there.
         """
         count = min(wanted, step.budget.room(request))
         if 0 < count < wanted and request.participants:

@@ -24,10 +24,9 @@ FEW_CHUNKS, FEW_REQUESTS = 4, 64
 def chunk_with_decodes(num_decodes: int, chunk: int, waiting: Iterable[Request]) -> int | None:
     """Maximum number of prompt tokens in a step with `num_decodes` decodes; None for no limit.
 
-    With a small backlog it is one chunk, or twice the number of decodes, since a step with many
-    decodes takes long anyway. With a large backlog there is no limit: the sooner the prompts are
-    computed, the better for all. `waiting` are requests with prompt tokens left, and perhaps some
-    that have ended since.
+    With a small backlog it is one chunk, or twice the number of decodes, since a step with many decodes takes long
+    anyway. With a large backlog there is no limit: the sooner the prompts are computed, the better for all. `waiting`
+    are requests with prompt tokens left, and perhaps some that have ended since.
     """
     num_tokens = 0
     for i, request in enumerate(islice(waiting, FEW_REQUESTS + 1)):

@@ -315,9 +315,8 @@ class AsyncLLM(OtherRequests):
             sink.fail(error)
 
     def _note_progress(self, stats: EngineStats) -> None:
-        """Record the time of the engine's latest progress, for health checks. Only steps count,
-        because a stuck scheduler still answers and sends heartbeats. During a pause no steps are
-        expected."""
+        """Record the time of the engine's latest progress, for health checks. Only steps count, because a stuck
+        scheduler still answers and sends heartbeats. During a pause no steps are expected."""
         idle = not self.num_requests and stats.num_running == stats.num_waiting == 0
         if idle or stats.is_paused or stats.num_steps != self._num_steps:
             self._last_progress = self._last_heard

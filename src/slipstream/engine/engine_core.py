@@ -45,9 +45,8 @@ COMPILING_S = 0.001
 """Interval, in seconds, at which an idle loop checks whether a grammar's compilation is done."""
 
 LAST_BLOCKS = 128
-"""Maximum blocks stored in lower tiers before the last answer is returned. The rest follow after
-it, so that the answer does not wait. A prompt of 32,000 tokens leaves a thousand blocks, which take
-the host some 5 ms."""
+"""Maximum blocks stored in lower tiers before the last answer is returned. The rest follow after it, so that the
+answer does not wait. A prompt of 32,000 tokens leaves a thousand blocks, which take the host some 5 ms."""
 
 FLUSH_S = 10.0
 """Maximum seconds that a shutdown waits for blocks to be stored."""
@@ -131,9 +130,8 @@ class EngineCore:
         return bool(self._in_flight) or self._planned is not None or self.scheduler.has_requests
 
     def step(self) -> list[EngineOutput]:
-        """Launch the next step, if there is one, and finish the oldest when enough are in flight.
-        Any interruption, Ctrl-C included, ends all requests: a planned step that did not run leaves
-        cache blocks incomplete."""
+        """Launch the next step, if there is one, and finish the oldest when enough are in flight. Any interruption,
+        Ctrl-C included, ends all requests: a planned step that did not run leaves cache blocks incomplete."""
         try:
             return self._step()
         except BaseException as error:

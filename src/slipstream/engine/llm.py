@@ -232,8 +232,8 @@ class LLM(OfflineEngine):
         ]
         name = self._input.prompts.media.name
         prompts: list[Prompt] = [
-            {"prompt": text, "multi_modal_data": {name: media}} if media else text
-            for text, (_, media) in zip(texts, parted, strict=True)
+            {"prompt": text, "multi_modal_data": {_medium(plain, name): media}} if media else text
+            for text, (plain, media) in zip(texts, parted, strict=True)
         ]
         each = self._each(sampling_params, len(prompts))
         if readings and readings[0] is not None:
@@ -541,7 +541,7 @@ class LLM(OfflineEngine):
             sampling_params = self.get_default_sampling_params()
         each = (
             [sampling_params] * count
-            if isinstance(sampling_params, SamplingParams)
+            if not isinstance(sampling_params, Iterable)
             else list(sampling_params)
         )
         if len(each) != count:
@@ -549,6 +549,9 @@ class LLM(OfflineEngine):
                 f"{len(each)} sampling_params for {count} prompts; give one for all, or one for each",
                 field="sampling_params",
             )
+        if strange := [x for x in each if not isinstance(x, SamplingParams)]:
+            why = f"sampling_params is a SamplingParams, or a list of them, got {type(strange[0]).__name__}"
+            raise RequestError(why, field="sampling_params")
         return each
 
     @no_collections()
@@ -648,6 +651,13 @@ class LLM(OfflineEngine):
         collect_young()  # the last of them are in a running step
         while self._output:
             yield self._step(until_done=True)
+
+
+def _medium(messages: Sequence[dict[str, Any]], own: str) -> str:
+    """The medium of a chat's media: the model's `own`, or one that it does not take."""
+    contents = [m["content"] for m in messages if isinstance(m.get("content"), list)]
+    kinds = {part["type"] for content in contents for part in content}
+    return next(iter((kinds & {"image", "audio"}) - {own}), own)
 
 
 def _truncates(asked: PoolingParams | None) -> bool:

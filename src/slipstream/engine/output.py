@@ -310,8 +310,7 @@ class OutputProcessor:
 
 
 def raise_on_error(output: RequestOutput) -> RequestOutput:
-    """Return `output`, or raise the error of one of its choices, with the choice's stop_reason as
-    message:
+    """Return `output`, or raise the error of one of its choices, with the choice's stop_reason as message:
 
     1. RequestError if the request turned out to be impossible.
     2. EngineOverloadedError if there was no room for it.

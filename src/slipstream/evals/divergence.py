@@ -1,8 +1,8 @@
 """Compares two models on the same text, to measure what a compression, a kernel or a cache format changes.
 
-A is the original, B the other. For every scored token, with A's distribution p and B's q: KL(p‖q) = Σ p (ln p − ln q) in nats,
-whether both rank the same token first (top-1), and the share that their five likeliest tokens have in common (top-5). Both
-models read the same tokens side by side, so that only sums and one number per token are kept.
+A is the original, B the other. For every scored token, with A's distribution p and B's q, it computes KL(p‖q) = Σ p (ln p −
+ln q) in nats, whether the most likely token is the same (top-1), and the fraction of common tokens among the five most
+likely (top-5). Both models process the same tokens side by side, so that only sums and one value per token are stored.
 
 For each layer, as ‖b − a‖ / ‖a‖ over all tokens (relative root mean square error):
 
@@ -28,21 +28,21 @@ from slipstream.model.layers.residual import whole
 
 TOP = 5
 LAYER_WINDOWS = 4
-"""The number of windows on which layers are compared; more do not change the mean."""
+"""Number of windows on which layers are compared; more do not change the mean."""
 
 KL_EDGES = tuple(10 ** (i / 4) for i in range(-24, 5))
-"""The edges of the histogram of KL over tokens: from 1e-6 to 10 nats, four to a decade."""
+"""Edges of the histogram of KL over tokens: from 1e-6 to 10 nats, four per decade."""
 
 SHOWN_CONTEXT = 48
-"""Tokens of text shown before a token with a large KL."""
+"""Number of tokens of text shown before a token with a large KL."""
 
 CONTINUATION = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLDistribution:
-    """The KL over tokens, in nats. p99: 99 of 100 tokens do not exceed it. `stderr` is the mean's, over windows. `histogram`
-    counts tokens between `KL_EDGES`; the first and last count include those outside."""
+    """Distribution of the KL over tokens, in nats. `p99` is the 99th percentile. `stderr` is the mean's, over
+    windows. `histogram` counts tokens between `KL_EDGES`; the first and last count include those outside."""
 
     mean: float
     p99: float
@@ -60,7 +60,7 @@ class LayerDivergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LikelyToken:
-    """A likely token, as text."""
+    """A candidate for the next token, as text, with its probability."""
 
     token: str
     probability: float
@@ -68,7 +68,7 @@ class LikelyToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorstPrompt:
-    """The token of a window with the largest KL: the text before it, the token, each model's candidates and continuation."""
+    """The token with the largest KL in a window: the text before it, the token, each model's candidates and continuation."""
 
     window: int
     kl_mean: float  # of the window
@@ -83,7 +83,7 @@ class WorstPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The divergence of model B from model A on a text. `perplexity_ratio` is B's over A's; its
+    """Divergence of model B from model A on a text. `perplexity_ratio` is B's over A's; its
     standard error is over paired windows. If `layers` is empty, `why_no_layers` says why."""
 
     kl: KLDistribution
@@ -177,7 +177,7 @@ def compare(
 
 
 def token_kl(logits_a: Tensor, logits_b: Tensor) -> Tensor:
-    """KL(A‖B) of each row in nats [N], from logits float32 [N, V]. Tokens that A gives probability 0 add nothing."""
+    """KL(A‖B) of each row in nats [N], from logits float32 [N, V]. Terms where A's probability is 0 are 0."""
     log_p, log_q = logits_a.log_softmax(-1), logits_b.log_softmax(-1)
     p = log_p.exp()
     return (p * (log_p - log_q)).masked_fill(p == 0, 0).sum(-1).clamp(min=0)
@@ -236,7 +236,7 @@ def layer_divergence(
 
 
 def _after(scorer: Scorer, layer: int, state: Tensor, meta: AttentionMetadata) -> Tensor:
-    """The residual after a layer that reads `state` [T, E], which is not changed."""
+    """Residual after a layer with input `state` [T, E], which is not changed."""
     decoder = scorer.decoder
     pending, residual = decoder.layers[layer](
         decoder.ops, state.clone(), None, scorer.kv[layer], meta
@@ -246,7 +246,7 @@ def _after(scorer: Scorer, layer: int, state: Tensor, meta: AttentionMetadata) -
 
 
 def _distinct(windows: Sequence[Window], kls: Sequence[Tensor], order: Sequence[int]) -> list[int]:
-    """The windows in this order, but one for each text before the worst token: many conversations open alike."""
+    """Windows in this order, but only one for each text before the worst token, because many conversations begin alike."""
     found: dict[tuple[int, ...], int] = {}
     for i in order:
         at = _worst_token(windows[i], kls[i])
@@ -288,7 +288,7 @@ def _worst(a: Scorer, b: Scorer, window: Window, number: int, kl: Tensor) -> Wor
 
 
 def _percentile(values: Tensor, share: float) -> float:
-    """The smallest value that the given share of all values do not exceed."""
+    """Smallest value that the fraction `share` of all values does not exceed."""
     return float(values.sort().values[max(0, math.ceil(share * len(values)) - 1)])
 
 
@@ -298,7 +298,7 @@ def _histogram(values: Tensor) -> tuple[int, ...]:
 
 
 def _stderr(means: Tensor, weights: Tensor) -> float:
-    """The standard error of the weighted mean of independent windows' means; 0 for one window."""
+    """Standard error of the weighted mean of independent windows' means; 0 for one window."""
     n = len(means)
     if n < 2:
         return 0.0

@@ -1,4 +1,4 @@
-"""Likelihood of a given continuation of a given context."""
+"""Computes the likelihood of a given continuation of a given context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.params.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likelihood:
-    """The sum of ln p of a continuation's tokens, and whether each of them is the likeliest in its place."""
+    """Sum of ln p over a continuation's tokens, and whether each of them is the most likely token at its position."""
 
     logprob: float
     is_greedy: bool
@@ -24,9 +24,9 @@ def loglikelihoods(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     lora_request: LoRARequest | None = None,
 ) -> list[Likelihood]:
-    """The likelihood of each continuation after its context, both in tokens. A context that is too long loses its beginning.
-    ConfigError if a context or a continuation is empty, or if a continuation alone does not fit."""
-    room = llm.config.model.max_model_len - 1  # the engine always has one more token to say
+    """Likelihood of each continuation after its context, both as token ids. The beginning of a context that is too
+    long is cut off. ConfigError if a context or a continuation is empty, or if a continuation alone does not fit."""
+    room = llm.config.model.max_model_len - 1  # # the engine always generates at least one token
     prompts = []
     for i, (context, continuation) in enumerate(pairs):
         if not context or not continuation:

@@ -21,13 +21,13 @@ from slipstream.params.prompts import Prompt
 from slipstream.params.sampling import SamplingParams
 
 DEFAULT_GENERATED = 256
-"""The length of an answer where a task sets none (lm-eval's default)."""
+"""Maximum answer length in tokens for a task that sets none (lm-eval's default)."""
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class SlipstreamLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installed where types are checked
-    """Gives all requests of a task to the engine at once, which batches them."""
+    """Passes all requests of a task to the engine at once, which batches them."""
 
     def __init__(self, llm: LLM) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class SlipstreamLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installe
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context."""
+        """Token id that precedes a text without context."""
         return (
             self.eot_token_id
             if self.tokenizer.bos_token_id is None
@@ -83,7 +83,7 @@ class SlipstreamLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installe
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """ln p of whole texts. Each token is scored once, with as much before it as fits."""
+        """ln p of whole texts. Each token is scored once, with as much context before it as fits."""
         pairs: list[tuple[list[int], list[int]]] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
@@ -122,7 +122,7 @@ class SlipstreamLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installe
 
 
 def sampling_of(settings: dict[str, Any]) -> SamplingParams:
-    """The sampling of a task's `generation_kwargs`. ConfigError for unknown ones."""
+    """Sampling parameters from a task's `generation_kwargs`. ConfigError for unknown keys."""
     left = dict(settings)
     until = left.pop("until", [])
     lengths = [left.pop(name) for name in LENGTHS if name in left]

@@ -1,8 +1,8 @@
 """Perplexity: exp of the mean of −ln p(token | the tokens before it in its window) over all scored tokens.
 
-It depends on the text, on how it is cut (context, stride) and on the tokenizer, so these are reported with it. With a stride
-below the context every scored token has context before it (Radford et al. 2019; Hugging Face's procedure for fixed-length
-models).
+It depends on the text, on how it is cut (context, stride) and on the tokenizer, so these are part of the
+result. With a stride below the context every scored token has context before it (Radford et al. 2019; Hugging
+Face's procedure for fixed-length models).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class PerplexityResult:
 def perplexity(
     scorer: Scorer, windows: Sequence[Window], *, progress: Progress = lambda done, total: None
 ) -> PerplexityResult:
-    """The model's perplexity on `windows`. ConfigError if they have no scored token, or one that is not in the vocabulary."""
+    """Perplexity of the model on `windows`. ConfigError if they have no scored token, or one that is not in the
+    vocabulary."""
     check_windows(scorer, windows)
     total = 0.0
     for i, window in enumerate(windows):

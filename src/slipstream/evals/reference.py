@@ -18,7 +18,7 @@ DEFAULT_NUM_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceCheck:
-    """Result of `check_against_transformers`. `kernels` are those that computed, if "auto" was asked for."""
+    """Result of `check_against_transformers`. `kernels` is the kernel set in use, as "auto" was resolved."""
 
     report: CheckReport
     num_tokens: int
@@ -49,7 +49,7 @@ def check_against_transformers(
         message = f"num_tokens must be from 1 to the model's {most}, got {num_tokens}"
         raise ConfigError(message, field="num_tokens")
     if kernels == "auto" and device == "cpu" and _is_rounded(description):
-        kernels = "reference"  # the CPU's kernels round the inputs of products to 8 bits
+        kernels = "reference"  # # the CPU's kernels quantize the inputs of linear layers to 8 bits
     phase("transformers")
     theirs = peer.load_folder(path, "float32", description.spec.kind)
     padding = padding_tokens(theirs)

@@ -1,7 +1,8 @@
-"""Runs a model on one sequence at a time for its logits, with the decoder, op set, scheme and paged cache that the engine uses.
+"""Runs a model on one sequence at a time for its logits, with the decoder, op set, scheme and paged cache that the engine
+uses.
 
-All measurements on text use it. Logits are computed for a few rows at a time, since a large vocabulary times a long text does
-not fit in memory.
+All measurements on text use it. Logits are computed for a few rows at a time, because those of a long text with a large
+vocabulary do not fit in memory.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from slipstream.worker.start.loading import load_runner
 from slipstream.worker.torch_loading import TorchLoaded
 
 STEP_TOKENS = 2048
-"""The most tokens that go through the model at once."""
+"""Maximum number of tokens computed at once."""
 
 LOGITS_BYTES = 64 * 2**20
-"""The size of the float32 logits in memory at a time."""
+"""Maximum bytes of float32 logits in memory at a time."""
 
 
 @dataclasses.dataclass
 class Scorer:
-    """A loaded model that scores texts. `kv` holds `context` tokens from block 1 on. `settings`
-    describe the run for reports. Not thread-safe."""
+    """A loaded model that scores texts. `kv` holds `context` tokens from block 1 onwards.
+    `settings` describe the run for reports. Not thread-safe."""
 
     forwards: Forwards
     kv: Sequence[LayerKV]
@@ -100,7 +101,8 @@ class Scorer:
         return self.decoder.spec
 
     def hidden(self, token_ids: Sequence[int], start: int = 0) -> Tensor:
-        """The final hidden states [T, E] of tokens from position `start` on. Those before must be of the last calls."""
+        """Final hidden states [T, E] of tokens from position `start` onwards. Earlier positions must have been computed by
+        previous calls."""
         if start + len(token_ids) > self.context:
             raise ConfigError(
                 f"{start + len(token_ids)} tokens are more than the context of {self.context}; lower context",
@@ -133,7 +135,7 @@ class Scorer:
 
     @torch.inference_mode()
     def greedy(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The greedy continuation, up to the end token or the end of the context."""
+        """Greedy continuation, up to the end token or the end of the context."""
         found: list[int] = []
         hidden = self.hidden(token_ids)[-1:]
         for position in range(len(token_ids), min(len(token_ids) + num_tokens, self.context)):
@@ -145,14 +147,14 @@ class Scorer:
         return found
 
     def canary(self, token_ids: Sequence[int], **more: Any) -> Canary:
-        """The canary of this model on the first of `token_ids`."""
+        """Canary of this model on the first of `token_ids`."""
         return make_canary(self.forwards, self.kv, token_ids, made_with=self.settings, **more)
 
     def tensor(self, token_ids: Sequence[int]) -> Tensor:
         return torch.tensor(token_ids, dtype=torch.int32, device=self.decoder.device)
 
     def step(self, start: int, num_tokens: int) -> AttentionMetadata:
-        """The attention metadata of `num_tokens` tokens from position `start` on."""
+        """Attention metadata of `num_tokens` tokens from position `start` onwards."""
         size, scales = block_size(self.spec, self.kv), self.spec.block_scales
         device = self.decoder.device
         return single_sequence(

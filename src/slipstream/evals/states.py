@@ -1,4 +1,4 @@
-"""The states that a model has at each token of a text, as it runs in the engine: what draft heads learn from."""
+"""Computes a model's hidden states at each token of a text, as in the engine, for the training of draft heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.worker.torch_loading import TorchLoaded
 
 
 class Collected(StateCache):
-    """Keeps the states of the last step as they come."""
+    """Stores the hidden states of the last step."""
 
     last: Tensor
 
@@ -27,8 +27,8 @@ class Collected(StateCache):
 
 
 class TextStates:
-    """States of sequences of up to `context` tokens, up to `step_tokens` (in whole blocks) at once. `layers`: the
-    states before these are wanted next to the final ones."""
+    """Hidden states of sequences of up to `context` tokens, computed up to `step_tokens` (in whole
+    blocks) at once. `layers`: indices of layers whose input states are returned too."""
 
     def __init__(
         self, args: EngineArgs, layers: Sequence[int], *, context: int, step_tokens: int
@@ -49,7 +49,8 @@ class TextStates:
 
     @torch.inference_mode()
     def of(self, sequences: Sequence[Sequence[int]]) -> tuple[list[Tensor], list[Tensor]]:
-        """(final states [L, E], the states before each of `layers` side by side; without layers the final ones) of each."""
+        """(final states [L, E], inputs of each of `layers`, concatenated; without layers the final states) for each
+        sequence."""
         tokens = torch.tensor(
             [t for s in sequences for t in s], dtype=torch.int32, device=self.device
         )
@@ -58,7 +59,7 @@ class TextStates:
         return list(hidden.split(lengths)), list(self._kept.last.split(lengths))
 
     def _meta(self, lengths: Sequence[int]) -> AttentionMetadata:
-        """Whole sequences, each in blocks of its own in every group, from block 1 on."""
+        """Attention metadata of whole sequences, each in blocks of its own in every group, from block 1 onwards."""
         size, groups = self.block_size, len(self.spec.cache_groups)
         counts = torch.tensor([-(-n // size) for n in lengths])
         first = counts.cumsum(0) - counts

@@ -1,10 +1,10 @@
-"""Tasks with right answers: multiple choice from a local file, rated answers, and the tasks of lm-eval.
+"""Tasks with correct answers: multiple choice from a local file, rated answers, and the tasks of lm-eval.
 
-A file of questions has one JSON object a line: {"prompt": TEXT, "choices": [TEXT, …], "answer": INDEX}. A choice is scored as
-the continuation of the prompt and a space, by its log-probability per byte (lm-eval's acc_norm), so that its length does not
-count. A file of rated answers (`slipstream audit export --rating all`) asks whether those rated up are likelier, per byte, than
-those rated down; as of a text, only the part that never trains is scored (`evals.text`). Any other name is a task of lm-eval
-(the extra eval).
+A file of questions has one JSON object a line: {"prompt": TEXT, "choices": [TEXT, …], "answer": INDEX}. A choice is
+scored as the continuation of the prompt and a space, by its log-probability per byte (lm-eval's acc_norm), so that its
+length has no effect. A file of rated answers (`slipstream audit export --rating all`) tests whether answers rated up
+are more likely, per byte, than those rated down; only the part of the data that is never used for training is scored
+(`evals.text`). Any other name is a task of lm-eval (the extra eval).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.evals.text import Document, Part
 from slipstream.params.lora_request import LoRARequest
 
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "bleu", "word_perplexity")
-"""The first of these metrics that a task has is reported, or else its first metric."""
+"""Metrics in order of preference: the first that a task has is reported, else its first metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatedAnswer:
-    """An answer to `messages`, each of which has the items role and content."""
+    """A rated answer to `messages`, dicts with role and content."""
 
     messages: tuple[tuple[tuple[str, str], tuple[str, str]], ...]
     answer: str
@@ -43,16 +43,16 @@ class RatedAnswer:
 
     @property
     def part(self) -> Part:
-        """The part of the data that training and evaluation assign the conversation to."""
+        """Part of the data, training or evaluation, to which the conversation belongs."""
         turns = [(dict(m)["role"], dict(m)["content"]) for m in self.messages]
         return Document(turns=tuple(turns)).part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """The score of an evaluation task. `stderr` is None if the task gives none, and
-    `higher_is_better` if it does not say. `num_pairs` is the number of pairs of rated answers, None
-    if the task scores questions. `also` has other metrics of the same task."""
+    """The score of an evaluation task. `stderr` and `higher_is_better` are None if the task does
+    not define them. `num_pairs` is the number of pairs of rated answers, None if the task scores
+    questions. `also` has other metrics of the same task."""
 
     name: str
     metric: str
@@ -65,7 +65,7 @@ class TaskResult:
 
     @property
     def scored(self) -> str:
-        """The scored questions or pairs, in words."""
+        """Number of scored questions or pairs, as text."""
         if self.num_pairs is None:
             return f"{self.num_questions} questions"
         return f"{self.num_pairs} pairs of {self.num_questions} rated answers"
@@ -80,8 +80,8 @@ def run_tasks(
     part: Part = "evaluation",
     lora_request: LoRARequest | None = None,
 ) -> list[TaskResult]:
-    """Run the tasks `names`, each a .jsonl file or a task of lm-eval, on their first `limit` questions. `num_fewshot` is for
-    lm-eval's tasks, `part` and `lora_request` for rated answers; ConfigError if there are none."""
+    """Run the tasks `names`, each a .jsonl file or a task of lm-eval, on their first `limit` questions. `num_fewshot`
+    is only for lm-eval's tasks, `part` and `lora_request` only for rated answers; ConfigError if no task uses them."""
     files = [name for name in names if name.endswith(".jsonl")]
     if num_fewshot is not None and len(files) == len(names):
         raise ConfigError(
@@ -109,7 +109,7 @@ def run_tasks(
 def check_tasks(
     names: Sequence[str], *, limit: int | None = None, part: Part = "evaluation"
 ) -> None:
-    """ConfigError if `run_tasks` would not find the questions. It needs no model."""
+    """Raise ConfigError if `run_tasks` would not find the questions. Needs no model."""
     for name in names:
         if name.endswith(".jsonl"):
             path = Path(name)
@@ -121,7 +121,7 @@ def check_tasks(
 def multiple_choice(
     llm: LLM, questions: Sequence[Question], *, name: str = "choices"
 ) -> TaskResult:
-    """The share of questions whose right choice is the likeliest."""
+    """Fraction of questions whose correct choice is the most likely."""
     tokenizer = llm.get_tokenizer()
     pairs = []
     for question in questions:
@@ -154,11 +154,11 @@ def rated_answers(
     name: str = "rated",
     lora_request: LoRARequest | None = None,
 ) -> TaskResult:
-    """The share of pairs whose answer that was rated up is likelier per byte than the one rated down.
+    """Fraction of pairs in which the answer rated up is more likely, per byte, than the one rated down.
 
-    `preferred` is of pairs with the same conversation; `auc` is of all, the area under the ROC curve. The
-    result has the first, and the other in `also`, if any conversation has both ratings. The error is that
-    of as many pairs as the rarer rating has answers (an upper bound, since pairs share answers)."""
+    `preferred` counts pairs of the same conversation; `auc` counts all pairs (the area under the ROC curve).
+    If any conversation has both ratings, the score is `preferred`, with `auc` in `also`. The standard error
+    assumes as many pairs as the rarer rating has answers (an upper bound, because pairs share answers)."""
     tokenizer = llm.get_tokenizer()
     if tokenizer.chat_template is None:
         raise ConfigError("rated answers need a model with a chat template", field="tasks")
@@ -201,15 +201,15 @@ def rated_answers(
 
 
 def is_rated(path: Path) -> bool:
-    """Whether a file has rated answers, by its first line."""
+    """Whether a file has rated answers, judged by its first line."""
     return '"rating"' in next((line for line in _lines(path) if line.strip()), "")
 
 
 def read_rated(
     path: Path, part: Part = "evaluation", limit: int | None = None
 ) -> list[RatedAnswer]:
-    """The rated answers in a part of a file, at most `limit`. ConfigError names the line that is wrong, or the rating that is
-    missing."""
+    """Read at most `limit` rated answers in a part of a file. ConfigError names the wrong line, or
+    the missing rating."""
     found = [
         _rated(line, f"{path}, line {number}")
         for number, line in enumerate(_lines(path), 1)
@@ -252,7 +252,9 @@ def _rated(line: str, where: str) -> RatedAnswer:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text("utf-8").split("\n")  # JSON may hold other ends of lines
+        return path.read_text("utf-8").split(
+            "\n"
+        )  # # JSON strings may contain other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the questions in {path} can't be read: {error}", field="tasks"
@@ -260,7 +262,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The questions in a file. ConfigError names the line that is wrong."""
+    """Read the questions in a file. ConfigError names the wrong line."""
     lines = _lines(path)
     found = [
         _question(line, f"{path}, line {number}")
@@ -292,7 +294,7 @@ def _question(line: str, where: str) -> Question:
 
 
 def _manager(tasks: Sequence[str | dict[str, Any]]) -> Any:
-    """lm-eval's task manager. ConfigError if it does not know one of the tasks."""
+    """Create lm-eval's task manager. ConfigError if it does not know one of the tasks."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:

@@ -10,9 +10,10 @@ A source is
 An object has `text`, or `messages` ([{role, content}]), or `conversations` ([{from, value}]), or `prompt` with `completion` or
 `response`.
 
-Half of the documents calibrate, half evaluate. The part depends on the hash of a document's opening (its first turn after a
-system message, or its first 256 characters), so a conversation that occurs twice, or in another file, is in the same part.
-Plain text is split into sections of about `SECTION` characters; with the part "all", a file is one document.
+Half of the documents are for calibration, half for evaluation. The part is chosen by the hash of a document's opening (its
+first turn after a system message, or its first 256 characters), so a conversation that occurs twice, or in another file, is
+in the same part. Plain text is split into sections of about `SECTION` characters; with the part "all", a file is one
+document.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ ROLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A text, or a conversation of (role, content), with the roles system, user and assistant."""
+    """A text, or a conversation of (role, content) pairs, with the roles system, user and assistant."""
 
     text: str = ""
     turns: tuple[tuple[str, str], ...] = ()
@@ -57,7 +58,9 @@ class Document:
     @property
     def part(self) -> Part:
         """The part of the data that the document belongs to."""
-        begins = (text for role, text in self.turns if role != "system")  # many share that one
+        begins = (
+            text for role, text in self.turns if role != "system"
+        )  # # many documents share the system message
         opening = next(begins, self.text[:OPENING])
         return (
             "evaluation"
@@ -66,7 +69,7 @@ class Document:
         )
 
     def render(self, tokenizer: Tokenizer) -> str:
-        """Renders a conversation by the model's chat template. Without a template each turn is a
+        """Render a conversation by the model's chat template. Without a template each turn is a
         paragraph that begins with its role."""
         if not self.turns:
             return self.text
@@ -91,7 +94,7 @@ class Window:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
     """Settings of a text: its source, its length and how it is cut. A perplexity depends on all of
-    them. `num_windows` of None takes the whole source."""
+    them. With `num_windows` None the whole source is used."""
 
     source: str = DEFAULT_TEXT
     part: Part = "evaluation"
@@ -123,7 +126,7 @@ class TextSettings:
 def read_windows(
     settings: TextSettings, tokenizer: Tokenizer, *, download_dir: str | None = None
 ) -> list[Window]:
-    """The windows to score. ConfigError if there are none."""
+    """Read the windows to score. ConfigError if there are none."""
     documents = read_documents(settings.source, settings.part, download_dir=download_dir)
     found = list(
         islice(
@@ -157,8 +160,8 @@ def calibration_text(
     context: int = 512,
     download_dir: str | None = None,
 ) -> list[tuple[int, ...]]:
-    """`num_windows` windows of exactly `context` tokens of the calibration part, without overlaps. ConfigError if it has
-    fewer."""
+    """Read `num_windows` windows of exactly `context` tokens from the calibration part, without
+    overlaps. ConfigError if there are fewer."""
     documents = read_documents(source, "calibration", download_dir=download_dir)
     whole = (
         w.token_ids
@@ -178,9 +181,9 @@ def calibration_text(
 def cut(
     documents: Iterable[Document], tokenizer: Tokenizer, *, context: int, stride: int
 ) -> Iterator[Window]:
-    """Cuts a document into windows of at most `context` tokens, `stride` tokens apart. Every token
-    is scored once, except the first of a document and, if windows do not overlap (stride =
-    context), the first of each window."""
+    """Cut documents into windows of at most `context` tokens, `stride` tokens apart. Every token is
+    scored once, except the first of a document and, if windows do not overlap (stride = context),
+    the first of each window."""
     for document in documents:
         ids = tokenizer.encode(document.render(tokenizer))
         scored = 0  # tokens scored so far
@@ -200,8 +203,8 @@ def cut(
 def read_documents(
     source: str, part: Part, *, download_dir: str | None = None
 ) -> Iterator[Document]:
-    """The documents of one part of the source, in its order, read as needed. ConfigError or DownloadError if it can't be
-    read."""
+    """Yields the documents of one part of the source, in its order, read as needed. ConfigError or
+    DownloadError if it can't be read."""
     if source == DEFAULT_TEXT:
         found = _sharegpt(resolve_dataset(source, download_dir=download_dir))
     elif source.startswith("hf:"):
@@ -216,8 +219,8 @@ def _which(source: str, part: Part) -> str:
 
 
 def _sharegpt(path: Path) -> Iterator[Document]:
-    """Conversations that begin at their start (whose id ends in _0). Later sections of a split conversation could be in the
-    other part. The file is truncated."""
+    """Yields conversations from their start (whose id ends in _0): later sections of a split
+    conversation could be in the other part. The file is truncated."""
     for row in read_objects(path, cut_off=True):
         if str(row.get("id")).endswith("_0") and (turns := _turns(row.get("conversations") or [])):
             yield Document(turns=turns)
@@ -245,8 +248,7 @@ def _file(path: Path, part: Part) -> Iterator[Document]:
 
 
 def sections(text: str) -> Iterator[str]:
-    """Cuts the text into sections that end at an empty line, with at least `SECTION` characters
-    each."""
+    """Cut the text into sections of at least `SECTION` characters that end at an empty line."""
     begin = 0
     while begin < len(text):
         gap = text.find("\n\n", begin + SECTION)
@@ -308,8 +310,8 @@ def _document(row: Mapping[str, Any]) -> Document | None:
 
 
 def _turns(given: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """Returns the turns that chat templates accept: perhaps a system turn, then user and assistant
-    in turn, none empty. Returns () if there is no answer."""
+    """Convert turns to those that chat templates accept: optionally a system turn, then user and
+    assistant alternately, none empty. () if there is no answer."""
     turns: list[tuple[str, str]] = []
     for turn in given:
         role = ROLES.get(str(turn.get("role", turn.get("from"))))

@@ -1,5 +1,4 @@
-"""Parameters of a step for the ops: where its tokens are in the paged cache, and how its rows are
-sampled.
+"""Parameters of a step for the ops: where its tokens are in the paged cache, and how its rows are sampled.
 
 A step is *ragged*: the tokens of all sequences are concatenated. Sequence i has tokens
 query_start_loc[i] : query_start_loc[i + 1]. Shapes: T tokens in the step, S sequences, K kv heads,
@@ -175,13 +174,11 @@ class ExpertCounters:
 class SamplingTensors:
     """Sampling parameters of S rows of logits. Flags let an op skip what no row asks for.
 
-    With `rows` (`OpSet.takes_rows`) row i has the parameters, the seed and the history rows[i] of
-    tables of any length. Only `history_lens`, and tensors of row numbers, have one entry for each
-    of the S rows.
+    With `rows` (`OpSet.takes_rows`) row i has the parameters, the seed and the history rows[i] of tables of any
+    length. Only `history_lens`, and tensors of row numbers, have one entry for each of the S rows.
 
-    `history` holds for each row the tokens so far, prompt first: row r has history_lens[r] of them,
-    of which the first prompt_lens[r] are prompt. The draw of a row depends only on (seeds[r],
-    history_lens[r]) and its logits.
+    `history` holds for each row the tokens so far, prompt first: row r has history_lens[r] of them, of which the first
+    prompt_lens[r] are prompt. The draw of a row depends only on (seeds[r], history_lens[r]) and its logits.
     """
 
     temperature: Tensor  # float32 [S], 0 is greedy

@@ -37,10 +37,9 @@ def ids_of(ids: TokenIds) -> array[int]:
 class EngineRequest:
     """One sequence for the engine core, with its `RequestOptions`.
 
-    A request with n > 1 arrives as n of these: `fork_of` is the id of the first, whose prompt
-    blocks the others share. `eos_token_ids` is empty if the caller ignores end-of-sequence.
-    `deadline` and `arrival` are in seconds of the machine's time.monotonic(); lower `priority` goes
-    first.
+    A request with n > 1 arrives as n of these: `fork_of` is the id of the first, whose prompt blocks the others share.
+    `eos_token_ids` is empty if the caller ignores end-of-sequence. `deadline` and `arrival` are in seconds of the
+    machine's time.monotonic(); lower `priority` goes first.
     """
 
     request_id: str

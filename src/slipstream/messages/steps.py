@@ -18,8 +18,7 @@ from slipstream.params.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that enters the worker, or comes back after preemption (then `token_ids` has its
-    answer so far).
+    """A request that enters the worker, or comes back after preemption (then `token_ids` has its answer so far).
 
     `encoder_token_ids` are to be encoded into the blocks of its `cross` group. A fork has none of
     these: its blocks hold `num_encoder_tokens` already.
@@ -50,8 +49,7 @@ class StateMark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """New entries of a request's block table: these blocks replace or extend `group`'s table from
-    `index` on.
+    """New entries of a request's block table: these blocks replace or extend `group`'s table from `index` on.
 
     Used for blocks that are appended, that replace shared ones (copy on write), or that are
     released (the null block). With a negative `group` it names the request's slots of the `SlotKind`
@@ -68,14 +66,12 @@ FROM_MODEL = -1
 
 
 class ScheduledRequest(NamedTuple):
-    """One request's share of a step: compute positions [num_computed_tokens, num_computed_tokens +
-    num_tokens).
+    """One request's share of a step: compute positions [num_computed_tokens, num_computed_tokens + num_tokens).
 
-    The last `num_sampled` of these positions are sampled: none while a prompt is incomplete, one
-    for a decode, one more for each draft to verify. `drafts` are the last tokens to compute; the worker has
-    all others. A draft at a sampled position is verified: the result has the sampled tokens up to
-    the first that differs from the draft after its position. Other drafts are forced by a grammar
-    or chosen by a beam search, and known to be right.
+    The last `num_sampled` of these positions are sampled: none while a prompt is incomplete, one for a decode, one
+    more for each draft to verify. `drafts` are the last tokens to compute; the worker has all others. A draft at a
+    sampled position is verified: the result has the sampled tokens up to the first that differs from the draft after
+    its position. Other drafts are forced by a grammar or chosen by a beam search, and known to be right.
     """
 
     request_id: str
@@ -116,12 +112,11 @@ class StepPlan:
     4. The tables of `scheduled` requests are updated.
     5. Every request in `scheduled` is computed. Those with num_tokens == 1 come first.
 
-    If requests are distributed over ranks, a rank gets its part of the plan
-    (`worker/ranks/request_owners.py`). `state_marks` are kept inside of requests' parts.
-    `copy_ranks` says in whose cache each of `block_copies` is (empty: all are in rank 0's).
-    `largest` has the largest numbers of all parts, because all ranks must run the step in the same
-    way; a part may have no request at all. `unmasked` are requests whose tokens need no mask from
-    the host any more.
+    If requests are distributed over ranks, a rank gets its part of the plan (`worker/ranks/request_owners.py`).
+    `state_marks` are kept inside of requests' parts. `copy_ranks` says in whose cache each of `block_copies` is
+    (empty: all are in rank 0's). `largest` has the largest numbers of all parts, because all ranks must run the step
+    in the same way; a part may have no request at all. `unmasked` are requests whose tokens need no mask from the host
+    any more.
     """
 
     step_id: int

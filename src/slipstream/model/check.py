@@ -37,7 +37,7 @@ from slipstream.model.load.loader import load_model
 from slipstream.model.step_program import StepProgram
 from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription, read_spec
-from slipstream.spec.model import LayerSpec, ModelSpec
+from slipstream.spec.model import LayerSpec, ModelSpec, RecallSpec
 
 if TYPE_CHECKING:
     from slipstream.model.layers.residual import Pending
@@ -197,12 +197,15 @@ def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
 
 
 def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
-    """The residuals [T, E] by name. The last entry is the logits [T, V], an encoder's states [T, E]
-    or a classifier's scores."""
+    """Returns the residuals [T, E] by name, if layers have one. The last is the logits [T, V], an
+    encoder's states [T, E] or a classifier's scores."""
     meta, read = _metadata(decoder, len(tokens))
     kv, ids = _caches(decoder, meta), torch.tensor(tokens, dtype=torch.int32, device=decoder.device)
 
     found: dict[str, Tensor] = {}
+    streams = decoder.spec.layers[0].streams
+    recalls = isinstance(streams, RecallSpec)
+    width = decoder.spec.hidden_size if recalls else None  # the embeddings follow it
 
     def through(
         layers: Sequence[Layer], kv: Sequence[LayerKV], meta: AttentionMetadata, name: str
@@ -210,9 +213,11 @@ def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
         """Runs the layers, stores the state after each in `found`, and returns the residual before the final norm."""
 
         def before(i: int, pending: Pending, residual: Tensor | None) -> None:
+            if streams is not None and not recalls:
+                return  # several residuals, which transformers has in other forms
             where = f"{name}layer {i - 1}" if i else f"{name}embeddings"
             h = whole(decoder.ops, pending)
-            found[where] = h.clone() if residual is None else h + residual
+            found[where] = (h.clone() if residual is None else h + residual)[:, :width]
 
         h = (decoder.encoder_input if name else decoder.embedded)(ids, meta)
         return run_layers(decoder.ops, layers, h, kv, decoder.with_inputs(ids, h, meta), before)

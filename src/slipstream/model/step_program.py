@@ -1,8 +1,7 @@
 """A model's step as one program of C++ kernels. Python passes tokens, lengths and block tables, and
 gets hidden states: NumPy arrays, or torch tensors that share memory with arrays. No torch.
 
-`compile_step.py` makes it. An encoder-decoder has two programs: one encodes prompts, the other is
-the decoding step.
+`compile_step.py` makes it. An encoder-decoder has two programs: one encodes prompts, the other is the decoding step.
 """
 
 from __future__ import annotations

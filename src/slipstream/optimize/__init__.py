@@ -1,2 +1,2 @@
-"""Searches compression and settings by measurement, and writes a folder that serves the chosen
+"""Searches compression and settings by measurement, and writes a folder that serves the best
 candidate."""

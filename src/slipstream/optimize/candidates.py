@@ -1,4 +1,4 @@
-"""Candidates: their settings, predictions and measurements. Nothing here runs an engine."""
+"""Candidates: their settings, predictions and measurements. No engine runs here."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Candidate:
 
     @property
     def quality_key(self) -> tuple[Any, ...]:
-        """The settings that its answers depend on. The quality of candidates with the same key is
+        """The settings on which its answers depend. The quality of candidates with the same key is
         measured once."""
         return (self.compression, *(pair for pair in self.settings if pair[0] == "kv_cache_dtype"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Every compression with every choice of each axis. Axes are settings of the engine, and
-    `parallel`, a form of several devices (`tp2`). `left_out`: combinations that no engine can start
-    with."""
+    """All combinations of compressions and choices of each axis. Axes are settings of the engine,
+    and `parallel`, how several devices are used (`tp2`). `left_out`: combinations that no engine
+    can start with."""
 
     compressions: tuple[str, ...]
     axes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Predicted output tokens per second, seconds between tokens, and divergence in nats."""
+    """Predicted output tokens per second, seconds between tokens, and KL divergence in nats."""
 
     throughput: float
     tpot_s: float
@@ -71,8 +71,8 @@ tried last."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """Result of a candidate that was measured or failed. `fits`: its quality is within the limits.
-    `figures`: everything else that was measured."""
+    """Result of a candidate that was measured or failed. `fits`: whether its quality is within the
+    limits. `figures`: all other measurements."""
 
     candidate: Candidate
     throughput: float | None = None
@@ -84,8 +84,8 @@ class TrialResult:
 
     @property
     def point(self) -> tuple[float, float, float] | None:
-        """(−ln throughput, ln seconds, nats), each better when smaller. None if it failed or does
-        not fit."""
+        """(−ln throughput, ln seconds, nats); smaller is better for each. None if it failed or is
+        outside the quality limits."""
         if (
             self.error is not None
             or not self.fits

@@ -1,10 +1,10 @@
 """Checks a folder of `slipstream optimize` on this machine: its latency objectives under its own
-traffic, and its answers.
+traffic, and its model's answers.
 
 Speed is measured as in the search (`worker.speed`). Answers are compared by the canary in the
-folder, which was made where the quality was measured: a wrong kernel or a changed file fails it. If
-the original model is given, the quality is measured again on the same text and tasks, and must be
-within the same limits."""
+folder, which was made on the machine where the quality was measured: a wrong kernel or a changed
+file makes it fail. If the original model is given, the quality is measured again on the same text
+and tasks, and must be within the same limits."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ QUALITY = ("kl", "kl_stderr", "perplexity_ratio", "tasks", "not_measured")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Seconds at the 99th percentile: wanted, measured when the folder was made, and measured here.
-    None if no request gives a value."""
+    """Latency at the 99th percentile in seconds: the limit, the value measured when the folder was
+    made, and the one measured here. None if no request has a value."""
 
     name: str
     wanted: float
@@ -45,10 +45,10 @@ class Objective:
 class Checked:
     """Result of a check.
 
-    - `differences`: what differs between this machine and the folder's, in words.
+    - `differences`: differences between this machine and the folder's, as text.
     - `canary`: its KL in nats and the limit; None if the folder has no canary.
-    - `quality_here`: the quality against the original; None if it was not asked for.
-    - `faults`: the quality limits that are not kept."""
+    - `quality_here`: the quality relative to the original; None if it was not measured.
+    - `faults`: exceeded quality limits."""
 
     objectives: tuple[Objective, ...]
     figures: Mapping[str, Any]
@@ -66,14 +66,14 @@ class Checked:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record that the search wrote. ConfigError if `folder` was not made by a search."""
+    """Read the record that the search wrote. ConfigError if `folder` was not made by a search."""
     if not is_engine_folder(folder):
         raise ConfigError(
             f"{folder} is not an engine folder; `slipstream optimize` makes one", field="folder"
         )
     try:
         found: dict[str, Any] = parse_json((folder / RECORD_NAME).read_bytes())
-        # KeyError, IndexError or TypeError if one is missing
+        # KeyError, IndexError or TypeError if an entry is missing
         (found["traffic"]["lengths"][0][1], found["chosen"]["figures"], found["objectives"])
     except FileNotFoundError:
         raise ConfigError(
@@ -133,7 +133,7 @@ def check_folder(
 def _quality(
     record: Mapping[str, Any], args: EngineArgs, original: EngineArgs, quality: Job
 ) -> tuple[dict[str, Any], list[str]]:
-    """(measured quality, limits of the search that it exceeds)."""
+    """(measured quality, limits of the search that are exceeded)."""
     if record["chosen"]["figures"].get("not_measured"):
         raise ConfigError(
             "the folder was made with random weights, which have no quality to measure",

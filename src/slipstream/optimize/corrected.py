@@ -1,4 +1,4 @@
-"""Predicts unmeasured candidates: the prior, corrected by the measured ones.
+"""Predicts the speed of unmeasured candidates by a prior that is corrected by measurements of others.
 
 The log of measured over predicted is modelled as a Gaussian process. The prior's error is a sum of:
 
@@ -6,11 +6,11 @@ The log of measured over predicted is modelled as a Gaussian process. The prior'
 2. a part for each choice: the compression, and each setting,
 3. a part for the combination of all choices.
 
-Candidates that share a choice thus learn from one measurement, and each prediction has a standard
-deviation. Numeric choices also learn from near ones. A measurement has two further parts that do
-not belong to the candidate: the machine's speed, which drifts from one measurement to the next, and
-noise. The sizes of all parts maximise the likelihood of the measurements, under a prior of usual
-sizes."""
+So a measurement improves the predictions of all candidates that share a choice, and each prediction has a
+standard deviation. Measurements of similar numeric choices are used too. A measurement has two further parts
+that do not belong to the candidate: the machine's speed, which drifts from one measurement to the next, and
+noise. The standard deviations of all parts maximize the likelihood of the measurements, under a prior around
+usual values."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ OF_SETTING = 0.15
 OF_COMBINATION = 0.05
 DRIFT = 0.05
 NOISE = 0.05
-"""Usual standard deviations of the logarithms: of each part of the prior's error, of the machine's
+"""Usual standard deviations of logarithms: of each part of the prior's error, of the machine's
 speed, and of a repeated measurement."""
 
 FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Factors that each standard deviation may be multiplied by."""
+"""Factors of the usual standard deviations that are tried."""
 
 UNUSUAL = 0.8
 """Standard deviation of the logarithm of such a factor."""
 
 NEAR = 1.0
-"""Correlation length between numeric choices, in doublings."""
+"""Correlation length between numeric choices, in factors of two."""
 
 STEADY = 6.0
-"""Correlation length of the machine's speed, in measurements."""
+"""Correlation length of the machine's speed, in number of measurements."""
 
 
 class Corrected:
-    """Corrected predictions of (−ln throughput, ln seconds). `measured` is in the order of
-    measuring."""
+    """Corrected predictions of (−ln throughput, ln seconds). `measured` are results in the order of
+    measurement."""
 
     def __init__(self, prior: Prior, measured: Sequence[TrialResult]) -> None:
         self._prior = prior
@@ -81,7 +81,7 @@ class Corrected:
         self._weights = self._inverse @ residuals  # [K, 2]
 
     def at(self, candidates: Sequence[Candidate]) -> tuple[Any, Any]:
-        """(mean, standard deviation) of the candidates, both [N, 2]."""
+        """Predicted (mean, standard deviation) of the candidates, both [N, 2]."""
         if not self._known:
             return self._expected(candidates), np.full(
                 (len(candidates), 2), math.hypot(OF_ALL, OF_COMPRESSION)
@@ -101,7 +101,7 @@ class Corrected:
 
 
 def _likeliest(residuals: Any, parts: Any, usual: Any) -> Any:
-    """The likeliest standard deviations [P] of the parts, optimised one after the other, in two
+    """Most likely standard deviations [P] of the parts, optimized one after the other, in two
     rounds."""
     factors = np.ones(len(usual))
     for _, i in itertools.product(range(2), range(len(usual))):
@@ -141,7 +141,7 @@ def _alike_parts(first: Sequence[Candidate], second: Sequence[Candidate]) -> Any
 
 
 def _table(first: Sequence[Any], second: Sequence[Any]) -> Any:
-    """Returns `_alike` of each pair of settings, computed once per distinct pair of values."""
+    """`_alike` of each pair of settings, computed once per distinct pair of values."""
     rows, columns = list(dict.fromkeys(first)), list(dict.fromkeys(second))
     small = np.array([[_alike(x, y) for y in columns] for x in rows]).reshape(
         len(rows), len(columns)

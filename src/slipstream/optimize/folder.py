@@ -1,5 +1,5 @@
-"""Makes an engine folder (`config.engine_folder`): the checkpoint's files, plus the results of a
-first start with these settings."""
+"""Makes an engine folder (`config.engine_folder`): the checkpoint's files, and what a first start
+with these settings computed (packed weights, tiles, kernels)."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ KEPT_FILES = (
     ".md",
     ".vocab",
 )
-"""Endings of the checkpoint's files that are copied. Programs and pickles are not among them."""
+"""Extensions of the checkpoint's files that are copied. Programs and pickles are not."""
 
 Tune = Callable[[EngineArgs, Path], None]
-"""Measures the tiles for the settings' GPU and writes them to a file."""
+"""Function that measures the tiles for the settings' GPU and writes them to a file."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,8 @@ class Built:
     folder: EngineFolder
     num_bytes: int
     packed_bytes: int
-    start_s: float  # of an engine, once packed
-    kernels: tuple[str, ...] = ()  # kinds of GPUs, such as "sm_90"
+    start_s: float  # # seconds of an engine's start, once weights are packed
+    kernels: tuple[str, ...] = ()  # # compute capabilities of GPUs, such as "sm_90"
 
 
 def build_folder(
@@ -77,9 +77,9 @@ def build_folder(
     kernels: Sequence[str] = (),
     progress: Callable[[str], None] = lambda phase: None,
 ) -> Built:
-    """Make the folder `out`; it appears whole or not at all. ConfigError if `out` exists, or if a
-    setting can't be stored in a folder. `kernels` are kinds of GPUs, such as "sm_90", whose kernels
-    are compiled into it."""
+    """Make the folder `out`; it appears complete or not at all. ConfigError if `out` exists, or if
+    a setting can't be stored in a folder. `kernels` are compute capabilities, such as "sm_90", for
+    which kernels are compiled into the folder."""
     gpus = [described_gpu(name) for name in kernels]
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -120,9 +120,11 @@ def build_folder(
             versions=versions(),
             measured=dict(measured or {}),
         )
-        write_engine_folder(folder)  # from here on the folder stores its packed weights itself
+        write_engine_folder(folder)  # # makes the engine store its packed weights in the folder
         placed = dataclasses.replace(args, model=str(partial), download_dir=None)
-        if tune is not None and num_ranks(args) == 1:  # tiles are measured for unsplit products
+        if (
+            tune is not None and num_ranks(args) == 1
+        ):  # # tiles are measured for unsplit linear layers
             progress("tiles")
             tune(placed, partial)
         config, sizes, _ = _start(placed, progress)
@@ -149,12 +151,12 @@ def build_folder(
 
 
 def kinds_of_gpus(capabilities: Iterable[tuple[int, int]]) -> list[str]:
-    """Names, such as "sm_90", of those of these compute capabilities that kernels can be made for."""
+    """Names, such as "sm_90", of those compute capabilities for which kernels can be compiled."""
     return ["sm_{}{}".format(*c) for c in capabilities if c in DESCRIBED_GPUS]
 
 
 def described_gpu(name: str) -> DescribedGpu:
-    """Returns the description of the GPU of a kind, such as "sm_90"."""
+    """Description of a GPU with a compute capability such as "sm_90"."""
     for gpu in DESCRIBED_GPUS.values():
         if name == "sm_{}{}".format(*gpu.capability):
             return gpu
@@ -165,8 +167,8 @@ def described_gpu(name: str) -> DescribedGpu:
 def _compile_kernels(
     args: EngineArgs, folder: Path, gpus: Sequence[DescribedGpu], progress: Callable[[str], None]
 ) -> None:
-    """Compile the engine's kernels for each of the GPUs, in processes of their own. EngineError with
-    the compiler's message if one does not compile."""
+    """Compile the engine's kernels for each GPU, in separate processes. EngineError with the
+    compiler's message if one does not compile."""
     for gpu in gpus:
         name = manifest_name(gpu.capability)
         progress(f"kernels for {Path(name).stem}")
@@ -192,7 +194,7 @@ def _compile_kernels(
 
 
 def saved_settings(args: EngineArgs) -> dict[str, Any]:
-    """The user's settings, without those that are given again at each start."""
+    """The user's settings, without those that each start must be given again."""
     defaults = {f.name: f.default for f in dataclasses.fields(args)}
     return {
         name: value
@@ -202,7 +204,7 @@ def saved_settings(args: EngineArgs) -> dict[str, Any]:
 
 
 def chosen_settings(config: EngineConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Values chosen for this machine where the user gave none."""
+    """Values chosen for this machine for settings that the user did not give."""
     found = {
         "dtype": config.model.dtype,
         "max_model_len": config.model.max_model_len,
@@ -216,7 +218,7 @@ def chosen_settings(config: EngineConfig, settings: Mapping[str, Any]) -> dict[s
 
 
 def copy_checkpoint(source: Path, to: Path) -> None:
-    """Copy a checkpoint's files. A link becomes the file that it points to."""
+    """Copy a checkpoint's files. A symbolic link is replaced by its target."""
     if source.is_file():
         shutil.copyfile(source, to / source.name)
         return
@@ -236,9 +238,9 @@ def copy_checkpoint(source: Path, to: Path) -> None:
 def _start(
     args: EngineArgs, progress: Callable[[str], None]
 ) -> tuple[EngineConfig, tuple[int, ...], float]:
-    """Start an engine once. Returns its resolved config, the sizes of its graphs, and the seconds
-    of the start. Its packed weights are written. With several ranks none are written, and no graph
-    sizes are returned."""
+    """Start an engine once, and write its packed weights. Returns its resolved config, the sizes of
+    its graphs, and the seconds of the start. With several ranks no weights are written, and no
+    graph sizes are returned."""
     with LLM.from_engine_args(args, progress=progress) as llm:
         return llm.config, _packed(llm, progress), sum(llm.phases.values())
 

@@ -1,4 +1,4 @@
-"""The HTML page of a search: measurements, front and chosen candidate. One file, no network."""
+"""Renders the HTML page of a search: measurements, Pareto front and chosen candidate. One file, no network."""
 
 from __future__ import annotations
 

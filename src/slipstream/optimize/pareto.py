@@ -1,4 +1,4 @@
-"""Pareto fronts and hypervolumes. A point is a tuple of objectives, each better when smaller."""
+"""Pareto fronts and hypervolumes. A point is a tuple of objectives; smaller is better for each."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Point: TypeAlias = Sequence[float]
 
 
 def front(points: Sequence[Point]) -> list[int]:
-    """Indices, in ascending order, of the points that no other point dominates. Of equal points the
+    """Indices, ascending, of the points that no other point dominates. Of equal points only the
     first."""
     found: list[int] = []
     for i in sorted(range(len(points)), key=lambda i: (tuple(points[i]), i)):
-        # In this order a point that dominates another, or equals it, comes before it.
+        # In this order a point comes after all points that dominate or equal it.
         if not any(all(x <= y for x, y in zip(points[j], points[i], strict=True)) for j in found):
             found.append(i)
     return sorted(found)
@@ -25,7 +25,7 @@ def front(points: Sequence[Point]) -> list[int]:
 def hypervolume(points: Sequence[Point], reference: Point) -> float:
     """Volume that the points dominate up to `reference`, exact for any number of objectives (slices
     along the last one: While, Hingston, Barone, Huband, "A faster algorithm for calculating
-    hypervolume", 2006). Points that are not below the reference in every objective add nothing."""
+    hypervolume", 2006). Points not below the reference in every objective are ignored."""
     inside = [tuple(p) for p in points if all(x < r for x, r in zip(p, reference, strict=True))]
     return _volume([inside[i] for i in front(inside)], tuple(reference))
 
@@ -47,7 +47,7 @@ def _volume(points: list[tuple[float, ...]], reference: tuple[float, ...]) -> fl
     total = 0.0
     for i, end in enumerate(
         ends
-    ):  # between this point's last objective and the next one's, the first i + 1 points count
+    ):  # # between this point's last objective and the next one's, only the first i + 1 points count
         if end > ordered[i][-1]:
             below = [p[:-1] for p in ordered[: i + 1]]
             total += (end - ordered[i][-1]) * _volume(
@@ -64,8 +64,8 @@ def expected_gain(
     2]); the third is known (`third` [N]).
 
     Exact. Along the third objective the points divide space into slabs, in each of which the same
-    points count. Within a slab the non-dominated area is a row of strips between neighbours of the
-    front. A candidate takes a rectangle of each strip, whose expected area is a product (Emmerich,
+    points count. Within a slab the non-dominated area consists of strips between neighbors of the
+    front. A candidate covers a rectangle of each strip, whose expected area is a product (Emmerich,
     Giannakoglou, Naujoks, "Single- and multiobjective evolutionary optimization assisted by
     Gaussian random field metamodels", 2006)."""
     inside = [p for p in points if all(x < r for x, r in zip(p, reference, strict=True))]

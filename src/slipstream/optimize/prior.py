@@ -1,5 +1,5 @@
-"""Prediction of a candidate before any measurement: the engine's own scheduler over the traffic on
-a virtual clock (`simulate.simulator`), with step times measured here or estimated. `search`
+"""Predicts a candidate's speed before any measurement: the engine's own scheduler runs the traffic
+on a virtual clock (`simulate.simulator`), with step times measured here or estimated. `search`
 corrects the prediction."""
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import SCHEMES
 
 KL_OF_BITS = {16: 0.0, 8: 0.002, 6: 0.008, 5: 0.02, 4: 0.05, 3: 0.3, 2: 1.5}
-"""Nats lost by rounding a large model's weights to this many bits, in order of magnitude. The first
-measurement replaces it."""
+"""Assumed KL divergence in nats, to an order of magnitude, by number of bits to which a large
+model's weights are quantized. The first measurement replaces it."""
 
 LARGE_MODEL = 8e9
-"""Parameters of a large model. A smaller one loses more, by the square root of the ratio:
-SmolLM2-135M loses 0.010 to 0.030 nats with 8 bits, 0.35 to 0.39 with 4 (benchmarks/results:
-fidelity, compression_recipes)."""
+"""Parameters of a large model. A smaller one has a larger KL, by the square root of the ratio:
+SmolLM2-135M has 0.010 to 0.030 nats with 8 bits, 0.35 to 0.39 with 4 (benchmarks/results: fidelity,
+compression_recipes)."""
 
 CALIBRATED = 0.4
-"""Share of the loss that remains after a recipe's calibration, with 4 bits or fewer: there 0.39
-became 0.13 to 0.19."""
+"""Fraction of the KL that remains after a recipe's calibration, with 4 bits or fewer: in
+measurements 0.39 became 0.13 to 0.19."""
 
 KL_OF_CACHE = 0.005
-"""Nats lost by 8-bit keys and values, for any model size."""
+"""Assumed KL divergence in nats of an 8-bit KV cache, for any model size."""
 
 
 def guessed_kl(compression: str, cache_dtype: str, num_parameters: float = LARGE_MODEL) -> float:
-    """Expected KL divergence in nats, before any measurement."""
+    """Assumed KL divergence in nats, before any measurement."""
     bits, _ = bits_of(compression)
     kl = KL_OF_BITS[bits] * math.sqrt(LARGE_MODEL / num_parameters)
     if bits <= 4 and compression not in SCHEMES:
@@ -55,17 +55,17 @@ def guessed_kl(compression: str, cache_dtype: str, num_parameters: float = LARGE
 def simulated_prior(
     base: EngineArgs, description: ModelDescription, traffic: RecordedTraffic, hardware: Hardware
 ) -> Prior:
-    """Make the prior that `search.Search` takes. `base` has the settings that all candidates share.
-    Drafts are not simulated.
+    """Make the prior for `search.Search`. `base` has the settings that all candidates share. Drafts
+    are not simulated.
 
     GPUs with tensor parallelism are planned as such. GPUs with pipeline stages are simulated as
-    several engines: one step per stage is under way, each step passes all layers, and each has its
-    part of the sequences and of the memory left by the weights. Ranks on a CPU share its cores and
-    memory, and are predicted to be as fast as one process."""
+    several engines, because one step per stage is in flight: each step passes all layers, and has
+    its fraction of the sequences and of the memory left by the weights. Ranks on a CPU share its
+    cores and memory, and are predicted to be as fast as one process."""
     workload = of_lengths(traffic.source, traffic.lengths)
     arrivals = parse_arrivals(traffic.arrivals)
     load = workload.traffic(arrivals, len(traffic.lengths), seed=traffic.seed)
-    # Divergence of random weights is not measured: `run` uses the guess for a large model.
+    # The divergence of random weights is not measured: `run` uses the assumption for a large model.
     num_parameters = (
         LARGE_MODEL if base.load_format == "dummy" else float(description.spec.num_parameters)
     )
@@ -94,7 +94,7 @@ def simulated_prior(
                 engine = with_limits(engine, max_num_seqs=seqs)
                 engine = dataclasses.replace(engine, num_blocks=engine.num_blocks // form.pipeline)
             found = simulate(engine, load, num_replicas=form.pipeline).summary
-        except (ConfigError, OutOfMemoryError):  # the measurement will show the reason
+        except (ConfigError, OutOfMemoryError):  # # the measurement will report the reason
             return NOTHING
         if found.num_failed or not found.output_throughput:  # the engine would refuse requests
             return NOTHING
@@ -106,7 +106,7 @@ def simulated_prior(
 
 
 def bits_of(compression: str) -> tuple[int, str | None]:
-    """(bits of a weight, scheme in `SCHEMES` of about the same speed). Names as in
+    """(bits per weight, scheme in `SCHEMES` of about the same speed). Names are those of
     `run.check_compressions`."""
     if compression == "none":
         return 16, None
@@ -115,7 +115,7 @@ def bits_of(compression: str) -> tuple[int, str | None]:
     recipe = read_recipe(compression.removeprefix("recipe:"))
     quantize = recipe.one(Quantize)
     if recipe.one(Sparsify) is not None or recipe.one(PruneSettings) is not None:
-        return 3, "int8"  # half of the weights are left: as fast as 8 bits, with the loss of 3
+        return 3, "int8"  # # half of the weights remain: as fast as 8 bits, with the KL of 3
     blocks = recipe.one(GGUF)
     if blocks is not None and blocks.name != "F16":
         bits = int(blocks.bits or re.findall(r"\d", blocks.name)[0])

@@ -1,8 +1,8 @@
-"""Several replicas of the chosen engine under the traffic, arranged in two ways: all compute prompts and answer them, or some
-compute prompts and hand them over to the others (prefill and decode apart).
+"""Several replicas of the chosen engine under the traffic, arranged in two ways: all compute prompts and
+answer them, or some compute prompts and hand them over to the others (prefill and decode apart).
 
-`arrangements` names what is measured, `verdict` says what the measurements mean. `Replicas` runs in the process that measures
-(`optimize.worker`)."""
+`arrangements` lists what is measured, `verdict` interprets the measurements. `Replicas` runs in the process
+that measures (`optimize.worker`)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from slipstream.bench.workload import BenchRequest
 
 MORE = 1.05
-"""Throughput over that of replicas that do both, above which a division pays. Less is taken for noise."""
+"""Minimum ratio of the throughput to that of replicas that do both, for which separation is worthwhile. A smaller gain is
+treated as noise."""
 
 
 def arrangements(replicas: int) -> list[tuple[int, int]]:
-    """Returns the pairs (replicas that only compute prompts, the others) to be measured. (0, N) is
-    all alike. Empty without replicas."""
+    """Pairs to measure: (replicas that only compute prompts, the other replicas). (0, N) means that
+    all are alike. Empty without replicas."""
     if not replicas:
         return []
     parts = sorted({max(1, replicas // part) for part in DIVISIONS})
@@ -36,10 +37,11 @@ def arrangements(replicas: int) -> list[tuple[int, int]]:
 
 
 def verdict(found: Sequence[Mapping[str, Any]], objectives: Mapping[str, float]) -> str:
-    """Says whether prefill and decode apart pays. The first of `found` is of replicas that are all alike.
+    """Report, as text, whether separating prefill and decode is worthwhile. The first of `found` is that of replicas that
+    are all alike.
 
-    It pays if it alone keeps all objectives, or else with 5 % more output tokens a second. Nothing
-    is said of paying if an objective was not measured, as TPOT of answers of one token.
+    It is if only the separation meets all objectives, or else if it has 5 % more output tokens per second. Nothing is
+    concluded if an objective was not measured, such as TPOT for answers of one token.
     """
     best = max(found[1:], key=lambda row: (keeps(row, objectives), row["output_throughput"]))
     together, more = found[0], best["output_throughput"] / found[0]["output_throughput"]
@@ -58,15 +60,15 @@ def verdict(found: Sequence[Mapping[str, Any]], objectives: Mapping[str, float])
 
 
 def keeps(row: Mapping[str, Any], objectives: Mapping[str, float]) -> bool:
-    """Whether 99 % of the requests keep all objectives. One that was not measured is not kept."""
+    """Whether 99 % of the requests meet all objectives. An objective that was not measured counts as missed."""
     measured = ((row.get(f"{name}_p99"), most) for name, most in objectives.items())
     return all(value is not None and value <= most for value, most in measured)
 
 
 class Replicas:
-    """A `StreamingEngine` over `prompts` engines that compute prompts alone, and `answers` others.
+    """A `StreamingEngine` over `prompts` engines that only compute prompts, and `answers` others.
 
-    A request goes to the engine with the fewest requests. On a CPU the engines share its cores
+    A request goes to the engine with the fewest requests. On a CPU the engines divide its cores
     evenly.
     """
 
@@ -109,8 +111,8 @@ class Replicas:
             self._running[at] -= 1
 
     async def _prefill(self, request: BenchRequest) -> str:
-        """Have the prompt computed by a replica for prompts. Returns the address at which its
-        blocks can be fetched."""
+        """Let a replica for prompts compute the prompt. Returns the address from which its blocks
+        can be fetched."""
         from slipstream.bench.adapters.slipstream import greedy, prompt_of
 
         at = self._least(self._prompts)
@@ -127,7 +129,7 @@ class Replicas:
         return handover.address
 
     async def handed_tokens(self) -> int:
-        """Prompt tokens so far whose keys and values came from another engine."""
+        """Number of prompt tokens so far whose keys and values came from another engine."""
         stats = [await self.engines[i].engine.stats() for i in self._answers]
         return sum(0 if own.tiers is None else own.tiers.peer_hit_tokens for own in stats)
 

@@ -1,5 +1,5 @@
-"""Measures candidates, each measurement in its own process: a compression once for all candidates
-that share it, a quality once, and the speed of each. Results are stored in a folder, so that an
+"""Measures candidates, each measurement in its own process. Compression and quality are measured
+once for all candidates that share them, speed for each. Results are stored in a folder, so that an
 interrupted search continues."""
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from slipstream.worker.ranks.process_executor import check_devices
 
 RESULTS_NAME = "results.jsonl"
 SURE = 1.96
-"""Standard errors of a 95 % interval. A limit is kept if the interval's upper end is below it."""
+"""Half width of a 95 % interval in standard errors. A limit counts as met if the interval's upper end is below it."""
 
 LIMITS = ("kl", "perplexity")
 WITHOUT_FILES = ("ngram", "suffix", "mtp")
-"""Draft methods that need only the model's checkpoint. Those of `FILE_METHODS` need a head's."""
+"""Draft methods that need only the model's checkpoint. Those of `FILE_METHODS` need a draft head's too."""
 
 WORKER = (sys.executable, "-m", "slipstream.optimize.worker")
 NOT_MEASURED = "random weights: quality is not measured"
@@ -50,16 +50,16 @@ NOT_MEASURED = "random weights: quality is not measured"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityLoss:
-    """Limits of quality loss: nats of divergence, a share of perplexity (0.02: 2 % more), and for
-    each task a loss of score (0.01: one right answer of a hundred fewer). Tasks are those of
-    `evals.tasks`."""
+    """Limits of quality loss: KL divergence in nats, relative rise of perplexity (0.02: 2 % more),
+    and for each task a loss of score (0.01: one correct answer in a hundred fewer). Tasks are those
+    of `evals.tasks`."""
 
     kl: float | None = None
     perplexity: float | None = None
     tasks: tuple[tuple[str, float], ...] = ()
 
     def faults(self, found: Mapping[str, Any]) -> list[str]:
-        """Returns, in words, the limits that the 95 % interval exceeds."""
+        """Limits that the 95 % interval exceeds, as text."""
         faults = []
         if self.kl is not None and not (most := found["kl"] + SURE * found["kl_stderr"]) <= self.kl:
             faults.append(f"KL {found['kl']:.4g} (up to {most:.4g}), at most {self.kl:g} is wanted")
@@ -120,9 +120,9 @@ def parse_seconds(text: str) -> float:
 
 
 def default_space(*, users: int, on_gpu: bool) -> Space:
-    """The default space: compressions that the device's products support, and the settings that
+    """The default space: compressions that the device's kernels support, and the settings that
     trade throughput for latency with `users` concurrent requests. It has no drafts: the traffic's
-    tokens are random and do not repeat as text does."""
+    tokens are random and do not repeat like those of text."""
     seqs = tuple(sorted({max(1, users // 4), max(1, users // 2), users}))
     if on_gpu:
         compressions: tuple[str, ...] = (
@@ -148,7 +148,7 @@ def default_space(*, users: int, on_gpu: bool) -> Space:
 
 def check_compressions(names: Sequence[str]) -> tuple[str, ...]:
     """Check names of compressions: `none`, a scheme applied at load, `recipe:NAME`, or a recipe's
-    file (rounding, sparsity, pruning with distillation)."""
+    file (quantization, sparsity, pruning with distillation)."""
     for name in names:
         if name != "none" and name not in SCHEMES:
             try:
@@ -192,7 +192,7 @@ def draft_path(name: str) -> Path | None:
 
 
 def draft_settings(name: str) -> dict[str, Any]:
-    """The engine's settings for this draft."""
+    """Engine settings for this draft method."""
     method, path = name.partition(":")[0], draft_path(name)
     if method in FILE_METHODS:
         return {"speculative_config": {"method": method, "model": str(path)}}
@@ -204,8 +204,8 @@ def draft_settings(name: str) -> dict[str, Any]:
 def check_parallel(
     names: Sequence[str], base: EngineArgs, description: ModelDescription, info: DeviceInfo
 ) -> tuple[str, ...]:
-    """Check forms such as `tp2`, `pp2` and `tp2pp2`: this machine must have the devices, and the
-    model must be divisible."""
+    """Check parallel forms such as `tp2`, `pp2` and `tp2pp2`: this machine must have the devices,
+    and the model must be divisible."""
     forms = tuple(str(parse_parallel(name, "parallel")) for name in names)
     for form in forms:
         args = EngineArgs(**settings_of(base, Candidate("none", (("parallel", form),))))
@@ -223,8 +223,8 @@ def check_parallel(
 def refusals(
     space: Space, base: EngineArgs, description: ModelDescription, info: DeviceInfo
 ) -> dict[Candidate, str]:
-    """Reasons, in the engine's words, why candidates can't run on several ranks, for example with a
-    draft model. Failures on one device are found by measuring."""
+    """Candidates that can't run on several ranks, for example with a draft model, with the engine's
+    error message. Failures on one device are found by measuring."""
     found = {}
     for candidate in space.candidates():
         args = EngineArgs(**settings_of(base, candidate))
@@ -237,7 +237,7 @@ def refusals(
 
 
 def settings_of(base: EngineArgs, candidate: Candidate) -> dict[str, Any]:
-    """Engine settings for a candidate; the model is missing if its compression is a checkpoint."""
+    """Engine settings for a candidate, without the model if its compression is a checkpoint that has to be made."""
     given = dataclasses.asdict(base)
     settings = {name: value for name, value in candidate.settings if value is not None}
     if (draft := settings.pop("speculative_model", None)) is not None:
@@ -251,9 +251,9 @@ def settings_of(base: EngineArgs, candidate: Candidate) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class Measurer:
-    """Measures candidates of `base`, which is the original model with the settings that all share.
-    `folder` stores compressed checkpoints and results. Calling it with a candidate returns the
-    result; an engine that fails raises."""
+    """Measures candidates of `base`, the original model with the settings that all share. `folder`
+    stores compressed checkpoints and results. Called with a candidate it returns the result, or
+    raises an error if the engine fails."""
 
     base: EngineArgs
     traffic: RecordedTraffic
@@ -263,17 +263,17 @@ class Measurer:
     text: Mapping[str, Any]
     task_limit: int | None = None  # questions per task
     timeout_s: float = 1800.0
-    # limit for one compression, so that there is time for others
+    # time limit for one compression, so that others get time too
     compress_s: float = math.inf
-    deadline: float = math.inf  # of `time.monotonic()`; unfinished work is stopped then
+    deadline: float = math.inf  # # on `time.monotonic()`; unfinished work is stopped then
     on_phase: Callable[[str], None] = lambda what: None
     files: Sequence[Path] = ()  # questions, texts and draft models that the results depend on
     _quality: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
     @property
     def conditions(self) -> str:
-        """Everything but the candidate that results depend on. A search continues only if it is
-        unchanged."""
+        """Everything except the candidate on which results depend, as text. A search continues only
+        if it is unchanged."""
         given = [
             self.base,
             self._files(),
@@ -292,7 +292,7 @@ class Measurer:
             quality = self.quality(candidate)
         except (
             SlipstreamError
-        ) as error:  # the compression failed: no candidate that shares it can succeed
+        ) as error:  # # the compression failed: all candidates that share it fail too
             return TrialResult(candidate=candidate, error=str(error), fits=False)
         if "not_measured" not in quality and (faults := self.limits.faults(quality)):
             return TrialResult(
@@ -336,8 +336,8 @@ class Measurer:
         )
 
     def folder_args(self, candidate: Candidate) -> tuple[EngineArgs, dict[str, Any]]:
-        """Splits settings into (those stored in the candidate's folder, those that each start must
-        give). A draft model or head is not stored."""
+        """Split settings into (those stored in the candidate's folder, those that each start must
+        be given). A draft model or head is not stored."""
         args = EngineArgs(**self.args_of(candidate))
         draft = dict(candidate.settings).get("speculative_model")
         if draft is None or draft_path(draft) is None:
@@ -347,7 +347,7 @@ class Measurer:
         return dataclasses.replace(args, **left_out), at_start
 
     def args_of(self, candidate: Candidate) -> dict[str, Any]:
-        """Engine settings for a candidate. Its compression is made first if it is a checkpoint."""
+        """Engine settings for a candidate. If its compression is a checkpoint, that is made first."""
         given = settings_of(self.base, candidate)
         if candidate.compression != "none" and candidate.compression not in SCHEMES:
             given["model"] = str(self.artefact(candidate.compression))
@@ -378,7 +378,7 @@ class Measurer:
         return out
 
     def _files(self) -> list[tuple[str, int, int]]:
-        """Identity of the model's files."""
+        """Names, sizes and times that identify the model's files."""
         return files_of(resolve_model(self.base.model, download_dir=self.base.download_dir))
 
     def _made_of(self, compression: str) -> str:
@@ -443,7 +443,7 @@ class Measurer:
         return self._quality[key]
 
     def receipt(self, candidate: Candidate) -> Path:
-        """Path of the receipt of its quality."""
+        """Path of the receipt of the candidate's quality."""
         name = hashlib.sha256(repr(candidate.quality_key).encode()).hexdigest()[:8]
         return (
             self.folder
@@ -462,8 +462,8 @@ class Measurer:
     def _finish(
         self, words: Sequence[str], given: str | None, what: str, most_s: float = math.inf
     ) -> str:
-        """Output of a process. EngineError if it fails or takes too long; then everything that it
-        started is ended, too."""
+        """Run a process and return its output. EngineError if it fails or takes too long; then all
+        processes that it started are ended too."""
         process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
@@ -507,7 +507,7 @@ def files_of(source: Path) -> list[tuple[str, int, int]]:
     ]
 
 
-# --- What is kept -----------------------------------------------------------------------------------------------------
+# --- Stored results -----------------------------------------------------------------------------------------------------
 
 
 def append_result(result: TrialResult, measurer: Measurer) -> None:
@@ -527,7 +527,7 @@ def as_row(result: TrialResult) -> dict[str, Any]:
 
 
 def result_of(row: Mapping[str, Any], space: Space) -> TrialResult:
-    """Reads the result in a row of `as_row`. KeyError if the row is from another space."""
+    """Read the result from a row of `as_row`. KeyError if the row is from another space."""
     candidate = Candidate(
         row["compression"], tuple((name, row["settings"][name]) for name in space.axes)
     )
@@ -538,8 +538,8 @@ def result_of(row: Mapping[str, Any], space: Space) -> TrialResult:
 
 
 def read_results(measurer: Measurer, space: Space) -> list[TrialResult]:
-    """Stored results with the same conditions whose choices are still in the space; the last one of
-    each candidate."""
+    """Stored results with the same conditions whose choices are still in the space; only the last
+    one of each candidate."""
     file = measurer.folder / RESULTS_NAME
     found: dict[Candidate, TrialResult] = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
@@ -551,7 +551,7 @@ def read_results(measurer: Measurer, space: Space) -> list[TrialResult]:
         lost_too_much = result.kl is not None
         if conditions == measurer.conditions and (
             result.error is None or lost_too_much
-        ):  # else it is tried again
+        ):  # # other failed candidates are tried again
             found[result.candidate] = result
     return list(found.values())
 
@@ -560,7 +560,7 @@ def read_results(measurer: Measurer, space: Space) -> list[TrialResult]:
 
 
 def misses(result: TrialResult, objectives: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Objectives whose 99th percentile is too high: name → (measured, wanted)."""
+    """Objectives whose 99th percentile is too high: name → (measured, limit)."""
     found = {name: (result.figures.get(f"{name}_p99"), most) for name, most in objectives.items()}
     return {
         name: (value, most)
@@ -570,8 +570,8 @@ def misses(result: TrialResult, objectives: Mapping[str, float]) -> dict[str, tu
 
 
 def choose(results: Sequence[TrialResult], objectives: Mapping[str, float]) -> TrialResult | None:
-    """The result on the front with the most throughput among those that meet the objectives. If
-    none does, the nearest one."""
+    """Result on the Pareto front with the highest throughput among those that meet the objectives.
+    If none does, the one that misses them least."""
     if not results:
         return None
     meeting = [r for r in results if not misses(r, objectives)]

@@ -1,20 +1,19 @@
-"""Chooses the candidate to measure next. Nothing here runs an engine: measurement and prior are
-functions.
+"""Chooses the candidate to measure next. No engine runs here: measurement and prior are functions.
 
-A candidate is a compression plus engine settings. Three objectives count: throughput (high), time
-between tokens (low) and divergence from the original (low). A *prior* predicts the first two for
-every candidate. Measurements correct it (`corrected`), which also gives the uncertainty. Divergence
-depends only on the compression and the KV cache's type: it is measured once for all candidates that
-share them, and guessed until then.
+A candidate is a compression plus engine settings. There are three objectives: throughput (high),
+time between tokens (low) and KL divergence from the original (low). A *prior* predicts the first
+two for every candidate. Measurements correct it (`corrected`), which also estimates the
+uncertainty. Divergence depends only on the compression and the KV cache's type: it is measured once
+for all candidates that share them, and estimated until then.
 
 1. The first candidate is the uncompressed original, with the settings of highest predicted
    throughput.
 2. The next one has the largest expected hypervolume gain, which includes the chance that its
-   quality is outside the limits. The hypervolume's reference is the worst that is expected of any
+   quality is outside the limits. The hypervolume's reference is the worst value expected of any
    candidate, so that the ends of the front count from the start.
 3. Every eighth candidate comes from Optuna's tree-structured Parzen estimator, which does not use
    the prior, if its expected gain is at least half of the best one's.
-4. The search ends when no candidate is expected to move the front, or when the time is over."""
+4. The search ends when no candidate is expected to improve the front, or when the time is over."""
 
 from __future__ import annotations
 
@@ -40,18 +39,18 @@ from slipstream.optimize.corrected import Corrected
 from slipstream.optimize.pareto import expected_gain, front, hypervolume
 
 MIN_GAIN = 0.001
-"""Share of the front's hypervolume: with a smaller expected gain, a candidate does not move the
-front."""
+"""Minimum expected gain of a candidate, as a fraction of the front's hypervolume; below it the
+candidate is not measured."""
 
 MIN_MEASURED = 6
 EXPLORE_EVERY = 8
 EXPLORED_GAIN = 0.5
-"""Least expected gain of Optuna's proposal, as a share of the best gain."""
+"""Minimum expected gain of Optuna's proposal, as a fraction of the best gain."""
 
 GUESSED = 1.0
 OF_SIBLING = 0.5
-"""Standard deviations of the log of an unmeasured divergence: of any compression, and of one that
-was measured with another KV cache."""
+"""Standard deviations of the log of an unmeasured KL: of any compression, and of one measured with
+another KV cache."""
 
 QUADRATURE = ((-math.sqrt(3), 1 / 6), (0.0, 2 / 3), (math.sqrt(3), 1 / 6))
 """(standard deviations, weight) of Gauss–Hermite quadrature with three points."""
@@ -59,7 +58,7 @@ QUADRATURE = ((-math.sqrt(3), 1 / 6), (0.0, 2 / 3), (math.sqrt(3), 1 / 6))
 
 class Search:
     """One search. `known`: results of an interrupted search, which count as measured. If `measure`
-    raises a SlipstreamError, that is recorded as the candidate's result."""
+    raises a SlipstreamError, it is stored as the candidate's result."""
 
     def __init__(
         self,
@@ -87,17 +86,17 @@ class Search:
         on_result: Callable[[TrialResult], None] = lambda result: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> list[TrialResult]:
-        """Measure until the front can't move or `budget_s` is over. A candidate is not begun if,
-        judging by the latest ones, the time does not suffice. Then only candidates of known quality
-        are left, which take much less."""
+        """Measure until no candidate is expected to improve the front, or `budget_s` is over. A
+        candidate is not started if, judging by the latest ones, the remaining time is too short.
+        Then only candidates of known quality are tried, which take much less time."""
         begin = clock()
-        longest: dict[bool, float] = {}  # by whether the quality was known
+        longest: dict[bool, float] = {}  # # maximum time by whether the quality was known
         while (candidate := self.propose()) is not None:
             started = clock()
             left_s = budget_s - (started - begin)
             known = {r.candidate.quality_key for r in self.results if r.kl is not None}
             new = longest.get(False, longest.get(True, 0.0))
-            # for a kind that was not seen yet, a guess
+            # an estimate for a kind that was not measured yet
             takes = {False: new, True: longest.get(True, new / 2)}
             if self.results and takes[candidate.quality_key in known] > left_s:
                 in_time = {c for c in self.waiting() if takes[c.quality_key in known] <= left_s}
@@ -161,8 +160,8 @@ class Search:
         )
 
     def waiting(self) -> list[Candidate]:
-        """Candidates that are not measured. A compression that was unfit with some KV cache is left
-        out with caches that are no better."""
+        """Candidates not measured yet. A compression that missed the quality limits with some KV
+        cache is left out with caches of no better quality."""
         done = {r.candidate for r in self.results}
         unfit = [
             (r.candidate.compression, self._prior(r.candidate).kl)
@@ -180,15 +179,15 @@ class Search:
         return [p for r in self.results if (p := r.point) is not None]
 
     def front(self) -> list[TrialResult]:
-        """Measured results on the front, fastest first."""
+        """Measured results on the Pareto front, fastest first."""
         found = [r for r in self.results if r.point is not None]
         best = [found[i] for i in front([r.point for r in found if r.point is not None])]
         return sorted(best, key=lambda r: -(r.throughput or 0))
 
     def _kl(self, candidate: Candidate) -> tuple[float, float]:
-        """(divergence, standard deviation of its logarithm) of a candidate. It is measured if any
-        candidate of the same quality was. Otherwise it is its compression's value with another KV
-        cache plus the difference of the caches; otherwise the prior's."""
+        """(KL divergence in nats, standard deviation of its logarithm) of a candidate. It is the
+        measured value if a candidate with the same quality key was measured; else its compression's
+        value with another KV cache, plus the difference of the caches; else the prior's."""
         known = {
             r.candidate.quality_key: (r.kl, r.candidate) for r in self.results if r.kl is not None
         }
@@ -203,8 +202,8 @@ class Search:
     def _between_caches(
         self, candidate: Candidate, other: Candidate, known: Mapping[Any, tuple[float, Candidate]]
     ) -> float:
-        """Divergence of `candidate` minus that of `other`, which differs in the KV cache: measured
-        with another compression, or the prior's."""
+        """KL of `candidate` minus that of `other`, which differs in the KV cache: measured with
+        another compression, or the prior's."""
         for compression in self.space.compressions:
             keys = [(compression, *c.quality_key[1:]) for c in (candidate, other)]
             if all(key in known for key in keys):
@@ -212,8 +211,8 @@ class Search:
         return self._prior(candidate).kl - self._prior(other).kl
 
     def _believed(self, known: Corrected) -> list[tuple[float, float, float]]:
-        """Points of the measured results with the measuring noise removed. A value that noise made
-        too good would hide other candidates."""
+        """Points of the measured results without the estimated measurement noise. A value that is
+        too good by noise would hide other candidates."""
         found = [r for r in self.results if r.point is not None]
         if not found:
             return []
@@ -229,7 +228,7 @@ class Search:
     def _reference(
         self, known: Corrected, points: list[tuple[float, float, float]]
     ) -> tuple[float, float, float]:
-        """A reference point worse than all measured points and all predictions."""
+        """Reference point that is worse than all measured points and all predictions."""
         planned = [c for c in self.waiting() if self._prior(c) != NOTHING]
         mean = known.at(planned)[0] if planned else []
         all_points = [*points, *((float(a), float(b), 0.0) for a, b in mean)]
@@ -237,12 +236,12 @@ class Search:
         return worst[0] + 0.1, worst[1] + 0.1, max(self._kl_limit, worst[2]) * 1.1 + 1e-9
 
     def _gains(self, waiting: Sequence[Candidate]) -> tuple[Any, float]:
-        """Returns (expected hypervolume gain [N] of each candidate, hypervolume of the front)."""
+        """(expected hypervolume gain [N] of each candidate, hypervolume of the front)."""
         known = Corrected(self._prior, self.results)
         mean, deviation = known.at(waiting)
         kl, spread = np.array([self._kl(c) for c in waiting]).T
         points = self._believed(known)
-        if not points:  # no front yet: the least divergence, then the most throughput
+        if not points:  # # no front yet: the least KL first, then the highest throughput
             return np.where(kl == kl.min(), -mean[:, 0], -math.inf), 0.0
         reference, gains = self._reference(known, points), np.zeros(len(waiting))
         for place, weight in QUADRATURE:
@@ -256,7 +255,7 @@ class Search:
 
 
 def load_optuna() -> Any:
-    """Import Optuna; ConfigError names the extra to install."""
+    """Import Optuna. ConfigError names the extra to install."""
     try:
         import optuna
     except ImportError:
@@ -267,8 +266,8 @@ def load_optuna() -> Any:
 
 
 class _Explorer:
-    """Optuna's sampler over the same space. It gets every result. Its proposal is measured only if
-    it was not measured before."""
+    """Optuna's sampler over the same space. It is given every result. A proposal is measured only
+    if it was not measured before."""
 
     TRIES = 16
 
@@ -278,7 +277,7 @@ class _Explorer:
         self._optuna: Any = optuna
         self._axes = {"compression": space.compressions, **space.axes}
         kind = optuna.distributions.CategoricalDistribution
-        # Choices are passed as indices: Optuna wants plain values, and ours may be dictionaries.
+        # Choices are passed as indices, because Optuna needs plain values, and ours may be dictionaries.
         self._distributions: dict[str, Any] = {
             name: kind(tuple(range(len(values)))) for name, values in self._axes.items()
         }

@@ -1,4 +1,4 @@
-"""Measures this machine's step times for a model, and its hardware limits, for later plans."""
+"""Measures this machine's step times for a model, and its hardware limits, and stores them for later plans."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from slipstream.worker.start.step_costs import ROUNDS, grid, measure_steps
 
 MEASURED_CACHE_BYTES = 2**30
 IDLE_S = 1.0
-"""Seconds of measuring the idle power, if the device reports it."""
+"""Seconds in which the idle power is measured, if the device reports it."""
 
 BUSY_S = 3.0
-"""Seconds of measuring the power under load."""
+"""Seconds in which the power under load is measured."""
 
 LONGEST_MEASURED = 4096
-"""Longest context, in tokens, whose steps are measured. Beyond it attention is extrapolated."""
+"""Maximum context, in tokens, whose steps are measured. Beyond it attention is extrapolated."""
 
 OnPhase = Callable[[str], None]
 OnStep = Callable[[int, int], None]
@@ -74,8 +74,8 @@ def measure_table(
     on_phase: OnPhase = _ignore,
     on_step: OnStep = _ignore,
 ) -> tuple[StepTable, dict[str, float]]:
-    """Measure steps of contexts up to `longest` tokens, with the times that host and front end add,
-    and the device's limits."""
+    """Measure steps with contexts up to `longest` tokens, the additional times of host and front
+    end, and the device's limits."""
     start = dataclasses.replace(settings, skip_tokenizer_init=True, enable_prefix_caching=False)
     if settings.kv_cache_bytes is None:
         device = this_device(settings.device)
@@ -126,7 +126,7 @@ def measure_table(
 
 
 def _power(meter: EnergyMeter, state: str, work: Callable[[], object]) -> dict[str, float | None]:
-    """Watts of the device and the CPU while `work` runs; empty if they are not reported."""
+    """Mean power in watts of the device and the CPU while `work` runs; empty if they are not reported."""
     before, begin = meter.read(), time.monotonic()
     work()
     energy = meter.energy(before, meter.read(), time.monotonic() - begin, 0)

@@ -1,7 +1,7 @@
-"""A study: the search for the compression and settings that serve a given traffic best, and the
-folder that it makes.
+"""Searches the compression and settings that serve a given traffic best, and writes a folder with
+them.
 
-`prepare` checks the request before anything is measured. `Study.run` measures, chooses and writes
+`prepare` checks the options before anything is measured. `Study.run` measures, chooses and writes
 the folder. Results are stored next to it (`DIR.search`), so that an interrupted study continues."""
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from slipstream.spec.scheme import SCHEMES
 from slipstream.worker.device import detect
 
 COMPRESS_SHARE = 1 / 3
-"""Largest share of the budget for one compression. An interrupted one continues in the next run."""
+"""Maximum fraction of the time budget for one compression. An interrupted one continues in the next run."""
 
 TEXT_CONTEXT = 512
-"""Tokens of a window of text for measuring quality."""
+"""Number of tokens in a window of text for measuring quality."""
 
 Say = Callable[[str], None]
-"""Called with each line for a person."""
+"""Called with each line of output for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyOptions:
-    """Options of a study, as `slipstream optimize` has them. Those that are parsed later are text."""
+    """Options of a study, the same as of `slipstream optimize`. Those that are parsed later are strings."""
 
     model: str
     out: str
@@ -64,7 +64,9 @@ class StudyOptions:
     drafts: str | None = None
     kv_cache_dtypes: str | None = None
     parallel: str = "tp1"
-    replicas: int | None = None  # of the chosen engine, alike and with prefill and decode apart
+    replicas: int | None = (
+        None  # # number of replicas to measure, alike and with separate prefill and decode
+    )
     load_format: str = "auto"
     max_model_len: int | None = None
     num_threads: int | None = None
@@ -78,7 +80,7 @@ class StudyOptions:
         return self.load_format != "dummy"
 
     def out_folder(self) -> Path:
-        """The folder to make. ConfigError if it can't be made."""
+        """Folder to make. ConfigError if it can't be made."""
         out = Path(self.out).expanduser().absolute()
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(
@@ -92,7 +94,7 @@ class StudyOptions:
         return out
 
     def base(self) -> EngineArgs:
-        """The settings that all candidates share."""
+        """Engine settings that all candidates share."""
         names = ("device", "download_dir", "max_model_len", "num_threads", "load_format")
         given = {name: getattr(self, name) for name in names}
         return EngineArgs(
@@ -100,7 +102,7 @@ class StudyOptions:
         )
 
     def check(self) -> None:
-        """Check the options that need no model. ConfigError names the option at fault."""
+        """Check the options that do not depend on the model. ConfigError names the wrong option."""
         if not self.has_weights and self.max_quality_loss is not None:
             raise ConfigError(
                 "max_quality_loss can't be kept with --load-format dummy: random weights have no quality; leave one of "
@@ -121,8 +123,8 @@ class StudyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Result of a study. `again`: measurements of an engine from its folder; None for random
-    weights. `replicas`: those of several, `optimize.replicas.arrangements`; empty if none are wanted."""
+    """Result of a study. `again`: measurements of an engine from its folder; None for random weights.
+    `replicas`: measurements of several (`optimize.replicas.arrangements`); empty if not requested."""
 
     search: Search
     chosen: TrialResult
@@ -132,7 +134,7 @@ class Found:
 
 
 def prepare(options: StudyOptions, say: Say) -> Study:
-    """Check a request before anything is measured. ConfigError names the option."""
+    """Check the options before anything is measured. ConfigError names the wrong one."""
     out, base = options.out_folder(), options.base()
     budget_s = measuring.parse_seconds(options.budget)
     limits = measuring.parse_quality_loss(options.max_quality_loss or "kl=0.05")
@@ -181,7 +183,7 @@ def prepare(options: StudyOptions, say: Say) -> Study:
         raise ConfigError(f"no engine starts with any candidate: {reasons}", field="parallel")
     if refused:
         say(f"{len(refused)} combinations are left out: {reasons}")
-    load_optuna()  # fail before a folder is made
+    load_optuna()  # # raises an error before a folder is made
     return Study(
         options=options,
         out=out,
@@ -204,7 +206,7 @@ def prepare(options: StudyOptions, say: Say) -> Study:
 def _check_handover(
     base: EngineArgs, description: ModelDescription, info: DeviceInfo, forms: Sequence[str]
 ) -> None:
-    """ConfigError if the engines of some form have no hand-overs."""
+    """Raise ConfigError if the engines of some parallel form do not support hand-overs."""
     for form in forms:
         given = measuring.settings_of(base, Candidate("none", (("parallel", form),)))
         try:
@@ -219,7 +221,7 @@ def _check_handover(
 def _kv_cache_dtypes(
     options: StudyOptions, base: EngineArgs, description: ModelDescription, info: DeviceInfo
 ) -> tuple[str, ...] | None:
-    """Requested types of the KV cache. ConfigError for a type that no engine supports."""
+    """Requested dtypes of the KV cache. ConfigError for one that the engine does not support."""
     given = options.kv_cache_dtypes
     types = None if given is None else tuple(dict.fromkeys(given.split(",")))
     for kind in types or ("auto",):
@@ -228,7 +230,7 @@ def _kv_cache_dtypes(
 
 
 def _space(options: StudyOptions, traffic: RecordedTraffic, *, on_gpu: bool) -> Space:
-    """The space: compressions, drafts and step sizes to try."""
+    """Space of the compressions, drafts and step sizes to try."""
     arrivals = parse_arrivals(options.arrivals)
     users = arrivals.concurrency if isinstance(arrivals, ClosedLoop) else 32
     space = measuring.default_space(users=min(users, len(traffic.lengths)), on_gpu=on_gpu)
@@ -242,7 +244,7 @@ def _space(options: StudyOptions, traffic: RecordedTraffic, *, on_gpu: bool) -> 
 
 
 def _without_recipes(space: Space, *, chosen: bool) -> Space:
-    """The space for random weights. ConfigError if the user chose a compression that needs trained
+    """Space for random weights. ConfigError if the user chose a compression that needs trained
     ones."""
     kept = tuple(c for c in space.compressions if c == "none" or c in SCHEMES)
     if chosen and (no := [c for c in space.compressions if c not in kept]):
@@ -268,7 +270,7 @@ class Study:
     budget_s: float
 
     def run(self, *, say: Say, on_phase: Say, on_result: Callable[[TrialResult], None]) -> Found:
-        """Measure, choose and write the folder. ConfigError if no candidate is within the limits."""
+        """Measure, choose and write the folder. ConfigError if no candidate is within the quality limits."""
         state = self.out.with_name(f"{self.out.name}.search")
         with writing(state, "out"):
             state.mkdir(parents=True, exist_ok=True)
@@ -289,7 +291,7 @@ class Study:
     def _replicas(
         self, chosen: TrialResult, measurer: measuring.Measurer
     ) -> list[Mapping[str, Any]]:
-        """Measure several of the chosen engine, in all arrangements."""
+        """Measure several replicas of the chosen engine, in all arrangements."""
         found: list[Mapping[str, Any]] = []
         args = measurer.args_of(chosen.candidate)
         for prompts, answers in arrangements(self.options.replicas or 0):
@@ -317,7 +319,7 @@ class Study:
     def _search(
         self, measurer: measuring.Measurer, say: Say, on_result: Callable[[TrialResult], None]
     ) -> Search:
-        """Run the search. Earlier results count; the time starts with the first result."""
+        """Run the search. Earlier results count; the time budget starts with the first result."""
         options = self.options
         hardware = this_hardware(options.device, options.num_threads)
         prior = simulated_prior(self.base, self.description, self.traffic, hardware)
@@ -353,7 +355,7 @@ class Study:
 
         Returns the measurements of an engine from the folder; None for random weights, which it
         does not store. The folder is made next to the results and renamed when it is complete, so
-        that a killed search leaves nothing in the way of the next."""
+        that a killed search leaves no incomplete folder."""
         from slipstream.optimize.folder import build_folder
         from slipstream.optimize.page import render
 

@@ -1,4 +1,4 @@
-"""The traffic that candidates are measured with: lengths of requests, and their arrivals."""
+"""Traffic with which candidates are measured: lengths of requests, and their arrivals."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ TRACE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTraffic:
-    """Lengths and arrivals. `arrivals` is in the format of `bench.load.parse_arrivals`.
-    `num_left_out`: requests of the source that were longer than the model's context."""
+    """Lengths and arrivals of requests. `arrivals` is in the format of `bench.load.parse_arrivals`.
+    `num_left_out`: number of requests of the source that exceeded the model's context."""
 
     source: str
     lengths: tuple[Length, ...]
@@ -34,7 +34,7 @@ class RecordedTraffic:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> RecordedTraffic:
-        """The traffic in JSON data."""
+        """Build the traffic from JSON data."""
         return cls(**{**given, "lengths": tuple((a, b) for a, b in given["lengths"])})
 
     @property
@@ -49,8 +49,8 @@ def parse_traffic(
     text: str, arrivals: str, *, num_requests: int, longest: int, seed: int = 0
 ) -> RecordedTraffic:
     """Read traffic. `text` is IN/OUT for equal requests, such as 128/64, or a file: a recorded
-    trace (.csv, .jsonl) or lengths (.json, as `bench --lengths-file`). The first `num_requests`
-    that fit into `longest` tokens are taken."""
+    trace (.csv, .jsonl) or lengths (.json, like `bench --lengths-file`). The first `num_requests`
+    that fit into `longest` tokens are used."""
     parse_arrivals(arrivals)
     if num_requests < 1:
         raise ConfigError("num_requests must be above 0", field="num_requests")
@@ -79,7 +79,7 @@ def parse_traffic(
 
 
 def read_trace(path: Path) -> list[Length]:
-    """The lengths in a file, in order, without requests that have no input or no output tokens."""
+    """Read the lengths in a file, in order, without requests that have no input or no output tokens."""
     if not path.is_file():
         raise ConfigError(
             f"traffic={str(path)!r} is neither IN/OUT, such as 128/64, nor a file", field="traffic"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def speed(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure the engine under the traffic; returns a row like a sweep's."""
+    """Measure the engine under the traffic; returns a row in the format of a sweep."""
     from slipstream.bench.adapters.slipstream import AsyncSlipstream
     from slipstream.bench.load import parse_arrivals, run_load
     from slipstream.bench.power import EnergyMeter
@@ -100,8 +100,8 @@ def replicas(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def quality(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure how far the candidate's answers are from the original's, with standard errors. Writes
-    the receipt to `job["folder"]`."""
+    """Measure the loss of quality of the candidate against the original, with standard errors.
+    Writes the receipt to `job["folder"]`."""
     from slipstream.compress.report import measure, write_receipt
     from slipstream.evals.text import TextSettings
 
@@ -137,7 +137,7 @@ HIGHER = frozenset(("acc", "acc_norm", "exact_match", "f1", "bleu", "chrf", "mcc
 LOWER = frozenset((
     "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "ter", "wer", "brier_score", "mae", "mse",
 ))  # fmt: skip
-"""Metrics that are better when lower, for tasks that do not say so."""
+"""Metrics for which lower is better, used if a task does not define that."""
 
 OF_100 = frozenset(("bleu", "chrf"))
 
@@ -145,7 +145,7 @@ OF_100 = frozenset(("bleu", "chrf"))
 def task_loss(original: TaskResult, found: TaskResult) -> dict[str, Any]:
     """The loss of a task's score, with the standard error of the difference. Both runs answer the
     same questions, so the true error is smaller than this one, which assumes independence. The loss
-    is a share of the score's scale, or, if lower is better, of the original's value."""
+    is a fraction of the score's scale, or, if lower is better, of the original's value."""
     metric, better = found.metric, found.higher_is_better
     if better is None:
         better = True if metric in HIGHER else False if metric in LOWER else None
@@ -177,7 +177,7 @@ def task_loss(original: TaskResult, found: TaskResult) -> dict[str, Any]:
 
 
 def end_with_parent() -> None:
-    """Makes the kernel end this process when its parent is killed (prctl(2), PR_SET_PDEATHSIG), so
+    """Let the kernel end this process when its parent is killed (prctl(2), PR_SET_PDEATHSIG), so
     that it does not slow the next search down."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
@@ -192,7 +192,7 @@ def main() -> None:
     job = json.loads(sys.stdin.read())
     try:
         found = {"speed": speed, "quality": quality, "replicas": replicas}[job["kind"]](job)
-    except Exception as error:  # every failure is the candidate's
+    except Exception as error:  # # every failure is a result of the candidate
         error = missing_torch(error) or error
         text = (
             str(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}"

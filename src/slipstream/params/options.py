@@ -14,16 +14,14 @@ from slipstream.params.lora_request import LoRARequest
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """An owner and its weight: requests of one priority get served tokens in proportion to their
-    owners' weights."""
+    """An owner and its weight: requests of one priority get served tokens in proportion to their owners' weights."""
 
     owner: str
     weight: float = 1.0
 
 
 Reserve: TypeAlias = Callable[[int, int], None]
-"""Called with the tokens of a prompt and of its longest answer before a request is queued. It may
-raise."""
+"""Called with the tokens of a prompt and of its longest answer before a request is queued. It may raise."""
 
 
 @suggesting_init

@@ -164,8 +164,7 @@ class SamplingParams:
 
     @property
     def is_masked(self) -> bool:
-        """Whether the host says which tokens may be drawn: by a grammar, or by a budget of
-        reasoning."""
+        """Whether the host says which tokens may be drawn: by a grammar, or by a budget of reasoning."""
         return self.structured_outputs is not None or self.thinking_token_budget is not None
 
     @property

@@ -1,8 +1,7 @@
 """The host's processor, with NumPy arrays as values and without torch.
 
-Work is done when a call returns, so nothing is queued, copied or waited for. The one exception is a
-step that the CPU's own threads still compute: its event comes from the forward path that started it
-(`worker/forward/program.py`).
+Work is done when a call returns, so nothing is queued, copied or waited for. The one exception is a step that the
+CPU's own threads still compute: its event comes from the forward path that started it (`worker/forward/program.py`).
 """
 
 from __future__ import annotations

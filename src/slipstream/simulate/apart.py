@@ -1,8 +1,8 @@
-"""Simulates prefill and decode on different replicas, and says whether that pays.
+"""Simulates prefill and decode on different replicas, and reports whether that is worthwhile.
 
-Prompts are computed by `num_prompts` replicas, in a run of prompts alone. Each then arrives at the `num_answers` other
-replicas after the time of its hand-over, and is found in the cache there. Prompts wait for no answer, so the second run follows
-the first. That holds for requests that arrive at times of their own, not for users who wait, nor for the turns of sessions.
+First `num_prompts` replicas are simulated that compute only prompts. Then `num_answers` other replicas are simulated, where
+each prompt arrives after the time of its hand-over and is found in the cache. The runs are separate because no prompt waits
+for an answer. This holds for requests with arrival times, not for users who wait for answers, nor for the turns of sessions.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from slipstream.simulate.recommend import OfferedLoad
 
 MEMORY_SHARE = 0.25
-"""Rate of a hand-over as a share of the device's memory rate, used if the host's link is unknown. Each byte is read
-and written at both ends."""
+"""Assumed rate of a hand-over, as a fraction of the device's memory bandwidth, if the link between
+hosts is unknown. Each byte is read and written at both ends."""
 
 
 DIVISIONS = (2, 3, 4, 8)
-"""Shares of the replicas that are tried for prompts: a half, a third, …"""
+"""Divisors of the number of replicas that are tried for prefill: a half, a third, …"""
 
 
 def simulate_apart(
@@ -38,8 +38,8 @@ def simulate_apart(
     transfer_s: Callable[[int], float],
     objectives: dict[str, float] | None = None,
 ) -> Simulation:
-    """Simulates `num_prompts` replicas for prompts and `num_answers` for answers. The result's figures of steps are
-    those of the replicas for answers.
+    """Simulates `num_prompts` replicas for prompts and `num_answers` for answers. Step figures in
+    the result are those of the replicas for answers.
 
     `transfer_s` maps a prompt's tokens to the seconds of its hand-over.
     """
@@ -55,7 +55,9 @@ def simulate_apart(
         r if p.last_token is None else r._replace(arrival=p.last_token + transfer_s(r.input_tokens))
         for r, p in zip(traffic.requests, prompts.records, strict=True)
     )
-    recent = replace(engine.cache, eviction="lru")  # what has just come is not evicted
+    recent = replace(
+        engine.cache, eviction="lru"
+    )  # # blocks that were just received are not evicted
     run = simulate(
         replace(engine, cache=recent),
         replace(traffic, requests=arrivals),
@@ -85,10 +87,10 @@ def handover_s(engine: PlannedEngine) -> Callable[[int], float]:
 
 
 def note_apart(engine: PlannedEngine, load: OfferedLoad, replicas: int | None) -> str | None:
-    """Says whether prefill and decode apart carry the load with fewer than the `replicas` that carry it together.
+    """Report whether separate prefill and decode replicas serve the load with fewer than `replicas` combined ones.
 
-    None for a load without a rate, for one replica, with drafts, which are not simulated, and for engines that would refuse to
-    hand over.
+    None for a load without a rate, for one replica, with speculative decoding, which is not simulated here, and for
+    engines that do not support hand-overs.
     """
     if load.rate is None or replicas in (None, 1) or engine.drafts is not None:
         return None

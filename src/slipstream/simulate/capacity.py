@@ -1,4 +1,4 @@
-"""Finds by simulation the load that an engine carries within its objectives."""
+"""Finds by simulation the load that an engine can serve within its latency objectives."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ NUM_REQUESTS = 400
 
 MAX_REQUESTS = 6000
 ANSWERS = 8
-"""Length of a simulation in mean answer times, up to `MAX_REQUESTS` requests. A queue needs time
-to show."""
+"""Length of a simulation in mean answer times, up to `MAX_REQUESTS` requests, long enough for a
+queue to build up."""
 
 MAX_RUNS = 14
 GROWS = 1.1
-"""Minimum gain in turns per second for which twice as many sessions are worth it."""
+"""Minimum factor in turns per second for which doubling the sessions is worthwhile."""
 
 KEEPS_UP = 0.85
-"""Minimum ratio of the completion rate to the arrival rate at which a load counts as carried."""
+"""Minimum ratio of the completion rate to the arrival rate at which a load counts as sustained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyObjectives:
-    """Latency limits, and the share of requests that must meet all of them.
+    """Latency limits, and the fraction of requests that must meet all of them.
 
     `limits` maps a name (ttft_s, tpot_s, e2e_s) to seconds.
     """
@@ -48,13 +48,12 @@ class LatencyObjectives:
         ) >= self.attainment * len(records)
 
     def reached(self, run: Simulation) -> dict[str, float]:
-        """Returns for each objective the value that the `attainment` share of the requests
-        meets."""
+        """Value of each objective that a fraction `attainment` of the requests meets, by name."""
         return {name: quantile(settled(run), name, self.attainment) for name in self.limits}
 
 
 def settled(run: Simulation) -> tuple[RequestTiming, ...]:
-    """Returns the records without the first quarter and the last tenth, in order of sending.
+    """Records without the first quarter and the last tenth, in order of sending.
 
     The first requests find an empty engine, and the last ones run while no more arrive.
     """
@@ -71,8 +70,8 @@ def quantile(records: tuple[RequestTiming, ...], name: str, share: float) -> flo
 class Capacity:
     """The result of a capacity search.
 
-    `rate` is in requests per second. It is None if a request alone already misses the objectives.
-    `run` is the simulation at that rate; `alone` has one request at a time.
+    `rate` is in requests per second. It is None if even a single request at a time misses the
+    objectives. `run` is the simulation at that rate; `alone` has one request at a time.
     """
 
     rate: float | None
@@ -88,7 +87,7 @@ def run_alone(engine: SimulatedEngine, workload: Workload, *, seed: int = 0) -> 
 
 
 def saturated(engine: SimulatedEngine, workload: Workload, *, seed: int = 0) -> Simulation:
-    """Simulates as many concurrent users as the engine takes at once."""
+    """Simulates as many concurrent users as the engine can run at once."""
     users = engine.scheduling.max_num_seqs
     return simulate(
         engine,
@@ -97,9 +96,9 @@ def saturated(engine: SimulatedEngine, workload: Workload, *, seed: int = 0) -> 
 
 
 def keeps_up(run: Simulation, rate: float) -> bool:
-    """Tells whether the queue stays bounded: requests are answered about as fast as they arrive.
+    """Whether the queue stays bounded: requests are completed about as fast as they arrive.
 
-    The requests that are open at the last arrival are allowed the time of one answer.
+    Requests that are open at the last arrival may take one more answer time.
     """
     count = run.summary.num_requests
     slowest = run.summary.e2e_s.p90 if run.summary.e2e_s is not None else 0.0
@@ -115,7 +114,7 @@ def find_capacity(
     on_run: Callable[[], None] = lambda: None,
 ) -> Capacity:
     """Finds, to 5 %, the highest arrival rate at which the objectives hold and the queue stays
-    bounded. Of sessions it finds how many at once (`most_sessions`)."""
+    bounded. For sessions it finds the number of concurrent ones (`most_sessions`)."""
     if isinstance(workload, SessionWorkload):
         return most_sessions(engine, workload, objectives, seed=seed, on_run=on_run)
     alone = run_alone(engine, workload, seed=seed)
@@ -148,8 +147,8 @@ def most_sessions(
     seed: int = 0,
     on_run: Callable[[], None] = lambda: None,
 ) -> Capacity:
-    """Doubles the number of sessions at once while the objectives hold and turns per second grow by
-    `GROWS`. A session has no arrival rate of its own: it waits for its answers."""
+    """Double the number of concurrent sessions while the objectives hold and turns per second grow
+    by `GROWS`. A session has no arrival rate, because it waits for its answers."""
 
     def run_of(users: int) -> tuple[float, Simulation]:
         traffic = workload.of_sessions(ClosedLoop(concurrency=users), users, seed=seed)
@@ -171,8 +170,8 @@ def most_sessions(
 
 
 def turns_per_s(traffic: Traffic, run: Simulation) -> float:
-    """Turns per second of all sessions together while all of them run. (Over the whole run, the
-    longest session would decide.)"""
+    """Turns per second of all sessions together while all of them run. (Over the whole run the
+    longest session would determine it.)"""
     assert traffic.turns is not None
     spans: dict[int, list[RequestTiming]] = {}
     for turn, record in zip(traffic.turns, run.records, strict=True):

@@ -1,9 +1,9 @@
 """Speculative decoding in a simulation. No torch.
 
-A simulation computes no tokens, so a draft's correctness is drawn at random from measured rates.
-The engine's own `Speculation` chooses how many drafts a step verifies. This module has the rest: a
-proposer that always has drafts, or has some in a share of the steps; the draw of how many are
-right; and the time of a draft model's own steps. A running engine's metrics give the rates:
+A simulation computes no tokens, so whether a draft is correct is sampled from measured rates. The
+engine's own `Speculation` chooses how many drafts a step verifies. This module has the rest: a
+proposer that has drafts always, or in a fraction of the steps; the sampling of how many are
+correct; and the time of a draft model's own steps. A running engine's metrics give the rates:
 `spec_decode_num_accepted_tokens_per_pos` over `spec_decode_num_drafts`, each position divided by
 the one before.
 """
@@ -30,15 +30,15 @@ DRAFT = 7
 class AcceptanceRates:
     """Acceptance rates by draft position.
 
-    `rates[i]` is the probability that draft i is right if all before it are. The last rate also
-    applies to later positions. `found` is the share of steps in which a request has a proposal.
+    `rates[i]` is the probability that draft i is correct if all before it are. The last rate also
+    applies to later positions. `found` is the fraction of steps in which a request has a proposal.
     """
 
     rates: tuple[float, ...]
     found: float = 1.0
 
     def num_accepted(self, num_drafts: int, draw: float) -> int:
-        """Returns how many of `num_drafts` are right, from a uniform `draw` in [0, 1)."""
+        """Number of correct drafts among `num_drafts`, from a uniform sample `draw` in [0, 1)."""
         survival = 1.0
         for i in range(num_drafts):
             survival *= self.rates[min(i, len(self.rates) - 1)]
@@ -60,7 +60,7 @@ def parse_acceptance(text: str) -> AcceptanceRates:
         if all(0 <= rate <= 1 for rate in (*made.rates, made.found)):
             return made
     except ValueError:
-        pass  # no numbers: the error is raised below
+        pass  # # not numbers: the error is raised below
     raise ConfigError(
         f"draft_acceptance={text!r} must be shares between 0 and 1 by position, such as 0.8,0.6,0.5, and after an @ the share "
         "of steps with a proposal",
@@ -79,7 +79,7 @@ class Drafts:
 
 
 MATCH = 8
-"""Match length that the proposer reports, which sets how far its proposals are trusted."""
+"""Match length that the proposer reports, which determines how many drafts `Speculation` trusts."""
 
 
 class _Drafts(Proposer):
@@ -93,10 +93,10 @@ class SimulatedSpeculation(Speculation):
         self._rates = drafts.acceptance
 
     def _most_drafts(self, request: Request, limit: int) -> int:
-        """Draws whether the request has a proposal at its position.
+        """Maximum number of drafts: 0 unless sampling gives the request a proposal at its position.
 
         The scheduler asks again after the step in flight. The position, pending tokens included, is
-        the same then, so the answer is too.
+        the same then, and so is the result.
         """
         if drawn(request.request_id, -request.num_tokens) >= self._rates.found:
             return 0
@@ -106,12 +106,12 @@ class SimulatedSpeculation(Speculation):
         return _Drafts()
 
     def _remember(self, request: Request) -> None:
-        """Does nothing: a simulated answer is not text to draft from."""
+        """Does nothing: a simulated answer contains no text to draft from."""
 
 
 def drawn(name: str, number: int) -> float:
-    """Returns a number in [0, 1), hashed from a request and a position. Neighbouring positions are
-    independent."""
+    """Pseudo-random number in [0, 1), hashed from a request and a position. Neighboring positions
+    are independent."""
     return (
         int.from_bytes(blake2b(f"{name} {number}".encode(), digest_size=6).digest(), "big") / 2**48
     )
@@ -128,10 +128,10 @@ class DraftSteps:
         self._cost = cost
         self._seen: dict[str, int] = {}
         self.label: Label = "measured"
-        """Worst label among the steps of the latest `seconds` call."""
+        """Least reliable label among the steps of the latest `seconds` call."""
 
     def seconds(self, drafted: Sequence[ScheduledRequest]) -> float:
-        """Seconds of drafting for a plan; `drafted` are its requests with drafts."""
+        """Seconds of drafting in a step; `drafted` are its requests with drafts."""
         context = sum(s.num_computed_tokens + 1 for s in drafted)
         missed = pairs = num_prompts = 0
         for s in drafted:

@@ -41,8 +41,8 @@ from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.scheme import SCHEMES
 
 RUN_AHEAD = 8
-"""Copy of `worker.in_flight.RUN_AHEAD`: maximum sequences of a CPU step that the host does not wait
-for."""
+"""Copy of `worker.in_flight.RUN_AHEAD`: maximum sequences of a CPU step for which the host does not
+wait."""
 
 
 def run_ahead(*, is_gpu: bool, num_threads: int) -> int | None:
@@ -53,7 +53,7 @@ def run_ahead(*, is_gpu: bool, num_threads: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledTable:
-    """Step cost of several GPUs: the measured time of one GPU, times the ratio of the two analytic
+    """Step times of several GPUs: the measured time of one GPU, times the ratio of the two analytic
     times for that step."""
 
     table: StepTable
@@ -125,10 +125,10 @@ class PlannedEngine:
 
 
 def this_hardware(device: str, num_threads: int | None = None) -> Hardware:
-    """Returns this machine's rates: measured ones, or else those of a similar known machine.
+    """This machine's rates: measured ones, or else those of a similar known machine.
 
-    An unknown GPU counts as an H200 with its own memory until its ceilings are measured. Its title
-    says so.
+    An unknown GPU is treated as an H200 with its own memory size until its limits are measured; its
+    title says so.
     """
     info = this_device(device)
     if info.is_cuda:
@@ -162,12 +162,12 @@ def this_hardware(device: str, num_threads: int | None = None) -> Hardware:
 
 
 CPU_REACHED = {"read": 0.86, "float32": 0.71, "bfloat16": 0.61, "int8": 0.54, "int6": 0.54}
-"""Shares of the measured ceilings that steps reach on a two-core AVX-512 machine
+"""Fractions of the measured limits that steps reach on a two-core AVX-512 machine
 (benchmarks/results/roofline_cpu.json)."""
 
 
 def measured(hardware: Hardware, ceilings: dict[str, float]) -> Hardware:
-    """Returns the hardware with the ceilings that `slipstream plan --measure` found."""
+    """Copy of the hardware with the limits that `slipstream plan --measure` measured."""
     if not ceilings:
         return hardware
     share = dict.fromkeys(ceilings, 1.0) if hardware.is_gpu else CPU_REACHED
@@ -197,8 +197,8 @@ def plan_engine(
 ) -> PlannedEngine:
     """Plans an engine of `num_gpus` GPUs.
 
-    `table` overrides the step table found on disk. `acceptance` is required if the settings have
-    drafts. OutOfMemoryError if the model does not fit; ConfigError if it can't be planned.
+    `table` overrides the step table found on disk. `acceptance` is required with speculative
+    decoding. OutOfMemoryError if the model does not fit; ConfigError if it can't be planned.
     """
     spec = description.spec
     if spec.kind != "a decoder":
@@ -272,14 +272,14 @@ def _analytic(
     if scheme is not None and scheme.inputs is not None:
         product_type = scheme.inputs.removesuffix("-block")
     elif in_8_bits and not hardware.is_gpu:
-        product_type = "int6"  # CPU kernels round inputs to 8 bits; weights have up to 6
-    # On a GPU, a product of several tokens takes as long with a 4-bit weight as with its dense copy
-    # (kernels_cuda_linear).
+        product_type = "int6"  # # CPU kernels quantize inputs to 8 bits; weights have up to 6
+    # On a GPU, a linear layer of several tokens takes as long with a 4-bit weight as with its dense
+    # copy (kernels_cuda_linear).
     by_groups = hardware.is_gpu and scheme is not None and scheme.name == "int4"
     held = {part: float(num_bytes) for part, num_bytes in parts.items()}
     if (
         description.stored and not hardware.is_gpu
-    ):  # a GGUF file's types, of which only the total is known
+    ):  # # a GGUF file has mixed types, of which only the total size is known
         share = resident_weights_bytes(config, description) / sum(parts.values())
         held = {part: num_bytes * share for part, num_bytes in held.items()}
     multiplied = products(spec, held)
@@ -308,8 +308,8 @@ def _analytic(
 
 
 def _read_s(config: EngineConfig, description: ModelDescription, hardware: Hardware) -> float:
-    """Returns the seconds that a step takes to read the layers that are not kept on the device.
-    ConfigError if the rate is unknown."""
+    """Seconds per step to read the layers that are not stored on the device. ConfigError if the
+    rate is unknown."""
     offload = estimate_offload(config, description)
     if offload is None:
         return 0.0
@@ -326,7 +326,7 @@ def _read_s(config: EngineConfig, description: ModelDescription, hardware: Hardw
 def _table(
     config: EngineConfig, description: ModelDescription, hardware: Hardware
 ) -> StepTable | None:
-    """Returns the measured table of such an engine, or None."""
+    """Measured step table of such an engine, or None."""
     if estimate_offload(config, description) is not None:
         return None
     info = config.device.info
@@ -342,8 +342,8 @@ def _table(
 def _draft_model(
     args: EngineArgs, speculation: SpeculationConfig, acceptance: AcceptanceRates | None
 ) -> ModelDescription | None:
-    """Returns the description of the draft model, or None without one. ConfigError if the cost of
-    drafts can't be planned."""
+    """Describe the draft model; None without one. ConfigError if the cost of drafts can't be
+    planned."""
     if isinstance(speculation, NoDrafts):
         return None
     if acceptance is None:

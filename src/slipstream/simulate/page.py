@@ -1,4 +1,4 @@
-"""The plan as one HTML page, without scripts or outside resources."""
+"""The plan as one HTML page, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def shares(ledger: Mapping[str, Any]) -> list[tuple[str, int, float]]:
-    """Returns (name, bytes, percent of the device's memory) of each part above 0, and of what is
-    left."""
+    """(name, bytes, percent of the device's memory) of each part above 0, and of the rest."""
     total = ledger["total_bytes"]
     found = [(name, ledger[key], 100 * ledger[key] / total) for name, key in MEMORY if ledger[key]]
     used = sum(num_bytes for _, num_bytes, _ in found)
@@ -45,7 +44,7 @@ def shares(ledger: Mapping[str, Any]) -> list[tuple[str, int, float]]:
 
 
 def times(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """Returns (name, seconds, percent of the step) of each part, longest first."""
+    """(name, seconds, percent of the step) of each part, longest first."""
     total = sum(parts.values()) or 1.0
     return sorted(
         ((name, s, 100 * s / total) for name, s in parts.items() if s), key=lambda part: -part[1]

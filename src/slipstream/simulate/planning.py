@@ -1,6 +1,6 @@
-"""A plan over several kinds of devices: what each carries of a model and a load, as data.
+"""Plans a model and a load on several kinds of devices; the result is data.
 
-`prepare` checks what is asked for; `PlanStudy.run` simulates and returns one JSON-like document.
+`prepare` checks the options; `PlanStudy.run` simulates and returns one JSON-like document.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from slipstream.spec.description import ModelDescription, read_spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Options of `slipstream plan`. Options with a syntax of their own are kept as text."""
+    """Options of `slipstream plan`. Options with a syntax of their own are stored as text."""
 
     workload: str = "sharegpt"
     rate: float | None = None
@@ -48,7 +48,7 @@ class PlanOptions:
     max_gpus: int = 8
     price: str | None = None
     no_search: bool = False
-    agents: AgentLoad | None = None  # the sessions of `workload` "agents"
+    agents: AgentLoad | None = None  # # sessions of `workload` "agents"
 
     def check(self, settings: EngineArgs) -> None:
         """Raise ConfigError for an option with an impossible value, or for two that conflict."""
@@ -79,8 +79,7 @@ class PlanOptions:
             )
 
     def load(self, seed: int, max_model_len: int | None) -> OfferedLoad:
-        """Returns the load to plan for. ConfigError if the options describe none that is
-        possible."""
+        """Load to plan for. ConfigError if the options describe no possible load."""
         if self.agents is not None:
             workload: Workload = SessionWorkload.agents(self.agents.fitted(max_model_len), seed)
         else:
@@ -100,7 +99,7 @@ class PlanOptions:
 
 
 def parse_prices(text: str | None, count: int) -> list[float | None]:
-    """Parses prices: one price per hour for each of `count` devices."""
+    """Parse prices: one price per hour for each of `count` devices."""
     if text is None:
         return [None] * count
     try:
@@ -124,15 +123,15 @@ class PlanStudy:
     description: ModelDescription
     load: OfferedLoad
     acceptance: AcceptanceRates | None
-    others: list[Hardware]  # the devices of --gpu; empty: this machine's
+    others: list[Hardware]  # # devices of --gpu; empty: this machine's
     prices: list[float | None]
 
     def run(
         self, *, measured: dict[str, Any] | None = None, on_phase: Callable[[str], None]
     ) -> dict[str, Any]:
-        """Simulates, and returns the plan as data. OutOfMemoryError if no device holds the model.
+        """Simulate, and return the plan as data. OutOfMemoryError if the model fits on no device.
 
-        `measured` is what `optimize.step_table.measure` has just found.
+        `measured` is the result of `optimize.step_table.measure`.
         """
         options, own = self.options, self.settings
         devices = self.others or [this_hardware(own.device, own.num_threads)]
@@ -165,7 +164,7 @@ class PlanStudy:
         return {**self._head(), "devices": rows, "refused": refused, "measured": measured}
 
     def _head(self) -> dict[str, Any]:
-        """Returns the part of the document that repeats the options."""
+        """First part of the document, which repeats the options."""
         load, spec = self.load, self.description.spec
         n_in, n_out = load.workload.mean_lengths
         return {
@@ -198,7 +197,7 @@ def _count(device: str, runs: itertools.count[int], on_phase: Callable[[str], No
 
 
 def prepare(settings: EngineArgs, options: PlanOptions) -> PlanStudy:
-    """Check the options. ConfigError names one that can't be met."""
+    """Check the options. ConfigError names one that is not possible."""
     options.check(settings)
     given = options.draft_acceptance
     acceptance = None if given is None else parse_acceptance(given)

@@ -3,9 +3,9 @@
 The recommendations follow ENOVA (Huang et al. 2024, arXiv:2407.09486):
 
 1. As many sequences as the objectives allow.
-2. No more memory than those sequences hold.
+2. No more memory than those sequences need.
 3. Replicas for the rest of the traffic.
-4. Each replica's weight in a balancer by what it carries.
+4. Each replica's weight in a load balancer in proportion to its capacity.
 
 The capacity of every candidate is simulated.
 """
@@ -42,18 +42,18 @@ from slipstream.simulate.traffic import SessionWorkload, Traffic, Workload
 from slipstream.spec.description import ModelDescription
 
 STEP_TOKENS = (512, 1024, 2048, 4096, 8192)
-"""Tried token limits of steps with decodes, below the engine's own choice."""
+"""Token limits of steps with decodes that are tried, below the engine's own choice."""
 
 MORE = 1.1
 """Minimum ratio of the new rate to the old one for which a setting is changed. A smaller gain is
 within a simulation's error."""
 
 KEEPS_PREFIXES = 0.95
-"""Share of cacheable prefix tokens that are found in the cache, below which memory counts as the
+"""Fraction of cacheable prefix tokens found in the cache, below which memory counts as the
 bottleneck of sessions."""
 
 LONG_CONTEXT = 8192
-"""Mean length of a request, in tokens, from which context parallelism is tried."""
+"""Minimum mean length of a request, in tokens, for which context parallelism is tried."""
 
 SPARE = 1.25
 """Headroom factor over the peak number of sequences and the peak cache use."""
@@ -61,7 +61,7 @@ SPARE = 1.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommended:
-    """A setting, its recommended value and the reason."""
+    """A setting, its recommended value, and the reason."""
 
     setting: str
     value: Any
@@ -72,7 +72,7 @@ class Recommended:
 class DevicePlan:
     """A plan of one kind of device for the model and the traffic.
 
-    `replicas` is None if no load was asked for, or if the objectives can't be met at it.
+    `replicas` is None if no load was given, or if the objectives can't be met under it.
     """
 
     engine: PlannedEngine
@@ -80,11 +80,11 @@ class DevicePlan:
     full: Simulation
     limits: (
         dict[str, int] | None
-    )  # of steps, where they carry more than the engine's own; None: none were tried
+    )  # # limits of steps that give more throughput than the engine's own; None: none were tried
     replicas: int | None
     run: (
         Simulation | None
-    )  # at the load, with the fewest replicas that meet the objectives, or else the most allowed
+    )  # # at the given load, with the fewest replicas that meet the objectives, else with the maximum
     binds: str
     settings: tuple[Recommended, ...]
     notes: tuple[str, ...]
@@ -92,12 +92,12 @@ class DevicePlan:
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs in the simulation that this plan's figures come from."""
+        """Number of GPUs in the simulation from which this plan's figures come."""
         return self.engine.num_gpus * self.load.num_replicas
 
     @property
     def load(self) -> Simulation:
-        """The simulation that this plan's figures come from."""
+        """Simulation from which this plan's figures come."""
         return self.run or self.capacity.run or self.full
 
     @property
@@ -107,14 +107,14 @@ class DevicePlan:
         return summary.steady_throughput or summary.output_throughput
 
     def cost_per_million(self, price: float) -> float:
-        """Cost of a million output tokens, at `price` per hour and device."""
+        """Cost of a million output tokens, at `price` per device and hour."""
         rate = self.throughput
         return self.num_gpus * price / 3600 / rate * 1e6 if rate else math.inf
 
     @property
     def joules_per_token(self) -> float | None:
-        """Energy of an output token, from the power of a device that is busy for its share of the
-        time. None if the power is not known."""
+        """Energy in joules per output token, from the power of a device weighted by the time it is
+        busy. None if the power is unknown."""
         h, rate = self.engine.hardware, self.throughput
         if h.watts is None or h.idle_watts is None or not rate:
             return None
@@ -127,8 +127,8 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedLoad:
-    """The load: `rate` requests per second, or `users` at once. With neither, it is the load that
-    one replica carries."""
+    """The load: `rate` requests per second, or `users` concurrent users. With neither, it is the
+    capacity of one replica."""
 
     workload: Workload
     objectives: LatencyObjectives
@@ -138,7 +138,7 @@ class OfferedLoad:
     router: RouterName = "least-loaded"
 
     def at_rate(self, replicas: int) -> Traffic:
-        """Makes traffic at `rate`, with enough requests to show what `replicas` replicas carry."""
+        """Traffic at `rate`, with enough requests to measure `replicas` replicas."""
         assert self.rate is not None
         count = max(400 * min(replicas, 4), min(6000, math.ceil(self.rate * 15)))
         return self.workload.at_rate(self.rate, count, seed=self.seed)
@@ -150,7 +150,7 @@ class OfferedLoad:
         else:
             assert self.users is not None
             if isinstance(self.workload, SessionWorkload):
-                count = 0  # each user's one session
+                count = 0  # # one session per user
             traffic = self.workload.traffic(
                 ClosedLoop(concurrency=self.users),
                 max(count, 3 * self.users) if count else 0,
@@ -163,8 +163,7 @@ class OfferedLoad:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """An engine, the load that it carries, and the limits that a search changed (None: no search
-    was made)."""
+    """An engine, its capacity, and the limits that a search changed (None: no search was made)."""
 
     engine: PlannedEngine
     capacity: Capacity
@@ -184,7 +183,7 @@ def plan_device(
 ) -> DevicePlan:
     """Plans one kind of device. `search` also searches the limits of steps.
 
-    OutOfMemoryError if no parallel size up to `max_gpus` holds the model.
+    OutOfMemoryError if the model does not fit with any parallel size up to `max_gpus`.
     """
     engine, notes = smallest(args, description, hardware, max_gpus, acceptance)
     capacity = find_capacity(
@@ -215,7 +214,7 @@ def plan_device(
         tuned, said = by_context(tuned, load, most, acceptance, on_run, tune)
         notes += said
     engine, capacity, limits = tuned.engine, tuned.capacity, tuned.limits
-    if of_sessions:  # the search ended where more sessions bring nothing
+    if of_sessions:  # # the search ended when more sessions gained nothing
         full = capacity.run or capacity.alone
     else:
         full = saturated(engine.simulated, load.workload, seed=load.seed)
@@ -259,8 +258,8 @@ def plan_device(
 
 
 def sizes(args: EngineArgs, description: ModelDescription, max_gpus: int) -> list[int]:
-    """Returns the tensor parallel sizes to try: those that divide the heads of all layers, or only
-    the given size."""
+    """Tensor parallel sizes to try: those that divide the heads of all layers, or only the given
+    size."""
     if args.context_parallel_size > 1:
         return [args.context_parallel_size]
     heads = [a.num_heads for a in description.spec.attentions]
@@ -274,8 +273,7 @@ def smallest(
     max_gpus: int,
     acceptance: AcceptanceRates | None,
 ) -> tuple[PlannedEngine, list[str]]:
-    """Returns the engine on the fewest devices that hold the model, and notes. OutOfMemoryError if
-    none do."""
+    """Engine on the fewest devices that fit the model, and notes. OutOfMemoryError if none do."""
     refused: OutOfMemoryError | None = None
     most = max_gpus if hardware.is_gpu and args.weights_bytes is None else 1
     for num_gpus in sizes(args, description, most):
@@ -305,8 +303,8 @@ def by_context(
     on_run: Callable[[], None],
     tune: Callable[[PlannedEngine, Capacity], Tuned],
 ) -> tuple[Tuned, list[str]]:
-    """Tries context parallelism. Returns (that engine, if it carries more requests per device
-    within the objectives, else the given one; text for the reader).
+    """Try context parallelism. Returns (its engine, if that serves more requests per device within
+    the objectives, else the given one; a note for the user).
 
     `tune` searches an engine's limits; those of `given` are searched. Only for long contexts: each
     device reads all weights, so short ones gain nothing.
@@ -316,7 +314,9 @@ def by_context(
     if n_in + n_out < LONG_CONTEXT:
         return given, []
     others = [n for n in (2, 4, 8) if engine.num_gpus <= n <= max_gpus]
-    if capacity.rate is not None:  # the same number of devices, or two against two replicas
+    if (
+        capacity.rate is not None
+    ):  # # compare with the same number of devices: two devices against two replicas
         others = others[:1]
     for n in others:
         args = dataclasses.replace(engine.args, context_parallel_size=n)
@@ -324,7 +324,10 @@ def by_context(
             tried = plan_engine(
                 args, engine.description, engine.hardware, num_gpus=n, acceptance=acceptance
             )
-        except (ConfigError, OutOfMemoryError):  # a form of model or cache that has no such ranks
+        except (
+            ConfigError,
+            OutOfMemoryError,
+        ):  # # a model or cache that does not support such ranks
             return given, []
         found = find_capacity(
             tried.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run
@@ -353,10 +356,10 @@ def by_context(
 def best_limits(
     engine: PlannedEngine, capacity: Capacity, load: OfferedLoad, on_run: Callable[[], None]
 ) -> Tuned:
-    """Tries lower limits of tokens in steps with decodes, and keeps a limit that carries `MORE`
-    times the rate.
+    """Try lower token limits for steps with decodes, and keep one that raises the rate by the
+    factor `MORE`.
 
-    Shorter steps give even gaps between tokens; longer ones give more tokens per second.
+    Shorter steps give more even times between tokens; longer ones give more tokens per second.
     """
     scheduling, rate = engine.config.scheduling, capacity.rate
     assert rate is not None
@@ -389,9 +392,9 @@ def enough_replicas(
     max_gpus: int,
     on_run: Callable[[], None],
 ) -> tuple[int | None, Simulation | None]:
-    """Returns the fewest replicas that meet the objectives at the load, and their run.
+    """Find the fewest replicas that meet the objectives at the load. Returns (their number, their run).
 
-    If none do, it returns None and the run with the most replicas allowed.
+    If none do, the number is None, and the run has the maximum of replicas.
     """
     most = max(1, max_gpus // engine.num_gpus) if engine.hardware.is_gpu else max_gpus
     assert capacity.rate is not None
@@ -406,7 +409,7 @@ def enough_replicas(
 
 
 def what_binds(engine: PlannedEngine, run: Simulation) -> str:
-    """Names what limits the load: memory, host, or the largest part of a step."""
+    """Name the bottleneck: memory, host, or the largest part of a step."""
     agents = run.agents
     if agents is not None and (agents.hits_of_cacheable or 0.0) < KEEPS_PREFIXES:
         return "memory"
@@ -419,7 +422,7 @@ def what_binds(engine: PlannedEngine, run: Simulation) -> str:
 
 
 def mean_shape(run: Simulation) -> StepCounts:
-    """Returns the shape of a step of the run's mean size."""
+    """Shape of a step with the run's mean numbers of tokens."""
     summary = run.summary
     decodes, prompt = round(run.mean_decodes), round(run.mean_prompt_tokens)
     count = max(1, summary.num_requests - summary.num_failed)
@@ -483,7 +486,7 @@ def recommended(
 
 
 def why_replicas(replicas: int, of_one: float | None, rate: float | None) -> str:
-    """Returns the reason for so many: what one carries, and whether the load is more than all carry."""
+    """Reason for this number of replicas: the capacity of one, and whether the load exceeds that of all."""
     if not of_one:
         return ""
     why = f"one carries {of_one:.3g} requests/s within the objectives"
@@ -496,7 +499,7 @@ def why_replicas(replicas: int, of_one: float | None, rate: float | None) -> str
 
 
 def peak_sequences(run: Simulation) -> int:
-    """Maximum number of requests open at once per replica, each from its first token to its
+    """Maximum number of concurrent sequences per replica, each counted from its first token to its
     last."""
     events = sorted(
         [(r.first_token, 1) for r in run.records if r.first_token is not None]
@@ -510,14 +513,14 @@ def peak_sequences(run: Simulation) -> int:
 
 
 def balancer_weights(plans: Sequence[DevicePlan]) -> list[float]:
-    """Returns the traffic share of each kind of replica in a mixed fleet, by its capacity."""
+    """Fraction of the traffic for each kind of replica in a mixed fleet, in proportion to its capacity."""
     rates = [p.capacity.rate or 0.0 for p in plans]
     total = sum(rates)
     return [rate / total if total else 0.0 for rate in rates]
 
 
 def more_memory(plan: DevicePlan, load: OfferedLoad) -> float | None:
-    """Requests per second that one more GiB of KV cache would add; None if the objectives are not
+    """Additional requests per second per additional GiB of KV cache; None if the objectives are not
     met at all."""
     if plan.capacity.rate is None:
         return None
@@ -550,7 +553,7 @@ def label_of(plan: DevicePlan) -> str:
 
 
 def as_data(plan: DevicePlan, load: OfferedLoad, price: float | None) -> dict[str, Any]:
-    """Returns one device's plan as the JSON and the page show it."""
+    """One device's plan as data for JSON and the page."""
     engine, s, ledger = plan.engine, plan.load.summary, plan.engine.ledger
     shape = mean_shape(plan.load)
     table = engine.table
@@ -607,7 +610,7 @@ def as_data(plan: DevicePlan, load: OfferedLoad, price: float | None) -> dict[st
         "tokens_per_verification": plan.load.tokens_per_verification,
         "num_preemptions": plan.load.num_preemptions,
         "one_more_gib": {
-            # without attention blocks hold nothing, and memory is for states
+            # without attention, blocks are empty and memory is for recurrent states
             "kv_tokens": 2**30 // ledger.block_bytes * ledger.block_size
             if ledger.block_bytes
             else 0,
@@ -628,7 +631,7 @@ def as_data(plan: DevicePlan, load: OfferedLoad, price: float | None) -> dict[st
 
 
 def agents_of(plan: DevicePlan, agents: AgentSummary) -> dict[str, Any]:
-    """Figures of sessions, for each GPU, and how many sessions one replica carries at once."""
+    """Figures of sessions per GPU, and the number of concurrent sessions of one replica."""
     count, best = plan.num_gpus, plan.capacity.run
     each = dataclasses.replace(
         agents,
@@ -641,7 +644,7 @@ def agents_of(plan: DevicePlan, agents: AgentSummary) -> dict[str, Any]:
 
 
 def concurrency_of(engine: PlannedEngine, workload: Workload) -> int:
-    """Number of requests of the workload's mean length that the KV cache holds at once."""
+    """Number of requests of the workload's mean length that fit in the KV cache at once."""
     blocks = math.ceil(sum(workload.mean_lengths) / engine.config.cache.block_size) * len(
         engine.config.cache.groups
     )

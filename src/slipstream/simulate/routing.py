@@ -1,13 +1,10 @@
 """Chooses the replica for a request in simulations, from the open requests and the prefixes sent to
 each. No torch, no clock.
 
-  round-robin    in turn
-  least-loaded   the one with the fewest open requests
-  rendezvous     the highest hash of (first block of the prompt, replica) among those that are not
-                 overfull (Thaler and Ravishankar 1998; bounded loads: Mirrokni, Thorup and
-                 Zadimoghaddam 2018)
-  longest-hit    the one that was sent the longest part of the prompt before, among those that are
-                 not overfull
+round-robin each replica in turn least-loaded the one with the fewest open requests rendezvous the
+highest hash of (first block of the prompt, replica) among those that are not overfull (Thaler and
+Ravishankar 1998; bounded loads: Mirrokni, Thorup and Zadimoghaddam 2018) longest-hit the one that
+was sent the longest part of the prompt before, among those that are not overfull
 
 The last two keep requests with one prefix together, where its blocks are cached. A replica is
 overfull with more than `BALANCE` times the mean of open requests, plus one. A request without a
@@ -31,7 +28,7 @@ BALANCE = 1.25
 
 
 def make_router(name: RouterName, num_replicas: int, num_blocks: int) -> Router:
-    """Makes a router. A replica's cache holds approximately `num_blocks` blocks of prefixes."""
+    """Make a router. A replica's cache is assumed to hold `num_blocks` blocks of prefixes."""
     if name == "round-robin":
         turn = count()
         return lambda prefix, num_open: next(turn) % num_replicas
@@ -63,7 +60,7 @@ def rendezvous(prefix: Sequence[int], num_open: Sequence[int]) -> int:
 class LongestHit:
     """Routes to the replica with the longest cached prefix.
 
-    It remembers the prefixes sent to each replica, the latest `num_blocks` blocks of them.
+    It remembers the latest `num_blocks` prefix blocks sent to each replica.
     """
 
     def __init__(self, num_replicas: int, num_blocks: int) -> None:
@@ -77,7 +74,7 @@ class LongestHit:
             keys.append(key)
         chosen = max(not_overfull(num_open), key=lambda i: (self._hit(i, keys), -num_open[i]))
         sent = self._sent[chosen]
-        for key in reversed(keys):  # the first block is touched last, so it is kept the longest
+        for key in reversed(keys):  # # the first block is touched last, so it is evicted last
             sent[key] = None
             sent.move_to_end(key)
         while len(sent) > self._num_blocks:

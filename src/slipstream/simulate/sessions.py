@@ -36,7 +36,7 @@ def summarize_sessions(
 
 
 def _cacheable(turns: Sequence[PlannedTurn], records: Sequence[RequestTiming]) -> list[int]:
-    """Number of prompt tokens of each turn that an infinite cache would hold."""
+    """Number of prompt tokens of each turn that an infinite cache would contain."""
     seen, found = SeenPrefixes(), [0] * len(turns)
     events = [(r.sent, 1, i) for i, r in enumerate(records)]
     events += [(r.last_token, 0, i) for i, r in enumerate(records) if r.last_token is not None]

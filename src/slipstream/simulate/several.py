@@ -1,4 +1,4 @@
-"""Plan of several models on one device: the memory of each, which of them fit together, and how long
+"""Plans several models on one device: the memory of each, which of them fit together, and how long
 a swap takes. The estimates are the server's own (`server.many.models`)."""
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from slipstream.server.many.models import ServedModels
 from slipstream.server.many.slot import needed_bytes
 
 READ_BYTES_S = 2.8e9
-"""Rate at which weights in the form that kernels take are read from files that the system keeps in
-memory (benchmarks/results/start_kept.json: 2,403 MiB in 0.85 s)."""
+"""Rate in bytes/s at which packed weights are read from files in the page cache
+(benchmarks/results/start_kept.json: 2,403 MiB in 0.85 s)."""
 
 MAX_SETS = 12
-"""Maximum number of models. The limit exists because all subsets of them are examined."""
+"""Maximum number of models, because all subsets of them are examined."""
 
 
 def plan_models(
     models: Mapping[str, str], settings: EngineArgs, gpu: str | None, memory_bytes: int | None
 ) -> dict[str, Any]:
-    """Plans several models and returns the plan as data. ConfigError if a model does not fit even
-    alone. `models` are paths or known names by name; `memory_bytes` is of all together (None: most
-    of what is free)."""
+    """Plan several models; returns data. ConfigError if a model does not fit even alone. `models`
+    maps names to paths or known names; `memory_bytes` is the limit for all together (None: most of
+    the free memory)."""
     if len(models) > MAX_SETS:
         message = f"a plan is of at most {MAX_SETS} models together, got {len(models)}"
         raise ConfigError(message, field="models")
@@ -73,8 +73,8 @@ def plan_models(
 
 
 def largest_sets(sizes: Mapping[str, int], memory_bytes: int) -> list[list[str]]:
-    """Finds the sets of models that fit in the memory together and leave no room for another model;
-    the largest sets first."""
+    """Sets of models that fit in the memory together and leave no room for another model, largest
+    sets first."""
     names, found = list(sizes), list[frozenset[str]]()
     for count in range(len(names), 0, -1):
         for chosen in map(frozenset, itertools.combinations(names, count)):

@@ -8,9 +8,9 @@ each takes. The loop is `EngineCore`'s (`engine/engine_core.py`):
    few decodes.
 3. When enough steps are in flight, wait for the oldest and take its tokens.
 
-The host's own work overlaps with steps where steps overlap, and is added where they don't. A client
-sees a token one front end delay later. Answers have exactly the number of tokens that the workload
-says. The number of correct drafts is drawn at random (`simulate/drafts.py`); the engine's own code
+The host's own work overlaps with steps if steps overlap, else its time is added. A client sees a
+token after an additional front-end delay. Answers have exactly the number of tokens given by the
+workload. The number of correct drafts is sampled (`simulate/drafts.py`); the engine's own code
 chooses how many to verify. All times are in seconds from the start.
 """
 
@@ -56,20 +56,20 @@ from slipstream.simulate.traffic import PREFIX_TOKENS, Traffic, TrafficRequest
 from slipstream.spec.cache import blocks_of_sequence
 
 LABEL_EVERY = 64
-"""Interval, in steps, at which the label of a step's time is sampled."""
+"""Interval, in steps, at which the label (measured, interpolated, estimated) of a step's time is sampled."""
 
 LABEL_SHARE = 0.02
-"""Minimum share of the sampled steps for a label to count."""
+"""Minimum fraction of the sampled steps for a label to count."""
 
 
 MANY_BLOCKS = 2**17
-"""Number of blocks above which a cache is simulated with only as many as the requests can hold."""
+"""Number of blocks above which a cache is simulated with only as many blocks as the requests can use."""
 
 APART_S = 0.0002
 """Seconds between the starts of a closed loop's users.
 
 A front end takes requests one after another (0.03 to 0.3 ms each,
-benchmarks/results/serving_cost.json). So the first step has few of them, and the answers don't all
+benchmarks/results/serving_cost.json). So the first step has few requests, and the answers don't all
 end at once.
 """
 
@@ -79,10 +79,10 @@ class SimulatedEngine:
     """Settings and costs that the simulator needs of an engine.
 
     `run_ahead` is the maximum number of sequences of a decode step that runs while the host goes
-    on; None: every step does (GPU). `padded` maps (decodes, prompt tokens, prompts) to the
-    (decodes, prompt tokens) that the step's graph computes. The operators of a step without a graph
-    are launched one by one. `drafts` has the acceptance and cost of drafts; None without
-    speculation.
+    on; None: the host goes on after every step (GPU). `padded` maps (decodes, prompt tokens,
+    prompts) to the (decodes, prompt tokens) that the step's graph computes. It returns None for a
+    step without a graph, whose operators are launched one by one. `drafts` has the acceptance and
+    cost of drafts; None without speculation.
     """
 
     scheduling: SchedulingConfig
@@ -99,10 +99,10 @@ class SimulatedEngine:
 class Simulation:
     """The result of a simulation.
 
-    `busy` is the share of time in which a device computes. `seconds` is the CPU time that the
-    simulation took. `mean_decodes` and `mean_prompt_tokens` are per step. `max_waiting` is the
-    longest queue. `tokens_per_verification` is the mean per sequence with verified drafts, or None
-    if there were none. `agents` has the figures of sessions, if the traffic has such.
+    `busy` is the fraction of time in which a device computes. `seconds` is the CPU time that the simulation
+    took. `mean_decodes` and `mean_prompt_tokens` are per step. `max_waiting` is the longest queue.
+    `tokens_per_verification` is the mean number of tokens per verification of drafts, or None without drafts.
+    `agents` has the figures of sessions, if the traffic consists of sessions.
     """
 
     summary: Summary
@@ -130,8 +130,8 @@ class Simulation:
 class _InFlight(NamedTuple):
     plan: StepPlan
     end: float
-    is_done: bool  # computed at the launch
-    num_tokens: int  # sampled tokens
+    is_done: bool  # # computed when launched
+    num_tokens: int  # # number of sampled tokens
 
 
 class _Progress:
@@ -141,13 +141,13 @@ class _Progress:
 
     def __init__(self, index: int, sent: float) -> None:
         self.index, self.sent = index, sent
-        self.first = self.worst = 0.0  # time of its first token; the longest gap by preemption
+        self.first = self.worst = 0.0  # # time of its first token; longest gap caused by preemption
         self.first_step = -1
         self.cached = 0
 
 
 class SimulatedReplica:
-    """One simulated engine. `now` is its host's clock."""
+    """One simulated engine. `now` is the clock of its host, in seconds."""
 
     def __init__(
         self,
@@ -187,10 +187,10 @@ class SimulatedReplica:
         self._open: dict[str, _Progress] = {}
         self._preempted: dict[
             str, tuple[int, float]
-        ] = {}  # (first step without it, time of its last token)
+        ] = {}  # # (first step without the request, time of its last token)
         self.records: dict[int, RequestTiming] = {}
-        self.ends: list[float] = []  # of each step
-        self.gaps: list[float] = []  # from the previous step's end to each
+        self.ends: list[float] = []  # # end time of each step
+        self.gaps: list[float] = []  # # gap between each step's end and the previous one's
         self.deliveries: list[tuple[float, float]] = []
         self.weighted_gaps: list[tuple[float, int]] = []
         self.worst_gaps: list[float] = []
@@ -207,12 +207,12 @@ class SimulatedReplica:
         return len(self._open)
 
     def add(self, index: int, at: float) -> None:
-        """Adds request `index` of the traffic. `at` is not before the arrivals added already."""
+        """Add request `index` of the traffic. Requests must be added in order of `at`, their arrival time."""
         self.now = max(self.now, at) if not self.can_step else self.now
         r = self.traffic[index]
         prompt = r._replace(
             input_tokens=min(r.input_tokens, self.engine.max_model_len + 1)
-        )  # a longer one is refused all the same
+        )  # # a longer request is refused anyway
         try:
             self.scheduler.add(
                 EngineRequest(
@@ -238,8 +238,8 @@ class SimulatedReplica:
             self.max_waiting = max(self.max_waiting, self.scheduler.num_waiting)
 
     def _cache_prompt(self, request: Request) -> None:
-        """Puts a prompt's blocks into the cache, if there is room, as if another replica had computed and sent
-        them."""
+        """Put a prompt's blocks into the cache, if there is room, as if another replica had
+        computed and sent them."""
         kv, keys, pool = self.scheduler.kv, request.block_keys, self.scheduler.pool
         num_blocks = (request.num_prompt_tokens - 2) // kv.block_size
         extend_keys(keys, request.root_key, request.token_ids, kv.block_size, num_blocks)
@@ -252,7 +252,7 @@ class SimulatedReplica:
             pool.release(blocks)
 
     def step(self) -> None:
-        """Runs one iteration of the loop, as `EngineCore._step` does."""
+        """Run one iteration of the loop, like `EngineCore._step`."""
         plan, self._planned = self._planned or self.scheduler.schedule(), None
         limit = 0 if plan is None else self._max_in_flight(plan)
         if plan is not None and len(self._in_flight) >= limit:
@@ -316,7 +316,7 @@ class SimulatedReplica:
         begin = max(self.now, self.device_free)
         self.device_free = begin + seconds
         if engine.run_ahead is not None:
-            self.now = begin if ahead else self.device_free  # a CPU's host computes too
+            self.now = begin if ahead else self.device_free  # # a CPU's host thread computes too
         self.now += host + launch_s
         self._in_flight.append(_InFlight(plan, self.device_free, not ahead, shape.num_sampled))
 
@@ -343,7 +343,7 @@ class SimulatedReplica:
         return StepCounts(decodes, context, prompt_tokens, num_prompts, pairs, num_sampled, drafts)
 
     def _finish(self, step: _InFlight) -> None:
-        """Takes a step's tokens and records their times."""
+        """Process a step's tokens and record their times."""
         now = self.now = max(self.now, step.end)
         number = len(self.ends)
         gap = now - self.ends[-1] if self.ends else 0.0
@@ -381,7 +381,7 @@ class SimulatedReplica:
             self.deliveries.append((now, float(num_tokens)))
 
     def _result(self, step: _InFlight) -> StepResult:
-        """Returns as many tokens as the step samples. Only correct drafts count."""
+        """Result with as many tokens as the step samples, counting only correct drafts."""
         if not self._exact:
             return StepResult(step.plan.step_id)
         counts = None
@@ -398,8 +398,8 @@ class SimulatedReplica:
         return StepResult(step.plan.step_id, [ANY_TOKEN] * num_tokens, counts)
 
     def _note_preempted(self, plan: StepPlan) -> None:
-        """Records which unanswered requests `plan` preempts. Their latest token is from the step
-        before."""
+        """Record the unanswered requests that `plan` preempts. Their latest token is from the
+        previous step."""
         for request_id in plan.released:
             request = self._open.get(request_id)
             if request is not None and request.first_step >= 0:
@@ -429,15 +429,15 @@ _NEVER = (1 << 62, 0.0)
 
 
 def _token(part: Part) -> int:
-    """Returns the token id that every token of a prompt part has. Ids of parts of requests without
-    a session are negative."""
+    """Token id that all tokens of a prompt part have. Ids of parts of requests without a session
+    are negative."""
     return ANY_TOKEN if part.kind in ("answer", "summary") else part.key % 2**30 + ANY_TOKEN + 1
 
 
 def _tokens(index: int, request: TrafficRequest) -> tuple[int, ...]:
     """Makes the tokens of a request's prompt: the shared prefix, then tokens that no other request
-    has. A session's turn is made of its parts. Answers in it have the simulated engine's tokens,
-    other parts tokens that their keys decide."""
+    has. A session's turn is made of its parts. Answers in it have the simulated engine's token,
+    other parts a token determined by their key."""
     if request.parts:
         return tuple(
             itertools.islice(
@@ -470,15 +470,15 @@ def simulate(
 
     `with_prompts`: prompts come with their blocks, which other replicas have computed.
 
-    `exact` plans every step with the `Scheduler` itself. It gives the same result at a tenth of the
-    speed. Drafts and an objective for the time between tokens need it.
+    `exact` plans every step with the `Scheduler` itself, which gives the same result at a tenth of
+    the speed. It is required for drafts, and for an objective of the time between tokens.
     """
     begin = time.process_time()
     requests = traffic.requests
     users = traffic.users
     arrivals: list[tuple[float, int]] = []
     followers: dict[int, list[tuple[int, float]]] = {}
-    num_before: dict[int, int] = {}  # turns that must end before each
+    num_before: dict[int, int] = {}  # # number of turns that must end before each request
     ready: dict[int, float] = {}
     for index, request in enumerate(requests):
         if request.after:
@@ -502,7 +502,7 @@ def simulate(
 
     if (
         not traffic.shares_prefixes and not with_prompts
-    ):  # nothing can be found in the cache, so all its blocks are as good as free
+    ):  # # no prefix can be in the cache, so all its blocks count as free
         engine = replace(engine, cache=replace(engine.cache, enable_prefix_caching=False))
     exact = exact or engine.scheduling.target_itl_ms is not None or engine.drafts is not None
     whole, engine = engine, with_blocks_for(engine, requests)
@@ -527,8 +527,8 @@ def simulate(
 
 
 def with_blocks_for(engine: SimulatedEngine, requests: Sequence[TrafficRequest]) -> SimulatedEngine:
-    """Caps a very large number of blocks at what all requests could hold at once, since each block
-    takes memory and time."""
+    """Limit a very large number of blocks to what all requests could use at once, because each
+    block costs memory and time."""
     if engine.num_blocks <= MANY_BLOCKS:
         return engine
     groups = engine.cache.groups
@@ -546,8 +546,8 @@ def with_blocks_for(engine: SimulatedEngine, requests: Sequence[TrafficRequest])
 def _run(
     replicas: Sequence[SimulatedReplica], arrivals: list[tuple[float, int]], route: Router
 ) -> None:
-    """Runs the replicas in time order: the one with the earliest clock steps, unless a request
-    arrives before that."""
+    """Run the replicas in time order: the one with the earliest clock makes a step, unless a
+    request arrives before that."""
     only = replicas[0] if len(replicas) == 1 else None
     while True:
         if only is not None:
@@ -571,8 +571,8 @@ def _run(
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Context manager without garbage collection, which would scan all requests again and again.
-    There are no cycles among them."""
+    """Context manager that disables garbage collection, which would scan all requests again and
+    again. They contain no cycles."""
     was_on = gc.isenabled()
     gc.disable()
     try:

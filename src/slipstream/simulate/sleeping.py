@@ -1,9 +1,9 @@
-"""The scheduler of a simulation. It plans the same steps, and spends no time on a decode that only
-needs its next token.
+"""The scheduler of a simulation. It plans the same steps as `Scheduler`, but spends no time on
+decodes that only need their next token.
 
 Nearly all requests in a step are decodes that only get one more token. Here such a request *sleeps*
 until it needs a block or has all its tokens, so it is visited once in `block_size` steps. Its state
-follows from the number of steps since it fell asleep, and is written down when it wakes (`_wake`).
+follows from the number of steps since it fell asleep, and is updated when it wakes (`_wake`).
 
 1. All decisions are the `Scheduler`'s own code: admission, blocks, prefix cache, budget,
    preemption.
@@ -14,9 +14,9 @@ follows from the number of steps since it fell asleep, and is written down when 
    need one in the same step form a group, by that step's number modulo `block_size`, and the group
    takes its blocks at once.
 4. Steps hold the same requests, tokens and cached prefixes as the `Scheduler`'s, with at most two
-   in flight (tests/plan/test_sleeping.py). That holds for answers that end by their length, which
-   is what a simulation knows, without drafts, forks, deadlines and an objective for the time
-   between tokens. `Scheduler` itself can simulate those.
+   in flight (tests/plan/test_sleeping.py). That holds for answers that end by their length, as in
+   simulations, without drafts, forks, deadlines or an objective for the time between tokens, which
+   need `Scheduler` itself.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _order = attrgetter("order")
 class SimulatedSleep(NamedTuple):
     """A sleep during steps (since, last], in which a request only gets its next token.
 
-    It had `computed` tokens before. Where blocks are counted, it takes one in step `due` and in
-    every `block_size`-th step after that. 0: it needs none.
+    It had `computed` tokens before. If blocks are only counted, it takes one in step `due` and in
+    every `block_size`-th step after that; 0: it needs none.
     """
 
     since: int
@@ -94,18 +94,18 @@ class SleepingScheduler(Scheduler):
             raise ConfigError(
                 "target_itl_ms is simulated by the Scheduler itself", field="target_itl_ms"
             )
-        self.num_asleep = 0  # in the latest planned step
+        self.num_asleep = 0  # # sleepers in the latest planned step
         self.asleep_context = 0
         self._next_asleep = self._next_context = 0  # the same for the next step
         self._asleep: dict[Request, SimulatedSleep] = {}
         self._due: defaultdict[int, list[tuple[Request, SimulatedSleep]]] = defaultdict(
             list
-        )  # by the step for which they need a block
+        )  # # sleepers by the step for which they need a block
         self._last: defaultdict[int, list[tuple[Request, SimulatedSleep]]] = defaultdict(
             list
-        )  # by the step with their last token
-        self._awake: list[Request] = []  # the running ones among them
-        self._in_decodes = False  # sleepers after the current request are not in the step yet
+        )  # # sleepers by the step with their last token
+        self._awake: list[Request] = []  # # the awake requests among `running`
+        self._in_decodes = False  # # sleepers after the current request are not in the step yet
         self._counts = not self.cache.enable_prefix_caching and not self.kv.windows
         if self._counts:
             self.kv.pool = BlockCount(self.pool.num_blocks)
@@ -140,7 +140,7 @@ class SleepingScheduler(Scheduler):
                 self._schedule_one(step, request)
         self._in_decodes = False
         num_decodes = self._next_asleep + len(step.scheduled)
-        if self._next_asleep:  # one sleeper stands for all
+        if self._next_asleep:  # # one sleeper represents all
             step.budget.take_others(self._next_asleep - 1)
             step.scheduled.add(next(r for r, sleep in self._asleep.items() if sleep.last >= this))
         if step.scheduled:
@@ -173,7 +173,7 @@ class SleepingScheduler(Scheduler):
         return StepPlan(this, ())
 
     def update(self, plan: StepPlan, result: StepResult | None = None) -> list[StepOutput]:
-        """Appends one placeholder token to each request that the plan samples. `result` is
+        """Append one placeholder token to each request that the plan samples. `result` is
         ignored."""
         last, caching = self._last, self.cache.enable_prefix_caching
         nobody = (
@@ -181,14 +181,14 @@ class SleepingScheduler(Scheduler):
             and plan.step_id not in last
             and not (caching and plan.step_id + 1 in last)
         )
-        if nobody and not self.in_flight.by_id[plan.step_id].requests:  # and nobody was woken since
+        if nobody and not self.in_flight.by_id[plan.step_id].requests:  # # and none woke since
             del self.in_flight.by_id[plan.step_id]
             return []
         self._wake_last(plan.step_id)
         requests = self.in_flight.by_id.get(plan.step_id, NOTHING).requests
         outputs = super().update(plan, StepResult(plan.step_id, [ANY_TOKEN] * len(requests)))
         if caching and plan.step_id + 1 in self.in_flight.by_id:
-            # All tokens but the last are known now, so the blocks that they fill can be registered.
+            # All tokens but the last are known now, so the full blocks can be registered in the prefix cache.
             for request in self._wake_last(plan.step_id + 1):
                 self.kv.register(request, self.in_flight.last_id)
         return outputs
@@ -196,7 +196,7 @@ class SleepingScheduler(Scheduler):
     # --- Sleep ---
 
     def _fall_asleep(self, request: Request, since: int, computed: int) -> None:
-        """Puts the request to sleep after step `since`, with `computed` tokens by then."""
+        """Put the request to sleep after step `since`, with `computed` tokens by then."""
         last = since + request.lease - computed
         sleep = SimulatedSleep(since, computed, last)
         if self._counts and request.lease < request.end - 1:
@@ -212,7 +212,7 @@ class SleepingScheduler(Scheduler):
             self._due[sleep.last + 1].append((request, sleep))
 
     def _pass(self, this: int) -> None:
-        """Updates the counts of sleepers after step `this` is planned.
+        """Update the counts of sleepers after step `this` was planned.
 
         Each sleeper attends to one more token in the next step, and some sleepers wake.
         """
@@ -225,9 +225,9 @@ class SleepingScheduler(Scheduler):
                     self._groups[sleep.due % self.kv.block_size].pop(request)
 
     def _take_for_group(self, this: int) -> bool:
-        """Takes the blocks that the group needs for step `this`.
+        """Allocate the blocks that the group needs for step `this`.
 
-        Returns False, and takes nothing, if there would not be enough for the awake requests too.
+        Returns False, and allocates none, if too few would remain for the awake requests.
         """
         num_own, group = len(self.kv.own), self._groups[this % self.kv.block_size]
         if group and (len(group) + len(self._awake)) * num_own > self.pool.num_free:
@@ -236,7 +236,7 @@ class SleepingScheduler(Scheduler):
         return True
 
     def _wake_group(self, this: int) -> list[Request]:
-        """Wakes the group that needs a block for step `this`."""
+        """Wake the group that needs blocks for step `this`."""
         found = list(self._groups[this % self.kv.block_size])
         for request in found:
             self._leave(this, self._asleep[request])
@@ -244,14 +244,14 @@ class SleepingScheduler(Scheduler):
         return found
 
     def _leave(self, this: int, sleep: SimulatedSleep) -> None:
-        """Removes from the counts a request that would have slept through step `this`."""
+        """Remove a request that would have slept through step `this` from the counts."""
         self._next_asleep -= 1
         self._next_context -= sleep.computed + this - sleep.since
 
     def _take_due(self, this: int) -> list[Request]:
-        """Wakes the requests that need a block for step `this`, and returns them.
+        """Wake the requests that need a block for step `this`, and return them.
 
-        If there are blocks for all, it gives them their blocks asleep and returns none.
+        If there are blocks for all, they get their blocks without waking, and none is returned.
         """
         if self._counts:
             return [] if self._take_for_group(this) else self._wake_group(this)
@@ -292,10 +292,10 @@ class SleepingScheduler(Scheduler):
         return []
 
     def _wake_last(self, step_id: int) -> list[Request]:
-        """Wakes the requests whose last token comes from step `step_id`.
+        """Wake the requests whose last token comes from step `step_id`.
 
-        It adds them to those that sampled in the step, in the Scheduler's order: decodes as they
-        run, then prompts.
+        They are added to those that sampled in the step, in the Scheduler's order: decodes in
+        running order, then prompts.
         """
         found = [
             request
@@ -314,8 +314,8 @@ class SleepingScheduler(Scheduler):
         return found
 
     def _wake(self, request: Request, this: int) -> None:
-        """Writes down the request's state after step `this`, and adds it to the steps in flight in
-        which it sampled."""
+        """Update the request's state to that after step `this`, and add it to the steps in flight
+        in which it sampled."""
         sleep = self._asleep.pop(request)
         last = min(this, sleep.last)
         request.num_computed_tokens = sleep.computed + last - sleep.since
@@ -336,7 +336,7 @@ class SleepingScheduler(Scheduler):
         request.token_ids.extend([ANY_TOKEN] * (known - len(request.token_ids)))
 
     def wake(self, request: Request) -> None:
-        """Wakes a request, if it sleeps, before the next step."""
+        """Wake a request, if it sleeps, before the next step."""
         sleep = self._asleep.get(request)
         if sleep is not None:
             this = self.in_flight.last_id + 1
@@ -345,10 +345,10 @@ class SleepingScheduler(Scheduler):
             self._wake(request, this - 1)
 
     def _last_unscheduled(self, step: StepBuilder, kv: KVCacheManager) -> Request:
-        """Returns the last running request that is not in the step yet, to be preempted.
+        """The last running request that is not in the step yet; it is preempted.
 
-        While decodes are scheduled, sleepers after the current one are not in the step yet. After
-        that all are, except those that have all their tokens.
+        While decodes are scheduled, sleepers after the current one are not in the step yet. Later
+        all sleepers are, except those that have all their tokens.
         """
         this = self.in_flight.last_id + 1
         for request in reversed(self.requests.running):

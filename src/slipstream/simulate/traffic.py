@@ -1,12 +1,10 @@
 """The requests of a simulation: lengths, shared prefixes and arrival times.
 
-  sharegpt           the first turns of conversations (2,000 lengths are shipped)
-  fixed:IN/OUT       all alike
-  uniform:A-B/C-D    lengths between A and B tokens, answers between C and D
-  lengths:PATH       a file {"lengths": [[input, output], …]}
-  trace:PATH         recorded arrivals: Azure's CSV (TIMESTAMP,ContextTokens,GeneratedTokens; Patel
-                     et al. 2024) or Mooncake's JSON lines (timestamp, input_length, output_length,
-                     hash_ids; Qin et al. 2025; with session_id: turns of sessions)
+sharegpt the first turns of conversations (2,000 lengths are shipped) fixed:IN/OUT all requests
+equal uniform:A-B/C-D lengths between A and B tokens, answers between C and D lengths:PATH a file
+{"lengths": [[input, output], …]} trace:PATH recorded arrivals: Azure's CSV
+(TIMESTAMP,ContextTokens,GeneratedTokens; Patel et al. 2024) or Mooncake's JSON lines (timestamp,
+input_length, output_length, hash_ids; Qin et al. 2025; with session_id: turns of sessions)
 
 Two prompts that begin with the same `prefix` numbers begin with the same tokens, `PREFIX_TOKENS`
 for each number.
@@ -35,12 +33,14 @@ SHAREGPT = Path(__file__).parent / "data" / "sharegpt-lengths.json"
 
 
 class TrafficRequest(NamedTuple):
-    """A request. `parts`: the prompt of a session's turn, which a `prefix` then only routes.
+    """A request. `parts`: the prompt of a session's turn; then `prefix` is used only for routing.
 
-    `after`: (request, seconds): it arrives so long after the ends of these, and not at `arrival`.
-    `ends_session`: a closed loop's user is free when it ends; a turn with others after it does not."""
+    `after`: (request, seconds) pairs; it arrives this long after these requests end, and not at `arrival`.
+    `ends_session`: whether a closed loop's user is free when it ends; False for turns with later turns."""
 
-    arrival: float  # seconds from the start; a closed loop sends a request when its user is free
+    arrival: (
+        float  # # seconds from the start; in a closed loop a request is sent when its user is free
+    )
     input_tokens: int
     output_tokens: int
     prefix: tuple[int, ...] = ()
@@ -50,7 +50,7 @@ class TrafficRequest(NamedTuple):
 
 
 def mean_lengths(requests: Sequence[TrafficRequest]) -> tuple[float, float]:
-    """Returns the mean (input tokens, output tokens) of a request."""
+    """Mean (input tokens, output tokens) of a request."""
     count = len(requests)
     return sum(r.input_tokens for r in requests) / count, sum(
         r.output_tokens for r in requests
@@ -61,9 +61,9 @@ def mean_lengths(requests: Sequence[TrafficRequest]) -> tuple[float, float]:
 class Traffic:
     """Requests under a load.
 
-    `users` is the number of users of a closed loop, each of whom sends the next request when the
-    last is answered; a user of sessions begins the next one. None: requests come at their arrival
-    times. `turns` tells which turns of sessions the requests are.
+    `users` is the number of users of a closed loop, each of whom sends the next request, or begins
+    the next session, when the last one is answered. None: requests arrive at their arrival times.
+    `turns` are the turns of sessions that the requests represent.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests without a load. `recorded` means that their arrivals come from a trace."""
+    """Requests without a load. `recorded`: their arrival times come from a trace."""
 
     name: str
     requests: tuple[TrafficRequest, ...]
@@ -95,7 +95,7 @@ class Workload:
         return mean_lengths(self.requests)
 
     def take(self, count: int) -> Iterator[TrafficRequest]:
-        """Yields `count` requests, starting again when they are used up. The arrivals of a trace
+        """Yields `count` requests, repeating them if there are fewer. The arrival times of a trace
         continue."""
         last = self.requests[-1].arrival
         lap = last + (last / max(1, len(self.requests) - 1))
@@ -103,8 +103,8 @@ class Workload:
             yield request._replace(arrival=request.arrival + lap * (i // len(self.requests)))
 
     def traffic(self, arrivals: Arrivals | None, count: int, *, seed: int = 0) -> Traffic:
-        """Returns `count` requests under a load. With None, requests come as the trace recorded
-        them. ConfigError if there is no trace."""
+        """Traffic of `count` requests under a load. With None, requests arrive as recorded in the
+        trace. ConfigError if there is none."""
         requests = list(self.take(count))
         if isinstance(arrivals, ClosedLoop):
             return Traffic(name=self.name, requests=tuple(requests), users=arrivals.concurrency)
@@ -120,10 +120,9 @@ class Workload:
         return Traffic(name=self.name, requests=tuple(moved))
 
     def at_rate(self, rate: float, count: int, *, seed: int = 0) -> Traffic:
-        """Returns `count` requests at `rate` per second on average.
+        """Traffic of `count` requests at `rate` per second on average.
 
-        A trace keeps its own gaps, stretched evenly. Others get Poisson arrivals of independent
-        users.
+        The gaps of a trace are scaled evenly. Others get Poisson arrivals of independent users.
         """
         if not self.recorded:
             return self.traffic(Poisson(rate=rate), count, seed=seed)
@@ -141,7 +140,7 @@ class Workload:
 
 
 def requests_of(turns: Sequence[PlannedTurn]) -> tuple[TrafficRequest, ...]:
-    """The turns as requests. A router sees a session as one prefix, so it may keep it together."""
+    """Convert turns to requests. A session is one prefix for a router, which may keep it on one replica."""
     return tuple(
         TrafficRequest(
             arrival=t.start_s,
@@ -158,11 +157,11 @@ def requests_of(turns: Sequence[PlannedTurn]) -> tuple[TrafficRequest, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionWorkload(Workload):
-    """Sessions without a load. Sessions of an agents' `load` are drawn without end; those of a
+    """Sessions without a load. Sessions of an agents' `load` are generated without end; those of a
     trace are limited."""
 
     sessions: tuple[Session, ...]
-    load: AgentLoad | None = None  # None: a trace's
+    load: AgentLoad | None = None  # # None: from a trace
     seed: int = 0
 
     @classmethod
@@ -176,7 +175,7 @@ class SessionWorkload(Workload):
 
     @property
     def turns_each(self) -> float:
-        """Mean number of turns of a session, subagents' included."""
+        """Mean number of turns of a session, including those of subagents."""
         return len(self.requests) / len(self.sessions)
 
     @property
@@ -185,16 +184,16 @@ class SessionWorkload(Workload):
         return MAX_SESSIONS if self.load is not None else len(self.sessions)
 
     def traffic(self, arrivals: Arrivals | None, count: int, *, seed: int = 0) -> Traffic:
-        """Returns some `count` turns under a load of sessions: a session for each user of a closed
-        loop at least."""
+        """Traffic of about `count` turns under a load of sessions: at least one session for each
+        user of a closed loop."""
         users = arrivals.concurrency if isinstance(arrivals, ClosedLoop) else 1
         return self.of_sessions(arrivals, max(round(count / self.turns_each), users), seed=seed)
 
     def of_sessions(
         self, arrivals: Arrivals | None, num_sessions: int, *, seed: int = 0
     ) -> Traffic:
-        """Returns this number of sessions under a load; without a load they come as recorded, or at
-        once."""
+        """Traffic of this number of sessions under a load; without a load they arrive as recorded,
+        or all at once."""
         sessions: Sequence[Session] = self.sessions
         if self.load is not None and num_sessions > len(sessions):
             sessions = replace(self.load, sessions=num_sessions).generate(self.seed)
@@ -211,13 +210,13 @@ class SessionWorkload(Workload):
         return Traffic(name=self.name, requests=requests, users=users, turns=tuple(turns))
 
     def at_rate(self, rate: float, count: int, *, seed: int = 0) -> Traffic:
-        """Returns some `count` turns at `rate` turns per second on average: sessions arrive at
-        random, so many fewer as they have turns."""
+        """Traffic of about `count` turns at `rate` turns per second on average: sessions arrive at
+        random, at this rate divided by their mean number of turns."""
         return self.traffic(Poisson(rate=rate / self.turns_each), count, seed=seed)
 
 
 def parse_workload(text: str, *, seed: int = 0) -> Workload:
-    """Parses `sharegpt`, `fixed:IN/OUT`, `uniform:A-B/C-D`, `lengths:PATH` or `trace:PATH`."""
+    """Parse `sharegpt`, `fixed:IN/OUT`, `uniform:A-B/C-D`, `lengths:PATH` or `trace:PATH`."""
     kind, _, value = text.partition(":")
     if kind == "sharegpt" and not value:
         return of_lengths("sharegpt", read_lengths(SHAREGPT))
@@ -239,7 +238,7 @@ def parse_workload(text: str, *, seed: int = 0) -> Workload:
                 ]
                 return of_lengths(text, each)
         except ValueError:
-            pass  # no numbers: the error is raised below
+            pass  # # not numbers: the error is raised below
     raise ConfigError(
         f"workload={text!r} is not sharegpt, fixed:IN/OUT, uniform:A-B/C-D, lengths:PATH or trace:PATH",
         field="workload",
@@ -253,7 +252,7 @@ def of_lengths(name: str, lengths: Sequence[tuple[int, int]]) -> Workload:
 
 
 def read_trace(path: Path) -> Workload:
-    """Reads a trace file. ConfigError names the line that is wrong."""
+    """Read a trace file. ConfigError names the wrong line."""
     rows = read_rows(path)
     if any(row.session is not None for row in rows):
         return SessionWorkload.of(path.name, of_rows(rows), recorded=True)

@@ -10,20 +10,20 @@ from slipstream.params.lora_request import LoRARequest
 
 
 class AdapterPlaces:
-    """Places of up to `count` adapters in host memory, in the order of their last use."""
+    """Slots for up to `count` adapters in host memory, ordered by last use."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         # by id, the least recently used first
         self._held: OrderedDict[int, tuple[LoRARequest, str]] = OrderedDict()
-        # folders of adapters before they were replaced, by id: requests with them go on
+        # folders of adapters before they were replaced, by id; requests with them continue
         self._earlier: dict[int, set[str]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
     def use(self, request: LoRARequest) -> str | None:
-        """Mark an adapter as used. Returns the version of its files; None if it has no place.
+        """Mark an adapter as used. Returns the version of its files; None if it is not loaded.
 
         AdapterError if its id belongs to another adapter.
         """
@@ -42,7 +42,7 @@ class AdapterPlaces:
         return self._held[adapter_id][0].name
 
     def giving_way(self, keep: Callable[[], Collection[int]]) -> int | None:
-        """Id of the adapter to forget before another is added; None if there is room.
+        """Id of the adapter to evict before another is added; None if there is room.
 
         This is the least recently used adapter whose id is not in `keep()`. EngineOverloadedError
         if all must stay.

@@ -5,8 +5,8 @@
 2. `place` copies the adapters of a step into slots. The least recently used slots are reused.
    Copies are queued on the step's stream before the step. Pinned memory belongs to torch's
    allocator, which reuses it only after its copies have ended.
-3. Matrix products for which no loaded adapter has weights run as without adapters. Parts of
-   products without weights are left out (`parts`).
+3. Linear layers for which no loaded adapter has weights run as without adapters; so do parts of
+   linear layers (`parts`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Adapters:
         decoder: Decoder,
         shard: Shard = ALONE,
     ) -> None:
-        """Make the slots. With a `shard`, `decoder` is a rank's part of the model.
+        """Allocate the slots. With a `shard`, `decoder` is a rank's part of the model.
 
-        Ranks that make the same calls have the same slots.
+        Ranks that make the same calls assign the same slots.
         """
         self.settings = settings
         self.decoder = decoder
@@ -59,9 +59,9 @@ class Adapters:
         self._free = list(range(settings.max_loras - 1, -1, -1))
         self._num_reads = self._num_placements = 0
         self.parts: frozenset[tuple[str, int]] = frozenset()
-        """(stem of a product, part) for which some adapter so far has weights."""
+        """(name of the linear layer in its decoder layer, part) for which some adapter so far has weights."""
         self.weights: dict[int, LoRAWeights] = {}
-        """Weights of the products that some adapter has weights for, by the `id` of their `Linear`.
+        """Weights of the linear layers that some adapter changes, by the `id` of their `Linear`.
         """
 
     @property
@@ -92,7 +92,7 @@ class Adapters:
         """Read an adapter again, from new files or from the same ones. All requests with its id continue with the new
         weights.
 
-        Returns their version. AdapterError if they can't be read or no adapter has this id; nothing has changed then.
+        Returns their version. AdapterError, without any change, if they can't be read or no adapter has this id.
         """
         if request.id not in self._host:
             message = f"no adapter {request.name!r} is loaded that could be replaced in place"
@@ -118,7 +118,7 @@ class Adapters:
             self.weights = {id(linear): w for linear, w in found if w.live}
 
     def unload(self, adapter_id: int) -> None:
-        """Forget an adapter, which no request may need. An unknown id is ignored."""
+        """Drop an adapter, which no request may need. Unknown ids are ignored."""
         self._places.forget(adapter_id)
         self._host.pop(adapter_id, None)
         if (slot := self._placed.pop(adapter_id, None)) is not None:

@@ -1,5 +1,5 @@
-"""Computes a text's attention to its audio, from which times of words are made. It runs between two steps. See
-`model.alignment`."""
+"""Computes a text's attention to its audio, from which word times are computed. Runs between two
+steps. See `model.alignment`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def attention_of(runner: Runner, asked: AlignmentQuestion) -> Matrix:
             kept = weights[:, asked.num_skipped :, : asked.num_states]
             found: Matrix = smoothed(kept, encoder.audio.median_filter).cpu().numpy()
             return found
-    except (torch.OutOfMemoryError, MemoryError) as error:  # the engine goes on
+    except (torch.OutOfMemoryError, MemoryError) as error:  # the engine continues
         raise EngineError(
             f"times of words need more memory than is left ({error}); leave word times out, or lower gpu_memory_utilization"
         ) from error

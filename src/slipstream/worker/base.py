@@ -29,7 +29,7 @@ class Launched(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """True if the launch itself computed the step, so that `result` does not wait."""
+        """Whether the launch itself computed the step, so that `result` does not wait."""
 
     @property
     def awaits_mask(self) -> bool:
@@ -48,8 +48,8 @@ class Executor(ABC):
     """Configuration, with the context length that the cache has room for."""
     ledger: MemoryLedger
     tiles: str
-    """Text for people on where the kernels' tile sizes come from; empty if the kernels have none to
-    choose."""
+    """Description, for users, of where the kernels' tile sizes come from; empty if there are none
+    to choose."""
     phases: dict[str, float]
     """Seconds of each phase of the start."""
     stores: Sequence[HostBlockStore | RankBlockStore] = ()
@@ -60,9 +60,9 @@ class Executor(ABC):
     canary: CanaryResult | None
     """Result of the checkpoint's canary at the start."""
     weight_state: WeightState
-    """Version of the weights that run. The engine's core keeps it up to date."""
+    """Version of the current weights. The engine core keeps it up to date."""
     takes_tensors = False
-    """True if `change_weights` takes a GivenPiece: the model is in this process."""
+    """True if `change_weights` accepts a GivenPiece, because the model is in this process."""
 
     @abstractmethod
     def launch(self, plan: Plan) -> Launched:
@@ -70,8 +70,8 @@ class Executor(ABC):
 
     @abstractmethod
     def constrain(self, step: Launched, mask: TokenMask) -> None:
-        """Set the tokens that requests with a grammar may draw in a launched step. Must be called
-        before the next launch.
+        """Set the tokens that requests with a grammar may sample in a launched step. Call it before
+        the next launch.
         """
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Executor(ABC):
 
     @abstractmethod
     def capture_next(self) -> bool:
-        """Prepare one more step size, which takes some tens of milliseconds.
+        """Capture graphs for one more step size, which takes some tens of milliseconds.
 
         Allowed only while no step is in flight. False if no size is left.
         """
@@ -113,28 +113,28 @@ class Executor(ABC):
 
     @abstractmethod
     def change_weights(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
-        """Carry out an operation on the weights, on all ranks. No step may be in flight.
+        """Perform an operation on the weights, on all ranks. No step may be in flight.
 
         Returns checksums by parameter if the operation computes them. After an error nothing has
         changed, except with WriteWeights.
         """
 
     def attention_of(self, asked: AlignmentQuestion) -> Matrix:
-        """Compute a text's attention to its audio, between two steps (`worker.alignment`). Only executors of one
-        device have it: models that read audio don't start on several ranks (`config.parallel`)."""
+        """Compute a text's attention to its audio, between two steps (`worker.alignment`). Only executors of
+        one device support it: models that read audio don't start on several ranks (`config.parallel`)."""
         raise NotImplementedError
 
     @abstractmethod
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:
         """Load an adapter into host memory. Returns the version of its files.
 
-        Adapters whose ids `keep` returns must stay loaded. AdapterError says what is wrong with the
-        adapter. EngineOverloadedError means that there is no room now.
+        Adapters whose ids `keep` returns must stay loaded. AdapterError if the adapter is invalid;
+        EngineOverloadedError if there is no room now.
         """
 
     def replace_adapter(self, request: LoRARequest) -> str:
-        """Replace a loaded adapter's weights by those of other files, also for running requests. Returns the files'
-        version. AdapterError if they can't be read; nothing has changed then."""
+        """Replace a loaded adapter's weights by those of other files, also for running requests.
+        Returns the files' version. AdapterError, without any change, if they can't be read."""
         raise AdapterError(
             "adapters on several ranks can't be replaced in place; unload it, and load it again",
             field="load_inplace",
@@ -152,7 +152,7 @@ class Executor(ABC):
     @abstractmethod
     def release_unused(self) -> Callable[[], None] | None:
         """Function that frees device memory which this process has reserved but no longer uses. It
-        may be called after the executor has shut down. None if freed memory goes back at once, or
+        may be called after the executor has shut down. None if freed memory is returned at once, or
         other processes hold it.
         """
 
@@ -163,10 +163,10 @@ class Executor(ABC):
 
     @abstractmethod
     def sleep(self, level: int) -> Callable[[], Executor] | None:
-        """Shut down. Level 1 keeps the weights in host memory, level 2 keeps nothing. Returns a
-        function that makes a new executor of the kept weights. No method may be called afterwards.
+        """Shut down. Level 1 keeps the weights in host memory, level 2 keeps nothing. Returns a function that
+        makes a new executor from the kept weights. The executor can't be used afterwards.
         """
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End everything that this executor started. No other call may follow."""
+        """Stop everything that this executor started. It can't be used afterwards."""

@@ -81,7 +81,7 @@ def detect(
         gpu = gpu_platform(ordinal)
         hash_triton()
         if gpu.held():
-            # an engine of this process that is no longer used is no reason to refuse another
+            # an unused engine of this process must not cause a refusal
             gc.collect()
             gpu.release_unused()
         free, total = gpu.memory()

@@ -24,18 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCache:
-    """Allocator of the caches of the layers that this device holds. `spec` lists them."""
+    """Allocator of the caches of this device's layers, which `spec` lists."""
 
     spec: ModelSpec
     ops: OpSet
     platform: Platform
     config: CacheConfig
     dtype: str
-    """Type of the model's numbers, which is also the type in which convolutions' last inputs are
-    kept."""
+    """The model's dtype, also used for the stored inputs of convolutions."""
 
     def shared(self, num_blocks: int, scales: Sequence[tuple[Tensor, ...]] | None) -> list[LayerKV]:
-        """Zeroed keys and values of the layers, with a rounded cache's `scales` (`shared_caches`)."""
+        """Zeroed keys and values of the layers, with the `scales` of a quantized cache (`shared_caches`)."""
         spec, dtype = self.spec, self.config.dtype
         if (layout := spec.mixed_layout) is not None:
             return self._mixed(layout, num_blocks, scales)
@@ -79,7 +78,7 @@ class DeviceCache:
         return [dataclasses.replace(kv, k_scale=own[0], v_scale=own[1]) for kv, own in pairs]
 
     def of_each_layer(self, num_blocks: int, dtype: str) -> list[LayerKV]:
-        """Zeroed keys and values without scales, one tensor pair per layer that has its own."""
+        """Zeroed keys and values without scales, one pair of tensors per layer that caches its own."""
         owners = self.spec.owners
         made = {
             i: LayerKV(
@@ -123,7 +122,7 @@ class DeviceCache:
 
 
 def slot_parts(layers: Iterable[LayerKV]) -> list[list[Tensor]]:
-    """Returns the layers' tensors [slots, …] of each `SlotKind`, each of which holds a part of every slot."""
+    """Tensors of the layers for each `SlotKind`, [slots, …], each of which holds a part of every slot."""
     states = [layer.state for layer in layers if layer.state is not None]
     parts = [x for own in states for x in (own.conv, own.recurrent)]
     return [[x for x in parts if x is not None and 0 not in x.shape]]

@@ -20,21 +20,21 @@ from slipstream.worker.ranks.fork_server import ForkServer as ForkServer
 
 
 def serve_forks(asked: socket, run: Callable[[list[str]], int]) -> None:
-    """Fork processes that make executors without torch, with all that these import (`fork_server.py`)."""
+    """Fork processes that make executors without torch, after importing all that these need (`fork_server.py`)."""
     import slipstream.worker.host_loading
     import slipstream.worker.local_executor  # noqa: F401
     from slipstream.worker.ranks.fork_server import serve
 
     gc.collect()
-    gc.freeze()  # forks have nothing to collect of it
+    gc.freeze()  # forks then have nothing to collect
     serve(asked, run)
 
 
 @dataclass(slots=True)
 class ExecutorSource:
-    """Maker of an engine's executors: one at its start, and one whenever it wakes from a sleep of level 2. `known` is
-    the model's description if it was read before, and later the one that the last executor read. Ranks are forked by
-    `forks`; if it is None, each executor starts a fork server of its own.
+    """Makes an engine's executors: one at its start, and one whenever it wakes from a sleep of
+    level 2. `known`: the model's description, if already read. Ranks are forked by `forks`; if it
+    is None, each executor starts its own fork server.
     """
 
     args: EngineArgs

@@ -45,7 +45,7 @@ class HostLoaded(LoadedRunner):
     def __init__(
         self, config: EngineConfig, description: ModelDescription, *, weights_folder: Path
     ) -> None:
-        """`weights_folder` is where rounded weights are kept."""
+        """`weights_folder`: where packed quantized weights are stored for the next start."""
         super().__init__(config)
         device = config.device
         self.platform = platform_of(None)
@@ -110,7 +110,7 @@ class HostLoaded(LoadedRunner):
         """
         config, spec = self.config, self.model.spec
         num_tokens = config.scheduling.max_num_batched_tokens
-        # logits and a copy, and the row that is drawn
+        # logits and a copy, and the row being sampled
         sampled = (2 * config.max_num_sampled + 8) * spec.vocab_size
         if spec.is_encoder:
             sampled = 2 * num_tokens * spec.hidden_size  # embeddings while they are summed

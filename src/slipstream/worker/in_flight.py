@@ -1,6 +1,4 @@
-"""Handle of a launched step. Its values are tensors that are being copied to the host, or arrays.
-No torch.
-"""
+"""Handle of a launched step. Its values are tensors that are being copied to the host, or arrays. No torch."""
 
 from __future__ import annotations
 
@@ -32,10 +30,10 @@ class InFlightStep:
 
     plan: Plan
     sampled: SampledRows | None
-    tokens: Tensor  # int64 [N], on the host once `done` has happened
+    tokens: Tensor  # valid once `done` has happened
     done: Event | None  # None: the step is done
     logprobs: BestLogprobs | None = None
-    extras: Sequence[Extra | Callable[[], Extra]] = ()  # the latter once it is done
+    extras: Sequence[Extra | Callable[[], Extra]] = ()  # functions may be called once it is done
     # ids of complete pooled requests, and their vectors, float32 [N, E] on the host
     pooled: tuple[tuple[str, ...], Tensor] | None = None
     drafts: Tensor | None = None  # drafts of the draft model, int64 [N] on the host

@@ -21,8 +21,8 @@ from slipstream.worker.forward.forward_paths import fast_paths, torch_reason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """Result of `inspect_model`. `fast_paths`: why a way of running steps is off, by name; None: it is on.
-    `needs_torch`: the reason; None: torch is not needed."""
+    """Result of `inspect_model`. `fast_paths`: by name, why a forward path is not available; None:
+    it is. `needs_torch`: why torch is needed; None: it isn't."""
 
     path: Path
     description: ModelDescription

@@ -1,8 +1,8 @@
 """A loaded model before its cache is sized: the first phase of a runner's life. No torch.
 
 `LoadedRunner` → `allocate` → a runner that is ready to run steps (`model_runner.py`) → `release` →
-the same `LoadedRunner`. What loading does differently with and without torch is in its two
-subclasses: `torch_loading.py` and `host_loading.py`.
+the same `LoadedRunner`. Its two subclasses load with torch (`torch_loading.py`) and without
+(`host_loading.py`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ExpertCounts(Protocol):
 
 
 class HostExpertCounts:
-    """`ExpertCounts` whose counters are arrays of a CPU, so that they are read at once."""
+    """`ExpertCounts` whose counters are arrays of a CPU, which can be read at once."""
 
     def __init__(self, counts: Mapping[int, Any]) -> None:
         self.counts = counts
@@ -101,8 +101,8 @@ class LoadedRunner(ABC):
     draft: Drafter | None = None
     tap: RoutedExpertsTap | None = None
     is_woken = False
-    """True if the model has slept in this process, which therefore has the compiled kernels.
-    Requests are waiting for it."""
+    """True if the model has slept in this process, so that compiled kernels exist and requests are
+    waiting."""
 
     def __init__(self, config: EngineConfig, partition: Partition | None = None) -> None:
         """Set up one rank of several if there is a `partition`."""
@@ -148,11 +148,11 @@ class LoadedRunner(ABC):
                 self.config = self.config.with_most_drafts(CHAIN_DEPTHS[-1])
 
     def receive_drafts(self, pipe: Pipe) -> None:
-        """Take the drafts that a pipeline's last stage proposes."""
+        """Receive the drafts that a pipeline's last stage proposes."""
         self.draft = ReceivedDrafts(self.config, self._draft_memory(), pipe)
 
     def _load_dense(self, description: ModelDescription) -> None:
-        """Load the Dense steps of sentence-transformers, which the ledger counts as weights."""
+        """Load the Dense steps of sentence-transformers, which count as weights in the ledger."""
         upload, size, how = self.platform.upload, 0, description.pooling
 
         def made(step: DenseStep) -> Dense:
@@ -184,7 +184,7 @@ class LoadedRunner(ABC):
         if kind not in FORMAT_MAX:
             return
         if self.model.cache_scales is not None:
-            # `resolve` has checked that they are for this type
+            # `resolve` has checked that they fit the cache's dtype
             held, upload = self.model.spec.local_layers, self.platform.upload
             own = self.model.cache_scales.layers()[held.start : held.stop]
             self.kv_scales = [(upload(k), upload(v)) for k, v in own]
@@ -231,13 +231,12 @@ class LoadedRunner(ABC):
     def weights_of(
         self, description: ModelDescription, scheme: Scheme | None, given: Sequence[Stored] | None
     ) -> tuple[Weights, Scheme | None]:
-        """The weights of a checkpoint of this model, or of tensors that are `given` in its place, as
-        a load would make them, and the scheme that quantizes the dense ones."""
+        """The weights of a checkpoint of this model (or of the tensors `given` instead), as a load
+        would make them, and the scheme that quantizes the dense ones."""
 
     @abstractmethod
     def as_value(self, value: Any) -> Any:
-        """Converts to the kind of value that this loader uses, a tensor or an array, over the same
-        memory."""
+        """Converts a tensor or an array to the kind that this loader uses, without copying."""
 
     def weights_written(self) -> None:
         """Rebuild a CPU's forward paths, which keep copies of small weights, after the weights were
@@ -259,8 +258,8 @@ class LoadedRunner(ABC):
     def allocate(self, config: EngineConfig, num_blocks: int) -> Runner:
         """Allocate the rows and the KV cache of `num_blocks` blocks, and capture graphs on a GPU.
 
-        Block 0 is the null block. `config` is the engine's final configuration, whose context may
-        have been lowered to what fits.
+        Block 0 is the null block. `config`: the engine's final configuration, whose context may
+        have been reduced to fit.
         """
         self.config = config
         try:
@@ -318,7 +317,7 @@ class LoadedRunner(ABC):
         return self.platform.is_asynchronous or (pipe is not None and pipe.through_host)
 
     def without_copies(self) -> AbstractContextManager[None]:
-        """Context for steps whose numbers nobody reads: streamed layers are not copied to the GPU."""
+        """Context for steps whose results are not read: streamed layers are not copied to the GPU."""
         return nullcontext()
 
     @contextmanager

@@ -43,7 +43,7 @@ class LocalExecutor(Executor):
         loaded: LoadedRunner,
         tiles: TileTable = NO_TILES,
     ) -> None:
-        """Measure activations, then size and allocate the cache. `build` does the steps before."""
+        """Measure activations, then size and allocate the cache. `build` performs the earlier steps."""
         self.description, self.phases = description, loaded.phases
         self.tiles = tiles.describe() if config.device.info.is_cuda else ""
         self.config, self.ledger, self.runner = fit_cache(config, loaded, loaded.profile())
@@ -174,7 +174,7 @@ class LocalExecutor(Executor):
 
 
 def _woken(loaded: LoadedRunner, canary: CanaryResult | None) -> LocalExecutor:
-    """Make an executor of a model that slept with its weights kept. Its cache is allocated anew."""
+    """Make an executor from a model that slept with its weights kept. Its cache is allocated again."""
     executor = LocalExecutor(loaded.config, loaded.model.description, loaded)
     executor.canary = canary
     return executor

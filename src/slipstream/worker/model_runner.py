@@ -4,14 +4,13 @@ A `ModelRunner` holds the model, its KV cache, and the rows of the running seque
 sample(forward(prepare(plan)))
 
 1. `prepare` updates the rows and makes an `InputBatch`.
-2. `forward` computes hidden states. The loaded model's table of paths chooses how.
-3. `sample` draws tokens and writes them where the next step reads them.
+2. `forward` computes hidden states. The loaded model's table of forward paths chooses how.
+3. `sample` samples tokens and writes them where the next step reads them.
 
-On a GPU `launch` queues the step and returns at once; `InFlightStep.result()` waits. Steps run on
-one stream in the order of their launch. So the scheduler may give freed blocks to the next step
-while this one still runs.
+On a GPU `launch` queues the step and returns at once; `InFlightStep.result()` waits. Steps run on one stream in the
+order of their launch. So the scheduler may assign freed blocks to the next step while this one still runs.
 
-No torch. Values are what the platform has: tensors, or NumPy arrays on a CPU without torch.
+No torch. Values are the platform's: tensors, or NumPy arrays on a CPU without torch.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class ModelRunner(Runner):
         self.graphs: StepGraphs | None = None
         self.adapter_graphs: StepGraphs | None = None
         self._begun: BegunStep | None = None  # a step that a CPU still computes
-        self._ends_here = self.model.spec.has_last  # else another stage goes on with its steps
+        self._ends_here = self.model.spec.has_last  # otherwise another stage continues its steps
         self._first: FirstStage | None = None  # of a pipeline, like `_last`
         self._last: LastStage | None = None
         self._join_stages()
@@ -140,9 +139,8 @@ class ModelRunner(Runner):
         batch, num_cold, rows = self.prepare(plan), self._num_cold, self.rows
         drafts = copied = later = None
         if self.draft is not None and (drafted := self.draft.write_drafts(plan, rows)):
-            # A grammar's mask waits for the drafts, so they are copied to the host while the
-            # forward runs. Without a grammar the copy is launched after the forward, so that the
-            # GPU does not wait for its launch.
+            # A grammar's mask depends on the drafts, so they are copied to the host while the forward runs. Without a
+            # grammar the copy is launched after the forward, so that the GPU does not wait for its launch.
             later = None if batch.has_grammar else self.draft.kept_drafts(drafted, rows)
             if later is None:
                 drafts = self.platform.to_host(self.draft.tokens_of(drafted, rows))
@@ -181,7 +179,7 @@ class ModelRunner(Runner):
     def _awaiting(
         self, batch: InputBatch, output: Output, drafts: Tensor | None, is_cold: bool
     ) -> Callable[[TokenMask], InFlightStep]:
-        """Make the draw of a step with grammars. The part that needs no mask is launched now."""
+        """Prepare the sampling of a step with grammars. The part that needs no mask is launched now."""
         ready: tuple[Tensor, SamplingTensors | None] | None = None
         if output.sampled.requests and output.end is None and self.platform.is_asynchronous:
             ready = (
@@ -199,9 +197,9 @@ class ModelRunner(Runner):
         return draw_by
 
     def prepare(self, plan: StepPlan) -> InputBatch:
-        """Drop, make and extend rows, copy shared blocks, and encode new prompts.
+        """Drop, create and extend rows, copy shared blocks, and encode new prompts.
 
-        If a CPU still computes the step before and `plan` continues it, inputs are gathered meanwhile, and tokens last.
+        If a CPU still computes the previous step and `plan` continues it, inputs are gathered meanwhile, and tokens last.
         """
         rows = self.rows
         ahead_of = self._begun if self._begun and self._begun.goes_on_in(plan) else None
@@ -243,9 +241,9 @@ class ModelRunner(Runner):
         mask: TokenMask | None = None,
         ready: tuple[Tensor, SamplingTensors | None] | None = None,
     ) -> InFlightStep:
-        """Draw tokens, and compute the log-probabilities and vectors that requests want.
+        """Sample tokens, and compute the log-probabilities and embeddings that requests want.
 
-        `ready` are the logits and sampling parameters of the draw, if they are already launched.
+        `ready`: logits and sampling parameters, if already launched.
         """
         sampled, hidden, forward = output.sampled, output.hidden, output.forward
 

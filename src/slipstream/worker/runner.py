@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Runner(ABC):
-    """A loaded model with its cache. `release` gives the cache back."""
+    """A loaded model with its cache. `release` frees the cache."""
 
     graph_bytes = 0
     graph_sizes: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class Runner(ABC):
         """Number of steps that may be in flight once `plan` is launched.
 
         1 means that `launch` computes the step before it returns, so the previous step's tokens
-        would wait for it.
+        would be delayed.
         """
 
     @abstractmethod
@@ -74,7 +74,7 @@ class Runner(ABC):
         """Finish a step that a CPU still computes."""
 
     def release(self) -> LoadedRunner:
-        """Free the cache. No step may be in flight, and no other call may follow."""
+        """Free the cache. No step may be in flight, and the runner can't be used afterwards."""
         self.settle()
         self.kv.clear()  # in place, because the program holds the same list
         if self.draft is not None:
@@ -89,9 +89,9 @@ class Runner(ABC):
         exchange: BlockExchange | None = None,
         layout: Mapping[str, str] | None = None,
     ) -> HostBlockStore:
-        """Open the tiers below the cache: host memory (GPU only) with `slots` places for each kind
-        of cache, and disk. `staged` says how many of each kind are copied at once. A block includes
-        the draft model's keys and values. `exchange` and `layout` are for hand-overs between
+        """Open the tiers below the cache: host memory (GPU only) with `slots` slots for each kind
+        of cache, and disk. `staged`: how many of each kind are copied at once. A block includes the
+        draft model's keys and values. `exchange` and `layout` are for hand-overs between
         engines."""
         blocks = self._block_rows
         if self.draft is not None:

@@ -1,20 +1,19 @@
-"""Chooses how many of a CPU's threads compute steps, while the engine runs.
+"""Chooses how many CPU threads compute steps, while the engine runs.
 
 A step ends when its slowest thread does. If another program takes a core, the thread on that core
 delays the others, and one thread fewer can be faster. So decode steps are timed. A step's value is
-its time over the least time of steps with as many tokens and about as many keys. A window of steps
-counts by its median, so that single interruptions do not matter.
+its time divided by the minimum time of steps with as many tokens and about as many keys. A window
+of steps is valued by its median, so that single interruptions don't matter.
 
-1. A window above `SLOWER` starts a trial: a window with one thread fewer. That number is kept if it
-   is faster by `MARGIN`.
+1. A window above `SLOWER` starts a trial: a window with one thread fewer. That number of threads is
+   kept if it is faster by `MARGIN`.
 2. With fewer threads than available, one more gets a trial now and then, and is kept if it is
    faster.
 3. A failed trial doubles the wait for the next one, up to `MAX_WAIT` windows.
 4. Prompts end a trial with fewer threads, without a verdict. They take far longer than decodes, and
    with few decodes between them a window could last many seconds.
 
-Only speed depends on this: a step's results are bit-identical with any number of threads
-(csrc/cpu/pool.h).
+Only speed depends on this: a step's results are bit-identical with any number of threads (csrc/cpu/pool.h).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ WINDOW = 8
 SLOWER, MARGIN = 1.3, 0.93
 
 AGING = 1.0005
-"""Factor by which a least time grows with each step, since sequences and their steps grow."""
+"""Factor by which a minimum time grows with each step, since sequences and their steps grow."""
 
 FIRST_WAIT, MAX_WAIT = 4, 64
 """Windows between two trials."""
@@ -38,13 +37,13 @@ class ThreadGovernor:
 
     def __init__(self, threads: ThreadPool) -> None:
         self._threads = threads
-        # least seconds, by tokens of a step and bit length of its number of keys
+        # minimum seconds, by tokens of a step and bit length of its number of keys
         self._least: dict[tuple[int, int], float] = {}
         self._window: list[float] = []
         # during a trial: the number of threads to beat, and the value of its window
         self._before: tuple[int, float] | None = None
         self._wait = self._next_wait = FIRST_WAIT
-        # whether fewer threads are tried next where both directions may help; they take turns
+        # whether fewer threads are tried next if both directions may help; they alternate
         self._down = True
 
     def begin_prompts(self) -> None:

@@ -55,7 +55,7 @@ _logger = logging.getLogger("slipstream.engine")
 
 
 class TorchLoaded(LoadedRunner):
-    """A model loaded with torch, with its adapters, media encoder and experts' places."""
+    """A model loaded with torch, with its adapters, media encoder and expert placement."""
 
     forwards: Forwards
 
@@ -69,8 +69,8 @@ class TorchLoaded(LoadedRunner):
         partition: Partition | None = None,
         kernels: PreparedKernels | None = None,
     ) -> None:
-        """Set up one rank of several if there is a `partition`. `weights_folder` is where rounded weights are kept.
-        `kernels` are loaded after the weights."""
+        """Set up one rank of several if there is a `partition`. Quantized weights are cached in
+        `weights_folder`. `kernels` are loaded after the weights."""
         super().__init__(config, partition)
         self.device = torch.device(config.device.info.device)
         self.platform = platform_of(self.device)
@@ -120,7 +120,7 @@ class TorchLoaded(LoadedRunner):
                 self.forwards.take_media(self.media)
             self.platform.synchronize()
             if self.ops.name == "triton":
-                hash_triton()()  # started when the device was found
+                hash_triton()()  # # started when the device was opened
         if kernels is not None:
             with self.phase("kernels"):
                 kernels.finish()

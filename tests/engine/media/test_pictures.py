@@ -345,6 +345,16 @@ def test_a_narrow_picture_is_refused_where_proportions_are_kept(processors):
         processors["qwen2_5_vl"].prepare(Image.new("RGB", (900, 4)))
 
 
+@pytest.mark.parametrize("size", [(300, 1), (1, 300)], ids=["flat", "tall"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_piece_of_a_line_has_tokens_unless_it_is_refused(processors, family, size):
+    try:
+        found = processors[family].prepare(picture(1, *size))
+    except RequestError:
+        return
+    assert all(piece.num_tokens for piece in found.pieces)
+
+
 def test_keys_tell_pictures_apart(processors):
     one, same, other = (processors["gemma3"].prepare(picture(i)) for i in (1, 1, 2))
     assert one.pieces[0].key == same.pieces[0].key != other.pieces[0].key

@@ -28,7 +28,7 @@ from tests.support.sound_models import (
     their_inputs,
     wav,
 )
-from tests.support.vision_models import largest_difference
+from tests.support.vision_models import largest_difference, picture
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -152,6 +152,9 @@ def test_a_chat_hears(made):
         assert one.prompt_token_ids == two.prompt_token_ids
         assert one.outputs[0].token_ids == two.outputs[0].token_ids
         assert TOKEN in one.prompt_token_ids
+        seen = {"type": "image_pil", "image_pil": picture(1)}
+        with pytest.raises(RequestError, match="sounds, not pictures"):
+            llm.chat([{"role": "user", "content": [*said, seen]}], GREEDY)
         with pytest.raises(RequestError, match="only a user"):
             llm.chat([{"role": "system", "content": said}], GREEDY)
         for wrong, field in (

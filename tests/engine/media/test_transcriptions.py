@@ -335,6 +335,7 @@ def test_whole_numbers_are_scaled_by_their_type_or_refused():
         (np.zeros(17_000), "1.1 s long, and at most 1 s"),
         ((samples, 5), "a rate of 5 Hz"),
         (np.zeros((2, 800)), "array of samples"),
+        (samples.astype(complex), "array of samples"),
     ):
         with pytest.raises(RequestError, match=why) as caught:
             as_samples(given, max_s=1.0)

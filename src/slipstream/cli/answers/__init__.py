@@ -1,1 +1,1 @@
-"""Verbs that ask a model: text, vectors, scores, speech."""
+"""Verbs that use a model: text, vectors, scores, speech."""

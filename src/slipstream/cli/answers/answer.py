@@ -1,4 +1,4 @@
-"""Common part of `run` and `chat`: starts an engine and shows its phases; streams one answer and
+"""Common part of `run` and `chat`: starts an engine and shows its progress; streams one answer and
 measures its speed."""
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Speed:
     ttft_s: float | None
     decode_tokens_per_s: float | None
     start_s: float | None = None
-    drafted_tokens: int = 0  # proposed by speculation, and verified
-    accepted_tokens: int = 0  # of these, the accepted ones
+    drafted_tokens: int = 0  # # drafted by speculation, and verified
+    accepted_tokens: int = 0  # # accepted ones among these
 
     def line(self) -> str:
         cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
@@ -58,8 +58,8 @@ class Speed:
 def open_llm(args: EngineArgs) -> Iterator[tuple[LLM, float | None]]:
     """Context manager that starts an engine in this process and ends it. Yields the engine, and the
     seconds from the process's start until it was ready."""
-    # A start makes objects that all stay; the garbage collector's scans of them would take a tenth
-    # of it.
+    # A start creates objects that all stay; garbage collection of them would take a tenth of the
+    # time.
     gc.disable()
     with phases(f"starting {args.model}") as on_phase:
         from slipstream.costs.hardware import import_numpy, seconds_since_process_start
@@ -76,8 +76,8 @@ def open_llm(args: EngineArgs) -> Iterator[tuple[LLM, float | None]]:
 
 
 def given_texts(words: list[str], what: str, field: str) -> list[str]:
-    """Returns `words`, or the lines of standard input if they are a single `-`. ConfigError if
-    there is no text."""
+    """`words`, or the lines of standard input if they are a single `-`. ConfigError if there is no
+    text."""
     texts = [line for line in sys.stdin.read().splitlines() if line] if words == ["-"] else words
     if not texts:
         raise ConfigError(f"there is no {what} on standard input", field=field)
@@ -109,7 +109,7 @@ def stream_answer(
 
 
 def media_prompt(llm: LLM, messages: Sequence[Message]) -> Prompt:
-    """The engine's prompt for a conversation whose contents may have pictures or sounds."""
+    """Prompt of the engine for a conversation whose messages may contain images or audio."""
     from slipstream.engine.media.parts import without_media
 
     plain, media = without_media(list(messages))

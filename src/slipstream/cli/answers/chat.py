@@ -2,9 +2,9 @@
 it.
 
 Earlier turns stay in the KV cache, so each turn computes only its new tokens. Ctrl-C stops an
-answer; between answers it asks, and the second ends the conversation. From a pipe, each line of
-standard input is a turn. Text of several lines stands between two \"\"\". The path of a picture in a
-message is its picture, if the model sees."""
+answer; between answers the first asks for confirmation, and the second ends the conversation. From
+a pipe, each line of standard input is a turn. Text of several lines is enclosed in \"\"\". If the
+model accepts images, the path of an image in a message adds that image."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from slipstream import LLM, SamplingParams
     from slipstream.cli.answers.answer import Message, Speed
 
-DEFAULTS: dict[str, Any] = {"max_tokens": None}  # the rest of the context
+DEFAULTS: dict[str, Any] = {"max_tokens": None}  # # None: up to the end of the context
 HELP = """/help            these lines
 /clear           forget the conversation (the system message stays); also /reset
 /regenerate      answer the last message again
@@ -75,7 +75,7 @@ COMMANDS = {
     "retry": "regenerate",
     "?": "help",
 }
-"""Words that may be typed after the slash, and the command of each."""
+"""Words that may follow the slash, and the command of each."""
 
 PICTURES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif"}
 
@@ -102,14 +102,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"chat takes no prompt: type it in the conversation, or write {hint}", field="prompt"
         )
-    sampling_params(args, **DEFAULTS)  # refuse a wrong value before the start
+    sampling_params(args, **DEFAULTS)  # # raises an error for a wrong value before the start
     fetch_model(args.model, getattr(args, "download_dir", None))
     with contextlib.closing(Engines(args)) as engines:
         llm, sampling = engines.open(args.model)
         conversation = Conversation(
             llm, sampling, args.system, quiet=args.json, model=args.model, engines=engines
         )
-        # refuse a model without a chat template before the first turn
+        # raises an error for a model without a chat template before the first turn
         conversation.template("")
         if sys.stdin.isatty():
             say(f"{args.model} on {llm.config.device.info.name}. /help lists the commands.")
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Engines:
-    """The running engine of a chat, and the way to another one."""
+    """Starts the engine of a chat, and replaces it by that of another model."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._opened = args, contextlib.ExitStack()
@@ -135,7 +135,7 @@ class Engines:
         fetch_model(name, getattr(self._args, "download_dir", None))
 
     def open(self, name: str) -> tuple[LLM, SamplingParams]:
-        """Start a model's engine after the running one has ended. It needs its memory."""
+        """Start a model's engine after the running one has ended, whose memory it needs."""
         from slipstream.cli.answers.answer import open_llm
 
         self._opened.close()
@@ -149,7 +149,7 @@ class Engines:
 
 @dataclass
 class Conversation:
-    """The history of a chat. `take` carries out a typed line."""
+    """The history of a chat. `take` processes a typed line."""
 
     llm: LLM
     sampling: SamplingParams
@@ -193,7 +193,7 @@ class Conversation:
             lines.close()
 
     def complete(self, before: str, word: str) -> list[str]:
-        """Continuations of a word that stands after `before`: commands, names, and files."""
+        """Completions of a word that follows `before`: commands, names, and files."""
         from glob import escape, glob
 
         first = before.split()[:1]
@@ -209,8 +209,8 @@ class Conversation:
         return [f"{name}/" if Path(name).is_dir() else name for name in sorted(found)]
 
     def take(self, line: str) -> bool:
-        """Carry out a line. False ends the conversation. A line that begins with the path of a file is
-        a message."""
+        """Process a line. False ends the conversation. A line that begins with the path of a file
+        is a message."""
         if not line.startswith("/") or os.path.isfile(line.split()[0]):
             if line:
                 self.turn(line)
@@ -241,7 +241,7 @@ class Conversation:
         return True
 
     def set(self, text: str) -> None:
-        """Set a sampling setting, `NAME VALUE`; also as Ollama writes it, with `parameter` before."""
+        """Set a sampling parameter, `NAME VALUE`; also in Ollama's form, with `parameter` before."""
         name, _, value = text.removeprefix("parameter ").strip().partition(" ")
         name, value = name.replace("-", "_"), value.strip()
         if not name:
@@ -265,7 +265,7 @@ class Conversation:
                 say(f"/set {name}: {value[:80]!r} is no number")
 
     def regenerate(self, _: str) -> None:
-        """Answer the last message once more."""
+        """Generate another answer to the last message."""
         while self.history and self.history[-1]["role"] != "user":
             self.history.pop()
         if not self.history:
@@ -274,7 +274,7 @@ class Conversation:
         self.turn(self.history.pop()["content"])
 
     def load(self, name: str) -> None:
-        """Go on with a conversation that /save wrote."""
+        """Continue a conversation that /save wrote."""
         if not name:
             say("/load needs a file name")
             return
@@ -301,7 +301,7 @@ class Conversation:
         say(f"loaded {len(found)} messages from {name}")
 
     def change_model(self, name: str) -> None:
-        """Go on with another model. If it can't be had, the one so far is started again."""
+        """Continue with another model. If it can't be loaded, the previous one is started again."""
         if not name or self.engines is None:
             say(self.model)
             return
@@ -322,7 +322,7 @@ class Conversation:
         say(f"now {name}")
 
     def content(self, text: str) -> str | list[dict[str, Any]]:
-        """Returns a message's content: the text, or if the model takes pictures, the text and those
+        """Content of a message: the text, or if the model accepts images, the text and the images
         whose paths it contains."""
         words, pictures = [], []
         for word in text.split(" "):
@@ -372,7 +372,7 @@ class Conversation:
         except KeyboardInterrupt:
             if writer is not None:
                 writer.end()
-            # The request was cancelled. The text so far stays.
+            # The request was cancelled. The text received so far stays in the history.
             self.history.append({"role": "assistant", "content": "".join(parts)})
             say("\n(stopped)")
             return

@@ -1,7 +1,7 @@
 """`slipstream embed MODEL TEXT ...`: prints a vector for each text, or the similarity of the texts.
 
-A vector is a line of numbers separated by spaces. `-` reads texts from standard input, one per
-line. --similarity prints the cosine of each pair of texts."""
+A vector is printed as a line of numbers separated by spaces. `-` reads texts from standard input,
+one per line. --similarity prints the cosine of each pair of texts."""
 
 from __future__ import annotations
 

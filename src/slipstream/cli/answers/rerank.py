@@ -1,5 +1,5 @@
-"""`slipstream rerank MODEL QUERY DOC ...`: prints documents by how well they answer a query, the
-best first.
+"""`slipstream rerank MODEL QUERY DOC ...`: prints documents by relevance to a query, the most
+relevant first.
 
 A line has the score, the document's index (from 0), and the document. `-` reads documents from
 standard input, one per line. A cross-encoder scores query and document together; an embedding model
@@ -21,7 +21,7 @@ from slipstream.cli.options import (
 from slipstream.errors import ConfigError
 
 MAX_SHOWN = 100
-"""Characters of a document that a line shows."""
+"""Maximum characters of a document shown in a line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

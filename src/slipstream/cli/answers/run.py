@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     pictures = [read_picture(name) for name in args.image]
     if pictures and args.raw:
         raise ConfigError("--image needs the chat template; leave out --raw", field="image")
-    sampling_params(args, **DEFAULTS)  # refuse a wrong value before the start
+    sampling_params(args, **DEFAULTS)  # # raises an error for a wrong value before the start
     fetch_model(model, getattr(args, "download_dir", None))
     with open_llm(engine_args(args, model=model, max_num_seqs=1)) as (llm, start_s):
         templated = not args.raw and llm.get_tokenizer().chat_template is not None
@@ -97,11 +97,11 @@ def run(args: argparse.Namespace) -> int:
         asked = messages if templated else prompt
         try:
             output, speed = stream_answer(llm, asked, sampling, write, start_s=start_s)
-        except ContextLengthError as error:  # before a word was written
+        except ContextLengthError as error:  # # nothing was written yet
             num_prompt, _, most = error.lengths or (0, 0, 0)
             if hasattr(args, "max_tokens") or num_prompt >= most:
                 raise
-            # the default is this verb's own, so it gives way to the context
+            # the default is this verb's own, so it is reduced to what fits the context
             sampling = dataclasses.replace(sampling, max_tokens=most - num_prompt)
             output, speed = stream_answer(llm, asked, sampling, write, start_s=start_s)
         (choice,) = output.outputs
@@ -125,15 +125,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_picture(name: str) -> bytes:
-    """A picture's bytes. ConfigError, before the model is loaded, names a file that is not a
-    picture."""
+    """Read an image file. ConfigError, before the model is loaded, names a file that is not an
+    image."""
     from slipstream.engine.media.pictures import opened
 
     if "://" in name:
         raise ConfigError(f"--image {name}: URLs are not downloaded; give a file", field="image")
     try:
         data = Path(name).expanduser().read_bytes()
-        if find_spec("PIL") is not None:  # otherwise the engine says what to install
+        if find_spec("PIL") is not None:  # # otherwise the engine's error says what to install
             opened(data)
     except OSError as error:
         raise ConfigError(f"--image {name}: {error.strerror or error}", field="image") from None
@@ -145,8 +145,8 @@ def read_picture(name: str) -> bytes:
 
 
 def _is_model(word: str) -> bool:
-    """Whether a single word names a model: a path, a short name, or ORG/NAME. Most are prompts, which
-    may be too long for a path."""
+    """Whether a single word names a model: a path, a short name, or ORG/NAME. Most words are
+    prompts, which may be too long for a path."""
     if not word or any(c.isspace() for c in word):
         return False
     try:
@@ -157,16 +157,16 @@ def _is_model(word: str) -> bool:
 
 
 def _piped() -> list[str]:
-    """The text on standard input, as the only word of a list that is empty without it."""
+    """Text on standard input as a list of one item; an empty list if there is none."""
     try:
         text = sys.stdin.read()
-    except (OSError, ValueError):  # it is closed
+    except (OSError, ValueError):  # # standard input is closed
         return []
     return [text] if text.strip() else []
 
 
 def choose(words: list[str], model: str | None, verb: str = "run") -> tuple[str, str]:
-    """Model and prompt from the words of `verb`'s command line."""
+    """(model, prompt) from the words of `verb`'s command line."""
     if len(words) > 2:
         raise ConfigError(
             f"{len(words)} words; quote the prompt: slipstream {verb} 'Tell me a joke'",

@@ -1,5 +1,5 @@
-"""A terminal for `chat`: lines with a history and Tab, and answers whose words are not broken at the
-width and whose code is coloured."""
+"""Terminal input and output for `chat`: lines with a history and Tab completion; answers with word
+wrap and syntax coloring of code."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ QUOTES = '"""'
 
 
 class AnswerWriter:
-    """Writes an answer as it comes. Outside code a word that does not fit begins the next line; a line
-    of code is written when it is whole, in colours, and is not wrapped. Control characters are replaced."""
+    """Writes an answer as it arrives. Text is wrapped at words; a line of code is written when it
+    is complete, colored and not wrapped. Control characters are replaced."""
 
     def __init__(self, out: TextIO, width: int, *, colors: bool) -> None:
         self._out, self._width, self._colors = out, width, colors
         self._column = 0
-        self._word = ""  # not yet written
-        self._line = ""  # of the text so far, which tells a fence
+        self._word = ""  # # not written yet
+        self._line = ""  # # of the text so far; a code fence is detected in it
         self._lexer: Any = None
         self._in_code = False
 
     def write(self, text: str) -> None:
         for character in text:
-            # an answer may hold what a terminal obeys: a new title, a clipboard, other lines' text
+            # an answer could contain control sequences that a terminal executes: change its title, the clipboard, other
+            # lines
             is_control = unicodedata.category(character) == "Cc" and character not in "\n\t"
             self._take("�" if is_control else character)
         self._out.flush()
@@ -38,7 +39,7 @@ class AnswerWriter:
         if character == "\n":
             self._end_line()
         elif self._in_code or self._line.startswith(FENCE):
-            self._line += character  # written when the line ends
+            self._line += character  # # written at the end of the line
         elif character.isspace():
             self._put_word()
             self._line += character
@@ -50,7 +51,7 @@ class AnswerWriter:
             self._word += character
 
     def _end_line(self) -> None:
-        if self._line.startswith(FENCE):  # the fence itself waits in `_word`
+        if self._line.startswith(FENCE):  # # the fence itself is still in `_word`
             self._in_code = not self._in_code
             self._lexer = self._lexer_of(self._line[3:].strip()) if self._in_code else None
             self._out.write(self._dim(self._line))
@@ -75,7 +76,7 @@ class AnswerWriter:
         self._word = ""
 
     def end(self) -> None:
-        """Write what is left, and end the line."""
+        """Write the rest, and end the line."""
         if self._line or self._word:
             self._end_line()
         self._out.flush()
@@ -103,7 +104,7 @@ class AnswerWriter:
 
 
 def answer_writer() -> AnswerWriter | None:
-    """A writer for standard output, or None if it is no terminal."""
+    """Writer for standard output, or None if that is not a terminal."""
     if not sys.stdout.isatty():
         return None
     width = os.get_terminal_size(sys.stdout.fileno()).columns or 80
@@ -111,8 +112,8 @@ def answer_writer() -> AnswerWriter | None:
 
 
 class Lines:
-    """The lines that a user types, or those of a pipe. In a terminal they have a history, which is
-    kept in a private file. `complete(words before, word)` returns the completions of `word` for Tab."""
+    """Lines that a user types, or those of a pipe. In a terminal they have a history, which is stored in a
+    private file. `complete(words before, word)` returns the completions of `word` for Tab."""
 
     def __init__(self, complete: Callable[[str, str], Sequence[str]]) -> None:
         self.interactive = sys.stdin.isatty()

@@ -1,7 +1,7 @@
-"""`slipstream transcribe MODEL FILE ...`: prints what is said in sounds, or subtitles of it.
+"""`slipstream transcribe MODEL FILE ...`: prints a transcript or subtitles of audio files.
 
 The text of several files comes in their order, one after the other. With --output-dir each has a
-file of its own there, of the same name with the format's ending."""
+file of its own there, with the same name and the format's extension."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ next to every result.
 
 Decoding is greedy and ignores the end of the sequence. Prompts are random token ids and there is no
 prefix cache, unless options say otherwise. docs/benchmarking.md explains each number. An option
-without effect on the chosen workload or engine is refused, because the result would show it as if
+without effect on the chosen workload or engine is an error, because the result would list it as if
 it had been measured."""
 
 from __future__ import annotations

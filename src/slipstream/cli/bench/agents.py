@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from slipstream.bench.sessions import AgentLoad, Session
 
 PROBE = tuple(range(10, 18))
-"""Prompt by which a server shows whether it returns token ids."""
+"""Prompt that tests whether a server returns token ids."""
 
 BUSY = 0.8
-"""Share of a core above which this process may have limited the result."""
+"""Fraction of a core above which this process may have limited the result."""
 
 
 def run_sessions(args: argparse.Namespace, objectives: dict[str, float]) -> int:
@@ -66,7 +66,7 @@ def run_sessions(args: argparse.Namespace, objectives: dict[str, float]) -> int:
 
 
 def parse_levels(text: str | None) -> list[OpenArrivals | ClosedLoop | None] | None:
-    """The loads of `--arrivals`; `closed:1,4,16` is three."""
+    """Loads given by `--arrivals`; `closed:1,4,16` are three loads."""
     from slipstream.bench.load import parse_arrivals
 
     if text is None:
@@ -78,7 +78,7 @@ def parse_levels(text: str | None) -> list[OpenArrivals | ClosedLoop | None] | N
 
 
 def with_sessions(load: AgentLoad, levels: Sequence[Any], *, given: bool) -> AgentLoad:
-    """The load with a session for each user at least. ConfigError if fewer are asked for."""
+    """Load with at least one session for each user. ConfigError if fewer are given."""
     users = max((getattr(level, "concurrency", 1) for level in levels), default=1)
     if given and users > load.sessions:
         raise ConfigError(
@@ -89,8 +89,8 @@ def with_sessions(load: AgentLoad, levels: Sequence[Any], *, given: bool) -> Age
 
 
 def read_trace_sessions(args: argparse.Namespace) -> tuple[Session, ...]:
-    """The sessions of --trace-file: its first --num-requests rows, at times stretched by
-    --time-scale, without turns beyond --max-context."""
+    """Sessions of --trace-file: its first --num-requests rows, with times scaled by --time-scale,
+    without turns beyond --max-context."""
     from slipstream.bench.sessions import of_rows
     from slipstream.bench.traces import read_rows
 
@@ -129,7 +129,7 @@ class _Target:
     api: str
     num_gpus: int
     max_model_len: int | None
-    ratio: float = 1.0  # tokens of a word
+    ratio: float = 1.0  # # tokens per word
     runs: dict[int, list[tuple[AgentSummary, Energy | None]]] = field(default_factory=dict)
 
     def median(self, level: int) -> tuple[AgentSummary, Energy | None]:
@@ -146,7 +146,7 @@ class _Target:
 
 @dataclass(slots=True)
 class _AgentBench:
-    """One call of the command. Each run has texts of its own, so that no cache has them, and
+    """One call of the command. Each run has texts of its own, so that they are in no cache, and
     sessions of the same lengths."""
 
     args: argparse.Namespace
@@ -218,7 +218,7 @@ class _AgentBench:
         return found
 
     async def _server(self, endpoint: Endpoint, stack: AsyncExitStack) -> _Target:
-        """Connects to a server, and asks it for its context and whether it takes token ids."""
+        """Connect to a server, and query its context length and whether it accepts token ids."""
         import msgspec
 
         from slipstream.bench.adapters.openai import OpenAIEndpoint
@@ -229,7 +229,7 @@ class _AgentBench:
         try:
             listed = {model.id: model.max_model_len for model in await engine.served_models()}
         except EngineError:
-            listed = {}  # a model was named, so no list is needed
+            listed = {}  # # a model was named, so no list is needed
         api = self.args.api
         if api != "chat":
             problem = await _probe(engine)
@@ -374,7 +374,7 @@ class _AgentBench:
 
 
 async def _probe(engine: OpenAIEndpoint) -> str | None:
-    """Reason why the server does not answer token ids with token ids; None if it does."""
+    """Reason why the server does not accept and return token ids; None if it does."""
     from slipstream.bench.load import MeasuredAnswer
     from slipstream.bench.workload import BenchRequest
 

@@ -1,10 +1,10 @@
 """`slipstream bench folder DIR`: checks on this machine the performance and quality of a folder of
 `slipstream optimize`.
 
-Its engine gets the traffic for which it was chosen. The exit code is 1 if an objective is missed,
-or if the canary finds that the model's answers differ from those where its quality was measured. On
-another machine the figures of both are shown next to each other. With --against the quality is
-measured again, too, and must be within the limits of the search."""
+Its engine is measured with the traffic for which it was chosen. The exit code is 1 if an objective
+is missed, or if the canary finds that the model's answers differ from those where its quality was
+measured. On another machine the figures of both are shown side by side. With --against the quality
+is measured again too, and must be within the limits of the search."""
 
 from __future__ import annotations
 

@@ -80,14 +80,14 @@ CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = 
     "find_rate_runs": ("--find-rate", 10, lambda args: args.find_rate is not None),
 }
 """Options that only some choices use: (the choices, the option's default, whether such a choice was
-made). An option that is not given leaves no attribute; `settle` adds the default."""
+made). An option that is not given sets no attribute; `settle` adds the default."""
 
 
 NUM_REQUESTS = 32
 
 
 def add_workload(parser: argparse.ArgumentParser, *, sessions: bool = False) -> None:
-    """Add the options of workloads; with `sessions` of those, too."""
+    """Add the options of workloads; with `sessions` also those of sessions."""
     group = parser.add_argument_group("workload")
     choices = (*WORKLOADS, *OF_SESSIONS) if sessions else WORKLOADS
     group.add_argument("--workload", choices=choices, default="fixed", help="(default: fixed)")
@@ -164,7 +164,7 @@ def finish(parser: argparse.ArgumentParser, handler: Callable[[argparse.Namespac
 
 
 def warn_if_busy() -> None:
-    """Warn that other programs use the cores, which makes the measurements too slow."""
+    """Warn if other programs use the CPU, which makes measurements too slow."""
     from slipstream.costs.hardware import available_cores, busy_cores
 
     busy, cores = busy_cores(), available_cores()
@@ -175,13 +175,13 @@ def warn_if_busy() -> None:
 
 
 def serve_command(args: argparse.Namespace) -> str:
-    """The command that serves the model with the engine options that were given."""
+    """Command that serves the model with the given engine options."""
     return shlex.join(["slipstream", "serve", args.model, *engine_words(args)])
 
 
 def bench_args(args: argparse.Namespace, *, needs_text: bool, sharing: bool) -> EngineArgs:
-    """The engine's settings. It has a tokenizer only for text, and prefix caching only if prefixes
-    are shared."""
+    """Engine settings for a benchmark: a tokenizer only if text is needed, and prefix caching only
+    if prefixes are shared."""
     given = argparse.Namespace(**{**vars(args), "model": getattr(args, "model", None) or ""})
     return engine_args(given, enable_prefix_caching=sharing, skip_tokenizer_init=not needs_text)
 
@@ -206,32 +206,32 @@ def positive(args: argparse.Namespace, *names: str) -> None:
 
 
 def check_output(args: argparse.Namespace) -> None:
-    """Refuse an --output that can't be written, before measuring."""
+    """Raise an error before measuring if --output can't be written."""
     if args.output is not None:
         path = Path(args.output)
         is_there = path.exists()
         if is_there and not path.is_file() and not path.is_dir():
-            return  # a pipe, whose reader would see an end, or a device
+            return  # # a pipe, whose reader would see an end of file, or a device
         with writing(path, "output"):
-            # a trial: root's permissions do not show a place where nothing can be written
+            # a test by opening, because permissions don't show root a place where nothing can be written
             path.open("a", encoding="utf-8").close()
             if not is_there:
                 path.unlink()
 
 
 def deliver(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Write the result where --output says. The tables were printed before, because a disk may be
+    """Write the result to --output. The tables were printed before, because the disk may be
     full."""
     if args.output is not None:
         text = json.dumps(result, default=plain, indent=2, ensure_ascii=False) + "\n"
         with writing(args.output, "output"):
             Path(args.output).write_text(text, encoding="utf-8")
-    if args.json:  # last, because a failure to write is a JSON object itself
+    if args.json:  # # last, because a failure to write is itself reported as a JSON object
         print_json(result)
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Refuse options that have no effect; give the others their defaults."""
+    """Raise an error for options that have no effect; set the others to their defaults."""
     for name, (owner, default, is_used) in CONDITIONAL.items():
         if hasattr(args, name) and not is_used(args):
             raise _unused(name, owner)
@@ -261,7 +261,7 @@ def settle(args: argparse.Namespace) -> None:
 def refuse_engine_options(
     args: argparse.Namespace, *, text: bool, only: tuple[str, ...] | None = None, owner: str = ""
 ) -> None:
-    """Refuse engine options outside `only`, and --tokenizer if no text is tokenised."""
+    """Raise an error for engine options not in `only`, and for --tokenizer if no text is tokenized."""
     for name in (field.name for field in dataclasses.fields(EngineArgs)):
         if name == "model" or not hasattr(args, name):
             continue
@@ -335,5 +335,5 @@ def make_workload(args: argparse.Namespace, settings: EngineArgs) -> BenchWorklo
 
 
 def verdict(summary: Summary) -> int:
-    """Exit code: 1 if a request failed, because such a run is no measurement."""
+    """Exit code: 1 if a request failed, because then the run is not a valid measurement."""
     return 1 if summary.num_failed else 0

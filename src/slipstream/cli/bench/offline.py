@@ -206,7 +206,7 @@ def offline_engine(
 
 
 def latency_of(runs: list[list[RequestTiming]]) -> dict[str, float | None]:
-    """Medians over runs of each run's medians over its requests."""
+    """Median over runs of each run's median over its requests."""
     from slipstream.costs.metrics import distribution, summarize
 
     summaries = [summarize(run) for run in runs]

@@ -1,5 +1,5 @@
-"""`slipstream bench roofline`: measures the limits of this CPU, and each operator's share of them.
-Part of `bench`."""
+"""`slipstream bench roofline`: measures the limits of this CPU, and the fraction of them that each
+operator reaches. Part of `bench`."""
 
 from __future__ import annotations
 

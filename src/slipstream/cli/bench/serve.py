@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Target:
-    """A server, or the engine started here, and its results."""
+    """A server to measure, or the engine started here, and its results."""
 
     name: str
     engine: Endpoint | AsyncSlipstream
@@ -146,7 +146,7 @@ class _Target:
 
 
 class _Bench:
-    """One call of the command. Each round has its own prompts, so that no server finds them in a
+    """One call of the command. Each round has prompts of its own, so that they are in no server's
     prefix cache."""
 
     def __init__(
@@ -163,7 +163,7 @@ class _Bench:
         self.workload: BenchWorkload
         if not needs_vocab_size(
             args, settings
-        ):  # invalid options are reported before any server is asked
+        ):  # # invalid options are reported before any server is contacted
             self.workload = make_workload(args, settings)
         self.clients: Clients | None = None
         self.meter = (
@@ -218,7 +218,7 @@ class _Bench:
     async def _measure(
         self, target: _Target, arrivals: Arrivals, number: int
     ) -> tuple[Summary, ClientLoad | None]:
-        """The warm-up and one run, the `number`th."""
+        """Warm up, then run round `number`. Returns its summary and the load of this client."""
         from slipstream.bench.load import Burst
         from slipstream.bench.workload import warmup
         from slipstream.costs.metrics import summarize

@@ -1,4 +1,4 @@
-"""Servers that `bench serve` asks, and how their load is described."""
+"""Servers to which `bench serve` sends requests, and the description of their load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 async def endpoint_of(
     args: argparse.Namespace, url: str, model: str | None, api_key: str | None
 ) -> Endpoint:
-    """The endpoint at `url`, with the first model that it lists if none is named."""
+    """Endpoint at `url`, with the first model that it lists if none is given."""
     import msgspec
 
     from slipstream.bench.adapters.openai import Endpoint, OpenAIEndpoint
@@ -51,7 +51,7 @@ async def vocab_size_of(endpoint: Endpoint) -> int:
 
 
 def described_arrivals(arrivals: Arrivals | None) -> dict[str, Any]:
-    """The load's arrivals as data; None: those of the trace."""
+    """The load's arrivals as data; None means those of the trace."""
     if arrivals is None:
         return {"kind": "trace"}
     return {"kind": type(arrivals).__name__.lower(), **plain(arrivals)}

@@ -1,5 +1,5 @@
 """`slipstream sweep FILE`: measures engines × models × schemes × lengths × batch sizes × parallel
-forms, and shows them on a page.
+forms, and shows the results on a page.
 
 FILE is a TOML file (docs/sweeps.md), or the Parquet file of an earlier sweep, from which only the
 page is made again. An interrupted sweep continues. A failure is a row with its error; the exit code
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     grid = read_grid(file)
     if args.dry_run:
         return _dry_run(args, grid)
-    pyarrow()  # fail before measuring if it is missing
+    pyarrow()  # # raises an error before measuring if it is missing
     folder = _folder(args.out or file.with_suffix(""))
     with sole_writer(folder), shown(Progress(f"sweep {grid.name}")) as progress:
         try:
@@ -178,8 +178,8 @@ def _show(
 
 
 def measured_ceilings() -> dict[str, float] | None:
-    """Limits of this machine's CPU: bytes read per second, and operations per second by type. None
-    without the C++ kernels."""
+    """Measured limits of this machine's CPU: bytes read per second, and operations per second by
+    dtype. None without the C++ kernels."""
     from slipstream.costs.hardware import available_cores
     from slipstream.kernels.cpu.thread_pool import ThreadPool
     from slipstream.worker.start.roofline import measure_ceilings

@@ -1,1 +1,1 @@
-"""Verbs on the models of this machine."""
+"""Verbs about the models on this machine."""

@@ -1,5 +1,5 @@
-"""`slipstream info MODEL`: shows what a model is, its size, and what fits on this machine, without
-loading weights.
+"""`slipstream info MODEL`: shows a model's architecture, its size, and what fits on this machine,
+without loading weights.
 
 The memory part is an estimate: only a starting engine can measure activations and graphs."""
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if (recipe := recipe_of(found.path)) is not None:
             made_by = ", ".join(name for step in recipe.as_data() for name in step)
-    except ConfigError as error:  # written by another version; an engine does not need the recipe
+    except ConfigError as error:  # # written by another version; an engine does not need the recipe
         made_by = str(error)
     if args.json:
         print_json(_document(settings.model, found, recipe))
@@ -158,7 +158,7 @@ def _rows(found: Inspection, recipe: Recipe | None, made_by: str) -> list[tuple[
     cache = (
         f"{found.kv_bytes_per_token:,} B a token{shared}, {size(found.ledger.block_bytes)} a block"
     )
-    state = found.ledger.state_bytes // max(1, found.ledger.num_states)  # a rank's
+    state = found.ledger.state_bytes // max(1, found.ledger.num_states)  # # bytes on one rank
     layers = Counter(spec.all_layers).items()
     rows = [
         ("path", f"{found.path} ({description.format}, {size(files_bytes(found.path))})"),
@@ -195,7 +195,7 @@ def _rows(found: Inspection, recipe: Recipe | None, made_by: str) -> list[tuple[
 
 
 def describe_drafts(description: ModelDescription) -> list[str]:
-    """A line about the layers of the checkpoint that draft; empty without any."""
+    """A line about the checkpoint's draft layers; empty if it has none."""
     try:
         spec = read_mtp(description).spec
     except (UnsupportedModelError, CheckpointError):
@@ -210,8 +210,8 @@ def describe_path(name: str, reason: Reason | None) -> str:
 
 
 def describe_split(config: EngineConfig, spec: ModelSpec) -> list[str]:
-    """Describes how ranks share the model; empty if there is one rank. The sizes shown after it are
-    one rank's."""
+    """Lines about how ranks divide the model; empty if there is one rank. Sizes shown after it are
+    for one rank."""
     how, first, lines = config.parallel, config.parallel.shard(0), list[str]()
     if how.num_ranks == 1:
         return []
@@ -238,7 +238,7 @@ def describe_split(config: EngineConfig, spec: ModelSpec) -> list[str]:
 
 
 def describe_offload(found: Inspection) -> list[str]:
-    """The bytes read in each step, and the resulting upper bound of steps per second."""
+    """Lines about the bytes read in each step, and the resulting upper bound of steps per second."""
     plan, device = found.offload, found.config.device.info
     if plan is None:
         return []
@@ -267,8 +267,7 @@ def describe_offload(found: Inspection) -> list[str]:
 
 
 def describe_host_experts(config: EngineConfig, description: ModelDescription) -> list[str]:
-    """Lines about mixtures of experts that the host computes, and the bytes of them that a token
-    reads."""
+    """Lines about experts that the host computes, and the bytes of their weights read per token."""
     how, num_layers = config.model.offload, len(mixtures(description.spec))
     if not isinstance(how, HostExperts):
         return []
@@ -284,8 +283,8 @@ def describe_host_experts(config: EngineConfig, description: ModelDescription) -
 
 
 def stored_as(description: ModelDescription) -> str:
-    """A GGUF file's types, which of them a CPU and a GPU use without expanding them, and which are
-    rounded once more."""
+    """Types in a GGUF file: which of them a CPU and a GPU use without expanding them, and which are
+    quantized again."""
     stored = [t.name for t in description.stored]
     types = ", ".join(f"{t.name} {size(t.num_bytes)}" for t in description.stored)
     for where, held in (("CPU", CPU_BLOCK_BYTES), ("GPU", GPU_BLOCK_BYTES)):
@@ -297,8 +296,8 @@ def stored_as(description: ModelDescription) -> str:
 
 
 def describe_zeros(stored: StoredQuantization | None, recipe: Recipe | None) -> str | None:
-    """Share of zeros in a checkpoint's products, and how they are stored; None if the checkpoint
-    does not state zeros."""
+    """Fraction of zeros in a checkpoint's linear layers, and how they are stored; None if the
+    checkpoint does not state zeros."""
     from slipstream.compress.steps import Sparsify
 
     made: Sparsify | None = None if recipe is None else recipe.one(Sparsify)
@@ -313,7 +312,7 @@ def describe_zeros(stored: StoredQuantization | None, recipe: Recipe | None) -> 
 
 
 def describe_vectors(description: ModelDescription) -> str:
-    """Output of an encoder for a text, in words."""
+    """Description of an encoder's output for a text."""
     classifier, how = description.spec.classifier, description.pooling
     if classifier is not None:
         of = {
@@ -336,7 +335,7 @@ def describe_vectors(description: ModelDescription) -> str:
 
 
 def describe_recurrent(r: RecurrentSpec) -> str:
-    """A recurrent part in a few words."""
+    """Short description of a recurrent part."""
     match r:
         case GatedDeltaSpec():
             of = "channel" if r.decay == "channel" else "head"
@@ -353,7 +352,7 @@ def describe_recurrent(r: RecurrentSpec) -> str:
 
 
 def describe(layer: LayerSpec) -> str:
-    """A layer in a few words."""
+    """Short description of a layer."""
     a, m = layer.attention, layer.mlp
     parts = [] if layer.recurrent is None else [describe_recurrent(layer.recurrent)]
     if isinstance(a, CompressedAttentionSpec):

@@ -1,5 +1,5 @@
-"""`slipstream list`: the models on this machine, those used last first; with --all also those that a
-short name fetches."""
+"""`slipstream list`: the models on this machine, most recently used first; with --all also those
+with a short name that can be downloaded."""
 
 from __future__ import annotations
 

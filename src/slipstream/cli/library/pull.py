@@ -1,7 +1,7 @@
-"""`slipstream pull MODEL`: downloads a model, checks it, and keeps it in the cache.
+"""`slipstream pull MODEL`: downloads a model, checks it, and stores it in the cache.
 
-A model of a hub that is here already is compared with the hub's newest commit, and what changed is
-fetched. Without a network the one that is here stays."""
+A model that was downloaded before is compared with the hub's newest commit, and changed files are
+downloaded. Without a network the stored one is used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.spec.description import read_spec
 
     seconds = time.perf_counter() - begin
-    # fails with the reason if the download is not a model that can be run
+    # raises an error with the reason if the download is not a supported model
     description = read_spec(path)
     num_bytes = files_bytes(path)
     if args.json:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fetched(name: str, download_dir: str | None, hub: str | None) -> Path:
-    """The model's folder or file, of the hub's newest commit if the hub can be reached."""
+    """Path of the model's folder or file, at the hub's newest commit if the hub is reachable."""
     from slipstream.hub import find_cached
 
     here = find_cached(name, download_dir=download_dir)

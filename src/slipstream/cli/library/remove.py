@@ -1,6 +1,6 @@
-"""`slipstream rm MODEL...`: removes models from the caches. It asks first.
+"""`slipstream rm MODEL...`: removes models from the caches, after asking.
 
-Content that another model shares stays. Folders and files given as paths are never removed."""
+Files shared with another model stay. Folders and files given as paths are never removed."""
 
 from __future__ import annotations
 

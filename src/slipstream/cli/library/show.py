@@ -1,5 +1,5 @@
-"""`slipstream show MODEL`: what a model on this machine is, in the few lines that most users want.
-`slipstream info` tells all of it, and what fits here."""
+"""`slipstream show MODEL`: a short description of a model on this machine. `slipstream info` has
+all details, and what fits here."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe_model(name: str, download_dir: str | None) -> dict[str, Any]:
-    """A model's facts. DownloadError if it is not on this machine."""
+    """Facts about a model. DownloadError if it is not on this machine."""
     from slipstream.hub import find_cached
     from slipstream.hub.listing import license_of
 

@@ -1,5 +1,5 @@
 """`slipstream audit verify|show|export FILE`: checks that an audit log (`serve --audit-log`) is
-complete, shows what it has about a request, and writes its rated answers as data."""
+complete, shows its entries about a request, and exports its rated answers as data."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def run_export(args: argparse.Namespace) -> int:
     skipped = rated.Skipped()
     wanted = None if args.rating == "all" else args.rating
     found = list(rated.rows(records(log), skipped, rating=wanted, raters=args.raters))
-    with writing(args.out, "out"):  # for its owner alone, as the log is
+    with writing(args.out, "out"):  # # readable only by its owner, like the log
         lines = b"".join(msgspec.json.encode(row) + b"\n" for row in found)
         write_whole(out, lines, mode=0o600)
     if args.json:

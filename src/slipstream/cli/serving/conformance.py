@@ -1,11 +1,11 @@
-"""`slipstream conformance URL`: checks whether a server keeps to the protocols that it speaks.
+"""`slipstream conformance URL`: checks whether a server conforms to the API protocols that it offers.
 
     slipstream conformance http://127.0.0.1:8000
     slipstream conformance http://127.0.0.1:8080 --protocol messages --only tools --only errors.model
 
-Any server that speaks OpenAI's, Anthropic's or Ollama's API. A check passes, fails, or is
-unsupported: the server refuses the feature by an error of its own, or the check can't tell. The
-exit code is 1 if one fails. docs/conformance.md has the checks, and results of other servers."""
+Works with any server that has OpenAI's, Anthropic's or Ollama's API. A check passes, fails, or is
+unsupported: the server rejects the feature with an error of its own, or the check can't decide. The exit code
+is 1 if one fails. docs/conformance.md lists the checks, and results of other servers."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def run_up(args: argparse.Namespace) -> int:
 def _connected(
     args: argparse.Namespace, order: dict[str, Any]
 ) -> Iterator[tuple[dict[str, Any], socket.socket, IO[bytes]]]:
-    """Context manager of a connection over which an order is sent. Yields the head's answer, the
+    """Context manager: sends an order to the fleet's head process. Yields the head's answer, the
     connection, and a reader of the data after the answer."""
     path = _folder(args) / "control"
     with socket.socket(socket.AF_UNIX) as connection:
@@ -155,7 +155,7 @@ def _connected(
 
 
 def _ask(args: argparse.Namespace, order: dict[str, Any]) -> dict[str, Any]:
-    """Send an order and return the head's answer."""
+    """Send an order to the fleet's head process, and return its answer."""
     with _connected(args, order) as (answer, _, _):
         return answer
 
@@ -168,7 +168,7 @@ COUNTED = {
     "handed": ("prompt", "computed by another replica"),
     "unhanded": ("hand-over", "that failed"),
 }
-"""The gateway's counts, in words. Those that are 0 are not shown."""
+"""Descriptions of the gateway's counters. Those that are 0 are not shown."""
 
 
 def run_status(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
-"""`slipstream fleet simulate FILE`: what a fleet would do under a load, before it is started.
+"""`slipstream fleet simulate FILE`: predicts how a fleet behaves under a load, before it is started.
 
-The fleet's own router and autoscaler run on a virtual clock, over replicas whose steps take what
-the planner says. A model's config.json is enough."""
+The fleet's own router and autoscaler run on a virtual clock, over replicas whose step times come from the
+planner. A model's config.json is enough."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(study: FleetStudy) -> dict[str, Any]:
-    """A flat JSON object. Figures without a value are left out."""
+    """The result as a flat JSON object. Figures without a value are left out."""
     of_study = dataclasses.asdict(study)
     figures = of_study.pop("figures")
     absent = {name for name in ("goodput", "scaler") if figures[name] is None}
@@ -93,7 +93,7 @@ def as_json(study: FleetStudy) -> dict[str, Any]:
 
 
 def show(study: FleetStudy) -> None:
-    """Print the figures for a person."""
+    """Print the figures for people."""
     found = study.figures
 
     def marks(values: Marks | None, unit: float = 1.0, after: str = "") -> str:

@@ -134,7 +134,7 @@ def run_add(args: argparse.Namespace) -> int:
             models=tuple(args.model),
             **given,
         )
-        # checked as it will be read
+        # validated in the form in which it will be read
         known[id_] = msgspec.convert(msgspec.to_builtins(made), keys.Key)
     return _show(args, id_, text)
 
@@ -200,7 +200,7 @@ def run_rotate(args: argparse.Namespace) -> int:
                 f"the key {args.id} is {key.state(now)}; make a new one (`slipstream keys add`)",
                 field="id",
             )
-        # the salt belongs to the key, so the old secret needs it, too
+        # the salt belongs to the key, and the old secret needs it too
         text, _, digest = keys.new_secret(key.id, key.salt)
         old = (
             {"old_digest": key.digest, "old_until": now + args.grace}

@@ -1,13 +1,13 @@
-"""`slipstream launch CLIENT`: starts a coding agent (claude, codex, opencode), or any program, that
-uses one of your servers.
+"""`slipstream launch CLIENT`: starts a coding agent (claude, codex, opencode), or any program, with
+one of your servers.
 
     slipstream launch claude --serve Qwen/Qwen3-8B    # starts a server, which ends with the agent
     slipstream launch claude --serve "Qwen/Qwen3-8B --max-model-len 65536"
     slipstream launch codex --url http://127.0.0.1:8000 -- exec "fix the tests"
     slipstream launch any -- node app.mjs             # the variables of OpenAI's, Anthropic's and Ollama's SDKs
 
-Only the environment and the arguments of the agent are set, and they are printed. None of the
-agent's files is written."""
+Only the agent's environment and arguments are set, and they are printed. None of its files is
+written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from slipstream.cli.options import add_key_options, add_output_options, given_ke
 from slipstream.errors import ConfigError
 
 START_S = 1800.0
-"""Longest start of a server: a large model may have to be downloaded."""
+"""Maximum seconds of a server's start, in which a large model may have to be downloaded."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the agent; its exit code. The terminal's Ctrl-C is the agent's alone."""
+    """Run the agent, and return its exit code. Only the agent receives the terminal's Ctrl-C."""
     agent = subprocess.Popen(command, env=environment)
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
@@ -113,8 +113,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 @contextlib.contextmanager
 def _ends() -> Iterator[None]:
-    """Context manager in whose body signals that end this process raise SystemExit, so that the
-    agent and the server end with it."""
+    """Context manager in which termination signals raise SystemExit, so that the agent and the
+    server end with this process."""
 
     def end(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
@@ -130,9 +130,9 @@ def _ends() -> Iterator[None]:
 
 @contextlib.contextmanager
 def served(model: str, url: str) -> Iterator[None]:
-    """Context manager that runs a server of the model until its body ends. Options of `serve` may
-    follow the model. ConfigError if another server answers at this address, or if it ends before it
-    serves."""
+    """Context manager that runs a server of the model in its body. `model` may be followed by
+    options of `serve`. ConfigError if another server answers at this address, or if the server ends
+    before it is ready."""
     import httpx
 
     if _is_ready(url):
@@ -149,7 +149,7 @@ def served(model: str, url: str) -> Iterator[None]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # else Ctrl-C in the agent would end it
+        start_new_session=True,  # # otherwise Ctrl-C in the agent would end the server
     )
     log = _Log(server)
     try:
@@ -171,8 +171,8 @@ def served(model: str, url: str) -> Iterator[None]:
 
 
 class _Log:
-    """The server's log. It is shown until `is_quiet`, since its lines would stand in the agent's screen; then the `last`
-    lines are kept."""
+    """Reads the server's log. It is shown until `is_quiet`, because its lines would disturb the
+    agent's screen; then the `last` lines are stored."""
 
     def __init__(self, server: subprocess.Popen[str]) -> None:
         self.is_quiet = False
@@ -184,7 +184,7 @@ class _Log:
         for line in server.stderr or ():
             self.last.append(line)
             if not self.is_quiet:
-                with contextlib.suppress(OSError):  # who stops reading would stop the server
+                with contextlib.suppress(OSError):  # # without a reader, the server would block
                     sys.stderr.write(line)
 
 

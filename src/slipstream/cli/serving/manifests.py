@@ -29,14 +29,14 @@ GIVEN = {
         "ranks of other hosts can't reach it; write the manifests by hand",
     ),
 }
-"""Options of `serve` that the manifests set, or that don't work in them, by destination, with the
-remedy."""
+"""Options of `serve` that the manifests set, or that don't work in a container, by destination,
+with what to do instead."""
 
 NEEDS = {"otlp_endpoint": "otel", "detect": "detect"}
-"""Options of `serve` that need an extra of the package."""
+"""Options of `serve` that need an extra of the package, and the extra's name."""
 
 WRITTEN = ("state_dir", "files_dir", "audit_log", "kv_disk_path", "download_dir")
-"""Options of `serve` whose paths are written to."""
+"""Options of `serve` with paths to which it writes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,8 +137,8 @@ def extras_of(project: Path) -> set[str]:
 
 
 def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
-    """(the parsed words, the drain timeout in seconds). Options that `serve` would refuse are
-    refused here in its own words, and so are those that can't work in a container."""
+    """(the parsed words, the drain timeout in seconds). Raises the errors that `serve` would raise,
+    and errors for options that can't work in a container."""
     from slipstream.cli.parser import ArgumentParser
     from slipstream.cli.serving.serve import check_watch, server_settings
     from slipstream.config.settings import num_ranks

@@ -1,6 +1,6 @@
-"""The running servers of this user: each has a file in the cache folder, by its process's number.
+"""The running servers of this user: each has a file in the cache folder, named by its process id.
 
-A file whose process has ended, or whose number another process has now, is removed by the next
+A file whose process has ended, or whose id another process has now, is removed by the next
 reader."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from slipstream.hub import cache_folder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningServer:
-    """A server. `began` is the process's start in the kernel's clock, which tells it from a later
-    process of the same number."""
+    """A running server. `began` is the process's start time by the kernel's clock, which
+    distinguishes it from a later process with the same id."""
 
     pid: int
     began: str
@@ -30,7 +30,7 @@ class RunningServer:
     memory_bytes: int
     started_at: float
     states: list[dict[str, Any]] = field(default_factory=list)
-    """State of each model, for a server of several."""
+    """State of each model, for a server of several models."""
 
 
 def _folder() -> Path:
@@ -38,19 +38,21 @@ def _folder() -> Path:
 
 
 def began(pid: int) -> str | None:
-    """The start of a process in the kernel's clock; None if there is no such process."""
+    """Start time of a process by the kernel's clock; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
     except FileNotFoundError:
         return None if Path("/proc/self/stat").exists() else _signalled(pid)
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    fields = text.rpartition(")")[
+        2
+    ].split()  # # the process name before it may contain any character
     return None if fields[0] in "ZX" else fields[19]
 
 
 def _signalled(pid: int) -> str | None:
-    """A constant if the process exists, for systems without /proc."""
+    """Fixed string if the process exists, for systems without /proc."""
     try:
         os.kill(pid, 0)
     except OSError:
@@ -68,7 +70,7 @@ def register(
     now: float,
     states: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Write down a server that is ready. A cache folder that can't be written keeps none."""
+    """Write the file of a server that is ready. If the cache folder is not writable, it does nothing."""
     server = RunningServer(
         pid=pid,
         began=began(pid) or "?",
@@ -90,7 +92,7 @@ def forget(pid: int) -> None:
 
 
 def running_servers() -> list[RunningServer]:
-    """The servers whose process is alive, the oldest first."""
+    """Servers whose process is alive, oldest first."""
     found = []
     for path in _folder().glob("*.json"):
         try:

@@ -189,7 +189,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Models(argparse.Action):
-    """Keeps the list of models, and the first one as `model`."""
+    """Stores the list of models, and the first one as `model`."""
 
     def __call__(
         self,
@@ -203,7 +203,8 @@ class _Models(argparse.Action):
 
 
 class _Taken(argparse.Action):
-    """Collects in `taken` the options of other engines that have no effect. One with a value that would have is refused."""
+    """Collects in `taken` the options of other engines that have no effect. Raises an error for a value that would have an
+    effect."""
 
     def __call__(
         self,
@@ -247,8 +248,8 @@ def _number_or_auto(text: str) -> int | None:
 
 
 def choose_api_servers(device: str) -> int:
-    """Number of front ends: a quarter of the cores with a GPU, whose engine is faster than one
-    front end; else one."""
+    """Number of front-end processes: a quarter of the cores with a GPU, whose engine is faster than
+    one front end; else one."""
     from slipstream.costs.hardware import available_cores, gpus
 
     if device == "cpu" or (device == "auto" and not gpus()):
@@ -276,8 +277,8 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def logits_processors(names: Sequence[str]) -> dict[str, str]:
-    """The functions with these names in installed packages, as "module:function". ConfigError if
-    there is none, or if it can't be imported."""
+    """Find the functions with these names in installed packages; returns them as "module:function".
+    ConfigError if there is none, or if it can't be imported."""
     if not names:
         return {}
     from importlib.metadata import entry_points
@@ -302,7 +303,7 @@ def logits_processors(names: Sequence[str]) -> dict[str, str]:
 
 
 def check_adapters(args: argparse.Namespace, settings: ServerSettings) -> None:
-    """Raises ConfigError if an adapter can't be served by its name, or if none can be loaded."""
+    """Raise ConfigError if an adapter can't be served under its name, or if adapters can't be loaded."""
     from slipstream.errors import ConfigError
 
     names = settings.served_model_names or (args.model,)
@@ -322,12 +323,12 @@ def check_adapters(args: argparse.Namespace, settings: ServerSettings) -> None:
 
 
 def given_options(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
-    """The options among `names` that were given."""
+    """Options among `names` that were given."""
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def make_watch(args: argparse.Namespace) -> ServerWatch:
-    """Make the fault detector. ConfigError if its extra is not installed, or an address is invalid."""
+    """Build the fault detector. ConfigError if its extra is not installed, or an address is invalid."""
     from slipstream.errors import ConfigError
 
     try:
@@ -342,7 +343,7 @@ def make_watch(args: argparse.Namespace) -> ServerWatch:
 
 
 def check_watch(args: argparse.Namespace) -> None:
-    """Raises ConfigError for options that don't work with --detect, or that need it."""
+    """Raise ConfigError for options that don't work with --detect, or that need it."""
     from slipstream.errors import ConfigError
 
     if args.detect and args.api_servers not in (None, 1):
@@ -358,8 +359,8 @@ def check_watch(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the server. Returns 0 after an orderly stop. Errors of the start are raised. A server
-    with one front end is the child of a guard."""
+    """Run the server. Returns 0 after an orderly stop; raises errors of the start. A server with
+    one front end runs as the child of a guard process."""
     check_watch(args)
     if serves_several(args):
         from slipstream.cli.serving.serve_several import run_several
@@ -380,7 +381,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serves_several(args: argparse.Namespace) -> bool:
-    """Whether models are loaded on demand: there are several, or an option of them is given."""
+    """Whether models are loaded on demand: if there are several, or one of the options for that is given."""
     options = (args.models_memory, args.keep_alive, args.models_wait, args.model_settings)
     if len(args.models) > 1 or any(option is not None for option in options):
         return True
@@ -390,7 +391,7 @@ def serves_several(args: argparse.Namespace) -> bool:
 
 
 def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None) -> int:
-    """Start the engine, then the server with this number of front ends."""
+    """Start the engine, then the server with `number` front ends."""
     import time
 
     from slipstream.cli.console import phases, print_json
@@ -401,7 +402,7 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
     from slipstream.server.run import bind, configure_logging, url
 
     settings = server_settings(args)
-    Keyring(settings)  # an unreadable file is an error now
+    Keyring(settings)  # # raises an error for an unreadable file now
     check_adapters(args, settings)
     configure_logging(settings)
     say_taken(args)
@@ -418,7 +419,7 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
         info = Banner.of(
             engine, settings, number, url(settings, listener), time.monotonic() - start
         )
-        # the guard is the process that was started, and outlives a server that dies
+        # the guard process is the one that the user started, and it outlives a server that crashes
         register(
             os.getpid() if guarded is None else os.getppid(),
             url=info.url.removesuffix("/v1"),
@@ -444,7 +445,7 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
 
 @dataclass(frozen=True, kw_only=True)
 class Banner:
-    """The message when the server is ready: its address, and what its memory holds."""
+    """Message shown when the server is ready: its address, and how its memory is used."""
 
     url: str
     models: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""`slipstream serve` of several models, which are loaded on demand (docs/server/models.md)."""
+"""`slipstream serve` with several models, which are loaded on demand (docs/server/models.md)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slipstream.server.state import ServerSettings
 
 _WAIT_S = 300.0
-_NOTE_S = 0.5  # between two notes for `slipstream ps`
+_NOTE_S = 0.5  # # minimum seconds between two updates for `slipstream ps`
 
 _NOT_WITH_SEVERAL = {
     "detect": "--detect watches one model",
@@ -41,7 +41,7 @@ _NOT_WITH_SEVERAL = {
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ConfigError for an option that a server of several models does not have."""
+    """Raise ConfigError for an option that a server of several models does not support."""
     for name, why in _NOT_WITH_SEVERAL.items():
         given = getattr(args, name, None)
         if not (given is None or given is False or given in ([], {})):
@@ -57,7 +57,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def described(args: argparse.Namespace) -> tuple[ServedModels, list[Any]]:
-    """The models of the command line, fetched and read."""
+    """Models of the command line, downloaded if necessary, with their descriptions read."""
     from slipstream.hub import DEFAULT_MODEL
     from slipstream.hub.several import named_models
     from slipstream.server.many.asked import parse_keep_alive
@@ -103,14 +103,14 @@ def _serve(
     from slipstream.server.many.slots import ModelSlots
     from slipstream.server.run import bind, configure_logging, url
 
-    Keyring(settings)  # an unreadable file is an error now
+    Keyring(settings)  # # raises an error for an unreadable file now
     how, models = described(args)
     configure_logging(settings)
     say_taken(args)
     warn_of_start(settings, guarded)
     listener = bind(settings) if guarded is None or guarded.listener is None else guarded.listener
     template = CoreTemplate()
-    template.get()  # it imports while nobody waits
+    template.get()  # # import it before requests wait for it
     slots = ModelSlots(
         models,
         memory_bytes=how.memory_bytes,
@@ -150,7 +150,7 @@ def _banner(address: str, facts: list[dict[str, Any]], how: ServedModels) -> str
 
 @dataclass
 class _Notes:
-    """The file of the server that `slipstream ps` reads, written when a model's state changes, and soon after other changes."""
+    """Updates the server's file for `slipstream ps`: at once when a model's state changes, and soon after other changes."""
 
     slots: ModelSlots
     url: str

@@ -1,11 +1,11 @@
-"""`slipstream verify URL --against MODEL`: checks whether a server answers as the model itself would.
+"""`slipstream verify URL --against MODEL`: checks whether a server's answers come from the given model.
 
     slipstream verify http://127.0.0.1:8000 --against smollm2
     slipstream verify https://api.example.com --api-key-file FILE --model NAME --against ./checkpoint --page verify.html
 
-Any server that speaks OpenAI's chat API. The model is loaded here, and says how likely each token
-of the server's answers was. The exit code is 0 for a sound server, 1 for a fault, 4 if the answers did
-not decide. docs/verify.md has the checks."""
+Works with any server that has OpenAI's chat API. The model is loaded here, and computes the probability of
+each token of the server's answers. The exit code is 0 if no fault is found, 1 for a fault, 4 if the answers
+are not conclusive. docs/verify.md lists the checks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 
 CONTEXT = 64
-"""Tokens of context for a long conversation's frame, its question and its answer."""
+"""Tokens of context beyond a long conversation's text: its frame, its question and its answer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,9 +1,9 @@
-"""Rounds weights to GGUF's block types, and packs the blocks.
+"""Quantizes weights to GGUF's block types, and packs the blocks.
 
-A type's `CodeForm` says all that a search needs: value = book[code] · scale − minimum.
+A type's `CodeForm` defines its values: value = book[code] · scale − minimum.
 
-1. `fit` finds scales and minima with the least squared error, errors weighed by the mean squares of
-   the inputs. Scales of superblocks are rounded to their few bits before codes are chosen.
+1. `fit` finds scales and minima with the least squared error, weighted by the mean squares of the
+   inputs. Scales of superblocks are rounded to their few bits before codes are chosen.
 2. Codes are the nearest ones, or GPTQ's on these scales.
 3. `pack` is the inverse of `kernels.weights.gguf_codes.split`.
 """
@@ -31,22 +31,22 @@ LEVELS = {
     "Q2_K": (0, 15), "Q3_K": (-32, 31), "Q4_K": (0, 63), "Q5_K": (0, 63), "Q6_K": (-128, 127),
     "IQ4_XS": (-32, 31),
 }  # fmt: skip
-"""Smallest and largest scale of a group, as multiples of its superblock's float16 scale."""
+"""Minimum and maximum scale of a group, as multiples of its superblock's float16 scale."""
 
 HALVES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL")
 WRITABLE = frozenset((*LEVELS, *HALVES, "MXFP4"))
 """Names of the block types that `compress` can write."""
 
 SHRINKS = tuple(0.75 + 0.025 * i for i in range(15))
-"""Factors of the largest magnitude, or of the range, that the search for scales tries."""
+"""Factors by which the search for scales multiplies the maximum magnitude, or the range."""
 VALUES_AT_ONCE = 1 << 22
-"""Weights whose grids are searched together, in whole rows."""
+"""Maximum number of weights whose scales are searched together; whole rows only."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGrid:
-    """The grid of a weight [out, in]. `scales` and `mins`, float32 [out, groups], are the stored numbers' values; `levels`
-    and `min_levels` the integers that multiply `d` and `dmin`, float16 [out, superblocks]."""
+    """The grid of a weight [out, in]. `scales` and `mins`, float32 [out, groups], are the values read from the file;
+    `levels` and `min_levels` are the integers by which `d` and `dmin`, float16 [out, superblocks], are multiplied."""
 
     quant: QuantType
     scales: Tensor
@@ -61,7 +61,7 @@ class BlockGrid:
         return form_of(self.quant)
 
     def each(self, per_group: Tensor) -> Tensor:
-        """Repeats a number of each group for all of the group's weights, [out, in]."""
+        """Repeat a value of each group for all of its weights: [out, groups] → [out, in]."""
         return per_group.repeat_interleave(self.form.group, 1)
 
 
@@ -71,11 +71,11 @@ def form_of(quant: QuantType) -> CodeForm:
 
 
 def codes_of(form: CodeForm, x: Tensor, scales: Tensor, mins: Tensor | None) -> Tensor:
-    """The nearest codes of x, float32, in x's shape. Scales of 0 have the code of 0."""
+    """Nearest codes of x, float32, in x's shape. A group with scale 0 gets the code whose value is 0."""
     y = x if mins is None else x + mins
     y = torch.where(scales == 0, 0.0, y / torch.where(scales == 0, 1.0, scales))
     if form.book == "linear":
-        lowest = 1 if form.bits == 8 else 0  # kernels of 8 bits do without −128
+        lowest = 1 if form.bits == 8 else 0  # # kernels for 8 bits don't support −128
         return (y + form.zero).round_().clamp_(lowest, (1 << form.bits) - 1)
     values = torch.from_numpy(book(form)).to(x.device)
     values, order = values.sort(stable=True)
@@ -84,7 +84,7 @@ def codes_of(form: CodeForm, x: Tensor, scales: Tensor, mins: Tensor | None) -> 
 
 
 def values_of(form: CodeForm, codes: Tensor, scales: Tensor, mins: Tensor | None) -> Tensor:
-    """Returns the values that codes stand for, as readers of GGUF files compute them."""
+    """Values of codes, computed as readers of GGUF files do."""
     numbers = (
         codes - form.zero
         if form.book == "linear"
@@ -102,7 +102,8 @@ def on_grid(form: CodeForm, x: Tensor, scales: Tensor, mins: Tensor | None) -> T
 
 
 def fit(weight: Tensor, kind: str, importance: Tensor | None = None) -> BlockGrid:
-    """The grid of a float32 weight [out, in] in the type `kind`. `importance` [in] weighs the squared errors of its columns."""
+    """Search the grid of a float32 weight [out, in] in the block type `kind`. `importance` [in] weights the squared errors
+    of its columns."""
     quant, rows = BY_NAME[kind], max(1, VALUES_AT_ONCE // weight.shape[1])
     weighed = torch.ones(weight.shape[1], device=weight.device)
     if importance is not None:
@@ -138,15 +139,15 @@ def _half(x: Tensor) -> Tensor:
 
 
 def _error(x: Tensor, w: Tensor, form: CodeForm, scales: Tensor, mins: Tensor | None) -> Tensor:
-    """The weighed squared error of each group, [out, groups]."""
+    """Weighted squared error of each group, [out, groups]."""
     own = None if mins is None else mins[..., None]
     made = on_grid(form, x, scales[..., None], own)
     return made.sub_(x).square_().mul_(w).sum(-1)
 
 
 def _scales(x: Tensor, w: Tensor, form: CodeForm) -> Tensor:
-    """Searches scales of a type without minima. Candidates put the largest magnitude, shrunk by
-    several factors, on either end of the codebook. Each is then fitted to its codes."""
+    """Searches scales of a type without minima. Candidates map the maximum magnitude, times each of several
+    factors, to either end of the codebook. Each scale is then refitted to its codes by least squares."""
     values = book(form)
     at = x.abs().argmax(-1, keepdim=True)
     top, weighed = x.gather(-1, at)[..., 0], w * x
@@ -167,7 +168,7 @@ def _scales(x: Tensor, w: Tensor, form: CodeForm) -> Tensor:
 
 def _ranges(x: Tensor, w: Tensor, form: CodeForm, *, below_zero: bool) -> tuple[Tensor, Tensor]:
     """Searches scales and minima; minima of superblock types are 0 or more. From several initial
-    ranges, codes and the line that fits them best take turns."""
+    ranges, it alternates between the nearest codes and the least-squares line through them."""
     low, high = x.amin(-1), x.amax(-1)
     if below_zero:
         low = low.clamp(max=0)
@@ -196,7 +197,7 @@ def _ranges(x: Tensor, w: Tensor, form: CodeForm, *, below_zero: bool) -> tuple[
             least = torch.where(better, error, least)
             best_scale = torch.where(better, scales, best_scale)
             best_min = torch.where(better, mins, best_min)
-    if below_zero:  # levels have no sign
+    if below_zero:  # # unsigned levels
         best_scale = best_scale.clamp(min=0)
     return best_scale, best_min
 
@@ -204,13 +205,13 @@ def _ranges(x: Tensor, w: Tensor, form: CodeForm, *, below_zero: bool) -> tuple[
 def _levels(
     x: Tensor, w: Tensor, quant: QuantType, scales: Tensor, mins: Tensor | None
 ) -> BlockGrid:
-    """Makes the grid of a superblock type, whose scales are integers times a float16. Each group
-    takes the integers with the smallest error, of the nearest and their neighbours."""
+    """Build the grid of a superblock type, whose scales are integers times a float16. Each group
+    gets the integers with the smallest error among the nearest ones and their neighbors."""
     form, (lowest, highest) = form_of(quant), LEVELS[quant.name]
     per = quant.block_size // form.group
 
     def unit(values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns a float16 for each superblock, and the same for each of its groups."""
+        """A float16 unit for each superblock, and the same repeated for each of its groups."""
         blocks = values.unflatten(1, (-1, per))
         top = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))[..., 0]
         d = (top / (lowest if lowest else highest)).clamp(-65504, 65504).half()
@@ -271,8 +272,8 @@ def _exponents(x: Tensor, w: Tensor, quant: QuantType) -> BlockGrid:
 def round_blocks(
     weight: Tensor, kind: str, stats: InputStats | None, *, damping: float | None
 ) -> tuple[Blocks, Tensor]:
-    """Rounds a float32 weight [out, in]. Returns its blocks, uint8 [out, bytes], and the values
-    that they stand for. With `damping` and products of inputs, codes are GPTQ's, else the
+    """Quantize a float32 weight [out, in]. Returns its blocks, uint8 [out, bytes], and their
+    dequantized values. Codes are chosen by GPTQ if `damping` and a Hessian are given, else to
     nearest."""
     grid = fit(weight, kind, None if stats is None else stats.mean_square)
     step = max(1, VALUES_AT_ONCE // weight.shape[1])
@@ -296,7 +297,7 @@ def _part(grid: BlockGrid, rows: slice) -> tuple[Tensor, Tensor | None]:
 
 
 def _gptq(weight: Tensor, grid: BlockGrid, stats: InputStats, damping: float) -> Tensor:
-    """Rounds by GPTQ with fixed scales, columns of large inputs first."""
+    """Quantize by GPTQ with fixed scales, columns of large inputs first."""
     hessian = stats.hessian / max(1, stats.num_rows)
     dead = hessian.diagonal() == 0
     order = hessian.diagonal().argsort(descending=True)
@@ -334,13 +335,13 @@ def pack(grid: BlockGrid, codes: Tensor) -> Blocks:
 
 
 def _halves(x: Tensor | None, count: int) -> Tensor:
-    """Converts one number of each block to the bytes of a float16, [N, 2]."""
+    """Convert one value of each block to the bytes of a float16, [N, 2]."""
     assert x is not None
     return x.half().reshape(count, 1).contiguous().view(torch.uint8)
 
 
 def _ints(x: Tensor | None, count: int, shift: int = 0) -> Tensor:
-    """Levels of N blocks plus an offset that makes them 0 or more: int32 [N, groups]."""
+    """Levels of N blocks plus `shift`, which makes them non-negative: int32 [N, groups]."""
     assert x is not None
     return x.reshape(count, -1).int() + shift
 
@@ -367,8 +368,8 @@ def _in_turn(q: Tensor, width: int) -> Tensor:
 
 
 def _simple(q: Tensor, g: BlockGrid, n: int) -> list[Tensor]:
-    """Packs Q4_0, Q4_1, Q5_0, Q5_1 and IQ4_NL: float16 numbers, the codes' fifth bits, their other
-    bits."""
+    """Pack Q4_0, Q4_1, Q5_0, Q5_1 and IQ4_NL: float16 values, then the fifth bit of each code, then
+    the other bits."""
     heads = [_halves(g.scales, n)]
     if g.mins is not None:
         heads.append(_halves(-g.mins, n))

@@ -1,13 +1,13 @@
-"""Types of a GGUF file's matrices within a budget of bits, so that the divergence is smallest.
+"""Chooses the types of a GGUF file's matrices within a budget of bits, for the least KL divergence.
 
-1. A pass over calibration text, forward and backward, gives for each matrix W the products H of its inputs and the squared
-   gradients g² of its outputs. The gradients are those of log p of tokens that the model itself draws.
+1. A pass over calibration text, forward and backward, gives for each matrix W the second moments H = x xᵀ of its inputs and
+   the squared gradients g² of its outputs. The gradients are those of log p of tokens sampled from the model itself.
 2. To second order a change D of W costs KL = ½ Σ_r E[g_r²] (D E[H] Dᵀ)_rr nats a token: Fisher's information, with outputs and
    tokens taken as independent (K-FAC, Martens and Grosse 2015).
-3. D is the error of rounding a sample of rows to each type. GPTQ's gain is measured in one type and taken for all.
-4. The types with the smallest sum of costs within the budget solve a knapsack problem (`quantize.mixed`).
+3. D is measured by quantizing a sample of rows to each type. GPTQ's gain is measured for one type and assumed for all.
+4. A knapsack solver (`quantize.mixed`) finds the types with the smallest total cost within the budget.
 
-A table of embeddings that is the head, too, costs both: what it adds to the first layer's inputs, and what it does to logits.
+The cost of tied embeddings includes both the error of the first layer's inputs and that of the logits.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ from slipstream.spec.description import ModelDescription
 from slipstream.spec.parameters import Placement, orders_rows
 
 PROBE_WINDOWS = 8
-"""Windows of calibration text that are differentiated."""
+"""Number of windows of calibration text for which gradients are computed."""
 
 SAMPLED_ROWS = 48
-"""Rows of a matrix that are rounded to each type. Experts share them, with 4 each at least."""
+"""Rows of a matrix that are quantized to each type, as a sample. The experts of a layer divide them, with at least 4
+each."""
 
 Costs = dict[str, dict[str, float]]
-"""Nats a token by matrix and type."""
+"""Cost in nats per token, by matrix and type."""
 
 
 def choose_types(step: GGUF, planned: Iterable[PlannedBlocks], costs: Costs) -> dict[str, str]:
-    """The types of the matrices in `costs` within the budget, which covers the others, too."""
+    """Choose the types of the matrices in `costs`. The budget includes the other matrices."""
     assert step.bits is not None
     matrices = [tensor for tensor in planned if tensor.type != "F32"]
     room = int(step.bits * sum(tensor.num_values for tensor in matrices) / 8)
@@ -63,7 +64,7 @@ def choose_types(step: GGUF, planned: Iterable[PlannedBlocks], costs: Costs) -> 
 
 
 def _worthwhile(tensor: PlannedBlocks, costs: Mapping[str, float]) -> list[Option]:
-    """A matrix's options, few bytes first, each of which saves less by its bytes than the one before."""
+    """Options of a matrix on the convex hull, smallest size first: each saves less per byte than the one before."""
     found = list[Option]()
     for kind, kl in sorted(costs.items(), key=lambda item: (bits_of(item[0]), item[1])):
         new = Option(kind, replace(tensor, type=kind).num_bytes, kl)
@@ -76,22 +77,22 @@ def _worthwhile(tensor: PlannedBlocks, costs: Mapping[str, float]) -> list[Optio
 
 
 def _gain(less: Option, more: Option) -> float:
-    """The nats that a byte saves."""
+    """Nats saved per additional byte."""
     return (less.kl - more.kl) / max(1, more.num_bytes - less.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix and what its errors d do: ½ Σ_r `outputs`_r (d_r `inputs` d_rᵀ) / `num_tokens` nats in all."""
+    """A matrix, and the cost of its errors d: ½ Σ_r `outputs`_r (d_r `inputs` d_rᵀ) / `num_tokens` nats in all."""
 
     weight: Tensor  # [out, in]
     rounds_by: InputStats | None
     outputs: Tensor  # Σ g² over tokens, [out]
     inputs: Tensor  # Σ x xᵀ [in, in], or its diagonal [in]
-    num_tokens: int  # that it computed
+    num_tokens: int  # # computed by this matrix
 
     def cost(self, kind: str, damping: float | None, num_rows: int) -> float:
-        """The nats of rounding to this type, estimated on rows that are drawn by their shares of `outputs`."""
+        """Cost in nats of quantizing to this type, estimated on rows sampled in proportion to `outputs`."""
         shares = self.outputs.double().cumsum(0)
         at = (torch.arange(num_rows, device=shares.device) + 0.5) / num_rows * shares[-1]
         rows = self.weight[torch.searchsorted(shares, at).clamp(max=len(shares) - 1)].float()
@@ -102,7 +103,7 @@ class Matrix:
 
 
 class SensitiveOps(ObservingOps):
-    """Ops that also sum the squared gradients of the outputs of the products that they watch, in `squares`."""
+    """Ops that also sum the squared gradients of the outputs of the watched linear layers, in `squares`."""
 
     def __init__(self, watch: Mapping[str, Callable[[Tensor], None]]) -> None:
         super().__init__(watch)
@@ -130,7 +131,7 @@ def measure_types(
     dtype: torch.dtype,
     progress: Callable[[int], None],
 ) -> Costs:
-    """The cost of each matrix that `types` leaves free, in each type that fits it."""
+    """Measure the cost of each matrix not fixed by `types`, in each type that fits it."""
     stream = Stream(source, windows[:PROBE_WINDOWS], device=device, dtype=dtype)
     spec, table, costs = source.spec, places(source), Costs()
     free = [t for t in planned if t.type not in ("F32", "F16") and step.fixed(t.name) is None]
@@ -200,8 +201,8 @@ def _see(stats: InputStats, x: Tensor) -> None:
 def _from_logits(
     ends: Decoder, state: Tensor, hidden: InputStats, answers: Tensor, draws: torch.Generator
 ) -> Tensor:
-    """The gradient of log p of drawn tokens with respect to the last layer's output [T, E]. Adds the head's inputs to `hidden`,
-    and p (1 − p) of each token, its logit's squared gradient on average, to `answers`."""
+    """Gradient of log p of sampled tokens with respect to the last layer's output [T, E]. Adds the head's
+    inputs to `hidden`, and p (1 − p) of each token, the mean squared gradient of its logit, to `answers`."""
     state = state.detach().requires_grad_()
     with torch.enable_grad():
         last = ends.finished(state, None)
@@ -226,13 +227,14 @@ def _table(
     first: Sequence[Tensor],
     gradients: Sequence[Tensor],
 ) -> Matrix:
-    """The table of embeddings as what makes the first layer's inputs: a token reads its row, which the model may scale."""
+    """The embedding table as a matrix that computes the first layer's inputs: each token reads one row, which the model may
+    scale."""
     tokens = torch.cat([batch.token_ids for batch in stream.batches])
     counts = torch.bincount(tokens, minlength=len(value)).float()
     made = sum(float(state.float().square().sum()) for state in first)
     scale = made / max(1e-30, float(value[tokens].float().square().sum()))
     squares = torch.stack([g.float().square().sum(0) for g in gradients]).sum(0)
-    if len(squares) != value.shape[1]:  # a projection follows the table
+    if len(squares) != value.shape[1]:  # # a projection follows the embedding table
         squares = squares.sum().expand(value.shape[1]) / value.shape[1]
     return Matrix(value, rounds_by, counts, squares * scale, len(tokens))
 
@@ -244,7 +246,7 @@ def _matrices(
     stats: Mapping[str, InputStats],
     squares: Mapping[str, Tensor],
 ) -> list[Matrix]:
-    """A layer's tensor, or its experts. Gradients are brought into the order of the file's rows."""
+    """Matrices of a layer's tensor: itself, or its experts. Gradients are reordered like the file's rows."""
     product, shape = at.target.removesuffix(".weight"), values[at.target].shape
     names = [name for name in stats if name.partition("@")[0] == product]
     rows = shape[:-1].numel() // len(names)
@@ -269,7 +271,7 @@ def _matrices(
 
 
 def _costs(step: GGUF, parts: Sequence[Matrix], num_tokens: int) -> dict[str, float]:
-    """Nats a token by type."""
+    """Cost in nats per token, by type."""
     num_rows = max(4, SAMPLED_ROWS // len(parts))
 
     def cost(kind: str, damping: float | None) -> float:
@@ -281,7 +283,7 @@ def _costs(step: GGUF, parts: Sequence[Matrix], num_tokens: int) -> dict[str, fl
         average = step.bits or 0.0
         near = max(0.5, min(abs(bits_of(kind) - average) for kind in kinds))
         within = [kind for kind in kinds if abs(bits_of(kind) - average) <= near]
-        # A matrix may lie on the grid of one type, which then says nothing of GPTQ.
+        # A matrix may already lie on the grid of one type, which then has no error by which to measure GPTQ.
         probe = max(within, key=lambda kind: found[kind])
         gain = cost(probe, step.damping) / max(found[probe], 1e-30)
         found = {kind: gain * kl for kind, kl in found.items()}

@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file: another file's own, or what a folder's config and tokenizer say.
+"""The metadata of a GGUF file, copied from another file or derived from a folder's config and tokenizer.
 
-A folder's keys are those of a Llama-like model. Whether they say all is found by reading the file
-back (`same_model`), so that no family needs a list of its own, and none is written wrongly.
+A folder's keys are those of a Llama-like model. The file is then read back (`same_model`) to check that the
+keys are complete. So no family needs a list of its own, and none is written wrongly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OF_THE_FILE = (
     *("GGUF.", "split.", "quantize.", "general.architecture"),
     *("general.file_type", "general.quantization_version"),
 )
-"""Beginnings of keys that say how a file was made, and not what the model is."""
+"""Prefixes of keys about how a file was made, not about the model."""
 
 SAMPLES = (
     "Hello, world! It's 2026: we've 1234567 reasons.\n\n  def f(x):\n\treturn x**2  # ok\r\n",
@@ -46,18 +46,18 @@ PROBES = (
         a + b + c for a, b, c in itertools.product("aB1½é\u0301中かש'-_$.🙂 \n\r\t\u00a0", repeat=3)
     ),
 )
-"""Texts by which ways to split are told apart: `SAMPLES`, and kinds of letters, marks, digits, signs
-and spaces in all orders of three."""
+"""Texts that distinguish pre-tokenizers: `SAMPLES`, and letters, accents, digits, signs and spaces
+in all orders of three."""
 
 END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<EOT>", "[EOT]", "_<EOT>")
-"""Names of the token that `eot` numbers."""
+"""Names of tokens for the key `eot_token_id` (end of turn)."""
 
 END_OF_MESSAGE = ("<|eom_id|>",)
-"""Names of the token that `eom` numbers."""
+"""Names of tokens for the key `eom_token_id` (end of message)."""
 
 
 def add_metadata(writer: Any, source: ModelDescription) -> None:
-    """Add what describes the model and its tokenizer to a `gguf.GGUFWriter`."""
+    """Add the metadata of the model and its tokenizer to a `gguf.GGUFWriter`."""
     import gguf
 
     if source.gguf is None:
@@ -84,7 +84,7 @@ def _add(writer: Any, above: str, keys: Mapping[str, Any]) -> None:
 
 
 def model_keys(source: ModelDescription) -> dict[str, Any]:
-    """The keys that describe a folder's model, after the architecture's name."""
+    """Keys that describe a folder's model, without the architecture's prefix."""
     spec, found = source.spec, dict[str, Any]()
     layer = spec.layers[0]
     found |= {
@@ -133,8 +133,8 @@ def model_keys(source: ModelDescription) -> dict[str, Any]:
 
 
 def frequencies(source: ModelDescription) -> np.ndarray[Any, np.dtype[np.float32]] | None:
-    """The divisors of a folder's rotary frequencies, which llama.cpp keeps as a tensor (Llama 3.1);
-    None if they are not scaled so, or if the source is a GGUF file, which has the tensor."""
+    """Divisors of a folder's rotary frequencies, which llama.cpp stores as a tensor (Llama 3.1);
+    None if there is no such scaling, or if the source is a GGUF file, which has the tensor."""
     a = source.spec.layers[0].attention
     rope = a.position if isinstance(a, AttentionSpec) else None
     if source.gguf is not None or not isinstance(rope, RopeSpec):
@@ -150,8 +150,8 @@ def frequencies(source: ModelDescription) -> np.ndarray[Any, np.dtype[np.float32
 
 
 def tokenizer_keys(source: ModelDescription) -> dict[str, Any]:
-    """The keys of a folder's tokenizer. UnsupportedModelError if it is not BPE over bytes that splits text in a way that has
-    a name in GGUF."""
+    """Keys of a folder's tokenizer. UnsupportedModelError unless it is byte-level BPE whose
+    pre-tokenizer has a name in GGUF."""
     backend, special, templates = read_folder(source.path)
     data = json.loads(backend.to_str())
     model = data["model"]
@@ -215,11 +215,11 @@ def tokenizer_keys(source: ModelDescription) -> dict[str, Any]:
 def numbered_ends(
     source: ModelDescription, ends: Sequence[int], main: int | None, texts: Mapping[int, str]
 ) -> dict[str, int]:
-    """The ids of the file's numbered ends. `main` is the one that the tokenizer calls its own.
+    """Keys for the end tokens that are given by id. `main` is the tokenizer's own end token.
 
-    `eot` and `eom` go by the tokens' names. Readers know other ends by their names alone; one
-    without such a name takes a number that is free, or whose token has one. UnsupportedModelError
-    if there is none.
+    `eot` and `eom` are chosen by the tokens' names. Readers recognize some other end tokens by
+    name; one without such a name takes a key that is free, or whose token is recognized by name.
+    UnsupportedModelError if there is none.
     """
     if not ends:
         return {}
@@ -243,7 +243,7 @@ def numbered_ends(
 
 
 def _normalizers(found: Any) -> set[str]:
-    """The kinds of normalizers in a tokenizer.json, sequences opened."""
+    """Types of normalizers in a tokenizer.json, with sequences flattened."""
     if not found:
         return set()
     if found["type"] == "Sequence":
@@ -270,8 +270,8 @@ def _splits_alike(theirs: Any, patterns: Iterable[str]) -> bool:
 
 
 def same_model(source: ModelDescription, written: ModelDescription) -> bool:
-    """Whether a written file describes the model, and has its tokenizer: its tokens, ends and chat
-    templates. The file may have more ends, which GGUF's readers know by their names."""
+    """Whether a written file describes the same model and tokenizer: its tokens, end tokens and
+    chat templates. The file may have more end tokens, which GGUF readers recognize by name."""
     if not _same(source.spec, dataclasses.replace(written.spec, family=source.spec.family)):
         return False
     if source.gguf is not None:
@@ -293,7 +293,7 @@ def same_model(source: ModelDescription, written: ModelDescription) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether values of two specs are the same, numbers as far as the file has their digits."""
+    """Whether two specs' values are equal; floats within the precision that the file stores."""
     if isinstance(a, RopeSpec) and isinstance(b, RopeSpec):
         return (a.style, a.rotary_dim, a.sections) == (b.style, b.rotary_dim, b.sections) and bool(
             np.allclose(rope_angles(a, 64), rope_angles(b, 64), atol=1e-4)

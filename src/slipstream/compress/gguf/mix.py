@@ -1,7 +1,7 @@
 """GGUF's names of mixtures, such as Q4_K_M: the type of each tensor. No torch.
 
-The meaning of the names is llama.cpp's, so that a file has the bits that its name promises. A
-matrix whose rows a type's blocks do not divide takes the next type that fits, as there.
+The meaning of the names is llama.cpp's, so that a file has the bits that its name promises. If a
+type's blocks do not divide a matrix's rows, the next type that fits is used, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from slipstream.spec.stored.native_formats import is_product
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Position of a tensor. `index` of `count`: its layer, of attention's values the number among them."""
+    """A tensor's position: layer `index` of `count`; for attention values, the index counts only these."""
 
     index: int
     count: int
     grouped: bool
-    """Four or more query heads share a key head."""
+    """Whether at least four query heads use one kv head."""
     weighed: bool
-    """A text's importances weigh the errors."""
+    """Whether importances from a text weight the errors."""
 
 
 Where = Callable[[Place], bool]
 
 Rule = tuple[str, Where, str]
-"""Part of a tensor's name, places, type."""
+"""A rule: (part of a tensor's name, condition on its position, type)."""
 
 
 def everywhere(place: Place) -> bool:
@@ -46,7 +46,7 @@ def grouped(place: Place) -> bool:
 
 
 def more_bits_pay(place: Place) -> bool:
-    """Whether more bits pay off: the first and last eighth, and every third between."""
+    """Whether the layer is in the first or last eighth, or every third between: llama.cpp gives these more bits."""
     eighth = place.count // 8
     last = place.index >= 7 * place.count // 8
     return place.index < eighth or last or (place.index - eighth) % 3 == 2
@@ -57,20 +57,20 @@ def first(number: int) -> Where:
 
 
 def first_share(part: int, *, weighed: bool | None = None) -> Where:
-    """The first 1/`part` of the layers; `weighed`: only with importances, or only without."""
+    """Condition for the first 1/`part` of the layers; `weighed`: only with importances (True), or only without (False)."""
     return lambda place: place.index < place.count // part and weighed in (None, place.weighed)
 
 
 VALUES = "values"
-"""Stand-in for a name: matrices that make attention's values, alone or with others."""
+"""Placeholder name in rules: matrices that compute attention values, alone or combined with others."""
 
 _VALUES = re.compile(r"attn_(v|qkv|kv_b)\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The type of most matrices, and rules for others; the first
-    rule that applies holds. `head` is the output head's, or the embeddings' if they are the head."""
+    """The type of most matrices, and rules for others; the first matching rule applies. `head` is
+    the type of the output head, or of tied embeddings."""
 
     base: str
     rules: tuple[Rule, ...] = ()
@@ -115,10 +115,10 @@ MIXES: dict[str, Mix] = {
     "Q8_0": Mix("Q8_0", head="Q8_0"),
     "F16": Mix("F16", head="F16"),
 }
-"""Mixtures by name, in the order of their bits."""
+"""Mixtures by name, fewest bits first."""
 
 _EIGHT_EXPERTS = {"Q2_K", "Q3_K", "IQ4_XS", "IQ4_NL", "Q4_K"}
-"""Base types whose attn_output has Q5_K in a mixture of eight experts (Mixtral)."""
+"""Base types for which attn_output gets Q5_K in a mixture of eight experts (Mixtral)."""
 
 SHORT = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 """llama.cpp's short names."""
@@ -129,20 +129,19 @@ FITS = {
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
 }
-"""The type in place of one whose superblocks do not divide a matrix's rows."""
+"""Replacement for a type whose superblocks do not divide a matrix's rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUF:
-    """Writes a GGUF file, whose matrices have the types that `type` stands for (Q4_K_M), or with
-    `bits` those that `budget` finds.
+    """Writes a GGUF file, whose matrices have the types of the mixture `type` (Q4_K_M), or with
+    `bits` those that `budget` chooses.
 
-    `bits`: the most bits a weight that all matrices have on average, embeddings and head included;
-    `choices` are the types that they may have, all that fit a matrix unless given. `rounding`:
-    codes are the nearest ones, or GPTQ's. `importance`: the squared inputs of the calibration text
-    weigh the errors of scales; without it, rounding to nearest needs no text.
-    `types` gives other types to the tensors whose names match a pattern, such as
-    {"blk.*.ffn_down.weight": "Q6_K"}."""
+    `bits`: maximum average bits per weight over all matrices, embeddings and head included;
+    `choices`: allowed types (default: all that fit a matrix). `rounding`: choose codes to nearest
+    or by GPTQ. `importance`: weight the errors of scales by the squared inputs of the calibration
+    text; without it, rounding to nearest needs no text. `types` gives other types to the tensors
+    whose names match a pattern, such as {"blk.*.ffn_down.weight": "Q6_K"}."""
 
     type: str | None = None
     bits: float | None = None
@@ -194,11 +193,11 @@ class GGUF:
         return MIXES[self.name]
 
     def fixed(self, name: str) -> str | None:
-        """The type that `types` gives a tensor; the last pattern that matches holds."""
+        """Type that `types` sets for a tensor; the last matching pattern wins."""
         return next((t for p, t in [*self.types.items()][::-1] if fnmatchcase(name, p)), None)
 
     def options(self, inner: int) -> list[str]:
-        """The types that a budget may give a matrix with rows of `inner` values, few bits first."""
+        """Types that a budget may choose for a matrix with rows of `inner` values, fewest bits first."""
         fit = [k for k in self.choices or CHOICES if inner % BY_NAME[k].block_size == 0]
         return sorted(fit, key=lambda kind: (bits_of(kind), kind)) or ["F16"]
 
@@ -210,7 +209,7 @@ class GGUF:
 SINGLE = frozenset(
     kind for mix in MIXES.values() for kind in (mix.base, mix.head, *(r[2] for r in mix.rules))
 )
-"""Types of single tensors that can be written."""
+"""Block types that can be written for single tensors."""
 
 CHOICES = SINGLE - {"F16"}
 """Types that a budget of bits chooses from."""
@@ -242,8 +241,8 @@ class PlannedBlocks:
 
 
 def plan_blocks(source: ModelDescription, step: GGUF) -> tuple[PlannedBlocks, ...]:
-    """The tensors of the file. ConfigError if a pattern of `types` matches none, or if no types keep to `bits`. Until a
-    budget is allocated, a matrix has the type nearest to it."""
+    """Plan the tensors of the file. ConfigError if a pattern of `types` matches none, or if `bits`
+    is not reachable. Until a budget is allocated, a matrix has the type nearest to its average."""
     from slipstream.compress.gguf.source import stored_shapes
 
     spec, found, used = source.spec, list[PlannedBlocks](), set[str]()
@@ -301,7 +300,7 @@ def _check_budget(step: GGUF, planned: Iterable[PlannedBlocks]) -> None:
 
 
 def fitting(kind: str, inner: int) -> str:
-    """The type itself if its blocks divide a row of `inner` values, or the one in its place."""
+    """The type itself if its blocks divide a row of `inner` values, else its replacement."""
     for name in (kind, FITS.get(kind, kind)):
         if inner % BY_NAME[name].block_size == 0:
             return name
@@ -314,8 +313,8 @@ def _layer(name: str) -> int:
 
 
 def _types(step: GGUF, source: ModelDescription) -> Callable[[str, list[str]], str]:
-    """Returns the function from a tensor's name, and the names that make attention's values, to
-    the type that llama.cpp would give it."""
+    """Function from a tensor's name, and the names of the matrices that compute attention values,
+    to the type that llama.cpp would choose."""
     from slipstream.compress.gguf.source import gguf_family_of
 
     spec, mix = source.spec, step.mix

@@ -1,4 +1,4 @@
-"""A model's tensors under GGUF's names, whether it is a GGUF file or a folder."""
+"""Reads a model's tensors by GGUF's names, from a GGUF file or a folder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from slipstream.spec.families.base import GGUFFamily
 from slipstream.spec.parameters import Placement, parameters
 
 WRITTEN_AS = {"mistral": "llama"}
-"""llama.cpp's architectures of families that are other ones to transformers."""
+"""llama.cpp's architecture for model types that it does not distinguish."""
 
 
 def gguf_family_of(source: ModelDescription) -> GGUFFamily:
-    """The family's form in GGUF. UnsupportedModelError if llama.cpp has no such family."""
+    """Description of the family in GGUF. UnsupportedModelError if llama.cpp has no such family."""
     found, name = source.family.gguf, source.family.model_type
     if found is None and name in WRITTEN_AS:
         found = find_gguf_family(WRITTEN_AS[name]).gguf
@@ -34,7 +34,7 @@ def gguf_family_of(source: ModelDescription) -> GGUFFamily:
 
 
 def places(source: ModelDescription) -> Mapping[str, Placement]:
-    """The table of tensors, by their names in the file."""
+    """Placements of tensors, by their names in the file."""
     return gguf_family_of(source).names(source.spec)
 
 
@@ -53,8 +53,8 @@ def stored_shapes(source: ModelDescription) -> dict[str, tuple[str, tuple[int, .
 def read_tensor(
     source: ModelDescription, name: str, at: Placement, values: Mapping[str, Tensor]
 ) -> Tensor:
-    """Returns a tensor as the file stores it, float32. `values` are the model's parameters, by
-    their own names."""
+    """A tensor in the file's layout, float32. `values` are the model's parameters, by their own
+    names."""
     device = values[at.target].device
     if source.gguf is not None:
         return to_tensor(dequantize_tensor(source.gguf, name, "float32")).to(device)
@@ -70,7 +70,7 @@ def put(values: dict[str, Tensor], at: Placement, tensor: Tensor) -> None:
 
 @torch.no_grad()
 def unpacked(blocks: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor's values, float32, as our reader computes them from its bytes."""
+    """Dequantize a tensor's bytes to float32, with our own reader."""
     from slipstream.model.stored.gguf_quants import dequantize
     from slipstream.spec.stored.gguf_types import BY_NAME
 

@@ -1,4 +1,4 @@
-"""Single tensors of a GGUF file: their places in a layer, and their rounding."""
+"""Single tensors of a GGUF file: their placement in a layer, and their quantization."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.compress.gguf.mix import PlannedBlocks
 from slipstream.spec.parameters import Placement, orders_rows
 
 About = dict[str, dict[str, Any]]
-"""Notes on rounded tensors, by name: `rounding`, and `error` if it was measured."""
+"""Notes on quantized tensors, by name: `rounding`, and `error` if it was measured."""
 
 
 def inside(at: Placement, index: int) -> Placement:
@@ -31,7 +31,7 @@ def outside(at: Placement, index: int) -> Placement:
 def inputs_of(
     stats: Mapping[str, InputStats], at: Placement, value: Tensor, expert: int
 ) -> InputStats | None:
-    """The statistics of a matrix's inputs; None if there are none, or if the file has its columns in another order."""
+    """Statistics of a matrix's inputs; None if there are none, or if the file stores its columns in another order."""
     product = at.target.removesuffix(".weight")
     own = stats.get(product if value.ndim == 2 else f"{product}@{expert}")
     is_ordered = orders_rows(at.transform)
@@ -46,8 +46,8 @@ def round_tensor(
     about: About,
     damping: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the blocks of a tensor, and the values that they stand for. Experts come one by one;
-    those that no token reached have no statistics."""
+    """Quantize a tensor. Returns its blocks and their dequantized values. Experts are quantized one
+    by one; those that received no tokens have no statistics."""
     parts = value.unbind(0) if value.ndim == 3 else (value,)
     blocks, after, lost, whole, with_gptq = list[Tensor](), list[Tensor](), 0.0, 0.0, 0
     for i, part in enumerate(parts):

@@ -1,9 +1,9 @@
 """Writes a model as a GGUF file, layer by layer.
 
-1. A layer is calibrated on the outputs of the layers before it as they were written.
+1. A layer is calibrated on the outputs of the quantized layers before it.
 2. Finished layers are stored in the work folder as blocks. An interrupted run continues after the
    last one.
-3. The end is the table of embeddings and the output head, which is calibrated on the last states.
+3. The last part is the embeddings and the output head, which is calibrated on the final hidden states.
 4. The file is read back before it becomes the result: it must describe the same model.
 """
 
@@ -44,12 +44,12 @@ Progress = Callable[[int, int], None]
 Array = npt.NDArray[Any]
 
 PRODUCTS_NAME = "slipstream-products.json"
-"""File next to the model with the type of each tensor, how it was rounded, and the error of that."""
+"""File next to the model with the type of each tensor, its rounding method, and its error."""
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFRun:
-    """Data that the stages share."""
+    """Data shared by the stages of writing a GGUF file."""
 
     source: ModelDescription
     step: GGUF
@@ -67,7 +67,7 @@ class GGUFRun:
         return self.step.damping if self.step.rounding == "gptq" else None
 
     def tensors_of(self, above: str) -> list[tuple[PlannedBlocks, Placement]]:
-        """The tensors of a layer ("layers.3."), or with "" those of no layer."""
+        """Tensors of a layer ("layers.3."), or with "" those outside layers."""
         table = places(self.source)
         pairs = [(tensor, table[tensor.name]) for tensor in self.planned]
         return [
@@ -88,9 +88,7 @@ def write_gguf(
     """Write the folder with the file, and return its tensors. `finish` gets the folder before it becomes the result, as in
     `compress`."""
     require_gguf()
-    if (
-        run.source.gguf is None
-    ):  # a config or tokenizer that can't be said is refused before the work
+    if run.source.gguf is None:  # # raise before the work if config or tokenizer can't be expressed
         with TemporaryDirectory(dir=run.work.path) as trial:
             _write_file(run, Path(trial) / "trial.gguf", None)
     total = run.num_layers + 1
@@ -138,7 +136,7 @@ def write_gguf(
 def _allocated(
     run: GGUFRun, windows: Sequence[Sequence[int]], progress: Callable[[int], None]
 ) -> tuple[PlannedBlocks, ...]:
-    """The tensors with the types that the budget of bits gives them. They are found once."""
+    """Tensors with the types chosen within the budget of bits. Types are chosen once, and stored for a continued run."""
     if (note := run.work.note("types")) is None:
         costs = measure_types(
             run.source,
@@ -155,8 +153,8 @@ def _allocated(
 
 
 def _warn_of_nearest(run: GGUFRun, found: About) -> None:
-    """Say how many tensors have the nearest codes though GPTQ was asked for. Embeddings that are no
-    head have no inputs that GPTQ could read."""
+    """Warn how many tensors were rounded to nearest although GPTQ was requested. Untied embeddings
+    have no inputs for GPTQ."""
     expected = set() if run.source.spec.tied_embeddings else {"token_embd.weight"}
     names = [n for n in found if found[n]["rounding"] != "gptq" and n not in expected]
     if run.damping is not None and names:
@@ -179,8 +177,8 @@ def require_gguf() -> None:
 
 
 def _write_layer(run: GGUFRun, index: int, part: str, text: Stream | None) -> None:
-    """Round a layer's matrices in the order in which it computes them. With GPTQ each is calibrated
-    with the ones before it rounded."""
+    """Quantize a layer's matrices in the order in which they are computed. With GPTQ each is
+    calibrated after the ones before it were quantized."""
     values = load_layer(run.source, index, run.device)
     own = [(tensor, inside(at, index)) for tensor, at in run.tensors_of(f"layers.{index}.")]
     rounded = [at.target.removesuffix(".weight") for tensor, at in own if tensor.type in WRITABLE]
@@ -210,7 +208,7 @@ def _write_layer(run: GGUFRun, index: int, part: str, text: Stream | None) -> No
 
 
 def _plain(value: Tensor, kind: str) -> Tensor:
-    """The bytes of a tensor that is not rounded to blocks."""
+    """Bytes of a tensor that is not stored in blocks."""
     typed = value.to({"F32": torch.float32, "F16": torch.float16}[kind]).cpu().contiguous()
     return typed.view(-1).view(torch.uint8)
 
@@ -224,7 +222,7 @@ def _read(run: GGUFRun, part: str, tensor: PlannedBlocks) -> Tensor:
 
 
 def _write_ends(run: GGUFRun, text: Stream | None) -> None:
-    """Writes embeddings, last norm and head. The head's inputs are the last states after the
+    """Write embeddings, last norm and head. The head's inputs are the final hidden states after the
     norm."""
     spec, stats = run.source.spec, dict[str, InputStats]()
     if text is not None and spec.embed_size is None:
@@ -256,8 +254,8 @@ def _write_ends(run: GGUFRun, text: Stream | None) -> None:
 
 
 def _write_file(run: GGUFRun, path: Path, parts: Sequence[str] | None) -> None:
-    """Write the file from the finished parts, one tensor in memory at a time, and read its header back. Without parts the
-    tensors are holes."""
+    """Write the file from the finished parts, one tensor in memory at a time, and read its header
+    back. Without parts, only the header is real and the tensors are holes in a sparse file."""
     import gguf
 
     source, planned = run.source.gguf, {tensor.name: tensor for tensor in run.planned}
@@ -267,7 +265,7 @@ def _write_file(run: GGUFRun, path: Path, parts: Sequence[str] | None) -> None:
     writer = gguf.GGUFWriter(path, name)
     add_metadata(writer, run.source)
     kind = run.step.name
-    if run.step.bits is not None:  # the file's name is that of its most frequent type
+    if run.step.bits is not None:  # # the file type's name is its most frequent tensor type
         share = Counter[str]()
         for tensor in run.planned:
             share[tensor.type] += tensor.num_values
@@ -280,7 +278,7 @@ def _write_file(run: GGUFRun, path: Path, parts: Sequence[str] | None) -> None:
         of = gguf.GGMLQuantizationType[tensor.type]
         shape = gguf.quant_shape_to_byte_shape(tensor.shape, of)
         writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), tensor.num_bytes, of)
-    for other in others:  # such as frequencies of positions
+    for other in others:  # # such as rotary frequencies
         assert source is not None
         held = source.tensors[other]
         of = gguf.GGMLQuantizationType[held.type]

@@ -1,1 +1,1 @@
-"""Quantisation: rounding, scale moving, rotation, bit allocation, training."""
+"""Quantization: rounding, scale moving, rotation, bit allocation, training."""

@@ -1,9 +1,9 @@
 """Learned rounding, after AutoRound (Cheng et al. 2023): trains how each weight is rounded, and each scale.
 
-A code is round(w / s + v), with an offset v in [−½, ½] for each weight, and s the fitted scale times a factor near 1. For
-floats v is in units of the distance between codes. All products of a layer are trained together, by signed gradient descent on
-the squared error of the layer's output, with a step size that falls to 0. Gradients pass straight through rounding. 8-bit
-inputs are rounded during training.
+A code is round(w / s + v). Each weight has an offset v in [−½, ½]; s is the fitted scale times a factor near
+1. For floats v is in units of the distance between codes. All linear layers of a layer are trained together,
+by signed gradient descent on the squared error of the layer's output, with a step size that falls to 0.
+Gradients pass straight through rounding. 8-bit inputs are quantized during training.
 
 Training begins at rounding to nearest, or at GPTQ's result. For the latter, w is the compensated weight that GPTQ rounded, so
 that v = 0 gives GPTQ's codes. Scales then stay fixed, because GPTQ's codes compensate for each other on these scales only, and
@@ -24,10 +24,10 @@ from slipstream.model.sequences import SequenceBatch, layer_output
 from slipstream.spec.scheme import WeightFormat
 
 MAX_SCALE_CHANGE = 0.25
-"""Largest deviation of a scale's factor from 1."""
+"""Maximum deviation of a scale's factor from 1."""
 
 GPTQ_STEP_SIZE = 0.5
-"""The step size from GPTQ's result, relative to that from rounding to nearest."""
+"""Step size when training starts from GPTQ's result, relative to that from rounding to nearest."""
 
 
 @dataclass(slots=True)
@@ -37,12 +37,12 @@ class Offsets:
     weight: Tensor  # float32 [out, in]
     grid: QuantGrid
     offset: Tensor  # [out, in]
-    factor: Tensor  # the shape of the scales
+    factor: Tensor  # # in the shape of the scales
     step_size: float = 1.0
 
     @classmethod
     def of(cls, compensated: Tensor, grid: QuantGrid) -> Offsets:
-        """Makes offsets that start at the result of `gptq_trace`; the grid stays."""
+        """Offsets that start at the result of `gptq_trace`, with a fixed grid."""
         offset = torch.zeros_like(compensated, requires_grad=True)
         return cls(
             compensated,
@@ -56,7 +56,7 @@ class Offsets:
     def fitted(
         cls, weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool
     ) -> Offsets:
-        """Makes offsets that start at rounding to nearest."""
+        """Offsets that start at rounding to nearest."""
         grid = fit(weight, fmt, dtype, clip=clip)
         offset, factor = torch.zeros_like(weight), torch.ones_like(grid.scales, dtype=torch.float32)
         return cls(weight, grid, offset.requires_grad_(), factor.requires_grad_())
@@ -66,7 +66,7 @@ class Offsets:
         return self.grid.fmt
 
     def dequantized(self) -> Tensor:
-        """The rounded weight, with gradients for offset and factor."""
+        """Dequantized weight, with gradients for offset and factor."""
         codes, scales, zeros = self._codes()
         if self.fmt.kind == "float":
             inside = codes.clamp(-448, 448)
@@ -87,7 +87,7 @@ class Offsets:
             return Rounded(grid, codes.round().clamp(lowest, highest).to(torch.int8))
 
     def step(self, rate: float) -> None:
-        """One step of signed gradient descent."""
+        """Take one step of signed gradient descent."""
         with torch.no_grad():
             limits = (
                 (self.offset, -0.5, 0.5),
@@ -99,7 +99,7 @@ class Offsets:
                     value.grad = None
 
     def _codes(self) -> tuple[Tensor, Tensor, Tensor | float]:
-        """(codes before rounding, scales as they are written, zeros), each [out, groups, size or 1]."""
+        """(codes before rounding, scales as written, zeros), each [out, groups, size or 1]."""
         scales = self.grid.scales.float() * self.factor
         written = straight_through(scales, scales.to(self.grid.scales.dtype).float())[..., None]
         zeros = 0.0 if self.grid.zeros is None else self.grid.zeros.float()[..., None]
@@ -124,14 +124,15 @@ def learn(
     step_tokens: int,
     states: Sequence[Tensor] | None = None,
 ) -> tuple[dict[str, Rounded], float]:
-    """Train the rounding of the products in `learned`, by name in layer `index`; the layer's other parameters are in `values`.
+    """Train the rounding of the linear layers in `learned`, by name in layer `index`; the layer's other parameters are in
+    `values`.
 
     The target is the output of `exact`, the layer before rounding, for `states` (None: for the layer's current inputs).
-    `inputs` of products are rounded during training. A step takes random windows of `step_tokens` tokens in all. The loss is
-    not normalised by token: the few tokens with far larger states are those that all others attend to.
+    `inputs` says how inputs are quantized during training. A step takes random windows of `step_tokens` tokens in all. The
+    loss is not normalized by token, because the few tokens with far larger states are those that all others attend to.
 
-    The result is the products and the share of the initial squared error that is left. If training did not lower the error,
-    these are the initial products and 1."""
+    Returns the quantized weights, and the fraction of the initial squared error that remains. If training did not lower the
+    error, these are the initial weights and 1."""
     targets = _windows(stream, stream.run(index, exact, ObservingOps(), states))
     texts = _windows(stream, stream.states)
     start = {name: own.rounded() for name, own in learned.items()}

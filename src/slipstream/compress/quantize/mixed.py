@@ -1,14 +1,13 @@
-"""Mixed precision: allocates bits to products within a budget so that the divergence is smallest.
+"""Mixed precision: allocates bits to linear layers within a budget, for the least KL divergence.
 
-1. Each product is rounded alone, by GPTQ or to nearest as the recipe says, to one number of bits.
-   The cost is KL(original‖rounded) of the next token on calibration text. It takes a pass over the
-   text from the product's layer on.
-2. For other numbers of bits the cost is scaled by the ratio of the product's squared output errors
-   when rounded to nearest, since KL is quadratic in a small error. This needs no pass through the
-   model.
-3. Errors of different products are nearly independent, so their costs nearly add up. The allocation
-   with the smallest sum within the budget is a multiple-choice knapsack problem, which is solved
-   exactly."""
+1. Each linear layer alone is quantized to one bit width, by GPTQ or to nearest as the recipe says.
+   The cost is KL(original‖rounded) of the next token on calibration text. Measuring it takes a pass
+   over the text, starting at this layer.
+2. For other bit widths the cost is scaled by the ratio of the squared output errors with rounding
+   to nearest, since KL is quadratic in a small error. This needs no pass through the model.
+3. Errors of different linear layers are nearly independent, so their costs nearly add up. The
+   allocation with the smallest sum within the budget is a multiple-choice knapsack problem, which
+   is solved exactly."""
 
 from __future__ import annotations
 
@@ -28,18 +27,19 @@ from slipstream.model.decoder import Decoder
 from slipstream.spec.description import ModelDescription
 
 KEPT_PARAMETERS = 10**9
-"""Parameters up to which a model stays in memory while costs are measured."""
+"""Maximum number of parameters of a model that stays in memory while costs are measured."""
 
 MOST_SUMS = 4000
-"""Sums of bytes from which on a knapsack's solution is nearly exact: every second, third, … is kept."""
+"""Number of reachable sums of bytes above which the knapsack is solved approximately: only every second, third, … sum is
+considered."""
 
 ROWS_AT_ONCE = 256
-"""Rows of logits in memory at a time."""
+"""Number of rows of logits in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A weight's size in bytes and cost in nats with this number of bits, or in this type."""
+    """One option of a weight: size in bytes, and cost in nats, with this number of bits or this type."""
 
     choice: Any
     num_bytes: int
@@ -47,8 +47,8 @@ class Option:
 
 
 def solve_knapsack(options: Sequence[Sequence[Option]], budget_bytes: int) -> list[Option]:
-    """Choose one of each product's options, with the smallest sum of `kl` and at most
-    `budget_bytes` in all. ConfigError if even the smallest take more.
+    """Choose one option for each linear layer, with the smallest sum of `kl` and at most
+    `budget_bytes` in all. ConfigError if even the smallest options exceed it.
 
     Dynamic programming over the reachable sums of bytes; sums that cost no less than a smaller one
     are dropped (Kellerer, Pferschy and Pisinger 2004, chapter 11)."""
@@ -90,8 +90,8 @@ def choose_bits(
     costs: Mapping[str, Mapping[int, float]],
     scale_bytes: int,
 ) -> dict[str, int]:
-    """The bits of each product within the budget. `products` are (rows, inner, settings) by name; the budget covers those whose
-    settings have no fixed number of bits."""
+    """Choose the bits of each linear layer within the budget. `products` are (rows, inner,
+    settings) by name; the budget covers those whose settings fix no number of bits."""
     names = [n for n, (_, _, settings) in products.items() if isinstance(settings.bits, Budget)]
     options = []
     for name in names:
@@ -117,7 +117,7 @@ def measure(
     written: torch.dtype,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, dict[int, float]]:
-    """The cost in nats of each product in `settings`, by number of bits."""
+    """Measure the cost in nats of each linear layer in `settings`, by number of bits."""
     probe = budget.nearest
     stream, held = (
         Stream(source, windows, device=device, dtype=dtype),
@@ -125,8 +125,8 @@ def measure(
     )
 
     def layer(index: int) -> dict[str, Tensor]:
-        """Load a layer's weights. Layers of a small model are cached, because each is needed once
-        for every product before it."""
+        """Load a layer's weights. Layers of a small model are cached, because each is read once for
+        every linear layer before it."""
         if index in held:
             return held[index]
         values = load_layer(source, index, device)
@@ -168,7 +168,7 @@ def measure(
 def _probed(
     weight: Tensor, asked: Quantize, bits: int, stats: InputStats | None, written: torch.dtype
 ) -> Tensor:
-    """The weight rounded to this many bits as the recipe says; experts to nearest."""
+    """Quantize a weight to this many bits as the recipe says; experts always to nearest."""
     return round_weight(
         weight,
         asked,
@@ -185,7 +185,7 @@ def _errors(
     stats: Sequence[InputStats],
     written: torch.dtype,
 ) -> dict[int, float]:
-    """The squared error of the product's output, by bits: tr(d H dᵀ), summed over experts."""
+    """Squared error of a linear layer's output, by number of bits: tr(d H dᵀ), summed over experts."""
     found = {}
     for b in choices:
         d = (
@@ -200,7 +200,8 @@ def _errors(
 
 
 def _log_probabilities(ends: Decoder, hidden: Tensor) -> Tensor:
-    """Log-probabilities from the last hidden states of a batch. They are large, so they are kept in 16 bits on the host."""
+    """Log-probabilities from a batch's final hidden states. Because they are large, they are stored in 16 bits on the
+    host."""
     rows = ends.finished(hidden, None).split(ROWS_AT_ONCE)
     return torch.cat([ends.logits(r).float().log_softmax(-1).half().cpu() for r in rows])
 

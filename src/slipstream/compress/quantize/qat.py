@@ -1,9 +1,9 @@
-"""Quantisation-aware training of rounded weights and their scales.
+"""Quantization-aware training of quantized weights and their scales.
 
-The model computes with round(w / s) · s. Gradients pass straight through rounding to w, except where w is clipped, and to s as
-in LSQ (Esser et al. 2020). Training begins at the rounded weights. The loss is KL(original‖rounded) of the next token on
-calibration text. The optimizer is AdamW without weight decay; the learning rate rises linearly and falls to 0 along a cosine.
-Norms, embeddings and the head do not change.
+The model computes with round(w / s) · s. Gradients pass straight through rounding to w, except where w is
+clipped, and to s as in LSQ (Esser et al. 2020). Training begins at the quantized weights. The loss is
+KL(original‖rounded) of the next token on calibration text. The optimizer is AdamW without weight decay; the
+learning rate rises linearly, then falls to 0 along a cosine. Norms, embeddings and the head do not change.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Trained:
 
     @classmethod
     def of(cls, weight: Tensor, grid: QuantGrid) -> Trained:
-        """Makes a trained weight that starts at `weight`, which is on the grid."""
+        """Start the training of a weight at `weight`, which is on the grid."""
         return cls(
             grid, weight.clone().requires_grad_(), grid.scales.float().log().requires_grad_()
         )
 
     def dequantized(self) -> Tensor:
-        """The rounded weight, with gradients."""
+        """Dequantized weight, with gradients."""
         scales = self.step.exp()
         scales = straight_through(scales, scales.to(self.grid.scales.dtype).float())[..., None]
         if self.grid.fmt.kind == "float":
@@ -89,9 +89,9 @@ def train(
     dtype: torch.dtype,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Rounded]:
-    """The rounded weights of all layers after training, by parameter name. `values` are the written parameters of each layer
-    and `grids` the grids of the rounded ones. `inputs` say for each layer how the inputs of its products are rounded. The model
-    computes in `dtype`. ConfigError if the loss becomes infinite or NaN."""
+    """Train the quantized weights of all layers; returns them by parameter name. `values` are the written parameters
+    of each layer, and `grids` the grids of the quantized ones. `inputs` says for each layer how the inputs of its
+    linear layers are quantized. The model computes in `dtype`. ConfigError if the loss becomes infinite or NaN."""
     spec = source.spec
     longest = max(len(w) for w in windows)
     tables = PositionTables(longest, device)
@@ -129,12 +129,15 @@ def train(
         }
         return run(index, own, h, batch, exact=False)
 
-    known: dict[int, Tensor] = {}  # the original's final hidden states by window, [tokens, E]
-    room = HELD_BYTES // (spec.hidden_size * dtype.itemsize)  # in tokens
+    known: dict[
+        int, Tensor
+    ] = {}  # # the original model's final hidden states by window, [tokens, E]
+    room = HELD_BYTES // (spec.hidden_size * dtype.itemsize)  # # capacity of the cache, in tokens
 
     @torch.no_grad()
     def original_hidden(chosen: Sequence[int]) -> Tensor:
-        """The original's final hidden states of these windows [T, E]. They are cached, since a window comes many times."""
+        """The original model's final hidden states of these windows [T, E]. They are cached, because each window is used
+        many times."""
         if missing := [i for i in chosen if i not in known]:
             batch = SequenceBatch.of([list(windows[i]) for i in missing], device)
             h = ends.embedded(batch.token_ids, batch.meta)
@@ -147,7 +150,7 @@ def train(
         return found
 
     def backward(chosen: Sequence[int]) -> Tensor:
-        """Adds the gradients of the loss on these windows. Returns the loss."""
+        """Add the gradients of the loss on these windows. Returns the loss in nats."""
         batch = SequenceBatch.of([list(windows[i]) for i in chosen], device)
         target = original_hidden(chosen)
         h = ends.embedded(batch.token_ids, batch.meta)
@@ -156,7 +159,8 @@ def train(
         ):  # activations within a layer are recomputed in the backward pass
             h = checkpoint(student, i, h, batch, use_reentrant=False)
         hidden = ends.finished(h, None)
-        # The head is not trained, so the gradient of its inputs is computed a few rows at a time, and logits are not kept.
+        # The head is not trained, so the gradient of its inputs is computed a few rows at a time, without storing all
+        # logits.
         at_once = max(1, LOGITS_BYTES // (4 * spec.vocab_size))
         loss, gradients = torch.zeros((), device=device), []
         for rows, theirs in zip(hidden.detach().split(at_once), target.split(at_once), strict=True):
@@ -191,7 +195,7 @@ def train(
             )
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if number:  # the previous step's loss: waiting for this one's would let the device idle
+            if number:  # # report the previous step's loss: waiting for this one's would leave the device idle
                 _check(number - 1, losses[number - 1])
             progress(number + 1, settings.num_steps)
         _check(settings.num_steps - 1, losses[-1])
@@ -206,7 +210,7 @@ def _check(number: int, loss: Tensor) -> None:
 
 
 def rate(number: int, settings: QAT) -> float:
-    """The learning rate of a step, as a share of its maximum."""
+    """Learning rate of a step, as a fraction of its maximum."""
     return warmup_cosine(
         number, settings.num_steps, max(1, round(settings.warmup * settings.num_steps))
     )

@@ -1,11 +1,11 @@
-"""Rotates the residual: every hidden state h becomes h Q. Q is a random Hadamard matrix that is
-folded into the weights which read and write the residual (QuaRot, Ashkboos et al. 2024;
+"""Rotates the residual stream: every hidden state h becomes h Q. Q is a random Hadamard matrix that
+is folded into the weights which read and write the residual (QuaRot, Ashkboos et al. 2024;
 computational invariance: SliceGPT, Ashkboos et al. 2024).
 
-The model computes the same, but an outlier in one input is spread over all of them. An RMS norm
-without a weight commutes with a rotation, so the norms' weights are folded into the weights that
-read them first. The last norm is folded into the output head, which is then no longer tied to the
-embeddings."""
+The model's outputs stay the same, but an outlier in one input is spread over all inputs, which
+quantize better. An RMS norm without a weight commutes with a rotation, so the norms' weights are
+first folded into the weights that read their outputs. The last norm is folded into the output head,
+which is then no longer tied to the embeddings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WRITERS = ("attention.out", "recurrent.out", "mlp.down", "experts.down", "shared
 
 
 def check(spec: ModelSpec) -> None:
-    """ConfigError if the model can't be rotated."""
+    """Raise ConfigError if the model can't be rotated."""
     why = None
     for layer in spec.layers:
         norms = layer.norms
@@ -54,12 +54,12 @@ def check(spec: ModelSpec) -> None:
 
 
 def untied(source: ModelDescription) -> ModelDescription:
-    """The description with an untied output head."""
+    """Model spec with an untied output head."""
     return dataclasses.replace(source, spec=dataclasses.replace(source.spec, tied_embeddings=False))
 
 
 def rotation(size: int, seed: int, device: torch.device) -> Tensor:
-    """An orthogonal matrix, Hadamard with random signs, float32 [size, size]."""
+    """Random orthogonal matrix, Hadamard with random signs, float32 [size, size]."""
     signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
     return (hadamard(size) * (signs[:, None] / math.sqrt(size))).to(device)
 
@@ -79,7 +79,7 @@ def rotate_layer(spec: LayerSpec, values: dict[str, Tensor], q: Tensor) -> None:
 
 
 def rotate_ends(spec: ModelSpec, values: dict[str, Tensor], q: Tensor) -> None:
-    """Rotate embeddings, last norm and output head in place. A tied head gets its own weight."""
+    """Rotate embeddings, last norm and output head in place. A tied head gets a weight of its own."""
     assert spec.final_norm is not None
     head = values.get("head.weight", values["embed.weight"])
     values["head.weight"] = (head * _take_gain(values, "final_norm", spec.final_norm)) @ q
@@ -99,7 +99,7 @@ def _take_gain(values: dict[str, Tensor], norm: str, spec: NormSpec) -> Tensor:
 
 
 def hadamard_order(size: int) -> int | None:
-    """The order m of a Paley matrix, or 1, such that size = m · 2^k; None if there is none."""
+    """Order m of a Paley matrix, or 1, such that size = m · 2^k; None if there is none."""
     odd = size
     while odd % 2 == 0:
         odd //= 2
@@ -110,7 +110,7 @@ def hadamard_order(size: int) -> int | None:
 
 
 def hadamard(size: int) -> Tensor:
-    """A matrix of ±1 with orthogonal rows, float32 [size, size]: Paley's (1933) construction, doubled by Sylvester's."""
+    """Matrix of ±1 with orthogonal rows, float32 [size, size]: Paley's (1933) construction, doubled by Sylvester's."""
     m = hadamard_order(size)
     assert m is not None
     found = torch.ones(1, 1) if m == 1 else _paley(m)
@@ -135,7 +135,7 @@ def _paley(m: int) -> Tensor:
     jacobsthal = character[(at[:, None] - at[None, :]) % p]
     core = torch.zeros(p + 1, p + 1)
     core[0, 1:], core[1:, 1:] = 1.0, jacobsthal
-    if p == m - 1:  # p mod 4 = 3: the core is skew
+    if p == m - 1:  # # p mod 4 = 3: the core is skew-symmetric
         core[1:, 0] = -1.0
         return core + torch.eye(m)
     core[1:, 0] = 1.0

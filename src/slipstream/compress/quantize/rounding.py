@@ -1,7 +1,7 @@
-"""Rounds weights: scales with the least squared error, then codes to nearest or by GPTQ.
+"""Quantizes weights: finds scales with the least squared error, then codes to nearest or by GPTQ.
 
-A weight is [out, in]. Its *grid* is a scale for each row and group, with a zero point if it is not symmetric. Scales are
-rounded to the type they are written in before codes are chosen, so that the codes fit the scales in the checkpoint.
+A weight is [out, in]. Its *grid* has a scale for each row and group, and a zero point if it is not symmetric. Scales
+are rounded to their stored dtype before codes are chosen, so that the codes match the scales in the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from slipstream.model.stored.packing import numbers
 from slipstream.spec.scheme import WeightFormat
 
 SHRINKS = tuple(1.06 - 0.02 * i for i in range(31))
-"""Factors by which integer formats multiply the largest magnitude when they look for the best
-clipping. Above 1 the last code is reached from below only."""
+"""Factors by which the maximum magnitude is multiplied in the search for the best clipping of
+integer formats. Above 1, weights reach the last code only by rounding up."""
 
 FLOAT_SHRINKS = tuple(2 ** (i / 32) for i in range(32))
-"""Factors tried for floats, over one factor of two; beyond it the same codes repeat. The relative
-error of a float depends on its mantissa, so a scale can put the few weights with large inputs on
-codes."""
+"""Factors tried for float formats, from 1 to 2; beyond 2 the same codes repeat. The relative error
+of a float depends on its mantissa, so a scale can place the few weights with large inputs exactly
+on codes."""
 
 NVFP4_SHRINKS = (
     1.0,
@@ -33,20 +33,20 @@ NVFP4_SHRINKS = (
     *(0.75 + 0.05 * i for i in range(5)),
     *(1.05 + 0.05 * i for i in range(9)),
 )
-"""Factors tried for NVFP4: the largest magnitude becomes 6, 4 ("four over six"), or a value
+"""Factors tried for NVFP4: the maximum magnitude is mapped to 6, 4 ("four over six"), or a value
 between or near them."""
 MXFP4_SHRINKS = (1.0, 2.0, 0.5)
 """Factors tried for MXFP4, whose scales are powers of two."""
 
 COLUMNS_AT_ONCE = 128
-"""Columns that GPTQ rounds one by one before it updates all later columns in one product."""
+"""Number of columns that GPTQ rounds one by one before it updates all later columns with one matrix product."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantGrid:
-    """Scales and zeros of a weight. `scales` [out, groups] in the type they are written in, or [1,
-    1] for a whole weight; `zeros` int8 [out, groups]. Those of 4-bit floats are float32, with all
-    factors; NVFP4 is written as scales · `factors` [out] in e4m3, and its weight's factor."""
+    """Scales and zeros of a weight. `scales` [out, groups] in their stored dtype, or [1, 1] for a
+    whole weight; `zeros` int8 [out, groups]. Scales of 4-bit floats are float32 and include all
+    factors; NVFP4 stores scales · `factors` [out] in e4m3, and the weight's factor."""
 
     fmt: WeightFormat
     scales: Tensor
@@ -54,8 +54,7 @@ class QuantGrid:
     factors: Tensor | None = None
 
     def codes(self, weight: Tensor) -> Tensor:
-        """Returns the nearest codes of a float32 weight [out, in]: int8, or numbers in
-        float8_e4m3fn."""
+        """Nearest codes of a float32 weight [out, in]: int8, or float8_e4m3fn values."""
         scales = self.scales.float().expand(len(weight), -1)[..., None]
         x = weight.unflatten(1, (scales.shape[1], -1)) / scales
         if self.fmt.in_pairs:
@@ -70,13 +69,13 @@ class QuantGrid:
         return ints.flatten(1)
 
     def column(self, column: Tensor, group: int) -> Tensor:
-        """Rounds one column of weights [out] to nearest."""
+        """Round one column of a weight [out] to nearest."""
         zeros = self.zeros[:, group].float() if self.zeros is not None else None
         return on_grid(self.fmt, column, self.scales[:, group].float(), zeros)
 
 
 def on_grid(fmt: WeightFormat, x: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """Rounds x to the nearest values of its grid. All arguments are float32 of one shape."""
+    """Round x to the nearest values of its grid. All arguments are float32 of one shape."""
     if fmt.in_pairs:
         return e2m1_values(e2m1_codes(x / scales)) * scales
     if fmt.kind == "float":
@@ -90,7 +89,7 @@ def on_grid(fmt: WeightFormat, x: Tensor, scales: Tensor, zeros: Tensor | None) 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """A rounded weight."""
+    """A quantized weight: codes and their grid."""
 
     grid: QuantGrid
     codes: Tensor  # int8 or float8_e4m3fn [out, in]
@@ -100,12 +99,12 @@ class Rounded:
         return self.grid.fmt
 
     def dequantized(self) -> Tensor:
-        """Returns the weight as float32 [out, in]."""
+        """Dequantized weight, float32 [out, in]."""
         return numbers(self.codes, self.grid.scales, self.grid.zeros)
 
     @classmethod
     def cat(cls, parts: Sequence[Rounded]) -> Rounded:
-        """Concatenates the rows of several weights of one format."""
+        """Concatenate the rows of several weights of one format."""
         zeros = [part.grid.zeros for part in parts if part.grid.zeros is not None]
         factors = [part.grid.factors for part in parts if part.grid.factors is not None]
         grid = QuantGrid(
@@ -120,8 +119,7 @@ class Rounded:
 
 
 def bounds(fmt: WeightFormat) -> tuple[int, int]:
-    """Returns the lowest and the highest integer code. Weights that meet 8-bit inputs do not use
-    −128."""
+    """Lowest and highest integer code. Weights multiplied by 8-bit inputs do not use −128."""
     return fmt.lowest + (fmt.inputs is not None), -fmt.lowest - 1
 
 
@@ -134,9 +132,9 @@ def fit(
     importance: Tensor | None = None,
     factors: Tensor | None = None,
 ) -> QuantGrid:
-    """The grid of a float32 weight [out, in], with scales in `dtype`. With `clip` each scale is the one with the least squared
-    error among the format's shrinks; `importance` [in] weighs the errors of inputs. `factors` of NVFP4 are the weight's own
-    unless given."""
+    """Fit the grid of a float32 weight [out, in], with scales in `dtype`. With `clip` each scale is
+    the one with the least squared error among those for the format's factors; `importance` [in]
+    weights the errors by input. NVFP4's `factors` are computed from the weight unless given."""
     if fmt.factor is not None and factors is None:
         top = weight.abs().amax().clamp(min=SMALLEST)
         factors = (6 * LARGEST_SCALE / top).expand(len(weight)).contiguous()
@@ -180,8 +178,8 @@ def shrinks_of(fmt: WeightFormat) -> Sequence[float]:
 def _range(
     groups: Tensor, fmt: WeightFormat, shrink: float, dtype: torch.dtype, factors: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (scales, zeros) that put the extremes of `groups` [rows, groups, size], times
-    `shrink`, on the ends of the range."""
+    """(scales, zeros) that map the extremes of `groups` [rows, groups, size], times `shrink`, to
+    the ends of the code range."""
     if fmt.in_pairs:
         largest = groups.abs().amax(-1).clamp(min=SMALLEST)
         if factors is None:
@@ -207,7 +205,7 @@ def nearest(
     clip: bool,
     stats: InputStats | None = None,
 ) -> Rounded:
-    """Round to nearest. With `stats`, clipping weighs errors by the inputs' mean squares."""
+    """Quantize to nearest. With `stats`, clipping weights errors by the inputs' mean squares."""
     grid = fit(
         weight, fmt, dtype, clip=clip, importance=None if stats is None else stats.mean_square
     )
@@ -224,9 +222,9 @@ def gptq(
     act_order: bool = True,
     clip: bool = True,
 ) -> Rounded:
-    """GPTQ (Frantar et al. 2023): columns are rounded one after another, and the columns after each compensate for its error,
-    by the inverse Hessian. With `act_order` columns of large inputs come first, and all grids are found before (so that groups
-    stay contiguous). Without it, a group's grid is found when its first column is rounded."""
+    """Quantize by GPTQ (Frantar et al. 2023): columns are rounded one after another, and the later columns compensate for
+    each error, by the inverse Hessian. With `act_order` columns of large inputs come first, and all grids are fitted
+    beforehand (so that groups stay contiguous). Without it, a group's grid is fitted when its first column is rounded."""
     return gptq_trace(weight, fmt, dtype, stats, damping=damping, act_order=act_order, clip=clip)[0]
 
 
@@ -240,7 +238,7 @@ def gptq_trace(
     act_order: bool,
     clip: bool,
 ) -> tuple[Rounded, Tensor]:
-    """Returns the result of `gptq`, and each weight just before it was rounded, float32 [out, in]."""
+    """Result of `gptq`, and each weight just before it was rounded, float32 [out, in]."""
     work = weight.float().clone()
     hessian = stats.hessian / max(1, stats.num_rows)
     inner = work.shape[1]
@@ -297,7 +295,7 @@ def round_weight(
     dtype: torch.dtype,
     stats: InputStats | None,
 ) -> Rounded:
-    """Round as the recipe says: by GPTQ if it asks for that and there are statistics, else to nearest."""
+    """Quantize as the recipe says: by GPTQ if it is set and there are statistics, else to nearest."""
     if settings.rounding == "gptq" and stats is not None:
         return gptq(
             weight,
@@ -312,14 +310,14 @@ def round_weight(
 
 
 def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
-    """Returns the value of `rounded` with the gradient of x."""
+    """Value of `rounded` with the gradient of x."""
     return x + (rounded - x).detach()
 
 
 def round_columns(on_own: Callable[[Tensor, int], Tensor], block: Tensor, upper: Tensor) -> Tensor:
-    """Round the columns of `block` [out, n] in place, one after another; the columns after each compensate for its error.
-    `on_own(column, j)` rounds column j to nearest, `upper` [n, n] is this part of the Cholesky factor. The result is the
-    errors divided by the factor's diagonal, [out, n]."""
+    """Round the columns of `block` [out, n] in place, one after another; the later columns compensate for
+    each error. `on_own(column, j)` rounds column j to nearest, `upper` [n, n] is this part of the Cholesky
+    factor. Returns the errors divided by the factor's diagonal, [out, n]."""
     errors = torch.empty_like(block)
     for j in range(block.shape[1]):
         column = block[:, j]
@@ -331,10 +329,11 @@ def round_columns(on_own: Callable[[Tensor, int], Tensor], block: Tensor, upper:
 
 
 def compensate(weight: Tensor, stats: InputStats, share: float, *, damping: float = 0.01) -> Tensor:
-    """The weight [out, in] whose outputs for the inputs x come nearest to the original outputs W x°, where x° are the inputs
-    before earlier layers were compressed: W + share · W (Σ (x° − x) xᵀ) (Σ x xᵀ + damping)⁻¹. Without `stats.shift`, W.
+    """Compute the weight [out, in] whose outputs for the inputs x are nearest to the original outputs W x°, where x° are the
+    inputs before earlier layers were compressed: W + share · W (Σ (x° − x) xᵀ) (Σ x xᵀ + damping)⁻¹. Returns W if there is
+    no `stats.shift`.
 
-    This is the objective of GPTAQ (Li et al. 2025), solved before rounding, so that it goes with any rounding."""
+    This is the objective of GPTAQ (Li et al. 2025), solved before rounding, so that any rounding method can follow."""
     if stats.shift is None or not share:
         return weight
     damped = stats.hessian.clone()
@@ -344,8 +343,8 @@ def compensate(weight: Tensor, stats: InputStats, share: float, *, damping: floa
 
 
 def inverse_factor(hessian: Tensor, damping: float, dead: Tensor) -> Tensor:
-    """Returns the upper Cholesky factor of the damped Hessian's inverse. Damping grows until the
-    factorisation succeeds."""
+    """Upper Cholesky factor of the damped Hessian's inverse. Damping grows until the factorization
+    succeeds."""
     live = hessian.diagonal()[~dead]
     mean = float(live.mean()) if len(live) else 1.0
     for _ in range(8):

@@ -1,9 +1,10 @@
-"""Moves magnitude between a product's inputs and its weight: inputs are divided by s, columns of the weight multiplied by s,
-and the division is folded into what computes the inputs. The model computes the same, but rounding costs less.
+"""Moves magnitude between a linear layer's inputs and its weight: inputs are divided by s, columns of the weight are
+multiplied by s, and the division is folded into the norm or linear layer before it. The model's outputs stay the same, but
+its quantization error falls.
 
 AWQ (Lin et al. 2024): s = rms(x)^a, so that weights of large inputs are rounded more finely. SmoothQuant (Xiao et al. 2023):
-s = max|x|^a / max|w|^(1 − a), which moves outliers from inputs to weights. The exponent a is searched for each product for the
-least output error; s = 1 is among the candidates.
+s = max|x|^a / max|w|^(1 − a), which moves outliers from inputs to weights. For each linear layer the exponent a with the
+least output error is searched; s = 1 is among the candidates.
 """
 
 from __future__ import annotations
@@ -32,17 +33,15 @@ from slipstream.spec.model import (
 from slipstream.spec.scheme import FORMAT_MAX, WeightFormat
 
 EXPONENTS = tuple(i / 20 for i in range(1, 21))
-COARSE = (
-    4  # every fourth exponent first, then those around the best at half the distance, and again
-)
+COARSE = 4  # # every fourth exponent first, then its neighbors at half the distance around the best, and again
 LEAST = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Target into which the division of a product's inputs is folded: the norm `norm`, or `rows` of
-    the weight `linear`. One row may feed several inputs: `repeats` query heads of length `head_dim`
-    read the values of one kv head. The products `readers`, which are not rounded, read the same inputs."""
+    """Target of folding the division of a linear layer's inputs: the norm `norm`, or `rows` of the weight
+    `linear`. One row may compute several inputs: `repeats` query heads of length `head_dim` read the values
+    of one kv head. The linear layers `readers`, which are not quantized, read the same inputs."""
 
     norm: str | None = None
     linear: str | None = None
@@ -52,11 +51,11 @@ class Fold:
     readers: tuple[str, ...] = ()
 
     def shared(self, x: Tensor) -> Tensor:
-        """Values by input [in] → the largest of each row's inputs [in / repeats]."""
+        """Maximum over the inputs that share a row: values by input [in] → by row [in / repeats]."""
         return x if self.repeats == 1 else x.view(-1, self.repeats, self.head_dim).amax(1).flatten()
 
     def spread(self, s: Tensor) -> Tensor:
-        """Values by row [in / repeats] → values by input [in]."""
+        """Repeat values for the inputs that share a row: by row [in / repeats] → by input [in]."""
         return (
             s
             if self.repeats == 1
@@ -65,8 +64,8 @@ class Fold:
 
 
 def folds(spec: LayerSpec) -> dict[str, Fold]:
-    """The products of a layer whose inputs can be scaled. Those whose fold changes another product's weight come first. Norms
-    that several branches, the residual or a mixture of experts read can't be folded into."""
+    """Linear layers of a layer whose inputs can be scaled, those first whose fold changes another one's
+    weight. Norms that several branches, the residual or a mixture of experts read can't be folded into."""
     a, m, r, norms = attention_of(spec), spec.mlp, spec.recurrent, spec.norms
     found: dict[str, Fold] = {}
     if isinstance(m, DenseSpec) and (m.gated or m.activation == "relu"):
@@ -107,8 +106,8 @@ def folds(spec: LayerSpec) -> dict[str, Fold]:
 
 
 def dense_readers(r: RecurrentSpec) -> tuple[str, ...]:
-    """The products of a recurrent layer, other than `in`, that read its inputs and are not
-    rounded."""
+    """Linear layers of a recurrent layer, other than `in`, that read its inputs and are not
+    quantized."""
     if not isinstance(r, GatedDeltaSpec):
         return ()
     parts = ("gates",) if r.latent is None else ("gates", "decay_latent", "gate_latent")
@@ -116,9 +115,8 @@ def dense_readers(r: RecurrentSpec) -> tuple[str, ...]:
 
 
 def _of_recurrent(r: RecurrentSpec) -> Fold | None:
-    """Returns the place for the scales of `recurrent.out`'s inputs: the norm before it, whose
-    weights the heads of a delta rule share, or the factor c of a short convolution. A scan has no
-    such place."""
+    """Fold for the inputs of `recurrent.out`: the norm before it, whose weights the heads of a
+    delta rule share, or the factor c of a short convolution. None for a scan."""
     match r:
         case GatedDeltaSpec():
             return Fold(norm="recurrent.norm", repeats=r.num_heads, head_dim=r.value_dim)
@@ -137,9 +135,9 @@ def scale_inputs(
     norms: Mapping[str, NormSpec],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Divide the inputs of `product` by s [in / repeats], by changing the layer's `parameters` in place. A norm's new weight is
-    rounded to `dtype`, in which it is written, and s adjusted to match. The result is the s [in] that the weight is multiplied
-    by."""
+    """Divide the inputs of `product` by s [in / repeats], by changing the layer's `parameters` in
+    place. A norm's new weight is rounded to its stored `dtype`, and s adjusted to match. Returns
+    the s [in] by which the weight is multiplied."""
     if fold.norm is not None:
         weight = parameters[f"{fold.norm}.weight"]
         offset = norms[fold.norm].weight_offset if fold.norm in norms else 0.0
@@ -170,7 +168,7 @@ def search_scale(
     fmt: WeightFormat,
     dtype: torch.dtype,
 ) -> tuple[Tensor, float]:
-    """(the best s [in / repeats], its exponent)."""
+    """Search the best scales; returns (s [in / repeats], its exponent)."""
     awq = settings.scaling == "awq"
     error = _output_error(weight, stats, fmt, dtype, awq)
     best, least, exponent = torch.ones_like(fold.shared(stats.absmax)), float("inf"), 0.0
@@ -210,8 +208,9 @@ def _smooth(weight: Tensor, stats: InputStats, fold: Fold, a: float) -> Tensor:
 def _output_error(
     weight: Tensor, stats: InputStats, fmt: WeightFormat, dtype: torch.dtype, awq: bool
 ) -> Callable[[Tensor], float]:
-    """A function from s to the product's squared output error. For AWQ the weight is rounded and the error is that over the
-    calibration text, tr(d H dᵀ). For SmoothQuant the inputs are rounded too, and the error is that on the sample."""
+    """Build a function from s to the squared error of the linear layer's output. For AWQ the weight is quantized and the
+    error is that over the calibration text, tr(d H dᵀ). For SmoothQuant the inputs are quantized too, and the error is that
+    on the sample."""
     exact = stats.sample @ weight.T
 
     def error(s: Tensor) -> float:
@@ -229,7 +228,7 @@ def _output_error(
 
 
 def scaled_products(spec: LayerSpec, settings: Quantize, prefix: str) -> Iterator[tuple[str, Fold]]:
-    """The products of the layer that are rounded and can be scaled, in the order in which to scale them."""
+    """Linear layers that are quantized and can be scaled, in the order in which to scale them."""
     for product, fold in folds(spec).items():
         if settings.of(prefix + product) is not None:
             yield product, fold

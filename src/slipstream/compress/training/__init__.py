@@ -1,1 +1,1 @@
-"""Trainings: a student, a draft head, an adapter."""
+"""Trains models: a student, a draft head, an adapter."""

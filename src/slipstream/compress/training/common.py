@@ -1,4 +1,4 @@
-"""Common parts of all trainings: order of examples, groups of parameters, receipt, and saved state."""
+"""Common parts of all trainings: order of examples, parameter groups, receipt, and saved state."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from slipstream.spec.description import ModelDescription
 
 STATE_NAME = "state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""State that AdamW keeps for each parameter."""
+"""AdamW's state for each parameter."""
 
 
 def in_bfloat16(device: torch.device) -> bool:
-    """Whether products are faster in bfloat16."""
+    """Whether matrix products are faster in bfloat16 on this device."""
     return device.type != "cpu" or "AVX-512 BF16" in cpu_features()
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices are decayed, vectors are not."""
+    """Parameter groups for AdamW: weight decay for matrices, none for vectors."""
     every = list(parameters)
     groups = [
         {"params": [p for p in every if p.dim() > 1], "weight_decay": weight_decay},
@@ -38,9 +38,9 @@ def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[
 
 
 class Epochs:
-    """Chooses which of `count` examples a step takes, `size` at a time. An epoch has each example
-    once, in its own order. A step's examples depend on its number alone, so that a continued run
-    takes the same."""
+    """Chooses which of `count` examples a step uses, `size` at a time. An epoch contains each
+    example once, in an order of its own. A step's examples depend on its number alone, so that a
+    continued run uses the same."""
 
     def __init__(self, count: int, size: int, seed: int) -> None:
         self.count, self.size, self.seed = count, size, seed
@@ -63,8 +63,8 @@ class Epochs:
 def write_receipt(
     file: Path, source: ModelDescription, settings: DraftHead | LoRA, **parts: Any
 ) -> dict[str, Any]:
-    """Write how `source` was trained with these settings, on which machine, and the results.
-    Returns the receipt."""
+    """Write a receipt: how `source` was trained with these settings, on which machine, and with
+    what results. Returns it."""
     receipt = {
         "format": 1,
         **environment(),
@@ -87,9 +87,9 @@ def save_state(
     *,
     write: bool = True,
 ) -> None:
-    """Write parameters, moments and `about`, which names the "step". The state is valid when
+    """Write parameters, moments and `about`, which contains the "step". The state is valid when
     state.json names it; then the previous one is deleted. If parameters are sharded, every process
-    calls this, and one has `write`."""
+    calls this, and one of them with `write`."""
     from safetensors.torch import save_file
 
     tensors = {f"parameter.{n}": full(p.detach()).cpu() for n, p in parameters.items()}
@@ -107,7 +107,7 @@ def save_state(
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """The `about` of the state in `folder`; None if there is none."""
+    """Read the `about` of the state in `folder`; None if there is none."""
     file = folder / STATE_NAME
     return json.loads(file.read_text()) if file.is_file() else None
 
@@ -119,7 +119,7 @@ def restore_state(
     optimizer: torch.optim.Optimizer,
     about: Mapping[str, Any],
 ) -> None:
-    """Set parameters and moments to those of the state that `read_state` found."""
+    """Set parameters and moments to those of the state found by `read_state`."""
     from safetensors.torch import load_file
 
     tensors = load_file(folder / about["file"])
@@ -130,14 +130,14 @@ def restore_state(
 
 
 def full(value: Tensor) -> Tensor:
-    """The whole of a sharded tensor, gathered from the ranks."""
+    """Gather a sharded tensor from the ranks."""
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """The tensor on the parameter's device, sharded like it."""
+    """Move a tensor to the parameter's device, sharded like it."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     value = value.to(parameter.device)

@@ -13,7 +13,7 @@ STYLE = "text{font:12px sans-serif;fill:#777}.grid{stroke:#8884;stroke-width:1}.
 
 
 def curves(series: Mapping[str, Sequence[tuple[int, float]]], *, title: str) -> str:
-    """Lines of (step, value) by name, on a logarithmic axis. Values that are not positive and finite are left out."""
+    """Plot lines of (step, value) by name, on a logarithmic axis. Values that are not positive and finite are left out."""
     kept = {
         name: [(x, y) for x, y in points if y > 0 and math.isfinite(y)]
         for name, points in series.items()

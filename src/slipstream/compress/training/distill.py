@@ -1,4 +1,4 @@
-"""Distillation: trains a smaller model, the student, to predict like its teacher.
+"""Distillation: trains a smaller model, the student, to predict like a larger one, the teacher.
 
 The student is any `DenseModel` with the teacher's vocabulary: a pruned model, or random weights of
 a config. Weights, gradients and AdamW's moments are in float32; the models compute in bfloat16
@@ -6,10 +6,10 @@ a config. Weights, gradients and AdamW's moments are in float32; the models comp
 
 1. A step's batch depends only on the step's number, so a continued run equals the uninterrupted one
    in every bit.
-2. Every token counts the same however a batch is split, so several processes take the same steps as
-   one.
+2. Every token has the same weight however a batch is split, so several processes make the same
+   steps as one.
 3. With torch.distributed initialised, the student is sharded layer by layer (FSDP2). Each process
-   has the whole teacher, or reads its logits from disk."""
+   holds the whole teacher, or reads its logits from disk."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ from slipstream.platform import platform_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """Means over a step's tokens; those of divergence and nll are weighted. `held_out_kl` is the forward KL at temperature 1
-    and `held_out_nll` the negative log-likelihood, in nats; None where they were not measured."""
+    """Means over a step's tokens; divergence and nll are weighted. `held_out_kl` is the forward KL at
+    temperature 1 and `held_out_nll` the negative log-likelihood, in nats; None if they were not measured."""
 
     step: int
     loss: float
@@ -96,7 +96,7 @@ def distill(
 
 
 class DistillTraining:
-    """One run. Every process of a group makes one with the same arguments.
+    """One training run. Every process of a group creates one with the same arguments.
 
     `held_out` examples are for evaluation. `kept_layers` are the teacher's layers that the student's came from. With a folder
     `work` the run saves its state there, and continues from it."""
@@ -197,7 +197,7 @@ class DistillTraining:
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def run(self) -> Iterator[StepRecord]:
-        """Take the steps that are left, and yield the record of each."""
+        """Run the remaining steps, and yield the record of each."""
         while self.step < self.settings.num_steps:
             record = self._train_step()
             self.step += 1
@@ -261,7 +261,7 @@ class DistillTraining:
         )
 
     def _losses(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(divergence, negative log-likelihood, states, attention), sums over tokens."""
+        """(divergence, negative log-likelihood, hidden states' loss, attention's loss), sums over tokens."""
         s, matching = self.settings, self.matching
         some = [self.examples[i] for i in indices]
         batch, weights, targets = _batch(some, self.device)
@@ -317,7 +317,7 @@ class DistillTraining:
         *,
         attention: bool,
     ) -> tuple[LayerOutputs, Callable[[slice], Tensor] | TopK]:
-        """Returns (the teacher's layer outputs, its logits)."""
+        """(the teacher's layer outputs, its logits)."""
         if self.cache is not None:
             return LayerOutputs(batch.lengths, {}, {}), self.cache.of(indices, self.device)
         teacher = self.teacher
@@ -333,7 +333,7 @@ class DistillTraining:
         sums = torch.zeros(3, device=self.device)
         for begin in range(
             0, len(self.held_out), self.settings.micro_batch
-        ):  # every process runs all, since FSDP gathers
+        ):  # # every process evaluates all, since FSDP gathers
             batch, weights, targets = _batch(
                 self.held_out[begin : begin + self.settings.micro_batch], self.device
             )
@@ -361,7 +361,7 @@ class DistillTraining:
         return None if self.teacher is None else kl / count, nll / count
 
     def result(self) -> DenseModel:
-        """The student, in float32 on the CPU."""
+        """Trained student, in float32 on the CPU."""
         values = {n: full(p.detach()).cpu().clone() for n, p in self.model.named_parameters()}
         return replace(self.student, parameters=values)
 
@@ -405,9 +405,9 @@ class DistillTraining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillFiles:
-    """The files of a run: checkpoints of teacher and student, and examples written by `teacher.write_examples`. `logits`
-    replace the teacher. `out` gets the student's checkpoint, the records of its steps (distill.json) and their curves
-    (distill.svg). `work` is for saved states."""
+    """Files of a run: checkpoints of teacher and student, and examples written by `teacher.write_examples`.
+    Cached `logits` replace the teacher. `out` is the folder for the student's checkpoint, the records of its
+    steps (distill.json) and their curves (distill.svg). `work` is for saved states."""
 
     teacher: Path
     student: Path
@@ -428,8 +428,8 @@ def distill_files(
     num_processes: int = 1,
     progress: Callable[[StepRecord], None] = lambda record: None,
 ) -> tuple[StepRecord, ...]:
-    """Do the run that `files` describe; the records of its steps. Several processes take one GPU each, or share the CPU; then
-    `progress` is not called."""
+    """Run the distillation that `files` describe; returns the records of its steps. Several
+    processes use one GPU each, or share the CPU; then `progress` is not called."""
     if num_processes < 1:
         raise ConfigError(
             f"num_processes={num_processes} must be at least 1", field="num_processes"
@@ -443,7 +443,7 @@ def distill_files(
 
         with (
             tempfile.TemporaryDirectory() as meeting
-        ):  # a file, not a port: no other process can join
+        ):  # # a file instead of a port, so that no other process can join
             args = (files, settings, device, num_processes, f"file://{meeting}/group")
             start_processes(_worker, args=args, nprocs=num_processes, start_method="spawn")
     return tuple(
@@ -518,8 +518,7 @@ def write(out: Path, found: Distilled, settings: DistillSettings, *, dtype: torc
 def _batch(
     examples: Sequence[Example], device: torch.device
 ) -> tuple[SequenceBatch, Tensor, Tensor]:
-    """Returns (batch, the weight of each position's prediction, float32 [T], the tokens to predict
-    [T])."""
+    """(batch, the weight of each position's prediction, float32 [T], the tokens to predict [T])."""
     batch = SequenceBatch.of([e.token_ids for e in examples], device)
     weights = []
     for e in examples:

@@ -1,8 +1,8 @@
 """Trains a draft head for a model on the model's own answers, and writes it in the format in which
 such heads are published.
 
-1. The model answers questions from a text, as many as the time allows. The answers are stored next
-   to the result, so that an interrupted run can continue.
+1. The model answers questions from a text, as many as the time limit allows. The answers are stored
+   next to the result, so that an interrupted run can continue.
 2. The head's inputs and targets are computed once for every answer, and cached if they fit in
    memory.
 3. The head is trained (`compress.training.heads`) for a number of steps, or until the time is up.
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
 
 RECEIPT_NAME = "slipstream-draft.json"
 ANSWER_SHARE = 0.4
-"""Share of the time for answers; the rest is for training."""
+"""Fraction of the time for answers; the rest is for training."""
 CACHE_BYTES = 4 * 2**30
-"""Most memory for cached states; beyond it they are computed for each batch."""
+"""Maximum bytes of cached hidden states; if they need more, they are computed again for each batch."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -75,7 +75,7 @@ def train_head(
     download_dir: str | None = None,
     progress: Progress = lambda phase, done, total: None,
 ) -> dict[str, Any]:
-    """Write the head to `out`. Returns its receipt, which is also in `out`."""
+    """Train a head and write it to `out`. Returns its receipt, which is also in `out`."""
     work, seconds = work_folder(out, "draft"), 60 * settings.limit(on_gpu=device.type != "cpu")
     claim(work, out, {"settings": asdict(settings), "source": fingerprint(source)}, restart=restart)
     begin = time.perf_counter()
@@ -88,7 +88,7 @@ def train_head(
         begin + ANSWER_SHARE * seconds,
         progress,
     )
-    if settings.num_questions_held_out:  # fail before the work if they are missing
+    if settings.num_questions_held_out:  # # raises an error before the work if they are missing
         held_out = read_questions(
             settings.text,
             "evaluation",
@@ -134,8 +134,8 @@ def _answers(
     until: float,
     progress: Progress,
 ) -> list[Example]:
-    """The model's answers: as many as the settings ask for and the time allows, at least some.
-    After the last question the questions start again, and answers are sampled."""
+    """Generate the model's answers: as many as the settings ask for and the time allows, but at
+    least some. After the last question the questions start again, and answers are sampled."""
     from slipstream.engine.llm import LLM
 
     found = read_examples(kept) if kept.is_file() else []
@@ -190,7 +190,7 @@ def _engine(source: ModelDescription, settings: DraftHead, device: torch.device)
 
 
 class HeadTraining:
-    """One run. The head is in float32; products are in bfloat16 if that is faster."""
+    """Training of one head. The head is in float32; matrix products are in bfloat16 if that is faster."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class HeadTraining:
         )
 
     def is_read(self, name: str) -> bool:
-        """Whether a head starts from this parameter of the model, or is trained to match it."""
+        """Whether a head's initial weights or its training target depend on this parameter of the model."""
         last = f"layers.{self.source.spec.num_layers - 1}."
         return name.startswith(("embed.", "head.", "final_norm.", last))
 
@@ -260,8 +260,8 @@ class HeadTraining:
 
     @torch.no_grad()
     def states(self, indices: Sequence[int]) -> list[Tensor]:
-        """Return the states of these examples: [L, E of the final state, then of each aux layer], bfloat16. Cached ones are
-        on the CPU."""
+        """Hidden states of these examples: [L, E of the final state, then E of each aux layer],
+        bfloat16. Cached ones are on the CPU."""
         if self.cache is not None and all(self.cache[i] is not None for i in indices):
             return [t for i in indices if (t := self.cache[i]) is not None]
         assert self.model is not None
@@ -275,7 +275,7 @@ class HeadTraining:
         return found
 
     def batches(self) -> Iterator[list[int]]:
-        """Examples of about `batch_tokens` tokens, of similar lengths, without end."""
+        """Yields, without end, indices of examples of similar lengths, with about `batch_tokens` tokens in all."""
         generator, size = torch.Generator().manual_seed(self.settings.seed), 16
         while True:
             order = torch.randperm(len(self.examples), generator=generator).tolist()
@@ -300,7 +300,7 @@ class HeadTraining:
 
     def padded(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """(tokens [B, L], the head's inputs [B, L, …], the model's final states [B, L, E], its
-        logits of the head's tokens [B, L, D], counted [B, L])"""
+        logits of the head's tokens [B, L, D], mask of counted positions [B, L]), padded"""
         some = [self.examples[i] for i in indices]
         longest, e = max(len(x.token_ids) for x in some), self.source.spec.hidden_size
         tokens = torch.zeros(len(some), longest, dtype=torch.int64)
@@ -322,7 +322,7 @@ class HeadTraining:
         return tokens, (rest if rest.shape[-1] else final).float(), final.float(), wanted, counted
 
     def run(self, until: float, progress: Progress) -> list[dict[str, Any]]:
-        """Train until the steps are done or the time is up; a record of each step."""
+        """Train until the steps are done or the time is up; returns a record of each step."""
         s, begin, history = self.settings, time.perf_counter(), list[dict[str, Any]]()
         groups = parameter_groups(self.net.parameters(), s.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=s.learning_rate, betas=(0.9, 0.95))
@@ -338,7 +338,7 @@ class HeadTraining:
                 loss, hits, counts = losses(
                     self.net, hidden, wanted, counted, final, s.state_weight
                 )
-            if not counts.any():  # no answer has a token of the head's vocabulary
+            if not counts.any():  # # no answer contains a token of the head's vocabulary
                 continue
             if not torch.isfinite(loss):
                 raise ConfigError(
@@ -376,7 +376,7 @@ class HeadTraining:
         return history
 
     def write(self, folder: Path) -> None:
-        """Writes the head's files, in bfloat16."""
+        """Write the head's files, in bfloat16."""
         spec = self.source.spec
         if isinstance(self.spec, MedusaSpec):
             values = {n.removeprefix("head"): p for n, p in self.net.named_parameters()}
@@ -406,8 +406,8 @@ class HeadTraining:
 
 
 def frequent_tokens(examples: Sequence[Example], vocab_size: int, count: int) -> Tensor:
-    """The `count` most frequent tokens of the answers, ascending. If answers have fewer, the lowest
-    token ids fill up."""
+    """The `count` most frequent tokens of the answers, ascending. If answers have fewer tokens, the
+    lowest other token ids are added."""
     counter = Counter(token for e in examples for token in e.token_ids[e.num_context :])
     ranked = [token for token, _ in counter.most_common(count)]
     others = (token for token in range(vocab_size) if token not in counter)
@@ -454,7 +454,7 @@ class Accepted:
 
     @property
     def length(self) -> float:
-        """Tokens per verification: the accepted drafts and one more."""
+        """Mean tokens per verification: the accepted drafts plus one."""
         return 1 + sum(self.by_position)
 
     def as_data(self) -> dict[str, Any]:
@@ -476,7 +476,7 @@ def measure_head(
     device: torch.device,
     progress: Progress = lambda phase, done, total: None,
 ) -> dict[str, Any]:
-    """Acceptance by position and accepted length, for each kind of text. The engine answers
+    """Measure acceptance by position and accepted length, for each kind of text. The engine answers
     `questions` greedily."""
     from slipstream.engine.llm import LLM
 
@@ -528,7 +528,7 @@ def _texts(llm: LLM, questions: Sequence[str], max_tokens: int) -> list[str]:
 
 
 def kind_of(text: str) -> str:
-    """Return the kind of an answer: code, a list (several numbered or marked lines), or prose."""
+    """Kind of an answer: code, a list (several numbered or bulleted lines), or prose."""
     if "```" in text:
         return "code"
     return "lists" if len(re.findall(r"(?m)^\s*(?:\d+[.)]|[-*])\s", text)) >= 3 else "prose"

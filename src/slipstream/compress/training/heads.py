@@ -1,12 +1,11 @@
-"""Draft heads with autograd: the computations of training, in plain torch over padded sequences [B,
-L].
+"""Draft heads with autograd, for training: plain torch over padded sequences [B, L].
 
 EAGLE-3 is trained the way it drafts (its "training-time test", Li et al. 2025, section 3.2). Step 0
-reads the model's states. Step s reads, at each place, the head's own state of step s − 1 there, and
-the token s places further. So at step s the query of place p stands for a pair at place p + s. It
-sees the pairs 0 … p of step 0, and those of its own place in steps 1 … s, which is the path of a
-chain of drafts. The target of each step is the model's prediction among the head's tokens; step s
-has the weight 0.8^s."""
+reads the model's states. Step s reads, at each position, the head's own state of step s − 1 there,
+and the token s positions later. So at step s the query of position p predicts like one at position
+p + s. It attends to positions 0 … p of step 0, and to position p of steps 1 … s, like a chain of
+drafts. The target of each step is the model's prediction among the head's tokens; step s has the
+weight 0.8^s."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ DECAY = 0.8
 
 class EagleNet(nn.Module):
     """EAGLE-3's head. `parameters` are by the names of `spec.shapes`; `embed` [V, E] is the model's
-    table, and is not trained."""
+    embedding table, which is not trained."""
 
     def __init__(
         self, spec: LayeredSpec, parameters: Mapping[str, Tensor], embed: Tensor, *, max_len: int
@@ -55,7 +54,7 @@ class EagleNet(nn.Module):
 
     def forward(self, token_ids: Tensor, aux: Tensor, num_steps: int) -> list[Tensor]:
         """token_ids [B, L], the model's states before `aux_layers`, concatenated [B, L, 3E] → for
-        each step s the hidden states [B, L, E] whose product with the head predicts, at place p,
+        each step s the hidden states [B, L, E] from which the output head predicts, at position p,
         token p + s + 2."""
         if norms := self.spec.aux_norms:
             parts = zip(aux.chunk(len(norms), -1), norms, strict=True)
@@ -84,7 +83,7 @@ class EagleNet(nn.Module):
         own: list[tuple[Tensor, Tensor]],
         step: int,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Runs a layer. Returns (normed hidden states, the states for the next step, its keys and
+        """Run a layer. Returns (normed hidden states, the states for the next step, its keys and
         values [B, K, L, D])."""
         rows = self.norm(states, "hidden_norm")
         residual = rows if self.spec.norm_before_residual else states
@@ -151,13 +150,13 @@ def along(
 
 
 class MedusaNet(nn.Module):
-    """The blocks of heads that share the model's output head (Cai et al. 2024, "Medusa-1")."""
+    """Medusa heads: blocks before the model's own output head (Cai et al. 2024, "Medusa-1")."""
 
     def __init__(
         self, spec: MedusaSpec, parameters: Mapping[str, Tensor], rows: Tensor, model: ModelSpec
     ) -> None:
-        """`rows`: rows of `model`'s output head for the tokens that training counts; they are not
-        trained."""
+        """Use `rows`, those of `model`'s output head for the tokens that training counts; they are
+        not trained."""
         super().__init__()
         self.spec, self.model = spec, model
         register(self, {f"head{name}": nn.Parameter(value) for name, value in parameters.items()})
@@ -192,11 +191,11 @@ def losses(
     final: Tensor | None = None,
     state_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(weighted sum of the steps' losses; per step: how often the likeliest token is the model's,
-    out of how many places).
+    """Weighted sum of the steps' losses, and for each step (number of positions whose most likely
+    token is the model's, number of counted positions).
 
-    `wanted` [B, L, D]: the model's logits at each place among the head's tokens. `counted` [B, L]:
-    places that count, whose next token is one of the head's. With `state_weight` the states also
+    `wanted` [B, L, D]: the model's logits at each position for the head's tokens. `counted` [B, L]:
+    mask of the positions whose next token is one of the head's. With `state_weight` the states also
     match `final` [B, L, E], from which the model computes its logits (smooth L1, as EAGLE-1 and 2
     are trained)."""
     total, hits, counts = wanted.new_zeros(()), [], []
@@ -218,7 +217,7 @@ def losses(
     return total, torch.stack(hits), torch.stack(counts)
 
 
-# --- Where training begins ------------------------------------------------------------------------------------------------
+# --- Initial weights ------------------------------------------------------------------------------------------------
 
 
 def eagle_for(
@@ -228,7 +227,7 @@ def eagle_for(
     fc_norm: Literal["each", "joint"] | None = None,
     norm_output: bool = False,
 ) -> LayeredSpec:
-    """A head with a layer like the model's last one, if that is of the usual kind; else of the
+    """Head whose layer has the shape of the model's last layer, if that is of the usual kind; else
     usual proportions."""
     last = spec.layers[-1]
     a, m, e = last.self_attention, last.feed_forward, spec.hidden_size
@@ -268,10 +267,10 @@ def eagle_for(
 def eagle_start(
     head: LayeredSpec, spec: ModelSpec, model: Mapping[str, Tensor], rows: Tensor, seed: int
 ) -> dict[str, Tensor]:
-    """Initial parameters. `fc` passes the highest state unchanged (a norm before it is the model's
-    last norm). The layer is the model's last one, if the shapes are equal. The output head is the
-    model's `rows` for the head's tokens, with the scale of its logits. Weights that read embeddings
-    are random and small."""
+    """Initial parameters of an EAGLE-3 head. `fc` passes the last aux state unchanged (a norm
+    before it is the model's last norm). The layer is the model's last one, if the shapes are equal.
+    The output head has the model's `rows` for the head's tokens, with the scale of its logits.
+    Weights that read embeddings are random and small."""
     g = torch.Generator().manual_seed(seed)
     e, last = head.hidden_size, f"layers.{spec.num_layers - 1}."
     values = {
@@ -317,5 +316,5 @@ def medusa_for(spec: ModelSpec, num_heads: int) -> MedusaSpec:
 
 
 def medusa_start(head: MedusaSpec) -> dict[str, Tensor]:
-    """Blocks of zeros: each head starts as the model's own head."""
+    """Initial blocks of zeros: each head starts as the model's own output head."""
     return {name: torch.zeros(shape) for name, shape in head.shapes.items()}

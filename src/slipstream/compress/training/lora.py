@@ -1,18 +1,18 @@
 """Trains an adapter (LoRA) on a frozen model and writes it in PEFT's format: `slipstream compress
 MODEL --recipe lora`.
 
-1. The base is a checkpoint's model: dense, or dequantised once from compressed-tensors or GGUF, or
-   rounded as an engine rounds it at load (`quantization`). The adapter thus learns on the numbers
+1. The base is a checkpoint's model: dense, or dequantized once from compressed-tensors or GGUF, or
+   quantized like by an engine at load (`quantization`). The adapter is thus trained on the values
    that will be served (QLoRA, Dettmers et al. 2023). During training the base is in memory in
    bfloat16 (float32 on a CPU without bfloat16 products).
-2. A document is a text, of which all tokens are learned, or a conversation, of which the
-   assistant's words are learned. The prompt of an answer is tokenised separately, as in a server.
+2. A document is a text, all tokens of which are learned, or a conversation, of which only the
+   assistant's answers are learned. The prompt of an answer is tokenized separately, as in a server.
 3. A step's documents depend only on the step's number. The state is saved in a folder next to the
    result, from which an interrupted run continues.
 4. Some documents are held out. The receipt has their perplexity before and after, the loss of each
    step, and a digest of the data.
 
-`--lora NAME=PATH` and `peft.PeftModel.from_pretrained` take the folder."""
+The folder works with `--lora NAME=PATH` and `peft.PeftModel.from_pretrained`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ RECEIPT_NAME = "slipstream-lora.json"
 PARTS: tuple[Part, ...] = ("calibration", "evaluation")
 
 SAVE_S = 60.0
-"""Interval between saved states."""
+"""Interval in seconds between saved states."""
 
 _PRODUCT = re.compile(
     r"layers\.\d+\.(attention\.(qkv|out)|recurrent\.(in|out)|mlp\.(up|down))\.weight"
@@ -72,7 +72,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Tokens, and which of them to predict (never the first)."""
+    """Token ids, and a mask of those to predict (never the first)."""
 
     token_ids: tuple[int, ...]
     learned: tuple[bool, ...]
@@ -80,9 +80,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A product of the checkpoint that gets an adapter."""
+    """A linear layer of the checkpoint that gets an adapter."""
 
-    name: str  # PEFT's
+    name: str  # # name in PEFT
     place: Placement
     rows: slice  # rows of the parameter `place.target`
     inner: int
@@ -100,8 +100,8 @@ def train_adapter(
     download_dir: str | None = None,
     progress: Progress = lambda phase, done, total: None,
 ) -> dict[str, Any]:
-    """Write the adapter to `out`. Returns its receipt, which is also in `out`. ConfigError is
-    raised before the work."""
+    """Train an adapter and write it to `out`. Returns its receipt, which is also in `out`.
+    ConfigError is raised before the work."""
     modules = adapted_modules(source, settings)
     progress("reading the data", 0, 0)
     tokenizer = Tokenizer.for_model(source)
@@ -156,7 +156,7 @@ def train_adapter(
 
 
 def adapted_modules(source: ModelDescription, settings: LoRA) -> list[Module]:
-    """The products that get an adapter. ConfigError names a target that the model lacks, or that
+    """Linear layers that get an adapter. ConfigError names a target that the model lacks, or that
     can't have one."""
     spec = source.spec
     if spec.kind != "a decoder":
@@ -203,8 +203,8 @@ def adapted_modules(source: ModelDescription, settings: LoRA) -> list[Module]:
 def read_samples(
     settings: LoRA, tokenizer: Tokenizer, longest: int, download_dir: str | None
 ) -> tuple[list[Sample], list[Sample], int]:
-    """(training samples, held-out samples, number of documents with nothing to learn). The held-out
-    documents are those with the smallest digests, so that they stay the same when others are added.
+    """(training samples, held-out samples, number of documents with nothing to learn). Documents
+    with the smallest digests are held out, so that they stay the same when others are added.
     """
     count, context = settings.num_documents, min(settings.context, longest)
     documents = [
@@ -255,8 +255,8 @@ def _samples(document: Document, tokenizer: Tokenizer, context: int) -> Iterator
 def _conversation(
     turns: Sequence[tuple[str, str]], tokenizer: Tokenizer, context: int
 ) -> Sample | None:
-    """A conversation's sample. None: no answer is within the context, or the template changes text
-    before an answer."""
+    """Sample of a conversation. None if no answer is within the context, or if the template changes
+    text before an answer."""
     if tokenizer.chat_template is None:
         raise ConfigError(
             "the data has conversations, and the model has no chat template; give texts",
@@ -280,7 +280,7 @@ def _conversation(
                 learned += [is_answer] * len(tokens)
             done = whole
     except RequestError:
-        return None  # a template that refuses, for example two user turns in a row
+        return None  # # the template raised an error, for example for two user turns in a row
     ids, learned = ids[:context], learned[:context]
     return Sample(tuple(ids), tuple(learned)) if any(learned[1:]) else None
 
@@ -289,8 +289,8 @@ def _conversation(
 
 
 class LoRAOps(AutogradOps):
-    """Products with adapters. `own`: address of a product's weight → its modules with A [r, in] and
-    B [out, r], B in the checkpoint's order of rows."""
+    """Linear layers with adapters. `own` maps the address of a linear layer's weight to its modules
+    with A [r, in] and B [out, r], B in the checkpoint's order of rows."""
 
     def __init__(self, dropout: float) -> None:
         self.own: dict[int, list[tuple[Module, Tensor, Tensor]]] = {}
@@ -320,7 +320,7 @@ class LoRAOps(AutogradOps):
 
 
 class LoraTraining:
-    """One run; it continues from the state in `work`, if there is one."""
+    """One training run; it continues from the state in `work`, if there is one."""
 
     def __init__(
         self,
@@ -364,7 +364,7 @@ class LoraTraining:
         self._resume()
 
     def run(self, progress: Progress) -> None:
-        """Take the remaining steps, until the time is up."""
+        """Run the remaining steps, until the time is up."""
         s = self.settings
         begin, before, saved = time.perf_counter(), self.seconds, time.perf_counter()
         limit = math.inf if s.minutes is None else 60 * s.minutes
@@ -387,7 +387,7 @@ class LoraTraining:
                 saved = now
 
     def _train_step(self, rate: float) -> float:
-        """Take one step. Returns the loss in nats per learned token."""
+        """Run one step. Returns the loss in nats per learned token."""
         s = self.settings
         torch.manual_seed(s.seed * 1_000_003 + self.step)  # for dropout
         some = sorted(
@@ -414,7 +414,7 @@ class LoraTraining:
         return loss
 
     def _nll(self, some: Sequence[Sample]) -> Tensor:
-        """Sum of the loss of the learned tokens, in nats."""
+        """Summed loss of the learned tokens, in nats."""
         batch = SequenceBatch.of([sample.token_ids for sample in some], self.device)
         learned = torch.tensor(
             [flag for sample in some for flag in (*sample.learned[1:], False)], device=self.device
@@ -432,7 +432,7 @@ class LoraTraining:
 
     @torch.no_grad()
     def evaluate(self, held_out: Sequence[Sample]) -> float:
-        """Nats per learned token with the present adapter."""
+        """Mean loss in nats per learned token with the current adapter."""
         self.ops.training = False
         some = sorted(held_out, key=lambda sample: len(sample.token_ids))
         size = self.settings.micro_batch
@@ -461,7 +461,7 @@ class LoraTraining:
 def frozen_base(
     source: ModelDescription, settings: LoRA, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """The parameters that the adapter is trained on, as numbers of `dtype`."""
+    """Load the frozen parameters of the base model, in `dtype`."""
     values = load_parameters(source, dtype=dtype, device=device)
     if settings.quantization is not None:
         scheme = SCHEMES[settings.quantization]
@@ -479,7 +479,7 @@ def write_adapter(
     modules: Sequence[Module],
     values: Mapping[str, Tensor],
 ) -> None:
-    """Writes PEFT's two files, in float32 as PEFT saves them."""
+    """Write PEFT's two files, in float32 like PEFT."""
     from safetensors.torch import save_file
 
     tensors = {

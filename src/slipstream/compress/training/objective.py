@@ -1,14 +1,14 @@
 """The losses of distillation: the student matches the teacher's distribution, hidden states and attention.
 
-Distributions are compared in float32 at a temperature T, a few rows at a time. Logits are recomputed in the backward pass
-instead of kept. With teacher p and student q, over the vocabulary:
+Distributions are compared in float32 at a temperature T, a few rows at a time. Logits are recomputed in the
+backward pass, not stored. With teacher p and student q, over the vocabulary:
 
     forward   Σ p log(p/q)     the student covers everything that the teacher does (Hinton et al. 2015)
     reverse   Σ q log(q/p)     the student keeps to what the teacher is sure of (MiniLLM, Gu et al. 2024)
     js        (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q) / 2
 
-Each is multiplied by T², so that the size of gradients does not depend on T. With cached top-k logits (`teacher.py`), all other
-tokens count as one outcome, which gives a lower bound of the divergence.
+Each is multiplied by T², so that the magnitude of gradients does not depend on T. With cached top-k logits
+(`teacher.py`), all other tokens count as one outcome, which gives a lower bound of the divergence.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from slipstream.model.sequences import SequenceBatch
 from slipstream.spec.model import ModelSpec
 
 LOGITS_BYTES = 2**29
-"""The size of the float32 logits in memory at a time, of the student and as much of the teacher."""
+"""Maximum bytes of the student's float32 logits in memory at a time; the teacher's take as much."""
 
 
 def divergence(kind: Divergence, teacher: Tensor, student: Tensor) -> Tensor:
-    """The divergence of each row in nats [N], from float32 log-probabilities [N, V]."""
+    """Divergence of each row in nats [N], from float32 log-probabilities [N, V]."""
     match kind:
         case "forward":
             return _kl(teacher, student)
@@ -50,7 +50,7 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """The teacher's k likeliest tokens [N, k] and their log-probabilities, float32, at the temperature of the loss."""
+    """The teacher's k most likely tokens [N, k] and their log-probabilities, float32, at the temperature of the loss."""
 
     ids: Tensor
     logprobs: Tensor
@@ -59,7 +59,8 @@ class TopK:
         return TopK(self.ids[rows], self.logprobs[rows])
 
     def outcomes(self, student: Tensor) -> tuple[Tensor, Tensor]:
-        """(teacher, student) log-probabilities [N, k + 1]. The last outcome is all other tokens. `student` is [N, V]."""
+        """Log-probabilities (teacher's, student's), each [N, k + 1], whose last outcome is all other tokens. `student` is
+        [N, V]."""
         rest = (-self.logprobs.exp().sum(-1, keepdim=True)).clamp(min=-1 + 1e-7).log1p()
         others = (
             student.scatter(-1, self.ids, -torch.inf).logsumexp(-1, keepdim=True).clamp(min=-100.0)
@@ -80,10 +81,10 @@ def token_losses(
     kind: Divergence,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """(the divergence, the negative log-likelihood of the next token), weighted sums over tokens.
+    """(divergence, negative log-likelihood of the next token), weighted sums over tokens in nats.
 
-    `head` computes logits [n, V] from the student's final hidden states [N, E]. `teacher` computes its logits for a slice of
-    rows, or is cached. `targets` [N] are the next tokens."""
+    `head` computes logits [n, V] from the student's final hidden states [N, E]. `teacher` computes
+    its logits for a slice of rows, or is a cache of them. `targets` [N] are the next tokens."""
     at_once = max(1, LOGITS_BYTES // (4 * vocab_size))
     sums = [torch.zeros((), device=hidden.device) for _ in range(2)]
 
@@ -136,7 +137,7 @@ class TappedOps(AutogradOps):
 def attention_weights(
     q: Tensor, kv: LayerKV, s: AttentionParams, lengths: Sequence[int]
 ) -> list[Tensor]:
-    """The attention weights of each sequence, float32 [H, n, n], as `OpSet.attention` computes them."""
+    """Attention weights of each sequence, float32 [H, n, n], as `OpSet.attention` computes them."""
     found = []
     for i, part in enumerate(q.split(list(lengths))):
         n, num_heads, _ = part.shape
@@ -157,7 +158,7 @@ def attention_weights(
 
 @dataclass(slots=True)
 class LayerOutputs:
-    """Outputs of some layers in one pass, by layer."""
+    """Outputs of selected layers in one pass, by layer."""
 
     lengths: tuple[int, ...]  # of the sequences
     states: dict[int, Tensor]  # [T, E] after the layer
@@ -169,8 +170,8 @@ class LayerOutputs:
     def record(
         cls, ops: TappedOps, batch: SequenceBatch, layers: Sequence[int], *, attention: bool
     ) -> tuple[LayerOutputs, Callable[[int, Tensor], None]]:
-        """(an object that the next pass fills, the `each` for its `WholeModel.hidden`). Set `ops.tap` to None before the pass
-        is recomputed."""
+        """(an object that the next pass fills, the argument `each` for its `WholeModel.hidden`).
+        Set `ops.tap` to None before the pass is recomputed."""
         outputs, now = cls(batch.lengths, {}, {}), 0
 
         def tap(q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> None:
@@ -194,8 +195,9 @@ class LayerOutputs:
 class Matching(nn.Module):
     """Learned maps from the student's sizes to the teacher's, for pairs (student's layer, teacher's layer).
 
-    States: a linear map for each pair, and each token's squared error relative to its square (after TinyBERT, Jiao et al. 2020,
-    Eq. 8). Attention: a learned mixture of the student's heads for each of the teacher's, and the KL of the attention weights.
+    States: a linear map for each pair, and each token's squared error relative to its square (after TinyBERT, Jiao et al.
+    2020, Eq. 8). Attention: a learned mixture of the student's heads for each head of the teacher, and the KL of the
+    attention weights.
     """
 
     def __init__(
@@ -211,7 +213,7 @@ class Matching(nn.Module):
         e, width = student.hidden_size, teacher.hidden_size
         self.maps = nn.ParameterList([torch.eye(width, e) for _ in pairs])
         self.mixtures = nn.ParameterList()
-        self.attended = list[tuple[int, int]]()  # the pairs in which both layers have attention
+        self.attended = list[tuple[int, int]]()  # # pairs in which both layers have attention
         for s, t in pairs if attention else ():
             a, b = student.layers[s].attention, teacher.layers[t].attention
             if a is None or b is None:
@@ -222,8 +224,8 @@ class Matching(nn.Module):
             self.mixtures.append(4.0 * F.one_hot(near, heads).float())
 
     def forward(self, student: LayerOutputs, teacher: LayerOutputs) -> tuple[Tensor, Tensor]:
-        """Returns the losses (states, attention): sums over tokens, means over pairs and heads.
-        Attention is 0 if it is not matched."""
+        """Losses (of states, of attention): sums over tokens, means over pairs and heads.
+        Attention's is 0 if it is not matched."""
         states = attention = self.maps[0].new_zeros(())
         for i, (s, t) in enumerate(self.pairs):
             wanted = teacher.states[t].detach().float()
@@ -242,7 +244,8 @@ class Matching(nn.Module):
 def layer_pairs(
     student: int, teacher: int, kept: Sequence[int] | None = None
 ) -> list[tuple[int, int]]:
-    """(student's layer, teacher's layer) for each of the student's: the layer it came from, or the one at the same depth."""
+    """(student's layer, teacher's layer) for each layer of the student: the layer it came from, or the one at the same
+    relative depth."""
     if kept is not None:
         return list(enumerate(kept))
     return [

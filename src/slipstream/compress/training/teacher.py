@@ -1,7 +1,8 @@
-"""The training data of distillation: examples from text or from the teacher's answers, and the teacher's logits on disk.
+"""The training data of distillation: examples from text or from the teacher's answers, and a cache of the teacher's logits
+on disk.
 
-Answers are generated with our own engine. With rationales each question gives two examples (Distilling step-by-step, Hsieh et
-al. 2023): the answer, and the teacher's reasoning with the weight `rationale_weight`.
+Answers are generated with our own engine. With rationales each question yields two examples (Distilling step-by-step, Hsieh
+et al. 2023): the answer, and the teacher's reasoning with the weight `rationale_weight`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def teacher_examples(
     seed: int = 0,
     rationale_weight: float | None = None,
 ) -> list[Example]:
-    """The teacher's answers to the questions, through its chat template, and its rationales if `rationale_weight` is given."""
+    """Generate the teacher's answers to the questions, through its chat template, and its rationales if `rationale_weight`
+    is given."""
     from slipstream.params.sampling import SamplingParams
 
     tasks: list[tuple[str, float]] = [(question, 1.0) for question in questions]
@@ -75,8 +77,8 @@ def teacher_examples(
 def read_questions(
     text: str, part: Part, count: int, longest: int, *, download_dir: str | None = None
 ) -> list[str]:
-    """The first `count` questions of a part of `text`, of up to `longest` characters, or as many as it has. ConfigError without
-    any."""
+    """Read the first `count` questions of a part of `text`, of up to `longest` characters; fewer if
+    it has fewer. ConfigError if it has none."""
     found: list[str] = []
     for document in read_documents(text, part, download_dir=download_dir):
         asked = next((content for role, content in document.turns if role == "user"), None)
@@ -93,7 +95,7 @@ def read_questions(
 
 
 def write_examples(path: Path, examples: Iterable[Example], *, append: bool = False) -> None:
-    """Write a file for `read_examples`, one JSON object per line; `append` to its contents."""
+    """Write a file for `read_examples`, one JSON object per line; with `append`, after its contents."""
     lines = (
         json.dumps({"token_ids": e.token_ids, "num_context": e.num_context, "weight": e.weight})
         for e in examples
@@ -137,10 +139,10 @@ SHARD = 256
 
 
 class LogitCache:
-    """The teacher's k likeliest next tokens at each position of the examples, at one temperature."""
+    """The teacher's k most likely next tokens at each position of the examples, at one temperature."""
 
     def __init__(self, folder: Path, examples: Sequence[Example]) -> None:
-        """ConfigError if the cache was made from other examples."""
+        """Open a cache. ConfigError if it was made from other examples."""
         try:
             self.about: dict[str, Any] = json.loads((folder / "logits.json").read_text())
         except (OSError, ValueError) as error:
@@ -163,7 +165,7 @@ class LogitCache:
         return int(self.about["vocab_size"])
 
     def of(self, indices: Sequence[int], device: torch.device) -> TopK:
-        """The tokens of these examples, concatenated."""
+        """Cached tokens and log-probabilities of these examples, concatenated."""
         from safetensors import safe_open
 
         ids, values = [], []
@@ -188,7 +190,7 @@ def cache_logits(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> LogitCache:
-    """Run the teacher over `examples` once and store its k likeliest tokens, in 6 bytes each."""
+    """Run the teacher over `examples` once and store its k most likely tokens, in 6 bytes each."""
     from safetensors.torch import save_file
 
     if not 1 <= k < teacher.spec.vocab_size:

@@ -389,8 +389,7 @@ class ValueOrder:
                 self.revalue(above)
 
     def _loosen(self) -> None:
-        """Remove all free blocks from their runs, because copies to the tiers hold the blocks at
-        the runs' ends."""
+        """Remove all free blocks from their runs, because copies to the tiers hold the blocks at the runs' ends."""
         counts = self._ref_counts
         found = {run for run in self._owners if run is not None and run.num_free}
         for run in sorted(found, key=lambda run: run.start):  # the last one is evicted first

@@ -1,7 +1,6 @@
 """Blocks held by requests: block tables, shared prefixes, and the tiers below the device.
 
-A request has a block table per group of layers (`CacheGroup`). All groups take blocks from one
-pool.
+A request has a block table per group of layers (`CacheGroup`). All groups take blocks from one pool.
 
 1. In a `window` group, blocks that no later token attends to are released when the request next
    needs blocks.
@@ -409,8 +408,7 @@ class KVCacheManager:
     def register(self, request: Request, step_id: int) -> None:
         """Offer blocks to the prefix cache and the tiers.
 
-        These are the full blocks whose tokens are all known and scheduled. The steps up to
-        `step_id` write them.
+        These are the full blocks whose tokens are all known and scheduled. The steps up to `step_id` write them.
         """
         if not self.cache.enable_prefix_caching or request.is_mixed:
             return

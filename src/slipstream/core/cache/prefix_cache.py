@@ -1,8 +1,7 @@
 """Prefix cache keys (a chain of hashes over full blocks) and the longest cached prefix.
 
-A block's key covers every token from the start of the sequence to the end of the block, the salts,
-and the cache group of the block. Blocks with equal keys have equal contents, because the hash is
-cryptographic (BLAKE2b, 128 bits).
+A block's key covers every token from the start of the sequence to the end of the block, the salts, and the cache group
+of the block. Blocks with equal keys have equal contents, because the hash is cryptographic (BLAKE2b, 128 bits).
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def as_samples(given: Any, *, max_s: float) -> Samples:
         given, rate = given
     try:
         found = np.asarray(given)
-        samples = found.astype(np.float32)
+        samples = found.astype(np.float32, casting="same_kind")  # no complex numbers
     except (TypeError, ValueError):
         found = samples = np.empty(0, np.float32)
     if samples.ndim != 1 or not samples.size:

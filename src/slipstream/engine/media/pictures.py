@@ -195,7 +195,8 @@ class PictureProcessor(MediaProcessor):
         if isinstance(p.sizes, PinpointTiles):
             height, width = p.sizes.scaled(grid, pieces[0].rows)
             inner = () if grid == (height, width) else (grid.height, grid.width)
-            pieces = (*pieces, self._piece(whole, PatchGrid(height, width + 1), inner))
+            if height:  # of a picture that is flatter than a patch only padding is left
+                pieces = (*pieces, self._piece(whole, PatchGrid(height, width + 1), inner))
             among = self._one_square(image, p.sizes)
         if spec.prompt.gap:
             rows, columns = pieces[0].rows, pieces[0].columns

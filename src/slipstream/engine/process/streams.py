@@ -13,8 +13,7 @@ from slipstream.outputs import RequestOutput
 
 
 class OutputStream:
-    """Queue of one request's output for its consumer. While a delta is pending, later ones are
-    merged into it."""
+    """Queue of one request's output for its consumer. While a delta is pending, later ones are merged into it."""
 
     on_token = None
 

@@ -152,8 +152,8 @@ _BY_SIGNAL = {
 def find_cause(
     active: frozenset[str], slowness: Sequence[float], last: Observation, running: float = 1.0
 ) -> Cause:
-    """The cause of the changed series; there is at least one. `slowness`: values of `step_time`
-    since it changed. `last`: the latest observation. `running`: recent number of running sequences
+    """Cause of the changed series; there is at least one. `slowness`: values of `step_time` since
+    it changed. `last`: the latest observation. `running`: recent number of running sequences
     divided by the usual one."""
     is_full = (last.kv_cache_usage or 0.0) >= FULL
     if "hit_rate" in active and not active & {

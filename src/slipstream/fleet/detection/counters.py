@@ -1,5 +1,5 @@
-"""Totals since the replica's start; fields marked `now` are current values. If the engine does not
-answer, only the server's fields are set."""
+"""A server's counters at one moment, read inside it or from its /metrics, and the observation
+between two moments."""
 
 from __future__ import annotations
 

@@ -254,9 +254,7 @@ class ConnectionPool:
                 answer.done()
                 if answer.is_fresh:
                     raise
-                fresh = was_lost = (
-                    True  # a replica that answered a moment ago may have died from the request
-                )
+                fresh = was_lost = True  # it was idle: usually the replica closed it while we wrote
             except BaseException:
                 answer.done()
                 raise

@@ -1,11 +1,11 @@
 """Measures step times of dummy sequences with 0, 1, … drafts each, before the first request.
 
-The number of drafts is chosen by the cost of steps (`core/participants/speculation.py`). With requests arriving
-at random, each number of sequences occurs for only a few steps, too few to learn from.
+The number of drafts is chosen by the cost of steps (`core/participants/speculation.py`). With
+random arrivals, each number of sequences only occurs for a few steps, too few to learn from.
 
 1. Steps follow one another as in the engine. Two steps without drafts may be in flight. A step with
-   drafts begins after the last token that the previous one has drawn, so a chain of drafts launched
-   ahead is used.
+   drafts begins after the last token sampled by the previous one, so that a chain of drafts
+   launched ahead is used.
 2. Ranks measure together, so the number of steps does not depend on the clock.
 """
 
@@ -52,7 +52,7 @@ def measure_draft_costs(runner: ModelRunner, num_blocks: int) -> list[StepTime]:
     if isinstance(speculation, NoDrafts) or speculation.num_speculative_tokens is not None:
         return []
     if not (spec.has_first and spec.has_last) or spec.encoder is not None:
-        # a pipeline's stage has no result
+        # a pipeline's earlier stages have no result
         return []
     found, most = [], min(config.max_num_sampled, config.scheduling.max_num_batched_tokens)
     for num_seqs in _counts(config.scheduling.max_num_seqs):
@@ -79,7 +79,7 @@ def _counts(most: int) -> list[int]:
 
 
 class _Run:
-    """One measured series of steps. It has `num_seqs` sequences, each with room for `room` tokens
+    """One measured series of steps with `num_seqs` sequences, each with room for `room` tokens
     after its context."""
 
     def __init__(
@@ -99,7 +99,7 @@ class _Run:
     def seconds(self) -> float:
         """Median of the timed steps.
 
-        The first two are not timed: one makes the rows, and the other has no chain launched ahead.
+        The first two are not timed: one creates the rows, and the other has no chain launched ahead.
         """
         runner, in_flight, ends = self.runner, deque[Launched](), list[float]()
         for i in range(2 + NUM_TIMED):
@@ -107,7 +107,7 @@ class _Run:
             in_flight.append(runner.launch(plan))
             if i == 0:
                 for row in runner.rows.rows.values():
-                    # the drafter need not see tokens that were never computed
+                    # the drafter need not process tokens that were never computed
                     row.num_drafted = self.context
             while len(in_flight) >= (1 if self.drafts else runner.max_in_flight(plan)):
                 ends.append(self._end(in_flight.popleft()))

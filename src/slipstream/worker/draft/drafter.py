@@ -2,13 +2,13 @@
 
 1. A drafter proposes at the beginning of a step. It samples like the request: with its filters,
    penalties and biases, and with the random number that the engine's model will use at that
-   position. Where both models have the same distribution they draw the same token, and a seed gives
+   position. If both models have the same distribution they sample the same token, and a seed gives
    the same answer as without drafts (communication-free coupling: Daliri, Musco and Suresh 2024).
-2. The worker keeps the tokens that the engine's model draws. So the answer's distribution is that
+2. The worker keeps the tokens that the engine's model samples. So the answer's distribution is that
    of plain sampling, whatever was proposed.
 3. A drafter keeps its state of a request in its own tensors, in the blocks of the request's full
    group. It computes nothing for a request without drafts. When drafts are wanted, it first
-   computes the tokens that it has not seen yet (`Row.num_drafted`). After a prefix hit or a
+   computes the tokens that it has not processed yet (`Row.num_drafted`). After a prefix hit or a
    preemption these are all tokens.
 
 No torch here: a drafter's caller gives it tensors or arrays.
@@ -55,7 +55,7 @@ class Drafter(ABC):
     The counterpart of `Forward.num_cold`.
     """
     pipe: Pipe | None = None
-    """Set on a pipeline's last stage: the first one gets the drafts over it (`worker/draft/stages.py`)."""
+    """Set on a pipeline's last stage: connection over which the first stage gets the drafts (`worker/draft/stages.py`)."""
 
     def __init__(self, config: EngineConfig, memory: DraftMemory) -> None:
         self.memory = memory
@@ -81,7 +81,7 @@ class Drafter(ABC):
         return 0
 
     def probe(self, token_ids: Tensor, meta: AttentionMetadata) -> None:  # noqa: B027 (where bytes are known beforehand)
-        """Run over a step of dummy prompts, while memory is measured."""
+        """Run on a step of dummy prompts, while memory is measured."""
 
     def allocate(self, num_blocks: int) -> None:
         self.kv = self.make_cache(num_blocks)
@@ -116,7 +116,7 @@ class Drafter(ABC):
         Returns these requests.
         """
         for s in plan.scheduled:
-            # forget the wrong drafts of the previous step, even if this step wants none
+            # forget the rejected drafts of the previous step, even if this step wants none
             row = rows.rows[s.request_id]
             row.num_drafted = min(row.num_drafted, s.num_computed_tokens)
             if FROM_MODEL not in s.drafts:
@@ -135,7 +135,7 @@ class Drafter(ABC):
         return drafted
 
     def tokens_of(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> Tensor:
-        """Drafts [N] of the requests, which are in their rows until the step has drawn."""
+        """Drafts [N] of the requests, which are in their rows until the step has sampled."""
         where: list[int] = []
         width = rows.tokens.shape[1]
         for s in drafted:
@@ -146,15 +146,15 @@ class Drafter(ABC):
     def kept_drafts(
         self, drafted: Sequence[ScheduledRequest], rows: RowTable
     ) -> Callable[[], Tensor] | None:
-        """Function that returns the drafts even after the draw, which overwrites those in the rows.
+        """Function that returns the drafts even after sampling, which overwrites those in the rows.
         None if the drafter keeps no copies.
         """
         return None
 
     def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:  # noqa: B027 (most do not)
-        """Launch the part of the next `write_drafts` that is already known after the draw of
-        `plan`. The GPU is busy now, so the launch delays nothing; during `write_drafts` it would be
-        idle.
+        """Launch the part of the next `write_drafts` that is already known after `plan` has
+        sampled. The GPU is busy now, so the launch delays nothing; during `write_drafts` it would
+        be idle.
         """
 
     @abstractmethod
@@ -165,10 +165,10 @@ class Drafter(ABC):
     def unseen(
         self, drafted: Sequence[ScheduledRequest], rows: RowTable, counts: Sequence[int]
     ) -> Iterator[list[ScheduledRequest]]:
-        """Steps that compute the tokens which the drafter has not computed yet.
+        """Yields steps that compute the tokens which the drafter has not computed yet.
 
         In the last of these steps a request computes `counts` tokens, the first of which is its
-        last known token. A token is drawn after each of them.
+        last known token. A token is sampled after each of them.
         """
         begins = {
             s.request_id: max(self.first, rows.rows[s.request_id].num_drafted) for s in drafted
@@ -191,9 +191,9 @@ class Drafter(ABC):
 
 
 class Chain(Drafter):
-    """Proposes token by token, each from the ones before it.
+    """Drafter that proposes token by token, each from the previous ones.
 
-    On a GPU a chain is a graph (`worker/graphs/chain_graphs.py`).
+    On a GPU a chain is a CUDA graph (`worker/graphs/chain_graphs.py`).
     """
 
     keeps_drafts = True
@@ -213,8 +213,8 @@ class Chain(Drafter):
     def likeliest(
         self, token_ids: Tensor, meta: AttentionMetadata, states: Any, num: int
     ) -> tuple[Tensor, Any]:
-        """Run one pass. Returns the likeliest tokens [num] after the last ones, and the states from which the next
-        pass starts."""
+        """Run one pass. Returns (the most likely tokens [num] after the last ones, states from
+        which the next pass starts)."""
 
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         left = [s for s in drafted if not self._is_ahead(s, rows)]
@@ -237,7 +237,7 @@ class Chain(Drafter):
             computed = s.num_computed_tokens
             rows.rows[s.request_id].ahead = range(computed + 1, computed + 1 + s.num_sampled)
         if drafting or all(s.num_tokens > 1 for s in plan.scheduled):
-            # next to decodes without drafts, prompts get none either
+            # in steps with decodes without drafts, prompts get none either
             self._see_prompts(plan, rows)
 
     def kept_drafts(
@@ -250,7 +250,7 @@ class Chain(Drafter):
         return partial(self.graphs.kept_drafts, drafted)
 
     def see(self, requests: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        """Computes the tokens that the drafter has not seen, except each request's last one."""
+        """Compute the tokens that the drafter has not processed, except each request's last one."""
         for shares in self.unseen(requests, rows, [0] * len(requests)):
             self.step(shares, rows)
         for s in requests:
@@ -271,7 +271,7 @@ class Chain(Drafter):
             )
 
     def catch_up(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        """Compute the requests' unseen tokens, and draw each one's first draft."""
+        """Compute the requests' unprocessed tokens, and sample each one's first draft."""
         for shares in self.unseen(drafted, rows, [1] * len(drafted)):
             self.step(shares, rows)
 
@@ -279,9 +279,9 @@ class Chain(Drafter):
     def step(
         self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False
     ) -> None:
-        """Compute each request's share of tokens, and draw the token after it if the share samples.
+        """Compute each request's share of tokens, and sample the next token if the share samples.
 
-        `follows` means that the share's one token is a draft of the step before.
+        `follows`: the share's single token is a draft of the previous step.
         """
 
     @staticmethod
@@ -291,7 +291,7 @@ class Chain(Drafter):
         return s.num_computed_tokens in row.ahead and len(s.drafts) <= row.num_kept
 
     def _see_prompts(self, plan: StepPlan, rows: RowTable) -> None:
-        """Compute the prompts in `plan`, so that their first drafts come out of a graph.
+        """Compute the prompts in `plan`, so that their first drafts can be computed by a graph.
 
         Op by op this takes the host 2 ms. It has that time while the GPU computes the step, whereas
         `write_drafts` would keep the GPU waiting.

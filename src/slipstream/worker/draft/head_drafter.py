@@ -78,7 +78,7 @@ class HeadDrafter(Drafter):
         ]
 
     def write(self, hidden: Any, sampled: SampledRows, rows: RowTable, place: int = 0) -> None:
-        """Draw a token for each of `sampled`, and write it to its row."""
+        """Sample a token for each of `sampled`, and write it to its row."""
         if rows.is_greedy(sampled.names):
             tokens = self.head.greedy(hidden, place, self.target_ids)
         else:
@@ -92,8 +92,8 @@ class HeadDrafter(Drafter):
 
 
 class HeadChain(Chain, HeadDrafter):
-    """Drafter of EAGLE and MTP heads, which proposes token by token. `ends` [rows, E] has, for each
-    row, the state of the pair that comes next."""
+    """Drafter for EAGLE and MTP heads, which propose token by token. `ends` [rows, E]: for each row
+    the state of its next pair."""
 
     first, keeps_drafts = 1, False
     head: LayeredHead
@@ -117,7 +117,7 @@ class HeadChain(Chain, HeadDrafter):
     def likeliest(
         self, token_ids: Tensor, meta: AttentionMetadata, states: Tensor | None, num: int
     ) -> tuple[Tensor, Tensor]:
-        """Run the head, and find the likeliest tokens after the last `num` pairs."""
+        """Run the head, and find the most likely tokens after the last `num` pairs."""
         hidden, following = self.forward(
             token_ids, self.states.read(meta) if states is None else states, meta
         )
@@ -151,14 +151,14 @@ class HeadChain(Chain, HeadDrafter):
 
 
 class HeadBlock(HeadDrafter):
-    """Drafter of P-EAGLE and DFlash heads: one pass proposes all drafts. Each token that is not
-    known yet is replaced by a mask token.
+    """Drafter for P-EAGLE and DFlash heads: one pass proposes all drafts. Each unknown token is
+    replaced by a mask token.
 
     1. P-EAGLE: pairs of masks follow the pairs of known tokens. Each pair attends to those before
        it.
-    2. DFlash: the states before the last token are a context. That token and one mask per place
-       attend to the context and to each other. Each mask is at the position of the token drawn from
-       it.
+    2. DFlash: the states before the last token are a context. That token and one mask per further
+       draft attend to the context and to each other. Each mask is at the position of the token
+       predicted from it.
     """
 
     first = 1
@@ -242,8 +242,8 @@ class HeadBlock(HeadDrafter):
         )
 
     def _masked(self, token_ids: Any, masks: Sequence[Any], states: Any, rows: RowTable) -> Any:
-        """Write the mask token to the given places of `token_ids`, and the head's state for masks
-        to the same places of `states`."""
+        """Write the mask token to the indices `masks` of `token_ids`, and the head's state for
+        masks to the same indices of `states`."""
         places = np.concatenate(masks)
         if len(places):
             where = rows.upload(places)
@@ -255,8 +255,8 @@ class HeadBlock(HeadDrafter):
 
 
 class MedusaDrafter(HeadDrafter):
-    """Drafter of Medusa heads: one pass proposes all drafts from the state before the last token. A
-    draft does not depend on the drafts before it.
+    """Drafter for Medusa heads: one pass proposes all drafts from the state before the last token,
+    independently of each other.
     """
 
     computes_all = False
@@ -283,7 +283,7 @@ def load_drafter(
     memory: DraftMemory,
     load: Callable[..., LoadedHead],
 ) -> HeadDrafter:
-    """Load a draft head by `load`, with products quantized by a scheme.
+    """Load a draft head with `load`, its linear layers quantized by a scheme.
 
     ConfigError if more drafts are wanted than the head has. NotCovered without torch if the head does
     not compile to a program.

@@ -13,8 +13,8 @@ from slipstream.worker.inputs.rows import RowTable
 def gather_pairs(table: RowTable, shares: Sequence[ScheduledRequest]) -> GatheredInputs:
     """Inputs of a draft head for `shares` of requests (`worker/draft/head_drafter.py`).
 
-    Each token is at the position before its own, because the state that it is paired with is there.
-    The sampled token follows the token, as always.
+    Each token is at the position before its own, where the state is with which it is paired. The
+    sampled token follows the token, as always.
     """
     before = tuple([s._replace(num_computed_tokens=s.num_computed_tokens - 1) for s in shares])
     given = gather(table, StepPlan(0, before), ahead=1)

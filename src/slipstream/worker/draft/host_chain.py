@@ -1,11 +1,11 @@
 """A draft head's whole chain on a CPU, for greedy requests. No torch.
 
-A pass of a small head takes a few hundred µs. Gathering its inputs like a step's inputs
-(`gather_pairs`) takes as long again. So the chain gathers less:
+A pass of a small head takes a few hundred µs. Gathering its inputs like a step's (`gather_pairs`)
+would double that. So the chain gathers less:
 
 1. NumPy computes the rows, positions and slots of all passes at once.
-2. The first pass computes the pairs that the head has not seen. Each further pass is one call of
-   the C++ program and one of its argmax, over the same buffers.
+2. The first pass computes the pairs that the head has not processed. Each further pass is one call
+   of the C++ program and one of its argmax, over the same buffers.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def check_num_drafts(speculation: LearnedDrafts, description: HeadDescription) -
 def head_scheme(
     speculation: LearnedDrafts, description: HeadDescription, default: str | None, *, rows: int = 1
 ) -> Scheme | None:
-    """Scheme of a head's products.
+    """Quantization scheme of a head's linear layers.
 
-    Without a setting it is `default`, where that fits: a pass takes as long as reading its weights, and rounding to 8
-    bits hardly lowers the share of accepted drafts. An MTP layer keeps the format in which it is stored. 8-bit
-    products must have outputs in multiples of `rows`. ConfigError if the user's choice does not fit.
+    Without a setting it is `default`, if that fits: a pass takes as long as reading its weights,
+    and 8 bits hardly lower the acceptance rate. An MTP layer keeps its stored format. 8-bit linear
+    layers must have outputs in multiples of `rows`. ConfigError if the user's choice does not fit.
     """
     chosen, source = speculation.quantization, description.source
     if source is not None and source.quantization is not None and source.quantization.rounds:
@@ -70,11 +70,11 @@ def head_scheme(
 
 
 ENDS = ("fc.weight", "join.weight")
-"""Names of a head's products outside its layers, except the output head."""
+"""Names of a head's linear layers outside its decoder layers, except the output head."""
 
 
 def _misfit(spec: HeadSpec, scheme: Scheme, rows: int) -> str | None:
-    """Reason why the head's products can't be rounded by the scheme; None if they can."""
+    """Reason why the scheme doesn't fit the head's linear layers; None if it does."""
     if scheme.experts_only:
         return "rounds experts alone"
     for name, shape in spec.shapes.items():
@@ -98,13 +98,13 @@ class HostChain:
         self.target_ids: npt.NDArray[np.int64] | None = None if ids is None else _array(ids)
 
     def covers(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
-        """True if the requests are greedy, and their pairs unseen by the head fit into a step."""
+        """Whether the requests are greedy, and the pairs not yet processed by the head fit into a step."""
         unseen = sum(s.num_computed_tokens + 1 - self._first(s, rows) for s in drafted)
         return unseen <= self.drafter.max_tokens and rows.is_greedy([s.request_id for s in drafted])
 
     def run(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         """Propose drafts, and write them to the requests' rows."""
-        # Requests with one unseen pair come first, as attention requires.
+        # Requests with one unprocessed pair come first, as attention requires.
         drafted = sorted(
             drafted, key=lambda s: s.num_computed_tokens + 1 - self._first(s, rows) > 1
         )
@@ -141,7 +141,9 @@ class HostChain:
         tokens[which, last + 1] = found
 
         if wanted.max() > 1:
-            order = np.argsort(-wanted, kind="stable")  # requests that go on are always the first
+            order = np.argsort(
+                -wanted, kind="stable"
+            )  # requests that continue are always the first ones
             which, last, wanted = which[order], last[order], wanted[order]
             passes = self._passes(tables[which], last, wanted)
             further = self.head.go_on(
@@ -152,9 +154,9 @@ class HostChain:
                 tokens[which[:n], last[:n] + i] = drafts
 
     def _passes(self, table: Array, last: Array, wanted: Array) -> Passes:
-        """Inputs of the further passes, one fewer than drafts.
+        """Inputs of the passes after the first one, one fewer than drafts.
 
-        A request has no blocks beyond its own drafts.
+        A request has blocks only for its own drafts.
         """
         number = np.arange(1, wanted[0])[:, None]
         goes_on, positions = number < wanted, last + number - 1

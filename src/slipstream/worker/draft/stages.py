@@ -1,10 +1,10 @@
-"""Drafts of a pipeline: the last stage, which knows all tokens, proposes them and sends them to the first.
+"""Drafts in a pipeline: the last stage, which knows all tokens, proposes them and sends them to the first.
 
-1. The last stage has the draft model or head whole. It proposes as one device does, at the beginning of its step, and sends
-   the drafts over the way back (`Pipe.send_back`). Earlier stages pass on the states that a head reads (`Decoder.relays`).
-2. The first stage takes the tokens of all steps before, which were sent before, and then the drafts. So it waits for the last
-   stage: while a request has drafts, steps do not overlap.
-3. Stages between them need no tokens, and have no drafter.
+1. The last stage has the whole draft model or head. It proposes at the beginning of its step, as a single device does, and
+   sends the drafts back (`Pipe.send_back`). Earlier stages pass on the states that a head reads (`Decoder.relays`).
+2. The first stage receives the tokens of all earlier steps, then the drafts. So it waits for the last stage: while a request
+   has drafts, steps do not overlap.
+3. Stages in between need no tokens, and have no drafter.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class ReceivedDrafts(Drafter):
-    """Drafter of a pipeline's first stage: it receives the last stage's drafts. `stage` must be set
-    before the first step."""
+    """Drafter of a pipeline's first stage, which receives the last stage's drafts. `stage` must be
+    set before the first step."""
 
     layers, computes_all = (), False
     weights_bytes = 0

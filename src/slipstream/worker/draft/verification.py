@@ -17,9 +17,9 @@ def verified(
     plan left to the draft model.
 
     This is rejection sampling (Leviathan et al. 2023) of drafts proposed with probability 1. That
-    accepts a draft d with probability p(d), and otherwise draws a token from p without d. Drawing
-    one token from p and comparing it with d is the same. So a seed gives the same answer with and
-    without drafts.
+    accepts a draft d with probability p(d), and otherwise samples a token from p without d.
+    Sampling one token from p and comparing it with d is equivalent. So a seed gives the same answer
+    with and without drafts.
     """
     kept: list[int] = []
     counts = []

@@ -1,1 +1,1 @@
-"""Experts of a mixture: their load, the rank or host that holds them."""
+"""Experts of a mixture: their load, and the rank or host that holds them."""

@@ -1,8 +1,8 @@
-"""Decides which experts change ranks, so that no rank has much more to compute than the others.
+"""Decides which experts change ranks, to balance the ranks' load.
 
-No torch. An expert's *place* is its index in the router's output. Rank r has the places given by
-`Shard.dealt`. Two experts change ranks by exchanging places, in the router and in the ranks'
-memory, so a step costs nothing more.
+No torch. An expert's *place* is its index in the router's output. Rank r has the places in the
+range `Shard.dealt`. Two experts change ranks by exchanging places, in the router and in the ranks'
+memory, at no additional cost per step.
 
 In each layer, a step waits for the rank whose experts got the most tokens. The search finds the
 best exchange with that rank: the one after which the larger of the two ranks' loads is smallest.
@@ -23,29 +23,29 @@ from slipstream.spec.model import ModelSpec, MoESpec
 from slipstream.spec.parallel import Shard
 
 LOOK_EVERY = 128
-"""Steps between two looks at the load."""
+"""Steps between two checks of the load."""
 
 KEPT = 0.5
-"""Factor applied to the earlier load at each look, since only the recent load matters."""
+"""Factor applied to the earlier load at each check, since only the recent load matters."""
 
 MIN_CHOICES = 4096
 """Minimum expert choices per rank in a layer's recent load. With fewer, ranks differ by chance."""
 
 UNEVEN = 1.05
-"""Largest rank load over the mean, above which a layer is balanced."""
+"""Ratio of the largest rank load to the mean above which a layer is unbalanced."""
 
 GAIN = 0.01
-"""Minimum gain of an exchange as a share of the mean load.
+"""Minimum gain of an exchange as a fraction of the mean load.
 
 It keeps near-equal experts from swapping forever.
 """
 
 LAYERS_AT_ONCE = 8
-"""Layers searched per look, in turns. A search takes 0.1 ms, and the next step's plan waits for it.
+"""Layers searched per check, in turns. A search takes 0.1 ms, and the next step's plan waits for it.
 """
 
 MOVED_BYTES = 2**26
-"""Bytes of weights that a rank sends and receives per look.
+"""Maximum bytes of weights that a rank sends and receives per check.
 
 This takes a fraction of a millisecond between GPUs with NVLink, and three over PCIe. One exchange
 is made even if it is larger.
@@ -56,13 +56,13 @@ Swap: TypeAlias = tuple[int, int]
 """A pair of places whose experts are exchanged."""
 
 LayerSwap: TypeAlias = tuple[int, int, int]
-"""(layer, place, place)."""
+"""(layer, place, place): the experts at two places of a layer to exchange."""
 
 
 class PlaceSwap(NamedTuple):
-    """Places that are swapped together.
+    """Places whose experts are swapped together.
 
-    `gain` is how much the load of the busiest rank falls, or of its partner if that is then larger.
+    `gain`: decrease of the larger load of the two ranks.
     """
 
     gain: float
@@ -162,12 +162,12 @@ class ExpertBalancer:
 
     spec: ModelSpec
     num_ranks: int
-    stats: ExpertBalance = field(default_factory=ExpertBalance)  # as of the last look
+    stats: ExpertBalance = field(default_factory=ExpertBalance)  # statistics as of the last check
     _steps: int = 0
     _layers: dict[int, _Layer] = field(default_factory=dict)
 
     def step(self) -> bool:
-        """Count a step. True if it is time to look at the load."""
+        """Count a step. True if it is time to check the load."""
         self._steps += 1
         return self._steps % LOOK_EVERY == 0
 
@@ -207,8 +207,8 @@ class ExpertBalancer:
         return swaps
 
     def home(self) -> list[LayerSwap]:
-        """Finds the exchanges that bring every expert back to its original place, which has the
-        expert's number."""
+        """The exchanges that bring every expert back to its original place, whose number is the
+        expert's."""
         swaps = list[LayerSwap]()
         for i, layer in self._layers.items():
             at = layer.expert_at

@@ -1,4 +1,4 @@
-"""Mixtures whose experts run on the host next to a GPU (`kernels.experts.host`)."""
+"""Mixtures whose experts run on the host, next to a GPU (`kernels.experts.host`)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def with_host_experts(config: EngineConfig, ops: OpSet, platform: Platform) -> O
 
 @torch.inference_mode()
 def settle_experts(config: EngineConfig, model: LoadedModel, platform: Platform) -> LoadedModel:
-    """Measure when copying experts to the device pays, and place some there for good.
+    """Measure when copying experts to the device pays, and place some there permanently.
 
     Returns the model with the bytes of both included.
     """
@@ -57,7 +57,7 @@ def settle_experts(config: EngineConfig, model: LoadedModel, platform: Platform)
 
 
 class LoadFollower:
-    """Adapts the experts on the device to the measured load, one layer every few steps."""
+    """Chooses the experts on the device by the measured load, one layer every few steps."""
 
     def __init__(self, ops: OpSet, load: ExpertLoad) -> None:
         self._ops = ops if isinstance(ops, HostExpertOps) else None

@@ -17,7 +17,7 @@ class ExpertLoad:
     """Token counts by layer and expert.
 
     `counts` has an int64 [X] tensor per layer on the device, indexed by place in the router's
-    output. Steps add to it. Reading never waits for a GPU: it returns the numbers of an earlier
+    output. Steps add to it. Reading never waits for a GPU: it returns the counts as of an earlier
     call, whose copy has arrived.
     """
 

@@ -1,9 +1,9 @@
 """Moves experts of a mixture between ranks, where each rank holds some of them.
 
-`expert_balance` decides which. Two experts exchange their places in the router's output: on every
-rank the router's rows, biases and corrections change places, and the two ranks that hold the
-experts exchange all of their weights. Everything is written in place, after the queued steps, so
-graphs stay valid and no step needs a lookup table.
+`expert_balance` decides which. Two experts exchange their places in the router's output: every rank
+swaps the router's rows, biases and corrections, and the two ranks that hold the experts exchange
+their weights. Everything is written in place, after the queued steps, so graphs stay valid and no
+step needs a lookup table.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ class ExpertPlaces:
                 self._group.swap(x[mine - first], other)
 
     def _meet(self) -> None:
-        """Exchange a number with every rank.
+        """Exchange one number with every rank.
 
-        The communication library sets up its connection then, which takes time and memory.
+        The communication library then sets up its connections, which takes time and memory.
         """
         rank, size = self._group.rank, self._group.size
         x = torch.zeros(1, device=self._group.device)
@@ -120,8 +120,8 @@ class ExpertPlaces:
 
 
 def _mixture(mlp: MoE) -> _Mixture | None:
-    """Returns views of a mixture's weights by which experts can be exchanged; None if some weight
-    does not allow it."""
+    """Views of a mixture's weights through which experts can be exchanged; None if some weight does
+    not allow it."""
     parts = [expert_rows(w, mlp.spec.num_local_experts) for w in (mlp.up, mlp.down)]
     if not can_swap_outputs(mlp.router) or any(part is None for part in parts):
         return None

@@ -14,9 +14,9 @@ from slipstream.worker.forward.base import Output
 
 
 class RoutedExpertsTap:
-    """Reads the experts that each step's forward records. Make the forwards after this object,
-    since compiled ones would not record. `expert_at` tells the expert at each place of each layer's
-    router, if experts move."""
+    """Reads the experts recorded by each step's forward. Create it before the forwards, since
+    compiled ones would not record. `expert_at`: the expert at each place of each layer's router, if
+    experts move."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class RoutedExpertsTap:
         self._platform, self._expert_at = platform, expert_at
 
     def __call__(self, plan: StepPlan, output: Output) -> Callable[[], RoutedExperts]:
-        """Launches the copy of a step's experts to the host. Returns a function that gives them
+        """Launches the copy of a step's experts to the host. Returns a function that returns them
         once the step is done."""
         rows = np.array([output.row(i) for i in range(plan.num_tokens)], np.int64)
         copied = self._platform.to_host(self._noted[:, self._platform.upload(rows)])
@@ -37,7 +37,7 @@ class RoutedExpertsTap:
 
         def experts() -> RoutedExperts:
             found = np.asarray(copied)
-            if places is not None:  # −1 stays what it is
+            if places is not None:  # −1 is kept
                 found = np.stack(
                     [np.append(at, -1)[own] for at, own in zip(places, found, strict=True)]
                 )

@@ -1,4 +1,4 @@
-"""Interface of the ways to run a model over a step's tokens: inputs, outputs, and `Forward`. No torch.
+"""Interface of forward paths, the ways to run a model on a step's tokens: inputs, outputs, and `Forward`. No torch.
 
 Values are tensors or NumPy arrays.
 """
@@ -88,14 +88,14 @@ class InputBatch:
 
     @cached_property
     def shape(self) -> StepShape:
-        """Shape of a scheduled step; the ranks' largest where ranks have requests of their own."""
+        """Shape of a scheduled step; the largest over the ranks if ranks compute different requests."""
         if self.plan is None:
             raise ValueError("the tokens are not a scheduled step")
         return self.plan.largest or shape_of(self.plan.scheduled)
 
     @cached_property
     def is_greedy(self) -> bool:
-        """True if the requests want only the index of the largest logit."""
+        """Whether the requests only need the index of the largest logit."""
         plan, table = self.step
         return table.is_greedy([s.request_id for s in plan.scheduled if s.num_sampled])
 
@@ -143,15 +143,15 @@ class Output:
     sampled: SampledRows = NOTHING_SAMPLED
     # rows of `hidden` that are sampled, int32 or int64 [N]; None: all
     sample_index: Tensor | None = None
-    # int64 [N], if the forward has drawn them itself; already in the rows
+    # int64 [N], if the forward has sampled them; already in the rows
     tokens: Tensor | None = None
     # with `tokens`, if requests want them: packed log-probabilities (`OpSet.packed_logprobs`)
     logprobs: Tensor | None = None
-    # with grammars, if a graph draws: sets `tokens` and `logprobs`, unless the masks are too many
+    # with grammars, if a graph samples: sets `tokens` and `logprobs`, unless there are too many masks
     end: Callable[[TokenMask], None] | None = None
     num_decodes: int = 0
     padding: int = 0
-    extras: Sequence[Callable[[], Extra]] = ()  # of the step, once it is done
+    extras: Sequence[Callable[[], Extra]] = ()  # further results of the step, valid once it is done
 
     @property
     def sampled_states(self) -> Tensor:
@@ -173,14 +173,14 @@ class BegunStep:
 
     sampled: SampledRows
     tokens: Tensor
-    done: Event | None  # None: the step is done
+    done: Event | None  # None if the step is done
     cache: StateCache | None
     states: tuple[Tensor, AttentionMetadata]
     logprobs: BestLogprobs | None = None
 
     def goes_on_in(self, plan: StepPlan) -> bool:
-        """Tells whether the next plan computes exactly the tokens that this step draws: one for
-        each of the same requests."""
+        """Whether the next plan computes exactly the tokens that this step samples: one for each of
+        the same requests."""
         return (
             not (plan.new or plan.released or plan.block_copies)
             and self.sampled.num_tokens is None
@@ -189,7 +189,7 @@ class BegunStep:
         )
 
     def finish(self) -> None:
-        """Wait for the step, and keep its states."""
+        """Wait for the step, and store its states."""
         if self.done is not None:
             self.done.synchronize()
             self.done = None
@@ -208,41 +208,40 @@ class Forward(ABC):
         """Reason why this path can't run `batch`; None if it can. No side effects."""
 
     def passed_over(self, batch: InputBatch, reason: Reason) -> None:  # noqa: B027
-        """Notification that `Forwards` ran `batch` another way, because `covers` gave this reason."""
+        """Called when `Forwards` ran `batch` another way, because `covers` returned this reason."""
 
     @abstractmethod
     def run(self, batch: InputBatch) -> Output | BegunStep | None:
-        """Run the step. None if memory ran out before it began; then the next path is asked."""
+        """Run the step. None if memory ran out before it began; then the next path is tried."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, E] from this path's `run`."""
 
     def take(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Returns the given rows of hidden states."""
+        """The given rows of hidden states."""
         return hidden.index_select(0, rows)
 
     def greedy(self, hidden: Tensor) -> Tensor | None:
         """Tokens with the largest logits, int64 [N], from hidden states [N, E].
 
-        The logits are not written to memory. Of equal logits the first wins. None if this path must
-        write logits.
+        The logits are not written to memory. Of equal logits the first wins. None if this path must write logits.
         """
         return None
 
     def drawn(
         self, hidden: Tensor, table: RowTable, sampled: SampledRows, mask: TokenMask | None
     ) -> DrawnTokens | None:
-        """Tokens of hidden states [N, E], drawn among those that `mask` allows.
+        """Tokens of hidden states [N, E], sampled among those that `mask` allows.
 
-        None if this path can't draw what the requests ask for without its logits.
+        None if this path can't sample as the requests need without computing logits.
         """
         return None
 
 
 class PlainForward(Forward):
-    """A path that can run any tokens without adapters, not only those of a scheduled step. `states`
-    stores the hidden states that a draft head reads.
+    """A path that can run any tokens without adapters, not only those of a scheduled step.
+    `states`: cache of the hidden states that a draft head reads.
     """
 
     def __init__(self, decoder: Decoder, states: StateCache | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Encoder steps without graphs: vectors of whole texts. No torch."""
+"""Encoder steps without graphs: embeddings of whole texts. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EagerTexts:
-    """Runs steps of whole texts op by op, or as a program."""
+    """Runs steps of whole texts op by op, or as one program."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Forward paths that settings and a model spec allow, before a model is loaded. No torch.
 
-`fast_paths` serves `slipstream info`. An engine asks the loaded model instead (`forward.Forwards`),
-because its weights and device may also rule a path out. `torch_reason` tells why an engine needs
-torch: without a reason its only path is the program (`HostForwards`).
+`fast_paths` serves `slipstream info`. An engine uses the loaded model instead (`forward.Forwards`),
+because weights and device may also rule a path out. `torch_reason`: why an engine needs torch;
+without a reason its only path is the program (`HostForwards`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def torch_reason(config: EngineConfig, description: ModelDescription) -> Reason 
 def host_refusal(config: EngineConfig, description: ModelDescription) -> Reason | None:
     """Reason why these settings, or loading this model, need torch; None if they do not.
 
-    The model is not traced here. What the program lacks for it shows when it is compiled.
+    The model is not traced here. Missing operators are noticed when the program is compiled.
     """
     device, kept = config.device, config.cache.dtype
     table: tuple[tuple[bool, str], ...] = (

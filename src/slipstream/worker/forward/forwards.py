@@ -1,4 +1,4 @@
-"""Ways to run the model over a step's tokens, and the table that chooses one.
+"""Forward paths, the ways to run the model on a step's tokens, and the table that chooses one.
 
     eager       the decoder's loop over its layers, op by op; covers every step without adapters
     adapters    the same loop, with the adapters of the step's requests
@@ -9,8 +9,8 @@
 
 Each is a `Forward`: `covers(batch)` returns the reason why it can't take a batch, or None, and
 `run(batch)` computes it. `Forwards` holds them in the order in which they are asked. A path that
-this model rules out altogether is not in the table. Its reason is in `Forwards.refused`, and is
-logged once.
+can never run this model is not in the table. The reason is in `Forwards.refused`, and is logged
+once.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class OneToken(Eager):
 
 
 class Variant(Eager):
-    """Base of paths whose layers do something in addition, such as applying adapters, for the steps
-    that need it. Other steps run on the path `base`, which also computes this path's logits.
+    """Base of paths whose layers do something additional, such as applying adapters, for steps that
+    need it. Other steps run on the path `base`, which also computes this path's logits.
     """
 
     def __init__(self, base: PlainForward) -> None:
@@ -115,7 +115,7 @@ class Variant(Eager):
 
     def _output(self, hidden: Tensor, given: GatheredInputs) -> Output:
         if isinstance(self.base, ProgramForward):
-            hidden = hidden.float()  # the type that its logits read
+            hidden = hidden.float()  # the dtype that the logits' computation reads
         return Output(self, hidden, given.sampled, given.sample_index)
 
 
@@ -153,8 +153,8 @@ class Adapted(Variant):
         tokens: LoRATokens,
         decoder: Decoder | None = None,
     ) -> Tensor:
-        """Compute hidden states [T, E] of token ids [T]. `tokens` has their adapters. `decoder`, by
-        default this path's, may be a view of it.
+        """Compute hidden states [T, E] of token ids [T]. `tokens`: their adapters. `decoder`: a
+        view of this path's decoder, by default itself.
         """
         decoder = decoder or self.decoder
         ops = cast("OpSet", AdapterOps(decoder.ops, self.adapters.weights, tokens))
@@ -162,7 +162,7 @@ class Adapted(Variant):
 
 
 class WithMedia(Variant):
-    """Path for steps with embeddings of media in place of some tokens', and with the requests'
+    """Path for steps in which media embeddings replace some tokens', with the requests'
     adapters."""
 
     name = "media"
@@ -209,7 +209,7 @@ class WithMedia(Variant):
         return self._output(self._keep(hidden, states, given.meta), given)
 
     def _with_inputs(self, h: Tensor, given: GatheredInputs, media: StepMedia) -> AttentionMetadata:
-        """The step's metadata with the layers' own inputs. A picture gets the row of its
+        """The step's metadata with the per-layer inputs. Tokens of an image use the inputs of the
         placeholder token."""
         token_ids = given.token_ids
         if self.decoder.layer_inputs is not None and self.spec.own_input_id is not None:
@@ -219,7 +219,7 @@ class WithMedia(Variant):
 
 
 class Forwards:
-    """The table of paths that run the model, most special first. Some path covers every batch."""
+    """The table of forward paths, the most special first. Every batch is covered by some path."""
 
     def __init__(self, decoder: Decoder, *, int4_cache: bool = False) -> None:
         self.decoder, self.int4_cache = decoder, int4_cache
@@ -244,15 +244,15 @@ class Forwards:
         self.rebuild()
 
     def keep_states(self, states: StateCache, tap: AnyTap | None) -> None:
-        """Keep states from now on: each step writes what `tap` reads between the layers.
+        """Store states from now on: each step writes those that `tap` collects between the layers.
 
-        Without a tap it writes the step's hidden states.
+        Without a tap it writes the hidden states.
         """
         self.states, self.decoder.tap = states, tap
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Collect the paths that run given tokens. Graphs are added by `add` once there is a cache."""
+        """Create the paths that run given tokens. Graphs are added by `add` once there is a cache."""
         self.base = Eager(self.decoder, self.states)
         self.paths = [self.base]
         if self.decoder.device.type == "cpu":
@@ -280,7 +280,7 @@ class Forwards:
         self.refused[name] = reason
 
     def add(self, path: Forward) -> None:
-        """Ask `path` before all others except the one for media."""
+        """Try `path` before all others except the one for media."""
         self.paths.insert(self.takes_media, path)
 
     @property
@@ -305,7 +305,7 @@ class Forwards:
         meta: AttentionMetadata,
         decoder: Decoder | None = None,
     ) -> Tensor:
-        """Compute hidden states [T, E] after the final norm from token ids [T]; fills the cache.
+        """Compute hidden states [T, E] after the final norm from token ids [T], and write the cache.
 
         A `decoder` that is a view of the shared one runs op by op.
         """
@@ -329,12 +329,12 @@ class Forwards:
         """
         counts = self.decoder.count_experts()
         if counts:
-            self.rebuild()  # the other paths must count in the same place
+            self.rebuild()  # the other paths must use the same counters
         return counts
 
     @property
     def token_bytes(self) -> int | None:
-        """Bytes that a step takes per token; None if they must be measured."""
+        """Bytes of activations per token of a step; None if they must be measured."""
         return self.base.program.token_bytes if isinstance(self.base, ProgramForward) else None
 
     def vectors(

@@ -1,12 +1,12 @@
-"""Pictures and sounds in the worker: a cache of their embeddings, and the op set of steps with media.
+"""Images and audio in the worker: a cache of their embeddings, and the op set of steps with media.
 
 1. `MediaEncoder` returns a span's embeddings from its cache or from the encoder. The cache
    is bounded. A span whose placeholders are in two chunks of a prompt is encoded once, unless the
    cache has dropped it in between.
 2. `step_media` finds the placeholders in a step.
 3. `MediaOps` is the op set of such a step. It adds rotations by three positions (M-RoPE) and
-   attention among a picture's tokens.
-4. `stacked` makes the decoder's first layers add what DeepStack gives.
+   attention among an image's tokens.
+4. `stacked` adds DeepStack's outputs in the decoder's first layers.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class MediaEncoder:
 
 
 class Together(NamedTuple):
-    """Tokens of a step that attend to each other and to all before them: a picture's, or a prompt's."""
+    """Tokens of a step, of an image or a prompt, that attend to each other and to all earlier tokens."""
 
     sequence: int
-    first: int  # among the step's tokens
+    first: int  # index among the step's tokens
     size: int
     end: int  # position after the last of them
 
@@ -103,7 +103,7 @@ class StepMedia:
     parts: list[tuple[MediaSpan, int, int]]
     tokens: LongArray  # [N]: indices of the placeholders among the step's tokens, part by part
     groups: list[Together]
-    # for three positions per token: (first token in the step, positions [3, n] from it on)
+    # for three positions per token: (index of a token in the step, positions [3, n] from it on)
     places: tuple[tuple[int, LongArray], ...]
 
 
@@ -125,7 +125,7 @@ def step_media(plan: StepPlan, table: RowTable) -> StepMedia:
                 if not span.joined:
                     groups.append(Together(i, at, end - first, span.offset + end))
                 index = np.arange(first, end)
-                if span.gap:  # without the text after each row
+                if span.gap:  # excludes the text after each row
                     index = index[index % (span.columns + span.gap) < span.columns]
                 tokens.append(at - first + index)
             if row.places is not None:
@@ -174,7 +174,7 @@ class MediaOps:
     ) -> Tensor:
         if self._positions is None or heads.cos_sin is None or self._axes is None:
             return self._ops.rope_and_cache(qkv, kv, meta, heads)
-        # Each token has its own row in a table made for the step.
+        # Each token has its own row in a table built for the step.
         table = self._tables.get(id(heads.cos_sin))
         if table is None:
             table = self._tables[id(heads.cos_sin)] = sectioned(
@@ -192,7 +192,7 @@ class MediaOps:
         out = self._ops.attention(q, kv, meta, params)
         if self._among is None or (self._among == "windowed" and params.window is None):
             return out
-        # Compute their tokens again, as sequences that end with them and are not causal.
+        # Compute their tokens again, as non-causal sequences that end with them.
         index = upload(self._joined, q.device)
         own = self._among_spans.get(id(meta))
         if own is None:
@@ -202,7 +202,7 @@ class MediaOps:
 
     @property
     def _joined(self) -> LongArray:
-        """Indices of the tokens of all groups among the step's."""
+        """Indices, among the step's, of the tokens of all groups."""
         return np.concatenate([np.arange(x.first, x.first + x.size) for x in self._media.groups])
 
     def own_keys(
@@ -220,8 +220,8 @@ class MediaOps:
     def _to_ends(
         self, own: AttentionMetadata, block_size: int, group: RankGroup
     ) -> AttentionMetadata:
-        """Attention on a rank's keys, in which a group's tokens see the keys up to its end in the
-        step."""
+        """Attention on a rank's keys, where a group's tokens attend to all keys up to the group's
+        end in the step."""
         ends = [np.full(x.size, x.end, np.int32) for x in self._media.groups]
         each = upload(np.concatenate(ends), own.positions.device)
         assert own.limits is not None
@@ -246,7 +246,7 @@ class MediaOps:
 
 @dataclass(frozen=True, slots=True)
 class StackedLayer:
-    """A layer of the decoder after which `rows` [N, E] are added to the states of `tokens` [N]
+    """A decoder layer after which `rows` [N, E] are added to the states of `tokens` [N]
     (`DeepStackSpec`)."""
 
     layer: Layer
@@ -267,8 +267,8 @@ class StackedLayer:
 
 
 def stacked(decoder: Decoder, h: Tensor, tokens: LongArray, rows: Tensor) -> Decoder:
-    """A view of the decoder whose first layers add `rows` [N, n · E], those of a layer side by side,
-    to the states of the step's `tokens`. `h` is the first layer's input."""
+    """A view of the decoder whose first layers add `rows` [N, n · E] (one layer's after another's)
+    to the states of the step's `tokens`. `h`: the first layer's input."""
     if (ranks := decoder.sharing(h)) is not None:  # each rank has some of the tokens
         each = -(-len(h) // ranks.size)
         tokens = tokens - ranks.rank * each

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 RUN_AHEAD = 8
 """Maximum number of sequences in a CPU step that may run while the host handles the previous step.
 
-This hides the host's work, which is a tenth of a step of one sequence. In exchange, a new request
-waits one step longer. Steps of 16 and more sequences gained nothing (benchmarks/CPU_NOTES.md).
+This hides the host's work, a tenth of a step of one sequence. In exchange, a new request waits one
+step longer. Steps of 16 and more sequences gained nothing (benchmarks/CPU_NOTES.md).
 """
 
 
@@ -51,8 +51,8 @@ class ProgramForward(PlainForward):
     def run(self, batch: InputBatch) -> Output | BegunStep:
         """Run a step.
 
-        A step of only decodes that want nothing but tokens is just started if it has up to
-        `RUN_AHEAD` of them. It must be finished before the next step.
+        A step of up to `RUN_AHEAD` decodes that need nothing but tokens is only started; it must be
+        finished before the next step.
         """
         given, table = batch.gathered, batch.table
         names = given.sampled.names

@@ -1,4 +1,4 @@
-"""The hidden states that a draft head reads."""
+"""Cache of the hidden states that a draft head reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class StateCache:
     """Hidden states that a draft head reads, in the blocks of the requests' first group.
 
-    They are kept only if `kept` [B · block_size, E] is set.
+    They are stored only if `kept` [B · block_size, E] is set.
     """
 
     def __init__(self, values: Values) -> None:
@@ -25,7 +25,7 @@ class StateCache:
         self.kept: Any = None
 
     def write(self, states: Tensor, meta: AttentionMetadata) -> None:
-        """Keep the states [T, E] of a step's tokens."""
+        """Store the states [T, E] of a step's tokens."""
         if self.kept is not None:
             self.values.put(self.kept, meta.slot_mapping, states)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ForwardTable(Protocol):
-    """Everything that runs a loaded model: `Forwards`, or `HostForwards` without torch."""
+    """Interface of everything that runs a loaded model: `Forwards`, or `HostForwards` without torch."""
 
     decoder: Decoder
     heads: TextHeads  # after an encoder
@@ -30,12 +30,12 @@ class ForwardTable(Protocol):
 
     @property
     def token_bytes(self) -> int | None:
-        """Bytes that a step takes per token; None if they must be measured."""
+        """Bytes of activations per token of a step; None if they must be measured."""
 
     def run(self, batch: InputBatch) -> Output | BegunStep: ...
 
     def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        """Compute hidden states [T, E] after the final norm from token ids [T]; fills the cache."""
+        """Compute hidden states [T, E] after the final norm from token ids [T], and write the cache."""
 
     def encode(self, given: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """See `PlainForward.encode`."""
@@ -52,13 +52,13 @@ class ForwardTable(Protocol):
         """
 
     def keep_states(self, states: StateCache, tap: AnyTap | None) -> None:
-        """Keep states from now on: each step writes what `tap` reads between the layers.
+        """Store states from now on: each step writes those that `tap` collects between the layers.
 
-        Without a tap it writes the step's hidden states.
+        Without a tap it writes the hidden states.
         """
 
     def rebuild(self) -> None:
-        """Build the paths anew from the decoder. A CPU's have copies of small weights."""
+        """Build the paths again from the decoder, because those of a CPU have copies of small weights."""
 
     def count_experts(self) -> Mapping[int, Tensor]:
         """Count the tokens of each expert from now on.

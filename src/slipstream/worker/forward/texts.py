@@ -1,7 +1,7 @@
 """Encoder steps: vectors of whole texts, op by op or as CUDA graphs of several token counts.
 
 A small encoder's kernels take less GPU time than their launches take host time. So a step is one
-graph, from the uploaded tokens to the vectors.
+graph, from uploaded tokens to embeddings.
 
 1. A graph runs steps of up to its number of tokens, however they are divided into texts, because
    launches depend only on the number of tokens (`OpSet.bidirectional_attention`).

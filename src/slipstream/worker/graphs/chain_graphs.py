@@ -1,20 +1,20 @@
 """CUDA graphs of a chain of a draft head or model: newly verified tokens, then draft after draft.
 
 A pass of a head is a dozen small kernels, and a pass of a model some hundred. Launched one by one,
-K drafts would cost more than the step that verifies them. A graph is one launch. Its shape is
+K drafts would cost more than the step that verifies them. A graph is a single launch. Its shape is
 fixed:
 
 1. Every sequence computes its last tokens, as many as a verified step can leave uncomputed. These
-   are K + 1 pairs of a head, or two tokens of a model, whose drafts stay valid if they were right.
-   Tokens computed before come out the same. Each token is a row of its own, like a decode's. If
+   are K + 1 pairs of a head, or two tokens of a model, whose accepted drafts stay valid. Tokens
+   already computed yield the same result again. Each token is a row of its own, like a decode's. If
    more tokens are missing, they are computed op by op first.
-2. Padding is the null row. A sequence that wants no more drafts also becomes padding.
-3. Drafts are the likeliest tokens, also for requests that sample at random. Drafts drawn with the
-   same random numbers are right somewhat more often, but run op by op: a draft would take the host
-   2 ms.
+2. Padding is the null row. A sequence that needs no more drafts also becomes padding.
+3. Drafts are the most likely tokens, also for requests that sample at random. Drafts sampled with
+   the same random numbers are accepted somewhat more often, but run op by op: a draft would take
+   the host 2 ms.
 
 A chain may be launched right after the draw of the step that verifies the previous drafts
-(`run_ahead`). The graph then determines by itself which of those were right, and so where the chain
+(`run_ahead`). The graph itself then determines which of those were accepted, and so where the chain
 begins. So the GPU works while the host processes the step's result and launches the next step.
 """
 
@@ -54,7 +54,7 @@ class ChainPasses(Protocol):
     def likeliest(
         self, token_ids: Tensor, meta: AttentionMetadata, states: Any, num: int
     ) -> tuple[Tensor, Any]:
-        """Run a pass over tokens [T], as device work only.
+        """Run a pass on tokens [T], as device work only.
 
         Returns the likeliest tokens [num] after the last `num` tokens, and the states from which
         the next pass starts. `states` is None in the first pass.
@@ -81,14 +81,14 @@ class ChainGraphs(GraphStore):
         self.depths = tuple(depths)
         self.sizes = chain_sizes(max_num_seqs)
         # Drafts of each row's last chain [C + 1, K]. A step overwrites the row itself with the
-        # tokens it draws.
+        # tokens that it samples.
         self._last_drafts = torch.zeros(
             rows.capacity + 1, max(self.depths, default=1), dtype=torch.int32, device=rows.device
         )
 
     @classmethod
     def of(cls, drafter: ChainPasses, rows: RowTable, config: EngineConfig) -> ChainGraphs:
-        """Makes the object and captures all graphs that are needed."""
+        """Create the object, and capture all graphs that are needed."""
         sizes = {
             "max_model_len": config.model.max_model_len,
             "max_num_seqs": config.scheduling.max_num_seqs,
@@ -127,7 +127,7 @@ class ChainGraphs(GraphStore):
         self._replay(drafted, [0] * len(drafted), depth)
 
     def kept_drafts(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
-        """Returns the drafts [N] of the requests' last chains."""
+        """Drafts [N] of the requests' last chains."""
         width = self._last_drafts.shape[1]
         begins = [self.rows.rows[s.request_id].index * width for s in drafted]
         where = [
@@ -138,9 +138,9 @@ class ChainGraphs(GraphStore):
         return self._last_drafts.reshape(-1)[self.rows.upload(np.array(where, np.int64))]
 
     def run_ahead(self, drafted: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Propose as many drafts again, right after the draw of the step that verifies these.
+        """Propose equally many drafts again, right after the step that verifies these has sampled.
 
-        Returns the requests for which this was possible: those with room for all of it.
+        Returns the requests for which this was possible, because they have enough room.
         """
         found = [s for s in drafted if self._has_room(s)]
         if not found or (depth := self._depth_for(found)) is None:
@@ -155,7 +155,7 @@ class ChainGraphs(GraphStore):
         return found
 
     def _has_room(self, s: ScheduledRequest) -> bool:
-        """True if another chain of the same length fits even if all drafts are right.
+        """Whether another chain of the same length fits even if all drafts are accepted.
 
         It must fit into the context and into the request's blocks. The drafts are compared with
         those kept of the last chain, so all of them must be from that chain.
@@ -223,7 +223,7 @@ class ChainGraphs(GraphStore):
         """Inputs that consist of padding.
 
         The rows of the array are: table rows, positions of the last known tokens, numbers of
-        drafts, and numbers of tokens that the preceding step has drawn after the known ones. Each
+        drafts, and numbers of tokens that the previous step has sampled after the known ones. Each
         begins at a multiple of 16 bytes.
         """
         inputs = np.zeros((4, -(-size // 4) * 4), dtype=np.int32)
@@ -280,7 +280,7 @@ class ChainGraphs(GraphStore):
 
 
 def _some(meta: AttentionMetadata, begin: int, count: int) -> AttentionMetadata:
-    """Returns the metadata of some of the sequences, which have one token each."""
+    """Metadata of `count` sequences from `begin` on, each with one token."""
     parts = {name: getattr(meta, name)[begin : begin + count] for name in _OF_SEQUENCE}
     return dataclasses.replace(
         meta,

@@ -1,4 +1,4 @@
-"""Inputs of captured steps in addition to rows and tokens: none, adapters or shared prefixes."""
+"""Additional inputs of captured steps besides rows and tokens: adapters or shared prefixes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GraphInput:
 
     name = "graphs"
     waits = False
-    """True if a size is captured when it is wanted for the second time."""
+    """True if a size is captured when it is needed for the second time."""
 
     @property
     def at_start(self) -> bool:
@@ -46,12 +46,12 @@ class GraphInput:
         return HAS_ADAPTERS if batch.has_adapters else None
 
     def has_changed(self) -> bool:
-        """Tells whether the kernels that a step launches have changed since the last call, so that
-        graphs must be captured again."""
+        """Whether the kernels that a step launches have changed since the last call, so that graphs
+        must be captured again."""
         return False
 
     def allot(self, size: Size) -> None:
-        """Makes the buffer of a size, before its capture."""
+        """Allocate a size's buffer, before its capture."""
 
     def fill(self, size: Size, plan: StepPlan) -> None:
         """Uploads a step's input, before a replay."""
@@ -70,8 +70,8 @@ class GraphInput:
 
 
 class SharedPrefixInput(GraphInput):
-    """Input that says which decodes begin with the same blocks. Until a size is captured, the graph
-    without shared prefixes runs."""
+    """Input that describes which decodes begin with the same blocks. Until a size is captured, the
+    graph without shared prefixes is used."""
 
     name = "graphs with shared prefixes"
     waits = True
@@ -113,9 +113,9 @@ class SharedPrefixInput(GraphInput):
 
 
 class AdapterInput(GraphInput):
-    """Input that gives the adapter of each token. Graphs are captured when adapters are first used,
-    and again when an adapter has weights for products that had none before, because launches for
-    products without weights are left out.
+    """Input with each token's adapter. Graphs are captured when adapters are first used, and again
+    when an adapter has weights for linear layers that had none before, because launches without
+    weights are left out.
     """
 
     name = "graphs with adapters"
@@ -143,8 +143,8 @@ class AdapterInput(GraphInput):
             self._tokens[size] = torch.zeros(room, dtype=torch.int32, device=device)
 
     def _parts_of(self, size: Size) -> list[tuple[int, tuple[int, int, int]]]:
-        """The step's tokens and, if ranks share them out, this rank's: their number, and the room for
-        slots, order and tiles."""
+        """(number of tokens, sizes of slots, order and tiles) of the step and, if ranks divide it,
+        of this rank's part."""
         num_tokens, loras = sum(size), self.adapters.settings.max_loras
         ranks = self.adapters.decoder.sharers(num_tokens)
         counts = [num_tokens] if ranks is None else [num_tokens, -(-num_tokens // ranks.size)]

@@ -1,4 +1,4 @@
-"""Store of captured graphs by size. They share one memory pool, and their inputs stay at the same
+"""Store of captured graphs by size. They share one memory pool, and their inputs keep their
 addresses."""
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from slipstream.worker.graphs.mixed_inputs import Size
 class Captured:
     graph: Graph
     inputs: Tensor  # int32, in the layout that the captured work reads
-    output: Tensor  # the graph's own; every replay overwrites it
+    output: Tensor  # owned by the graph; every replay overwrites it
 
 
 class GraphStore:
-    """Store of captured work by size. Its owner decides what is captured, and when."""
+    """Store of captured graphs by size. A subclass decides what is captured, and when."""
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
@@ -35,8 +35,8 @@ class GraphStore:
     def _capture(
         self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]
     ) -> Captured:
-        """Capture a step. `idle` are the inputs of a step that is all padding."""
-        inputs = self.platform.upload(idle)  # waits for no running step
+        """Capture a step. `idle`: inputs of a step that consists of padding."""
+        inputs = self.platform.upload(idle)  # does not wait for a running step
         graph, output = self._record(lambda: forward(inputs), lambda: self._compiling(size))
         captured = self._captured[size] = Captured(graph, inputs, output)
         self.num_cold += 1

@@ -1,6 +1,6 @@
-"""Sizes of step graphs: which exist, which one a step runs in, and which to capture next.
+"""Sizes of step graphs: which exist, which one a step uses, and which to capture next.
 
-Pure: no torch, no device. The constants of all of that are here. They were measured on an H200.
+Pure: no torch, no device. Its constants were measured on an H200.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ SLACK = 1.3
 """Maximum size of a larger graph, as a multiple of a step's tokens, until its own is captured."""
 
 LONGER = 16
-"""Number of times a size is wanted before it is captured.
+"""Number of times a size is needed before it is captured.
 
-Until then its steps may run in a graph that is larger still: with `LARGER` times its decodes, or
-with `spare_tokens` more in a mixed step. On an H200 a capture takes 30 to 60 ms, for which all
-requests wait. Such padding takes a few ms at most.
+Until then its steps may use an even larger graph: with `LARGER` times its decodes, or with
+`spare_tokens` more in a mixed step. On an H200 a capture delays all requests by 30 to 60 ms, such
+padding by a few ms at most.
 """
 
 LARGER = 2.0
 
 PATIENCE = 2
-"""Number of times a mixed size is wanted before it is captured.
+"""Number of times a mixed size is needed before it is captured.
 
 Until then its steps run op by op if no captured graph holds them. On an H200 that takes 9 ms
 longer.
@@ -69,22 +69,22 @@ an H200 64 decodes of padding take 1 ms.
 NEXT_MIXED = (64, 128)
 
 BESIDE_TOKENS = 2**37
-"""Tokens of a step, times the squared model width, that hide the capture of one graph.
+"""Tokens of a step, times the squared model width, during which the capture of one graph is hidden.
 
 An H200 computes them in twice the time in which its host captures a graph. 8,192 tokens of
 Llama-3-8B take 100 ms in FP8, and a capture takes 40 to 50.
 """
 
 STALL_S = 0.1
-"""Seconds after which a capture must have waited for the GPU.
+"""Seconds from which on a capture is assumed to have waited for the GPU.
 
-One in seven does, when the driver makes room for graphs.
+One in seven does, when the driver allocates memory for graphs.
 """
 
 FIRST_VERIFIED = ((8, 1024), (8, 768), (8, 512), (8, 256))
 """Further mixed sizes captured at the start where drafts are verified.
 
-With a prompt in the step, sequences with drafts use the room for prompts, and few have no drafts.
+In a step with a prompt, sequences with drafts use the room for prompts, and few are without drafts.
 In (64, 1024) such a step takes about 2 ms longer on an H200.
 """
 
@@ -105,12 +105,12 @@ to 100 ms over two H200s op by op, and 63 in a graph.
 MAX_PADDING = 2**33
 """Maximum tokens of padding in a mixed step, times the squared model width.
 
-On an H200 they take half as long as the overhead of running op by op. A layer has about 12 numbers
-for each unit of that square, and about 12 kernels.
+On an H200 they take half as long as the overhead of running op by op. A layer has about 12
+parameters per unit of that square, and about 12 kernels.
 """
 
 MAX_KEYS_AGAIN = 2**18
-"""Maximum keys that a decode graph's rows beyond each sequence's first MIXED_ROWS may read again.
+"""Maximum keys that the rows after each sequence's first MIXED_ROWS may read again in a decode graph.
 
 In a decode graph each row of a sequence reads its keys again. A mixed graph's kernel reads them in
 the time of MIXED_ROWS rows, but its larger tiles cost about 3 ms a step. This was measured with
@@ -122,11 +122,11 @@ NO_MEMORY = Reason("there is no memory for its graph")
 
 
 class GraphLadder:
-    """Sizes of step graphs, how often each was wanted, and the order of their captures.
+    """Sizes of step graphs, how often each was needed, and the order of captures.
 
     1. A size is (decodes, prompt tokens). (n, 0) is a decode graph of n rows.
-    2. `captured` are the sizes that have a graph. The store adds to it.
-    3. `num_ranks` are the ranks that compute the layers together, 0 without a partition.
+    2. `captured`: sizes that have a graph. The store adds to it.
+    3. `num_ranks`: ranks that compute the layers together; 0 without a partition.
     """
 
     def __init__(
@@ -143,9 +143,9 @@ class GraphLadder:
         self.squared_width = spec.hidden_size**2
         self.spare_tokens = min(1024, MAX_PADDING // self.squared_width)
         self.ahead: list[Size] = []  # sizes to be captured, the next one last
-        self.soon: set[Size] = set()  # sizes that come first among them
+        self.soon: set[Size] = set()  # those of them to be captured first
         self.is_full = False  # a capture ran out of memory; captured graphs remain
-        # number of times a size was wanted before it was captured
+        # number of times a size was needed before its capture
         self.wanted: Counter[Size] = Counter()
 
     @property
@@ -154,19 +154,19 @@ class GraphLadder:
         return max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
 
     def forget(self) -> None:
-        """Forget what was wanted, after all graphs were dropped."""
+        """Forget which sizes were needed, after all graphs were dropped."""
         self.wanted.clear()
         self.is_full = False
 
     def stop(self) -> None:
-        """Capture no more: there is no memory. Captured graphs remain."""
+        """Stop capturing, because there is no memory. Captured graphs remain."""
         self.is_full = True
         self.ahead.clear()
 
     def queue(self) -> None:
         """Queue all sizes that are not captured yet.
 
-        Small sizes come first: they are the commonest, and a capture delays a small step the most.
+        Small sizes come first: they are the most common, and a capture delays a small step the most.
         """
         every = [(n, 0) for n in self.sizes]
         every += [(d, p) for d in self.decode_sizes for p in self.prompt_sizes]
@@ -200,15 +200,15 @@ class GraphLadder:
         return None if self.is_due(size) else NOT_CAPTURED
 
     def is_due(self, size: Size) -> bool:
-        """True if a step that wants this size captures it."""
+        """Whether a step that needs this size captures it."""
         patience = LONG_PATIENCE if size[1] > MIXED_TOKENS else PATIENCE
         return self.wanted[size] + 1 >= patience
 
     def commonest(self, *, few: bool = False) -> tuple[list[Size], set[Size]]:
         """Sizes to capture at the start, and soon after it.
 
-        Ranks capture together, so they capture all of these at the start. `few`: one request waits,
-        so the most and the fewest decodes and the smallest prompt come first, and the others soon.
+        Ranks capture together, so they capture all of these at the start. `few`: a request waits, so only the
+        largest and smallest decode sizes and the smallest prompt size are first, and the others follow soon.
         """
         powers = [n for n in self.sizes if n.bit_count() == 1]
         decodes = {n for n in powers if n <= FIRST_DECODES}
@@ -240,7 +240,7 @@ class GraphLadder:
         )
 
     def size_for(self, num_seqs: int) -> int:
-        """The smallest decode graph for `num_seqs`; if not captured, a larger one that is."""
+        """The smallest decode graph for `num_seqs` if captured, otherwise a larger captured one."""
         size = self.decode_size(num_seqs)
         ready = (n for n in self.sizes if n >= size and (n, 0) in self.captured)
         other = next(ready, None)
@@ -257,7 +257,7 @@ class GraphLadder:
         )
 
     def mixed_size_for(self, num_decodes: int, num_prompt: int) -> Size:
-        """Chooses the size of a mixed step's graph, as `size_for` does for other steps."""
+        """The size of a mixed step's graph, chosen as by `size_for`."""
         size, num_tokens = self.mixed_size(num_decodes, num_prompt), num_decodes + num_prompt
         if size in self.captured:
             return size
@@ -273,7 +273,7 @@ class GraphLadder:
         return min(ready, key=sum, default=size)
 
     def note_wanted(self, size: Size) -> None:
-        """Count a wanted size, and queue it for capture at an idle moment."""
+        """Count a needed size, and queue it for capture at an idle moment."""
         if (
             size not in self.captured
             and not self.is_full
@@ -283,9 +283,9 @@ class GraphLadder:
             self.ahead.append(size)
 
     def by_rows(self, step: StepShape) -> bool:
-        """True if a step of only decodes and drafts fits a decode graph, with a row per token.
+        """Whether a step of only decodes and drafts fits a decode graph, with a row per token.
 
-        With recurrent layers a sequence's tokens follow one another, so they are not rows.
+        With recurrent layers a sequence's tokens depend on each other, so they can't be separate rows.
         """
         if self.keeps_states and step.num_prompt_tokens:
             return False

@@ -43,7 +43,7 @@ class MixedInputs:
         chunks = chunk_room(size, most_prompts) if has_states else 0
         parts = [inputs[begin:end] for begin, end in _bounds(size, num_seqs, chunks)]
         self.token_rows, self.positions = parts[:2]  # [T]
-        # [T]: sampled tokens, and the rows and positions to write them to
+        # [T]: indices of sampled tokens, and the rows and positions to which they are written
         self.sample_index, self.sample_rows, self.sample_positions = parts[2:5]
         self.seq_lens, self.rows = (part[:num_seqs] for part in parts[5:7])  # [S]
         self.starts = parts[7][: num_seqs + 1]  # [S + 1]: starts of the sequences
@@ -64,7 +64,7 @@ class MixedInputs:
 
 
 MAX_MARKS = 64
-"""Maximum number of states that a mixed graph keeps besides those of a sequence's last tokens. Each is a chunk more."""
+"""Maximum states that a mixed graph stores besides those of sequences' last tokens, each an additional chunk."""
 
 
 def chunk_room(size: Size, most_prompts: int) -> int:
@@ -73,14 +73,14 @@ def chunk_room(size: Size, most_prompts: int) -> int:
 
 
 def num_marks(plan: StepPlan) -> int:
-    """Number of states that a step keeps besides those of its sequences' last tokens."""
+    """Number of states that a step stores besides those of its sequences' last tokens."""
     drafts = (s.num_sampled - 1 for s in plan.scheduled if s.num_tokens > SHORT and s.num_sampled)
     return len(plan.state_marks) + sum(drafts)
 
 
 @cache
 def _bounds(size: Size, num_seqs: int, num_chunks: int = 0) -> tuple[tuple[int, int], ...]:
-    """Begin and end of each part of `MixedInputs` in the array. The parts of states are empty if
+    """(begin, end) of each part of `MixedInputs` in the array. The parts of states are empty if
     there are no chunks."""
     room, starts, num_tokens = padded_room(num_seqs), padded_room(num_seqs + 1), sum(size)
     of_states = (room, num_tokens, 3 * num_chunks) if num_chunks else (0, 0, 0)
@@ -93,8 +93,8 @@ def mixed_inputs(
 ) -> tuple[npt.NDArray[np.int32], tuple[ScheduledRequest, ...], int]:
     """Build a step's inputs for the graph of `size`.
 
-    Returns (inputs, sequences that sample, number of sampled positions). Free places of decodes and
-    of sampled tokens have the null row. Padding tokens of prompts form one sequence of the null
+    Returns (inputs, sequences that sample, number of sampled positions). Unused entries of decodes
+    and of sampled tokens have the null row. Padding tokens of prompts form one sequence of the null
     row, all at position 0.
     """
     scheduled, has_states = plan.scheduled, table.states is not None
@@ -137,7 +137,7 @@ def mixed_inputs(
 def _put_states(
     table: RowTable, plan: StepPlan, to: MixedInputs, first: int, num_decodes: int
 ) -> None:
-    """Writes the slots of recurrent states that the sequences read and keep."""
+    """Write the slots of recurrent states that the sequences read and write."""
     starts, cuts = to.starts, np.zeros_like(to.write)
     for i, s in enumerate(plan.scheduled):
         place = i if i < num_decodes else first + i - num_decodes

@@ -1,18 +1,18 @@
-"""The end of a captured step as a graph of its own: output head, draw, writing tokens to rows.
+"""The end of a captured step as a separate graph: output head, sampling, writing tokens to rows.
 
 Launched op by op, the end takes the host 0.45 to 0.75 ms on an H200 machine, half of a decode
 step's time there. It is not part of the step's graph, because the requests' sampling settings are
 unknown at capture. There are ends of several kinds (`EndKind`). Parameters are read on the device,
 from the requests' rows. These steps end op by op:
 
-1. Steps with a list of allowed tokens or a sampler of `sampler_chain.py`.
+1. Steps with a list of allowed tokens or a sampler from `sampler_chain.py`.
 2. Steps that sample more tokens than the largest end, have more than MAX_BIASES biases, or more
    than MAX_MASKS different masks of grammars.
-3. Steps of pipeline stages, and of ranks that draw together.
+3. Steps of pipeline stages, and of ranks that sample together.
 
-The step's graph copies to `places` which hidden states are sampled and where their tokens go. So
-one end serves all steps that sample as many tokens. With fewer sampled tokens it also reads the
-step's padding, whose tokens go to the null row. So an end may not be larger than the step's graph.
+The step's graph writes to `places` which hidden states are sampled and where their tokens go. So
+one end serves all steps that sample equally many tokens. With fewer it also reads the step's
+padding, whose tokens go to the null row, so an end must not be larger than the step's graph.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ MAX_MASKS = 128
 """Maximum different masks of a step that ends in a graph: 2 MB of device memory for 128,000 tokens."""
 
 NUM_LOGPROBS = (0, 5, 20)
-"""Numbers of most likely tokens that ends report. A step takes the next larger one."""
+"""Numbers of most likely tokens that ends can report. A step uses the next larger one."""
 
 
 class EndKind(NamedTuple):
-    """Kind of a step's end: which work it does in addition to finding the likeliest tokens."""
+    """Kind of a step's end: the work that it does besides finding the most likely tokens."""
 
     draws: bool = False
     changes: bool = False  # applies biases and penalties
     num_top: int | None = None  # log-probabilities: the number of most likely tokens
-    masked: bool = False  # draws among the tokens that grammars allow
+    masked: bool = False  # samples among the tokens that grammars allow
 
 
 GREEDY, DRAWN = EndKind(), EndKind(draws=True)
-"""The kinds that are captured with a size. Others are captured by the first step that wants them."""
+"""The kinds that are captured with a size. Others are captured by the first step that needs them."""
 
 Values = tuple[Tensor, Tensor | None]
 """Tokens, int64 [N], and packed log-probabilities (`OpSet.packed_logprobs`)."""
 
 Record = Callable[[Callable[[], Values]], tuple[Graph, Values]]
-"""Captures device work into a graph. The work runs once before."""
+"""Captures device work as a graph. The work also runs once before."""
 
 
 def end_kind(rows: RowTable, names: Sequence[str]) -> EndKind | None:
@@ -87,8 +87,7 @@ def end_kind(rows: RowTable, names: Sequence[str]) -> EndKind | None:
 class StepEnds:
     """Graphs of step ends.
 
-    `hidden` [T, E] is where the steps' graphs leave hidden states. `sizes` are the sizes of decode
-    graphs.
+    `hidden` [T, E]: output buffer of the steps' graphs. `sizes` are the sizes of decode graphs.
     """
 
     def __init__(
@@ -105,15 +104,15 @@ class StepEnds:
         width = padded_room(max(self.sizes))
         self.places = torch.zeros(3, width, dtype=torch.int32, device=hidden.device)
         self.places[1] = rows.capacity
-        # Those that are not used have the value 0.
+        # Unused entries have the value 0.
         places = torch.zeros(2, MAX_BIASES, dtype=torch.int64, device=hidden.device)
         self._biases = Biases(places[0], places[1], torch.zeros(MAX_BIASES, device=hidden.device))
         self._num_biases = 0
-        # The row of bits of each sampled token; −1: all tokens are allowed.
+        # Row of bits for each sampled token; −1: all tokens are allowed.
         self._which = torch.full((width,), -1, dtype=torch.int64, device=hidden.device)
         self._each = torch.arange(width, device=hidden.device)
         self._captured: dict[tuple[int, EndKind], tuple[Graph, Values]] = {}
-        self._complete: set[EndKind] = set()  # kinds for which no memory is left
+        self._complete: set[EndKind] = set()  # kinds for which there is no memory left
 
     @property
     def num_captured(self) -> int:
@@ -125,17 +124,17 @@ class StepEnds:
         return torch.zeros(MAX_MASKS, words, dtype=torch.int32, device=self._which.device)
 
     def take(self, places: Tensor) -> None:
-        """Copy `places`, int32 [3, T], to where the ends read them. This is captured as part of a
-        step's graph. After the sampled tokens' places come those of the null row.
+        """Copy `places`, int32 [3, T], to the buffer that the ends read. Captured as part of a
+        step's graph. The sampled tokens' places are followed by those of the null row.
         """
         count = min(places.shape[1], self.places.shape[1])
         self.places[:, :count].copy_(places[:, :count])
 
     def run(self, sampled: SampledRows, room: int, mask: TokenMask | None = None) -> Values | None:
-        """Draw and write the tokens of `sampled` after the replay of a step's graph.
+        """Sample and write the tokens of `sampled` after the replay of a step's graph.
 
         The graph has room for `room` tokens. If no captured end fits, one is captured now. None if
-        no end fits, or if the step needs a mask and has none yet.
+        no end fits, or if the step needs a mask that is not yet available.
         """
         kind = end_kind(self.rows, sampled.names)
         if kind is None or kind.masked != (mask is not None):
@@ -156,7 +155,7 @@ class StepEnds:
         return tokens[:count], None if logprobs is None else logprobs[:count]
 
     def capture(self, size: int, kind: EndKind = GREEDY) -> bool:
-        """Capture the end of this size, unless it exists. True if it exists afterwards.
+        """Capture the end of this size, unless it exists. Returns whether it exists afterwards.
 
         Call this right after a step's graph of at least this size, because captured work runs once
         before, with the current places.
@@ -175,7 +174,7 @@ class StepEnds:
         return True
 
     def _put_biases(self, sampled: SampledRows) -> bool:
-        """Copy the step's biases to where ends read them. False if they are too many."""
+        """Copy the step's biases to the buffer that ends read. False if there are too many."""
         found = biases_of(self.rows, sampled, sampled.names)
         count = 0 if found is None else len(found[0])
         if count > MAX_BIASES:
@@ -189,14 +188,14 @@ class StepEnds:
         return True
 
     def _put_masks(self, mask: TokenMask, size: int) -> bool:
-        """Copy the step's masks to where ends read them. False if they are too many."""
+        """Copy the step's masks to the buffer that ends read. False if there are too many."""
         (positions, which), bits = mask_bits(mask)
         if len(bits) > MAX_MASKS:
             return False
         platform, places = self.rows.platform, np.full(size, -1, np.int64)
         places[positions] = which
         platform.upload_into(self._which[:size], places)
-        ours = self._bits[: len(bits)]  # made here, and not by a capture
+        ours = self._bits[: len(bits)]  # written here, not by a capture
         if len(bits):
             platform.upload_into(ours, bits)
         return True

@@ -9,18 +9,16 @@ are many tokens. Replaying a graph is one launch. A step runs in the smallest gr
 2. A mixed graph has room for a number of decodes, padded in the same way, and after them for a
    number of prompt tokens. Surplus prompt tokens form one more sequence, of the null row.
 3. A graph covers everything from the row numbers to the hidden states. The rest depends on the
-   rows' settings. Tokens come from another graph (`step_ends.py`), or are drawn op by op.
+   rows' settings: tokens are sampled by another graph (`step_ends.py`), or op by op.
 
-Ranks with requests of their own choose a size by the largest of their parts of a step, so that all
-replay the same one.
+Ranks that compute different requests choose a size by the largest of their parts of a step, so that
+all replay the same one.
 
-A pipeline stage copies its input to where its graphs read it, and sends its result after the
-replay. Stages exchange a step's tokens without padding, so two stages need not use graphs of one
-size.
+A pipeline stage copies its input to its graphs' buffer, and sends its result after the replay.
+Stages exchange a step's tokens without padding, so two stages need not use graphs of one size.
 
-All graphs share one memory pool, and a graph's inputs stay in place. So hidden states and sampled
-rows are valid only until the next replay. As all run on one stream, the tokens have been sampled
-and written by then.
+All graphs share one memory pool, so hidden states and sampled rows are only valid until the next
+replay. Everything runs on one stream, so tokens have been sampled and written by then.
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ TOO_MANY_MARKS = Reason("more kept states than a graph has room for")
 
 class StagePipe(Pipe):
     """Stand-in for a pipeline stage's pipe while a step is captured: it sends nothing. The stage's
-    input is in `incoming`, and its result is sent after the replay.
+    input is in `incoming`; its result is sent after the replay.
     """
 
     def __init__(self, incoming: Tensor | None) -> None:
@@ -85,7 +83,7 @@ class StagePipe(Pipe):
 
 
 class StepGraphs(GraphStore, Forward):
-    """Graphs of decodes and mixed steps. `forwards` run what is captured, and compute `logits`."""
+    """Graphs of decodes and mixed steps. `forwards` run the captured work, and compute `logits`."""
 
     def __init__(
         self,
@@ -96,8 +94,8 @@ class StepGraphs(GraphStore, Forward):
         given: GraphInput | None = None,
         beside: StepGraphs | None = None,
     ) -> None:
-        """`given`: what the steps read in addition to rows and tokens. The graphs `beside` share
-        their memory with these, since one replays at a time."""
+        """`given`: additional inputs of the steps besides rows and tokens. The graphs `beside`
+        share their memory with these, since only one replays at a time."""
         super().__init__(rows.platform)
         self.given = given or GraphInput()
         self.name = self.given.name
@@ -106,16 +104,16 @@ class StepGraphs(GraphStore, Forward):
         self.rows = rows
         self.max_model_len = config.model.max_model_len
         decoder = forwards.decoder
-        part = decoder.partition  # ranks draw together, except those with requests of their own
+        part = decoder.partition  # ranks sample together, unless they compute different requests
         num_ranks = 0 if part is None else part.group.size
         self.ladder = GraphLadder(config, decoder.spec, self._captured.keys(), num_ranks)
         self.sizes = self.ladder.sizes
         self.most_prompts = self.ladder.most_prompts
         self._pipe = decoder.pipe
-        # indices of the layers that a run to compile kernels takes; None: all
+        # indices of the layers that are run to compile kernels; None: all
         self._compiled: list[int] | None = None
         self._ends: StepEnds | None = None
-        self._hidden: Tensor  # of all graphs; it is not read after the next replay
+        self._hidden: Tensor  # of all graphs; not read after the next replay
         self._incoming: Tensor | None  # input from the previous stage
         if beside is not None:
             self._recorder, self._hidden = beside._recorder, beside._hidden
@@ -179,10 +177,10 @@ class StepGraphs(GraphStore, Forward):
         return self.num_cold > num_cold
 
     def _has_captured(self, size: Size) -> bool:
-        """Capture this graph unless it exists. False if there is no memory for it.
+        """Capture this graph unless it exists. False if there is not enough memory.
 
-        From then on, steps run in the existing graphs, or op by op. With several ranks the error is
-        raised and they end, because one rank alone would notice it while the others wait for it.
+        From then on, steps use existing graphs, or run op by op. With several ranks the error is raised and
+        they end, because otherwise only one rank would notice it, and the others would wait.
         """
         try:
             self._graph(size)
@@ -226,8 +224,8 @@ class StepGraphs(GraphStore, Forward):
         """Context manager that compiles with one layer of each kind, since layers of a kind run the
         same kernels.
 
-        The first graphs run all layers, because an op creates what it keeps for a weight in that
-        run. Graphs of one token also run all layers, for the one-token kernel.
+        For the first graphs all layers run, because an op then creates the data that it stores for
+        a weight. For graphs of one token all layers run, too, for the one-token kernel.
         """
         decoder = self.forwards.decoder
         is_first = all(bool(known[1]) != bool(size[1]) for known in self._captured)
@@ -246,7 +244,7 @@ class StepGraphs(GraphStore, Forward):
         return one_of_each_kind(self.forwards.decoder.layers)
 
     def passed_over(self, batch: InputBatch, reason: Reason) -> None:
-        """Count how often a mixed size is wanted, and capture it next."""
+        """Count a needed mixed size, and capture it next."""
         if reason is not NOT_CAPTURED or batch.plan is None:
             return
         if self.given.waits:
@@ -268,9 +266,9 @@ class StepGraphs(GraphStore, Forward):
         return self._run_decodes(batch, size) if by_rows else self._run_mixed(batch, size)
 
     def _drawn(self, output: Output, size: Size) -> Output:
-        """Draw and write the sampled tokens by a graph, if one does what their requests want.
+        """Sample and write tokens by a graph, if one supports their requests' options.
 
-        With a grammar this is done once the masks are there.
+        With a grammar this is done when the masks are available.
         """
         if self._ends is not None and output.sampled.requests:
             if self.rows.wanted("grammar", output.sampled.names):
@@ -294,7 +292,7 @@ class StepGraphs(GraphStore, Forward):
         return self.forwards.base.greedy(hidden)
 
     def _replay(self, captured: Captured, num_decodes: int, num_behind: int, first: int) -> None:
-        """Replay a graph of `num_decodes` tokens, and `num_behind` more from row `first` on."""
+        """Replay a graph of `num_decodes` tokens, and `num_behind` more tokens from row `first` on."""
         rows = ((0, num_decodes), (first, num_behind))
         if self._incoming is not None and self._pipe is not None:
             x = self._pipe.receive(
@@ -371,7 +369,7 @@ class StepGraphs(GraphStore, Forward):
         return captured
 
     def _idle_decodes(self, size: int) -> npt.NDArray[np.int32]:
-        """Inputs that are all padding, int32 [6, …].
+        """Inputs that consist of padding, int32 [6, …].
 
         1. Of sampled tokens: the row of hidden states, the row of the table, and the position.
         2. Of all tokens: the row, the position, and the length that ends with them.
@@ -443,9 +441,9 @@ class StepGraphs(GraphStore, Forward):
     def _forward(
         self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> Tensor:
-        """Run a stage's part without receiving or sending, which happens around the replay.
+        """Run a stage's part without receiving or sending, which happens before and after the replay.
 
-        The shared decoder stays as it is: other layers and another pipe are those of a view.
+        The shared decoder is unchanged: a view of it has other layers and another pipe.
         """
         decoder = self.forwards.decoder
         if self._pipe is not None:

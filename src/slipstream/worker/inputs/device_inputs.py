@@ -76,7 +76,7 @@ def gather_inputs(
         states=_states_of_decodes(table, rows) if max_query_len == 1 else None,
     )
     others = []
-    if table.num_own > 1:  # in one launch for all groups
+    if table.num_own > 1:  # one launch for all groups
         more = table.block_tables[1 : table.num_own]
         tables = more[:, :, :num_blocks].index_select(1, rows)
         slots_of = more[:, token_rows.long(), positions // size].long() * size + positions % size

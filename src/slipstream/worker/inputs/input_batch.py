@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledRows:
-    """The requests of a step that sample, in the plan's order, and the places of their N tokens.
+    """The requests of a step that sample, in the plan's order, and rows and positions of their N tokens.
 
     A request has `num_sampled` tokens, in the order of their positions.
     """
@@ -51,7 +51,7 @@ class SampledRows:
         return None if len(counts) == len(self.rows) else counts
 
     def wanted_logprobs(self, table: RowTable) -> tuple[list[int], list[int]]:
-        """Indices of tokens with log-probabilities, and the number of alternatives that each wants."""
+        """(indices of tokens with log-probabilities, number of alternatives that each needs)."""
         if not table.wanted("logprobs", self.names):
             return [], []
         wanted = [table.rows[i].sampling.logprobs for i in self.request_ids]
@@ -78,7 +78,7 @@ class GatheredInputs:
 def laid_out(
     rows: LongArray, computed: LongArray, lengths: LongArray
 ) -> tuple[LongArray, LongArray, LongArray]:
-    """Lay out requests' tokens: `lengths` tokens after `computed` ones, in `rows`, each [S].
+    """Concatenate requests' tokens: `lengths` tokens after `computed` ones, in `rows`, each [S].
 
     Returns the row [T] and position [T] of each token, and the starts of the requests [S + 1].
     """
@@ -88,15 +88,15 @@ def laid_out(
 
 
 PADDING = ScheduledRequest("", 0, 1, 0)
-"""Share of a rank without requests in a step: one token of the null row."""
+"""A rank's share of a step if it has no requests: one token of the null row."""
 
 
 def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs:
     """Gather the inputs of `plan`, whose rows are in `table`.
 
-    A position's token is the one `ahead` positions later. On a GPU this is one upload, and the rows
-    are read on the device. On a CPU NumPy reads them: its calls cost a tenth of torch's, and a step
-    of one request takes only about 2 ms.
+    The token of position p is the one at p + `ahead`. On a GPU this is one upload, and the rows are
+    read on the device. On a CPU NumPy reads them: its calls cost a tenth of torch's, and a step of
+    one request takes only about 2 ms.
     """
     scheduled = plan.scheduled or (PADDING,)
     num_seqs = len(scheduled)

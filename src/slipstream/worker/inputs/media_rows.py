@@ -1,4 +1,4 @@
-"""Media of a request in a step: which of them it computes. No torch."""
+"""Media of a request in a step: which of their tokens it computes. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def turned_positions(media: Sequence[MediaSpan]) -> tuple[LongArray, int]:
-    """Three positions [3, n] of tokens up to the end of the last span, and the shift of the text after them."""
+    """(three positions [3, n] of the tokens up to the end of the last span, shift of the positions of later text)."""
     end = media[-1].end
     places = sectioned_positions(end, [(x.offset, x.rows, x.columns) for x in media])
     return places, int(places.max()) + 1 - end
@@ -31,7 +31,7 @@ def media_parts(row: Row, share: ScheduledRequest) -> list[tuple[MediaSpan, int,
 
 
 def needs_media(row: Row, share: ScheduledRequest) -> bool:
-    """True if a step's part of the request has placeholders, tokens with three positions, or tokens that see later ones."""
+    """Whether the request has placeholders, three positions or attention to later tokens in this step."""
     if not row.media:
         return False
     last = row.media[-1]

@@ -1,4 +1,4 @@
-"""Tables packed in one array, so that all changes of a step are one upload and one write.
+"""Several tables in one array, so that all changes of a step need only one upload and one write.
 
 On an H200's host an upload takes 20 µs, twice that on a slow host, and a write takes 9 µs. A new
 request changes five tables.

@@ -1,8 +1,7 @@
 """The worker's permanent rows.
 
-Each request has a row while it runs. A row's tokens and block tables live on the device. A step
-only says which rows compute which positions. So a token sampled in step N feeds step N + 1 without
-visiting the host.
+Each request has a row while it runs. A row's tokens and block tables are on the device. A step only says which rows
+compute which positions. So a token sampled in step N is the input of step N + 1 without a copy to the host.
 
 1. Row `capacity` is the null row (block 0), which padding reads and writes. Its tokens are
    arbitrary.
@@ -75,7 +74,7 @@ NEEDS_LOGITS: tuple[Want, ...] = (
 """Options that need the logits, not only the index of the largest."""
 
 FEW_BLOCKS = 32
-"""Number of blocks up to which a Python loop is as fast as making two arrays."""
+"""Number of blocks up to which a Python loop is as fast as creating two arrays."""
 
 
 @dataclass(slots=True)
@@ -90,15 +89,15 @@ class Row:
     num_encoder_tokens: int = 0
     adapter: int = NO_ADAPTER  # slot of its adapter
     mirostat_mu: float = 0.0
-    num_drafted: int = 0  # tokens that the drafter has computed, without wrong drafts
-    # drafts of the last chain that a graph has run (`worker/graphs/chain_graphs.py`)
+    num_drafted: int = 0  # tokens that the drafter has computed, without rejected drafts
+    # drafts of the last chain run by a graph (`worker/graphs/chain_graphs.py`)
     num_kept: int = 0
     ahead: range = range(0)  # numbers of computed tokens for which a chain is already launched
     num_blocks: int = 0  # blocks in its first group
     media: tuple[MediaSpan, ...] = ()
-    # three positions [3, n] of its tokens up to the end of the last picture, if they have three
+    # three positions [3, n] of its tokens up to the end of the last image, if tokens have three
     places: LongArray | None = None
-    # the only tokens that may be drawn, without duplicates
+    # the only tokens that may be sampled, without duplicates
     allowed: LongArray | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -145,9 +144,8 @@ class RowTable:
     ) -> None:
         """Allocate the tables.
 
-        `scales`: what each group's block ids are multiplied by in its table (`ModelSpec.block_scales`); empty: nothing is.
-        `sectioned`: pictures' tokens have three positions, and later text counts fewer positions than
-        tokens.
+        `scales`: factor of each group's block ids in its table (`ModelSpec.block_scales`); empty: none.
+        `sectioned`: image tokens have three positions, and later text has fewer positions than tokens.
         """
         self.capacity = capacity
         self._scales = scales or (1,) * len(groups)
@@ -162,8 +160,7 @@ class RowTable:
         of_cross = None if self.cross is None else groups[self.cross].num_read
         self.max_encoder_len = of_cross or max_model_len
         max_blocks = -(-max(max_model_len, self.max_encoder_len) // block_size)
-        # One column more than the context, because the last sampled token is stored but never
-        # computed.
+        # One column more than the context, because the last sampled token is stored but never computed.
         tables: dict[str, tuple[str, tuple[int, ...]]] = {
             "tokens": ("int32", (capacity + 1, max_model_len + 1)),
             "block_tables": ("int32", (len(groups), capacity + 1, max_blocks)),
@@ -177,18 +174,17 @@ class RowTable:
         self._tables = PackedTables(tables, platform)
         self.tokens, self.block_tables = self._tables["tokens"], self._tables["block_tables"]
         self.encoder_lens = self._tables["encoder_lens"]
-        # shift of the positions after a row's pictures
+        # shift of the positions after a row's images
         self.position_shifts = self._tables["position_shifts"] if sectioned else None
         # slots of each kind: the one to read, then those to write, on the device and on the host
         self.slots = {kind: self._tables[f"slots {kind}"] for kind in columns}
         self.host_slots = {k: np.zeros((capacity + 1, n), np.int32) for k, n in columns.items()}
         self.states = self.slots.get(1)  # of recurrent layers
-        # Per row [C + 1]: temperature, top_p, min_p and the penalties; then top_k, number of prompt
-        # tokens, seed.
+        # Per row [C + 1]: temperature, top_p, min_p and the penalties; then top_k, number of prompt tokens, seed.
         self.sampling_floats = self._tables["sampling_floats"]
         self.sampling_ints = self._tables["sampling_ints"]
         self.rows: dict[str, Row] = {}
-        self.num_dropped = 0  # rows since the start
+        self.num_dropped = 0  # rows dropped since the start
         self.wanting: dict[Want, set[str]] = {want: set() for want in get_args(Want)}
         self._free = list(range(capacity - 1, -1, -1))
         self._seed = seed
@@ -233,7 +229,9 @@ class RowTable:
 
     @cached_property
     def _seeds(self) -> np.random.Generator:
-        return np.random.default_rng(self._seed)  # made late: numpy.random takes 12 ms of a start
+        return np.random.default_rng(
+            self._seed
+        )  # created late: numpy.random takes 12 ms of a start
 
     def _next_seed(self, sampling: SamplingParams) -> int:
         return int(self._seeds.integers(2**62)) if sampling.temperature > 0.0 else 0
@@ -246,7 +244,7 @@ class RowTable:
         self._free = list(range(self.capacity - 1, -1, -1))
 
     def apply(self, plan: StepPlan, adapters: Mapping[int, int] = MappingProxyType({})) -> None:
-        """Drop released rows, make new ones, and update block tables, with at most one upload.
+        """Drop released rows, create new ones, and update block tables, with at most one upload.
 
         `adapters` maps the adapter ids of new requests to their slots.
         """
@@ -334,7 +332,7 @@ class RowTable:
             self._tables.put(name, places.reshape(-1), values.reshape(-1))
 
     def _put_shifts(self, rows: Sequence[Row]) -> None:
-        """Compute three positions per token of pictures, and the shift of the text after them."""
+        """Compute three positions per image token, and the shift of the text after them."""
         shifts = np.zeros(len(rows), np.int64)
         for i, row in enumerate(rows):
             if row.media:
@@ -346,7 +344,7 @@ class RowTable:
         return not any(self.wanted(want, request_ids) for want in NEEDS_LOGITS)
 
     def changes_logits(self, request_ids: Sequence[str]) -> bool:
-        """True if one of the requests wants other logits than the model's own, masks aside."""
+        """Whether one of the requests changes the model's logits, apart from masks."""
         return any(
             self.wanted(want, request_ids) for want in ("penalties", "bias", "allowed", "chain")
         )
@@ -362,9 +360,9 @@ class RowTable:
 
     def _update(self, scheduled: Sequence[ScheduledRequest]) -> None:
         _, num_rows, width = self.block_tables.shape
-        changed = {kind: list[int]() for kind in self.slots}  # rows with other slots
-        blocks: dict[int, int] = {}  # by place; the later of two updates of one place counts
-        places, whole = list[int](), list[IntArray]()  # tables of rows, each written once
+        changed = {kind: list[int]() for kind in self.slots}  # rows whose slots changed
+        blocks: dict[int, int] = {}  # by index; the later of two updates of an index counts
+        places, whole = list[int](), list[IntArray]()  # tables of rows that are written completely
         for s in scheduled:
             for update in s.table_updates:
                 if update.group < 0:
@@ -385,7 +383,9 @@ class RowTable:
                     [u.group for u in s.table_updates].count(update.group) == 1
                 ):
                     places.append(first)
-                    whole.append(np.frombuffer(array("i", ids), np.int32))  # a third of the time
+                    whole.append(
+                        np.frombuffer(array("i", ids), np.int32)
+                    )  # takes a third of the time
                     continue
                 blocks.update(zip(range(first, first + len(ids)), ids, strict=True))
         if blocks:

@@ -1,8 +1,8 @@
-"""The shape of a step, which decides the graph it runs in, if any. No torch.
+"""The shape of a step, which determines the graph that it uses, if any. No torch.
 
-Ranks with requests of their own exchange rows in each mixture, so all of them must run a step in
-graphs of one size, or all op by op. So they choose by one common shape, which has the largest of
-their numbers.
+Ranks that compute different requests exchange rows in each mixture, so all of them must run a step
+in graphs of one size, or all op by op. So they choose by a common shape, the maximum over the
+ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def shape_of(scheduled: Sequence[ScheduledRequest]) -> StepShape:
 
 
 def largest_shape(shapes: Sequence[StepShape]) -> StepShape:
-    """Smallest shape that covers the ranks' parts of a step.
+    """Smallest shape that covers all ranks' parts of a step.
 
     A rank without requests computes one token of padding.
     """

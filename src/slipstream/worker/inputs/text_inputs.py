@@ -1,4 +1,4 @@
-"""Inputs of an encoder: whole texts, or windows of audio, in one upload. They need no rows.
+"""Inputs of an encoder, whole texts or windows of audio, in one upload. They need no rows.
 
 Without a device (`device=None`) there is no torch, and NumPy arrays replace tensors.
 """
@@ -49,7 +49,7 @@ def text_batch(
 ) -> tuple[Tensor, AttentionMetadata]:
     """Inputs of an encoder's step: tokens [T] and metadata.
 
-    The texts' keys and values go to the blocks 1, 2, … in order. Every step uses these blocks,
+    The texts' keys and values go to the blocks 1, 2, … in order. Every step uses the same blocks,
     since steps run one after another. This is one upload.
     """
     lengths = np.frombuffer(plan.lengths, np.int32)

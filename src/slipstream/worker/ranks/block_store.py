@@ -31,7 +31,7 @@ class RankBlockStore:
     ended when all ranks have made it. `latest` has each rank's tiers at the start, by its number; `send`
     sends to these ranks."""
 
-    exchange = None  # refused with ranks
+    exchange = None  # not supported with ranks
 
     def __init__(
         self, send: Callable[[ToRank], None], mail: Mailbox, latest: Mapping[int, RankTiers]
@@ -43,10 +43,10 @@ class RankBlockStore:
         ]
         self.slots: Sequence[int] = found[0].slots  # of all ranks
         self._keys = set(found[0].keys).intersection(*(own.keys for own in found[1:]))
-        self._copies: dict[int, BlockCopy] = {}  # under way
+        self._copies: dict[int, BlockCopy] = {}  # copies in progress
         self._came = Counter[int]()  # ranks that have made a copy
         self._failed: set[int] = set()
-        self._asked = 0  # reports that are still to come
+        self._asked = 0  # number of requested reports that have not arrived
 
     @property
     def disk(self) -> RankDisks | None:

@@ -17,13 +17,13 @@ from slipstream.worker.ranks.fork_server import ForkedProcess, ForkServer
 from slipstream.worker.ranks.messages import FromRank, RankLink
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-"""Disables NVLink multicast: a program that ends while it uses it can take shared GPUs down."""
+"""Environment that disables NVLink multicast: a program that ends while using it can crash shared GPUs."""
 
 LAST_WORDS_S = 0.2
-"""Seconds that ranks have to report why they end, after the first rank has ended.
+"""Seconds for ranks to report why they end, after the first rank has ended.
 
-A rank also fails when another has gone. So the reports of all are awaited, and the one that is no
-consequence of another is passed on.
+A rank also fails when another has gone. So all reports are awaited, and the one that is not a
+consequence of another is raised.
 """
 
 
@@ -75,10 +75,10 @@ class RankProcesses:
                 process.wait(max(0.0, end - time.monotonic()))
 
     def describe_first(self, but: Collection[int]) -> str:
-        """Describe how a rank ended that we did not kill. Empty if there is none.
+        """Description of how a rank that we did not kill ended. Empty if there is none.
 
-        A rank killed by a signal is preferred. `but` are ranks to ignore, because their ends are
-        only a consequence of others'.
+        A rank killed by a signal is preferred. `but`: ranks to ignore, which only ended because
+        others did.
         """
         with self._lock:
             codes = [

@@ -1,17 +1,17 @@
-"""A process that has imported all that its forks need: ranks, or the engines of several models.
+"""A process that has imported everything that its forks need: ranks, or the engines of several models.
 
-Importing torch takes 3 s of a core, an engine's other modules half a second, and a fork
-milliseconds. So ranks are forks of one process, which outlives them: where an engine starts again
-after a rank's death, nothing is imported again. `core_process.py` has the one that forks engines.
+Importing torch takes 3 s of a core, an engine's other modules half a second, and a fork milliseconds. So
+ranks are forked from one process, which outlives them: when an engine restarts after a rank's death, nothing
+is imported again. `core_process.py` has the process that forks engines.
 
     a server, or the executor ── socket ──> fork server ── fork ──> rank 0, rank 1, …
                               <── a report for each fork: its process id, later its exit code ──
 
-1. A request brings file descriptors: a file with the words of the fork's command line and its
-   environment; its folder; standard input, output and error; the report; those named in the words.
+1. A request passes file descriptors: a file with the fork's command line and environment; its folder;
+   standard input, output and error; the report; those named in the command line.
 2. The fork server runs no operator of torch and does not touch a GPU, so a fork may do both.
-3. It ends when the last process with the socket's other end closes it, or ends. A fork ends when
-   its own standard input closes.
+3. It ends when all processes with the other end of the socket have closed it or ended. A fork ends when its
+   own standard input closes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from collections.abc import Callable, Mapping, Sequence
 from slipstream.errors import EngineError
 
 ANSWER_S = 300.0
-"""Seconds that the fork server may take to fork. The first answer comes when it has made its imports (a
-server of ranks: torch)."""
+"""Seconds that the fork server may take to fork. The first answer comes after its imports (for
+ranks: torch)."""
 
 _REPORT = struct.Struct("!i")
 _FORK, _MAX_FDS = b"fork", 16
@@ -44,15 +44,15 @@ _NUM_OWN_FDS = 4  # standard input, output and error, and the report
 class ForkedProcess:
     """A process that a fork server started, with the methods of `subprocess.Popen`.
 
-    When the fork server ends, it is killed; one that `stays` goes on."""
+    When the fork server ends, it is killed, unless it `stays`."""
 
     def __init__(self, report: socket.socket, stdin_fd: int, *, stays: bool = False) -> None:
         self._report, self._lock = report, threading.Lock()
-        # not sooner, as other threads may wait for it
+        # not earlier, as other threads may wait for it
         weakref.finalize(self, report.close).atexit = False
         self.stdin = os.fdopen(stdin_fd, "wb")
         self.returncode: int | None = None
-        report.settimeout(ANSWER_S)  # `wait` receives only what is there
+        report.settimeout(ANSWER_S)  # `wait` only receives what has arrived
         try:
             found, why = report.recv(_REPORT.size), "has ended"
         except TimeoutError:
@@ -61,7 +61,7 @@ class ForkedProcess:
             self.stdin.close()
             raise EngineError(f"the process that starts others {why}; start the engine again")
         self.pid: int = _REPORT.unpack(found)[0]
-        self._pid_fd = -1  # becomes readable at its end, whoever is its parent
+        self._pid_fd = -1  # becomes readable when the process ends, whoever is its parent
         if stays:
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 self._pid_fd = os.pidfd_open(self.pid)
@@ -75,8 +75,8 @@ class ForkedProcess:
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, and return the exit code: -SIGKILL where the fork server ended first, since nobody tells.
-        `subprocess.TimeoutExpired` if it still runs."""
+        """Wait for its end, and return the exit code; -SIGKILL if the fork server ended first,
+        because then nobody reports it. `subprocess.TimeoutExpired` if it still runs."""
         if self.returncode is None:
             poll = select.poll()  # `select.select` refuses descriptors from 1,024 on
             poll.register(self._pid_fd if self._is_orphan else self._report, select.POLLIN)
@@ -87,14 +87,14 @@ class ForkedProcess:
                 if found := self._report.recv(_REPORT.size):
                     self.returncode = _REPORT.unpack(found)[0]
                     return self.returncode
-                # the fork server is gone, and nobody will tell the exit code
+                # the fork server is gone, so the exit code will not be reported
                 self._is_orphan = self._pid_fd >= 0
                 if not self._is_orphan:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(self.pid, signal.SIGKILL)
                     self.returncode = -signal.SIGKILL
             elif self.returncode is None:
-                self.returncode = -signal.SIGKILL  # as most likely as the fork server's
+                self.returncode = -signal.SIGKILL  # the most likely cause, as with the fork server
         return self.wait(timeout) if self.returncode is None else self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -109,7 +109,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Our end of the socket to a fork server. `start` starts one."""
+    """This process's end of the socket to a fork server. `start` starts one."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class ForkServer:
         *,
         forks_stay: bool = False,
     ) -> None:
-        """`process` is None where another process started it. `forks_stay` when it ends."""
+        """`process`: None if another process started the fork server. `forks_stay`: forks continue when it ends."""
         self._end, self._process, self._forks_stay = end, process, forks_stay
         self._finalizer = weakref.finalize(self, _close, end, process)
 
@@ -137,13 +137,13 @@ class ForkServer:
         return self._finalizer.alive and (self._process is None or self._process.poll() is None)
 
     def fileno(self) -> int:
-        """Descriptor that a child process needs to fork ranks here, too."""
+        """Descriptor that a child process needs to use this fork server, too."""
         return self._end.fileno()
 
     def fork(
         self, words: Sequence[str], *, passed: Sequence[int], environment: Mapping[str, str]
     ) -> ForkedProcess:
-        """Start a process with the command line `words`. It waits until that has its process id."""
+        """Start a process with the command line `words`. Returns when its process id is known."""
         given = {
             "words": list(words),
             "environment": dict(environment),
@@ -151,7 +151,7 @@ class ForkServer:
         }
         ours, theirs = socket.socketpair()
         theirs_stdin, our_stdin = os.pipe()
-        folder = os.open(".", os.O_PATH)  # also of a folder that was deleted
+        folder = os.open(".", os.O_PATH)  # works even if the folder was deleted
         try:
             with os.fdopen(os.memfd_create("fork"), "wb") as request:  # too long for a message
                 request.write(json.dumps(given).encode())
@@ -187,9 +187,9 @@ def _close(end: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
 
 
 def serve(asked: socket.socket, run: Callable[[list[str]], int]) -> None:
-    """Fork for each request, until all other ends of the socket are closed.
+    """Fork for each request, until the other end of the socket is closed by all.
 
-    A fork calls `run` with its words and ends with what that returns.
+    A fork calls `run` with its command line and exits with the code that it returns.
     """
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -225,12 +225,12 @@ def serve(asked: socket.socket, run: Callable[[list[str]], int]) -> None:
         reports[pid] = report = socket.socket(fileno=fds[_NUM_OWN_FDS - 1])
         for theirs in (request, folder, *fds[: _NUM_OWN_FDS - 1], *fds[_NUM_OWN_FDS:]):
             os.close(theirs)
-        with contextlib.suppress(OSError):  # whoever asked is gone, and the fork will end
+        with contextlib.suppress(OSError):  # the requester is gone, so the fork will end
             report.send(_REPORT.pack(pid))
 
 
 def _become(request: int, folder: int, fds: list[int], run: Callable[[list[str]], int]) -> None:
-    """Turn this fork into the requested process: run it, then exit. It does not return."""
+    """Turn this fork into the requested process: run it, then exit. Does not return."""
     code = 1
     try:
         for standard, own in enumerate(fds[:3]):
@@ -256,4 +256,4 @@ def _become(request: int, folder: int, fds: list[int], run: Callable[[list[str]]
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
                 stream.flush()
-        os._exit(code)  # what the fork server has to do at its end is not this process's
+        os._exit(code)  # skips the fork server's exit handlers

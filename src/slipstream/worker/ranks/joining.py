@@ -5,8 +5,8 @@
 
 1. A rank introduces itself (`Join`). It gets its number, in order of arrival, and everything it
    needs (`Begin`).
-2. A rank of another version, a rank that expects another number of ranks, and a surplus rank are
-   told why and refused.
+2. A rank of another version, with another expected number of ranks, or in excess is refused with
+   the reason.
 3. There is neither a password nor encryption, as in torch.distributed. The address must be on a
    private network.
 """
@@ -92,7 +92,7 @@ def _greet(connection: socket.socket, size: int) -> tuple[RankLink, Join] | None
         return None
     connection.settimeout(None)
     link = RankLink(Connection(connection.detach()), FromRank)
-    # ends the wait for a rank that sends only half a message
+    # ends the wait for a rank that sends an incomplete message
     late = threading.Timer(HELLO_S, link.cut)
     late.daemon = True
     late.start()

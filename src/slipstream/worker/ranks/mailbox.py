@@ -1,4 +1,4 @@
-"""Messages from the ranks of a `ProcessExecutor` that it has not taken yet. No torch."""
+"""Messages from the ranks of a `ProcessExecutor`, stored until they are read. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REASONS_S = 0.6
 
 
 def total_load(loads: Iterable[ExpertTokens]) -> ExpertTokens:
-    """Adds up expert loads that ranks counted for their own tokens or for their own layers."""
+    """Sum of the expert loads that ranks counted for their own tokens or layers."""
     total: dict[int, tuple[int, ...]] = {}
     for layer, counts in chain.from_iterable(loads):
         total[layer] = tuple(map(operator.add, counts, total.get(layer, (0,) * len(counts))))
@@ -39,8 +39,8 @@ def total_load(loads: Iterable[ExpertTokens]) -> ExpertTokens:
 
 
 class Mailbox:
-    """Store of the ranks' messages until they are taken. A thread reads the links to the ranks
-    until all are closed.
+    """Stores the ranks' messages until they are read. A thread reads the links to the ranks until
+    all are closed.
     """
 
     def __init__(self, ranks: Sequence[Rank], num_results: int = 1) -> None:
@@ -97,7 +97,7 @@ class Mailbox:
             return found
 
     def last_words(self) -> list[RankFailed]:
-        """Reasons of the ranks that failed, once all ranks have ended."""
+        """Failure reasons of the ranks, once all ranks have ended."""
         self._reader.join(REASONS_S)
         return list(self._failures)
 

@@ -6,9 +6,9 @@
 4. From the first rank of the last stage: Result.
 5. From any rank: Started, RankTiers, RankFailed.
 
-Where requests are distributed over ranks, all ranks answer GetExpertLoad and ReportExpertLoad, and
-all ranks of the last stage send a Result of each step. Answers come in the order of the questions,
-and results in the order of the launches.
+If ranks compute different requests, all ranks answer GetExpertLoad and ReportExpertLoad, and all
+ranks of the last stage send a Result of each step. Answers come in the order of the questions, and
+results in the order of the launches.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class BeginRank(msgspec.Struct, tag=True):
     """Starts a rank.
 
     `port` is where rank 0 listens for the other ranks. Rank 0 itself gets 0, chooses a port and
-    reports it (Meeting). `device` is the CPU of all ranks, whose type and kernels are chosen once;
-    None means one GPU per rank, which the rank looks up. `mixed`: the first of two ranks has the
+    reports it (Meeting). `device`: the CPU of all ranks, whose dtype and kernels are chosen once;
+    None: one GPU per rank, which the rank detects itself. `mixed`: the first of two ranks has the
     CPU, the second a GPU.
     """
 
@@ -59,13 +59,13 @@ class BeginRank(msgspec.Struct, tag=True):
 
 
 class RankRefused(msgspec.Struct, tag=True):
-    """Tells a rank of another host that it can't take part."""
+    """Refuses a rank of another host."""
 
     why: str
 
 
 class Launch(msgspec.Struct, tag=True):
-    """Launches a plan, or the rank's part of it where requests are distributed over ranks."""
+    """Launches a plan, or the rank's part of it if ranks compute different requests."""
 
     plan: StepPlan
 
@@ -116,7 +116,7 @@ class SwapExperts(msgspec.Struct, tag=True):
 
 
 class LoadRankAdapter(msgspec.Struct, tag=True):
-    """Loads an adapter. The ranks have room for it."""
+    """Loads an adapter, for which the ranks have room."""
 
     request: LoRARequest
 
@@ -262,7 +262,7 @@ class Reply(msgspec.Struct, tag=True):
     3. GetExpertLoad: `expert_load`.
     4. LoadAdapter: `version` of the adapter's files, or `refused`.
     5. GetAdapterStats: `adapters`.
-    6. GetProposed: `proposed`, and whose they are.
+    6. GetProposed: `proposed`, and their requests.
     7. ChangeRankWeights: `checksums`, or `refused`.
     """
 
@@ -274,12 +274,11 @@ class Reply(msgspec.Struct, tag=True):
     adapters: AdapterStats | None = None
     proposed: tuple[int, ...] = ()
     rank: int = 0
-    checksums: dict[str, str] | None = None  # a name begins with the rank
+    checksums: dict[str, str] | None = None  # names begin with the rank
 
 
 class RankFailed(Failed, tag=True):
-    """Reports that the sending rank fails. With `of_peer` the reason is that another rank is
-    gone."""
+    """Reports that the sending rank fails. `of_peer`: because another rank has gone."""
 
     of_peer: bool = False
 

@@ -12,7 +12,7 @@ and sends its part of the result.
 2. A launch is a message and returns at once, so the next step is planned while the ranks compute.
 3. When a rank ends, all are killed at once. A waiting or later call raises EngineError with the
    first rank's reason. The executor is then unusable.
-4. A rank ends when its standard input closes. So none outlives this process, however that ends.
+4. A rank ends when its standard input closes. So none outlives this process, however it ends.
 5. A thread reads the ranks' messages as they arrive (`rank_mailbox.py`). So no rank blocks on a
    full socket while this process waits to send to it, and a question does not delay results.
 """
@@ -110,11 +110,10 @@ _logger = logging.getLogger("slipstream.engine")
 T = TypeVar("T")
 
 OfRank: TypeAlias = tuple[EngineArgs, DeviceInfo | None]
-"""A rank's settings and the device to use: the CPU, or None for a GPU that the rank looks up
-itself."""
+"""(a rank's settings, its device: the CPU, or None for a GPU that the rank detects itself)."""
 
 END_S = 5.0
-"""Seconds that ranks have to end after the End message."""
+"""Seconds in which ranks must end after the End message."""
 
 
 @dataclass(slots=True)
@@ -124,7 +123,7 @@ class RemoteStep:
     executor: ProcessExecutor
     plan: Plan
     awaits_mask: bool
-    parts: Sequence[StepPlan] = ()  # by rank of a stage, where requests are distributed over ranks
+    parts: Sequence[StepPlan] = ()  # by rank of a stage, if ranks compute different requests
     is_done = False
 
     def proposed(self) -> Sequence[int]:
@@ -153,13 +152,13 @@ class ProcessExecutor(Executor):
         that ends with this executor.
         """
         progress("model")
-        # once, and not by all ranks at the same time
+        # once, not by all ranks at the same time
         path = resolve_model(args.model, download_dir=args.download_dir)
         self.description = read_spec(path).taking_media(args.max_images)
         self._parts, self._parallel = _check(args, self.description)
         self._ranks: list[Rank] = []
         self._dead: SlipstreamError | None = None
-        # all ranks must get all messages in one order
+        # all ranks must get all messages in the same order
         self._sending = threading.Lock()
         self._asking = threading.Lock()
         self._grammars: set[str] = set()  # requests that sample with a grammar
@@ -277,14 +276,14 @@ class ProcessExecutor(Executor):
         step.awaits_mask = False
 
     def proposed(self, step: RemoteStep) -> Sequence[int]:
-        """Drafts of `step`, the newest one. Each rank of the last stage has the whole draft model and
-        proposes the same, or proposes for its own requests."""
+        """Drafts of `step`, the newest one. Each rank of the last stage proposes with the whole
+        draft model: the same as all, or for its own requests."""
         if not step.parts:
             return max(self._ask(GetProposed()), key=lambda answer: answer.rank).proposed
         assert isinstance(step.plan, StepPlan)
         answers = self._ask(GetProposed(), len(self._ranks))
         answers.sort(key=lambda answer: answer.rank)
-        last = answers[-len(step.parts) :]  # of a pipeline the last stage's
+        last = answers[-len(step.parts) :]  # in a pipeline, those of the last stage
         return joined_drafts(step.parts, step.plan, [answer.proposed for answer in last])
 
     def max_in_flight(self, plan: Plan) -> int:
@@ -296,14 +295,14 @@ class ProcessExecutor(Executor):
             self._owners.forget()
         self._mail.expect(None)
         if self._dead is None:
-            with contextlib.suppress(EngineError):  # the step's error is the one to raise
+            with contextlib.suppress(EngineError):  # the step's own error must be raised
                 self._broadcast(Forget())
 
     def warm_up(self) -> Sequence[StepTime]:
         times = self._ask(WarmUp())[0].step_times
         if self._owners is None:
             return times
-        ranks = self._owners.num_ranks  # each rank has run as many
+        ranks = self._owners.num_ranks  # each rank has run this many
         return [
             StepTime(ranks * time.num_seqs, ranks * time.num_tokens, time.seconds) for time in times
         ]
@@ -342,20 +341,20 @@ class ProcessExecutor(Executor):
             if len(refusals) < len(answers):
                 self.unload_adapter(request.id)
             raise refusals[0].as_error
-        # hosts have their own copies of the files
+        # hosts have separate copies of the files
         version = ",".join(sorted({answer.version for answer in answers}))
         self._adapters.add(request, version)
         return version
 
     def change_weights(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
-        """Carry out an operation on every rank. If one refuses, it is undone on the others."""
+        """Perform an operation on every rank. If one refuses, it is undone on the others."""
         assert not isinstance(op, GivenPiece), "the ranks are other processes"
         count = len(self._ranks)
         if isinstance(op, JoinWeightGroup) and op.rank_offset + count > op.world_size:
             message = f"world_size {op.world_size} has no place for {count} ranks from {op.rank_offset} on"
             raise RequestError(message, field="world_size")
         if isinstance(op, WHOLE) and self._balancer and (swaps := self._balancer.home()):
-            self._broadcast(SwapExperts(swaps))  # experts lie as a load leaves them
+            self._broadcast(SwapExperts(swaps))  # restores the experts' original places
         answers = self._ask(ChangeRankWeights(op), count)
         refusals = [answer.refused for answer in answers if answer.refused is not None]
         if refusals:
@@ -401,7 +400,7 @@ class ProcessExecutor(Executor):
         sending.join(END_S)
         for rank in self._ranks:
             rank.link.cut()
-        # otherwise it could send to a link that another engine has opened since, with the same
+        # otherwise it could send to a link that another engine has opened since under the same
         # number
         sending.join()
         for rank in self._ranks:
@@ -476,7 +475,7 @@ class ProcessExecutor(Executor):
         except OSError:
             self._die()
         except BaseException:
-            # Ctrl-C: some ranks may have the message and others not, and their sums would not match
+            # Ctrl-C: only some ranks may have the message, and their sums would not match
             self._dead = EngineError(
                 "the ranks were interrupted while a step was sent to them; start the engine again"
             )
@@ -499,9 +498,9 @@ class ProcessExecutor(Executor):
             ]
 
     def _await(self, find: Callable[[], T | None]) -> T:
-        """Wait until `find` returns a value from the mail.
+        """Wait until `find` returns a value from the messages.
 
-        If a rank has ended, raise the error that it had, or EngineError.
+        If a rank has ended, raise its error, or EngineError.
         """
         self._raise_if_dead()
         found = self._mail.wait_for(find)
@@ -517,12 +516,12 @@ class ProcessExecutor(Executor):
             self._die()
 
     def _die(self) -> NoReturn:
-        """End all ranks, because one has ended or is about to, and raise with the reason."""
+        """Stop all ranks, because one has ended or is about to, and raise the reason."""
         self._group.wait(REASONS_S)
         self._group.kill()
         for rank in self._ranks:
             if rank.process is None:
-                rank.link.cut()  # the rank ends when it sees that
+                rank.link.cut()  # the rank ends when it notices that
         failures = sorted(self._mail.last_words(), key=lambda failed: failed.of_peer)
         gone = self._group.describe_first(but=self._mail.bereft)
         gone = gone or next(
@@ -537,9 +536,9 @@ class ProcessExecutor(Executor):
 
 
 def settled(args: EngineArgs) -> EngineArgs:
-    """Resolve `cpu_layers` "auto" to a number of layers; None if the GPU holds all.
+    """Resolve `cpu_layers` "auto" to a number of layers; None if all fit on the GPU.
 
-    It is resolved once, because a GPU that has been filled would give another number.
+    It is resolved only once, because a filled GPU would give another number.
     """
     description = read_spec(resolve_model(args.model, download_dir=args.download_dir)).taking_media(
         args.max_images
@@ -551,8 +550,8 @@ def settled(args: EngineArgs) -> EngineArgs:
 def _check(args: EngineArgs, description: ModelDescription) -> tuple[list[OfRank], ParallelConfig]:
     """Check the settings and this machine's devices before a process is started.
 
-    Returns each rank's settings with its CPU (None: it has a GPU), and how the ranks share the
-    model. ConfigError if the settings are wrong or there are too few devices.
+    Returns (each rank's settings and its CPU, None for a GPU; how the ranks share the model).
+    ConfigError if the settings are wrong or there are too few devices.
     """
     size, info = num_ranks(args), this_device(args.device)
     config = resolve(args, description, info)
@@ -589,7 +588,7 @@ def _beside_a_gpu(
 ) -> list[OfRank]:
     """Settings of the host CPU's stage and of the GPU's stage, for `_check`.
 
-    One core is left to the process that feeds the GPU.
+    One core is left for the process that feeds the GPU.
     """
     cpu = detect("cpu", machine_folder(), num_threads=args.num_threads)
     on_cpu, on_gpu = stage_args(args, config, args.num_threads or max(1, cpu.num_threads - 1))

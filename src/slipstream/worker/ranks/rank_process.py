@@ -1,10 +1,10 @@
-"""One rank of a model split over processes: a fork of `python -m slipstream.worker.ranks.rank_process --fork DESCRIPTOR`.
+"""One rank of a model split over processes: a fork of `python -m slipstream.worker.ranks.rank_process --fork
+DESCRIPTOR`.
 
-It has a `LocalExecutor` with its part of the model, and makes the calls that the messages request,
-in order. The first rank of the last pipeline stage sends the results. All ranks of a stage compute
-the same tokens, because gathered logits have the same bits on every rank, and the sampler depends
-only on them and the requests. Where requests are distributed over ranks, each rank gets its part of
-a plan, computes its own requests' tokens and sends their results.
+It has a `LocalExecutor` with its part of the model, and performs the calls that messages request, in order. The first
+rank of the last pipeline stage sends the results. All ranks of a stage compute the same tokens, because gathered
+logits have the same bits on every rank, and the sampler depends only on them and the requests. If ranks compute
+different requests, each rank gets its part of a plan, computes its own requests' tokens and sends their results.
 
 The process ends when its standard input closes, so it never outlives its parent.
 """
@@ -81,7 +81,7 @@ _logger = logging.getLogger("slipstream.engine")
 
 class RankProcess:
     def __init__(self, link: RankLink, local_rank: int | None = None) -> None:
-        """`local_rank` is the device that a rank on another host takes there."""
+        """`local_rank`: index of the device on this host, for a rank that joins from another host."""
         self._link, self._local_rank = link, local_rank
         self._poll = select.poll()
         self._poll.register(link.fileno(), select.POLLIN | select.POLLHUP)
@@ -143,10 +143,10 @@ class RankProcess:
         self._executor = own = LocalExecutor.build(
             begin.args, progress=tell, ranks=ranks, device=device
         )
-        if isinstance(own.config.parallel.stage, DealtRequests):  # each rank has results of its own
+        if isinstance(own.config.parallel.stage, DealtRequests):  # each rank sends its own results
             self._sends_results = begin.rank >= begin.size - ranks_of_stage
             self._answered_by_all += (GetExpertLoad, ReportExpertLoad, GetProposed)
-        elif isinstance(own.config.parallel, ContextParallel):  # each counts other tokens
+        elif isinstance(own.config.parallel, ContextParallel):  # each rank counts different tokens
             self._answered_by_all += (GetExpertLoad,)
         config, most_drafts = own.config, getattr(own.config.speculation, "most_drafts", None)
         self._link.send(
@@ -155,7 +155,7 @@ class RankProcess:
             )
         )
         gc.freeze()
-        gc.disable()  # a step leaves no cycles, and a search for them would pause it for 50 ms
+        gc.disable()  # a step creates no reference cycles, and a collection would pause it for 50 ms
 
     def _serve(self) -> bool:
         """Handle one message, or send a finished result. False at the End message."""
@@ -178,7 +178,7 @@ class RankProcess:
         if isinstance(message, Launch | LaunchTexts):
             self._launch(message.plan)
         elif isinstance(message, Constrain):
-            if isinstance(self._newest, AwaitingMask):  # otherwise another stage draws
+            if isinstance(self._newest, AwaitingMask):  # otherwise another stage samples
                 self._newest.constrain(TokenMask(message.positions, message.bits, message.which))
         elif isinstance(message, Forget):
             self._steps.clear()
@@ -297,7 +297,7 @@ def fork_ranks(asked: socket.socket) -> None:
     import slipstream.worker.torch_loading  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # forks have nothing to collect of it
+    gc.freeze()  # forks then have nothing to collect
     gc.enable()
     serve(asked, main)
 

@@ -1,4 +1,4 @@
-"""Distribution of requests over ranks: each rank's part of a step, and one result from theirs.
+"""Distribution of requests over ranks: each rank's part of a step, and joining of their results.
 
 No torch. Each request belongs to one rank, which alone has its row, its keys and values, and its
 result (`NewRequest.rank`). A preempted request may return to another rank.
@@ -28,7 +28,7 @@ from slipstream.worker.inputs.step_shape import largest_shape, shape_of
 
 
 class RequestOwners:
-    """Remembers which of `num_ranks` ranks each request belongs to."""
+    """Stores to which of `num_ranks` ranks each request belongs."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -82,7 +82,9 @@ def masks_of_parts(parts: Sequence[StepPlan], plan: StepPlan, mask: TokenMask) -
     which = mask.which or tuple(range(len(mask.positions)))
     size = len(mask.bits) // (max(which, default=0) + 1)
     positions: list[list[int]] = [[] for _ in parts]
-    rows: list[dict[int, int]] = [{} for _ in parts]  # of bits: a part's row of the plan's
+    rows: list[dict[int, int]] = [
+        {} for _ in parts
+    ]  # by rank: index of a row of bits in the plan, to its index in the part
     own_rows: list[list[int]] = [[] for _ in parts]
     bits = [bytearray() for _ in parts]
     for row, position in zip(which, mask.positions, strict=True):
@@ -101,7 +103,7 @@ def joined_drafts(
     parts: Sequence[StepPlan], plan: StepPlan, proposed: Sequence[Sequence[int]]
 ) -> list[int]:
     """Joins the drafts that ranks propose for their parts, in the plan's order. A rank whose
-    requests have no grammars may send none, because its drafts are not needed before the draw.
+    requests have no grammars may send none, because its drafts are not needed before sampling.
     """
     drafts = {
         s.request_id: [next(own, FROM_MODEL) for token in s.drafts if token == FROM_MODEL]
@@ -147,7 +149,7 @@ def joined_result(
 def _joined_logprobs(parts: Sequence[SampledLogprobs], plan: StepPlan) -> SampledLogprobs:
     """Join log-probabilities in the plan's order.
 
-    Each part has as many top tokens as its most demanding request wants.
+    Each part has as many top tokens as its most demanding request needs.
     """
     if len(parts) == 1:
         return parts[0]

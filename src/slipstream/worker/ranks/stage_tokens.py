@@ -1,13 +1,13 @@
 """Sampled tokens of a pipeline, sent from the last stage to the first.
 
-The last stage draws them, and the first reads them in their requests' next step. They go from
-device to device. So neither stage waits for the host, which plans the next step before it knows
+The last stage samples them, and the first reads them in the requests' next step. They are sent from
+device to device, so neither stage waits for the host, which plans the next step before it knows
 them.
 
 1. Each step that samples is one message, int64 [N], in the order of the steps.
-2. The first stage takes a step's tokens just before it launches the next step of one of its
-   requests. Until then it computes steps of other requests, while the last stage is still at this
-   one.
+2. The first stage receives a step's tokens just before it launches the next step of one of its
+   requests. Until then it computes steps of other requests, while the last stage still computes
+   this one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from slipstream.worker.draft.stages import ReceivedDrafts
 from slipstream.worker.inputs.rows import Row, RowTable
 
 MAX_DUE = 4
-"""Maximum number of steps whose tokens may wait at the last stage.
+"""Maximum number of steps whose tokens may be unreceived at the last stage.
 
-Ended requests never fetch theirs.
+The tokens of ended requests are never fetched.
 """
 
 
@@ -126,7 +126,7 @@ class LastStage:
         self._owed = 0
 
     def awaits_mask(self, count: int) -> None:
-        """Register a launched step that draws `count` tokens once it has its grammars' masks.
+        """Register a launched step that samples `count` tokens once it has its grammars' masks.
 
         No other step may be launched before.
         """
@@ -140,7 +140,7 @@ class LastStage:
     def forget(self) -> None:
         """Drop everything after all requests have ended.
 
-        The first stage receives a message of each step, even of one that was never drawn.
+        The first stage receives a message for each step, even for one that was never sampled.
         """
         if self._owed:
             self.drawn(torch.zeros(self._owed, dtype=torch.int64, device=self._device))

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, and vectors, which requests ask for besides tokens. No torch."""
+"""Log-probabilities of prompts, and embeddings, which requests ask for besides tokens. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def completed_prompts(rows: RowTable, plan: StepPlan) -> tuple[tuple[str, ...], 
 def prompt_logprobs(
     by: Sampler, rows: RowTable, plan: StepPlan, logits_of: Callable[[int, int, int], Any]
 ) -> list[PromptLogprobs]:
-    """Log-probabilities of prompt tokens after this step's positions, for requests that ask.
+    """Log-probabilities of prompt tokens after this step's positions, for requests that want them.
 
     `logits_of(start, i, n)` returns the logits of n positions, from the i-th on, of the sequence
     whose tokens begin at `start` in the step.

@@ -1,6 +1,6 @@
-"""Additions to logits, and lists of allowed tokens, of requests that have some.
+"""Additions to logits, and lists of allowed tokens, for requests that have some.
 
-Bad words, and tokens that may not end an answer yet, are such additions.
+Bad words, and end tokens that are not allowed yet, are such additions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FORBIDDEN = -1e30
 """Added to the logit of a forbidden token.
 
-It is finite, so a token can be drawn even if all are forbidden.
+It is finite, so that a token can be sampled even if all are forbidden.
 """
 
 
@@ -35,7 +35,7 @@ class Biases(NamedTuple):
 def positions_of(
     table: RowTable, sampled: SampledRows, want: Want, names: Sequence[str]
 ) -> Iterator[tuple[int, Row, int]]:
-    """Yield (index of N, row, number of preceding tokens) of the tokens of requests with `want`."""
+    """Yield (index of N, row, number of preceding tokens) for the tokens of requests with the option `want`."""
     if not table.wanted(want, names):
         return
     wanting, i = table.wanting[want], 0
@@ -52,8 +52,7 @@ def limits_of(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Lists of allowed tokens; None if there are none.
 
-    Returns the indices of limited tokens of `sampled`, and for each allowed token the index it
-    belongs to and its id.
+    Returns (indices in `sampled` that are limited; for each allowed token, its index; its id).
     """
     limited = [
         (i, row.allowed)
@@ -77,7 +76,7 @@ def biases_of(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> Bi
        tokens precede; where they do not, the value is 0.
     """
     entries: list[tuple[int, int, float]] = []
-    # bad words of several tokens that the answer may have begun
+    # bad words of several tokens whose beginning the answer may have
     begun: list[tuple[int, int, tuple[int, ...]]] = []
     for i, row, end in positions_of(table, sampled, "bias", names):
         sampling, num_answered = row.sampling, end - row.num_prompt_tokens
@@ -99,7 +98,7 @@ def biases_of(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> Bi
     biases = table.upload(np.array(values, np.float32))
     if begun:
         longest = max(len(word) for *_, word in begun) - 1
-        # tokens (−1: any), and their places in the table
+        # tokens (−1: any), and their positions in the table
         wanted = np.full((2, len(begun), longest), -1, np.int32)
         wanted[1] = 0
         for n, (_, end, word) in enumerate(begun):

@@ -1,6 +1,6 @@
 """Steps that sample for requests with a grammar.
 
-The forward runs first. Meanwhile the host computes the allowed tokens, and `constrain` then draws.
+The forward runs first. Meanwhile the host computes the allowed tokens, then `constrain` samples.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class DrawnStep(Protocol):
 
 
 class AwaitingMask:
-    """Handle of a step whose forward is launched but whose tokens are not drawn yet. `draw` samples
-    and returns the handle of the whole step. `drafts` are on the host once the event `drafted` has
-    happened.
+    """Handle of a step whose forward is launched but whose tokens are not sampled yet. `draw`
+    samples and returns the handle of the whole step. `drafts` are on the host once the event
+    `drafted` has happened.
     """
 
     def __init__(
@@ -73,9 +73,8 @@ class AwaitingMask:
 
 
 def mask_bits(mask: TokenMask) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Returns (indices, bits). `indices`, int64 [2, N], has each masked position and the number of
-    its row in `bits`."""
-    if not mask.positions:  # its answers have ended, or may have any token
+    """(indices, bits). `indices`, int64 [2, N]: each masked position, and its row in `bits`."""
+    if not mask.positions:  # its answers have ended, or are unrestricted
         return np.empty((2, 0), np.int64), np.empty((0, 0), np.int32)
     # torch needs writable memory
     memory = mask.bits if isinstance(mask.bits, bytearray) else bytearray(mask.bits)

@@ -1,4 +1,4 @@
-"""The end of a step on any device: from logits to tokens and log-probabilities.
+"""The end of a step on any device: sampling tokens and log-probabilities from logits.
 
 Values are tensors or arrays. No torch.
 """
@@ -20,13 +20,13 @@ from slipstream.worker.sampling.sampler import sampling_tensors
 from slipstream.worker.sampling.sampler_chain import draw_chained, places
 
 BestLogprobs: TypeAlias = tuple[list[int], Any, list[int]]
-"""Indices of tokens with log-probabilities; on the host the `OpSet.packed_logprobs` of these tokens,
-or of all; the number of alternatives that each wants."""
+"""(indices of tokens with log-probabilities; on the host the `OpSet.packed_logprobs` of these
+tokens, or of all; number of alternatives that each needs)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Functions by which a runner samples from its kind of values, tensors or arrays."""
+    """Functions with which a runner samples from its kind of values, tensors or arrays."""
 
     sample: Callable[[Any, SamplingTensors], Any]
     """`OpSet.sample`."""
@@ -57,7 +57,7 @@ def draw(
     mask: TokenMask | None,
     params: SamplingTensors | None = None,
 ) -> DrawnTokens:
-    """Draw one token per row of `logits` [N, V], which may be overwritten.
+    """Sample one token per row of `logits` [N, V], which may be overwritten.
 
     Log-probabilities are those of the model's own distribution, before the mask and the sampler.
     `params` are the `sampling_tensors`, if already computed.
@@ -70,7 +70,7 @@ def draw(
         overwrites = mask is not None or params.changes_logits or not params.all_greedy
         if overwrites or len(which) < len(sampled.request_ids):
             index = rows.upload(np.array(which, np.int64))
-        kept = logits[index]  # a copy, unless all rows are wanted and stay unchanged
+        kept = logits[index]  # a copy, unless all rows are needed and stay unchanged
     if mask is not None and mask.positions:
         by.mask(logits, mask)
     chained = places(rows, sampled) if rows.wanting["chain"] else []

@@ -1,6 +1,6 @@
 """Prepares the inputs of `ops.sample` from the rows' parameters.
 
-Only parameters that some row uses are gathered. A step of greedy rows needs none. A table without a
+Only parameters used by some row are gathered. A step of greedy rows needs none. A table without a
 device yields NumPy arrays.
 """
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
     """Sampling parameters of the N tokens of `sampled`, in its order.
 
-    They are already on the device, except biases and lists of allowed tokens, which are uploaded in
-    each step.
+    They are already on the device, except biases and lists of allowed tokens, which are uploaded in each step.
     """
     names = sampled.names
     bias = biases_of(table, sampled, names) if table.wanting["bias"] else None
@@ -63,7 +62,7 @@ def tensors_of_rows(
 ) -> SamplingTensors:
     """Parameters of tokens at `positions` of `rows`, each [N], of any requests.
 
-    There are penalties unless `longest`, the number of tokens that they count at most, is 0.
+    `longest`: maximum number of tokens that penalties count; 0: no penalties.
     """
     if table.ops.takes_rows:
         floats, ints = table.sampling_floats, table.sampling_ints

@@ -1,17 +1,17 @@
-"""Draws tokens row by row for requests that the batch sampler does not cover. No torch.
+"""Samples tokens row by row for requests that the batch sampler does not cover. No torch.
 
-These have parameters that it lacks (`SamplingParams.by_chain`). This is the slower path: it runs on
-the host, with NumPy, in some milliseconds per row and hundred thousand vocabulary tokens. On a GPU
-the logits of these rows are first copied to the host, and the launch waits for that. Other rows of
-the step are drawn on the device as always. A step without such rows is not affected.
+These have parameters that the batch sampler lacks (`SamplingParams.by_chain`). This is the slower path: it
+runs on the host, with NumPy, in some milliseconds per row and hundred thousand vocabulary tokens. On a GPU
+the logits of these rows are first copied to the host, and the launch waits for that. Other rows of the step
+are sampled on the device as usual. A step without such rows is not affected.
 
-1. Allowed tokens, biases and bad words come first, then the request's own functions, then the
-   samplers in their order, then one draw. A grammar's mask was applied before.
+1. Allowed tokens, biases and bad words are applied first, then the request's own functions, then the samplers
+   in their order, then one token is drawn. A grammar's mask was applied before.
 2. The draw uses the same random number as the batch sampler would, so it depends only on seed,
    position and logits. Tokens that verify drafts are drawn the same way, so drafts change no
    answer.
-3. Mirostat has a state, `Row.mirostat_mu`. It goes to the scheduler with each token
-   (`SamplerState`), and returns with a request that was preempted. Such requests have no drafts.
+3. Mirostat has a state, `Row.mirostat_mu`. It is sent to the scheduler with each token (`SamplerState`), and
+   comes back with a request that was preempted. Such requests have no drafts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from slipstream.worker.sampling.biases import biases_of, limits_of, positions_of
 _logger = logging.getLogger("slipstream.engine")
 
 XTC_SALT = 0x5851F42D4C957F2D
-"""Changes a seed, for the separate random number that decides whether XTC acts."""
+"""Salt for a seed, for the separate random number that decides whether XTC acts."""
 
 
 class Chained(NamedTuple):
@@ -50,7 +50,7 @@ class Chained(NamedTuple):
 
 
 def places(table: RowTable, sampled: SampledRows) -> list[int]:
-    """Returns which of the N sampled positions are drawn here."""
+    """Indices, among the N sampled positions, of those that are sampled here."""
     if not table.wanted("chain", sampled.names):
         return []
     chained = table.wanting["chain"]
@@ -60,7 +60,7 @@ def places(table: RowTable, sampled: SampledRows) -> list[int]:
 def draw_chained(
     table: RowTable, sampled: SampledRows, which: Sequence[int], logits: Floats
 ) -> Chained:
-    """Draw tokens at the `places` of `sampled` from their logits [M, V], which are overwritten."""
+    """Sample tokens at the `places` of `sampled` from their logits [M, V], which are overwritten."""
     chained = table.wanting["chain"]
     own = SampledRows(
         requests=tuple([s for s in sampled.requests if s.request_id in chained]),
@@ -87,10 +87,10 @@ def draw_chained(
 
 
 def _draw_row(row: Row, logits: Floats, tokens: Longs) -> int:
-    """Draw a token after `tokens` [L]."""
+    """Sample the token after `tokens` [L]."""
     params, counter = row.sampling, np.array([len(tokens)])
     for given in params.logits_processors:
-        # by a grammar or a list of allowed tokens; a function can't allow these again
+        # by a grammar or a list of allowed tokens; a function must not allow these again
         masked = logits == -np.inf
         logits[:] = np.where(
             masked, -np.inf, _processed(given, tokens, row.num_prompt_tokens, logits)
@@ -118,8 +118,8 @@ def apply_samplers(
 ) -> None:
     """Apply all samplers of `p` to logits [V], in its order.
 
-    With temperature 0 only samplers that change logits apply, because the others never remove the
-    likeliest token.
+    With temperature 0 only samplers that change logits are applied, because the others never remove
+    the most likely token.
     """
     steps: dict[str, Callable[[], None]] = {
         "penalties": lambda: samplers.penalties(

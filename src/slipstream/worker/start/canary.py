@@ -1,14 +1,14 @@
 """Canary: a few dozen tokens stored with a checkpoint, and the model's log-probabilities of them.
 
-The log-probabilities are those of the machine that made the canary. At the start it tests whether
-the checkpoint still gives these log-probabilities, with this machine's kernels and this cache type.
+The log-probabilities are those of the machine that made the canary. At the start it tests whether the
+checkpoint still yields these log-probabilities, with this machine's kernels and this cache dtype.
 
-1. Most tokens run as one prefill, the last few as decodes, which have other kernels. Graphs are not
-   run, because they replay the same kernels.
-2. For each position the likeliest tokens are stored. The KL divergence is taken over them and one
-   bucket for all others. It never exceeds the KL over the whole vocabulary.
-3. Rounding, another type or an 8-bit cache stay below `max_kl`. A wrong kernel or file does not.
-   `MAX_KL` documents the measurements, and what a canary can't detect.
+1. Most tokens run as one prefill, the last few as decodes, which have other kernels. Graphs are not used,
+   because they replay the same kernels.
+2. For each position the most likely tokens are stored. The KL divergence is computed over them and one bucket
+   for all others. It never exceeds the KL over the whole vocabulary.
+3. Rounding, another dtype or an 8-bit cache stay below `max_kl`. A wrong kernel or file exceeds it. `MAX_KL`
+   documents the measurements, and what a canary can't detect.
 
 The file is JSON: format, token_ids, num_decoded, top_ids and top_logprobs (one row per token),
 max_kl, made_with.
@@ -51,16 +51,16 @@ MAX_KL = 0.05
 """Limit of the mean KL in nats.
 
 It was measured on SmolLM2-135M-Instruct, which is sensitive because it is small, against float32
-and the reference kernels. bfloat16 costs 0.001, the CPU's kernels on Q4_1 blocks 0.003, an int8 or
-fp8 cache 0.01, int8 or fp8 products 0.04. An error in every layer costs nats, and one layer's MLP
-scaled by 2 costs 0.08. The canary does not detect an MLP scaled by 1.5, which costs 0.02, or an
-error in one head of one layer, which costs 0.006.
+and the reference kernels. bfloat16 costs 0.001, the CPU kernels on Q4_1 blocks 0.003, an int8 or
+fp8 cache 0.01, int8 or fp8 weights and inputs 0.04. An error in every layer costs nats, and one
+layer's MLP scaled by 2 costs 0.08. The canary does not detect an MLP scaled by 1.5, which costs
+0.02, or an error in one head of one layer, which costs 0.006.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """Stored canary. Row i of `top_ids` and `top_logprobs` has token i's likeliest successors."""
+    """A stored canary. Row i of `top_ids` and `top_logprobs` has the most likely successors of token i."""
 
     token_ids: tuple[int, ...]
     top_ids: tuple[tuple[int, ...], ...]
@@ -78,7 +78,7 @@ def make_canary(
     made_with: Mapping[str, Any],
     max_kl: float = MAX_KL,
 ) -> Canary:
-    """Make a canary of the first NUM_TOKENS of `token_ids`. More than NUM_DECODED are needed."""
+    """Make a canary from the first NUM_TOKENS of `token_ids`; there must be more than NUM_DECODED."""
     tokens = tuple(token_ids[:NUM_TOKENS])
     found = _log_probabilities(forwards, kv, tokens, NUM_DECODED)
     ids = np.argsort(-found, axis=-1, kind="stable")[
@@ -114,7 +114,7 @@ def run_canary(
 ) -> CanaryResult:
     """Run a canary in the blocks 1, 2, … of `kv`, which must be unused.
 
-    A short context or too few blocks shorten the canary.
+    If the context is too short or there are too few blocks, the canary is shortened.
     """
     spec = forwards.decoder.spec
     num_tokens = min(len(canary.token_ids), context)
@@ -142,7 +142,7 @@ def run_canary(
 
 
 def _block_size(forwards: ForwardTable, kv: Sequence[LayerKV]) -> int:
-    """Tokens of a block, counted over all ranks if its tokens are divided among ranks."""
+    """Tokens per block, summed over ranks if a block's tokens are divided among them."""
     part = forwards.decoder.partition
     size = block_size(forwards.decoder.spec, kv)
     return size * (1 if part is None or part.context is None else part.context.size)
@@ -183,7 +183,7 @@ def _logits(
 
 
 def canary_of(description: ModelDescription, wanted: str) -> Canary | None:
-    """The checkpoint's canary, if it has one. ConfigError if it has none and must have one (`wanted` is "refuse")."""
+    """The checkpoint's canary; None if it has none. ConfigError if it has none but `wanted` is "refuse"."""
     path, spec = description.path, description.spec
     if spec.kind != "a decoder":
         if wanted == "refuse":
@@ -205,7 +205,7 @@ def canary_of(description: ModelDescription, wanted: str) -> Canary | None:
 
 
 def refuse_bad(result: CanaryResult, wanted: str) -> None:
-    """Raise ModelError if the result is bad and must be good (`wanted` is "refuse")."""
+    """Raise ModelError if the result is bad and `wanted` is "refuse"."""
     if wanted == "refuse" and not result.ok:
         raise ModelError(
             f"{result.describe()}; use other kernels or another kv_cache_dtype, or set canary='warn'"
@@ -213,7 +213,7 @@ def refuse_bad(result: CanaryResult, wanted: str) -> None:
 
 
 def check_start(executor: LocalExecutor, wanted: str) -> CanaryResult | None:
-    """Run the checkpoint's canary, if it has one, and count the seconds among the start's phases."""
+    """Run the checkpoint's canary, if it has one, and record its seconds as a phase of the start."""
     begin, runner, model = time.perf_counter(), executor.runner, executor.config.model
     if wanted == "off" or model.load_format == "dummy":
         return None
@@ -224,13 +224,13 @@ def check_start(executor: LocalExecutor, wanted: str) -> CanaryResult | None:
     runner.reset_expert_load()
     executor.phases["canary"] = time.perf_counter() - begin
     if not runner.model.spec.has_last:
-        return None  # the last stage knows the result
+        return None  # only the last stage knows the result
     refuse_bad(result, wanted)
     return result
 
 
 def log_no_canary(model: Path, kind: str) -> None:
-    """Warn that the canary of a model that is no decoder is ignored."""
+    """Warn that the canary of a model that is not a decoder is ignored."""
     if _place(model).is_file():
         told = f"{model} is {kind}, and only decoders have canaries"
         _logger.warning("%s; its %s is ignored: delete it, or set canary='off'", told, CANARY_NAME)

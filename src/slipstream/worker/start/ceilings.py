@@ -1,4 +1,4 @@
-"""Measures a device's ceilings: reading memory, matrix products, operator latency, reading disks."""
+"""Measures a device's performance ceilings: memory reads, matrix products, operator latency, disk reads."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from slipstream.worker.runner import Runner
 from slipstream.worker.start.roofline import measure_ceilings
 
 SIDE = 8192
-"""Rows and columns of the matrices that measure a GPU's rates."""
+"""Rows and columns of the matrices with which a GPU's rates are measured."""
 
 READ_BYTES = 2**31
 MAX_OF_FILE = 256 * 2**20
 NUM_SMALL = 200
-"""Operators in the graph that measures the latency of one."""
+"""Number of operators in the graph that measures an operator's latency."""
 
 
 def device_ceilings(runner: Runner) -> dict[str, float]:
     """Ceilings by name. Rates that can't be measured are left out.
 
-    `read` is in bytes/s, products are in operations/s by type, and a GPU also has `op_s` in
+    `read` is in bytes/s, matrix products are in operations/s by dtype, and a GPU also has `op_s` in
     seconds.
     """
     ops: object = runner.ops
@@ -74,7 +74,7 @@ def _gpu_ceilings(device: torch.device) -> dict[str, float]:
 
 
 def _seconds(platform: Platform, run: Callable[[], object], rounds: int = 5) -> float:
-    """Returns the shortest time of several rounds, because other processes can only add time."""
+    """The shortest time of several rounds, because other processes can only add time."""
     run()
     platform.synchronize()
     best = float("inf")
@@ -90,7 +90,7 @@ def _seconds(platform: Platform, run: Callable[[], object], rounds: int = 5) -> 
 def disk_rate(path: Path) -> float | None:
     """Bytes per second read from the disk that holds the model.
 
-    The largest file is first dropped from the system's page cache. None where the system can't drop
+    The largest file is first dropped from the system's page cache. None if the system can't drop
     it.
     """
     files = [path] if path.is_file() else [f for f in path.iterdir() if f.is_file()]

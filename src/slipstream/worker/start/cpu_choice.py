@@ -1,15 +1,15 @@
 """Finds and stores the fastest instruction set, type and thread count of this machine's CPU.
 
-Hosts hide, emulate or slow down instructions, and share cores. So the choice is made by
+Virtual machines hide, emulate or slow down instructions, and share cores. So the choice is made by
 measurement.
 
 1. A small decoder with random weights, larger than the caches, runs one token and a prompt with the
    kernels that will serve.
 2. The candidates take turns, and each one's best time counts, since other load only adds time. A
-   choice other than the obvious one must win twice by a margin. All this takes about two seconds.
-3. The answer is stored in the user's cache folder, under a name made of everything it depends on.
-   So another machine, library or number of cores is measured again. `slipstream doctor --measure`
-   measures by hand.
+   choice other than the default must win twice by a margin. All this takes about two seconds.
+3. The result is stored in the user's cache folder, under a name derived from everything it depends
+   on. So another machine, library or number of cores is measured again. `slipstream doctor
+   --measure` measures by hand.
 4. Of processes that start together, one measures and the others wait for its answer. Otherwise they
    would slow each other down and might choose differently. They wait at most `PATIENCE_S`, since
    the measuring process may have been stopped.
@@ -54,11 +54,11 @@ FORMAT = 1
 ROUNDS = 12
 PROMPT = 64  # tokens
 DECODES = 32
-"""Number of one-token steps in a candidate's score, in addition to one prompt."""
+"""Number of one-token steps, besides one prompt, in a candidate's score."""
 MARGIN = 0.8
-"""Share of the time below which fewer threads or an older instruction set are chosen.
+"""Fraction of the default's time below which fewer threads or an older instruction set are chosen.
 
-There must be a margin, because other load may be gone next time.
+A margin is needed, because other load may be gone next time.
 """
 BLOCK = 16
 PATIENCE_S = 60.0
@@ -83,7 +83,7 @@ class Timing:
 class CpuChoice:
     """The measured choice.
 
-    `isa` is None where the C++ kernels are not built and torch's matrix products run instead.
+    `isa` is None if the C++ kernels are not built and torch's matrix products are used.
     """
 
     isa: str | None
@@ -114,9 +114,9 @@ def choose_cpu(
 ) -> CpuChoice:
     """Load this machine's stored choice, or measure it now.
 
-    It is measured if there is none or with `measure`; `measuring` is called before. The measurement
-    can't wait until after the first answer, because the weights' type follows from it, and so does
-    the answer.
+    It is measured if there is none or with `measure`; `measuring` is called before. It can't be
+    postponed until after the first answer, because it determines the weights' dtype, and so the
+    answer.
     """
     path = folder / f"cpu-{_identity()}.json"
     known = None if measure else _read(path)
@@ -170,7 +170,7 @@ def _measure(cores: int) -> CpuChoice:
 
 
 def _fastest(timings: Sequence[Timing]) -> Timing:
-    """Returns the last candidate, unless another one is faster by `MARGIN`."""
+    """The last candidate, unless another one is faster by `MARGIN`."""
     best = min(timings, key=lambda t: t.score)
     return best if best.score < MARGIN * timings[-1].score else timings[-1]
 
@@ -200,8 +200,8 @@ def _time(candidates: Sequence[tuple[str | None, str, int]]) -> list[Timing]:
 def _steps(
     isa: str | None, weights: str, num_threads: int
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Returns two functions: one computes a step of one token after a prompt, the other computes
-    the prompt."""
+    """(function that computes a step of one token after a prompt, function that computes the
+    prompt)."""
     if isa is None:
         return _steps_by_torch(weights, num_threads)
     ops = HostOps(num_threads, isa)
@@ -297,7 +297,7 @@ def _spec() -> ModelSpec:
 def _exclusive(folder: Path) -> Iterator[None]:
     """Context manager with an exclusive lock on the folder; it gives up after `PATIENCE_S`.
 
-    A folder that can't be made stores nothing, so there is nothing to wait for.
+    If the folder can't be created nothing is stored, so there is nothing to wait for.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -320,7 +320,7 @@ def _identity() -> str:
     runs: tuple[str, ...] = ()
     if path is not None:
         built: object = (path.stat().st_size, path.stat().st_mtime_ns)
-        # Linux names neither the model nor the features of an ARM processor as it does others'.
+        # for ARM processors Linux gives neither the model name nor the features as for others
         runs = tuple(instruction_sets())
     else:
         from importlib.metadata import version  # imported late: it takes 20 ms

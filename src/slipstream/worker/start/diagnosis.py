@@ -37,7 +37,7 @@ GPU_ONLY = ("triton",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """Something that is missing. `needed`: nothing runs without it. `command` installs it; empty if
+    """A missing dependency. `needed`: nothing runs without it. `command` installs it; empty if
     there is none."""
 
     what: str
@@ -109,8 +109,8 @@ def package_version(name: str) -> str | None:
 
 
 def tile_tables(names: list[str]) -> tuple[dict[str, str], list[Missing]]:
-    """(tile table that an engine takes for each kind of GPU, tables that can't be used). An engine
-    does not start until the latter are removed."""
+    """(tile table that an engine uses for each kind of GPU, invalid tables). An engine doesn't
+    start until the latter are removed."""
     from slipstream.hub import tiles_folder
     from slipstream.spec.devices.autotune_table import load_tiles
 
@@ -142,7 +142,7 @@ def torch_info() -> TorchInfo | None:
 
 
 def will_use() -> dict[str, Any]:
-    """The values that device="auto", dtype="auto" and kernels="auto" are resolved to."""
+    """The values to which device="auto", dtype="auto" and kernels="auto" are resolved."""
     from slipstream.hub import machine_folder
     from slipstream.worker.device import detect
 
@@ -190,8 +190,8 @@ def find_missing(
     has_model: bool,
     has_cpu_kernels: bool = True,
 ) -> list[Missing]:
-    """Missing things, the most important first: every absent package, except those that only a GPU needs if there
-    is none. Pure."""
+    """Missing dependencies, the most important first: all absent packages, except those only for
+    GPUs if there is none. Pure."""
     found = _missing_torch(cards, torch, has_cpu_kernels=has_cpu_kernels)
     if cards and packages.get("triton") is None:
         found.append(Missing(what="triton, for the GPU kernels", command=install_command("gpu")))

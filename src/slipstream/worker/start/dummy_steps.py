@@ -12,8 +12,7 @@ from slipstream.kernels.states import state_metadata
 def dummy_prefill(
     num_tokens: int, length: int, block_size: int, device: torch.device
 ) -> tuple[AttentionMetadata, Tensor]:
-    """Makes a step of whole prompts of `length` tokens each, which are all written to the null
-    block."""
+    """Metadata of a dummy step of whole prompts of `length` tokens each, all written to the null block."""
     positions = torch.arange(num_tokens, device=device) % length
     starts = torch.tensor([*range(0, num_tokens, length), num_tokens], dtype=torch.int32)
     meta = AttentionMetadata(
@@ -34,8 +33,7 @@ def dummy_prefill(
 
 
 def dummy_sampling(num_rows: int, device: torch.device) -> SamplingTensors:
-    """Makes sampling parameters of `num_rows` rows that are drawn with top-p, the way that takes
-    the most memory."""
+    """Dummy sampling parameters of `num_rows` rows with top-p, which takes the most memory."""
 
     def full(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((num_rows,), value, dtype=dtype, device=device)

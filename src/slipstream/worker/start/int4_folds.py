@@ -1,5 +1,5 @@
-"""Measures the factors and means by which an int4 KV cache transforms its keys, on the same random text as an 8-bit
-cache's scales."""
+"""Measures the factors and means with which an int4 KV cache transforms its keys, on the same
+random text as for an 8-bit cache's scales."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Input and output of `kernel_variants.py`: the order to compile an engine's kernels, and the list
-of them. No torch."""
+"""Input and output of `kernel_variants.py`: the request to compile an engine's kernels, and the
+list of them. No torch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from slipstream.spec.devices.gpu_archs import DescribedGpu
 from slipstream.spec.model import ModelSpec
 
 SOURCES = ("config", "core", "costs", "kernels", "model", "platform", "spec", "worker")
-"""Folders of this package that decide which kernels an engine has."""
+"""Folders of this package whose code determines which kernels an engine needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelOrder:
-    """An order to find and compile the kernels of an engine with `settings` (`EngineArgs`) on `gpu`.
+    """A request to find and compile the kernels of an engine with `settings` (`EngineArgs`) on `gpu`.
 
     `manifest`: the file to write, with the variants and `key`. The process computes `key` if it is
     "". `folder`: where the kernels go; None is Triton's cache. `layers`: read-only folders of
@@ -51,8 +51,8 @@ class KernelOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelList:
-    """The kernels of an engine. `folders` are all names of their folders in Triton's cache. `failed`:
-    what did not compile, and why."""
+    """The kernels of an engine. `folders`: names of their folders in Triton's cache. `failed`:
+    errors of those that did not compile."""
 
     variants: tuple[ListedKernel, ...]
     folders: tuple[str, ...]
@@ -60,11 +60,11 @@ class KernelList:
 
 
 KERNEL_COMMAND = (sys.executable, "-m", "slipstream.worker.start.kernel_variants")
-"""Command line of a process that carries out the `KernelOrder` on its standard input."""
+"""Command of a process that performs the `KernelOrder` given on its standard input."""
 
 
 class ListedKernel(NamedTuple):
-    """A kernel's variant to compile (`kernels/triton/variants.py`)."""
+    """A variant of a kernel to compile (`kernels/triton/variants.py`)."""
 
     module: str
     name: str
@@ -86,7 +86,7 @@ def read_manifest(file: Path, key: str) -> KernelList | None:
 
 
 def failed_kernels(file: Path) -> dict[str, str]:
-    """The kernels of a list that did not compile, and why."""
+    """Errors by kernel of those in a list that did not compile."""
     return dict(json.loads(file.read_bytes())["failed"])
 
 

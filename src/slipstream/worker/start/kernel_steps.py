@@ -1,8 +1,8 @@
 """Steps of dummy requests that together launch every kernel variant an engine can need.
 
-Sizes come from what kernels declare (`kernels/thresholds.py`). Requests have every option that changes
-the kernels after the forward. All steps write to the null block. They are run on a described GPU, where
-a step takes milliseconds (`kernel_variants.py`).
+Sizes come from the kernels' declared thresholds (`kernels/thresholds.py`). Requests have every
+option that changes the kernels after the forward. All steps write to the null block. They are run
+on a described GPU, where a step takes milliseconds (`kernel_variants.py`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SAMPLED_ROWS = (1, 3, 16, 80)
 TOP_LOGPROBS = (0, 1, 2, 3, 5, 9, 17, 20)
 """Numbers of log-probabilities: one in each range of powers of two, and the most."""
 FEW, MIDDLE = 8, 512
-"""Number of decodes up to which the longest context is tried, and the context of more of them."""
+"""(number of decodes up to which the longest context is tried, context length for more decodes)."""
 
 
 def samplings() -> list[SamplingParams]:
-    """Returns sampling parameters for each combination of options that changes what runs after the
+    """Sampling parameters for each combination of options that changes what runs after the
     forward."""
     cuts: list[dict[str, Any]] = [
         {"top_k": k, "top_p": p, "min_p": m}
@@ -56,7 +56,7 @@ def samplings() -> list[SamplingParams]:
     found.append(SamplingParams(temperature=0.8, allowed_token_ids=(1, 2)))
     found += [SamplingParams(temperature=0.8, logprobs=n) for n in TOP_LOGPROBS]
     found += [SamplingParams(temperature=0.0, prompt_logprobs=n) for n in TOP_LOGPROBS]
-    # masks; the grammar does not matter
+    # masks; the grammar itself does not matter
     for t in (0.0, 0.8):
         grammar = StructuredOutputsParams(regex="a")
         found.append(SamplingParams(temperature=t, structured_outputs=grammar))
@@ -137,7 +137,7 @@ class KernelSteps:
                 yield from self._beside(n, length)
 
     def _beside(self, num_tokens: int, length: int) -> Iterator[list[Part]]:
-        """Steps of about `num_tokens` tokens in prompts of `length`."""
+        """Steps of about `num_tokens` tokens in prompts of `length` tokens."""
         count = min(max(1, num_tokens // length), self.max_seqs)
         rest = num_tokens - count * length
         for begin in self._contexts(length):

@@ -1,9 +1,9 @@
-"""Every kernel of an engine, found on a described GPU and compiled, in a process of its own.
+"""Finds every kernel of an engine on a described GPU and compiles it, in a separate process.
 
     python -m slipstream.worker.start.kernel_variants < settings.json
 
-A start on a GPU runs it while it reads weights (`prepared_kernels.py`), and `slipstream build` for GPUs
-that need not be there. It uses no GPU.
+Starting on a GPU runs it while weights are read (`prepared_kernels.py`); `slipstream build` runs it
+for GPUs that need not be present. It uses no GPU.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from slipstream.worker.start.kernel_order import KernelOrder, kernel_key
 from slipstream.worker.start.kernel_steps import KernelSteps
 
 MAX_PROCESSES = 16
-"""Maximum number of processes that compile. A start has some 100 variants, of 0.1 to 2 s each."""
+"""Maximum number of compiling processes. A start has about 100 variants, of 0.1 to 2 s each."""
 MAX_FINDERS = 6
-"""Maximum number of processes that launch the dummy steps on a described GPU. There are some 700
+"""Maximum number of processes that launch dummy steps on a described GPU. There are about 700
 steps, which take one process 10 s."""
 MAX_SILENT_S = 120
-"""Seconds after which a search that finds nothing new counts as hung."""
+"""Seconds without a new kernel after which a search counts as hung."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class EngineKernels:
 
 @dataclass(frozen=True, slots=True)
 class _Repeated:
-    """A placeholder of a layer that another one represents. It returns the output of the layer
-    before."""
+    """Placeholder of a layer that another one represents. It returns the previous layer's
+    output."""
 
     layer: Layer
 
@@ -74,7 +74,7 @@ class _Repeated:
 
 
 def _pass_repeated_layers(decoder: Decoder) -> None:
-    """Replace the layers that launch no kernels of their own, most of a model's, by ones that pass their inputs on."""
+    """Replace the layers that launch no additional kernels (most of a model's) by placeholders."""
     kept = one_of_each_passage(decoder.layers)
     decoder.layers = [
         layer if i in kept else cast(Layer, _Repeated(layer))
@@ -87,8 +87,8 @@ def find_kernels(
     capability: tuple[int, int],
     take: Callable[[Iterable[Job]], None] = lambda jobs: None,
 ) -> EngineKernels:
-    """The kernels of an engine with these settings on a GPU of this compute capability. `take` gets each as it is found,
-    perhaps again: CUDA sources when the first engine is made.
+    """The kernels of an engine with these settings on a GPU of this compute capability. `take` gets
+    each when it is found, possibly repeatedly; CUDA sources when the first engine is created.
 
     Steps run in graphs in one engine, and op by op in another: padding changes some variants.
     """
@@ -104,7 +104,7 @@ def find_kernels(
             executor.warm_up()
             if isinstance(executor.runner, ModelRunner) and executor.runner.model.spec.generates:
                 steps = KernelSteps(executor.runner)
-                if not args.enable_lora:  # adapters make layers of their own
+                if not args.enable_lora:  # adapters create additional layers
                     _pass_repeated_layers(executor.runner.model.decoder)
                 if eager:
                     for job in _in_parts(steps, platform, noted):
@@ -125,7 +125,7 @@ def find_kernels(
 def _in_parts(
     steps: KernelSteps, platform: MetaPlatform, noted: list[Callable[[Job], None]]
 ) -> Iterator[Job]:
-    """Run the forwards in forks of this process. Yields what they launch as they do; each may find the same."""
+    """Run the forwards in forks of this process. Yields the kernels that they launch, possibly repeatedly."""
     count = max(1, min(MAX_FINDERS, available_cores() // 2))
     context = multiprocessing.get_context("fork")
 
@@ -136,7 +136,7 @@ def _in_parts(
         for source in platform.cuda_sources - before:
             out.send(source)
         out.send(None)
-        os._exit(0)  # the pool of compilers is the parent's to close
+        os._exit(0)  # the compiler pool is closed by the parent
 
     open_pipes: list[Connection] = []
     made = []
@@ -169,8 +169,8 @@ def _in_parts(
 
 
 def _leave_out_torch_compiler() -> None:
-    """Keep torch from importing its compiler. Arithmetic on the meta device would import it, only to exclude itself
-    from compilation, which takes three seconds."""
+    """Keep torch from importing its compiler. Arithmetic on the meta device would import it only to
+    exclude itself from compilation, which takes three seconds."""
     compiler: Any = types.ModuleType("torch._dynamo")
     compiler.disable = lambda function, *_, **__: function
     sys.modules.setdefault("torch._dynamo", compiler)

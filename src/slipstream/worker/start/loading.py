@@ -79,10 +79,10 @@ def load_runner(
 ) -> tuple[ModelDescription, LoadedRunner, TileTable]:
     """Load the model that `args` describe, without a cache. With `ranks`, load one rank's part.
 
-    The engine configuration is `loaded.config`. `by_torch`: see `LocalExecutor.build`. `device` is
-    the device to use, if it was chosen before. `known` is the model's description, if it was read
-    before; it is used while a GGUF file, whose header takes long, is unchanged. ConfigError if the
-    model is to be split and there are no `ranks`.
+    The engine configuration is `loaded.config`. `by_torch`: see `LocalExecutor.build`. `device`:
+    the device, if already chosen. `known`: the model's description, if already read; used if a GGUF
+    file, whose header is slow to read, is unchanged. ConfigError if the model is to be split and
+    there are no `ranks`.
     """
     size = 1 if ranks is None else ranks.size
     rank, num_local = (0, 1) if ranks is None else (ranks.local_rank, ranks.local_size)
@@ -103,7 +103,7 @@ def load_runner(
         args.device, folder, num_threads=threads, rank=rank, num_ranks=num_local, measuring=once
     )
     config = resolve(args, description, info).of_rank
-    # otherwise, whoever started the ranks has checked
+    # otherwise, the process that started the ranks has checked
     if ranks is None or (info.is_cuda and not ranks.mixed):
         check_weights_fit(config, description)
     found = time.perf_counter() - begin
@@ -137,7 +137,7 @@ def load_runner(
     if not by_torch and (host := _host_loaded(config, description, kept, load_draft)) is not None:
         host.phases["resolve"] = found
         return description, host, NO_TILES
-    leave_low_priority()  # torch's threads have the priority of the one that starts them
+    leave_low_priority()  # torch's threads inherit the priority of the thread that starts them
     try:
         from slipstream.worker.torch_loading import TorchLoaded
     except ModuleNotFoundError as error:
@@ -165,7 +165,7 @@ def load_runner(
 def _kernels(
     args: EngineArgs, config: EngineConfig, description: ModelDescription, tiles: TileTable
 ) -> PreparedKernels | None:
-    """Begin to prepare a GPU's kernels. None where Triton's are not used."""
+    """Start preparing a GPU's kernels. None if Triton is not used."""
     info = config.device.info
     if not info.device.startswith("cuda") or config.device.kernels not in ("auto", "triton"):
         return None

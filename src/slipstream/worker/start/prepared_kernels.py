@@ -1,7 +1,7 @@
 """Compiled kernels for a start on a GPU, so that no step compiles one.
 
-1. `begin` looks for the list of the engine's kernels: in an engine folder, or where an earlier start
-   left it. If there is none, or a kernel is missing, a process finds and compiles them
+1. `begin` looks for the list of the engine's kernels: in an engine folder, or stored by an earlier
+   start. If there is none, or a kernel is missing, another process finds and compiles them
    (`kernel_variants.py`) while this one reads weights.
 2. `finish` waits for it and loads all kernels onto the GPU.
 """
@@ -85,7 +85,7 @@ class PreparedKernels:
         process.stdin = None
 
     def finish(self) -> None:
-        """Wait for the kernels and load them. Kernels that are missing are compiled later by the warm-up's steps; a
+        """Wait for the kernels and load them. Missing ones are compiled later by warm-up steps; a
         warning says why."""
         if self._process is not None:
             _, errors = self._process.communicate()
@@ -104,5 +104,5 @@ class PreparedKernels:
         for kernel in self._listed.variants:
             try:
                 KernelVariant(*kernel).load()._init_handles()
-            except Exception as error:  # the steps that launch it will fail, and no others
+            except Exception as error:  # only steps that launch this kernel will fail
                 _logger.warning("the kernel %s can't be loaded: %s", kernel.name, error)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from slipstream.worker.torch_loading import TorchLoaded
 
 PROBE_TOKENS = 64
-"""Tokens of the measured step if the bytes of most activations are known beforehand."""
+"""Tokens of the measured step if most activation bytes are known beforehand."""
 
 MAX_PROBED = 512
 """Maximum tokens of the measured step on a CPU if activation bytes are not known.
@@ -43,7 +43,7 @@ def measure_activations(runner: TorchLoaded) -> int:
     num_rows = few_rows = runner.config.max_num_sampled
     known, scale = 0, 1.0
     if per_token is not None:
-        # a short step shows the rest, and leaves the process with less unused memory
+        # a short step measures the rest, and leaves the process with less unused memory
         known = num_tokens * (per_token + (0 if runner.draft is None else runner.draft.token_bytes))
         num_tokens = min(num_tokens, PROBE_TOKENS)
         few_rows = min(num_rows, FEW_ROWS)
@@ -90,7 +90,7 @@ def measure_activations(runner: TorchLoaded) -> int:
 def compile_kernels(runner: Runner) -> None:
     """Run a small prefill and two decodes, so that the first request waits for no compilation.
 
-    A decode of one sequence has kernels of its own.
+    A decode of one sequence uses separate kernels.
     """
     for num_tokens, length in compiled_steps(runner.loaded):
         meta, tokens = dummy_prefill(
@@ -121,7 +121,7 @@ def _encode_silence(runner: Runner | TorchLoaded, audio: AudioSpec, kv: Any = No
 
 
 def _probe_audio(runner: TorchLoaded, audio: AudioSpec) -> int:
-    """Bytes that the windows of the largest step take."""
+    """Bytes needed by the audio windows of the largest step."""
     kv, before = runner.make_cache(1), runner.platform.start_peak()
     _encode_silence(runner, audio, kv)
     windows = max(1, runner.config.scheduling.max_num_batched_tokens // audio.num_states)
@@ -129,12 +129,11 @@ def _probe_audio(runner: TorchLoaded, audio: AudioSpec) -> int:
 
 
 def compiled_steps(runner: LoadedRunner) -> list[tuple[int, int]]:
-    """Returns (tokens, length of the prompts) of each step that is run in order to compile
-    kernels."""
+    """(tokens, length of the prompts) of each step that is run to compile kernels."""
     steps = [(64, 64), (4, 1), (1, 1)]
     if runner.has_latents:
-        # short and long prompts that begin at their first token have kernels of their own
-        # activations were measured for no more tokens
+        # short and long prompts from their first token on have separate kernels; activations were
+        # measured only up to this number of tokens
         most = min(512, runner.config.scheduling.max_num_batched_tokens)
         steps += [(most, min(n, most, runner.config.model.max_model_len)) for n in (128, 512)]
     return steps

@@ -2,10 +2,10 @@
 
 1. The ceilings are measured: every thread only reads memory that no cache holds, or only multiplies
    operands in registers and the nearest cache.
-2. An operator's floor is its bytes over the read rate, or its multiplications over their rate,
-   whichever is longer. Bytes are weights, keys and values; activations stay in the caches.
-3. An operator's share is floor / time. Operators that only move activations (norms, rotation,
-   rounding) have no floor here.
+2. An operator's floor is the longer of its bytes divided by the read rate, and its multiplications
+   divided by their rate. Bytes are weights, keys and values; activations stay in the caches.
+3. An operator's share of the roofline is floor / time. Operators that only move activations (norms,
+   rotation, rounding) have no floor here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from slipstream.spec.reason import Reason
 from slipstream.worker.runner import Runner
 
 READ_BYTES = 2 * 2**30
-"""Bytes read to measure the read rate, at most a quarter of free memory.
+"""Bytes read to measure the read rate; at most a quarter of free memory.
 
 This is several times the last cache level of a server (320 MB and more).
 """
@@ -64,7 +64,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShare:
-    """Time of all operators of one kind and size in a step, compared with the least possible time.
+    """Time of all operators of one kind and size in a step, compared with the minimum possible time.
 
     `floor_s` and `bound` (read, int6, int8, bfloat16, float32) are None if there is no floor.
     """
@@ -84,8 +84,8 @@ class OperatorShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShares:
-    """Shares of a measured step's operators. The step has `num_seqs` sequences of `length` tokens
-    each, of which the last `num_new` are computed."""
+    """Roofline shares of a measured step's operators. The step has `num_seqs` sequences of `length`
+    tokens each, of which the last `num_new` are computed."""
 
     name: str
     num_seqs: int
@@ -181,7 +181,7 @@ def measure_ceilings(pool: ThreadPool) -> Ceilings:
             if name == "read"
             else 2 * native.load().ss_ceiling_macs(pool.pointer, what, rounds)
         )
-        best = float("inf")  # best of several, since other load only adds time
+        best = float("inf")  # minimum of several, since other load only adds time
         until = time.perf_counter() + CEILING_SECONDS
         for repeat in itertools.count():
             if repeat >= REPEATS and time.perf_counter() > until:
@@ -220,7 +220,7 @@ def _shares(
         rounds.append([ns for program in programs for ns in program.profile(None)])
     ns_of = [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
     attention = step.decoder.spec.attentions
-    # sparse weights of one shape differ in bytes
+    # sparse weights of the same shape differ in bytes
     found: dict[tuple[str, str | None], list[tuple[float, int, int]]] = {}
     at = 0
     for program, num_tokens in zip(programs, (num_seqs * num_new, num_seqs), strict=True):
@@ -238,14 +238,14 @@ def _shares(
 
 
 def _of_operator(op: Operator, num_tokens: int) -> tuple[str, str | None, int, int]:
-    """Returns (label, multiplication type, bytes read, operations) of an operator."""
+    """(label, dtype of the multiplication, bytes read, operations) of an operator."""
     if op.weights is None:
         return op.name, None, 0, 0
     w = op.weights
     if isinstance(w, PackedExperts) and op.name == "head_linear":
         label = f"{op.name} {w.num_experts} × {w.rows} × {w.inner}, {native.KIND_NAMES[w.kind]}"
         return label, _type(w), w.data.size, 2 * w.num_experts * w.rows * w.inner * num_tokens
-    if isinstance(w, PackedExperts):  # the tokens decide how many of them are read
+    if isinstance(w, PackedExperts):  # the tokens determine how many of them are read
         return f"{op.name} {w.num_experts} × {w.rows} × {w.inner}", None, 0, 0
     label = f"{op.name} {w.rows} × {w.inner}, {native.KIND_NAMES[w.kind]}"
     return label, _type(w), w.data.size, 2 * w.rows * w.inner * num_tokens

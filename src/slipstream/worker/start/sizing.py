@@ -1,4 +1,4 @@
-"""The size of the KV cache: what a device's memory holds next to the weights."""
+"""Sizes the KV cache by a device's memory next to the weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slipstream.worker.runner import Runner
 def fit_cache(
     config: EngineConfig, loaded: LoadedRunner, activation_bytes: int
 ) -> tuple[EngineConfig, MemoryLedger, Runner]:
-    """Size the KV cache by the memory that is left, allocate it, and account for all of it."""
+    """Size the KV cache by the remaining memory, allocate it, and account for all memory."""
     spec, ranks = loaded.model.spec, loaded.partition
     one_block = block_bytes(spec, config.cache.rank_block_size, KV_BYTES[config.cache.dtype])
     weights, rows = loaded.model.weights_bytes, 0 if spec.is_encoder else rows_bytes(config)
@@ -65,8 +65,8 @@ def fit_cache(
 
 
 def check_experts(ledger: MemoryLedger, free_bytes: int, *, cache_is_there: bool) -> None:
-    """Check that the host's `free_bytes` hold the experts of all tokens in the cache, which answers
-    come with. On a CPU they hold the cache, too, which is not allocated yet."""
+    """Check that the host's `free_bytes` suffice for the experts of all cached tokens, which are
+    returned with answers. On a CPU they must also hold the cache, which is not allocated yet."""
     held, cache = ledger.returned_expert_bytes, 0
     each = held // ledger.num_blocks
     if not cache_is_there:

@@ -1,7 +1,7 @@
 """Measures step times of dummy sequences on this device: decodes, prompt chunks, both together.
 
 1. A step is launched through the executor, like the engine does, but without the scheduler. Its
-   sequences have blocks filled with ones and no tokens computed before. So any shape is ready
+   sequences have blocks filled with ones, without computing tokens first. So any shape is ready
    within milliseconds.
 2. Two steps are in flight where the device allows it, as in the engine.
 3. Shapes take turns over several rounds, so that other load slows all alike. The result is the
@@ -37,7 +37,7 @@ ONE_IN_8_BITS = 0x38
 """Byte that is 1.0 as float8 e4m3, and a small number as int8."""
 
 MIN_S = 0.03
-"""Minimum seconds that each round repeats a shape, and at least twice."""
+"""Minimum seconds for which each round repeats a shape (at least twice)."""
 
 
 class Step(NamedTuple):

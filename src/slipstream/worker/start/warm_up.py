@@ -1,8 +1,8 @@
 """Steps of dummy requests before the first real one, so that no request waits for a compiler.
 
-Captured graphs contain a step's layers and greedy ends. Other heads and samplers run after them,
-with kernels that depend on the sampling settings and the number of rows. Triton compiles separate
-kernels for one row, for multiples of 16, and for other numbers.
+Captured graphs contain a step's layers and greedy ends. Other output heads and samplers run after
+them, with kernels that depend on the sampling settings and the number of rows. Triton compiles
+separate kernels for one row, for multiples of 16, and for other numbers.
 """
 
 from __future__ import annotations

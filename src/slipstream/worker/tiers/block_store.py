@@ -1,10 +1,10 @@
 """Copies KV blocks between the device's cache and the tiers below it, and to and from other engines
 (`core/tiers/tiers.py` plans the copies).
 
-No torch. `HostBlockStore` serves a CPU: the cache is host memory, and blocks are copied to files and
-back. Its threads read and write the cache's own memory. They need no ordering with the steps,
+No torch. `HostBlockStore` serves a CPU: the cache is host memory, and blocks are copied to files
+and back. Its threads read and write the cache's own memory. They need no ordering with the steps,
 because a block does not change while it is copied out, and belongs to nobody while it is copied in.
-There is one exception: a step under way may still write to a block that was released meanwhile. So
+There is one exception: a running step may still write to a block that was released meanwhile. So
 `submit` waits for that step before it copies blocks in.
 """
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("slipstream.engine")
 
 READERS = 2
-"""Number of reading threads. Half of a read is the checksum, which takes a core."""
+"""Number of reading threads. Half of a read's time is the checksum, which needs a core."""
 
 NICENESS = 10
-"""Niceness of the writing thread, which yields to the computing ones."""
+"""Niceness of the writing thread, which yields to computing threads."""
 
 
 class HostBlockStore:
     """Block copies of a CPU.
 
     `kinds` has the memory of each kind of cache: arrays uint8 [B, n] for blocks, [slots, n] for
-    each `SlotKind`. `settle` waits for the step under way. `exchange` has blocks for other engines,
-    and `layout` is what a peer's blocks must have in common with these.
+    each `SlotKind`. `settle` waits for the running step. `exchange`: memory with blocks for other
+    engines; `layout`: properties that a peer's blocks must share with these.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class HostBlockStore:
             self.exchange.clear()
 
     def close(self) -> None:
-        """End the threads. Copies under way are finished within seconds; others are dropped."""
+        """Stop the threads. Running copies are finished within seconds; others are dropped."""
         if self._peers is not None:
             self._peers.close()
         for waiting in (self._reads, self._writes, self._gifts):
@@ -130,7 +130,7 @@ class HostBlockStore:
     # --- Other engines ------------------------------------------------------------------------------------------------
 
     def _reserve(self, copy: BlockCopy) -> None:
-        """Take a slot of the exchange at once, so that a peer that asks for the block waits for it."""
+        """Allocate a slot of the exchange at once, so that a peer that asks for the block waits for it."""
         assert self.exchange is not None
         if self.exchange.reserve(copy.key, copy.kind):
             self._give(copy)
@@ -138,7 +138,7 @@ class HostBlockStore:
             self._done.append((copy.number, copy.key in self.exchange))
 
     def _give(self, copy: BlockCopy) -> None:
-        """Put a block for which a slot was taken there."""
+        """Copy a block to the slot allocated for it."""
         self._gifts.put(copy)
 
     def _give_all(self, exchange: BlockExchange) -> None:
@@ -164,8 +164,7 @@ class HostBlockStore:
             self._writes.put((copy, self.disk.era))
 
     def _pieces(self, copy: BlockCopy) -> list[memoryview]:
-        """Returns the pieces of memory that a copy reads or writes, in the order of the file's
-        bytes."""
+        """The pieces of memory that a copy reads or writes, in the order of the file's bytes."""
         return [row.data for row in self._rows(copy)]
 
     def _read_all(self, disk: DiskTier) -> None:
@@ -179,9 +178,9 @@ class HostBlockStore:
             self._note(disk, *found)
 
     def _note(self, disk: DiskTier, copy: BlockCopy, era: int | None) -> None:
-        """Writes a block, or reads it if `era` is None, and reports the copy.
+        """Write a block, or read it if `era` is None, and report the copy.
 
-        It is reported as done in any case, because a request may wait for it.
+        The copy is reported even if it fails, because a request may wait for it.
         """
         ok = False
         try:

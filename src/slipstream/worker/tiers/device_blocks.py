@@ -1,14 +1,14 @@
 """Copies KV blocks between a GPU's cache and pinned host memory, in parallel with the steps.
 
-1. Copies run on a stream of their own, after all steps that were launched before the order. A copy
-   is reported to the engine when the event recorded after it is reached. No step that reads the
-   block is launched earlier.
+1. Copies run on a separate stream, after all steps launched before the order. A copy is reported to
+   the engine when the event recorded after it is reached. No step that reads the block is launched
+   earlier.
 2. A block's values are spread over many tensors, about ten kilobytes in each. One kernel gathers a
    batch of blocks in a staging buffer. Those with neighbouring slots then cross the bus in one
    transfer.
-3. Blocks go from host memory to files and back as on a CPU (`HostBlockStore`).
-4. What engines hand over passes `Transit`: pinned rows between the device and the exchange's memory.
-   So the exchange, its sockets and its mapped memory are a CPU's.
+3. Blocks are copied from host memory to files and back as on a CPU (`HostBlockStore`).
+4. Hand-overs between engines pass through `Transit`: pinned rows between the device and the
+   exchange's memory. So the exchange, its sockets and its mapped memory are the same as on a CPU.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def _is_reached(event: Event | None) -> bool:
 
 
 class Transit:
-    """Pinned rows for blocks that are on their way to or from other engines, by the copy's number.
+    """Pinned rows for blocks being copied to or from other engines, by copy number.
 
-    The engine's thread takes and frees them, and the threads that fetch blocks take them, too.
+    The engine's thread allocates and frees them; threads that fetch blocks allocate them, too.
     """
 
     def __init__(self, kind: Staged, platform: Platform) -> None:
@@ -79,14 +79,14 @@ class Transit:
         self._is_open = True
 
     def take(self, number: int) -> bool:
-        """Take a row for a copy. False if none is free."""
+        """Allocate a row for a copy. False if none is free."""
         with self._changed:
             if self._free:
                 self._taken[number] = self._free.pop()
             return number in self._taken
 
     def wait_for(self, number: int) -> None:
-        """Take a row as soon as one is free. EOFError if the store is closed."""
+        """Wait for a free row and allocate it. EOFError if the store is closed."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._free) or not self._is_open)
             if not self._is_open:
@@ -98,7 +98,7 @@ class Transit:
             return self.rows[self._taken[number]]
 
     def release(self, numbers: Sequence[int]) -> None:
-        """Free the rows of these copies, if they have some."""
+        """Free the rows of these copies, if they have any."""
         with self._changed:
             self._free += [self._taken.pop(n) for n in numbers if n in self._taken]
             self._changed.notify_all()
@@ -113,8 +113,8 @@ class DeviceBlocks(HostBlockStore):
     """Copies between a GPU's cache and the tiers below, and to and from other engines.
 
     `rows`, `slots` and `staged` have an item for each kind of cache: the tensors on the device, the
-    number of places in host memory, and in the staging buffer. `exchange` and `layout` are
-    `HostBlockStore`'s.
+    number of slots in host memory, and in the staging buffer. `exchange` and `layout`: see
+    `HostBlockStore`.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class DeviceBlocks(HostBlockStore):
         self._kinds = [Staged(*sizes, platform) for sizes in zip(rows, slots, staged, strict=True)]
         self._under_way: deque[tuple[Event | None, list[int]]] = deque()
         self._transits = [] if exchange is None else [Transit(k, platform) for k in self._kinds]
-        self._waiting: deque[BlockCopy] = deque()  # reserved for other engines, without a row
+        self._waiting: deque[BlockCopy] = deque()  # reserved for other engines, without a row yet
         self._leaving: deque[tuple[Event | None, list[BlockCopy]]] = deque()
-        self._coming: dict[int, BlockCopy] = {}  # from other engines, by number
+        self._coming: dict[int, BlockCopy] = {}  # copies from other engines, by number
         super().__init__([], disk, lambda: None, exchange, layout)
         self.sizes, self.slots = [part.num_bytes for part in rows], slots
 
@@ -156,7 +156,7 @@ class DeviceBlocks(HostBlockStore):
 
     def finished(self) -> list[tuple[int, bool]]:
         while self._leaving and _is_reached(self._leaving[0][0]):
-            for copy in self._leaving.popleft()[1]:  # it is in its row now
+            for copy in self._leaving.popleft()[1]:  # it has been copied to its row
                 self._gifts.put(copy)
         while self._under_way and _is_reached(self._under_way[0][0]):
             numbers = self._under_way.popleft()[1]
@@ -187,7 +187,7 @@ class DeviceBlocks(HostBlockStore):
         self._waiting.append(copy)
 
     def _rows(self, copy: BlockCopy) -> list[npt.NDArray[np.uint8]]:
-        """The pinned row of a block that comes, for which a fetching thread waits, or leaves."""
+        """The pinned row of a block that leaves, or that arrives; for the latter a fetching thread waits."""
         transit = self._transits[copy.kind]
         if copy.source == "peer":
             transit.wait_for(copy.number)
@@ -200,7 +200,7 @@ class DeviceBlocks(HostBlockStore):
 
     @torch.inference_mode()
     def _send_off(self) -> None:
-        """Copy reserved blocks to pinned rows, as far as there are rows, behind the steps so far."""
+        """Copy reserved blocks to pinned rows, as far as rows are free, after the steps launched so far."""
         taken: list[BlockCopy] = []
         while self._waiting and self._transits[(first := self._waiting[0]).kind].take(first.number):
             taken.append(self._waiting.popleft())
@@ -216,8 +216,8 @@ class DeviceBlocks(HostBlockStore):
 
     @torch.inference_mode()
     def _take_in(self, arrived: Sequence[BlockCopy]) -> None:
-        """Copy blocks of other engines from their rows to the device. They are done when they are
-        there."""
+        """Copy blocks of other engines from their rows to the device. A copy counts as done when it
+        has arrived."""
         if not arrived:
             return
         kind, transit = self._kinds[arrived[0].kind], self._transits[arrived[0].kind]

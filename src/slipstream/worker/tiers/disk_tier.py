@@ -4,15 +4,15 @@
     PATH/IDENTITY/ab/abcdef….kv            a block: header, payload; IDENTITY and name say what it holds
 
 1. IDENTITY is a digest of everything a block's bytes depend on except its tokens: the checkpoint,
-   the types, the kernels. The file name is the block's key, which covers its tokens and all before,
-   adapter, salt and group. So any engine that finds a file by its name can use it.
+   the dtypes, the kernels. The file name is the block's key, which covers its own and all earlier
+   tokens, adapter, salt and group. So any engine that finds a file by its name can use it.
 2. A file is written under another name and then renamed. It is used only if its length, header and
    checksum are right. A torn, truncated, damaged or foreign file is a miss. A damaged file of this
    model is removed.
 3. All files together take at most `limit_bytes`. The least recently used files are removed first,
    including those of other models.
-4. Several engines may share a folder. One writes and removes. The others read, look for new files
-   every few seconds, and one takes over when the writer ends.
+4. Several engines may share a folder. One writes and removes files. The others read, check for new
+   files every few seconds, and one takes over when the writer ends.
 5. A disk error costs only the blocks: a warning is logged, and writing pauses for some seconds.
 
 Methods may be called by several threads.
@@ -48,10 +48,10 @@ HEADER = struct.Struct("<8s16s24sQ16s")
 
 IDENTITY_BYTES = 16
 PAUSE_S = 10.0
-"""Seconds without writes after a disk error."""
+"""Seconds for which nothing is written after a disk error."""
 
 LOOK_EVERY_S = 5.0
-"""Seconds between a reader's looks for new files, and for whether it may become the writer."""
+"""Seconds between a reader's checks for new files, and for whether it may become the writer."""
 
 MAX_PIECES = 1000
 """Maximum pieces of memory per read or write system call (IOV_MAX is 1,024)."""
@@ -83,7 +83,9 @@ class DiskTier:
                 field="kv_disk_bytes",
             )
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode is of the last folder
+            path.mkdir(
+                mode=0o700, parents=True, exist_ok=True
+            )  # the mode applies to the last folder
             (path / self._own).mkdir(mode=0o700, exist_ok=True)
             self._lock_file = open_private(path / "lock")
         except OSError as error:
@@ -122,8 +124,8 @@ class DiskTier:
         """
         path = self._path(self._own, key.hex())
         try:
-            # Without O_NONBLOCK, opening a FIFO of that name would hang. A link could lead
-            # anywhere.
+            # Without O_NONBLOCK, opening a FIFO of that name would hang. O_NOFOLLOW, since a link
+            # could lead anywhere.
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError:
             self._drop(key, remove=False)
@@ -138,7 +140,7 @@ class DiskTier:
             good = whole and bytes(header) == self._header(key, pieces)
             if good:
                 with contextlib.suppress(OSError):
-                    os.utime(file)  # so a later start knows what was used last
+                    os.utime(file)  # so that a later start knows what was used last
         except OSError as error:
             _logger.warning("a block of KV cache can't be read from %s: %s", path, error)
             good = False
@@ -275,7 +277,7 @@ class DiskTier:
         return self.path / identity / name[:2] / f"{name}.kv"
 
     def _header(self, key: bytes, pieces: Sequence[memoryview]) -> bytes:
-        digest = hashlib.sha256()  # as fast as CRC-32 where the processor has SHA instructions
+        digest = hashlib.sha256()  # as fast as CRC-32 on processors with SHA instructions
         for piece in pieces:
             digest.update(piece)
         return HEADER.pack(
@@ -305,7 +307,7 @@ def _write_all(file: int, pieces: list[memoryview]) -> None:
 
 
 def _behind(pieces: list[memoryview], count: int) -> list[memoryview]:
-    """Returns the pieces of memory without their first `count` bytes."""
+    """The pieces of memory without their first `count` bytes."""
     for i, piece in enumerate(pieces):
         if count < len(piece):
             return [piece[count:], *pieces[i + 1 :]]

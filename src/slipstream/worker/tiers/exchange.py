@@ -1,13 +1,13 @@
 """Blocks of KV cache that this engine hands over to others: a bounded store by block hash. No torch.
 
-1. `reserve` and `fill` put a block in; other engines get it by its hash (`peers.py` says how both speak). A block that is
-   asked for while it is being filled is waited for.
-2. The memory has slots for each kind of cache: blocks, recurrent states. If all are taken, the least recently used block
-   that nobody reads makes room. What nobody asked for in `TTL_S` is dropped.
+1. `reserve` and `fill` put a block in; other engines get it by its hash (`peers.py` says how both speak). A request
+   for a block that is being filled waits for it.
+2. The memory has slots for each kind of cache: blocks, recurrent states. If all are taken, the least recently used
+   block that nobody reads is evicted. A block that nobody asked for in `TTL_S` is dropped.
 3. A block is pinned while an engine reads it, and no longer than its connection; over TCP no longer than `_DONE_S`.
-4. On Linux the memory is a file without a name, which readers of this host map. It goes with the last process that has it.
+4. On Linux the memory is an unnamed file, which readers on this host map. It is freed when the last such process ends.
 
-Any loss costs time only: who does not find a block computes it.
+A lost block costs time only: an engine that does not find it computes it.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ _HELLO_S = 5.0
 """Maximum time in seconds for a whole greeting, even if its bytes arrive one by one."""
 
 _DONE_S = 30.0
-"""Longest time for which a reader over TCP may hold blocks, in seconds. It gets copies, so it never reads a block that others
-took the place of. A reader of this host reads the memory itself: it holds blocks until it is done, or its process ends."""
+"""Maximum time in seconds for which a reader over TCP may pin blocks. It gets copies, so it never reads a slot that
+was reused. A reader on this host reads the memory itself: it pins blocks until it is done, or its process ends."""
 
 _TICK_S = 1.0
 _MAX_CONNECTIONS = 256
-_MAX_GREETING = 16  # connections that no engine has been welcomed on
+_MAX_GREETING = 16  # # connections that have not sent a valid greeting yet
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
     key: bytes
     kind: int
-    place: int  # in the memory
+    place: int  # # index of the slot in the memory
     used: float
     is_ready: bool = False
     num_pins: int = 0
-    is_gone: bool = False  # forgotten while it was read
+    is_gone: bool = False  # # dropped while an engine read it
 
 
 class BlockExchange:
-    """Store of the blocks that this engine hands over to others at `address`. `sizes` are the bytes of a block, and of
-    a slot of each `SlotKind`."""
+    """Store of the blocks that this engine hands over to others at `address`. `sizes` are the bytes
+    of a block, and of a slot of each `SlotKind`."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class BlockExchange:
         ]
         self.limit_bytes = sum(whole)
         self._changed = threading.Condition()
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # # least recently used first
         self.num_given = self.num_expired = self.num_evicted = 0  # blocks and states
         place = peers.split_address(address)
         self._file = -1
@@ -104,7 +104,7 @@ class BlockExchange:
             self._listener, memory = _listen(place), mmap.mmap(-1, self.limit_bytes)
         self._memory: Bytes = np.frombuffer(memory, np.uint8)
         self._connections: set[socket.socket] = set()
-        self._greeting: dict[socket.socket, None] = {}  # not yet welcomed, the oldest first
+        self._greeting: dict[socket.socket, None] = {}  # # not yet welcomed, oldest first
         self._is_open = True
         self._thread = threading.Thread(target=self._accept, name="kv-exchange", daemon=True)
         self._thread.start()
@@ -112,8 +112,8 @@ class BlockExchange:
     # --- Putting in ---------------------------------------------------------------------------------------------------
 
     def reserve(self, key: bytes, kind: int) -> bool | None:
-        """Take a slot for a block that the caller then fills. False if the block is there already, None if there is no
-        room."""
+        """Reserve a slot for a block that the caller then fills. False if the block is stored
+        already, None if no slot is free."""
         with self._changed:
             self._expire()
             if (entry := self._entries.get(key)) is not None:
@@ -139,7 +139,7 @@ class BlockExchange:
         with self._changed:
             if (entry := self._entries.get(key)) is None or entry.is_ready or entry.num_pins:
                 return False
-            entry.num_pins += 1  # it stays where it is
+            entry.num_pins += 1  # # not evicted
         place = entry.place
         try:
             for piece in pieces:
@@ -170,7 +170,7 @@ class BlockExchange:
             return sum(self._sizes[entry.kind] for entry in self._entries.values())
 
     def check(self) -> None:
-        """Assert that each slot is free or has one entry, that nobody reads or fills; for tests."""
+        """Assert that each slot is free or has one entry, which nobody reads or fills; for tests."""
         with self._changed:
             entries = self._entries.values()
             assert all(entry.is_ready and not entry.num_pins for entry in entries)
@@ -222,7 +222,7 @@ class BlockExchange:
             self.num_expired += 1
 
     def pin(self, keys: Sequence[bytes], patience_s: float = FILL_S) -> list[_Entry | None]:
-        """Find blocks, and hold them until `unpin`. Blocks that are being filled are waited for."""
+        """Find blocks and pin them until `unpin`; None for a missing one. Waits for blocks being filled."""
 
         def filled() -> bool:
             found = map(self._entries.get, keys)
@@ -265,7 +265,7 @@ class BlockExchange:
                     self._expire()
                 continue
             except OSError:
-                return  # it was closed
+                return  # # the listening socket was closed
             with self._changed:
                 if len(self._connections) >= _MAX_CONNECTIONS:
                     connection.close()
@@ -291,7 +291,7 @@ class BlockExchange:
             connection.settimeout(None)
             until = None
             while True:
-                if self._file == -1:  # who wants nothing for IDLE_S leaves by itself
+                if self._file == -1:  # # a peer that wants nothing for IDLE_S disconnects by itself
                     until = time.monotonic() + 2 * peers.IDLE_S if not pinned else until
                 message = peers.receive(connection, until=until)
                 self.unpin(pinned)
@@ -301,7 +301,7 @@ class BlockExchange:
                     until = time.monotonic() + _DONE_S if self._file == -1 else None
                     self._give(connection, pinned, until)
         except (OSError, EOFError, ValueError, msgspec.MsgspecError):
-            pass  # it went, or is no engine
+            pass  # # disconnected, or is no engine
         finally:
             self.unpin(pinned)
             with self._changed:
@@ -344,7 +344,7 @@ class BlockExchange:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Names what differs between two engines' layouts of blocks; empty if nothing does."""
+    """Name the differences between two engines' block layouts; empty if there are none."""
     wrong = [
         f"{name} is {ours.get(name, 'unknown')} there and {theirs.get(name, 'unknown')} here"
         for name in {**ours, **theirs}

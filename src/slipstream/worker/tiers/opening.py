@@ -1,4 +1,4 @@
-"""Opens the tiers below the device's cache, and identifies what blocks depend on.
+"""Opens the KV cache's tiers below the device, and computes the digest of everything that blocks depend on.
 
 No torch on a CPU.
 """
@@ -37,8 +37,8 @@ def open_tiers(
     sizes: Sequence[int],
 ) -> HostBlockStore | None:
     """Open the tiers that the settings ask for; None if there are none. `sizes` are the bytes of a
-    block, and of a slot of each kind. Of several ranks each has its share of the bytes, and a folder
-    of its own.
+    block, and of a slot of each kind. Each of several ranks gets its fraction of the configured
+    bytes, and a folder of its own.
 
     ConfigError if the folder can't be used, or the host's memory is too small.
     """
@@ -71,7 +71,7 @@ def open_tiers(
         path, partition = Path(cache.disk_path), runner.loaded.partition
         ranks = config.parallel.num_ranks
         if partition is not None:
-            with contextlib.suppress(OSError):  # which is raised below, by name
+            with contextlib.suppress(OSError):  # # raised below, with the folder's name
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
             path /= f"rank-{partition.all_ranks.rank + 1}-of-{ranks}"
         disk = DiskTier(
@@ -89,7 +89,7 @@ def open_tiers(
         exchange = BlockExchange(cache.handover.limit_bytes, sizes, layout, cache.handover.address)
     slots = host_slots(config, sizes)
     if cache.host_bytes is not None and runner.loaded.partition is not None:
-        # a stage with fewer layers has room for more slots, which no other rank has
+        # a pipeline stage with fewer layers has memory for more slots, but all ranks must have the same number
         slots = list(runner.loaded.partition.all_ranks.least(*slots))
     return runner.open_store(disk, slots, staged, exchange, layout)
 
@@ -97,16 +97,16 @@ def open_tiers(
 def block_layout(
     config: EngineConfig, description: ModelDescription, runner: Runner, sizes: Sequence[int]
 ) -> dict[str, str]:
-    """Settings that two engines must have in common to use each other's blocks, by their names in a refusal.
+    """Settings that must be equal in two engines that share blocks, by the names that a refusal shows.
 
-    Unlike in `identity`, the processor may be another.
+    Unlike in `identity`, the processors may differ.
     """
     model, cache = config.model, config.cache
     dummy = model.load_format == "dummy"
     weights = str(description.spec) if dummy else json.dumps(checkpoint_stamps(description))
     found = {
         "version of Slipstream": __version__,
-        "model": str(description.path),  # the blocks' keys begin with it
+        "model": str(description.path),  # # block keys begin with it
         "version of the weights": f"{_digest(weights)} seed {model.seed}"
         if dummy
         else _digest(weights),
@@ -137,8 +137,8 @@ def _digest(text: str) -> str:
 
 
 def _draft_identity(config: EngineConfig, runner: Runner) -> list[Any]:
-    """Settings that the draft's part of a block depends on; empty if blocks have none. MTP layers are in the model's
-    checkpoint. A head that changed on a hub under its name would make its drafts worse, and no answer."""
+    """Settings that the draft's part of a block depends on; empty if blocks have none. MTP layers belong to the
+    model's checkpoint. A head changed on a hub under its old name would only make drafts worse, never answers."""
     drafts, own = config.speculation, list[Any]()
     if runner.loaded.draft is None or not isinstance(drafts, LearnedDrafts):
         return own

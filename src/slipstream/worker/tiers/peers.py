@@ -1,4 +1,4 @@
-"""Fetches blocks from the exchanges of other engines (`exchange.py`), and says how both speak. No torch.
+"""Fetches blocks from other engines' exchanges (`exchange.py`), and defines the protocol. No torch.
 
     fetching engine                          giving engine
     Hello(layout)                  ──>
@@ -7,11 +7,11 @@
                                    <──  Found(places); over TCP the contents follow
     Done()                         ──>  the places may be used again
 
-1. `unix:NAME` is a socket of this host (Linux, the abstract namespace: nothing is left of a process that is killed). Only
-   processes of the same user are answered and asked. Its memory is mapped here, so a block is copied once.
+1. `unix:NAME` is a socket of this host (Linux, the abstract namespace: nothing is left of a process that is killed).
+   Both processes must belong to one user. The memory is mapped here, so a block is copied once.
 2. `tcp://HOST:PORT` is for other hosts. Whoever knows a block's hash gets its contents, so the network must be private.
-3. Messages are msgpack after their length. The end of a process breaks its connection: what is not copied yet has failed.
-4. A thread for each exchange fetches. It ends when the connection breaks, or nothing was wanted for `IDLE_S`.
+3. Messages are msgpack after their length. The end of a process breaks its connection: blocks not yet copied fail.
+4. A thread for each exchange fetches. It ends when the connection breaks, or after `IDLE_S` without requests.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from slipstream.messages.tiers import BlockCopy
 _logger = logging.getLogger("slipstream.engine")
 
 MISSING = -1
-"""Place of a block that the exchange does not have."""
+"""Slot index of a block that the exchange does not have."""
 
 REPLY_S = 10.0
-"""Longest wait for an answer of an exchange, in seconds."""
+"""Maximum time in seconds to wait for an exchange's reply."""
 
 IDLE_S = 60.0
 MAX_MESSAGE = 2**26
@@ -51,11 +51,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Hello(msgspec.Struct, tag=True):
-    layout: dict[str, str]  # what the contents of blocks depend on, by the names of settings
+    layout: dict[str, str]  # # settings that the contents of blocks depend on, by name
 
 
 class Welcome(msgspec.Struct, tag=True):
-    num_bytes: int  # of the memory that comes along; 0: contents follow each Found
+    num_bytes: int  # # size of the memory passed along; 0: contents follow each Found
 
 
 class PeerRefused(msgspec.Struct, tag=True):
@@ -67,7 +67,7 @@ class Get(msgspec.Struct, tag=True):
 
 
 class Found(msgspec.Struct, tag=True):
-    places: list[int]  # in the memory, in the order of the keys; or MISSING
+    places: list[int]  # # slot index of each key in the memory, or MISSING
 
 
 class Done(msgspec.Struct, tag=True):
@@ -79,7 +79,7 @@ _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Mes
 
 
 def split_address(address: str) -> tuple[str, int] | str:
-    """(host, port), or the name of a socket of this host. ConfigError."""
+    """Split an address into (host, port), or return the name of a Unix socket. ConfigError if it is neither."""
     kind, _, rest = address.partition(":")
     host, _, port = rest.removeprefix("//").rpartition(":")
     if kind == "unix" and rest:
@@ -106,12 +106,12 @@ def receive(
     limit: int = MAX_MESSAGE,
     until: float | None = None,
 ) -> Message:
-    """Receive a message of up to `limit` bytes, and append the files that come along. EOFError at the end.
+    """Receive a message of up to `limit` bytes, and append file descriptors passed with it to `files`. EOFError at the end.
 
-    `until`: when all of it must have come, on the monotonic clock. Without it each part may take the socket's timeout.
+    `until`: deadline of the whole message on the monotonic clock. Without it each part may take the socket's timeout.
     """
     size = bytearray()
-    if files is not None:  # they come with the first byte
+    if files is not None:  # # passed with the first byte
         first, found, *_ = socket.recv_fds(sock, 4, 1)
         size += first
         files += found
@@ -123,7 +123,7 @@ def receive(
 
 def read(sock: socket.socket, count: int, until: float | None = None) -> bytes:
     data = bytearray()
-    while len(data) < count:  # memory is taken for what came, not for what is announced
+    while len(data) < count:  # # allocate memory for bytes received, not for the announced length
         if until is not None:
             limit_wait(sock, until)
         part = sock.recv(min(count - len(data), 2**16))
@@ -158,7 +158,7 @@ def is_own(sock: socket.socket) -> bool:
 class Peers:
     """Fetches blocks for one engine, whose blocks have this `layout`.
 
-    `pieces` gives a copy's memory, and `done` is told each copy's number and success, on a thread.
+    `pieces` returns the memory to copy a block to. A thread calls `done` with each copy's number and success.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Peers:
             peer.thread.join(REPLY_S)
 
     def connect(self, address: str) -> tuple[socket.socket, mmap.mmap | None]:
-        """A connection, and the exchange's memory if it can be mapped. OSError or EOFError if there is none."""
+        """Connect to an exchange; also map its memory if it is on this host. OSError or EOFError if there is none."""
         place, files = split_address(address), list[int]()
         if isinstance(place, str):
             sock = socket.socket(socket.AF_UNIX)
@@ -222,7 +222,7 @@ class Peers:
                 socket.close(file)
 
     def left(self, peer: _Peer) -> None:
-        """Forget a peer whose connection ended. What was wanted since has failed."""
+        """Forget a peer whose connection ended. Blocks requested since then have failed."""
         with self._lock:
             self._peers.pop(peer.address, None)
             while not peer.wanted.empty():
@@ -272,7 +272,7 @@ class _Peer:
             self._peers.left(self)
 
     def _fetch(self, sock: socket.socket, memory: Bytes | None, left: list[BlockCopy]) -> None:
-        """Fetch the blocks that are `left`, the last one first, and drop each from the list when it is done."""
+        """Fetch the blocks in `left`, last one first, and remove each from the list when it is done."""
         send(sock, Get([copy.key for copy in reversed(left)]))
         found = receive(sock)
         if not isinstance(found, Found) or len(found.places) != len(left):

@@ -3,12 +3,12 @@
     group = WeightGroup("127.0.0.1", 29600, 0, 2)      # the trainer, rank 0 of 2
     group.broadcast(tensor)                            # in the order that `update_weights` names
 
-The group is apart from torch's default one, so a trainer may have its own ranks. Every member
-blocks until all have joined. Tensors travel as bytes, so that gloo takes every type.
+The group is separate from torch's default one, so a trainer may have its own ranks. Every member
+blocks until all have joined. Tensors travel as bytes, so that gloo can send every dtype.
 
-Two numbers go ahead of each tensor: its bytes, and the place of its type in `DTYPES`. A receiver
-that expects others refuses them; without that, gloo would end its process. A trainer that
-broadcasts by other means has to send them as well.
+Two integers precede each tensor: its size in bytes, and its dtype's index in `DTYPES`. A receiver
+raises an error if they differ from those expected; otherwise gloo would end its process. A trainer
+that broadcasts by other means must send them too.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from slipstream.errors import EngineError, RequestError
 from slipstream.messages.weight_ops import DTYPES, JOIN_S
 
 LEAST_S = 0.01
-"""The shortest time that a step is given. torch takes no wait below a millisecond."""
+"""Minimum timeout of a step in seconds. torch accepts none below a millisecond."""
 
 
 class WeightGroup:
-    """One member of the group. Rank 0 has the store at `address`:`port`, by which the others find it.
+    """One member of the group. Rank 0 serves the TCPStore at `address`:`port`, through which the others join.
 
     `backend`: "gloo" goes through host memory, "nccl" from GPU to GPU. `device` is where tensors are
     received.
@@ -80,14 +80,14 @@ class WeightGroup:
             ) from error
 
     def deadline(self) -> float:
-        """The time (`time.monotonic`) by which an operation that begins now must have ended."""
+        """Time (`time.monotonic`) by which an operation started now must have ended."""
         return time.monotonic() + self._timeout_s
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, deadline: float | None = None) -> None:
         """Send a tensor from the member `source`, or receive it in place.
 
-        RequestError: the tensor that is sent has another size or type. Nothing more can be received
-        then.
+        RequestError if the tensor sent has another size or dtype. The group can't receive anything
+        after that.
         """
         deadline = self.deadline() if deadline is None else deadline
         sent = tensor.detach()
@@ -123,7 +123,7 @@ class WeightGroup:
     def receive(
         self, shape: Sequence[int], dtype: str, source: int = 0, *, deadline: float | None = None
     ) -> Tensor:
-        """Receive a tensor of this shape and type."""
+        """Receive a tensor of this shape and dtype."""
         made = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=self.device)
         self.broadcast(made, source, deadline=deadline)
         return made
@@ -138,7 +138,7 @@ def _left(deadline: float) -> datetime.timedelta:
 
 
 def _await_store(address: str, port: int, deadline: float) -> None:
-    """Wait until rank 0 listens. TCPStore itself tries again for longer than it was told."""
+    """Wait until rank 0 listens. TCPStore itself retries for longer than its timeout."""
     while True:
         try:
             socket.create_connection((address, port), _left(deadline).total_seconds()).close()

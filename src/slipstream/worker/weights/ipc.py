@@ -1,7 +1,7 @@
-"""A trainer's tensors in GPU memory that an engine on the same GPU reads where they are (CUDA IPC).
+"""Tensors of a trainer in GPU memory, which an engine on the same GPU reads in place (CUDA IPC).
 
-A handle is bytes by the GPU's UUID: msgpack of plain numbers and bytes, never a pickle. The trainer
-keeps the tensors, unchanged, until the update is finished.
+A handle is stored by the GPU's UUID, as msgpack of plain numbers and bytes, never a pickle. The
+trainer keeps the tensors, unchanged, until the update is finished.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from slipstream.worker.weights.pieces import Came
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """A tensor of another process: the parts of CUDA's handle of its storage, and its place
-    there."""
+    """A tensor of another process: the parts of CUDA's handle of its storage, and its position in
+    the storage."""
 
     storage: bytes
     storage_bytes: int
@@ -30,7 +30,7 @@ class Handle(msgspec.Struct, frozen=True):
     counter_offset: int
     event: bytes
     waits_for_event: bool
-    first: int  # the tensor's first element in the storage
+    first: int  # # index of the tensor's first element in the storage
 
 
 def handle_of(tensor: Tensor) -> dict[str, bytes]:
@@ -63,7 +63,7 @@ def own_handle(info: TensorInfo, handles: dict[str, bytes], uuid: str) -> Handle
 
 
 def opened(piece: IpcPiece, platform: Platform) -> Iterator[Came]:
-    """Yields the tensors of a piece, opened on the platform's GPU as they lie in the trainer's memory."""
+    """Yields the tensors of a piece, opened on the platform's GPU in the trainer's memory, without a copy."""
     if not (uuid := platform.device_uuid):
         raise RequestError(
             "CUDA IPC needs the engine's weights on a GPU; send them by a folder or as tensors",

@@ -1,6 +1,6 @@
-"""Tensors of an update's pieces: name, shape, type, and a function that reads one.
+"""Tensors of a weight update's pieces: name, shape, dtype, and a function that reads the values.
 
-`as_value` makes a tensor or an array what the loader of this process takes. No torch of its own.
+`as_value` converts a tensor or an array to the kind that this process's loader takes. No torch of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 AsValue = Callable[[Any], Any]
 Came: TypeAlias = tuple[str, Shape, str, Callable[[], Any]]
-"""A tensor that has come: its name, its shape, its type, and a function that reads it."""
+"""A received tensor: its name, its shape, its dtype, and a function that reads its values."""
 
 NUMPY = {
     "F32": np.dtype("float32"),
@@ -39,14 +39,14 @@ NUMPY = {
     "I32": np.dtype("int32"),
     "I64": np.dtype("int64"),
 }
-"""NumPy's types by safetensors' names. A tensor of another type may be there, and can't be read."""
+"""NumPy dtypes by safetensors' names. Files may have tensors of other dtypes, which can't be read."""
 MAX_HEADER_BYTES = 100_000_000
 
 
 def file_tensors(path: Path, as_value: AsValue) -> Iterator[Came]:
-    """Yields a safetensors file's tensors. The file stays open, and is read when the weights are made.
+    """Yields a safetensors file's tensors. The file stays open, and is read when the weights are built.
 
-    It is not mapped, so a file that is cut meanwhile is an error, and no signal. Removing it, or
+    It is not memory-mapped, so a file truncated meanwhile raises an error, not SIGBUS. Removing it, or
     renaming another into its place, is harmless.
     """
     if not path.is_file():
@@ -106,7 +106,7 @@ def _read(
 
 
 def kept_tensors(tensors: Mapping[str, Any], as_value: AsValue) -> Iterator[Came]:
-    """Yields copies of a process's own tensors or arrays, on the devices where they are."""
+    """Yields copies of this process's own tensors or arrays, on the same devices."""
     for name, value in tensors.items():
         if not (hasattr(value, "shape") and hasattr(value, "dtype")):
             raise RequestError(f"{name!r} is neither a tensor nor an array", field="tensors")
@@ -118,7 +118,7 @@ def kept_tensors(tensors: Mapping[str, Any], as_value: AsValue) -> Iterator[Came
 def broadcast_tensors(
     piece: BroadcastPiece, group: WeightGroup, as_value: AsValue
 ) -> Iterator[Came]:
-    """Yields the tensors that a trainer broadcasts. Each has come when it is yielded."""
+    """Yields the tensors that a trainer broadcasts, each after it was received."""
     deadline = group.deadline()
     for info in piece.tensors:
         kept = group.receive(info.shape, info.dtype, source=piece.source, deadline=deadline)

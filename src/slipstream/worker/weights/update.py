@@ -1,14 +1,14 @@
-"""An update of the weights of the model in this process: pieces come, then all is written or nothing.
+"""An update of the model's weights in this process: pieces arrive, then all weights are written, or none.
 
-1. `BeginWeights` refuses a form that can't be written in place, and names that don't fit the model.
-2. Pieces are noted. Tensors of this process are copied, since a trainer goes on to change them;
-   files, and a trainer's GPU memory, are read when the weights are made. A piece comes whole, or
-   nothing of it is kept.
-3. `CheckWeights` makes all weights once without writing.
-4. `WriteWeights` makes them again, module by module, and writes them over those that run.
+1. `BeginWeights` raises an error for a format that can't be written in place, and for names unknown to the
+   model.
+2. Pieces are recorded. Tensors of this process are copied, since a trainer goes on to change them; files, and
+   a trainer's GPU memory, are read when the weights are built. A piece that fails is dropped whole.
+3. `CheckWeights` builds all weights once without writing.
+4. `WriteWeights` builds them again, module by module, and overwrites the running model's.
 
-An error up to 3 leaves the old weights. One in 4 should not happen; it leaves a mix, and the engine
-takes no requests then. No torch: it is loaded for pieces that need it.
+An error in steps 1 to 3 leaves the old weights. One in step 4 should not happen; it leaves a mix, and the
+engine then takes no requests. No torch: it is loaded for pieces that need it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class WeightUpdates:
-    """Updates of a loaded model, one at a time, and the groups that tensors are broadcast in."""
+    """Updates of a loaded model, one at a time, and the groups in which tensors are broadcast."""
 
     def __init__(self, loaded: LoadedRunner) -> None:
         self._loaded = loaded
@@ -61,13 +61,15 @@ class WeightUpdates:
         self._declared: dict[str, TensorInfo] = {}
         self._given: dict[str, Stored] = {}
         self._folder: Path | None = None
-        self._last: dict[str, Stored] | None = None  # tensors of the last piece; none of a folder
+        self._last: dict[str, Stored] | None = (
+            None  # # tensors of the last piece; None for a folder
+        )
         self._refill: Refill | None = None
 
     def do(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
-        """Carry out an operation. Returns the checksums, if it has any.
+        """Run one operation of an update. Returns the checksums, if it has any.
 
-        RequestError or CheckpointError says why it can't be; nothing has changed then.
+        RequestError or CheckpointError if it is not possible; then nothing has changed.
         """
         match op:
             case JoinWeightGroup():
@@ -131,7 +133,9 @@ class WeightUpdates:
             raise ConflictError("an update is under way; finish or abort it first")
         loaded = self._loaded
         if loaded.model.tower is not None:
-            why: str | None = "an image encoder can't be updated; start with max_images=0"
+            why: str | None = (
+                "an encoder of pictures or sounds can't be updated; start with max_images=0"
+            )
         else:
             why = refusal(loaded.model.decoder)
         if why is not None:
@@ -142,7 +146,7 @@ class WeightUpdates:
                 raise RequestError("a name is there twice", field="names")
             if not declared:
                 raise RequestError("no tensors are declared", field="names")
-            # what is unknown, missing or of another shape is named before a byte is sent
+            # unknown or missing tensors, or those of another shape, are reported before a byte is sent
             self._weights([(i.name, i.shape, _unread(i.name)) for i in op.tensors])
             self._declared = declared
         self._begun = op
@@ -158,7 +162,7 @@ class WeightUpdates:
             case FolderPiece(path=path):
                 if self._given or self._begun.tensors is not None:
                     raise RequestError("a folder has all tensors, and can't follow others")
-                self._described(Path(path))  # an error now
+                self._described(Path(path))  # # raise errors now
                 self._folder, self._last = Path(path), {}
                 return
             case FilePiece(path=path):
@@ -187,8 +191,8 @@ class WeightUpdates:
         self._given.update(self._last)
 
     def _received(self, op: BroadcastPiece, group: WeightGroup) -> dict[str, Stored]:
-        """The tensors that a trainer broadcasts. After an error nobody knows what it sends next, so
-        the group is left."""
+        """Receive the tensors that a trainer broadcasts. After an error the trainer's next message
+        is unknown, so the group is left."""
         try:
             return self._collected(broadcast_tensors(op, group, self._loaded.as_value))
         except Exception:
@@ -197,7 +201,7 @@ class WeightUpdates:
             raise
 
     def _collected(self, found: Iterable[Came]) -> dict[str, Stored]:
-        """The tensors of a piece. RequestError names one that does not fit."""
+        """Collect the tensors of a piece by name. RequestError names one that does not fit the model."""
         came = list[Came]()
         for name, shape, kind, read in found:
             self._check_new(name, shape)
@@ -206,15 +210,15 @@ class WeightUpdates:
         return {name: (name, shape, read) for name, shape, _, read in came}
 
     def _drop_piece(self) -> None:
-        """Forget the last piece, if this rank has taken it: another rank has not."""
+        """Drop the last piece if this rank has accepted it, because another rank has not."""
         if self._last is not None:
             self._folder = None
             self._given = {n: x for n, x in self._given.items() if n not in self._last}
             self._last = None
 
     def _check_types(self, kinds: Sequence[tuple[str, str]]) -> None:
-        """Check that weights are numbers of `DTYPES`. Buffers that the model has no place for may
-        have any type."""
+        """Check that weights have a dtype of `DTYPES`. Buffers that the model does not use may have
+        any dtype."""
         if all(kind in DTYPES for _, kind in kinds):
             return
         dense = self._dense
@@ -236,7 +240,7 @@ class WeightUpdates:
             if info.name in names:
                 raise RequestError(f"the tensor {info.name!r} is there twice", field="names")
             names.add(info.name)
-        # twice: tied weights may come under both of their names
+        # twice: tied weights may be sent under both of their names
         most = 2 * sum(map(math.prod, self._loaded.model.description.shapes.values()))
         if (count := sum(math.prod(info.shape) for info in tensors)) > most:
             message = f"the shapes have {count} numbers together, and the model about {most // 2}"
@@ -258,7 +262,7 @@ class WeightUpdates:
         self._begun, self._folder, self._refill, self._last = None, None, None, None
         self._declared, self._given = {}, {}
 
-    # --- The weights, as a load would make them ---
+    # --- The weights, built as by a load ---
 
     def _made(self) -> Refill:
         if self._begun is None:
@@ -275,7 +279,7 @@ class WeightUpdates:
         return Refill(decoder, weights, max_model_len=config.max_model_len, scheme=scheme)
 
     def _weights(self, given: Sequence[Stored]) -> tuple[Any, Scheme | None]:
-        """The weights of a dense checkpoint in transformers' names, whose tensors are `given`."""
+        """Build the weights of a dense checkpoint in transformers' names, whose tensors are `given`."""
         dense = self._dense
         return self._loaded.weights_of(dense, self._scheme(dense), given)
 
@@ -285,7 +289,7 @@ class WeightUpdates:
         return dataclasses.replace(own, format="safetensors", quantization=None, gguf=None)
 
     def _described(self, folder: Path) -> tuple[ModelDescription, Scheme | None]:
-        """The folder's model, which must be the one that runs, and the scheme that quantizes it."""
+        """Describe the folder's model, which must be the running one, and the scheme that quantizes it."""
         own = self._loaded.model.description
         most = None if own.spec.media is not None else 0
         found = read_spec(folder).taking_media(most)
@@ -297,10 +301,10 @@ class WeightUpdates:
         return found, self._scheme(found)
 
     def _scheme(self, found: ModelDescription) -> Scheme | None:
-        """The scheme by which dense weights are quantized: the one that was asked for at the start,
-        or else that of the checkpoint that was loaded then."""
+        """Scheme by which dense weights are quantized: the one set at the start, or else that of
+        the checkpoint loaded then."""
         if found.quantization is not None and found.quantization.rounds:
-            return None  # as it is stored
+            return None  # # unchanged
         asked = self._loaded.config.model.quantization or self._loaded.model.description.scheme
         return None if asked is None else SCHEMES[asked]
 
@@ -313,6 +317,6 @@ def _unread(name: str) -> Callable[[], Any]:
 
 
 def _different(own: Any, other: Any) -> str:
-    """The first field in which two specs differ."""
+    """Name of the first field in which two specs differ."""
     names = (f.name for f in dataclasses.fields(own))
     return next((n for n in names if getattr(own, n) != getattr(other, n)), "config")

@@ -87,8 +87,7 @@ class Program:
         )
 
     def begin(self, step: StepInputs, then: Program | None, kept: object) -> RunningStep:
-        """Starts `run` without waiting. The pool's other threads compute while the caller does
-        other work.
+        """Starts `run` without waiting. The pool's other threads compute while the caller does other work.
 
         `kept` is the memory that the step reads and writes.
         """
@@ -113,8 +112,7 @@ class Program:
     def profile(self, clock: Literal["wall", "processor"] | None) -> list[int]:
         """Returns the nanoseconds of each operator since the last call, and starts a clock.
 
-        The clock is wall time, or the processor time of all threads, which other processes do not
-        change.
+        The clock is wall time, or the processor time of all threads, which other processes do not change.
         """
         ns = (c_int64 * len(self.operators))()
         self._library.ss_profile(
