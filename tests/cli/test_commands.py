@@ -37,7 +37,8 @@ def places(tmp_path, monkeypatch):
     monkeypatch.setattr("time.time", lambda: NOW)
     monkeypatch.setattr("slipstream.cli.console.LINE_EVERY_S", float("inf"))
     monkeypatch.setattr("slipstream.costs.hardware.busy_cores", lambda: 0.0)
-    monkeypatch.setattr("slipstream.costs.hardware.cpu_name", lambda: "a CPU")
+    for module in ("hardware", "estimate"):
+        monkeypatch.setattr(f"slipstream.costs.{module}.cpu_name", lambda: "a CPU")
     for module in ("costs.hardware", "costs.estimate", "worker.device", "cli.library.info"):
         monkeypatch.setattr(f"slipstream.{module}.host_memory", lambda: (64 * 2**30, 32 * 2**30))
     names = {"TINY": "tiny", "LLAMA": "llama-3-8b", "DEEPSEEK": "deepseek-v2-lite"}
