@@ -51,7 +51,7 @@ class ModelError(SlipstreamError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model's description holds a value that Slipstream does not implement."""
+    """The model's config has a value that Slipstream does not support."""
 
 
 class CheckpointError(ModelError):
@@ -63,7 +63,7 @@ class DownloadError(SlipstreamError):
 
 
 class BudgetError(SlipstreamError):
-    """A compression costs more than was allowed, as measured."""
+    """A compression's measured loss of quality exceeds the limit."""
 
 
 class RequestError(SlipstreamError, ValueError):
@@ -74,7 +74,7 @@ class RequestError(SlipstreamError, ValueError):
 
 
 class ConflictError(RequestError):
-    """A request that does not fit what is under way now: an update, a pause. It may fit later."""
+    """A request conflicts with an operation in progress, such as an update or a pause. It may succeed later."""
 
 
 class AdapterError(RequestError):
@@ -92,7 +92,7 @@ class ContextLengthError(RequestError):
 
 
 class EngineError(SlipstreamError, RuntimeError):
-    """The engine cannot go on."""
+    """The engine can't continue."""
 
 
 class OutOfMemoryError(EngineError):
@@ -104,7 +104,7 @@ class EngineOverloadedError(EngineError):
 
 
 class EngineAsleepError(EngineError):
-    """The engine sleeps without its memory; nothing runs before it is woken."""
+    """The engine sleeps and has released its memory; no request runs before it is woken."""
 
 
 class EngineDeadError(EngineError):
@@ -122,7 +122,7 @@ class EngineDownError(EngineDeadError):
 
 
 def as_error(kind: str, message: str, field: str | None) -> SlipstreamError:
-    """Another process's error, as an exception in this process."""
+    """Convert another process's error to an exception in this process."""
     known = globals().get(kind)
     if isinstance(known, type) and issubclass(known, SlipstreamError):
         return known(message, field=field)

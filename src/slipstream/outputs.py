@@ -254,7 +254,7 @@ class Vectors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingOutput:
-    """A text as a vector. `data` is float32 in the machine's byte order, which base64 sends as it
+    """The embedding of a text. `data` is float32 in the machine's byte order, which base64 sends as it
     is.
 
     If tokens were given, `prompt_token_ids` is the caller's list itself: copying many costs as much
@@ -290,7 +290,7 @@ class ScoreOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerankResult:
-    """A document and its score for the query: a higher score is a better answer. `index`: its index
+    """A document and its score for the query: a higher score means more relevant. `index`: its index
     in the request."""
 
     index: int

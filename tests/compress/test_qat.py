@@ -45,7 +45,7 @@ def test_training_begins_at_what_was_written(symmetric):
 
 
 def test_the_rate_rises_and_falls():
-    rates = [rate(i, QAT(num_steps=40, warmup=0.1)) for i in range(40)]
+    rates = [rate(i / 40, QAT(num_steps=40, warmup=0.1)) for i in range(40)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert 0 < rates[-1] < 0.01

@@ -1,1 +1,1 @@
-"""Files, locks, HTML pages, ends of child processes, and hints for misspelt names."""
+"""Files, locks, HTML pages, ends of child processes, and hints for misspelled names."""

@@ -1,5 +1,5 @@
-"""Helpful errors for a public call's unknown arguments: the likely one for a misspelling, ours for
-another library's."""
+"""Error messages for unknown arguments of public calls: the likely name for a misspelling, and our
+equivalent of another library's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _logger = logging.getLogger("slipstream.config")
 
 
 def likely_value(value: str, allowed: Sequence[str]) -> str:
-    """ "; did you mean …?" to end a message that refuses `value`; empty if nothing is similar."""
+    """ "; did you mean …?", to be appended to an error about `value`; empty if nothing is similar."""
     own = VALUES.get(value.lower(), value.lower())
     near = [own] if own in allowed else difflib.get_close_matches(own, allowed, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
@@ -49,14 +49,14 @@ def unknown_message(name: str, known: list[str], what: str, owner: str) -> str:
 
 
 def is_taken(name: str, value: Any) -> bool:
-    """Whether a setting of another engine is taken without effect: it asks for what is done anyway, or only advises."""
+    """Whether a setting of another engine is accepted without effect: it requests what is done anyway, or only advises."""
     return str(value).lower() in TAKEN.get(name, ())
 
 
 @functools.cache
 def say_without_effect(shown: str, name: str) -> None:
-    """Log, once in a process, that a taken setting has no effect, or that its advice is not followed. `shown`: as the
-    user wrote it."""
+    """Log, once per process, that an accepted setting has no effect, or that its advice is not
+    followed. `shown`: the setting as the user wrote it."""
     what = "is advice that is not followed" if name in ADVICE else "has no effect"
     _logger.warning("%s %s: %s", shown, what, NEEDLESS[name].removeprefix("leave it out: "))
 
@@ -64,8 +64,8 @@ def say_without_effect(shown: str, name: str) -> None:
 def known_arguments(
     function: Callable[..., Any], given: Mapping[str, Any], what: str, owner: str
 ) -> dict[str, Any]:
-    """The given arguments that `function` has. Settings of other engines that are taken are left out, and the log names
-    them. TypeError with a hint for an unknown one."""
+    """The given arguments that `function` has. Settings of other engines that are accepted without
+    effect are left out and logged. TypeError with a hint for an unknown one."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
     kept = dict(given)
     for name in given:

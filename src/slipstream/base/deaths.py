@@ -8,7 +8,7 @@ from collections import deque
 from typing import IO, Protocol
 
 MAX_DEATHS, WINDOW_S = 5, 60.0
-"""Deaths within the window after which the parent gives up."""
+"""Maximum number of deaths within a window in seconds, after which the parent gives up."""
 
 MAX_PAUSE_S = 30.0
 
@@ -21,15 +21,14 @@ class HasStdin(Protocol):
 
 
 def stdin_of(process: HasStdin) -> IO[bytes]:
-    """Returns the pipe to the standard input of a child process that has one. Our children end when
-    it closes."""
+    """Pipe to the standard input of a child process. Our child processes end when it closes."""
     if process.stdin is None:
         raise ValueError("the process was started without a pipe to it")
     return process.stdin
 
 
 def describe_exit(code: int) -> str:
-    """Describes in words how a process ended, from its return code."""
+    """Describe how a process ended, from its return code."""
     if code >= 0:
         return f"ended with code {code}"
     names = {number.value: f" ({number.name})" for number in signal.Signals}
@@ -40,7 +39,7 @@ KILLED = describe_exit(-signal.SIGKILL)
 
 
 class Deaths:
-    """The recent deaths of one process. After the first it is restarted at once, then after a pause
+    """Recent deaths of one process. After the first it is restarted at once, then after a pause
     that doubles."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:

@@ -21,7 +21,7 @@ MAX_YAML_VALUES = 100_000
 _PID_BYTES = 20
 MAX_YAML_BYTES = 2**20
 MAX_YAML_DIGITS = 100
-"""Most digits of a number. YAML reads a number with colons in base 60, in quadratic time."""
+"""Maximum number of digits of a YAML number. Numbers with colons are read in base 60, in quadratic time."""
 
 REFUSALS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -39,8 +39,8 @@ def writing(path: str | Path, field: str) -> Iterator[None]:
 
 
 def disk_refusal(error: Exception) -> str | None:
-    """The reason why the disk refused a write, with the file if known. None: the error is another
-    one. safetensors has its own error for writes, which quotes the system's number."""
+    """Reason why the disk rejected a write, with the file if known. None for any other error.
+    safetensors raises its own error for writes, which quotes the system's error number."""
     if isinstance(error, OSError):
         number, named = error.errno, error.filename2 or error.filename
     else:
@@ -224,8 +224,8 @@ def read_yaml(path: Path) -> Any:
 
 
 def _num_values(node: Any, known: dict[int, int | None]) -> int:
-    """The number of values after aliases are expanded. `known`: counts by `id`; None for a node
-    that is being counted."""
+    """Number of values after aliases are expanded. `known`: counts by `id`; None for a node that is
+    being counted."""
     if (found := known.get(id(node), 0)) is None:
         raise ValueError(f"line {node.start_mark.line + 1}: it refers to itself")
     if not found:

@@ -1,4 +1,4 @@
-"""Settings and arguments of other engines: our nearest, or why they are not needed here."""
+"""Settings and arguments of other engines: our nearest equivalent, or the reason why they are not needed here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ METHODS = {
     "start_profile": "run torch.profiler around LLM.generate: with one rank the engine is in this process",
     "stop_profile": "run torch.profiler around LLM.generate: with one rank the engine is in this process",
 }
-"""Methods of vLLM's LLM that ours has not, and what to do instead."""
+"""Methods of vLLM's LLM that ours lacks, and what to do instead."""
 
 
 FIELDS = {
@@ -68,7 +68,7 @@ FIELDS = {
     "sampling_mask": "there is no such feature here",
     "spec_decode_metrics": "num_drafted and num_accepted of the same object have them",
 }
-"""Fields of vLLM's answers that ours have not, and what to read instead."""
+"""Fields of vLLM's answers that ours lack, and what to read instead."""
 
 
 SETTINGS = {
@@ -216,7 +216,7 @@ ONLY_PYTHON = {
     "enable_return_routed_experts": "leave it out: an answer of LLM(...) has its experts, and no "
     "route or verb returns them"
 }
-"""Engine settings that are none of the command line or of a fleet, and why."""
+"""Engine settings that are not options of the command line or of a fleet, with the reason."""
 
 
 _BY_REASON: dict[str, str] = {
@@ -456,7 +456,7 @@ ADVICE: dict[str, tuple[str, ...]] = {
     "n_gpu_layers": ("all", "auto", "99", "999", "-1"),
     "gpu_layers": ("all", "auto", "99", "999", "-1"),
 }
-"""Needless settings with values that only advise: they are taken, and the log says what is done instead."""
+"""Unneeded settings with values that are only advice: they are accepted, and the log says what is done instead."""
 
 
 TAKEN: dict[str, tuple[str, ...]] = {
@@ -495,8 +495,8 @@ TAKEN: dict[str, tuple[str, ...]] = {
     "nnodes": ("1",),
     "node_rank": ("0",),
 }
-"""Needless settings with values that only advise, or that ask for what is done anyway: they are taken,
-and the log says so. Other values are refused."""
+"""Unneeded settings with values that are only advice, or that request what is done anyway: they are
+accepted and logged. Other values are errors."""
 
 
 OF_SERVE = (
@@ -504,4 +504,4 @@ OF_SERVE = (
     *("enable_weight_updates", "weights_folder"),
     *("tool_call_parser", "otlp_endpoint", "drain_timeout", "cors_origin", "allowed_media_hosts"),
 )
-"""Options of `slipstream serve` that are no settings of an engine."""
+"""Options of `slipstream serve` that are not engine settings."""

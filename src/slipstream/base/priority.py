@@ -1,4 +1,4 @@
-"""Work that leaves the processor to others."""
+"""Runs work in threads that leave the processor to other threads."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 NICENESS = 5
-"""Addition to a thread's niceness. The thread then gets a quarter of a core that another wants, and
-all of one that is free."""
+"""Increment of a thread's niceness. The thread then gets a quarter of a core that another thread
+needs, and all of an idle one."""
 
 
 class _LeftError(BaseException):
-    """Raised by `leave_low_priority`; no handler of errors is to catch it."""
+    """Raised by `leave_low_priority`; error handlers must not catch it."""
 
 
 class _LowPriority(threading.Thread):
-    """The thread that does `work`. It can't raise its priority again without privileges, and what it
-    starts has the same. So the caller stays at its own, and does what is `asked` meanwhile."""
+    """The thread that runs `work`. Without privileges it can't raise its priority again, and threads that it
+    starts inherit it. So the caller keeps its own priority, and runs what is `asked` meanwhile."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="low priority")
@@ -42,7 +42,8 @@ class _LowPriority(threading.Thread):
 
 
 def at_low_priority(work: Callable[[*Ts], T], *given: *Ts, low_priority: bool = True) -> T:
-    """Do `work` in a thread of low priority, and return what it returns. In this thread if not `low_priority`."""
+    """Run `work` in a thread of low priority, and return its result. If not `low_priority`, run it in
+    this thread."""
     if not low_priority:
         return work(*given)
     done = Future[T]()
@@ -60,15 +61,15 @@ def at_low_priority(work: Callable[[*Ts], T], *given: *Ts, low_priority: bool = 
 
 
 def leave_low_priority() -> None:
-    """Have `at_low_priority` do its work anew at its caller's priority: it starts threads of a library
-    that would keep the low one. Does nothing outside of it."""
+    """Let `at_low_priority` run its work again at its caller's priority, because it starts threads
+    of a library that would keep the low one. Does nothing outside of it."""
     if isinstance(threading.current_thread(), _LowPriority):
         raise _LeftError
 
 
 def at_callers_priority(work: Callable[[*Ts], T], *given: *Ts) -> T:
-    """Runs `work`, such as starting threads that are to be fast: in `at_low_priority` by its caller's
-    thread, elsewhere here."""
+    """Run `work`, such as starting threads that must be fast: within `at_low_priority` in its
+    caller's thread, elsewhere in this thread."""
     thread = threading.current_thread()
     if not isinstance(thread, _LowPriority):
         return work(*given)
@@ -78,8 +79,8 @@ def at_callers_priority(work: Callable[[*Ts], T], *given: *Ts) -> T:
 
 
 def after_low_priority(then: Callable[[*Ts], None], *given: *Ts) -> bool:
-    """Makes the caller's thread of `at_low_priority` call `then` when the work is done. False
-    elsewhere."""
+    """Let the caller's thread of `at_low_priority` call `then` when the work is done. False outside
+    of it."""
     thread = threading.current_thread()
     if isinstance(thread, _LowPriority):
         thread.later.append(lambda: then(*given))

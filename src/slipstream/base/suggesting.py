@@ -1,5 +1,5 @@
 """Wraps calls so that a TypeError for an unknown argument names the likely one. Settings of other
-engines that ask for what is done anyway are accepted without effect."""
+engines that request what is done anyway are accepted without effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ C = TypeVar("C", bound=type)
 
 
 def suggesting(function: Callable[P, R], what: str = "argument", owner: str = "") -> Callable[P, R]:
-    """Wrap `function`: its TypeError for an unknown `what` names the likely one. `owner`: the class that it makes."""
+    """Wrap `function`: its TypeError for an unknown `what` suggests the likely one. `owner`: the class that it creates."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:

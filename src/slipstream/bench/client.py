@@ -32,7 +32,7 @@ WATCH_S = 0.5
 
 
 class RunLoad(msgspec.Struct, tag=True, kw_only=True):
-    """A client's share of a load: `users` that take turns, or requests at times after the start."""
+    """A client's part of a load: `users` of a closed loop, or requests with times in seconds after the start."""
 
     endpoint: Endpoint
     requests: tuple[BenchRequest, ...]
@@ -53,8 +53,8 @@ class ClientProgress(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True, kw_only=True):
-    """Result of a load. `cpu`: share of a core that the client used; `busiest`: that of its busiest
-    half second."""
+    """Result of a load. `cpu`: mean fraction of a core that the client used; `busiest`: that of its
+    busiest half second."""
 
     records: tuple[tuple[int, RequestTiming], ...]
     cpu: float
@@ -98,7 +98,7 @@ async def run(job: RunLoad, begin: float, fd: int) -> Done:
         records.append((index, record))
 
     async with OpenAIEndpoint(job.endpoint) as engine:
-        with contextlib.suppress(OSError, TimeoutError):  # the requests will show it
+        with contextlib.suppress(OSError, TimeoutError):  # # the requests will show the error
             await engine.connect()
         await asyncio.sleep(begin - time.monotonic())
         sample()
@@ -114,7 +114,7 @@ async def run(job: RunLoad, begin: float, fd: int) -> Done:
 
 
 def cpu_shares(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Mean and largest share of a core, by samples of (time, processor time)."""
+    """Mean and maximum fraction of a core, from samples of (time, processor time)."""
     shares = [(c - a) / (d - b) for (b, a), (d, c) in pairwise(samples) if d - b > WATCH_S / 2]
     (first, cpu_first), (last, cpu_last) = samples[0], samples[-1]
     mean = (cpu_last - cpu_first) / max(last - first, 1e-9)

@@ -31,18 +31,18 @@ from slipstream.costs.metrics import RequestTiming
 from slipstream.errors import EngineError
 
 BUSY = 0.8
-"""Share of a core above which a client may have limited the result."""
+"""Fraction of a core above which a client may have limited the result."""
 
 USERS_EACH = 128
 RATE_EACH = 20.0
 LEAD_S = 0.25
-"""Delay of the start after the last client is ready."""
+"""Delay of the start, in seconds, after the last client is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLoad:
-    """Load of the client processes: the largest mean share of a core, and the largest in half a
-    second."""
+    """CPU load of the client processes: the largest mean fraction of a core, and the largest in
+    half a second."""
 
     num_clients: int
     cpu: float
@@ -58,8 +58,8 @@ class ClientLoad:
 
 
 def num_clients(arrivals: Arrivals, num_requests: int) -> int:
-    """Number of clients that the load asks for, on at most half of the cores: the others are left
-    to a server on this machine."""
+    """Number of client processes for a load, on at most half of the cores: the others are left to a
+    server on this machine."""
     match arrivals:
         case ClosedLoop():
             wanted = arrivals.concurrency / USERS_EACH
@@ -105,7 +105,7 @@ class Clients:
         seed: int = 0,
         on_done: Callable[[int], None] = lambda done: None,
     ) -> tuple[list[RequestTiming], ClientLoad]:
-        """`run_load` by all clients together."""
+        """Run `run_load` distributed over all clients."""
         count = len(self._processes)
         job = RunLoad(endpoint=endpoint, requests=tuple(requests))
         if isinstance(arrivals, ClosedLoop):

@@ -14,7 +14,7 @@ from slipstream.costs.step_cost import HostCost, StepCost, StepCounts, non_negat
 PROMPT, ANSWER = 32, 64
 USERS = (1, 4, 8, 12, 24, 48)
 LONE = 9
-"""Requests that run alone."""
+"""Number of requests that run alone."""
 
 
 async def measure_host(
@@ -27,10 +27,10 @@ async def measure_host(
 ) -> HostCost:
     """Measure the costs with bursts of short requests.
 
-    - Host: the mean gap between tokens minus the table's step. With more than `run_ahead` users
-      steps don't overlap with the host's work, and it is a cost per step and sequence. With fewer
-      they overlap, and it is the cost of sharing the cores with a CPU's step. The mean is used
-      because a client's time per token is a mean, too: it includes delays of only some steps.
+    - Host: the mean gap between tokens minus the table's step time. With more than `run_ahead`
+      users, steps don't overlap with the host's work, and it is a cost per step and sequence. With
+      fewer, they overlap, and it is the cost of sharing the cores with a CPU's step. The mean is
+      used because a client's time per token is a mean, too: it includes delays of only some steps.
     - Front end: the time that a lone request's first token takes beyond its next ones, minus the
       table's time for its prompt's second token. (After a prompt of one token a CPU's next step
       runs already while the host reports the first.)"""
@@ -68,7 +68,7 @@ async def measure_host(
 
 
 def gaps_from(record: RequestTiming, begin: float) -> Iterator[float]:
-    """The gaps between a request's tokens that begin at time `begin` or later."""
+    """Gaps, in seconds, between a request's tokens that begin at time `begin` or later."""
     at = record.first_token or 0.0
     for gap in record.gaps_s or ():
         if at >= begin:

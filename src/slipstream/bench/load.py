@@ -1,6 +1,6 @@
 """Sends requests at once, in a closed loop or at random times, and records when tokens arrive.
 
-A time is taken when this process receives a delta, as a client would see it."""
+A time is recorded when this process receives a delta, as seen by a client."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from slipstream.errors import ConfigError, EngineOverloadedError
 
 @dataclass(slots=True)
 class MeasuredAnswer:
-    """The parts of an answer that have arrived. `usage`: the engine's own count (input, output), if
-    it gives one.
+    """The received parts of an answer. `usage`: the engine's own count (input, output), if it gives
+    one.
 
     If an endpoint does not give the number of tokens of a delta, the delta counts as one token, and
-    `usage` corrects the sum. With `keeps` what the answer says is kept, for a next turn: token ids
-    where the endpoint gives them, and a chat's text and reasoning."""
+    `usage` corrects the sum. With `keeps` its content is stored for the next turn: token ids if the
+    endpoint returns them, and a chat's text and reasoning."""
 
-    times: list[float] = field(default_factory=list)  # of the deliveries
+    times: list[float] = field(default_factory=list)  # # of each received delta
     num_tokens: int = 0
     usage: tuple[int, int] | None = None
     cached_tokens: int = 0
-    counts_cached: bool = False  # the endpoint says how many tokens were cached
+    counts_cached: bool = False  # # whether the endpoint reports the number of cached tokens
     keeps: bool = False
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class StreamingEngine(Protocol):
     """An engine to send the load to."""
 
     async def ask(self, request: BenchRequest, answer: MeasuredAnswer, /) -> None:
-        """Ask a request, and return when the answer is complete. Every failure raises."""
+        """Send a request, and return when the answer is complete. Every failure raises an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +82,8 @@ class Ramp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gamma:
-    """Gamma-distributed gaps: `rate` requests a second on average; `cv` is the gaps' standard
-    deviation over their mean. 1 is Poisson, more comes in bursts, less comes more evenly."""
+    """Gamma-distributed gaps: `rate` requests per second on average; `cv` is the gaps' standard
+    deviation divided by their mean. 1 is Poisson, above 1 comes in bursts, below 1 more evenly."""
 
     rate: float
     cv: float
@@ -137,7 +137,7 @@ def send_times(arrivals: OpenArrivals, count: int, seed: int) -> list[float]:
 
 
 def _when(arrivals: Poisson | Ramp, expected: float) -> float:
-    """The time by which `expected` requests have arrived on average: the inverse of the rate's
+    """Time by which `expected` requests have arrived on average: the inverse of the rate's
     integral."""
     if isinstance(arrivals, Poisson):
         return expected / arrivals.rate
@@ -159,8 +159,8 @@ async def run_load(
     seed: int = 0,
     on_done: Callable[[int], None] = lambda done: None,
 ) -> list[RequestTiming]:
-    """Send all requests. Returns a record of each, in their order. A request that fails is recorded
-    and stops nothing."""
+    """Send all requests. Returns a record of each, in their order. A failed request is recorded,
+    and the others continue."""
     records: dict[int, RequestTiming] = {}
 
     def on_record(index: int, record: RequestTiming) -> None:
@@ -185,8 +185,8 @@ async def send_in_turn(
     num_users: int,
     on_record: OnRecord,
 ) -> None:
-    """Send requests from `num_users` users. Each takes the next of `indices` when its last request
-    is answered."""
+    """Send requests from `num_users` users, each of whom takes the next of `indices` when the last
+    answer is complete."""
 
     async def user() -> None:
         for index in indices:
@@ -216,7 +216,7 @@ async def send_at(
 async def measure(
     engine: StreamingEngine, request: BenchRequest, answer: MeasuredAnswer | None = None
 ) -> RequestTiming:
-    """Send one request and time its answer, into `answer` if the caller wants to see it."""
+    """Send one request and record the times of its answer, in `answer` if the caller passes one."""
     answer, error, refused = answer or MeasuredAnswer(), None, False
     sent = time.monotonic()
     try:

@@ -55,7 +55,7 @@ class PowerReading:
         return sum(first.until(later.counters[name]) for name, first in self.counters.items())
 
     def of(self, kind: str) -> PowerReading:
-        """The counters of `CPU` or `GPU`; "": all."""
+        """The counters of kind `CPU` or `GPU`; "" selects all."""
         return PowerReading(
             {name: counter for name, counter in self.counters.items() if name.startswith(kind)}
         )

@@ -25,7 +25,7 @@ class RateObjective:
     most: float
 
     def value(self, summary: Summary) -> float | None:
-        """The measured percentile; None without values, such as gaps in answers of one token."""
+        """Measured percentile in seconds; None without values, such as gaps in answers of one token."""
         field, q = _FIELDS[self.name]
         found = getattr(summary, field)
         return None if found is None else float(getattr(found, q))
@@ -50,23 +50,23 @@ def parse_rate_objectives(text: str) -> tuple[RateObjective, ...]:
 
 
 def holds(summary: Summary, objectives: tuple[RateObjective, ...]) -> bool:
-    """Whether every request was answered, and within the objectives."""
+    """Whether every request was answered, and the objectives are met."""
     values = [(objective.value(summary), objective.most) for objective in objectives]
     return not summary.num_failed and all(value is None or value <= most for value, most in values)
 
 
 class RateSearch:
-    """Doubles or halves the rate until one holds and one does not, then bisects; at most `max_runs`
-    runs."""
+    """Searches the highest rate: doubles or halves it until one rate meets the objectives and one
+    does not, then bisects; at most `max_runs` runs."""
 
     def __init__(self, rate: float, max_runs: int) -> None:
-        self.rate: float | None = rate  # to try next; None at the end
-        self.best: float | None = None  # the highest that held
-        self._failed: float | None = None  # the lowest that did not
+        self.rate: float | None = rate  # # rate to try next; None at the end
+        self.best: float | None = None  # # highest rate that met the objectives
+        self._failed: float | None = None  # # lowest rate that did not
         self._runs_left = max_runs
 
     def record(self, held: bool) -> None:
-        """Record whether the objectives held at `rate`."""
+        """Record whether the objectives were met at `rate`."""
         assert self.rate is not None
         if held:
             self.best = self.rate

@@ -1,4 +1,4 @@
-"""Results as one document for machines and a table for people."""
+"""Results as a JSON document and as tables for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.costs.metrics import DEFINITIONS, DISTRIBUTIONS, PERCENTILES, Di
 
 
 def document(kind: str, **parts: Any) -> dict[str, Any]:
-    """Adds to `parts` the data that is needed to interpret them later."""
+    """Add to `parts` the data that is needed to interpret them later."""
     return {"benchmark": kind, **environment(), **parts, "definitions": DEFINITIONS}
 
 

@@ -1,4 +1,4 @@
-"""Figures of sessions of agents, measured or simulated."""
+"""Figures of agent sessions, measured or simulated."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ AGENT_DEFINITIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRecord:
-    """The record of a turn. `cacheable_tokens`: prompt tokens that an infinite cache would have
-    held. `asked_tokens`: the answer's length that was asked for. `counts_cached`: the server says
-    how many tokens were cached."""
+    """Record of a turn. `cacheable_tokens`: prompt tokens that an infinite cache would contain.
+    `asked_tokens`: requested length of the answer. `counts_cached`: whether the server reports
+    cached tokens."""
 
     session: int
     turn: int
@@ -37,14 +37,14 @@ class TurnRecord:
 class AgentSummary:
     """Figures of a run of sessions. Failed turns count in `turns.num_failed` and nowhere else.
 
-    `hit_rate` is None where the server does not count cached tokens. `interactivity` holds 1/TPOT
-    at the mean and percentiles of TPOT, so that its p99 is the slowest."""
+    `hit_rate` is None if the server does not report cached tokens. `interactivity` is 1/TPOT at the
+    mean and the percentiles of TPOT, so that its p99 is the slowest."""
 
     num_sessions: int
     num_complete: int  # sessions whose last turn was answered
     num_subagent_turns: int
-    num_short: int  # answers shorter than asked for
-    short_tokens: int  # what they lack, in all
+    num_short: int  # # answers shorter than requested
+    short_tokens: int  # # tokens missing in them, in all
     num_gpus: int
     turns: Summary
     turns_per_minute: float
@@ -58,7 +58,7 @@ class AgentSummary:
 
     @property
     def hits_of_cacheable(self) -> float | None:
-        """Share of the tokens that could be cached which were."""
+        """Fraction of the cacheable tokens that came from the cache."""
         if self.hit_rate is None or not self.cacheable_rate:
             return None
         return self.hit_rate / self.cacheable_rate

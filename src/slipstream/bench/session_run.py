@@ -1,14 +1,14 @@
-"""Sessions of agents sent to a server: each turn's prompt has the server's own answers in it.
+"""Sends agent sessions to a server: each turn's prompt contains the server's own answers.
 
-A session sends one turn at a time. Its pauses are slept, its subagents run meanwhile. Prompts go out
-in one of two forms:
+A session sends one turn at a time. It waits during pauses, in which its subagents run. Prompts are
+sent in one of two forms:
 
 1. Token ids (`TokenDialogue`): lengths are exact. The server must return the ids of its answers.
 2. Chat messages (`ChatDialogue`): any server with OpenAI's chat. Results of tools are text in a
-   user's message. Words are counted as tokens by a ratio that is measured first.
+   user's message. Numbers of words are converted to tokens by a ratio that is measured first.
 
-An answer or summary that is too short stays as it is. The next prompt's new text makes up for it, so
-that contexts grow as planned whichever server answers. A failed turn ends its session.
+An answer or summary that is too short is compensated by more new text in the next prompt, so that
+contexts grow as planned with any server. A failed turn ends its session.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ into do any your what than then them some could time these two may first new now
 error value return list name type class string number data read write open path table index query
 page left right set get run build check call next last part point case
 """.split()  # noqa: SIM905
-"""Common words, each of which is one token or two in most vocabularies."""
+"""Common words, each of which is one or two tokens in most vocabularies."""
 
 USUAL_RATIO = 1.3
-"""Tokens of a word, where the server counts none."""
+"""Tokens per word if the server does not report counts."""
 
 PROBE_WORDS = (10, 110)
 
@@ -47,17 +47,17 @@ class Dialogue(Protocol):
     """A conversation with a server."""
 
     def say(self, parts: Sequence[Part], summaries: Sequence[MeasuredAnswer]) -> None:
-        """Add a turn's new text. Parts of kind `summary` stand for `summaries`, in their order."""
+        """Add a turn's new text. Parts of kind `summary` are replaced by `summaries`, in their order."""
 
     def request(self, output_tokens: int) -> BenchRequest:
-        """The request with all that was said."""
+        """Request with the whole conversation so far."""
 
     def hear(self, answer: MeasuredAnswer) -> int:
         """Add the answer. Returns its number of tokens."""
 
 
 class TokenText:
-    """Random token ids of parts. Those that several prompts share are kept."""
+    """Random token ids for parts. Those of parts that several prompts share are cached."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self.vocab_size, self.seed = vocab_size, seed
@@ -74,7 +74,7 @@ class TokenText:
 
 
 class TokenDialogue:
-    """A conversation as token ids."""
+    """A conversation in token ids."""
 
     def __init__(self, text: TokenText) -> None:
         self._text, self.tokens = text, list[int]()
@@ -96,7 +96,7 @@ class TokenDialogue:
 
 
 class WordText:
-    """Random words of parts, `ratio` tokens a word."""
+    """Random words for parts, at `ratio` tokens per word."""
 
     def __init__(self, ratio: float, seed: int) -> None:
         self.ratio, self.seed = ratio, seed
@@ -107,7 +107,7 @@ class WordText:
 
 
 class ChatDialogue:
-    """A conversation as a chat's messages."""
+    """A conversation in chat messages."""
 
     def __init__(self, text: WordText) -> None:
         self._text, self.messages = text, list[dict[str, str]]()
@@ -134,20 +134,20 @@ class ChatDialogue:
 
     def hear(self, answer: MeasuredAnswer) -> int:
         text, reasoning = "".join(answer.text), "".join(answer.reasoning)
-        # templates refuse an empty message
+        # chat templates raise an error for an empty message
         said = {"role": "assistant", "content": text or "(nothing)"}
         self.messages.append({**said, "reasoning_content": reasoning} if reasoning else said)
         return answer.usage[1] if answer.usage else answer.num_tokens
 
 
 def dialogue_of(text: TokenText | WordText) -> Dialogue:
-    """A new conversation in the form of its texts."""
+    """New conversation in token ids or words, like `text`."""
     return TokenDialogue(text) if isinstance(text, TokenText) else ChatDialogue(text)
 
 
 async def tokens_per_word(engine: StreamingEngine, seed: int) -> float:
-    """Prompt tokens that a word of `WORDS` costs on a server with a chat, by two short requests.
-    `USUAL_RATIO` where it counts none."""
+    """Measured prompt tokens per word of `WORDS` on a server with a chat API, by two short
+    requests. `USUAL_RATIO` if it reports no counts."""
     counts = []
     for words in PROBE_WORDS:
         dialogue, answer = ChatDialogue(WordText(1.0, seed)), MeasuredAnswer()
@@ -161,8 +161,8 @@ async def tokens_per_word(engine: StreamingEngine, seed: int) -> float:
 
 @dataclass(slots=True)
 class SessionRun:
-    """One run of sessions. `dialogue` makes a new conversation; `on_turn` gets the number of
-    turns done, subagents' included."""
+    """One run of sessions. `dialogue` creates a new conversation; `on_turn` is called with the
+    number of completed turns, including those of subagents."""
 
     engine: StreamingEngine
     dialogue: Callable[[], Dialogue]
@@ -174,8 +174,8 @@ class SessionRun:
     async def run(
         self, sessions: Sequence[Session], arrivals: OpenArrivals | ClosedLoop | None, seed: int
     ) -> list[TurnRecord]:
-        """Send all sessions. They come by `arrivals`, or with None at their own times. Those of a
-        closed loop begin when another ends."""
+        """Send all sessions. They start by `arrivals`, or with None at their own times. In a closed
+        loop one starts when another ends."""
         numbered = enumerate(sessions)
         if isinstance(arrivals, ClosedLoop):
 
@@ -211,7 +211,7 @@ class SessionRun:
             new = [*turn.new]
             new += [Part(next(self._keys), _length(s), "summary") for s in summaries]
             wanted = length - turn.output_tokens - sum(p.num_tokens for p in (*parts, *new))
-            if wanted > 0:  # answers ended early
+            if wanted > 0:  # # previous answers ended early
                 new.append(Part(next(self._keys), wanted))
             dialogue.say(new, summaries)
             parts += new
@@ -223,7 +223,7 @@ class SessionRun:
             timing = await measure(self.engine, request, answer)
             if answer.usage is None:
                 timing = replace(timing, input_tokens=planned)
-            elif request.messages is not None:  # parts are estimates
+            elif request.messages is not None:  # # in a chat, token counts are estimates
                 could = min(round(could * timing.input_tokens / planned), timing.input_tokens - 1)
             num_heard = 0
             if timing.error is None:
@@ -252,7 +252,7 @@ class SessionRun:
         return answer
 
     async def _wait(self, number: int, turn: Turn) -> list[MeasuredAnswer]:
-        """Wait for the tools and subagents that a turn needs. Returns the summaries."""
+        """Wait for the tools and subagents that a turn depends on. Returns the subagents' summaries."""
         runs = (self._session(number, s, is_subagent=True) for s in turn.subagents)
         _, *found = await asyncio.gather(asyncio.sleep(turn.pause_s), *runs)
         return [summary for summary in found if summary is not None]

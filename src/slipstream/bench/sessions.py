@@ -1,13 +1,13 @@
-"""Sessions of agents as data: turns whose prompts grow, pauses between them, and subagents.
+"""Agent sessions as data: turns whose prompts grow, pauses between them, and subagents.
 
-A session's prompt of a turn is all that was said before, and what is new. New text is made of
-*parts*: a part's key says which text it is, so that equal keys mean equal tokens. One definition
+The prompt of a turn is the whole conversation before it, plus new text. New text consists of
+*parts*: a part's key identifies its text, so that equal keys mean equal tokens. One definition
 serves a load over HTTP (`bench/session_run.py`) and the simulator (`simulate/sessions.py`).
 
-1. All sessions begin with the same system prompt. Then comes a task of the session's own.
+1. All sessions begin with the same system prompt. Then follows the session's own task.
 2. Each later turn adds the results of tools, after a pause in which the tools ran.
 3. Some turns begin with subagents: sessions with the same system prompt and a fresh context. The
-   turn waits for them, and gets the last answer of each as its summary.
+   turn waits for them; the last answer of each is its summary.
 4. A session ends with its last turn, or before the turn that would exceed `max_context`.
 """
 
@@ -30,8 +30,8 @@ SYSTEM_TOKENS = 14_000
 
 
 class Part(NamedTuple):
-    """A piece of a prompt. Two parts with one key have the same tokens, up to the length of the
-    shorter."""
+    """A piece of a prompt. Two parts with the same key have the same tokens, up to the length of
+    the shorter."""
 
     key: int
     num_tokens: int
@@ -40,8 +40,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A request of a session. It comes `pause_s` after the previous answer and its subagents.
-    Their summaries follow the `new` parts."""
+    """One request of a session. It is sent `pause_s` after the previous answer and the end of its
+    subagents, whose summaries follow the `new` parts."""
 
     new: tuple[Part, ...]
     output_tokens: int
@@ -50,7 +50,7 @@ class Turn:
 
     @property
     def num_new_tokens(self) -> int:
-        """Number of new prompt tokens, if summaries are as long as was asked for."""
+        """Number of new prompt tokens, if summaries have the requested length."""
         return sum(p.num_tokens for p in self.new) + sum(
             s.turns[-1].output_tokens for s in self.subagents
         )
@@ -58,14 +58,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A conversation. `start_s` is the time at which it begins in a trace."""
+    """A conversation. `start_s` is the time in seconds at which it begins in a trace."""
 
     turns: tuple[Turn, ...]
     start_s: float = 0.0
 
     @property
     def context_lengths(self) -> list[int]:
-        """Length in tokens of each turn's prompt and answer together."""
+        """Length in tokens of prompt and answer together, for each turn."""
         return list(itertools.accumulate(t.num_new_tokens + t.output_tokens for t in self.turns))
 
     def all_turns(self) -> Iterator[Turn]:
@@ -78,8 +78,8 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A distribution of lengths or times: `fixed:N`, `uniform:A-B`, `exponential:MEAN` or
-    `lognormal:MEAN:SIGMA`."""
+    """A probability distribution of lengths or times: `fixed:N`, `uniform:A-B`, `exponential:MEAN`
+    or `lognormal:MEAN:SIGMA`."""
 
     kind: Literal["fixed", "uniform", "exponential", "lognormal"]
     a: float
@@ -104,14 +104,14 @@ class Draw:
         return rng.lognormvariate(math.log(self.a) - self.b**2 / 2, self.b) if self.a else 0.0
 
     def count(self, rng: random.Random) -> int:
-        """Draws a whole number of at least 1. With `uniform` all numbers of the range are equally
+        """Sample an integer of at least 1. With `uniform` all integers of the range are equally
         likely."""
         if self.kind == "uniform":
             return max(1, rng.randint(math.ceil(self.a), math.floor(self.b)))
         return max(1, round(self.real(rng)))
 
     def scaled(self, mean: float) -> Draw:
-        """Returns the distribution with the same shape and another mean."""
+        """Distribution with the same shape and another mean."""
         if self.kind != "uniform":
             return Draw(self.kind, mean, self.b)
         share = (self.b - self.a) / (self.a + self.b)
@@ -119,8 +119,8 @@ class Draw:
 
 
 def parse_draw(text: str, usual: Draw, name: str, *, least: float = 1) -> Draw:
-    """Parse a distribution, or a number: the mean of one with the shape of `usual`. ConfigError of
-    the field `name`."""
+    """Parse a distribution, or a number: the mean of a distribution with the shape of `usual`.
+    ConfigError for the field `name`."""
     kind, _, rest = text.partition(":") if ":" in text else ("", "", text)
     try:
         numbers = [float(n) for n in rest.split("-" if kind == "uniform" else ":")]
@@ -138,7 +138,7 @@ def parse_draw(text: str, usual: Draw, name: str, *, least: float = 1) -> Draw:
             case "exponential", [mean]:
                 return Draw("exponential", mean)
     except ValueError:
-        pass  # no numbers, or none that may be: reported below
+        pass  # # not numbers, or out of range: reported below
     raise ConfigError(
         f"{name}={text!r} is neither a mean such as {usual.mean:g}, nor fixed:N, uniform:A-B, exponential:MEAN or "
         f"lognormal:MEAN:SIGMA, with numbers of {least:g} or more",
@@ -192,8 +192,8 @@ class AgentLoad:
         return {name: str(v) if isinstance(v, Draw) else v for name, v in values.items()}
 
     def fitted(self, max_model_len: int | None) -> AgentLoad:
-        """Returns a copy in which missing values are chosen for a model of this context.
-        ConfigError if `max_context` is longer."""
+        """Copy with missing values chosen for a model of this context length. ConfigError if
+        `max_context` is longer."""
         if max_model_len is not None and (self.max_context or 0) > max_model_len:
             raise ConfigError(
                 f"max_context={self.max_context} is longer than the model's context of {max_model_len}; take "
@@ -207,8 +207,8 @@ class AgentLoad:
         return replace(self, max_context=longest, system_tokens=system)
 
     def generate(self, seed: int) -> tuple[Session, ...]:
-        """Returns the sessions. The same seed gives the same sessions; with another number of them
-        some are added or left out at the end."""
+        """Generate the sessions. The same seed gives the same sessions; a different number of
+        sessions adds or drops some at the end."""
         load = self.fitted(None)
         return tuple(
             _Generator(load, random.Random(f"{seed}:{number}"), number).session(load.turns)
@@ -230,11 +230,11 @@ LOAD_HELP = {
     "subagent_turns": "turns of a subagent",
     "summary_tokens": "a subagent's last answer, which its parent gets",
 }
-"""Meanings of the fields of `AgentLoad`, for people."""
+"""Descriptions of the fields of `AgentLoad` for the help."""
 
 
 def parse_load(given: dict[str, Any]) -> AgentLoad:
-    """Returns the load with these fields, whose distributions are given as text."""
+    """Load with these fields, whose distributions are given as text."""
     usual = AgentLoad()
     values: dict[str, Any] = {
         name: parse_draw(value, draw, name, least=0 if name == "pause" else 1)
@@ -251,7 +251,7 @@ KEYS_EACH = 1 << 14
 
 
 class _Generator:
-    """Draws one session."""
+    """Generates one session."""
 
     def __init__(self, load: AgentLoad, rng: random.Random, number: int) -> None:
         self.load, self.rng = load, rng
@@ -261,7 +261,7 @@ class _Generator:
         return Part(next(self._keys), num_tokens, kind)
 
     def session(self, turns: Draw, *, last: int | None = None) -> Session:
-        """Draws a session. With `last` it is a subagent's, and its last answer has `last`
+        """Generate a session. With `last` it is a subagent's, whose last answer has `last`
         tokens."""
         load, rng = self.load, self.rng
         assert load.max_context is not None
@@ -293,7 +293,7 @@ class _Generator:
         return Session(turns=tuple(found))
 
     def first(self, n_out: int) -> Turn:
-        """Returns the first turn, cut to fit the context."""
+        """First turn, cut to fit the context."""
         load = self.load
         assert load.max_context is not None
         assert load.system_tokens is not None
@@ -304,9 +304,9 @@ class _Generator:
 
 
 def of_rows(rows: Iterable[TraceRow]) -> tuple[Session, ...]:
-    """The sessions of a trace; a request without a session is one of its own.
+    """Sessions of a trace; a request without a session is a session of its own.
 
-    Hashed blocks are parts with the hash as key; what they don't cover has a key of its own."""
+    Hashed blocks become parts with the hash as key; other tokens become a part with a key of its own."""
     own = itertools.count(-1, -1)
     found: dict[Any, tuple[float, list[Turn]]] = {}
     for number, row in enumerate(rows):
@@ -324,10 +324,10 @@ def of_rows(rows: Iterable[TraceRow]) -> tuple[Session, ...]:
 
 
 class PlannedTurn(NamedTuple):
-    """A turn with its whole prompt, if each answer is as long as asked for.
+    """A turn with its whole prompt, assuming that each answer has the requested length.
 
-    `after`: (turn, seconds): it comes so long after the ends of these; those without come at
-    `start_s`. `ends_session`: the last turn of a session that is no subagent."""
+    `after`: (turn, seconds) pairs: it is sent this long after these turns end; if empty, at
+    `start_s`. `ends_session`: it is the last turn of a session that is not a subagent."""
 
     session: int
     turn: int
@@ -344,18 +344,18 @@ class PlannedTurn(NamedTuple):
 
 
 ANSWER_KEYS = 1 << 29
-"""First key of answers."""
+"""Smallest key of an answer."""
 
 
 def planned_turns(sessions: Sequence[Session]) -> list[PlannedTurn]:
-    """Lists the turns of all sessions, one session after another. A subagent's turns stand before
-    the turn that waits for it."""
+    """List the turns of all sessions, one session after another. A subagent's turns come before the
+    turn that waits for it."""
     found: list[PlannedTurn] = []
 
     def lay(
         number: int, session: Session, before: tuple[tuple[int, float], ...], *, is_subagent: bool
     ) -> tuple[int, Part]:
-        """Plans a session's turns. Returns the index of its last turn, and the answer to it."""
+        """Plan a session's turns. Returns the index of its last turn, and the part of that turn's answer."""
         parts: list[Part] = []
         last = before
         for i, turn in enumerate(session.turns):
@@ -386,16 +386,16 @@ def planned_turns(sessions: Sequence[Session]) -> list[PlannedTurn]:
 
 
 class SeenPrefixes:
-    """Prompts and answers computed so far. A cache that never forgets would hit these, token by
-    token: an upper bound of prefix hits."""
+    """Prompts and answers computed so far. An infinite cache would hit these, token by token: an
+    upper bound of prefix hits."""
 
     def __init__(self) -> None:
-        self._most: dict[tuple[int, int], int] = {}  # (node, key): most tokens of that part
+        self._most: dict[tuple[int, int], int] = {}  # # (node, key): maximum tokens of that part
         self._nodes: dict[tuple[int, int, int], int] = {}  # (node, key, tokens): the node after it
 
     def longest(self, parts: Sequence[Part]) -> int:
-        """Returns the number of leading tokens that were computed before. The last token is left
-        out, since its logits must be computed."""
+        """Number of leading tokens that were computed before. The last token is left out, because
+        its logits must be computed."""
         node, found = 0, 0
         for key, num_tokens, _ in parts:
             found += min(num_tokens, self._most.get((node, key), 0))
@@ -413,6 +413,6 @@ class SeenPrefixes:
             node = self._nodes.setdefault((node, key, num_tokens), len(self._nodes) + 1)
 
     def add_answer(self, parts: Sequence[Part], answer: Part) -> None:
-        """Add an answer, whose last token is not computed."""
+        """Add an answer, whose last token has not been computed."""
         if answer.num_tokens > 1:
             self.add((*parts, answer._replace(num_tokens=answer.num_tokens - 1)))

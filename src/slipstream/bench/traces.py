@@ -1,12 +1,12 @@
-"""Recorded traffic: a row for each request, with its time, lengths, and hashes of its prompt's blocks.
+"""Reads recorded traffic: a row for each request, with its time, lengths, and hashes of its prompt's blocks.
 
-Three forms are read:
+Three formats are supported:
 
 1. Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens; Patel et al. 2024).
 2. Mooncake's JSON lines (timestamp in ms, input_length, output_length, hash_ids; Qin et al. 2025).
    Prompts that begin with the same hashes begin with the same tokens, `BLOCK_TOKENS` for each.
-3. The same lines with a `session_id` (AIPerf's form). A session's later rows have the tokens that
-   they add, and a `delay` in ms after the answer before, or a timestamp.
+3. The same lines with a `session_id` (AIPerf's form). A session's later rows have the tokens that they add,
+   and a `delay` in ms after the previous answer, or a timestamp.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.base.files import parse_json
 from slipstream.errors import ConfigError
 
 BLOCK_TOKENS = 512
-"""Tokens of a hashed block in Mooncake's traces."""
+"""Number of tokens in a hashed block in Mooncake's traces."""
 
 
 class TraceRow(NamedTuple):
@@ -39,7 +39,7 @@ class TraceRow(NamedTuple):
 def read_rows(path: Path, field: str = "workload") -> list[TraceRow]:
     """The rows of a trace, in order of time; those of a session stay in their order.
 
-    ConfigError of `field` names the line that is wrong."""
+    ConfigError for `field` names the wrong line."""
     found: list[TraceRow] = []
     is_csv = path.suffix == ".csv"
     try:
@@ -59,8 +59,8 @@ def read_rows(path: Path, field: str = "workload") -> list[TraceRow]:
     if not found:
         raise ConfigError(f"{path} holds no requests", field=field)
     first = min((row.start_s for row in found if row.delay_s is None), default=0.0)
-    begins: dict[str, float] = {}  # of sessions
-    before: dict[str, float] = {}  # time of the session's row before
+    begins: dict[str, float] = {}  # # start time of each session
+    before: dict[str, float] = {}  # # time of the session's previous row
     ordered = []
     for row in found:
         start, delay, session = row.start_s - first, row.delay_s, row.session
@@ -75,7 +75,9 @@ def read_rows(path: Path, field: str = "workload") -> list[TraceRow]:
 
 def _of_azure(row: dict[str, str]) -> TraceRow:
     stamp = row["TIMESTAMP"].strip()
-    whole, _, fraction = stamp.partition(".")  # its seven digits are one more than datetime reads
+    whole, _, fraction = stamp.partition(
+        "."
+    )  # # its seven digits are one more than datetime accepts
     time = datetime.fromisoformat(whole).timestamp() + float(f"0.{fraction or 0}")
     return _checked(TraceRow(time, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
 

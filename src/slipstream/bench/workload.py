@@ -24,8 +24,8 @@ SHAREGPT_TOTAL = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest:
-    """A request. `prompt`: the text of `prompt_token_ids`, if the workload is made of text.
-    `messages`: a chat's, in the place of a prompt."""
+    """A request. `prompt`: the text of `prompt_token_ids`, if the workload consists of text.
+    `messages`: those of a chat, in place of a prompt."""
 
     prompt_token_ids: tuple[int, ...]
     output_tokens: int
@@ -35,7 +35,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchWorkload:
-    """Requests, and for the report in `settings` how they were made."""
+    """Requests, and in `settings` how they were generated, for the report."""
 
     name: str
     requests: tuple[BenchRequest, ...]

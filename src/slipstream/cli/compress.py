@@ -340,7 +340,7 @@ def _document(args: argparse.Namespace, job: Compression, made: Outcome) -> dict
 
 
 def _rows(args: argparse.Namespace, job: Compression, made: Outcome) -> list[tuple[str, str]]:
-    from slipstream.compress.recipe import Calibrate
+    from slipstream.compress.recipe import QAT, Calibrate
     from slipstream.compress.steps import Distill, PruneSettings
 
     given, recipe, report = job.input, made.recipe, made.report
@@ -362,6 +362,9 @@ def _rows(args: argparse.Namespace, job: Compression, made: Outcome) -> list[tup
     if (learns := recipe.one(Distill)) is not None:
         steps = f"{learns.num_steps} steps of {learns.batch_size} windows of {learns.text}"
         rows.append(("distillation", steps))
+    if (qat := recipe.one(QAT)) is not None:
+        until = "" if qat.minutes is None else f", or {qat.minutes:g} minutes"
+        rows.append(("training", f"{qat.num_steps:,} steps of {qat.step_tokens:,} tokens{until}"))
     cuts, calibrated = recipe.one(PruneSettings), "none is needed"
     if made.plan.needs_text or (cuts is not None and cuts.needs_text):
         text = recipe.one(Calibrate) or Calibrate()

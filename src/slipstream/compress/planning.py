@@ -105,13 +105,15 @@ def plan(
     element = TORCH_DTYPES[source.dtype].itemsize if source.dtype in TORCH_DTYPES else 2
     before = sum(math.prod(shape) for shape in before_shapes.values()) * element
     if (blocks := recipe.one(GGUF)) is not None:
-        made = plan_blocks(source, blocks)
+        made, trains = plan_blocks(source, blocks), recipe.one(QAT) is not None
+        if trains and all(tensor.type in ("F32", "F16") for tensor in made):
+            raise ConfigError("qat trains rounded weights, and F16 rounds none", field="qat")
         return CompressionPlan(
             weights=(),
             bytes_before=before,
             bytes_after=0,
             scale_bytes=element,
-            needs_text=blocks.needs_text(made),
+            needs_text=trains or blocks.needs_text(made),
         ).with_blocks(made)
     if recipe.one(Rotate) is not None:
         if source.family.nested_config is not None:

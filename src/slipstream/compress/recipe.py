@@ -248,8 +248,8 @@ class Rotate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QAT:
-    """Trains the quantized weights and their scales, after `quantize`, towards the outputs of the
-    original model.
+    """Trains the quantized weights and their scales, after `quantize` or `gguf`, towards the outputs of
+    the original model. It ends after `num_steps`, or after `minutes`.
 
     It needs memory for four copies of the model in float32, and the original. The text is the
     calibration text, or `num_windows` windows from the same source, the first of which calibrate.
@@ -257,6 +257,7 @@ class QAT:
 
     num_windows: int | None = None
     num_steps: int = 200
+    minutes: float | None = None
     step_tokens: int = 2048
     learning_rate: float = 2e-5
     warmup: float = 0.05  # # fraction of steps in which the learning rate rises; then it falls to 0 along a cosine
@@ -265,6 +266,7 @@ class QAT:
     def check(self) -> None:
         require(self, lambda value: value is None or value >= 1, "at least 1", "num_windows")
         require_at_least(self, 1, "num_steps", "step_tokens")
+        require(self, lambda value: value is None or value > 0, "above 0", "minutes")
         require_at_least(self, 0, "seed")
         require_inside(self, "learning_rate")
         require(self, lambda value: 0 <= value < 1, "a share from 0 to below 1", "warmup")
@@ -564,13 +566,16 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
             )
     recipe = Recipe(steps=tuple(found), name=name)
     quantize = recipe.one(Quantize)
+    blocks = recipe.one(GGUF)
     if (qat := recipe.one(QAT)) is not None:
-        if quantize is None or quantize.static_inputs or quantize.group_size == "tensor":
+        if blocks is None and (
+            quantize is None or quantize.static_inputs or quantize.group_size == "tensor"
+        ):
             raise ConfigError(
-                "qat needs a quantize step before it, with scales by row or group and without static_inputs",
+                "qat needs a gguf step before it, or a quantize step with scales by row or group and without static_inputs",
                 field="qat",
             )
-        if quantize.kind == "float" and quantize.bits == 4:
+        if quantize is not None and quantize.kind == "float" and quantize.bits == 4:
             raise ConfigError(
                 "qat trains integers and 8-bit floats; leave it out, or round to those", field="qat"
             )
@@ -590,10 +595,13 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
             "rotate needs a quantize step after it, with a number of bits and without qat",
             field="rotate",
         )
-    if recipe.one(GGUF) is not None and layers:
+    others = [kind for kind in layers if kind is not QAT]
+    if blocks is not None and others:
         raise ConfigError(
-            f"gguf rounds by itself; leave {STEP_NAMES[layers[0]]} out", field="steps"
+            f"gguf rounds by itself; leave {STEP_NAMES[others[0]]} out", field="steps"
         )
+    if blocks is not None and qat is not None and found.index(blocks) > found.index(qat):
+        raise ConfigError("list these steps in the order gguf, qat", field="steps")
     for kind, step in (("draft_head", DraftHead), ("lora", LoRA)):
         if recipe.one(step) is not None and len(found) > 1:
             raise ConfigError(

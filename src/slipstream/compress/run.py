@@ -88,18 +88,18 @@ def compress(
         "dtype": str(dtype),
     }
     work = WorkFolder(out, identity, restart=restart)
+    qat, training = recipe.one(QAT), windows
+    if qat is not None and qat.num_windows is not None:
+        windows, training = windows[: recipe.calibration_windows], windows[: qat.num_windows]
     if (blocks := recipe.one(GGUF)) is not None:
         from slipstream.compress.gguf.write import GGUFRun, write_gguf
 
-        run_of_blocks = GGUFRun(source, blocks, planned.blocks, work, device, dtype)
+        run_of_blocks = GGUFRun(source, blocks, planned.blocks, work, device, dtype, qat, training)
         written = write_gguf(
             run_of_blocks, recipe.as_data(), windows, progress=progress, finish=finish
         )
         return planned.with_blocks(written)
     run = CompressionRun(source, recipe, planned, work, device, dtype)
-    qat, training = recipe.one(QAT), windows
-    if qat is not None and qat.num_windows is not None:
-        windows, training = windows[: recipe.calibration_windows], windows[: qat.num_windows]
 
     num_layers = source.spec.num_layers
     done = 0 if recipe.budget is None else num_layers

@@ -24,7 +24,7 @@ def require(settings: Any, is_allowed: Callable[[Any], bool], what: str, *fields
             raise ConfigError(f"{name}={value!r} must be {what}", field=name)
 
 
-def warmup_cosine(step: int, num_steps: int, num_rising: int, final: float = 0.0) -> float:
+def warmup_cosine(step: float, num_steps: int, num_rising: int, final: float = 0.0) -> float:
     """Fraction of the maximum learning rate at a step: it rises linearly over `num_rising` steps
     and falls along a cosine to `final`."""
     if step < num_rising:

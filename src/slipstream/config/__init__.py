@@ -1,7 +1,7 @@
 """The settings of an engine.
 
-`EngineArgs` has what the user wrote. `resolve(args, model, device)` checks it and returns a frozen
-`EngineConfig`, which records who chose each setting's value and why. It changes at most once:
+`EngineArgs` has the user's settings. `resolve(args, model, device)` checks them and returns a
+frozen `EngineConfig`, which records who chose each value and why. It changes at most once:
 `EngineConfig.with_memory_limits` returns a copy with a shorter context. No torch.
 """
 

@@ -1,4 +1,4 @@
-"""The settings of the KV cache: its type, its tiers, its events, and the slots of recurrent states."""
+"""Settings of the KV cache: its dtype, its tiers, its events, and the slots of recurrent states."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def cache_section(
 
 
 def _cache_events(given: dict[str, Any] | None, prefixes: bool | None) -> CacheEventSettings | None:
-    """The settings of vLLM's kv_events_config that have an effect here. ConfigError names others."""
+    """Settings from vLLM's kv_events_config that have an effect here. ConfigError names others."""
     if given is None:
         return None
     fields = {"enable_kv_cache_events": False, "publisher": "zmq", "endpoint": "", "topic": ""}
@@ -137,7 +137,7 @@ tiles."""
 
 
 def _check_int4_cache(args: EngineArgs, device: DeviceInfo, spec: ModelSpec) -> None:
-    """Raise ConfigError if the model's attention, or the device, has no cache of 4 bits."""
+    """Raise ConfigError if the model's attention, or the device, does not support a 4-bit cache."""
     kinds = [layer.attention for layer in spec.layers if layer.attention is not None]
     sizes = sorted({a.head_dim for a in kinds if a.head_dim not in INT4_HEAD_DIMS})
     for wrong, why in (
@@ -164,8 +164,7 @@ def _check_int4_cache(args: EngineArgs, device: DeviceInfo, spec: ModelSpec) -> 
 
 
 def _slots(args: EngineArgs, spec: ModelSpec, kind: SlotKind) -> int:
-    """Return the number of slots of a kind that the user asked for; 0 for a model without layers of
-    that kind."""
+    """Number of slots of a kind that the user set; 0 for a model without layers of that kind."""
     name, is_used = kind.setting, kind.is_used(spec)
     asked: int | None = None if name is None else getattr(args, name)
     if asked is None:

@@ -1,4 +1,4 @@
-"""The value of a setting: the user's, or one that is chosen, with the reason."""
+"""The value of a setting: the user's, or a chosen one, with the reason."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Origins: TypeAlias = dict[str, Origin]
 
 
 class Chosen:
-    """Resolver of open settings: it takes the user's value, or else a chosen one. `origins` records
-    which it was, and why."""
+    """Resolver of open settings: uses the user's value, or else chooses one. `origins` records who
+    chose it, and why."""
 
     def __init__(self, args: EngineArgs) -> None:
         self.args = args

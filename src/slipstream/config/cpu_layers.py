@@ -1,10 +1,10 @@
-"""Layers that the host's CPU computes next to a GPU (`cpu_layers`): their number, and the settings
+"""Layers that the host's CPU computes besides a GPU (`cpu_layers`): their number, and the settings
 of the two stages.
 
     CPU   embedding, the first layers ──residual──> GPU   the other layers, output head, sampling
 
-The two are a pipeline: while the GPU has one step, the CPU has the next one, of other requests.
-ConfigError names settings that conflict with it.
+The two are a pipeline: while the GPU computes one step, the CPU computes the next one, for other
+requests. ConfigError names settings that conflict with it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def with_cpu_layers(
 def stage_args(
     args: EngineArgs, config: EngineConfig, num_threads: int
 ) -> tuple[EngineArgs, EngineArgs]:
-    """Returns the settings of the CPU's stage and of the GPU's stage. Together they are an ordinary
-    pipeline of two stages.
+    """Settings of the CPU's stage and of the GPU's stage, which form an ordinary pipeline of two
+    stages.
 
     Common settings come from `config`, which was resolved for the GPU, because a CPU would choose
     others.
@@ -119,9 +119,8 @@ def _refusals(
 def _least(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> int:
-    """Finds the smallest number of layers to put on the host so that the others and the cache fit
-    on the GPU. A GPU computes a layer several times faster than the host, whatever the number of
-    tokens."""
+    """Smallest number of layers to put on the host so that the others and the cache fit on the GPU.
+    A GPU computes a layer several times faster than the host, for any number of tokens."""
     on_gpu, of_layer = 0, [0] * model.spec.num_layers
     element = DTYPE_BYTES.get(args.dtype, DTYPE_BYTES[device.best_dtype])
     for name, size in weight_sizes(model, quantization, element).items():

@@ -1,4 +1,4 @@
-"""Coverage of `deterministic`: answers whose bits depend on nothing but their request."""
+"""Checks for `deterministic`: answers whose bits depend only on their request."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from slipstream.spec.model import (
 def check_deterministic(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, scheme: str | None
 ) -> None:
-    """Raise ConfigError if `deterministic` does not cover the model or the kernels. `scheme`: the
-    weights'."""
+    """Raise ConfigError if the model or the kernels do not support `deterministic`. `scheme`: that
+    of the weights."""
     if not args.deterministic:
         return
     own = "triton" if device.is_cuda else "cpu"

@@ -4,7 +4,7 @@ build` and `optimize`.
     DIR/                     the checkpoint, as any other engine reads it
       serve.yaml             settings, to be edited: {engine: {quantization: int8, ...}}
       slipstream-engine.json versions, the machine it was made on, and the choices for that machine
-      packed/                weights as that machine's products want them
+    packed/ weights in the layout of that machine's kernels
       tiles.json             tiles of that machine's GPU kernels
       kernels/               compiled GPU kernels, and a list of them for each kind of GPU
 
@@ -71,8 +71,8 @@ MACHINE_DEPENDENT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The properties of a machine that settings, packed weights and tiles depend on. Memory is in
-    whole GiB: the free part varies."""
+    """Properties of a machine on which settings, packed weights and tiles depend. Memory is in
+    whole GiB, because the free part varies."""
 
     cpu: str
     cpu_features: tuple[str, ...]
@@ -81,7 +81,7 @@ class Machine:
     gpus: tuple[str, ...] = ()
 
     def differences(self, other: Machine) -> list[str]:
-        """Describes in words how this machine's properties differ from `other`'s."""
+        """Differences between this machine and `other`, as text."""
         found = []
         for name, what in (
             ("gpus", "GPU"),
@@ -102,8 +102,8 @@ def _words(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFolder:
-    """An engine folder. `settings` are serve.yaml's, of which `chosen` apply only on `machine`.
-    `measured` are its maker's results."""
+    """An engine folder. `settings` are those of serve.yaml, of which `chosen` apply only on
+    `machine`. `measured` are results stored by `build` or `optimize`."""
 
     path: Path
     machine: Machine
@@ -121,8 +121,8 @@ class EngineFolder:
     def settle(
         self, args: EngineArgs, here: Machine, *, one_device: bool = False
     ) -> tuple[EngineArgs, list[str]]:
-        """Fill the settings that the user left open from the folder. Returns (settings, notices for
-        the user). `one_device`: leave out how several devices share the model."""
+        """Fill settings that the user left open from the folder. Returns (settings, notices for the
+        user). `one_device`: leave out settings of several devices."""
         notices = [
             f"{self.path.name} was made on another machine ({d})"
             for d in self.machine.differences(here)
@@ -153,12 +153,12 @@ def is_engine_folder(path: Path) -> bool:
 
 
 def packed_folder(checkpoint: Path) -> Path | None:
-    """The folder of packed weights of a checkpoint that is an engine folder; None for any other."""
+    """Folder of packed weights in an engine folder; None for any other checkpoint."""
     return _inside(checkpoint, PACKED_NAME)
 
 
 def kernels_folder(checkpoint: Path) -> Path | None:
-    """The folder of compiled kernels of a checkpoint that is an engine folder; None for any other."""
+    """Folder of compiled kernels in an engine folder; None for any other checkpoint."""
     return _inside(checkpoint, KERNELS_NAME)
 
 
@@ -218,8 +218,7 @@ def read_engine_folder(path: Path) -> EngineFolder:
 
 
 def file_of(path: Path, setting: str) -> Path | None:
-    """Returns the path of an engine folder's serve.yaml if that file has this setting; otherwise
-    None."""
+    """Path of an engine folder's serve.yaml if that file has this setting; otherwise None."""
     try:
         held = is_engine_folder(path) and setting in read_engine_folder(path).settings
     except (ConfigError, OSError):
@@ -228,7 +227,7 @@ def file_of(path: Path, setting: str) -> Path | None:
 
 
 def write_engine_folder(folder: EngineFolder) -> None:
-    """Write the two files next to the checkpoint."""
+    """Write serve.yaml and slipstream-engine.json next to the checkpoint."""
     import yaml
 
     data = {

@@ -1,4 +1,4 @@
-"""The formats of weights that the device's kernels have, and the types that follow from them."""
+"""Weight formats that the device's kernels support, and the dtypes that follow from them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CPU_SCHEMES = frozenset(
     name for name, scheme in SCHEMES.items() if scheme.name in NATIVE_PRODUCTS["cpu"]
 )
 FOUR_BITS = ("int4", "nvfp4", "mxfp4")
-"""Schemes of 4 bits. With a dense copy of such weights, steps of many tokens are faster."""
+"""Schemes with 4 bits. With a dense copy of such weights, steps of many tokens are faster."""
 
 
 def stored_scheme(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> Origin:
-    """Returns the scheme of the checkpoint's weights as they are used; None if they have several
-    formats or are expanded."""
+    """Scheme of the checkpoint's weights as the kernels use them; None if they have several formats
+    or are expanded."""
     if not has_formats(model):
         return Origin(model.scheme, "model", "what the checkpoint holds")
     if args.quantization not in (None, model.scheme):
@@ -55,8 +55,8 @@ def auto_dtype(trained: str, device: DeviceInfo) -> tuple[DType, str]:
 def parameters_of_4_bits(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> int:
-    """The number of 4-bit parameters, without experts. Dense copies of them make steps of many
-    tokens faster."""
+    """Number of 4-bit parameters, without experts. Dense copies of them make steps of many tokens
+    faster."""
     held = model.native_formats(native_products(args.kernels, device))
     if held:
         sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
@@ -77,7 +77,7 @@ def parameters_of_4_bits(
 def parameters_of_8_bits(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> int:
-    """The number of int8 parameters, without experts, that a CPU's kernels may hold sparse."""
+    """Number of int8 parameters, without experts, that a CPU's kernels may store sparse."""
     if device.is_cuda or args.kernels not in ("auto", "cpu"):
         return 0
     sizes = {
@@ -98,15 +98,15 @@ def has_formats(model: ModelDescription) -> bool:
 
 
 def on_cpu(args: EngineArgs, device: DeviceInfo) -> bool:
-    """Whether the kernels made for a CPU run, not the reference's or a GPU's."""
+    """Whether the CPU's own kernels are used, not the reference's or a GPU's."""
     return not device.is_cuda and args.kernels != "reference"
 
 
 def check_formats(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> None:
-    """Raise ConfigError if the device's kernels lack the format of weights or cache, the user's or
-    the checkpoint's."""
+    """Raise ConfigError if the device's kernels do not support the format of weights or cache, the
+    user's or the checkpoint's."""
     if quantization is not None:
         one_of("quantization", quantization, tuple(SCHEMES))
     kv_dtype = args.kv_cache_dtype if args.kv_cache_dtype != "auto" else model.kv_cache
@@ -157,6 +157,6 @@ def check_formats(
 
 
 def _product_parameters(spec: ModelSpec) -> int:
-    """The number of parameters in products, without experts."""
+    """Number of parameters of linear layers, without experts."""
     shapes = (p for x in spec.all_layers for p in x.weight_shapes(spec.hidden_size))
     return sum(p.rows * p.inner for p in shapes if p.copies == 1)

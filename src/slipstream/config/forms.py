@@ -1,7 +1,7 @@
-"""Forms of speculation, of offloading and of parallelism, each a union of classes.
+"""Forms of speculation, offloading and parallelism, each a union of classes.
 
-A user's flags may contradict one another. `resolve` refuses those, and makes one value of each union of
-the others, so code asks for a form by its type, and no value has settings of two forms.
+A user's flags may contradict one another. `resolve` raises an error for those, and turns the others into one
+value of each union, so code tests a form by its class, and no value has settings of two forms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.spec.parallel import ONE_UNIT, Shard, SplitUnits
 
 MAX_STEP_DRAFTS = 512
 """Maximum number of draft tokens in a step, over all requests. Each has logits: 512 of a vocabulary
-of 128k take 400 MB, and no step wants more."""
+of 128k take 400 MB, and no step needs more."""
 
 MAX_DRAFTS = 16
 """Maximum number of drafts of a request in a step, if the engine chooses the number."""
@@ -33,11 +33,11 @@ NO_DRAFTS = NoDrafts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings:
-    """Settings that all speculation methods have. With `num_speculative_tokens` None, the engine
-    chooses at each step as many drafts as pay off."""
+    """Settings of all speculation methods. With `num_speculative_tokens` None, the engine chooses
+    at each step the number of drafts that is fastest."""
 
     num_speculative_tokens: int | None = None
-    most_drafts: int = MAX_DRAFTS  # of a request in a step; a head may have fewer
+    most_drafts: int = MAX_DRAFTS  # # per request and step; a head may have fewer
 
     @property
     def limit(self) -> int:
@@ -51,7 +51,7 @@ class NgramDrafts(DraftSettings):
     earlier in the request."""
 
     method: ClassVar[str] = "ngram"
-    prompt_lookup_min: int = 2  # lengths of the runs that are looked up
+    prompt_lookup_min: int = 2  # # lengths of the n-grams that are looked up
     prompt_lookup_max: int = 32
 
 
@@ -65,8 +65,8 @@ class SuffixDrafts(DraftSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedDrafts(DraftSettings):
-    """Settings that all methods with a draft model or head have. `quantization`: the scheme to
-    which the weights are rounded at load; "none": a head's stay as they are."""
+    """Settings of all methods with a draft model or head. `quantization`: the scheme to which the
+    weights are quantized at load; "none": a head's are not quantized."""
 
     quantization: str | None = None
 
@@ -81,7 +81,7 @@ class ModelDrafts(LearnedDrafts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadDrafts(LearnedDrafts):
-    """Settings of speculation with a draft head. It reads the model's hidden states and has a
+    """Settings of speculation with a draft head, which reads the model's hidden states and has a
     checkpoint of its own."""
 
     method: FileMethod
@@ -110,7 +110,7 @@ class InMemory:
 
 @dataclass(frozen=True, slots=True)
 class StreamedLayers:
-    """Offload setting for streamed layers: weights beyond `weights_bytes` are not kept in the
+    """Offload setting for streamed layers: weights beyond `weights_bytes` are not stored in the
     device's memory but read in each step."""
 
     weights_bytes: int
@@ -118,8 +118,8 @@ class StreamedLayers:
 
 @dataclass(frozen=True, slots=True)
 class HostExperts:
-    """Offload setting for experts on the host: those of the first `mixtures` mixtures are in host
-    memory. `hot_bytes` of GPU memory are for copies of some."""
+    """Offload setting for experts on the host: those of the first `mixtures` MoE layers are in host
+    memory. `hot_bytes` of GPU memory hold copies of some."""
 
     mixtures: int
     hot_bytes: int = 0
@@ -131,20 +131,20 @@ Offload: TypeAlias = InMemory | StreamedLayers | HostExperts
 
 
 class _Form:
-    """Base of the forms of parallelism. A form says how many processes compute the model, and what
-    each of them computes."""
+    """Base of the forms of parallelism. A form determines how many processes compute the model, and
+    the part of each."""
 
     __slots__ = ()
 
     @property
     def stage(self) -> Stage:
-        """Returns the form in which the ranks of one pipeline stage share its layers. Without a
-        pipeline it is the form itself."""
-        return cast("Stage", self)  # but for forms of several stages
+        """Form in which the ranks of one pipeline stage divide its layers. Without a pipeline it is
+        the form itself."""
+        return cast("Stage", self)  # # overridden by forms of several stages
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Layers of each stage of a pipeline; empty without one."""
+        """Number of layers of each pipeline stage; empty without a pipeline."""
         return ()
 
     @property
@@ -157,7 +157,7 @@ class _Form:
 
     @property
     def num_shares(self) -> int:
-        """Number of parts into which the weights are cut."""
+        """Number of parts into which the weights are divided."""
         return self.num_ranks
 
     def shard(self, rank: int) -> Shard:
@@ -181,13 +181,13 @@ class OneDevice(_Form):
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel(_Form):
-    """Tensor parallelism: all ranks compute the same requests, each a part of every layer."""
+    """Tensor parallelism: all ranks compute the same requests, and each a part of every layer."""
 
     size: int
-    whole_experts: bool = False  # each rank has some of the experts, and not a part of each
+    whole_experts: bool = False  # # each rank has whole experts, instead of a part of each
     sequence: bool = False  # the residual of long steps is split by tokens
     units: SplitUnits = ONE_UNIT
-    context: int = 1  # ranks with the same kv head, each of which has some tokens' keys
+    context: int = 1  # # ranks with the same kv head, each with the keys of some tokens
     num_caches: ClassVar[int] = 1
 
     def share(self, rank: int) -> Shard:
@@ -196,8 +196,8 @@ class TensorParallel(_Form):
 
 @dataclass(frozen=True, slots=True)
 class DealtRequests(_Form):
-    """Data parallelism with shared experts: each rank has its own requests and KV cache, and the
-    experts are divided among the ranks."""
+    """Data parallelism with expert parallelism: each rank has its own requests and KV cache, and
+    the experts are divided among the ranks."""
 
     size: int
 
@@ -227,8 +227,8 @@ Stage: TypeAlias = OneDevice | TensorParallel | DealtRequests | ContextParallel
 
 @dataclass(frozen=True, slots=True)
 class Pipeline(_Form):
-    """Pipeline stages, each with some of the layers. The devices of each stage share it in one
-    form. With `embeds` the last one has the embeddings, too, for a draft head."""
+    """Pipeline stages, each with some of the layers. The devices of each stage divide it in one
+    form. With `embeds` the last one also has the embeddings, for a draft head."""
 
     inner: Stage
     layers: tuple[int, ...]
@@ -250,7 +250,7 @@ class Pipeline(_Form):
 
 @dataclass(frozen=True, slots=True)
 class HostAndGpu(_Form):
-    """A pipeline of the host's CPU, with the first layers, and a GPU with the others."""
+    """Pipeline of the host's CPU, with the first layers, and a GPU with the others."""
 
     on_host: int
     on_gpu: int
@@ -272,7 +272,7 @@ def one_or_tensor(size: int) -> OneDevice | TensorParallel:
 
 
 def with_tensor_size(form: ParallelConfig, size: int) -> ParallelConfig:
-    """Returns `form` with its tensor parallel size replaced by `size`."""
+    """Copy of `form` with another tensor parallel size."""
     match form:
         case Pipeline(inner):
             return dataclasses.replace(form, inner=cast("Stage", with_tensor_size(inner, size)))

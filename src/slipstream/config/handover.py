@@ -1,4 +1,4 @@
-"""Settings of hand-overs: blocks of the cache that engines give to each other."""
+"""Settings of hand-overs: KV cache blocks that engines send to each other."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ HANDOVER_BYTES = 2**30
 
 
 def handover_section(args: EngineArgs) -> Handover | None:
-    """Returns how the settings ask for hand-overs; None if they ask for none. ConfigError if they
-    can't be used."""
+    """Hand-over settings; None if there are none. ConfigError if they can't be used."""
     if args.kv_handover_address is None:
         if args.kv_handover_bytes is not None:
             raise ConfigError(

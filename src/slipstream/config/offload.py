@@ -1,6 +1,6 @@
-"""Offloading: the form that the settings `weights_bytes` and `host_experts` ask for.
+"""Offloading: its form, chosen by the settings `weights_bytes` and `host_experts`.
 
-ConfigError names a setting that conflicts.
+ConfigError names a conflicting setting.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
 
 CACHE_SHARE = 0.2
-"""Share of a GPU's memory that "auto" leaves to the cache, activations and graphs, also for
+"""Fraction of a GPU's memory that "auto" leaves to the cache, activations and graphs, also for
 `cpu_layers`."""
 
-Refusal = tuple[bool, str]  # whether it applies, and why
+Refusal = tuple[bool, str]  # # (whether it applies, reason)
 
 
 def offload_section(
@@ -39,7 +39,7 @@ def offload_section(
     quantization: str | None,
     dtype_bytes: int,
 ) -> Offload:
-    """The form of offloading. ConfigError if the model, the device or other settings rule it out."""
+    """Form of offloading. ConfigError if the model, the device or other settings do not allow it."""
     hot, wanted = args.hot_expert_bytes, args.host_experts
     if hot is not None and (wanted is None or hot < 1):
         why = (
@@ -75,7 +75,7 @@ def refuse(field: str, refusals: Iterable[Refusal]) -> None:
 
 
 def number_or_word(field: str, value: object, words: tuple[str, ...]) -> int | str:
-    """A setting that is a number of layers or one of some words. ConfigError if it is neither."""
+    """Setting that is a number of layers or one of some words. ConfigError if it is neither."""
     if value in words:
         return str(value)
     if isinstance(value, bool) or not str(value).isdigit():
@@ -86,7 +86,7 @@ def number_or_word(field: str, value: object, words: tuple[str, ...]) -> int | s
 
 
 def scheme_refusal(quantization: str | None) -> Refusal:
-    """Returns the error text for a scheme whose products the CPU of a GPU's host can't compute."""
+    """Error text for a scheme whose linear layers the CPU of a GPU's host can't compute."""
     scheme = SCHEMES.get(quantization or "")
     why = f"the host's kernels have no {quantization} products; use 'int8', 'int4' or 16 bits"
     return scheme is not None and scheme.name not in NATIVE_PRODUCTS["cpu"], why
@@ -151,8 +151,8 @@ def _least_mixtures(
     quantization: str | None,
     dtype_bytes: int,
 ) -> int:
-    """Return the fewest mixtures on the host so that the rest of the model and `CACHE_SHARE` fit on the
-    GPU."""
+    """Smallest number of MoE layers on the host so that the rest of the model and `CACHE_SHARE` fit
+    on the GPU."""
     sizes = weight_sizes(model, quantization, dtype_bytes)
     room = room_for_weights(args, device) - (args.hot_expert_bytes or 0)
     count = len(mixtures(model.spec))
@@ -166,7 +166,7 @@ def _least_mixtures(
 def weight_sizes(
     model: ModelDescription, quantization: str | None, dtype_bytes: int
 ) -> dict[str, int]:
-    """Bytes of each parameter on a GPU."""
+    """Bytes of each parameter on a GPU, by name."""
     scheme = None if quantization is None else SCHEMES[quantization]
     formats = model.native_formats(NATIVE_PRODUCTS["triton"])
     return {
@@ -176,7 +176,7 @@ def weight_sizes(
 
 
 def room_for_weights(args: EngineArgs, device: DeviceInfo) -> int:
-    """Bytes of a GPU's memory for weights, if `CACHE_SHARE` is left to the cache, activations and
+    """Bytes of a GPU's memory for weights, after `CACHE_SHARE` for the cache, activations and
     graphs."""
     share = args.gpu_memory_utilization or GPU_MEMORY_SHARE
     return int((share - CACHE_SHARE) * device.memory_bytes) - (

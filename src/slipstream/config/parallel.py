@@ -1,5 +1,5 @@
-"""The split of a model over ranks: the form of `ParallelConfig` that the settings ask for. ConfigError names
-what ranks can't share."""
+"""The split of a model over ranks: the form of `ParallelConfig` chosen by the settings. ConfigError
+names what ranks can't divide."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def parallel_section(
     *,
     embeds: bool = False,
 ) -> ParallelConfig:
-    """The form in which ranks share the model. `embeds`: see `Pipeline`. ConfigError names what they
-    can't share."""
+    """Form in which ranks divide the model. `embeds`: see `Pipeline`. ConfigError names what they
+    can't divide."""
     ranks, spec = num_ranks(args), model.spec
     tensor, experts = args.tensor_parallel_size, args.expert_parallel_size
     for name, refused, why in (
@@ -104,7 +104,7 @@ def parallel_section(
 
 
 def _check_ranks(args: EngineArgs, device: DeviceInfo) -> None:
-    """Raise ConfigError for what does not work with several ranks in any form."""
+    """Raise ConfigError for features that do not work with several ranks in any form."""
     ranks, field = num_ranks(args), split_setting(args)
     if args.device.startswith("cuda:"):
         raise ConfigError(
@@ -123,12 +123,14 @@ def _check_ranks(args: EngineArgs, device: DeviceInfo) -> None:
 
 
 def _check_dealt_requests(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
-    """Raise ConfigError for what does not work with separate requests on each rank: all ranks must
-    run steps of the same size in the same way."""
+    """Raise ConfigError for features that do not work with separate requests on each rank: all
+    ranks must run steps of the same size in the same way."""
     size, found = args.expert_parallel_size, list[tuple[str, str, str]]()
     if spec.encoder is not None or spec.is_encoder:
         found.append((spec.kind, "expert_parallel_size", "leave it at 1"))
-    if args.enable_lora and device.is_cuda:  # one rank's graphs would have them, another's not
+    if (
+        args.enable_lora and device.is_cuda
+    ):  # # one rank's graphs would include adapters, another's not
         found.append(("adapters on GPUs", "enable_lora", "leave it out"))
     if spec.media is not None and args.pipeline_parallel_size > 1 and device.is_cuda:
         found.append(("pictures over stages on GPUs", "max_images", "set it to 0"))
@@ -144,7 +146,7 @@ def _check_dealt_requests(args: EngineArgs, spec: ModelSpec, device: DeviceInfo)
 
 
 def _check_context(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
-    """Raise ConfigError for what does not work with keys and values that are shared out by tokens."""
+    """Raise ConfigError for features that do not work with keys and values that are divided by tokens."""
     size, found = args.context_parallel_size, list[tuple[str, str, str]]()
     if spec.kind != "a decoder":
         found.append((spec.kind, "context_parallel_size", "leave it at 1"))
@@ -173,8 +175,8 @@ def _check_context(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> Non
 
 
 def _attention_refusals(spec: ModelSpec, *, on_cpu: bool) -> list[tuple[str, bool]]:
-    """Returns the kinds of attention whose keys can't be divided among ranks by tokens, each with
-    whether the model has it."""
+    """(kind of attention whose keys can't be divided among ranks by tokens, whether the model has
+    it)."""
     kinds = [a for a in spec.attentions if isinstance(a, AttentionSpec)]
     latents = [a for a in spec.attentions if isinstance(a, LatentAttentionSpec)]
     return [
@@ -186,7 +188,7 @@ def _attention_refusals(spec: ModelSpec, *, on_cpu: bool) -> list[tuple[str, boo
 
 
 def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
-    """The number of layers of each pipeline stage; empty without a pipeline."""
+    """Number of layers of each pipeline stage; empty without a pipeline."""
     size, given = args.pipeline_parallel_size, args.pipeline_layers
     if size == 1:
         return ()
@@ -226,8 +228,8 @@ def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
 
 
 def _with_stacked(counts: tuple[int, ...], stacked: int) -> tuple[int, ...]:
-    """Checks and returns the layers of each stage. ConfigError unless the first stage has all
-    layers that add an image encoder's outputs."""
+    """Check and return the number of layers of each stage. ConfigError unless the first stage has
+    all layers that add an image encoder's outputs."""
     if counts[0] < stacked:
         raise ConfigError(
             f"pipeline_parallel_size={len(counts)}: the encoder's states are added behind the first {stacked} layers, and the "
@@ -240,8 +242,8 @@ def _with_stacked(counts: tuple[int, ...], stacked: int) -> tuple[int, ...]:
 def _units(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> SplitUnits:
-    """Returns how many consecutive inputs share a scale in attention's output product, and in an
-    MLP's second product."""
+    """Number of consecutive inputs with a common scale in attention's output projection, and in an
+    MLP's down projection."""
     attention, mlp = [1], [1]
     if quantization is not None:
         scheme = SCHEMES[quantization]
@@ -250,7 +252,7 @@ def _units(
     for name, fmt in model.native_formats(native_products(args.kernels, device)).items():
         least = 16 if fmt.inputs is not None else 64
         unit = math.lcm(least, fmt.group_size or 1, fmt.block_rows)
-        # a recurrent layer is split by heads as attention is, or by channels as an MLP
+        # a recurrent layer is split by heads like attention, or by channels like an MLP
         attention += [unit] if ".attention." in name or ".recurrent." in name else []
         mlp += [] if ".attention." in name else [unit]
     if model.gguf is not None and model.family.gguf is not None:
@@ -266,5 +268,5 @@ def _units(
 
 
 def native_products(kernels: str, device: DeviceInfo) -> frozenset[str]:
-    """Returns `OpSet.rounded` of the op set that a device uses."""
+    """`OpSet.rounded` of the device's op set."""
     return NATIVE_PRODUCTS["triton" if device.is_cuda else "cpu" if kernels == "auto" else kernels]

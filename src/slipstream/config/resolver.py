@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 
 DENSE_SHARE = 0.25
-"""Largest share of a GPU's memory for dense copies of 4-bit weights, if the user says nothing."""
+"""Maximum fraction of a GPU's memory for dense copies of 4-bit weights, unless the user sets it."""
 
 FEW_SEQUENCES = 8
-"""Number of tokens of a step up to which a CPU's sparse weights are the faster form."""
+"""Maximum number of tokens in a step for which sparse weights are faster on a CPU."""
 
 _logger = logging.getLogger("slipstream.config")
 
@@ -342,7 +342,7 @@ def _computes_on_host(args: EngineArgs, device: DeviceInfo) -> bool:
 
 @functools.cache
 def _say_once(notice: str) -> None:
-    """Log a notice to the user, once in a process: settings are resolved several times."""
+    """Log a notice to the user once per process, because settings are resolved several times."""
     _logger.warning("%s", notice)
 
 

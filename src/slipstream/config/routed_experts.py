@@ -9,7 +9,7 @@ from slipstream.spec.model import MoESpec
 
 
 def check_routed_experts(args: EngineArgs, model: ModelDescription) -> None:
-    """Raise ConfigError if a token's experts can't be returned."""
+    """Raise ConfigError if the experts of tokens can't be returned."""
     field, spec = "enable_return_routed_experts", model.spec
     if not args.enable_return_routed_experts:
         return

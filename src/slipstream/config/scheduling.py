@@ -30,7 +30,7 @@ def scheduling_section(
     speculation: SpeculationConfig,
 ) -> tuple[SchedulingConfig, Origins]:
     chosen, chunked = Chosen(args), args.enable_chunked_prefill is not False
-    # Each has its share of a step.
+    # Each rank or stream has its part of a step.
     ranks, streams = parallel.stage.num_caches, isinstance(offload, StreamedLayers)
     if spec.needs_full_prompt:
         chunked = chosen.needs_full_prompt("enable_chunked_prefill", not spec.is_encoder)
@@ -45,8 +45,8 @@ def scheduling_section(
         seqs_auto, why = most, "as many as have room for their recurrent states"
     seqs = chosen("max_num_seqs", seqs_auto, "device", why)
     positive("max_num_seqs", seqs)
-    # An encoder's whole step is one round of the host, which on a GPU takes longer than 8,192
-    # tokens of a small model. A step that copies layers to a GPU computes many tokens meanwhile.
+    # An encoder's whole step is one round trip of the host, which takes longer than 8,192 tokens of
+    # a small model on a GPU. A step that copies layers to a GPU computes many tokens meanwhile.
     tokens_auto = (
         max(16384 if spec.is_encoder or streams else 8192, seqs)
         if device.is_cuda
@@ -54,11 +54,11 @@ def scheduling_section(
     )
     if not chunked:
         tokens_auto = max(tokens_auto, ranks * max_model_len, 2048 if spec.is_encoder else 0)
-    # The encoder's whole prompt, with the others' tokens.
+    # The encoder's whole prompt, plus a token of each other sequence.
     needed = spec.encoder.longest(max_model_len) + seqs if spec.encoder is not None else 0
     tokens_auto = max(tokens_auto, needed)
     picture = 0 if spec.media is None else spec.media.whole_tokens
-    if picture:  # its tokens attend to each other
+    if picture:  # # an image's tokens attend to each other
         tokens_auto = max(tokens_auto, picture + seqs)
     tokens = chosen(
         "max_num_batched_tokens", tokens_auto, "device", "keeps GEMMs above the compute knee"
@@ -115,7 +115,7 @@ def scheduling_section(
 
 
 HOST_STATE_BYTES = 2**31
-"""Maximum default size of running sequences' states in host memory: half of the cache there."""
+"""Maximum default bytes of running sequences' states in host memory: half of the cache there."""
 
 
 AUTO_DRAFTS = 3
@@ -126,8 +126,8 @@ number of drafts."""
 def _sequences_with_states(
     spec: ModelSpec, device: DeviceInfo, speculation: SpeculationConfig
 ) -> int:
-    """Number of sequences, a power of two, whose states take a quarter of a GPU's memory, or a fifth of what a host has
-    free."""
+    """Number of sequences, a power of two, whose states take a quarter of a GPU's memory, or a
+    fifth of a host's free memory."""
     slots = 2
     if isinstance(speculation, DraftSettings):
         slots += speculation.num_speculative_tokens or AUTO_DRAFTS
@@ -162,10 +162,10 @@ def _check_step_tokens(
     spec: ModelSpec,
     ranks: int,
 ) -> None:
-    """Raise ConfigError if steps are too small for what they must hold.
+    """Raise ConfigError if the maximum tokens of a step are too few.
 
-    That is a token of each sequence; with an encoder, `needed` tokens; without chunked prefill, a
-    prompt of `full_prompt` tokens.
+    A step must hold a token of each sequence; with an encoder, `needed` tokens; without chunked
+    prefill, a prompt of `full_prompt` tokens.
     """
     positive("max_num_batched_tokens", tokens)
     if tokens < seqs:

@@ -1,6 +1,6 @@
 """The settings of a running engine (`EngineConfig`), section by section, as frozen dataclasses.
 
-`resolve` makes them from the user's settings (`settings.py`)."""
+`resolve` computes them from the user's settings (`settings.py`)."""
 
 from __future__ import annotations
 
@@ -60,25 +60,24 @@ class ModelConfig:
     seed: int
     skip_tokenizer_init: bool
     offload: Offload
-    routed_experts: bool = False  # answers come with the experts of their tokens
+    routed_experts: bool = False  # # return the experts of each token
 
 
 SLOTS_TO_FIT = 1
-"""Placeholder for a number of slots before the cache is sized; it means as many as memory
-allows."""
+"""Number of slots before the cache is sized: placeholder for as many as memory allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEventSettings:
-    """Address and topic of published news of the prefix cache (`engine/kv_events.py`)."""
+    """Address and topic for published events of the prefix cache (`engine/kv_events.py`)."""
 
-    endpoint: str = "tcp://127.0.0.1:5557"  # who reaches it reads all prompts
+    endpoint: str = "tcp://127.0.0.1:5557"  # # anyone who can connect can read all prompts
     topic: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """Address at which other engines get blocks from this one, and bytes that it keeps for them."""
+    """Address at which other engines get blocks from this one, and bytes of memory reserved for them."""
 
     address: str
     limit_bytes: int
@@ -87,25 +86,25 @@ class Handover:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     dtype: KVDType
-    block_size: int  # tokens of a block of the pool, a part of which each of `context_ranks` holds
+    block_size: int  # # tokens per block of the pool, divided among `context_ranks`
     gpu_memory_utilization: float
     kv_cache_bytes: int | None
     enable_prefix_caching: bool
-    groups: tuple[CacheGroup, ...]  # of the model's layers, each with a block table
-    host_bytes: int | None = None  # of the tiers below the device's cache
+    groups: tuple[CacheGroup, ...]  # # of layers, each with a block table
+    host_bytes: int | None = None  # # of the KV tiers below the device's cache
     disk_bytes: int | None = None
     disk_path: str | None = None
     slots: tuple[int, ...] = (0,) * len(SLOT_KINDS)  # of each kind, the null slot included; 0: none
-    state_interval: int = 0  # tokens of a prompt between kept states
+    state_interval: int = 0  # # interval in tokens between stored states of a prompt
     eviction: str = "value"  # or "lru"
     attention_tokens: float = math.inf  # `spec.cache.attention_depth`
-    events: CacheEventSettings | None = None  # None: nobody is told
-    handover: Handover | None = None  # None: blocks go to no other engine
-    context_ranks: int = 1  # that share out a request's keys and values by tokens
+    events: CacheEventSettings | None = None  # # None: no events are published
+    handover: Handover | None = None  # # None: blocks go to no other engine
+    context_ranks: int = 1  # # ranks that divide a request's keys and values by tokens
 
     @property
     def rank_block_size(self) -> int:
-        """Tokens of a block that a rank holds."""
+        """Number of tokens of a block that one rank stores."""
         return self.block_size // self.context_ranks
 
 
@@ -114,20 +113,19 @@ class SchedulingConfig:
     policy: Policy
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_num_mixed_tokens: int  # in steps in which sequences decode
+    max_num_mixed_tokens: int  # # in steps with decodes
     enable_chunked_prefill: bool
     batch_window_s: float
     max_queue: int | None
     target_itl_ms: float | None = None
-    # Prompt tokens of a step in which sequences decode, while few requests wait; None: unlimited.
+    # Maximum prompt tokens of a step with decodes while few requests wait; None: unlimited.
     mixed_chunk: int | None = None
-    # Stages of a pipeline, which work on this many steps at once, of different requests; 1: no
+    # Number of pipeline stages, which compute this many steps of different requests at once; 1: no
     # pipeline.
     pipeline_steps: int = 1
-    # Each has its own requests and KV cache; the other numbers are totals of all ranks.
+    # Each rank has its own requests and KV cache; the other numbers are totals of all ranks.
     num_ranks: int = 1
-    # A rank's share of a step: most sequences, most tokens, and most tokens if sequences decode, on
-    # any rank.
+    # Maximum per rank and step: sequences, tokens, and tokens if sequences decode.
     seqs_of_rank: int = field(init=False)
     tokens_of_rank: int = field(init=False)
     mixed_tokens_of_rank: int = field(init=False)
@@ -142,29 +140,29 @@ class SchedulingConfig:
 
 
 def drafts_with_slots(num_slots: int, num_seqs: int) -> int:
-    """Most drafts of a sequence in a step of a model with slots: a sequence has two, and one for each draft.
-    A quarter of the slots stays for prompts to continue from, unless that leaves no draft."""
+    """Maximum drafts of a sequence in a step of a model with slots: a sequence has two slots, and one more for each
+    draft. A quarter of the slots is left for prompts to continue from, unless that allows no draft."""
     return max(1, num_slots * 3 // 4 // num_seqs - 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRASettings:
-    """Limits on adapters: how many in a step, their maximum rank, and how many in host memory."""
+    """Limits on adapters: number in a step, rank, and number in host memory."""
 
     max_loras: int = 8
     max_lora_rank: int = 16
     max_cpu_loras: int = 32
-    modules: tuple[tuple[str, str], ...] = ()  # (name, folder) from the start
+    modules: tuple[tuple[str, str], ...] = ()  # # (name, folder) of adapters loaded at the start
 
     @property
     def requests(self) -> list[LoRARequest]:
-        """The adapters that are loaded at the start."""
+        """Requests for the adapters that are loaded at the start."""
         return [LoRARequest(name, i, path) for i, (name, path) in enumerate(self.modules, 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaSettings:
-    """Bounds of a prompt's pictures or sounds, and of their cached embeddings."""
+    """Limits on a prompt's images or audio, and on their cached embeddings."""
 
     max_inputs: int = 16
     cache_bytes: int = 64 * 2**20
@@ -179,7 +177,7 @@ class DeviceConfig:
     deterministic: bool
     dense_copies: bool  # of 4-bit weights (GPU) and of sparse ones (CPU), for steps of many tokens
     num_threads: int
-    fixed_threads: bool  # the user chose the number, so it does not change while running
+    fixed_threads: bool  # # set by the user, so not changed while running
 
     @property
     def has_graphs(self) -> bool:
@@ -195,27 +193,27 @@ class EngineConfig:
     device: DeviceConfig
     speculation: SpeculationConfig
     lora: LoRASettings | None = None  # None: no adapters
-    media: MediaSettings | None = None  # None: the model takes no pictures and no sounds
+    media: MediaSettings | None = None  # # None: the model accepts no images and no audio
     parallel: ParallelConfig
     origins: dict[str, Origin] = field(default_factory=dict)
 
     @property
     def slot_columns(self) -> list[int]:
-        """Number of slots of each kind that a row of the worker refers to: one to read, and one to write for each
-        token that a step samples."""
+        """Number of slots of each kind in a row of the worker: one to read, and one to write for
+        each token that a step samples."""
         return [2 + self.speculation.limit if slots else 0 for slots in self.cache.slots]
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """The width of a block table: a prompt with its answer, or the longer of the two if an
-        encoder reads the prompt."""
+        """Width of a block table: a prompt with its answer, or the longer of the two if an encoder
+        reads the prompt."""
         longest = max(self.model.max_model_len, *(g.num_read or 0 for g in self.cache.groups))
         return -(-longest // self.cache.block_size)
 
     @property
     def drafts_ahead(self) -> bool:
-        """Whether the drafter continues before the host knows which drafts were right: a chain in a
-        graph, on a GPU."""
+        """Whether the drafter continues before the host knows which drafts are accepted: a chain of
+        drafts in a graph, on a GPU."""
         match self.speculation:
             case ModelDrafts() | MTPDrafts():
                 return self.device.has_graphs
@@ -224,8 +222,8 @@ class EngineConfig:
         return False
 
     def with_most_drafts(self, most: int | None) -> EngineConfig:
-        """The settings with at most `most` drafts of a request in a step, if the number is
-        chosen."""
+        """Config with at most `most` drafts of a request in a step, if the engine chooses the
+        number."""
         if most is None or isinstance(self.speculation, NoDrafts):
             return self
         fewer = dataclasses.replace(self.speculation, most_drafts=min(most, MAX_DRAFTS))
@@ -233,7 +231,7 @@ class EngineConfig:
 
     @property
     def of_rank(self) -> EngineConfig:
-        """The settings of one rank: if requests are distributed, its share of a step."""
+        """Config of one rank: with data parallelism, its part of a step."""
         whole = self.scheduling
         if whole.num_ranks == 1:
             return self
@@ -258,7 +256,7 @@ class EngineConfig:
 
     @property
     def longest_seq_blocks(self) -> int:
-        """Maximum number of blocks that a sequence holds, in all groups together."""
+        """Maximum number of blocks of a sequence, in all groups together."""
         step = self.scheduling.tokens_of_rank
         return blocks_of_sequence(
             self.cache.groups, self.model.max_model_len, self.cache.block_size, step

@@ -1,4 +1,4 @@
-"""The settings of a user (`EngineArgs`). `resolve` makes a running engine's of them (`sections.py`)."""
+"""The user's settings (`EngineArgs`). `resolve` computes a running engine's settings from them (`sections.py`)."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ Kernels: TypeAlias = Literal["auto", "reference", "cpu", "torch", "triton"]
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 KV_BYTES: dict[str, float] = {**DTYPE_BYTES, "int4": INT4_BYTES}
-"""Bytes per number of each cache type, for the memory ledger (`AttentionSpec.cached_bytes`)."""
+"""Bytes per element of each cache dtype, for the memory ledger (`AttentionSpec.cached_bytes`)."""
 
 GPU_MEMORY_SHARE = 0.9
 BATCH_WINDOW_S = 0.05
 MIXED_CHUNK = 512
-"""Prompt tokens in a step with decodes. On GPUs their products take about three times as long as
-reading the weights, which a decode step does anyway. On CPUs no step has more by default."""
+"""Prompt tokens in a step with decodes. On GPUs their linear layers take about three times as long
+as reading the weights, which a decode step does anyway. On CPUs no step has more by default."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """The kind, memory and abilities of a device, as found by `worker.device.detect`."""
+    """Kind, memory and capabilities of a device, as found by `worker.device.detect`."""
 
     device: str  # "cpu", "cuda:0", or "meta": a described GPU (`platform/meta.py`)
     name: str
     memory_bytes: int  # in total
     free_bytes: int
-    best_dtype: DType  # the fastest 16- or 32-bit type, measured on a CPU
+    best_dtype: DType  # # the fastest 16- or 32-bit dtype, measured on a CPU
     num_threads: int = 1
     compute_capability: tuple[int, int] | None = None
     dtype_reason: str = ""
@@ -61,7 +61,7 @@ def setting(
     unset: str = "",
     rare: bool = False,
 ) -> Any:
-    """A field of `EngineArgs`. `text` is its help. With `choices`, other values are refused.
+    """Declare a field of `EngineArgs`. `text` is its help. With `choices`, other values are errors.
     `unset` explains None. The command line shows a `rare` setting only in --help-all."""
     about = {"help": text, "choices": choices, "unset": unset, "rare": rare}
     return field(default=default, metadata=about)
@@ -82,11 +82,10 @@ AUTO = "chosen for the model and machine"
 @partial(suggesting_init, what="setting")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs:
-    """The settings of an engine, as a user gives them. None or "auto" leaves the choice to
-    `resolve`.
+    """Settings of an engine, given by the user. None or "auto" leaves the choice to `resolve`.
 
     This is the only declaration of a setting: `LLM(...)` and the command line's options are made
-    from these fields. Names are those that vLLM's users know.
+    from these fields. Names are vLLM's.
     """
 
     model: str = field(
@@ -318,8 +317,8 @@ class EngineArgs:
     )
 
     def __post_init__(self) -> None:
-        """Turn paths into texts, and check types and choices: some settings are read before
-        `resolve` looks at them. An int is accepted for a float."""
+        """Convert paths to text, and check types and choices, because some settings are read before
+        `resolve`. An int is accepted for a float."""
         hints = types_of(EngineArgs)
         for declared in dataclasses.fields(self):
             name, value, hint = declared.name, getattr(self, declared.name), hints[declared.name]
@@ -341,7 +340,7 @@ PARALLEL_SIZES = (
 
 
 def num_ranks(args: EngineArgs) -> int:
-    """The number of processes that compute the model. ConfigError if the settings contradict each
+    """Number of processes that compute the model. ConfigError if the settings contradict each
     other."""
     for name in PARALLEL_SIZES:
         size = getattr(args, name)
@@ -373,7 +372,7 @@ def num_ranks(args: EngineArgs) -> int:
 
 
 def split_setting(args: EngineArgs) -> str:
-    """Name of the setting that asks for several ranks, for messages."""
+    """Name of the setting that requires several ranks, for messages."""
     return (
         "cpu_layers"
         if args.cpu_layers is not None
@@ -382,7 +381,7 @@ def split_setting(args: EngineArgs) -> str:
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise ConfigError with the likely value if `value` is not allowed."""
+    """Raise ConfigError, suggesting the likely value, if `value` is not allowed."""
     if value not in allowed:
         what = f"{name}={value!r} is not one of {', '.join(allowed)}{likely_value(value, allowed)}"
         raise ConfigError(what, field=name)

@@ -1,4 +1,4 @@
-"""Checks `speculative_config`: from the user's settings to a `SpeculationConfig`."""
+"""Converts `speculative_config` from the user's settings to a checked `SpeculationConfig`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FORMS: dict[str, type[Any]] = {
     **dict.fromkeys(FILE_METHODS, HeadDrafts),
     MTPDrafts.method: MTPDrafts,
 }
-"""The settings of each method."""
+"""Settings class of each method."""
 
 LEAST = {"num_speculative_tokens": 1, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
 KEYS = ("method", *LEAST, "model", "quantization")
@@ -48,11 +48,11 @@ MTP_NAMES = (
     ),
     *("qwen3_next_mtp", "qwen3_5_mtp"),
 )
-"""Other names of `mtp`, by family, as vLLM has them."""
+"""Other names of `mtp`, by family, from vLLM."""
 
 
 def speculation_section(args: EngineArgs, spec: ModelSpec) -> SpeculationConfig:
-    """The speculation section of the config. ConfigError names a wrong setting and its fault."""
+    """Speculation section of the config. ConfigError names a wrong setting and its fault."""
     if args.speculative_model is None:
         if args.num_speculative_tokens is not None:
             raise ConfigError(
@@ -113,7 +113,7 @@ def _checked(given: dict[str, Any]) -> SpeculationConfig:
         raise ConfigError(
             f"quantization={values['quantization']!r} is not one of none, {', '.join(SCHEMES)}"
         )
-    # Only heads are rounded by default.
+    # Only heads are quantized by default.
     if values.get("quantization") == "none" and form is not HeadDrafts:
         del values["quantization"]
     made: SpeculationConfig = form(**values)
@@ -124,7 +124,7 @@ def _checked(given: dict[str, Any]) -> SpeculationConfig:
 
 
 def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
-    """Raise ConfigError if drafts that the worker computes do not go with another setting."""
+    """Raise ConfigError if drafts computed by the worker conflict with another setting."""
     drafts, field = config.speculation, split_setting(args)
     if not isinstance(drafts, LearnedDrafts):
         return
@@ -143,7 +143,7 @@ def check_drafts(config: EngineConfig, args: EngineArgs) -> None:
             isinstance(config.parallel, Pipeline) and config.device.info.is_cuda,
             f"{method} does not run over stages on GPUs; {others} with {field}",
         ),
-        # Other CPUs or tile tables round differently, and each rank follows its own drafts.
+        # Other CPUs or tile tables round differently, so that ranks would compute different drafts.
         (
             "rank_address",
             args.local_ranks is not None,

@@ -1,9 +1,8 @@
-"""Conformance of an inference server to the protocols that it speaks: OpenAI's, Anthropic's and
-Ollama's.
+"""Checks whether an inference server conforms to the protocols of OpenAI, Anthropic and Ollama.
 
-A check asks a server over HTTP and compares what comes back with what the protocol's clients rely
-on. It passes, fails, or finds that the server doesn't offer the thing. `protocols/` knows how each
-protocol asks, and how its answers and streams are read. `areas/` has the checks, one file an area.
-No vendor's client is used: it would hide the faults that it works around."""
+A check sends requests over HTTP and compares the answers with what the protocol's clients rely on.
+It passes, fails, or finds that the server lacks the feature. `protocols/` builds the requests of
+each protocol, and parses its answers and streams. `areas/` has the checks, one file per area. No
+vendor's client library is used, because it would hide the faults that it works around."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of checks, and the ways in which a check ends."""
+"""The table of checks, and the possible outcomes of a check."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Run = Callable[["Session"], Awaitable[str | None]]
 
 
 class FailedError(Exception):
-    """A difference from the protocol, in words."""
+    """A violation of the protocol, described in its message."""
 
 
 class UnsupportedError(Exception):
-    """A feature that the server refuses or doesn't have, or that can't be judged here, in words."""
+    """A feature that the server rejects or lacks, or that can't be checked here; the message says which."""
 
 
 class RefusedError(FailedError):
-    """An answer that is an error. It fails a check, unless `offered` is around it."""
+    """An error response. It fails a check, unless raised inside `offered`."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"HTTP {status}: {message[:200]}")
@@ -32,8 +32,8 @@ class RefusedError(FailedError):
 
 @contextlib.contextmanager
 def offered(feature: str) -> Iterator[None]:
-    """Context manager. Turns a refusal of the client's wish in its body into a feature that the
-    server lacks. An error of the server itself (500) still fails the check."""
+    """Context manager that turns a client error (4xx) in its body into UnsupportedError for
+    `feature`. A server error (500) still fails the check."""
     try:
         yield
     except RefusedError as error:
@@ -49,7 +49,7 @@ def expect(condition: object, why: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A row of the table. `run` returns a detail worth printing, or None."""
+    """A registered check. `run` returns a detail worth printing, or None."""
 
     name: str
     protocols: tuple[str, ...]
@@ -68,7 +68,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(name: str, *protocols: str) -> Callable[[Run], Run]:
-    """Enter a function in the table, under `area.name`, for these protocols."""
+    """Register a function as a check named `area.name`, for these protocols."""
 
     def enter(run: Run) -> Run:
         assert name not in CHECKS, name

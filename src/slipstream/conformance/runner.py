@@ -1,4 +1,4 @@
-"""Runs the table of checks against a server."""
+"""Runs the checks against a server."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from slipstream.errors import ConfigError, SlipstreamError
 CONTEXT_FIELDS = ("max_model_len", "context_length", "context_window", "max_input_tokens")
 ABSENT = (404, 405, 501)
 JUDGED = ("schemas", "tools")
-"""Areas whose answers jsonschema judges."""
+"""Areas whose answers are validated by jsonschema."""
 
 
 def selected(only: Sequence[str]) -> list[Check]:
-    """The checks that a pattern names: an area, a check, or either with `*`. ConfigError for a
-    pattern that names none."""
+    """Checks that match a pattern: an area, a check, or either with `*`. ConfigError for a pattern
+    without a match."""
 
     def named(check: Check, pattern: str) -> bool:
         return fnmatchcase(check.name, pattern) or fnmatchcase(check.area, pattern)
@@ -49,8 +49,8 @@ def selected(only: Sequence[str]) -> list[Check]:
 
 
 async def find_model(endpoint: Endpoint, model: str | None) -> tuple[str, int | None]:
-    """(model, its context in tokens if the server says it): the given one, or the first listed.
-    ConfigError if nothing is listed; SlipstreamError if there is no server."""
+    """(model, its context in tokens if the server reports it): the given model, or the first
+    listed. ConfigError if none is listed; SlipstreamError if no server answers."""
     key = {"authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
     listed: list[Any] = []
     for path, field in (("/v1/models", "data"), ("/api/tags", "models")):
@@ -83,8 +83,8 @@ async def run(
     concurrency: int = 32,
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """Run the checks one after the other, since some judge by time. A protocol whose route is
-    missing is unsupported as a whole. ConfigError if no protocol of these is there, or no jsonschema."""
+    """Run the checks one after the other, because some measure time. A protocol whose route is missing is unsupported
+    as a whole. ConfigError if the server has none of these protocols, or jsonschema is not installed."""
     checks = selected(only)
     if any(check.area in JUDGED for check in checks):
         require_judge()
@@ -113,18 +113,18 @@ async def run(
 
 
 async def absent(session: Session) -> str | None:
-    """Reason why a protocol can't be tried: its route is missing. None if it is there."""
+    """Reason why a protocol can't be checked: its route is missing. None if it exists."""
     try:
         reply = await session.post(session.body(Ask(prompt="Hi", max_tokens=1)))
     except httpx.HTTPError:
-        return None  # the checks say what is wrong
+        return None  # # the checks report what is wrong
     if reply.status_code not in ABSENT or session.model in reply.text:
         return None
     return f"no route {session.protocol.path} (HTTP {reply.status_code})"
 
 
 async def judge(check: Check, session: Session) -> Result:
-    """The outcome of one check. A check that outlasts the timeout fails."""
+    """Run one check and return its outcome. A check that exceeds the timeout fails."""
     begin = time.monotonic()
     limit_s = 4 * session.endpoint.timeout_s
     try:

@@ -1,6 +1,6 @@
-"""The schemas that structured answers are held to, and their judge.
+"""Schemas for structured answers, and their validation.
 
-Texts, lists and numbers are short, so that an answer of any model ends."""
+Texts, lists and numbers are short, so that any model's answer ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = {"type": "integer", "minimum": 0, "maximum": 99}
 
 
 def closed(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
-    """A closed object. All its properties are required if none are named."""
+    """Schema of an object without further properties. All properties are required if `required` is None."""
     names = list(properties) if required is None else required
     given = {"type": "object", "properties": properties, "required": names}
     return given | {"additionalProperties": False}
@@ -62,7 +62,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def require_judge() -> None:
-    """ConfigError, with the remedy, if jsonschema is not installed."""
+    """Raise ConfigError, with the remedy, if jsonschema is not installed."""
     if importlib.util.find_spec("jsonschema") is None:
         raise ConfigError(
             f"conformance: schemas are judged by jsonschema; {install_command('conformance')}",
@@ -71,7 +71,7 @@ def require_judge() -> None:
 
 
 def faults(value: Any, schema: dict[str, Any]) -> str:
-    """Faults that jsonschema finds in a value; "" if it finds none."""
+    """Faults of a value according to jsonschema; "" if there are none."""
     import jsonschema
 
     judge = jsonschema.Draft202012Validator(
@@ -81,7 +81,7 @@ def faults(value: Any, schema: dict[str, Any]) -> str:
 
 
 def begins_json(text: str) -> bool:
-    """Whether some JSON begins with a text, such as an answer that was cut. Prose and code fences do not."""
+    """Whether a text is the beginning of some JSON, such as an answer that was cut off. Prose and code fences are not."""
     text = text.strip()
     try:
         json.loads(text)

@@ -1,4 +1,4 @@
-"""A server under test, and one protocol of it."""
+"""A server under test, with one of its protocols."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.conformance.protocols.base import Answer, Ask, Body, Event, Prot
 from slipstream.conformance.registry import FailedError, RefusedError, expect
 
 SHAPE_ERRORS = (KeyError, TypeError, IndexError, AttributeError, ValueError)
-"""Errors that reading a body of another shape raises."""
+"""Errors raised by reading a body with an unexpected structure."""
 
 
 class Endpoint:
@@ -30,8 +30,8 @@ class Endpoint:
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.api_key, self.timeout_s = api_key, timeout_s
-        # A connection for each request: a kept one may be closed while the next request begins,
-        # which clients try again, and a check would count.
+        # One connection per request: a kept one may be closed while the next request begins;
+        # clients retry that, but a check would count it as a fault.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.http = httpx.AsyncClient(timeout=timeout_s, limits=limits, transport=transport)
 
@@ -44,9 +44,9 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A server, one of its protocols and a model, as a check is given them. `concurrency` is how
-    many requests the checks of load send at once; `context` is the model's context in tokens, if
-    the server says it."""
+    """A server, one of its protocols and a model, for one check. `concurrency` is the number of
+    concurrent requests in checks of load; `context` is the model's context in tokens, if the server
+    reports it."""
 
     endpoint: Endpoint
     protocol: Protocol
@@ -67,7 +67,7 @@ class Session:
     async def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> httpx.Response:
-        """Any request. `body` is JSON, or bytes as they are."""
+        """Send any request. `body` is JSON, or bytes that are sent unchanged."""
         given = {"content": body} if isinstance(body, bytes) else {"json": body}
         return await self.endpoint.http.request(
             method,
@@ -84,7 +84,7 @@ class Session:
         return self.read(await self.post(self.body(ask)))
 
     def read(self, reply: httpx.Response) -> Answer:
-        """The answer of a reply. RefusedError if it is an error, FailedError if it has another shape."""
+        """Parse the answer from a response. RefusedError if it is an error, FailedError if its structure is wrong."""
         if reply.status_code != 200:
             raise self.refused(reply.status_code, reply.content)
         try:
@@ -97,7 +97,7 @@ class Session:
 
     @asynccontextmanager
     async def streaming(self, ask: Ask) -> AsyncIterator[httpx.Response]:
-        """Context manager of a stream that has begun. RefusedError if the answer is an error."""
+        """Context manager of a stream that has started. RefusedError if the response is an error."""
         http, url = self.endpoint.http, self.endpoint.url + self.protocol.path
         body = self.body(ask, stream=True)
         async with http.stream("POST", url, json=body, headers=self.headers) as reply:
@@ -122,7 +122,8 @@ class Session:
             raise FailedError(f"the stream's shape: {error!r}") from None
 
     async def together(self, asks: Iterable[Ask], limit: int = 4) -> list[Answer | RefusedError]:
-        """Whole answers, at most `limit` at a time. A refusal of the client's wish is a result."""
+        """Send requests that are not streamed, at most `limit` at a time. A client error (RefusedError) is returned, not
+        raised."""
         turn = asyncio.Semaphore(limit)
 
         async def one(ask: Ask) -> Answer | RefusedError:

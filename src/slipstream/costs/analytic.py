@@ -2,8 +2,8 @@
 
 The estimate uses bytes, operations and the machine's ceilings:
 
-1. A product takes the longer of reading its weights and multiplying, and slightly more where both
-   take about the same time. Each product adds a fixed time.
+1. A linear layer takes the longer of reading its weights and multiplying, and slightly more if both
+   take about the same time. Each linear layer adds a fixed time.
 2. Attention reads keys and values, or multiplies.
 3. Activations pass through memory between the operators.
 
@@ -23,17 +23,17 @@ from slipstream.costs.step_cost import HostCost, Label, StepCounts
 from slipstream.spec.model import ModelSpec
 
 NEARNESS = 3.0
-"""Exponent of the norm that adds a product's reading and multiplying times. Infinity would give the
-larger one alone."""
+"""Exponent of the norm that combines a linear layer's times of reading and multiplying. Infinity
+would take only the larger one."""
 
 FIXED_OPS = 6.0
-"""Operators of a layer other than its products, in units of the fixed time. Attention counts as
-2.5.
+"""Time of a layer's operators other than linear layers, in units of the fixed time. Attention
+counts as 2.5.
 """
 
 ACTIVATION_PASSES = 3.6
 """Number of memory passes of an operator's inputs and outputs, including norms, rotary and
-rounding."""
+quantization."""
 
 LAUNCH_S = 120e-6
 """Seconds in which the host launches one operator outside a graph.
@@ -44,17 +44,17 @@ do nothing else took 54 µs (the last: mixed_steps.json).
 """
 
 CONTEXT_PROMPTS, CONTEXT_DECODES = 1.18, 1.37
-"""Times of attention to an n-th of the keys over an n-th of its time, exchanges and merges that do
-not show in the link's bytes included. They make this model give what two H200s gave over one (record
-`parallel_context`): 1.71 times the speed for a prompt of 131,072 tokens, 1.33 for a step of 8 such
-sequences."""
+"""Ratio of the attention time with 1/n of the keys per GPU to 1/n of the whole time, for prompts
+and decodes; it includes exchanges and merges that the link's bytes do not cover. With these values
+the model predicts the measured speedup of two H200s over one (record `parallel_context`): 1.71
+times the speed for a prompt of 131,072 tokens, 1.33 for a step of 8 such sequences."""
 
 CONTEXT_TOKENS = 64
-"""Tokens of a step from which GPUs that share out keys by tokens share out the step's tokens, too
+"""Minimum tokens of a step for which GPUs that divide keys by tokens divide the step's tokens too
 (`model.layers.layer.SEQUENCE_TOKENS`)."""
 
 ONE_TOKEN_SHARE = 0.3
-"""Share of the fixed times in a GPU step of one token, which is one kernel."""
+"""Fraction of the fixed times in a GPU step of one token, which is one kernel."""
 
 DECODES_SHARE, MANY_DECODES = 0.6, 64
 MIXED_SHARE = 1.35
@@ -71,12 +71,12 @@ kernels.
 class AnalyticCost:
     """A calculated `StepCost`.
 
-    `product_type` is the type in which quantized products multiply; the others use `dtype`.
-    `num_gpus` is the tensor parallel size, with two all-reduces per layer (Shoeybi et al. 2019). By
-    `context` each GPU has all weights, a part of the keys, and of long steps a part of the tokens.
-    `read_s` is the time a step takes to read layers that are not kept on the device. It overlaps
-    with the rest. `dense_bytes` is the size in bytes of an element of a quantized weight (experts
-    excluded) in a step of several tokens, where it differs from the ledger's.
+    `product_type` is the dtype in which quantized linear layers multiply; the others use `dtype`.
+    `num_gpus` is the tensor parallel size, with two all-reduces per layer (Shoeybi et al. 2019).
+    With `context` each GPU has all weights, a part of the keys, and in long steps a part of the
+    tokens. `read_s` is the time a step takes to read layers that are not stored on the device. It
+    overlaps with the rest. `dense_bytes` is the size in bytes of an element of a quantized weight
+    (experts excluded) in a step of several tokens, if it differs from the ledger's.
     """
 
     spec: ModelSpec
@@ -130,10 +130,10 @@ class AnalyticCost:
         return max(others + self._attention(shape), self.read_s)
 
     def parts(self, shape: StepCounts) -> dict[str, float]:
-        """Returns seconds by cause: weights, products, attention, activations, fixed times, link.
+        """Seconds by cause: weights, products (of linear layers), attention, activations, fixed times, link.
 
-        With layers that are not kept, "layers" is the time by which reading them exceeds all the
-        others.
+        With layers not stored on the device, "layers" is the time by which reading them exceeds all
+        the others.
         """
         found = self._computing(shape)
         return (
@@ -175,7 +175,7 @@ class AnalyticCost:
         found["fixed"] += FIXED_OPS * num_layers * h.op_s
         if h.is_gpu:
             found["fixed"] *= _fixed_share(shape)
-        if n > 1 and self.context:  # queries and results, as many bytes as a sum of the results
+        if n > 1 and self.context:  # # queries and results, as many bytes as a sum of the results
             found["link"] = sum(
                 h.all_reduce_s(shape.num_tokens * a.num_heads * a.head_dim * self.dtype_bytes, n)
                 for a in self.spec.attentions
@@ -218,7 +218,7 @@ def launch_s(spec: ModelSpec, products: Iterable[Product]) -> float:
 
 
 def _fixed_share(shape: StepCounts) -> float:
-    """Share of the fixed times that a step of this shape takes on a GPU."""
+    """Fraction of the fixed times that a step of this shape takes on a GPU."""
     if shape.num_tokens == 1:
         return ONE_TOKEN_SHARE
     if shape.num_prompt_tokens:
@@ -227,10 +227,10 @@ def _fixed_share(shape: StepCounts) -> float:
 
 
 def binds(parts: dict[str, float]) -> str:
-    """Names the largest part of a step's time: bandwidth (weights, keys, values, activations),
-    products, fixed times or link.
+    """Name of the largest part of a step's time: bandwidth (weights, keys, values, activations),
+    products (of linear layers), fixed times or link.
 
-    It is "reading layers" if reading layers that are not kept takes longer than everything else.
+    It is "reading layers" if reading layers not stored on the device takes longer than everything else.
     """
     if parts.get("layers"):
         return "reading layers"

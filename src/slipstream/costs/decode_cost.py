@@ -1,7 +1,7 @@
 """Bytes and operations of a decode step, *estimated* from a model's description: the roofline's axis. No torch.
 
-They are counted by `costs.operators`, as the planner counts them. What is written, norms and activations are left out: together
-they are below a few percent.
+They are counted by `costs.operators`, as the planner counts them. Writes, norms and activations are left out: together
+they are at most a few percent.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class DecodeCost:
 def decode_step(
     description: ModelDescription, *, batch_size: int, context: float, scheme: str | None = None
 ) -> DecodeCost:
-    """A step of `batch_size` sequences that hold `context` tokens each. `scheme` rounds the weights at load; None: they are
-    held as the checkpoint stores them. The cache has 2 bytes a number."""
+    """Cost of a decode step of `batch_size` sequences with `context` tokens each. `scheme` quantizes the
+    weights at load; None: they keep the checkpoint's format. The cache has 2 bytes per element."""
     spec = description.spec
     parts = weights_bytes(spec, 2, None if scheme is None else SCHEMES[scheme])
     stored = 1.0 if scheme is not None else stored_bytes(description) / sum(parts.values())
@@ -47,7 +47,7 @@ def decode_step(
 
 
 def stored_bytes(description: ModelDescription) -> int:
-    """The bytes of a checkpoint's weights. One that is a config alone has 2 bytes a parameter."""
+    """Bytes of a checkpoint's weights. For a config without weights, 2 bytes per parameter."""
     if description.stored:
         return sum(kind.num_bytes for kind in description.stored)
     return weight_bytes(description.path) or 2 * description.spec.num_parameters

@@ -1,8 +1,8 @@
 """Rates of known machines: measured ones, and others from data sheets. No torch.
 
-`data/devices.json` has the rates that are reached, not the peaks on paper. Those of an H200 and of
+`data/devices.json` has the rates that are reached, not theoretical peaks. Those of an H200 and of
 the two-core CPU machine were measured (benchmarks/results/roofline_cpu.json, docs/performance.md).
-The others are the data sheet's rates times the shares that an H200 reaches of its own. They are
+The others are the data sheet's rates times the fractions that an H200 reaches of its own. They are
 labelled *estimated*.
 """
 
@@ -29,7 +29,7 @@ REACHED = {
     "fp8": 0.73,
     "int8": 0.53,
 }
-"""Shares of its data sheet's rates that an H200 reaches."""
+"""Fractions of its data sheet's rates that an H200 reaches."""
 
 FALLBACKS = {
     "fp8": "bfloat16",
@@ -38,18 +38,18 @@ FALLBACKS = {
     "float16": "bfloat16",
     "bfloat16": "float32",
 }
-"""Type whose rate stands in where a machine has none for the key. int6 means weights of up to 6
-bits by 8-bit inputs."""
+"""Substitute for a dtype whose rate a machine lacks. int6 means weights of up to 6 bits with 8-bit
+inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One device: a GPU, or all threads of a CPU together. Rates are reached bytes and operations
-    per second.
+    """One device: a GPU, or all threads of a CPU together. Rates are bytes and operations per
+    second that are reached in practice.
 
     `op_s` is the minimum time of an operator in a captured step. `link_bytes_s` is a GPU's rate to
-    other GPUs of its machine; None where the only link is through the host. `host_bytes_s` is its
-    copy rate from host memory. `watts` is the power under load, `idle_watts` at rest.
+    other GPUs of its machine; None if the only link is through the host. `host_bytes_s` is its copy
+    rate from host memory. `watts` is the power under load, `idle_watts` at rest.
     """
 
     name: str
@@ -59,7 +59,9 @@ class Hardware:
     read_bytes_s: float
     operations_s: dict[str, float]
     op_s: float
-    attention_share: float = 0.6  # share of the products' rate that attention over prompts reaches
+    attention_share: float = (
+        0.6  # # attention over prompts, as a fraction of the linear layers' rate
+    )
     link_bytes_s: float | None = None
     host_bytes_s: float | None = None
     link_latency_s: float = 8e-6
@@ -85,7 +87,7 @@ class Hardware:
         return self.link_latency_s + 2 * (num_gpus - 1) / num_gpus * num_bytes / link
 
     def device_info(self) -> DeviceInfo:
-        """Returns the device as an engine would find it with nothing else running."""
+        """The device as an engine would find it with nothing else running."""
         return DeviceInfo(
             device="cuda:0" if self.is_gpu else "cpu",
             name=self.title,
@@ -120,7 +122,7 @@ def _device(name: str, row: dict[str, Any]) -> Hardware:
 
 
 def find_device(name: str) -> Hardware:
-    """Finds a device by name, alias or words of its title, ignoring case.
+    """Find a device by name, alias or words of its title, ignoring case.
 
     Only whole words match: A10 does not find an A100. ConfigError if none or several match.
     """

@@ -1,5 +1,5 @@
-"""The environment of a measurement: versions, machine, commit. Imports none of the packages it
-names."""
+"""Describes the environment of a measurement: versions, machine, commit. Imports none of the
+packages it names."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def git_commit() -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """Converts a value that `json` can't write into one that it can."""
+    """Convert a value that `json` can't write to one that it can."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Path):

@@ -49,7 +49,7 @@ from slipstream.spec.stored.native_formats import native_weight_bytes
 def bytes_by_part(
     config: EngineConfig, description: ModelDescription, shard: Shard | None = None
 ) -> dict[str, int]:
-    """Bytes of the weights by part, as an engine with these settings holds them.
+    """Bytes of the weights by part, in the format of an engine with these settings.
 
     With several ranks they are those of `shard`, by default `largest_shard`.
     """
@@ -70,8 +70,8 @@ def bytes_by_part(
 
 
 def largest_shard(config: EngineConfig, description: ModelDescription) -> Shard:
-    """Returns the shard of the rank with the most parameters. If one rank is the host's CPU, it is
-    the GPU's."""
+    """Shard of the rank with the most parameters. If one rank is the host's CPU, it is the
+    GPU's."""
     how = config.parallel
     if isinstance(how, HostAndGpu):
         return how.shard(1)
@@ -122,8 +122,8 @@ def estimate(
     draft: ModelDescription | None = None,
     num_gpus: int = 1,
 ) -> tuple[EngineConfig, MemoryLedger]:
-    """Returns the settings and ledger that an engine would have on a device, as far as they are
-    known before it starts.
+    """Estimate the settings and memory ledger of an engine on a device, as far as they are known
+    before it starts.
 
     `info` is the device, by default this machine's. With several ranks the result is rank 0's.
     `with_steps` adds an estimate of a GPU's activations, graphs and rows, which an engine measures.
@@ -181,8 +181,8 @@ def estimate(
 
 
 def head_bytes(config: EngineConfig, head: HeadDescription) -> tuple[int, int]:
-    """Returns the bytes of (the weights, a KV block) of a model's layers that draft. A block has the
-    states that they read, too."""
+    """(bytes of the weights, bytes of a KV block) of a model's draft layers. A block includes the
+    hidden states that they read."""
     part, size = head.source, DTYPE_BYTES[config.model.dtype]
     assert part is not None
     assert isinstance(head.spec, LayeredSpec)
@@ -203,7 +203,7 @@ def head_bytes(config: EngineConfig, head: HeadDescription) -> tuple[int, int]:
 
 
 def config_of_draft(config: EngineConfig) -> EngineConfig:
-    """Returns the settings that hold the draft model: the model's dtype and blocks, and no split
+    """Settings under which the draft model is stored: the model's dtype and blocks, and no split
     over ranks."""
     assert isinstance(config.speculation, ModelDrafts)
     model = dataclasses.replace(config.model, quantization=config.speculation.quantization)
@@ -214,7 +214,7 @@ def config_of_draft(config: EngineConfig) -> EngineConfig:
 def resident_weights_bytes(
     config: EngineConfig, description: ModelDescription, shard: Shard | None = None
 ) -> int:
-    """Bytes of the weights in memory, as an engine with these settings holds them.
+    """Bytes of the weights in memory, in the format of an engine with these settings.
 
     With several ranks they are one rank's (`bytes_by_part`).
     """
@@ -231,8 +231,7 @@ def resident_weights_bytes(
 def host_expert_bytes(
     config: EngineConfig, description: ModelDescription, *, on_cpu: bool = True
 ) -> int:
-    """Bytes of the experts on the host, as the host holds them; without `on_cpu`, as the GPU would
-    hold them."""
+    """Bytes of the experts on the host, in the host's format; without `on_cpu`, in the GPU's."""
     if not isinstance(config.model.offload, HostExperts):
         return 0
     size, mixtures = DTYPE_BYTES[config.model.dtype], config.model.offload.mixtures
@@ -249,7 +248,7 @@ def host_expert_bytes(
 def all_weights_bytes(
     config: EngineConfig, description: ModelDescription, shard: Shard | None = None
 ) -> int:
-    """Bytes of `resident_weights_bytes` plus the layers that are read when they are needed."""
+    """Bytes of `resident_weights_bytes` plus those of layers that are read in each step."""
     spec, info, shares = description.spec, config.device.info, config.parallel.num_shares
     held = description.native_formats(native_products(config.device.kernels, info))
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
@@ -263,17 +262,16 @@ def all_weights_bytes(
         return own_types // shares
     weights = sum(bytes_by_part(config, description, shard).values())
     if not info.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
-        # A tied head is held a second time, in the order its product reads, if the table can't be
-        # used.
+        # A tied head is stored a second time, in its kernel's layout, if the table can't be used.
         weights += spec.vocab_size * spec.embed_width * DTYPE_BYTES[config.model.dtype] // shares
     return weights
 
 
 def _of_steps(config: EngineConfig, description: ModelDescription) -> tuple[int, int, int]:
-    """Returns the bytes of (activations, graphs, rows).
+    """Bytes of (activations, graphs, rows).
 
     A step holds its widest activations, eight hidden states, and the logits of all sequences in the
-    model's type and in float32.
+    model's dtype and in float32.
     """
     spec, element, scheduling = description.spec, DTYPE_BYTES[config.model.dtype], config.scheduling
     widest = max(0 if x.mlp is None else x.mlp.width for x in spec.layers)

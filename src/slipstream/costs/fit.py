@@ -17,16 +17,16 @@ from slipstream.spec.host_experts import mixtures
 from slipstream.spec.scheme import SCHEMES
 
 SMALLER = ("fp8", "int8", "int4")
-"""Schemes suggested as a remedy if the device has products for them, the most exact first."""
+"""Schemes suggested as a remedy if the device's kernels support them, the most exact first."""
 
 MAX_RANKS = 8
 
 HOST_SHARE = 0.95
-"""Share of the host's free memory that layers may take. The process needs some too."""
+"""Maximum fraction of the host's free memory for layers. The process needs some too."""
 
 
 def check_weights_fit(config: EngineConfig, description: ModelDescription) -> None:
-    """Checks the weights of a rank. OutOfMemoryError if they need more than its device has free."""
+    """Check a rank's weights. OutOfMemoryError if they need more than its device's free memory."""
     free, need = free_for_weights(config), resident_weights_bytes(config, description)
     if need <= free:
         check_host_fits(config, description)
@@ -48,8 +48,8 @@ def check_weights_fit(config: EngineConfig, description: ModelDescription) -> No
 
 
 def check_host_fits(config: EngineConfig, description: ModelDescription) -> None:
-    """Checks the layers that are copied to a GPU in each step. OutOfMemoryError if the host has
-    less memory free."""
+    """Check the layers that are copied to a GPU in each step. OutOfMemoryError if they need more
+    than the host's free memory."""
     plan = estimate_offload(config, description) if config.device.info.is_cuda else None
     if plan is None:
         return
@@ -75,7 +75,7 @@ def check_host_fits(config: EngineConfig, description: ModelDescription) -> None
 
 
 def _check_experts_fit(config: EngineConfig, description: ModelDescription) -> None:
-    """Checks the experts on the host. OutOfMemoryError if they need more than it has free."""
+    """Check the experts on the host. OutOfMemoryError if they need more than its free memory."""
     need = host_expert_bytes(config, description)
     if need and need > (free := host_memory()[1]):
         raise OutOfMemoryError(
@@ -86,7 +86,7 @@ def _check_experts_fit(config: EngineConfig, description: ModelDescription) -> N
 
 
 def free_for_weights(config: EngineConfig) -> int:
-    """Bytes that a rank's weights can take, from the free memory when the device was looked up.
+    """Maximum bytes of a rank's weights, from the free memory when the device was queried.
 
     With `kv_cache_bytes` the cache is not bounded by `gpu_memory_utilization`, and neither are the
     weights.
@@ -101,7 +101,7 @@ def free_for_weights(config: EngineConfig) -> int:
 
 
 def _remedies(config: EngineConfig, description: ModelDescription) -> str:
-    """Lists the settings with which the model would fit."""
+    """List the settings with which the model would fit, as text."""
     free, info, found = free_for_weights(config), config.device.info, list[str]()
     for name, smaller in _smaller(config, description):
         if (size := resident_weights_bytes(smaller, description)) <= free:

@@ -12,18 +12,18 @@ from slipstream.config.forms import DraftSettings
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 
 MIXED_PROMPTS = 64
-"""Maximum number of prompts in a mixed graph, including the padding's."""
+"""Maximum number of prompts in a mixed graph, including the padding."""
 
 LONG_PROMPTS = 128
-"""Maximum number of prompts where graphs have up to LONG_TOKENS. Some attention kernels start
-thread blocks for each."""
+"""Maximum number of prompts if graphs have up to LONG_TOKENS. Some attention kernels start thread
+blocks for each."""
 
 VERIFIED_PROMPTS = 256
 """Maximum number of sequences with drafts in a mixed graph, padding excluded. The graph treats them
 as prompts."""
 
 VERIFIED_TOKENS = (8, 16)
-"""Prompt token counts of further mixed graphs where drafts are verified with recurrent layers.
+"""Prompt token counts of additional mixed graphs for verifying drafts with recurrent layers.
 
 There a sequence's tokens follow one another, so a verification runs as a prompt. In graphs of at
 most `states.SHORT` tokens no sequence is computed in chunks.
@@ -43,35 +43,35 @@ and are launched in 80 to 100.
 """
 
 GRAPH_BYTES = 4 * 2**20
-"""Driver memory of one graph of about 300 launches: 0 to 4 MiB on an H200, activations excluded."""
+"""Driver memory in bytes of one graph of about 300 launches: 0 to 4 MiB on an H200, activations excluded."""
 
 END_BYTES = 2**18
-"""Driver memory of the graph of a step's end, which has about five launches, or ten."""
+"""Driver memory in bytes of the graph of a step's end, which has five to ten launches."""
 
 NUM_ENDS = 4
-"""Kinds of ends to reserve memory for: greedy, drawn, and two that only some steps have."""
+"""Number of kinds of ends to reserve memory for: greedy, sampled, and two that only some steps have."""
 
 GRAPH_LAYERS = 32
 """Number of layers whose step has about 300 launches."""
 
 CHAIN_SEQS = 256
-"""Sequences of the largest graph of a draft chain."""
+"""Maximum number of sequences in a graph of a draft chain."""
 
 CHAIN_DEPTHS = (1, 2, 3, 5, 8)
-"""Captured chain lengths where the number of drafts is chosen at each step. A chain runs in the
-next longer graph, or op by op if there is none."""
+"""Captured chain lengths if the number of drafts is chosen at each step. A chain runs in the next
+longer graph, or op by op if there is none."""
 
 CAUGHT_UP = 2
-"""Maximum tokens that a verified step leaves to the draft model: the last draft, if all were right,
-and the token after it."""
+"""Maximum tokens after a verified step that the draft model has not computed: the last draft, if
+all were accepted, and the token after it."""
 
 
 def ladder(max_num_seqs: int) -> list[int]:
-    """Returns the batch sizes to capture.
+    """Batch sizes to capture.
 
     They are few enough to start fast, and dense enough that padding wastes little (≤ 1/8 from 16
-    on). They include the multiples of 128, because large products have tiles of 128 tokens: a step
-    of 256 padded to 264 would take half as long again.
+    on). They include the multiples of 128, because large linear layers have tiles of 128 tokens: a
+    step of 256 padded to 264 would take half as long again.
     """
     sizes = [n for n in (1, 2, 4, 8) if n <= max_num_seqs]
     n = 16
@@ -82,7 +82,7 @@ def ladder(max_num_seqs: int) -> list[int]:
 
 
 VERIFIED_ROWS = (16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 640, 768)
-"""Additional rows of decode graphs where drafts are verified, up to a token and all drafts of each
+"""Additional row counts of decode graphs for verifying drafts, up to a token and all drafts of each
 sequence.
 
 They are few, since all are captured at the start. From 256 on they are multiples of 128, the tile
@@ -100,7 +100,7 @@ def decode_rows(config: EngineConfig) -> list[int]:
 
 
 def mixed_decodes(max_num_seqs: int) -> list[int]:
-    """Decode counts of mixed graphs, each at most twice the one before."""
+    """Decode counts of mixed graphs, each at most twice the previous one."""
     return [
         0,
         *(
@@ -146,8 +146,8 @@ def mixed_prompts(config: EngineConfig, spec: ModelSpec) -> list[int]:
 
 
 def _takes_long_steps(config: EngineConfig, spec: ModelSpec) -> bool:
-    """Tells whether long steps are captured: those of mixtures and of tensor parallel ranks,
-    without latent attention.
+    """Whether long steps are captured: for MoE models and tensor parallel ranks, without latent
+    attention.
 
     Outside graphs, latent attention computes whole prompts without the cache. That is several times
     as fast and saves more than the launches cost.
@@ -160,7 +160,7 @@ def _takes_long_steps(config: EngineConfig, spec: ModelSpec) -> bool:
 
 
 def mixed_sequences(config: EngineConfig, spec: ModelSpec) -> int:
-    """Maximum prompts, or sequences with drafts, in a mixed graph, including the padding's."""
+    """Maximum number of prompts, or of sequences with drafts, in a mixed graph, including the padding."""
     prompts = LONG_PROMPTS if _takes_long_steps(config, spec) else MIXED_PROMPTS
     if not config.speculation.limit:
         return prompts
@@ -168,13 +168,13 @@ def mixed_sequences(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 MAX_SAMPLED = 256
-"""Sampled tokens of the largest graph of a step's end. Larger logits take much memory, and such
-steps keep the GPU busy for longer than the host."""
+"""Maximum number of sampled tokens in the graph of a step's end. Larger logits take much memory,
+and such steps keep the GPU busy for longer than the host."""
 
 
 def end_sizes(decodes: Sequence[int]) -> list[int]:
-    """Returns the numbers of sampled tokens with graphs of a step's end, ascending, from the sizes
-    of decode graphs."""
+    """Numbers of sampled tokens for which a step's end has a graph, ascending, from the sizes of
+    decode graphs."""
     return [n for n in decodes if n <= MAX_SAMPLED]
 
 
@@ -203,14 +203,14 @@ def activation_numbers(spec: ModelSpec, num_tokens: int, num_sampled: int) -> in
 
 
 def chain_sizes(max_num_seqs: int) -> list[int]:
-    """Sequence counts of chain graphs. They are few: a pass takes as long as reading its
-    weights."""
+    """Sequence counts of chain graphs. They are few, because a pass takes as long as reading its
+    weights, for any count."""
     most = min(max_num_seqs, CHAIN_SEQS)
     return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
 def chain_depths(config: EngineConfig) -> tuple[int, ...]:
-    """Returns the chain lengths to capture: the fixed number of drafts, or `CHAIN_DEPTHS`."""
+    """Chain lengths to capture: the fixed number of drafts, or `CHAIN_DEPTHS`."""
     assert isinstance(config.speculation, DraftSettings)
     fixed = config.speculation.num_speculative_tokens
     return tuple(
@@ -240,8 +240,8 @@ class Padding(Protocol):
     def __call__(
         self, num_decodes: int, num_prompt_tokens: int, num_prompts: int, *, by_rows: bool = False
     ) -> tuple[int, int] | None:
-        """Returns the (decodes, prompt tokens) that the step's graph computes, or None if no graph
-        holds the step.
+        """(decodes, prompt tokens) that the step's graph computes, or None if no graph is large
+        enough.
 
         With `by_rows` the prompts are sequences with drafts. They run in a decode graph with a row
         per token if one is large enough.
@@ -249,7 +249,7 @@ class Padding(Protocol):
 
 
 def padding(config: EngineConfig, spec: ModelSpec) -> Padding:
-    """Returns the padding of an engine's steps. All sizes are assumed to be captured."""
+    """Padding of an engine's steps. All sizes are assumed to be captured."""
     sizes, decode_sizes = decode_rows(config), mixed_decodes(config.scheduling.max_num_seqs)
     prompt_sizes, room = mixed_prompts(config, spec), mixed_sequences(config, spec)
 

@@ -1,6 +1,6 @@
 """This machine's hardware, from the operating system alone.
 
-No torch, so that `info`, `doctor` and reports are quick. A number that the system does not give is
+No torch, so that `info`, `doctor` and reports are quick. A value that the system does not report is
 None, never a guess.
 """
 
@@ -28,8 +28,8 @@ CPU_FEATURES = {  # flag of /proc/cpuinfo: display name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostInfo:
-    """The host. `num_cores` counts the cores that this process may use; `num_cpus` counts the
-    machine's."""
+    """The host machine. `num_cores` counts the cores that this process may use; `num_cpus` counts
+    the machine's."""
 
     system: str
     cpu: str
@@ -62,7 +62,7 @@ def host_info() -> HostInfo:
 
 
 def available_cores() -> int:
-    """Counts the cores that this process may use, by its affinity and its control group's quota."""
+    """Number of cores that this process may use, by its affinity and its control group's quota."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -100,8 +100,8 @@ def host_memory() -> tuple[int, int]:
 
 
 def busy_cores() -> float:
-    """Number of cores that all programs together keep busy now, this one waiting meanwhile; 0 where
-    the system does not tell."""
+    """Number of cores kept busy by all other programs while this process waits; 0 if the system
+    does not report it."""
     import time
 
     def ticks() -> tuple[int, int]:
@@ -165,7 +165,7 @@ def gpus() -> tuple[GpuInfo, ...]:
 
 
 def driver_sees_gpu() -> bool:
-    """Tells whether NVIDIA's driver is present and lists a GPU. If not, torch need not be asked."""
+    """Whether NVIDIA's driver is present and lists a GPU. If not, torch need not be asked."""
     try:
         driver = _gpu_driver()
         count = ctypes.c_int(0)

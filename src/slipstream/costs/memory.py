@@ -23,8 +23,7 @@ from slipstream.spec.stored.native_formats import native_group_size
 
 
 def part_of(name: str) -> str:
-    """Returns the part of a model that a parameter belongs to, as the ledger and `info` count
-    it."""
+    """Part of a model to which a parameter belongs, as counted by the ledger and `info`."""
     if name.startswith("media."):
         return "media encoder"
     if name.startswith("layer_inputs."):
@@ -63,10 +62,9 @@ def weights_bytes(
 ) -> dict[str, int]:
     """Bytes of the parameters by part.
 
-    The layers' products are held in `scheme`, and the head too if the scheme says so. `on_cpu`
-    counts the C++ kernels' formats. It leaves out what they save on weights full of zeros, which is
-    known only after loading. `shapes` are the parameters' shapes where `spec` is a rank's part
-    (`spec.parallel`).
+    Linear layers are stored in `scheme`, and the head too if the scheme includes it. `on_cpu`
+    counts the C++ kernels' formats, without the savings for sparse weights, which are known only
+    after loading. `shapes` are the parameters' shapes if `spec` is a rank's part (`spec.parallel`).
     """
     found = dict.fromkeys(("embeddings", "attention", "mlp", "output head", "norms"), 0)
     shapes = parameters(spec) if shapes is None else shapes
@@ -105,10 +103,10 @@ def native_weights_bytes(
     on_cpu: bool = False,
     shapes: Mapping[str, Shape] | None = None,
 ) -> dict[str, int]:
-    """Bytes by part of a checkpoint that says weight by weight how it is quantized.
+    """Bytes by part of a checkpoint with a quantization format for each weight.
 
-    `formats` are those of the weights held as they are stored (`ModelDescription.native_formats`).
-    The others are expanded.
+    `formats` are those of the weights that keep their stored format
+    (`ModelDescription.native_formats`). The others are expanded.
     """
     shapes = parameters(spec) if shapes is None else shapes
     found = weights_bytes(spec, dtype_bytes, shapes=shapes)
@@ -142,7 +140,7 @@ EXPERT_NUMBER_BYTES = 2  # int16
 
 
 def returned_expert_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Host bytes that record the chosen experts of one block's tokens; 0 if answers come without."""
+    """Host bytes for the chosen experts of one block's tokens; 0 if they are not returned."""
     if not config.model.routed_experts:
         return 0
     chosen = [x.mlp.num_experts_per_token for x in spec.layers if isinstance(x.mlp, MoESpec)]
@@ -150,8 +148,8 @@ def returned_expert_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 MAX_BLOCKS = 2**22
-"""Maximum number of blocks, as each costs the host about 100 bytes. Only a toy model on a large
-device could have more: 67 million tokens."""
+"""Maximum number of blocks, because each costs the host about 100 bytes. Only a toy model on a
+large device could have more: 67 million tokens."""
 
 
 def plan_kv(*, budget_bytes: int, block_bytes: int) -> int:
@@ -161,22 +159,22 @@ def plan_kv(*, budget_bytes: int, block_bytes: int) -> int:
 
 
 def scratch_blocks(config: EngineConfig) -> int:
-    """Number of blocks that an encoder uses, including the null block. One step's blocks suffice,
-    since steps run one after another."""
+    """Number of blocks that an encoder uses, including the null block. The blocks of one step
+    suffice, because steps run one after another."""
     size, scheduling = config.cache.block_size, config.scheduling
     return -(-scheduling.max_num_batched_tokens // size) + scheduling.max_num_seqs + 1
 
 
 MAX_HOST_CACHE_BYTES = 4 * 2**30
-"""Maximum default size of a KV cache in host memory."""
+"""Maximum default bytes of a KV cache in host memory."""
 
 HOST_CACHE_SHARE = 0.4
-"""Maximum share of the free host memory that the KV cache takes by default."""
+"""Maximum fraction of the free host memory for the KV cache by default."""
 
 
 def host_cache_budget(*, free_bytes: int, wanted_bytes: int) -> int:
-    """Bytes for a KV cache in host memory, which other programs need too. `wanted_bytes` would
-    serve all sequences."""
+    """Bytes for a KV cache in host memory, which other programs need too. `wanted_bytes` would be
+    enough for all sequences."""
     return min(MAX_HOST_CACHE_BYTES, int(free_bytes * HOST_CACHE_SHARE), wanted_bytes)
 
 
@@ -201,8 +199,8 @@ def kv_budget(
         budget = allowed - (total_bytes - free_bytes) - taken_bytes
     else:
         allowed = total_bytes
-        # Blocks released by windows count too, since they stay in the prefix cache. One is the null
-        # block.
+        # Blocks released by windows count too, because they stay in the prefix cache. One is the
+        # null block.
         per_seq = len(config.cache.groups) * config.max_blocks_per_seq
         full = (config.scheduling.max_num_seqs * per_seq + 1) * block + slots
         budget = host_cache_budget(free_bytes=left, wanted_bytes=full)
@@ -255,17 +253,17 @@ def size_slots(
 
 
 def keyed_blocks(config: EngineConfig) -> int:
-    """Number of blocks of a model without attention. They hold nothing, and their keys find states."""
+    """Number of blocks of a model without attention. They are empty; their keys serve to find recurrent states."""
     return min(MAX_BLOCKS, 8 * config.scheduling.max_num_seqs * config.max_blocks_per_seq + 1)
 
 
 STAGED_BYTES = 128 * 2**20
-"""Device bytes of the staging buffer for blocks on their way between the cache and host memory."""
+"""Device bytes of the staging buffer for blocks copied between the cache and host memory."""
 
 
 def staged_blocks(config: EngineConfig, block: int) -> int:
-    """Number of blocks of `block` bytes in the buffer where a GPU gathers what it copies to host
-    memory or for other engines. Of another kind, `block` is the bytes of a slot; 0: there are none."""
+    """Number of blocks of `block` bytes in the buffer in which a GPU gathers blocks for host memory
+    or other engines. For another kind, `block` is the bytes of a slot; 0: there are none."""
     hands_over = config.device.info.is_cuda and config.cache.handover is not None
     if (config.cache.host_bytes is None and not hands_over) or not block:
         return 0
@@ -273,15 +271,15 @@ def staged_blocks(config: EngineConfig, block: int) -> int:
 
 
 def host_slots(config: EngineConfig, sizes: Sequence[int]) -> list[int]:
-    """Numbers of places in a rank's share of the host tier, of which blocks and each `SlotKind` that
-    has `sizes` take the same part."""
+    """Number of slots of each kind in a rank's part of the host tier; blocks and each `SlotKind`
+    with `sizes` get equal fractions."""
     total = (config.cache.host_bytes or 0) // config.parallel.num_ranks
     share = total // max(1, sum(map(bool, sizes)))
     return [size and share // size for size in sizes]
 
 
 def adapter_bytes(config: EngineConfig, description: ModelDescription, shard: Shard = ALONE) -> int:
-    """Bytes of the adapter slots on a device that holds the `shard` of the model."""
+    """Bytes of the adapter slots on a device that has the `shard` of the model."""
     if config.lora is None:
         return 0
     slot = SlotLayout(description, config.lora.max_lora_rank, shard).size
@@ -289,7 +287,7 @@ def adapter_bytes(config: EngineConfig, description: ModelDescription, shard: Sh
 
 
 def peer_copy_tokens(config: EngineConfig, spec: ModelSpec) -> int:
-    """Tokens, padding included, of the largest step in which two GPUs can copy partial sums to each
+    """Maximum tokens, padding included, of a step in which two GPUs can copy partial sums to each
     other. 0 if they never do. With `deterministic` they don't, because sums must be added in one
     order in steps of all lengths."""
     how = config.parallel.stage
@@ -312,12 +310,12 @@ def peer_copy_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 class MemoryLedger:
     """Breakdown of the memory of `device`. `allowed_bytes` is what the engine may use.
 
-    `activation_bytes` and `graph_bytes` are measured. `other_bytes` counts the sequences' rows
-    (tokens and block tables), `adapter_bytes` the adapter slots, and `peer_copy_bytes` the buffers
-    for partial sums from another GPU. `num_blocks` includes the null block, which holds no tokens
-    of a sequence. `forms` describes the products' weights as loaded; it is empty in an estimate. A
-    sequence has blocks in each of `groups`; with windows their number depends on `max_step_tokens`.
-    The tiers' bytes are upper bounds in host memory and on disk, not on the device.
+    `activation_bytes` and `graph_bytes` are measured. `other_bytes` counts the sequences' rows (tokens and
+    block tables), `adapter_bytes` the adapter slots, and `peer_copy_bytes` the buffers for partial sums from
+    another GPU. `num_blocks` includes the null block, which holds no tokens of a sequence. `forms` describes
+    the loaded weights of linear layers; it is empty in an estimate. A sequence has blocks in each of
+    `groups`; with windows their number depends on `max_step_tokens`. The tiers' bytes are upper bounds in
+    host memory and on disk, not on the device.
     """
 
     device: str
@@ -340,13 +338,15 @@ class MemoryLedger:
     image_cache_bytes: int = 0  # upper bound
     host_tier_bytes: int = 0
     disk_tier_bytes: int = 0
-    handover_bytes: int = 0  # of the host's memory, for blocks that other engines get
+    handover_bytes: int = 0  # # of host memory, for blocks fetched by other engines
     state_bytes: int = 0
     num_slots: tuple[int, ...] = ()  # of each kind; `state_bytes` has them all
     slot_sizes: tuple[int, ...] = ()
     host_expert_bytes: int = 0  # in the host's memory, next to a GPU
-    returned_expert_bytes: int = 0  # in the host's memory, of all tokens that the cache holds
-    num_caches: int = 1  # ranks with their own requests, each with a cache of `num_blocks`
+    returned_expert_bytes: int = 0  # # of host memory, for all tokens in the cache
+    num_caches: int = (
+        1  # # number of ranks with their own requests, each with a cache of `num_blocks`
+    )
 
     @property
     def used_bytes(self) -> int:
@@ -367,7 +367,7 @@ class MemoryLedger:
 
     @property
     def num_states(self) -> int:
-        """Slots of recurrent states."""
+        """Number of slots of recurrent states."""
         return self.num_slots[0] if self.num_slots else 0
 
     @property
@@ -376,15 +376,15 @@ class MemoryLedger:
 
     @property
     def blocks_per_sequence(self) -> int:
-        """Maximum blocks of a sequence of `max_model_len` tokens."""
+        """Maximum number of blocks of a sequence of `max_model_len` tokens."""
         return blocks_of_sequence(
             self.groups, self.max_model_len, self.block_size, self.max_step_tokens
         )
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that the caches hold in sequences of maximum length, including prompts that an
-        encoder reads."""
+        """Number of tokens that the caches hold in sequences of maximum length, including prompts
+        read by an encoder."""
         own = -(-self.max_model_len // self.block_size)
         cross = [g for g in self.groups if g.kind == "cross"]
         tables = own + sum(g.max_blocks(self.max_model_len, self.block_size, 0) for g in cross)
@@ -393,18 +393,18 @@ class MemoryLedger:
 
     @property
     def num_full_sequences(self) -> int:
-        """Number of sequences of maximum length that the KV caches hold at once. A sequence lies in
-        one cache."""
+        """Number of sequences of maximum length that the KV caches hold at once. Each sequence is
+        in one cache."""
         return self.num_caches * (max(0, self.num_blocks - 1) // self.blocks_per_sequence)
 
     @property
     def has_cross(self) -> bool:
-        """True if a prompt of up to `max_model_len` tokens has other blocks than the answer (cross
-        attention)."""
+        """Whether a prompt of up to `max_model_len` tokens has its own blocks, apart from the
+        answer's (cross attention)."""
         return any(group.kind == "cross" for group in self.groups)
 
     def describe(self) -> list[str]:
-        """Returns lines for a person: each part in bytes and GiB, and the cache's capacity."""
+        """Lines for people: each part in bytes and GiB, and the cache's capacity."""
         parts = {
             "weights": self.weights_bytes,
             "activations": self.activation_bytes,
@@ -481,12 +481,12 @@ def size_cache(
     forms: tuple[WeightForm, ...] = (),
     agree: Callable[[int], int] = lambda num_blocks: num_blocks,
 ) -> tuple[EngineConfig, MemoryLedger]:
-    """Returns the settings with the context that the KV cache has room for, and the ledger.
+    """Returns the settings, with the context length that the KV cache allows, and the ledger.
 
-    `block` is the size of a KV block in bytes. `taken_bytes` is what the engine will still take of
-    `free_bytes` for other things. Several ranks on a CPU share the free memory. All ranks need the
-    same number of blocks: `agree` takes one rank's number and returns the minimum. OutOfMemoryError
-    names the setting to lower.
+    `block` is the size of a KV block in bytes. `taken_bytes` is the part of `free_bytes` that the
+    engine will use for other things. Several ranks on a CPU share the free memory. All ranks need
+    the same number of blocks: `agree` takes one rank's number and returns the minimum.
+    OutOfMemoryError names the setting to lower.
     """
     name = config.device.info.name
     if (ranks := config.parallel.num_ranks) > 1 and not config.device.info.is_cuda:

@@ -1,4 +1,4 @@
-"""Records of requests, and their summary. Every figure is computed here."""
+"""Records of requests, and their summary. All figures are computed here."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ DISTRIBUTIONS = {
     "worst gap": "worst_gap_s",
     "E2E": "e2e_s",
 }
-"""Fields of `Summary` by their names for people."""
+"""Fields of `Summary` by the names shown to people."""
 
 PERCENTILES = ("p50", "p90", "p99")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTiming:
-    """One request. Times are seconds on one clock; `gaps_s` is None where only the first and last token are timed."""
+    """Record of one request. Times are seconds on one clock; `gaps_s` is None if only the first and last token are timed."""
 
     input_tokens: int
     output_tokens: int
@@ -48,11 +48,11 @@ class RequestTiming:
     gaps_s: tuple[float, ...] | None = None
     cached_tokens: int = 0
     error: str | None = None
-    refused: bool = False  # the error is that the server takes no more requests now
+    refused: bool = False  # # the server refused it because it is overloaded
 
     @classmethod
     def of(cls, input_tokens: int, sent: float, times: Sequence[float]) -> RequestTiming:
-        """The record of a request each of whose tokens was timed."""
+        """Record of a request each of whose tokens was timed."""
         gaps = tuple(b - a for a, b in itertools.pairwise(times))
         return cls(
             input_tokens=input_tokens,
@@ -104,11 +104,11 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """All requests of a run. Failed ones count in `num_failed` and nowhere else; `errors` counts the commonest texts."""
+    """Summary of all requests of a run. Failed ones count only in `num_failed`; `errors` counts the most common messages."""
 
     num_requests: int
     num_failed: int
-    num_refused: int  # of the failed
+    num_refused: int  # # number among the failed
     errors: dict[str, int]
     input_tokens: int
     output_tokens: int
@@ -118,7 +118,7 @@ class Summary:
     output_throughput: float
     steady_throughput: (
         float | None
-    )  # None where only the first and last tokens are timed, or too few came
+    )  # # None if only the first and last tokens are timed, or if there are too few tokens
     total_throughput: float
     ttft_s: Distribution | None
     tpot_s: Distribution | None
@@ -173,7 +173,7 @@ def summarize(
 
 
 def steady_throughput(done: Sequence[RequestTiming]) -> float | None:
-    """Steady throughput of requests that ended well. The tokens of an answer count evenly over its deliveries."""
+    """Steady tokens per second of successful requests. An answer's tokens count evenly over its deliveries."""
     deliveries: list[tuple[float, float]] = []
     for r in done:
         if r.gaps_s is None or r.first_token is None:
@@ -186,7 +186,7 @@ def steady_throughput(done: Sequence[RequestTiming]) -> float | None:
 
 
 def steady_rate(deliveries: Sequence[tuple[float, float]]) -> float | None:
-    """Tokens a second between a tenth and nine tenths of the tokens; `deliveries` are (time, tokens), in order."""
+    """Tokens per second between a tenth and nine tenths of the tokens; `deliveries` are (time, tokens), in order."""
     so_far = list(itertools.accumulate(tokens for _, tokens in deliveries))
     if not so_far:
         return None
@@ -207,7 +207,7 @@ def distribution(values: Iterable[float | None]) -> Distribution | None:
 
 
 def weighted_distribution(values: Iterable[tuple[float, int]]) -> Distribution | None:
-    """The `distribution` of values that each occur `count` times; `values` are (value, count)."""
+    """`distribution` of values with multiplicities; `values` are (value, count)."""
     ordered = sorted((value, count) for value, count in values if count > 0)
     ends = list(itertools.accumulate(count for _, count in ordered))
     if not ends:
@@ -227,7 +227,7 @@ def weighted_distribution(values: Iterable[tuple[float, int]]) -> Distribution |
 
 
 def percentile(ordered: Sequence[float], q: float) -> float:
-    """Linear interpolation between the two nearest values of a sorted, non-empty sequence (numpy's default)."""
+    """Percentile with linear interpolation between the nearest values of a sorted, non-empty sequence (numpy's default)."""
     at = (len(ordered) - 1) * q / 100
     low = int(at)
     high = min(low + 1, len(ordered) - 1)
@@ -235,7 +235,7 @@ def percentile(ordered: Sequence[float], q: float) -> float:
 
 
 def parse_objectives(text: str) -> dict[str, float]:
-    """Parses `ttft_s=0.5,tpot_s=0.05` to a dict."""
+    """Parse `ttft_s=0.5,tpot_s=0.05` to a dict."""
     found: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")

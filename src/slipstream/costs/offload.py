@@ -1,5 +1,5 @@
-"""The cost of weights that are not all kept in memory. `spec.offload` decides which are read in
-each step. No torch."""
+"""The cost of weights that are not all stored in device memory. `spec.offload` decides which are
+read in each step. No torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PROBE_BYTES = 256 * 2**20
 
 
 def estimate_offload(config: EngineConfig, description: ModelDescription) -> OffloadPlan | None:
-    """Estimates which layers an engine with `weights_bytes` would read in each step. Exact sizes
-    are known only once layers are packed. None without that setting."""
+    """Estimate which layers an engine with `weights_bytes` reads in each step. Exact sizes are
+    known only after layers are packed. None without that setting."""
     how, spec = config.model.offload, description.spec
     if not isinstance(how, StreamedLayers):
         return None
     total = all_weights_bytes(config, description)
     numbers = [layer.num_parameters(spec.hidden_size) for layer in spec.layers]
-    if config.device.info.is_cuda:  # embeddings and head have another type than the layers
+    if config.device.info.is_cuda:  # # embeddings and head have another dtype than the layers
         parts = bytes_by_part(config, description)
         of_layers = sum(
             size
@@ -40,8 +40,8 @@ def estimate_offload(config: EngineConfig, description: ModelDescription) -> Off
 
 
 def copy_rate(name: str) -> float | None:
-    """Returns a GPU's copy rate from host memory in bytes per second, from the table of devices.
-    None if it doesn't have the GPU."""
+    """A GPU's copy rate from host memory in bytes per second, from the table of devices. None if it
+    lacks the GPU."""
     try:
         return find_device(name).host_bytes_s
     except ConfigError:

@@ -1,5 +1,5 @@
-"""Bytes and operations of a model's products and attention, from the spec and the memory ledger. No
-torch.
+"""Bytes and operations of a model's linear layers and attention, from the spec and the memory
+ledger. No torch.
 
 The roofline (`worker/start/roofline.py`), the analytic model of a step (`costs/analytic.py`) and the
 planner share these counts.
@@ -27,14 +27,14 @@ UNROUNDED = frozenset(
         *("index_q", "index_k", "index_weights"),
     )
 )
-"""Products of a layer that keep the model's type."""
+"""Linear layers whose weights stay in the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """A product [tokens, inner] × [inner, rows], `count` times in the model.
+    """A linear layer [tokens, inner] × [inner, rows], `count` times in the model.
 
-    A token passes `chosen` of `copies` experts. `weight_bytes` covers all copies of one product.
+    A token uses `chosen` of `copies` experts. `weight_bytes` covers all copies of one linear layer.
     `rounded` means quantized by the scheme.
     """
 
@@ -50,16 +50,16 @@ class Product:
 
     @property
     def num_weights(self) -> int:
-        """Elements in all copies of one product."""
+        """Number of weight elements in all copies of one linear layer."""
         return self.rows * self.inner * self.copies
 
     def operations(self, num_tokens: float) -> float:
-        """FLOPs of one product over `num_tokens` tokens (a multiply-add is two)."""
+        """FLOPs of one linear layer over `num_tokens` tokens (a multiply-add counts as two)."""
         return 2.0 * self.rows * self.inner * num_tokens * self.chosen
 
     def share_read(self, num_tokens: float) -> float:
-        """Share of the weights that `num_tokens` tokens read. For experts it is the expected share
-        that is chosen at all."""
+        """Fraction of the weights that `num_tokens` tokens read. For experts it is the expected
+        fraction chosen by at least one token."""
         return 1.0 if self.copies == 1 else 1 - math.pow(1 - self.chosen / self.copies, num_tokens)
 
     def read_bytes(self, num_tokens: float) -> float:
@@ -67,9 +67,9 @@ class Product:
 
 
 def products(spec: ModelSpec, bytes_by_part: Mapping[str, float]) -> tuple[Product, ...]:
-    """Returns the products of a decoder's step, the output head last.
+    """Linear layers of a decoder's step, the output head last.
 
-    A part's bytes in the ledger are divided by size, so that the weights add up to the ledger's.
+    A part's bytes in the ledger are distributed by size, so that the weights add up to the ledger's.
     """
     found: Counter[tuple[str, str, int, int, int, int]] = Counter()
     for layer in spec.layers:
@@ -123,8 +123,8 @@ def _of_layer(layer: LayerSpec, hidden_size: int) -> list[tuple[str, str, int, i
 
 
 def attention_bytes(a: AttentionKind, num_cached: float, element_bytes: float) -> float:
-    """Bytes of the keys and values of `num_cached` tokens. A latent is read once as both. With an index this is the most that
-    is read: the latents of all keys."""
+    """Bytes of the keys and values of `num_cached` tokens. A latent is read once for both. With an
+    index this is an upper bound: the latents of all keys."""
     return num_cached * a.cached_bytes(element_bytes)
 
 
@@ -136,6 +136,6 @@ def attention_operations(a: AttentionKind, num_pairs: float) -> float:
 
 
 def window_of(a: AttentionKind) -> float:
-    """Maximum number of tokens that a token attends to."""
+    """Maximum number of tokens to which a token attends."""
     window = None if isinstance(a, LatentAttentionSpec) else a.window
     return math.inf if window is None else window

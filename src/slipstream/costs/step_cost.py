@@ -2,12 +2,11 @@
 
 A step's time is a sum of parts. Each part grows with one count of `StepCounts` and never falls:
 
-  tokens             the products, over all tokens of the step (a graph's padding among them)
-  sampled            the output head and the sampler, over the tokens sampled
-  decode_context     attention of decodes, over the cached tokens that they attend to
-  prompt_attention   attention of prompts, over the pairs (token, token that it attends to)
-  num_prompts        fixed cost of each prompt of a step
-  num_drafts         cost of drafts to verify, on top of their cost as tokens
+tokens linear layers, over all tokens of the step (a graph's padding among them) sampled the output
+head and the sampler, over the tokens sampled decode_context attention of decodes, over the cached
+tokens that they attend to prompt_attention attention of prompts, over the pairs (token, token that
+it attends to) num_prompts fixed cost of each prompt of a step num_drafts cost of drafts to verify,
+on top of their cost as tokens
 
 A part is linear between knots. The slopes are fitted by least squares of relative errors, none of
 them negative (`fit_steps`). So shapes between the measured ones are interpolated, and noise can't
@@ -31,12 +30,12 @@ LABELS: tuple[Label, ...] = ("measured", "interpolated", "estimated")
 
 
 def worst(*labels: Label) -> Label:
-    """Returns the least certain label: "estimated" before "interpolated" before "measured"."""
+    """Least certain of the labels: "estimated" before "interpolated" before "measured"."""
     return max(labels, key=LABELS.index)
 
 
 class StepCounts(NamedTuple):
-    """The counts that a step's time depends on. A sequence with drafts to verify counts as one
+    """The counts on which a step's time depends. A sequence with drafts to verify counts as one
     decode, and its context once."""
 
     num_decodes: int = 0
@@ -58,7 +57,7 @@ class StepCounts(NamedTuple):
         prompts: Sequence[tuple[int, int]] = (),
         verified: Sequence[tuple[int, int]] = (),
     ) -> StepCounts:
-        """Makes the shape of a step.
+        """Build the shape of a step.
 
         `decodes` has the computed tokens of each decode. `prompts` has (computed, tokens) of each
         prompt, whose last token is sampled. `verified` has (computed, tokens) of each decode with
@@ -83,8 +82,8 @@ def attention_pairs(computed: int, count: int) -> int:
 
 
 class StepCost(Protocol):
-    """Predicts the time of a step. `host` is the time that the engine's and the front end's CPU
-    work adds."""
+    """Predicts the time of a step. `host` is the time added by the engine's and the front end's CPU
+    work."""
 
     @property
     def host(self) -> HostCost: ...
@@ -153,7 +152,7 @@ MAX_KNOTS = {
     "num_prompts": 2,
     "num_drafts": 2,
 }
-"""Number of knots of each part: as many as measurements can tell apart."""
+"""Maximum number of knots of each part: as many as measurements can distinguish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +160,7 @@ class StepTable:
     """Measured steps of one model with one set of settings on one kind of machine, and the fit to
     them.
 
-        `identity` says what was measured (`costs/tables.py` compares it), `made_by` how and when.
+        `identity` describes what was measured (`costs/tables.py` compares it), `made_by` how and when.
     `error` is the mean relative error of the fit at the measured steps.
     """
 
@@ -204,7 +203,7 @@ class StepTable:
         return "interpolated" if inside else "estimated"
 
     def scaled(self, factor: float) -> StepTable:
-        """Returns the table with all steps `factor` times as long."""
+        """Copy of the table with all step times multiplied by `factor`."""
         parts = {
             n: PiecewiseLinear(p.knots, tuple(v * factor for v in p.values))
             for n, p in self.parts.items()
@@ -218,7 +217,7 @@ class StepTable:
         return dataclasses.replace(self, host=host, _known={}, _most={})
 
     def as_data(self) -> dict[str, Any]:
-        """Returns the table for a JSON file, which `read_table` reads."""
+        """Data for a JSON file that `read_table` reads."""
         return {
             "kind": "step costs",
             "identity": self.identity,
@@ -231,8 +230,8 @@ class StepTable:
 
 
 def read_table(data: Any, name: str, *, shipped: bool = False) -> StepTable:
-    """Reads a table that `as_data` wrote, and fits its steps anew. ConfigError names what is wrong
-    with the file."""
+    """Read a table written from `as_data`, and fit its steps again. ConfigError describes a wrong
+    file."""
     try:
         named = data["shape"]  # tables without drafts lack the last column
         if (
@@ -267,8 +266,8 @@ def fit_steps(
     host: HostCost | None = None,
     shipped: bool = False,
 ) -> StepTable:
-    """Fits the non-negative slopes with the least squared relative errors. ValueError with fewer
-    than two steps."""
+    """Fit non-negative slopes with the least squared relative errors. ValueError with fewer than
+    two steps."""
     if len(points) < 2:
         raise ValueError("at least two steps are needed")
     if any(p.seconds <= 0 for p in points):
@@ -308,8 +307,7 @@ def fit_steps(
 
 
 def _knots(values: Sequence[int], most: int) -> tuple[float, ...]:
-    """Returns 0 and up to `most` of the distinct values, spread evenly over them, the largest
-    included."""
+    """0 and up to `most` of the distinct values, spread evenly over them, including the largest."""
     distinct = sorted({float(v) for v in values if v > 0}) or [1.0]
     if len(distinct) > most:
         distinct = [distinct[round(i * (len(distinct) - 1) / (most - 1))] for i in range(most)]
@@ -317,7 +315,7 @@ def _knots(values: Sequence[int], most: int) -> tuple[float, ...]:
 
 
 def _ramp(knots: Sequence[float], i: int, x: float) -> float:
-    """Length of the interval from knot i to the next that lies below x. The last interval has no
+    """Length of the part below x of the interval from knot i to the next. The last interval has no
     end."""
     end = float("inf") if i == len(knots) - 2 else knots[i + 1]
     return max(0.0, min(x, end) - knots[i])
@@ -329,7 +327,7 @@ SWEEPS = 4000
 def non_negative_least_squares(
     rows: Sequence[Sequence[float]], targets: Sequence[float]
 ) -> list[float]:
-    """Returns the x ≥ 0 with the least |rows·x − targets|².
+    """The x ≥ 0 that minimizes |rows·x − targets|².
 
     The method is coordinate descent on the normal equations (Franc et al. 2005, "Sequential
     coordinate-wise algorithm for the non-negative least squares problem"). Columns are scaled to

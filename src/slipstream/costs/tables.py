@@ -24,15 +24,15 @@ from slipstream.spec.model import ModelSpec
 
 
 def identity(config: EngineConfig, spec: ModelSpec, weights_bytes: int) -> dict[str, Any]:
-    """Returns the identity of a table. `weights_bytes` distinguishes weight formats without a name,
-    such as a GGUF file's."""
+    """Identity of a table. `weights_bytes` distinguishes weight formats without a name, such as a
+    GGUF file's."""
     info = config.device.info
     digest = hashlib.blake2b(repr(spec).encode(), digest_size=8).hexdigest()
     return {
         "device": info.name,
         "num_threads": None if info.is_cuda else config.device.num_threads,
         "model": digest,
-        # A CPU's type is measured at an engine's start. Before that only a user's choice is known.
+        # A CPU's dtype is measured at an engine's start. Before that only a user's choice is known.
         "dtype": config.model.dtype
         if info.is_cuda or config.origins["dtype"].source == "user"
         else None,
@@ -48,7 +48,7 @@ def table_path(of: dict[str, Any]) -> Path:
 
 
 def find_table(of: dict[str, Any]) -> StepTable | None:
-    """Returns this machine's table, or a shipped one, or None."""
+    """This machine's table, or a shipped one, or None."""
     path = table_path(of)
     if path.is_file():
         return _read(path, shipped=False)
@@ -60,7 +60,7 @@ def find_table(of: dict[str, Any]) -> StepTable | None:
 
 
 def keep_table(table: StepTable) -> Path:
-    """Writes a table, completely or not at all, and returns its path."""
+    """Write a table, completely or not at all, and return its path."""
     path = table_path(table.identity)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(table.as_data(), default=plain) + "\n")
@@ -80,8 +80,7 @@ def write_ceilings(device: str, num_threads: int, found: dict[str, float]) -> Pa
 
 
 def read_ceilings(device: str, num_threads: int) -> dict[str, float]:
-    """Returns the ceilings that `write_ceilings` stored for this machine; empty if it was not
-    measured."""
+    """Limits that `write_ceilings` stored for this machine; empty if it was not measured."""
     try:
         data = json.loads(ceilings_path(device, num_threads).read_text(encoding="utf-8"))
         return {str(name): float(value) for name, value in data["found"].items()}

@@ -1,4 +1,4 @@
-"""Several processes that speak HTTP, over one port and one engine: what `slipstream serve --api-servers N` runs.
+"""Several HTTP front-end processes on one port, with one engine: what `slipstream serve --api-servers N` runs.
 
     clients ── one listening socket ──> front end 1 … N ── a ZeroMQ pair each ──> engine process
                                             └─ control ── supervisor ── starts and watches them all

@@ -20,15 +20,15 @@ from slipstream.server.state import ServerSettings
 class FrontEndSetup(msgspec.Struct, tag=True):
     """The first message. Of two `engines`, the second shortens prompts; `shortens` says that the first does."""
 
-    number: int  # of this process, never used twice
-    slot: int  # of this front end, from 0
+    number: int  # # id of this process, never reused
+    slot: int  # # index of this front end, from 0
     engines: list[EngineArgs]
     settings: ServerSettings
     shortens: bool
 
 
 class EngineDied(msgspec.Struct, tag=True):
-    engine: int  # which of Setup.engines
+    engine: int  # # index in Setup.engines
     reason: str
     final: bool
 
@@ -38,13 +38,13 @@ class GetCounts(msgspec.Struct, tag=True):
 
 
 class Totals(msgspec.Struct, tag=True):
-    """The answer to GetTotals: of every front end, and of those that have ended."""
+    """Answer to GetTotals: the counts of all front ends, including those that have ended."""
 
     counts: list[MetricCounts]
 
 
 class Drain(msgspec.Struct, tag=True):
-    """End when all requests have; said again: end now."""
+    """Order to end when all requests have; if repeated: to end now."""
 
 
 class Listen(msgspec.Struct, tag=True):

@@ -1,10 +1,10 @@
-"""The guard of a server that has one front end: the process that was started. The server is its child.
+"""The guard of a server with one front end: the process that the user started. The server is its child.
 
 1. A server that dies is started again as a whole, with its engine.
 2. The guard keeps the listening socket open, so connections wait meanwhile and are not refused.
 3. After too many deaths (`deaths`) it ends with an error. A first start that fails is not repeated.
-4. SIGTERM and SIGINT reach the server as STOP_SIGNAL. It ignores the two themselves, since terminals and service managers send
-   them to all processes: it would take the second one for an order not to wait.
+4. SIGTERM and SIGINT reach the server as STOP_SIGNAL. The server itself ignores SIGTERM and SIGINT, because
+   terminals and service managers send them to all processes, and a second one would mean not to wait.
 5. If the guard dies, the server ends at once.
 
 It is a fork of a process that has imported next to nothing: no request passes through it, and it costs a start 1 ms.
@@ -45,11 +45,11 @@ class Guarded:
 
     @property
     def for_server(self) -> dict[str, Any]:
-        """Returns the arguments of `server.run.serve`."""
+        """Arguments for `server.run.serve`."""
         return {"signals": (STOP_SIGNAL,), "num_deaths": self.num_deaths}
 
     def serves(self, listener: socket.socket) -> None:
-        """Gives the listening socket to the guard. When this returns, the guard passes signals on."""
+        """Give the listening socket to the guard. When this returns, the guard forwards signals."""
         socket.send_fds(self._control, [b"s"], [listener.fileno()])
         self._taken.wait()
 
@@ -62,7 +62,7 @@ class Guarded:
 def warn_of_start(
     settings: ServerSettings, guarded: Guarded | None, kv_handover_address: str | None = None
 ) -> None:
-    """Logs that the server or its cache is open to all, and that it died before. Waits after a
+    """Warn that the server or its cache is open to everyone, or that it died before. Waits after a
     death."""
     import logging
     import time
@@ -99,8 +99,8 @@ class ServerGuard:
 
     def run(self, serve: Callable[[Guarded], int]) -> int:
         """Starts the server in a child process, again after each death, and returns the exit code.
-        It returns in the child, too, with the code of `serve`. EngineError if the server stays
-        down."""
+        In the child process it returns the code of `serve`. EngineError if the server dies too
+        often."""
         while True:
             ours, theirs = socket.socketpair()
             self._serves = False
@@ -143,7 +143,7 @@ class ServerGuard:
         """Returns the guard's own exit code, or None if the server is to be started again."""
         how = describe_exit(code)
         if self._stopping and (not self._serves or code == -STOP_SIGNAL):
-            return 0  # we have killed it, or it had ended its work and takes signals no more
+            return 0  # # killed by us, or it had ended its work and ignores signals
         if self._stopping or self._listener is None:
             if code < 0:
                 when = "ended" if self._stopping else "started"

@@ -44,7 +44,7 @@ from slipstream.server.run import Server, configure_logging, make_server, settle
 
 
 class EngineStaysDownError(EngineDeadError):
-    """The supervisor will not start it again."""
+    """The supervisor will not start the engine again."""
 
 
 class AttachedLink(CoreLink):

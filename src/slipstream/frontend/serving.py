@@ -28,8 +28,8 @@ Phases: TypeAlias = Callable[[], AbstractContextManager[Callable[[str], None]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """A server to run. `shortens`: contexts are shortened, by the second of `engines`, or by the first if it is alone.
-    `announce` is called when the server is ready."""
+    """A server to run. `shortens`: contexts are shortened by the second of `engines`, or by the
+    first if there is only one. `announce` is called when the server is ready."""
 
     engines: Sequence[EngineArgs]
     settings: ServerSettings

@@ -1,7 +1,8 @@
-"""The process that was started: it binds the port, starts the engine and the front ends, and replaces what dies.
+"""The process that the user started: it binds the port, starts the engine and the front ends, and replaces what dies.
 
-1. A front end that dies is replaced. The engine cancels its requests, and its share of the limits is free. One that dies too
-   often (`deaths`) has the longest pause while another serves. If none does, the supervisor ends with an error.
+1. A front end that dies is replaced. The engine cancels its requests, and frees its part of the limits. One that dies too
+   often (`deaths`) is restarted after the longest pause while another serves. If none does, the supervisor ends with an
+   error.
 2. An engine that dies is started again by the rules of `core_client`. Front ends get a message, and wait for it.
 3. SIGTERM or SIGINT: the front ends drain (`server.run`). When they have ended, the engine does. A second signal does not wait.
 4. If the supervisor dies, all its processes end, since their standard inputs close.
@@ -112,7 +113,7 @@ class SharedCore:
         if self._stays_down is not None:
             front_end.channel.send(self._stays_down)
             return
-        self.forget(front_end)  # it may have given up another link
+        self.forget(front_end)  # # it may have given up another connection
         self._paths[front_end.number] = path
         self._send(Attach(front_end.number, path))
 
@@ -130,7 +131,7 @@ class SharedCore:
             self._send(Attach(number, path))
 
     def core_said(self, message: ToParent) -> None:
-        """Take a message of the engine. Only `Ready` matters here: a front end gets its own
+        """Handle a message of the engine. Only `Ready` matters here: a front end receives its own
         heartbeats."""
         if isinstance(message, Ready):  # it woke up
             self.ready = message
@@ -167,7 +168,7 @@ class Supervisor:
         ]
         self._front_ends: dict[int, FrontEndHandle] = {}  # by slot
         self._numbers = itertools.count(1)
-        self._ended = Metrics("")  # what front ends that have ended had counted
+        self._ended = Metrics("")  # # counts of front ends that have ended
         self._all_serve = asyncio.Event()
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -237,7 +238,7 @@ class Supervisor:
     # --- Front ends ---------------------------------------------------------------------------------------------------
 
     async def _keep(self, slot: int) -> None:
-        """Keep a front end in its slot. Errors of the first start are raised, and one that says that it dies too often."""
+        """Keep a front end running in its slot. Raises errors of the first start, and an error if it dies too often."""
         deaths = Deaths()
         while not self._stopping.is_set():
             served, error = await self._live(slot)
@@ -350,7 +351,7 @@ class Supervisor:
 
 
 def _shared_memory(num_bytes: int) -> int:
-    """The descriptor of memory that other processes can map, and that has no name."""
+    """File descriptor of unnamed memory that other processes can map."""
     if sys.platform == "linux":
         fd = os.memfd_create("slipstream")
     else:

@@ -59,7 +59,7 @@ HUB = "https://huggingface.co"
 SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt", "README.md")
 
 MODELS = {name: entry.source for name, entry in TABLE.items() if isinstance(entry.source, Packaged)}
-"""The short names that are packages."""
+"""Short names whose models are packages."""
 
 DATASETS = {
     "sharegpt": Packaged(
@@ -76,8 +76,8 @@ DATASETS = {
 class FetchOptions:
     """How a model is fetched. `refresh`: ask the hub for a newer commit even if there is one here.
 
-    `progress` is told (bytes so far, bytes in all), `say` a sentence. `memory_bytes` bounds a GGUF
-    file that is chosen automatically; None: the machine's memory."""
+    `progress` is called with (bytes so far, total bytes), `say` with a message. `memory_bytes`
+    limits a GGUF file that is chosen automatically; None: the machine's memory."""
 
     hub: str = HUB
     refresh: bool = False
@@ -104,7 +104,7 @@ def machine_folder() -> Path:
 
 
 def weights_folder(download_dir: str | None = None) -> Path:
-    """The folder of weights that one start rounded, for the next starts."""
+    """Folder of quantized weights, stored by one start for later ones."""
     return cache_folder(download_dir) / "weights"
 
 
@@ -124,7 +124,7 @@ def _hub_home() -> Path:
 
 
 def local_path(name: str) -> Path | None:
-    """The model's folder or .gguf file if the name is a path, without the network."""
+    """The model's folder or .gguf file if the name is a path; uses no network."""
     # os.path, since pathlib raises for a name that no file can have, and for the ~ of nobody
     given = os.path.expanduser(name)
     if os.path.isfile(given) or os.path.isfile(os.path.join(given, "config.json")):
@@ -133,8 +133,8 @@ def local_path(name: str) -> Path | None:
 
 
 def check_name(name: str) -> Packaged | HubModel | Path:
-    """Returns the source with this name. DownloadError, without the network, if it can't be a
-    model's."""
+    """Source of a model name. DownloadError, without using the network, if it can't be a model's
+    name."""
     if (path := local_path(name)) is not None:
         return path
     if named(name) is None and os.path.exists(os.path.expanduser(name)):
@@ -191,12 +191,12 @@ def list_cached() -> dict[str, Path]:
 
 
 def use_mark(path: Path) -> Path:
-    """The file whose date says when the model at `path` was last used."""
+    """File whose modification time is when the model at `path` was last used."""
     return cache_folder() / "used" / quote(str(path.absolute()), safe="")[-200:]
 
 
 def note_use(path: Path) -> None:
-    """Remember that a model is used now. A cache that can't be written remembers nothing."""
+    """Record that a model is used now. If the cache is not writable, nothing is recorded."""
     mark = use_mark(path)
     with suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +204,7 @@ def note_use(path: Path) -> None:
 
 
 def hub_token() -> str | None:
-    """The token that `hf auth login` keeps, or HF_TOKEN."""
+    """Token stored by `hf auth login`, or from HF_TOKEN."""
     if token := os.environ.get("HF_TOKEN", "").strip():
         return token
     with suppress(OSError, UnicodeDecodeError):
@@ -247,7 +247,7 @@ def _from_hub(model: HubModel, download_dir: str | None, options: FetchOptions) 
 
 
 def _fetch(client: HubClient, store: HubStore, model: HubModel, options: FetchOptions) -> Path:
-    """Fetch what a model needs of its repository, and return its folder or first GGUF file."""
+    """Fetch the files of a repository that a model needs, and return its folder or first GGUF file."""
     found = client.repository(model.repo)
     small = [name for name in found.files if any(fnmatch(name, p) for p in SMALL_FILES)]
     gguf = _wanted_gguf(found, model, options)

@@ -5,9 +5,8 @@
 2. `GET /REPO/resolve/COMMIT/FILE` gives a file, large ones by a redirect to another host. The user's
    token goes to the hub itself only.
 
-A transfer that breaks goes on where it stopped, by a range. A content whose hash is another is
-fetched once more, and then refused. 429 and 503 are waited for as long as the hub asks, within
-`MAX_WAIT_S`.
+A broken transfer is resumed by a range request. A file with a wrong hash is fetched once more, and
+is then an error. After 429 and 503 it waits as long as the hub asks, up to `MAX_WAIT_S`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from slipstream.errors import DownloadError
 
 CHUNK = 1 << 20
 MAX_FAILURES = 5
-"""Number of failures in a row, none of which brought a byte, after which a fetch gives up."""
+"""Number of consecutive failures without any received byte after which a fetch gives up."""
 MAX_WAIT_S = 300.0
 MAX_REDIRECTS = 5
 MAX_LISTING_BYTES = 1 << 26
@@ -80,7 +79,7 @@ class Repository:
 
 
 class _TryAgainError(Exception):
-    """A failure that passes. `after_s`: the wait that the hub asks for."""
+    """A temporary failure. `after_s`: seconds to wait, as the hub asks."""
 
     def __init__(self, message: str, after_s: float | None = None) -> None:
         super().__init__(message)
@@ -146,7 +145,7 @@ class HubClient:
     def fetch(
         self, of: Repository, file: HubFile, to: Path, progress: Callable[[int], None]
     ) -> None:
-        """Write the file's checked content to `to`. `progress` is told the bytes there so far.
+        """Write the file's checked content to `to`. `progress` is called with the bytes written so far.
 
         What was fetched stays in `to`.incomplete if it fails."""
         partial = to.with_name(to.name + ".incomplete")
@@ -175,7 +174,7 @@ class HubClient:
         partial: Path,
         progress: Callable[[int], None],
     ) -> None:
-        """Fetch what the partial file lacks."""
+        """Fetch the rest of a partial file."""
         descriptor = os.open(
             partial, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
         )
@@ -270,7 +269,7 @@ class HubClient:
         raise DownloadError(f"the hub at {self.url} redirects without an end", field="hub")
 
     def _retried(self, name: str, work: Callable[[], Any]) -> Any:
-        """The result of `work`, which is repeated while its failures pass."""
+        """Run `work`, and repeat it while its failures are temporary."""
         failures, waited_s = 0, 0.0
         while True:
             try:
@@ -297,7 +296,7 @@ class HubClient:
                 self._sleep(wait_s)
 
     def _refuse(self, response: httpx.Response, name: str, file: str | None = None) -> None:
-        """Raises the error for a status."""
+        """Raise the error for a status code."""
         status, code = response.status_code, response.headers.get("x-error-code", "")
         login = "log in with `hf auth login`"
         if code == "GatedRepo" or (status == 403 and code != "RepoNotFound"):
@@ -335,7 +334,7 @@ def _retry_after(response: httpx.Response) -> float | None:
 
 
 def _is_address(url: str) -> bool:
-    """Whether this is an address of http or https that httpx takes."""
+    """Whether this is an http or https address that httpx accepts."""
     try:
         made = httpx.URL(url)
         return made.scheme in ("http", "https") and bool(urlsplit(url).netloc and made.host)
@@ -349,7 +348,7 @@ def _origin(url: str) -> tuple[str, str]:
 
 
 def _is_safe(path: object) -> bool:
-    """Whether a file's name stays below its folder, and can be printed."""
+    """Whether a file's name stays below its folder, and is printable."""
     return (
         isinstance(path, str)
         and path.isprintable()  # no surrogates, and nothing that moves a terminal's cursor

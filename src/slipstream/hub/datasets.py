@@ -14,8 +14,8 @@ CHUNK = 1 << 20
 
 
 def read_sharegpt(path: Path) -> Iterator[tuple[str, str]]:
-    """The first human turn and its answer of each conversation, up to the place where the file is
-    cut off."""
+    """Yields the first human turn and its answer of each conversation, up to the position where the
+    file is cut off."""
     for conversation in read_objects(path, cut_off=True):
         for first, second in pairwise(conversation.get("conversations", [])):
             if (

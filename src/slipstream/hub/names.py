@@ -1,7 +1,7 @@
 """Names of models: the table of short names (`models.json`), and the grammar of a hub's names.
 
 A name is one of the table, as in `qwen3:0.6b` or `smollm2`, or `ORG/NAME`, `ORG/NAME:QUANT` or
-`ORG/NAME/FILE.gguf` of a hub. Only standard modules are imported, so that a wrong name is answered
+`ORG/NAME/FILE.gguf` of a hub. Only standard modules are imported, so that a wrong name is reported
 at once.
 """
 
@@ -19,7 +19,7 @@ from slipstream.hub.packages import Packaged
 
 DEFAULT_MODEL = "smollm2"
 HOSTS = ("hf.co/", "huggingface.co/")
-"""Beginnings of a hub's name that may be left out, as in links that users copy."""
+"""Prefixes of a hub's name that are optional, as in links that users copy."""
 
 QUANT = re.compile(r"(?:IQ|Q|TQ)\d(?:_[A-Z0-9]+)*|BF16|F16|F32|MXFP4(?:_MOE)?|NVFP4", re.IGNORECASE)
 _PART = re.compile(r"(?!.*--)[A-Za-z0-9][\w.-]*")  # the cache writes the slash of ORG/NAME as --
@@ -27,7 +27,7 @@ _PART = re.compile(r"(?!.*--)[A-Za-z0-9][\w.-]*")  # the cache writes the slash 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model on a hub: a repository, and of a repository with GGUF files the quant or the file."""
+    """A model on a hub: a repository, and for a repository with GGUF files the quant or the file."""
 
     repo: str
     quant: str | None = None
@@ -66,7 +66,7 @@ def _source(row: dict[str, Any], about: str) -> Packaged | HubModel:
 
 
 def read_table(text: str) -> dict[str, Named]:
-    """The table's entries by name."""
+    """Parse the table's entries, by name."""
     table = {}
     for row in json.loads(text):
         about = f"{row['about']}, {row['mb']} MB, {row['license']}"
@@ -87,13 +87,13 @@ ALIASES = {alias: name for name, entry in TABLE.items() for alias in entry.also}
 
 
 def named(name: str) -> Named | None:
-    """The table's entry of this name, in any case; `:latest` may stand after it."""
+    """Entry of the table with this name, ignoring case; `:latest` may be appended."""
     name = name.lower().removesuffix(":latest")
     return TABLE.get(ALIASES.get(name, name))
 
 
 def parse_name(name: str) -> Packaged | HubModel:
-    """Parses a name to its source. DownloadError says what is wrong with the name."""
+    """Parse a model name to its source. DownloadError describes a wrong name."""
     if (entry := named(name)) is not None:
         return entry.source
     rest = name.removeprefix("https://")

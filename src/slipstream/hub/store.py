@@ -3,10 +3,10 @@
     models--ORG--NAME/refs/main                 the commit that was fetched last
     models--ORG--NAME/blobs/HASH                each content once
     models--ORG--NAME/snapshots/COMMIT/FILE     a link to the content
-    .locks/models--ORG--NAME/slipstream.lock    held by who fetches or removes, and removed by it
+    .locks/models--ORG--NAME/slipstream.lock held during a download or a removal, then removed
 
 A file is linked only after its content was checked, so an interrupted download never looks
-finished. `blobs/HASH.incomplete` is what a later download goes on with.
+finished. A later download continues with `blobs/HASH.incomplete`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from slipstream.spec.stored.gguf_types import BY_NAME
 from slipstream.spec.stored.safetensors import weight_files
 
 MEMORY_SHARE = 0.8
-"""Share of the memory that the weights of an automatically chosen GGUF file may take."""
+"""Maximum fraction of the memory for the weights of an automatically chosen GGUF file."""
 
 _WIDE = ("F32", "BF16", "F16")
-"""Types that are taken only where there is nothing smaller."""
+"""Types that are chosen only if there is none smaller."""
 _LATTICES = ("IQ1", "IQ2", "IQ3")
-"""Types that need another package, and are taken only where there is nothing else."""
+"""Types that need another package, and are chosen only if there are no others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quant:
-    """A GGUF model of a repository: its files in order, and their bytes together."""
+    """A GGUF model in a repository: its files in order, and their total bytes."""
 
     name: str
     files: tuple[str, ...]
@@ -49,8 +49,8 @@ class Quant:
 
 
 def quants(sizes: Mapping[str, int]) -> list[Quant]:
-    """The GGUF models among a repository's files, the smallest first. Projectors and importance
-    matrices are none, and a model with a missing part is none."""
+    """GGUF models among a repository's files, smallest first. Projectors, importance matrices, and
+    models with a missing part are left out."""
     found = []
     for file in sorted(sizes):
         name = file.rsplit("/", 1)[-1].lower()
@@ -64,8 +64,8 @@ def quants(sizes: Mapping[str, int]) -> list[Quant]:
 
 
 def choose_quant(repo: str, there: list[Quant], wanted: str | None, memory_bytes: int) -> Quant:
-    """The GGUF model that is `wanted`; without a wish the largest that fits in the memory, of 8
-    bits at most if there is one. DownloadError lists those that there are."""
+    """The GGUF model that is `wanted`; if None, the largest that fits in the memory, with at most 8
+    bits if there is one. DownloadError lists the available ones."""
     listed = ", ".join(f"{q.name} ({megabytes(q.num_bytes)})" for q in there)
     if wanted is not None:
         same = [q for q in there if q.name.lower() == wanted.lower()]
@@ -108,12 +108,12 @@ def is_complete(folder: Path) -> bool:
     try:
         files = weight_files(folder)
     except CheckpointError:
-        return True  # the files are here, and their reader says what is wrong
+        return True  # # the files are present, and their reader reports faults
     return bool(files) and all(file.is_file() for file in files)
 
 
 def files_below(folder: Path) -> dict[str, int]:
-    """Sizes of the files below a folder, by name. A link to nothing is left out."""
+    """Sizes of the files below a folder, by name. Broken links are left out."""
     return {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))
@@ -131,8 +131,8 @@ class HubStore:
         return self.root / ("models--" + repo.replace("/", "--"))
 
     def lock(self, repo: str) -> Path:
-        """The lock that a process holds while it fetches or removes. Its file is outside the
-        folder, so that removing the folder does not make room for a second lock."""
+        """Path of the lock for fetching or removing a repository. It is outside the folder, so that
+        removing the folder does not allow a second lock."""
         return self.root / ".locks" / self.folder(repo).name / "slipstream.lock"
 
     def snapshot(self, repo: str) -> Path | None:
@@ -173,15 +173,14 @@ class HubStore:
                 yield repo, snapshot
 
     def unfinished(self) -> Iterator[tuple[str, int]]:
-        """(repository, bytes) of each download that was begun, and of which nothing counts as
-        fetched."""
+        """(repository, bytes) of each download that was started and not completed."""
         for folder in sorted(self.root.glob("models--*--*")):
             repo = folder.name.removeprefix("models--").replace("--", "/", 1)
             if self.snapshot(repo) is None and (num_bytes := _disk_bytes(folder)):
                 yield repo, num_bytes
 
     def link(self, repo: str, commit: str, file: str, digest: str) -> None:
-        """Make a checked blob a file of the commit."""
+        """Link a verified blob as a file of the commit."""
         folder = self.folder(repo)
         path = folder / "snapshots" / commit / file
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamsRequest:
-    """A beam search. The engine core makes a request of one token for each step. `eos_token_ids`
+    """A beam search. The engine core creates a request of one token for each step. `eos_token_ids`
     end a beam."""
 
     request_id: str
@@ -42,8 +42,8 @@ class BeamStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BeamAnswer:
-    """An answer of a beam search. `logprob` is the sum over its tokens; `score` has the length
-    penalty. An end token counts in both but is not among the tokens."""
+    """An answer of a beam search. `logprob` is the sum over its tokens in nats; `score` includes
+    the length penalty. An end token counts in both but is not among the tokens."""
 
     token_ids: tuple[int, ...]
     logprob: float
@@ -53,7 +53,7 @@ class BeamAnswer:
 
 @dataclass(frozen=True, slots=True)
 class BeamsOutput:
-    """The end of a beam search: its answers, the best first."""
+    """The end of a beam search: its answers, best first."""
 
     request_id: str
     answers: tuple[BeamAnswer, ...] = ()
@@ -64,7 +64,7 @@ class BeamsOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LikeliestTokens:
-    """Candidates of a step for the beam searches in the engine core: each beam's likeliest next
+    """Candidates from a step for the beam searches in the engine core: each beam's most likely next
     tokens, best first."""
 
     request_ids: Sequence[str]  # [N]

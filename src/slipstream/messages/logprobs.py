@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position: its token's (rank 1 is the most likely), and the best
-    ones."""
+    """Log-probabilities at one position, in nats: its token's (rank 1 is the most likely), and the
+    best alternatives'."""
 
     token_id: int
     logprob: float
@@ -19,15 +19,15 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
-    """Log-probabilities at the N positions of a step where requests asked for some, in plan order.
+    """Log-probabilities at the N positions of a step for which they were requested, in plan order.
 
-    They are arrays in the machine's byte order, because a beam search looks only at the likeliest
+    They are arrays in the machine's byte order, because a beam search reads only the most likely
     tokens.
     """
 
     request_ids: tuple[str, ...]  # [N]
     token_ids: tuple[int, ...]  # [N]: the sampled tokens
-    # [N]: the number of alternatives that the request asked for, K at most.
+    # [N]: requested number of alternatives, at most K.
     counts: tuple[int, ...]
     logprobs: bytes  # float32 [N]
     ranks: bytes  # int64 [N]
@@ -38,8 +38,8 @@ class SampledLogprobs:
 def as_logprobs(
     tokens: Iterable[int], best: Iterable[Any], counts: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Log-probabilities from tensors or arrays on the host, as `best_logprobs` returns them. Row i
-    has counts[i] alternatives."""
+    """Convert tensors or arrays on the host, as returned by `best_logprobs`, to log-probabilities.
+    Row i has counts[i] alternatives."""
     chosen, rank, ids, values = (t.tolist() for t in best)
     return [
         TokenLogprobs(token, chosen[i], rank[i], tuple(zip(ids[i][:k], values[i][:k], strict=True)))
@@ -49,8 +49,8 @@ def as_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of a request's prompt: for each position from `start` on, those of the
-    token that *follows* it. A prompt that is computed again starts again."""
+    """Log-probabilities of a request's prompt: for each position from `start` on, that of the token
+    that *follows* it. If a prompt is computed again, its positions are sent again."""
 
     request_id: str
     start: int

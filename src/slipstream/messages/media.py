@@ -1,4 +1,4 @@
-"""Pictures, sounds and audio of a request. No torch."""
+"""Images and audio of a request. No torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Matrix: TypeAlias = "npt.NDArray[np.float32]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaSpan:
-    """A run of placeholders in a prompt, replaced by the embeddings of a sound, a picture or one of its tiles.
+    """A span of placeholders in a prompt, replaced by the embeddings of audio, an image or one of its tiles.
 
-    `key` is a hash of `data`: spans with the same key have the same embeddings. `data` are pixels, uint8 [height, width, 3] in
-    the encoder's size, or a spectrogram's frames, float32 [height, width]; empty in a fork, which gets its parent's.
-    `gap`: tokens of text after each row, which belong to the span (Pixtral).
-    `inner`: rows and columns of its grid that are no padding, if the tokens are made of them by scaling (LLaVA-OneVision).
-    `joined`: the tokens of its prompt, if all of them attend to each other (PaliGemma); else 0.
+    `key` is a hash of `data`: spans with the same key have the same embeddings. `data` are pixels, uint8 [height,
+    width, 3] in the encoder's size, or a spectrogram's frames, float32 [height, width]; empty in a fork, which uses
+    its parent's. `gap`: tokens of text after each row, which belong to the span (Pixtral). `inner`: rows and columns
+    of its grid that are not padding, if its tokens are scaled from them (LLaVA-OneVision). `joined`: number of tokens
+    of its prompt, if all of them attend to each other (PaliGemma); else 0.
     """
 
-    offset: int  # the first placeholder's position
+    offset: int  # # position of the first placeholder
     rows: int  # rows of tokens, one after the other
     columns: int
     key: bytes
@@ -39,7 +39,7 @@ class MediaSpan:
         return self.offset + self.rows * (self.columns + self.gap)
 
     def num_embeddings(self, count: int) -> int:
-        """The embeddings among the first `count` tokens of the span."""
+        """Number of embeddings among the first `count` tokens of the span."""
         if not self.gap:
             return count
         rows, rest = divmod(count, self.columns + self.gap)
@@ -65,8 +65,8 @@ class AudioWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlignmentQuestion:
-    """A question where in a window of audio the tokens of its text are. The first `num_skipped` tokens are none of the text.
-    Only the first `num_states` states are of the sound."""
+    """Request for the positions of a text's tokens in a window of audio. The first `num_skipped` tokens are
+    not part of the text. Only the first `num_states` states are of audio, not of padding."""
 
     audio: AudioWindow
     token_ids: tuple[int, ...]

@@ -16,12 +16,12 @@ from slipstream.params.options import RequestOptions, Share
 from slipstream.params.sampling import SamplingParams
 
 TokenIds: TypeAlias = tuple[int, ...] | bytes
-"""Token ids. As bytes they are an int32 array in the machine's order: a process reads 8,000 of them in 1 µs, and a tuple in
-500, before which its engine makes no step."""
+"""Token ids. As bytes they are an int32 array in the machine's byte order: a process reads 8,000
+ids in 1 µs, a tuple of them in 500, during which its engine can't run a step."""
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """The ids as bytes. `struct.error` if one is no integer of 32 bits."""
+    """Convert ids to bytes. `struct.error` if one is not an integer of 32 bits."""
     return struct.pack(f"{len(ids)}i", *ids)
 
 
@@ -35,7 +35,7 @@ def ids_of(ids: TokenIds) -> array[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One sequence for the engine core, with its `RequestOptions`.
+    """One sequence to generate, with its `RequestOptions`.
 
     A request with n > 1 arrives as n of these: `fork_of` is the id of the first, whose prompt blocks the others share.
     `eos_token_ids` is empty if the caller ignores end-of-sequence. `deadline` and `arrival` are in seconds of the
@@ -54,27 +54,29 @@ class EngineRequest:
     cache_salt: str = ""
     cache_hints: CacheHints = NO_HINTS
     pooled: bool = False  # asks for an embedding or scores, not tokens: max_tokens is 0
-    # An encoder-decoder's prompt; prompt_token_ids then begin its answer. With `audio` it has a 0 for each state.
+    # Encoder-decoder's prompt; prompt_token_ids then start its answer. With `audio` it has a 0 for each state.
     encoder_token_ids: tuple[int, ...] = ()
     audio: AudioWindow | None = None
     lora: LoRARequest | None = None
     share: Share | None = None
     client: str = ""
-    # The start of an answer that began elsewhere and continues here.
+    # Start of an answer that was generated elsewhere and continues here.
     answer_token_ids: tuple[int, ...] = ()
-    # The address of an engine that computed the prompt and hands over its blocks; empty: there is none.
+    # Address of an engine that computed the prompt and hands over its blocks; empty: none.
     handover_from: str = ""
     hands_over: bool = False  # its prompt's blocks are for another engine
     media: tuple[MediaSpan, ...] = ()  # in the order of their offsets
-    whole_salt: str = ""  # in its blocks' keys, if all tokens of its prompt attend to each other
-    # A beam of the same search; itself for the first one. `Scheduler.go_on` gives each token.
+    whole_salt: str = (
+        ""  # # part of its blocks' keys, if all tokens of its prompt attend to each other
+    )
+    # A beam of the same search: itself for the first beam. `Scheduler.go_on` provides each token.
     beam_of: str | None = None
-    # Positions of the prompt after which requests may differ: recurrent states are kept there.
+    # Positions of the prompt after which requests may differ: recurrent states are stored there.
     marks: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, options: RequestOptions, **own: Any) -> EngineRequest:
-        """A request that arrives now. `own` are the fields that `options` lacks."""
+        """Create a request that arrives now. `own` are the fields that `options` lacks."""
         now = time.monotonic()
         wait_s = options.deadline_s
         return cls(
@@ -98,10 +100,10 @@ class EngineRequest:
 
     @property
     def prefix_salt(self) -> str:
-        """The salt of its blocks' keys."""
+        """Salt of its blocks' keys."""
         return self.whole_salt or self.cache_salt
 
     @property
     def parent(self) -> str | None:
-        """The request whose tokens this one begins with; it has been queued before."""
+        """Id of the request whose tokens this one begins with; it must have been queued before."""
         return self.fork_of or (None if self.beam_of == self.request_id else self.beam_of)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """The experts of some tokens: int16 [tokens, layers with experts, k]. −1: not known.
+    """The experts chosen for some tokens: int16 [tokens, layers with experts, k]. −1: unknown.
 
     For a step: one row for each of its tokens, in the plan's order. For an answer: one for each
     token but the last, which was never computed.

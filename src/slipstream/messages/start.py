@@ -1,5 +1,4 @@
-"""Messages of a process that runs a model, or a rank of one, about its start and its failure. No
-torch.
+"""Messages about the start and failure of a process that runs a model or one rank of it. No torch.
 
 An engine core sends them to the process that started it, a rank to its executor.
 """
@@ -15,14 +14,14 @@ from slipstream.messages.stats import CanaryResult
 
 
 class Phase(msgspec.Struct, tag=True):
-    """Begin of a phase of the start."""
+    """Start of a phase of starting the process."""
 
     name: str
 
 
 class Started(msgspec.Struct, tag=True):
     """The model is loaded. `phases`: seconds of each phase. `tiles`: the tile table of a GPU.
-    `most_drafts` of a rank: of a request in a step, which its draft head may bound."""
+    `most_drafts` of a rank: maximum drafts per request and step, which its draft head may limit."""
 
     device: DeviceInfo
     ledger: MemoryLedger
@@ -45,5 +44,5 @@ class Failed(msgspec.Struct, tag=True):
 
     @property
     def as_error(self) -> SlipstreamError:
-        """The error as an exception of the receiving process."""
+        """Convert the error to an exception of the receiving process."""
         return as_error(self.error, self.message, self.field)

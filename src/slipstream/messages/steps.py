@@ -1,4 +1,4 @@
-"""Plans of steps, from the scheduler to the worker, and their results. No torch."""
+"""Step plans, from the scheduler to the worker, and their results. No torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from slipstream.params.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that enters the worker, or comes back after preemption (then `token_ids` has its answer so far).
+    """A request that is new to the worker, or returns after preemption (then `token_ids` includes its answer so far).
 
-    `encoder_token_ids` are to be encoded into the blocks of its `cross` group. A fork has none of
-    these: its blocks hold `num_encoder_tokens` already.
+    `encoder_token_ids` are to be encoded into the blocks of its `cross` group. A fork has none of these: its blocks
+    already hold `num_encoder_tokens`.
     """
 
     request_id: str
@@ -34,13 +34,13 @@ class NewRequest:
     num_encoder_tokens: int = 0
     audio: AudioWindow | None = None
     lora: LoRARequest | None = None
-    mirostat_mu: float | None = None  # state of its sampler, if it was here before
+    mirostat_mu: float | None = None  # # state of its sampler before preemption, if any
     media: tuple[MediaSpan, ...] = ()
     rank: int = 0  # its rank, if requests are distributed
 
 
 class StateMark(NamedTuple):
-    """A step keeps a recurrent state: after the first `num_tokens` tokens of a request's part, in `slot`."""
+    """A recurrent state that a step stores: after the first `num_tokens` tokens of a request's part, in `slot`."""
 
     request_id: str
     num_tokens: int
@@ -62,16 +62,16 @@ class TableUpdate:
 
 
 FROM_MODEL = -1
-"""Placeholder for a draft that the worker's draft model will propose."""
+"""Placeholder for a draft that the worker's draft model proposes."""
 
 
 class ScheduledRequest(NamedTuple):
-    """One request's share of a step: compute positions [num_computed_tokens, num_computed_tokens + num_tokens).
+    """One request's part of a step: compute positions [num_computed_tokens, num_computed_tokens + num_tokens).
 
     The last `num_sampled` of these positions are sampled: none while a prompt is incomplete, one for a decode, one
     more for each draft to verify. `drafts` are the last tokens to compute; the worker has all others. A draft at a
     sampled position is verified: the result has the sampled tokens up to the first that differs from the draft after
-    its position. Other drafts are forced by a grammar or chosen by a beam search, and known to be right.
+    its position. Other drafts are determined by a grammar or chosen by a beam search, and need no verification.
     """
 
     request_id: str
@@ -84,7 +84,7 @@ class ScheduledRequest(NamedTuple):
 
 class SharedPrefix(NamedTuple):
     """Decodes [first, end) of a step that begin with the same blocks of `num_tokens` tokens. A
-    kernel may read these once."""
+    kernel may read these only once for all."""
 
     first: int
     end: int
@@ -92,31 +92,31 @@ class SharedPrefix(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """The properties of a step that decide how it runs (`worker/inputs/step_shape.py`)."""
+    """Properties of a step that determine how it runs (`worker/inputs/step_shape.py`)."""
 
     num_tokens: int
-    num_decodes: int  # sequences of one token at the front
+    num_decodes: int  # # sequences of one token, at the front
     num_prompts: int  # sequences after these
     num_prompt_tokens: int
     only_drafts: bool  # all prompts sample at each token: they verify drafts
-    num_keys_again: int  # number of keys that they read more often than a mixed graph does
+    num_keys_again: int  # # number of keys read more often than in a mixed graph
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step, as a difference to the worker's state.
+    """The work of one step, as changes to the worker's state.
 
     1. The rows of `released` requests are dropped.
-    2. Rows for `new` ones are made.
-    3. `block_copies` (source, target) are carried out.
+    2. Rows for `new` requests are added.
+    3. `block_copies` (source, target) are copied.
     4. The tables of `scheduled` requests are updated.
     5. Every request in `scheduled` is computed. Those with num_tokens == 1 come first.
 
-    If requests are distributed over ranks, a rank gets its part of the plan (`worker/ranks/request_owners.py`).
-    `state_marks` are kept inside of requests' parts. `copy_ranks` says in whose cache each of `block_copies` is
-    (empty: all are in rank 0's). `largest` has the largest numbers of all parts, because all ranks must run the step
-    in the same way; a part may have no request at all. `unmasked` are requests whose tokens need no mask from the host
-    any more.
+    If requests are distributed over ranks, a rank gets its part of the plan
+    (`worker/ranks/request_owners.py`). `state_marks` are states stored within requests' parts. `copy_ranks`
+    are the ranks in whose cache each of `block_copies` is (empty: all are in rank 0's). `largest` has the
+    maxima over all parts, because all ranks must run the step in the same way; a part may have no request at
+    all. `unmasked` are requests that need no token mask from the host any more.
     """
 
     step_id: int
@@ -137,12 +137,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """Tokens that may be drawn at some of a step's sampled positions. `bits` are int32
+    """Mask of tokens that may be sampled at some of a step's sampled positions. `bits` are int32
     [rows, words] in the machine's byte order: token t's is bit t % 32 of word t // 32."""
 
-    positions: tuple[int, ...]  # indices among the N sampled ones, in plan order
+    positions: tuple[int, ...]  # # indices among the N sampled positions, in plan order
     bits: bytes | bytearray
-    which: tuple[int, ...] | None = None  # row of bits of each position; None: the i-th has row i
+    which: tuple[int, ...] | None = (
+        None  # # row of `bits` for each position; None: row i for the i-th
+    )
 
 
 Plan: TypeAlias = StepPlan | TextsPlan
@@ -150,7 +152,7 @@ Plan: TypeAlias = StepPlan | TextsPlan
 
 @dataclass(frozen=True, slots=True)
 class SamplerState:
-    """Mirostat's state of a request after this step's token."""
+    """A request's Mirostat state after this step's token."""
 
     request_id: str
     mirostat_mu: float
@@ -158,7 +160,7 @@ class SamplerState:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """A failure of the request's own function. Its token of this step is invalid."""
+    """Failure of a request's own function. Its token in this step is invalid."""
 
     request_id: str
     error: str
@@ -193,7 +195,7 @@ class StepResult:
 
     @property
     def tokens_of_each(self) -> list[tuple[int, ...]]:
-        """The new tokens of each request that sampled."""
+        """New tokens of each request that sampled."""
         if self.num_tokens is None:
             return [(token,) for token in self.token_ids]
         ends = [0, *accumulate(self.num_tokens)]
@@ -201,7 +203,7 @@ class StepResult:
 
 
 class StepTime(NamedTuple):
-    """The time of a step in which every token is sampled."""
+    """Time of a step in which every token is sampled."""
 
     num_seqs: int
     num_tokens: int

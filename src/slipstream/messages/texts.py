@@ -1,4 +1,4 @@
-"""The messages of requests for vectors and scores. No torch."""
+"""Messages for requests of vectors and scores. No torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ TextTask: TypeAlias = Literal["embed", "token_embed", "sparse_embed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextsRequest:
-    """The texts of one call that asks for a vector or score of each: one request for any number of
-    texts.
+    """The texts of one call that requests a vector or score for each; any number of texts.
 
-    Tokens and lengths are int32 arrays in the machine's byte order: lists of Python integers would
-    take longer than an encoder's step.
+    Tokens and lengths are int32 arrays in the machine's byte order: decoding lists of Python
+    integers would take longer than an encoder's step.
     """
 
     request_id: str
     token_ids: bytes  # [T], the texts one after the other
     lengths: bytes  # [N], none of them 0
-    # [N]: tokens of the first text of each pair, for models that distinguish the two.
+    # [N]: number of tokens of each pair's first text, for models that distinguish the two.
     num_first: bytes = b""
     arrival: float = 0.0
     priority: int = 0
@@ -33,7 +32,7 @@ class TextsRequest:
 
 @dataclass(frozen=True, slots=True)
 class TextsPlan:
-    """A step of an encoder over whole texts. Nothing of them is kept. Arrays are int32 as in
+    """A step of an encoder over whole texts, which are not stored. Arrays are int32 as in
     `TextsRequest`."""
 
     step_id: int
@@ -49,7 +48,7 @@ class TextsPlan:
 
 @dataclass(frozen=True, slots=True)
 class PooledVector:
-    """The result of a complete pooled request: its vector or scores, float32 in the machine's byte
+    """Result of a complete pooled request: its vector or scores, float32 in the machine's byte
     order."""
 
     request_id: str
@@ -66,8 +65,8 @@ class TextVectors:
 
 @dataclass(frozen=True, slots=True)
 class VectorOutput:
-    """New output of a request for vectors or scores: for `num_texts` of its texts from `first_text`
-    on, or for their tokens. float32 in the machine's byte order; empty at the end of a request that failed."""
+    """New output of a request for vectors or scores: for `num_texts` texts from `first_text` on, or for their
+    tokens. float32 in the machine's byte order; empty at the end of a request that failed."""
 
     request_id: str
     vectors: bytes = b""

@@ -9,13 +9,13 @@ Place: TypeAlias = Literal["device", "host", "disk", "peer"]
 
 class BlockCopy(NamedTuple):
     """A copy of a KV cache block between two tiers, or of a slot of another `kind` of cache
-    (`SlotKind`). `number` identifies the order and comes back when it is done."""
+    (`SlotKind`). `number` identifies the copy and is reported when it is done."""
 
     number: int
     source: Place
     target: Place
-    key: bytes  # identifies the block's content; on disk the file's name
-    block: int = 0  # on the device; of another kind, its slot
-    slot: int = 0  # in the host's memory
+    key: bytes  # # identifies the block's content; file name on disk
+    block: int = 0  # # index on the device; for another kind, its slot
+    slot: int = 0  # # index in the host's memory
     kind: int = 0  # 0: blocks; else the number of the `SlotKind`
-    address: str = ""  # of the other engine that has the block
+    address: str = ""  # # address of the other engine that has the block

@@ -1,8 +1,8 @@
-"""Operations that change a running model's weights, and their answer. No torch.
+"""Operations that update a running model's weights, and their answer. No torch.
 
-An update is Begin, any number of pieces, Check, Write; Drop ends it early. A piece says where its
-tensors are, by the checkpoint's names: in files, in a trainer's GPU memory, or in a broadcast that
-every rank receives.
+An update is Begin, any number of pieces, Check, Write; Drop ends it early. A piece describes where
+its tensors are, by the checkpoint's names: in files, in a trainer's GPU memory, or in a broadcast
+that every rank receives.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import msgspec
 from slipstream.errors import RequestError
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Types that an update's tensors may have. They are quantized on the way, as in a load."""
+"""Dtypes that an update's tensors may have. They are quantized like those of a load."""
 
 
 JOIN_S = 40.0
-"""Seconds that a member waits for the others to join, all steps of it together, and for the tensors
-of a piece: less than an engine may be silent."""
+"""Maximum seconds that a member waits for all others to join, and for the tensors of a piece: less
+than the time after which a silent engine counts as dead."""
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """A tensor that a trainer has, by the name that transformers writes to a checkpoint."""
+    """A trainer's tensor, with transformers' name for it in a checkpoint."""
 
     name: str
     dtype: str
@@ -31,8 +31,8 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 def tensor_infos(info: dict[str, Any]) -> tuple[TensorInfo, ...]:
-    """The tensors that an `update_info` declares, by vLLM's names or SGLang's. RequestError names
-    the field at fault."""
+    """Tensors declared by an `update_info`, in vLLM's or SGLang's format. RequestError names the
+    wrong field."""
     names = info.get("names")
     dtypes = info.get("dtype_names", info.get("dtypes"))
     shapes = info.get("shapes")
@@ -56,7 +56,7 @@ def tensor_infos(info: dict[str, Any]) -> tuple[TensorInfo, ...]:
 
 
 class JoinWeightGroup(msgspec.Struct, tag=True, frozen=True):
-    """Join the group of a trainer that broadcasts. Rank r of the engine is `rank_offset` + r."""
+    """Join the group of a trainer that broadcasts. Rank r of the engine is rank `rank_offset` + r of the group."""
 
     name: str
     address: str
@@ -71,14 +71,14 @@ class LeaveWeightGroup(msgspec.Struct, tag=True, frozen=True):
 
 
 class BeginWeights(msgspec.Struct, tag=True, frozen=True):
-    """Begin an update. A form that can't be written in place is refused here. With `tensors`, no
-    others may come, and all of them must."""
+    """Begin an update. RequestError for a format that can't be written in place. With `tensors`,
+    exactly these must be sent."""
 
     tensors: tuple[TensorInfo, ...] | None = None
 
 
 class FilePiece(msgspec.Struct, tag=True, frozen=True):
-    """Tensors in a safetensors file. It is opened now, and read when the weights are made."""
+    """Tensors in a safetensors file. It is opened now, and read when the weights are built."""
 
     path: str
 
@@ -98,7 +98,7 @@ class BroadcastPiece(msgspec.Struct, tag=True, frozen=True):
 
 
 class IpcPiece(msgspec.Struct, tag=True, frozen=True):
-    """Tensors in the memory of a GPU of this machine, which the trainer keeps until the update ends.
+    """Tensors in the memory of a GPU of this machine, which the trainer must not free until the update ends.
 
     `handles` are `worker.weights.ipc.handle_of` of each tensor, by the GPU's UUID.
     """
@@ -108,24 +108,24 @@ class IpcPiece(msgspec.Struct, tag=True, frozen=True):
 
 
 class CheckWeights(msgspec.Struct, tag=True, frozen=True):
-    """Make all weights once, and compare their forms with those that run. Nothing is written."""
+    """Build all weights once, and compare their formats with the running ones. Nothing is written."""
 
 
 class WriteWeights(msgspec.Struct, tag=True, frozen=True):
-    """Write the weights over those that run, and return their checksums. After an error here they
-    are a mix."""
+    """Overwrite the running weights, and return their checksums. After an error here they are a mix
+    of old and new."""
 
 
 class DropWeights(msgspec.Struct, tag=True, frozen=True):
-    """Forget an update that was not written."""
+    """Discard an update that was not written."""
 
 
 class DropPiece(msgspec.Struct, tag=True, frozen=True):
-    """Forget the last piece: another rank could not take it."""
+    """Discard the last piece, because another rank rejected it."""
 
 
 class SumWeights(msgspec.Struct, tag=True, frozen=True):
-    """Ask for the checksums of the weights that run."""
+    """Request the checksums of the running weights."""
 
 
 Piece: TypeAlias = FilePiece | FolderPiece | BroadcastPiece | IpcPiece
@@ -143,11 +143,11 @@ WeightsOp: TypeAlias = (
 
 
 WHOLE = WriteWeights, SumWeights
-"""Operations on all weights, for which experts that changed ranks are where a load puts them."""
+"""Operations on all weights, for which experts must be on the ranks where a load places them."""
 
 
 def undoing(op: WeightsOp) -> tuple[WeightsOp, ...]:
-    """Operations that make the ranks equal again if only some of them could carry out `op`."""
+    """Operations that make the ranks equal again if only some of them succeeded in `op`."""
     match op:
         case BeginWeights():
             return (DropWeights(),)

@@ -1,4 +1,4 @@
-"""Facts about the weights that run: their version, checksums, pauses. No torch, and no msgspec: `LLM` needs neither."""
+"""Facts about the running weights: their version, checksums, pauses. No torch, and no msgspec: `LLM` needs neither."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 PauseMode: TypeAlias = Literal["keep", "retract", "wait", "abort"]
-"""Fate of the requests in a pause: they keep their blocks and go on; they compute all tokens
-again; they end first, while new ones queue; they end at once."""
+"""Handling of running requests in a pause: keep their blocks and continue later; compute all tokens
+again later; finish first, while new ones queue; end at once."""
 
 FIRST_VERSION = "0"
-"""Version of the weights that a start reads from the checkpoint."""
+"""Version of the weights that are loaded from the checkpoint at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +25,16 @@ class GivenPiece:
 
 @dataclass(slots=True)
 class WeightState:
-    """Version of the weights that run, for as long as they are in memory."""
+    """Version of the running weights, for as long as they are in memory."""
 
     version: str = FIRST_VERSION
-    checksum: str = ""  # of all together; empty before the first update
+    checksum: str = ""  # # of all weights together; empty before the first update
     used: set[str] = field(default_factory=lambda: {FIRST_VERSION})
-    broken: str = ""  # why no request may run: an update was written in part, or lost
+    broken: str = ""  # # reason why no request may run: an update was written in part, or lost
 
     def lose(self, used: Iterable[str]) -> None:
-        """Record that the engine has read the checkpoint's weights again, after the versions `used`. If one of those was
-        written by an update, it is gone, so no request may run."""
+        """Record that the engine has loaded the checkpoint's weights again, after the versions
+        `used`. If an update wrote one of those, it is lost, so no request may run."""
         self.used.update(used)
         if len(self.used) > 1 and not self.checksum:
             self.broken = "the weights that were written are lost, since the engine has read the checkpoint's again"
@@ -42,11 +42,11 @@ class WeightState:
 
 @dataclass(frozen=True, slots=True)
 class WeightsInfo:
-    """Facts for a user about the weights that run.
+    """Facts for a user about the running weights.
 
-    `checksums` are by parameter, as they lie in memory, if they were asked for; with several ranks
-    a name begins with the rank. `seconds` is what the last finish took, check and write; no step ran
-    meanwhile.
+    `checksums` are by parameter, in the layout in memory, if requested; with several ranks a name
+    begins with the rank. `seconds` is the time of the last check and write, during which no step
+    ran.
     """
 
     weight_version: str = FIRST_VERSION
@@ -59,6 +59,6 @@ class WeightsInfo:
 
 
 def total_checksum(checksums: dict[str, str]) -> str:
-    """The checksum of all weights together, from those by parameter."""
+    """Checksum of all weights together, from those by parameter."""
     told = "".join(f"{name} {value};" for name, value in sorted(checksums.items()))
     return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()

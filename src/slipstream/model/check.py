@@ -197,7 +197,7 @@ def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
 
 
 def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
-    """Returns the residuals [T, E] by name, if layers have one. The last is the logits [T, V], an
+    """The residuals [T, E] by name, if layers have one. The last entry is the logits [T, V], an
     encoder's states [T, E] or a classifier's scores."""
     meta, read = _metadata(decoder, len(tokens))
     kv, ids = _caches(decoder, meta), torch.tensor(tokens, dtype=torch.int32, device=decoder.device)

@@ -1,1 +1,1 @@
-"""Parameters from users: prompts, how answers are drawn, options of serving a request. No torch."""
+"""Parameters from users: prompts, sampling, options of serving a request. No torch."""

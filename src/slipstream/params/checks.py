@@ -1,4 +1,4 @@
-"""The values that sampling parameters may have. RequestError names a wrong field, and what it needs."""
+"""Checks the values of sampling parameters. RequestError names a wrong field, and the allowed values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from slipstream.params.sampling import SamplingParams
 
 MAX_LOGPROBS = 20
-"""Most alternatives that a request may ask for at each token (OpenAI's limit for chat)."""
+"""Maximum number of alternatives per token that a request may ask for (OpenAI's limit for chat)."""
 
 MAX_CHOICES = 128
-"""The largest `n` (OpenAI's limit)."""
+"""Maximum `n` (OpenAI's limit)."""
 
 SAMPLERS = (
     *(
@@ -50,11 +50,11 @@ FLAGS = (
 )
 
 MAX_PENALTY = 10
-"""Largest length penalty: even a million to this power is a finite number."""
+"""Maximum length penalty: even a million to this power is finite."""
 
 
 def check_params(given: SamplingParams) -> None:
-    """Raise RequestError with the first field that has no valid value. Samplers are checked by `check_samplers`."""
+    """Raise RequestError for the first field with an invalid value. Samplers are checked by `check_samplers`."""
     require = partial(_require, given)
     require(
         is_whole(given.n) and 1 <= given.n <= MAX_CHOICES,
@@ -138,7 +138,7 @@ def check_params(given: SamplingParams) -> None:
 
 
 def check_samplers(given: SamplingParams) -> None:
-    """Raise RequestError with the first field of a sampler that has no valid value, or that excludes another."""
+    """Raise RequestError for the first field of a sampler that has an invalid value, or conflicts with another."""
     require = partial(_require, given)
     for name, low, high, need in (
         ("typical_p", 0, 1, "above 0 and at most 1"),
@@ -207,7 +207,7 @@ def _require(given: SamplingParams, ok: bool, name: str, need: str) -> None:
 
 
 def is_finite(value: object) -> bool:
-    """Whether the value is a finite number, and no flag."""
+    """Whether the value is a finite number, and not a bool."""
     try:
         return (
             isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -217,12 +217,12 @@ def is_finite(value: object) -> bool:
 
 
 def is_flag(value: object) -> bool:
-    """Whether the value is a flag. A text is not: "false" would be true."""
+    """Whether the value is a bool. Text is not: "false" would be true."""
     return isinstance(value, int) and value in (0, 1)
 
 
 def is_whole(value: object) -> bool:
-    """Whether the value is a whole number, and no flag."""
+    """Whether the value is an integer, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -242,7 +242,7 @@ def biases_of(given: Mapping[Any, Any]) -> dict[int, float]:
 
 
 def items_of(name: str, given: Any) -> tuple[Any, ...]:
-    """The items of a list. A string is refused, because its items would be letters."""
+    """Items of a list. RequestError for a string, whose items would be characters."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise RequestError(f"{name} must be a list, got {given!r}", field=name)
     return tuple(given)

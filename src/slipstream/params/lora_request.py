@@ -1,4 +1,4 @@
-"""An adapter that requests name. No torch."""
+"""An adapter named by requests. No torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from slipstream.errors import AdapterError
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter to answer with: a folder saved by PEFT. An `id` (above 0) means the same folder as
-    long as the engine runs; the name is for people. The fields can also be read by vLLM's names."""
+    """An adapter to answer with: a folder saved by PEFT. An `id` (above 0) must mean the same folder as long
+    as the engine runs; the name is for people. The fields can also be read by vLLM's names."""
 
     name: str
     id: int

@@ -14,36 +14,36 @@ from slipstream.params.lora_request import LoRARequest
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """An owner and its weight: requests of one priority get served tokens in proportion to their owners' weights."""
+    """An owner and its weight: among requests of one priority, tokens are served in proportion to their owners' weights."""
 
     owner: str
     weight: float = 1.0
 
 
 Reserve: TypeAlias = Callable[[int, int], None]
-"""Called with the tokens of a prompt and of its longest answer before a request is queued. It may raise."""
+"""Callback before a request is queued, with the numbers of tokens of its prompt and of its longest answer. It may raise."""
 
 
 @suggesting_init
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Options of serving a request: everything but its prompt and the parameters of its answer.
+    """Options of serving a request: everything except its prompt and the parameters of its answer.
 
     `reserve` is called before the request is queued; an exception from it ends the request.
     `answer_token_ids` continues an answer that another engine began; its sink gets these tokens
-    first. With `hands_over` the prompt's blocks are kept for other engines, which take them with
+    first. With `hands_over` the prompt's blocks are kept for other engines, which fetch them by
     `handover_from`, this engine's address (`kv_handover_address`).
     """
 
-    request_id: str | None = None  # None: one is made up
-    priority: int = 0  # lower goes first
-    deadline_s: float | None = None  # from now
+    request_id: str | None = None  # # None: generated
+    priority: int = 0  # # lower is served first
+    deadline_s: float | None = None  # # seconds from now
     add_special_tokens: bool = True  # add the tokenizer's own around a text prompt
     cache_salt: str = ""  # requests share cached prefixes only within one salt
     cache_hints: CacheHints = NO_HINTS
     lora_request: LoRARequest | None = None
     share: Share | None = None  # None: shares equally with weight 1
-    client: str = ""  # the grammars of one client are compiled one after the other
+    client: str = ""  # # grammars of one client are compiled one after another
     reserve: Reserve | None = None
     answer_token_ids: Sequence[int] = ()
     handover_from: str = ""

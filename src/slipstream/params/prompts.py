@@ -1,4 +1,4 @@
-"""Prompts, as users give them. No torch."""
+"""Prompts in the forms that users pass. No torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any, NotRequired, Required, TypeAlias, TypedDict
 
 
 class TokensPrompt(TypedDict):
-    """A prompt that is already tokenised."""
+    """A prompt that is already tokenized."""
 
     prompt_token_ids: list[int]
 
 
 class TextPrompt(TypedDict):
-    """A prompt that is text, as vLLM writes it. For models that translate it may name languages."""
+    """A text prompt, in vLLM's form. It may name languages, for models that translate."""
 
     prompt: str
     source_language: NotRequired[str]
@@ -20,12 +20,12 @@ class TextPrompt(TypedDict):
 
 
 class MediaPrompt(TypedDict, total=False):
-    """A prompt with pictures or sounds, as in vLLM: a text or tokens, and {"image": a picture or a list of
-    pictures}.
+    """A prompt with images or audio, in vLLM's form: text or tokens, and {"image": an image or a
+    list of images}.
 
-    A picture is a file's bytes, a PIL image, or an array uint8 [height, width, 3]. The prompt has
-    the model's placeholder for each. A model that hears takes {"audio": a sound or a list of them}, a speech model one sound:
-    a file's bytes, samples at 16 kHz, or (samples, rate), of one window at most.
+    An image is a file's bytes, a PIL image, or an array uint8 [height, width, 3]. The prompt has
+    the model's placeholder for each. A model with audio input accepts {"audio": one or a list}, a
+    speech model one: a file's bytes, samples at 16 kHz, or (samples, rate), of one window at most.
     """
 
     prompt: str

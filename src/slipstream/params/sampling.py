@@ -1,4 +1,4 @@
-"""Sampling parameters: how tokens are drawn, when an answer ends, and which form it has. No torch.
+"""Sampling parameters: how tokens are sampled, when an answer ends, and which form it has. No torch.
 
 Values are checked when an object is made; RequestError names a wrong field.
 """
@@ -159,18 +159,18 @@ class SamplingParams:
 
     @property
     def num_drawn(self) -> int:
-        """Number of answers that are drawn; the best `n` of them are returned."""
+        """Number of answers that are sampled; the best `n` of them are returned."""
         return self.best_of or self.n
 
     @property
     def is_masked(self) -> bool:
-        """Whether the host says which tokens may be drawn: by a grammar, or by a budget of reasoning."""
+        """Whether the host restricts the allowed tokens: by a grammar, or by a budget of reasoning."""
         return self.structured_outputs is not None or self.thinking_token_budget is not None
 
     @property
     def by_chain(self) -> bool:
-        """Whether a row is drawn by the chain of samplers (`worker/sampling/sampler_chain.py`), not
-        with the whole batch."""
+        """Whether a row is sampled by the chain of samplers (`worker/sampling/sampler_chain.py`),
+        not with the whole batch."""
         return bool(
             self.samplers is not None
             or self.logits_processors
@@ -184,7 +184,7 @@ class SamplingParams:
         )
 
     def takes(self, sampler: str) -> bool:
-        """Whether the sampler is in use: it would drop tokens or change their logits."""
+        """Whether the sampler is active, so that it may drop tokens or change their logits."""
         if self.samplers is not None and sampler not in self.samplers:
             return False
         values: dict[str, object] = {

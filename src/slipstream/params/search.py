@@ -1,4 +1,4 @@
-"""Parameters of requests that draw no tokens: beam searches and vectors. No torch."""
+"""Parameters of requests without sampling: beam searches and vectors. No torch."""
 
 from __future__ import annotations
 

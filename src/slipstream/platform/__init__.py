@@ -1,5 +1,5 @@
-"""Kinds of devices, their abilities and their use: one `Platform` object for each. No other module
-uses `torch.cuda`.
+"""Kinds of devices, with their capabilities and operations: one `Platform` object for each device.
+No other module uses `torch.cuda`.
 
     host.py  a CPU whose values are NumPy arrays, without torch
     cpu.py   a CPU whose values are torch tensors

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Event(Protocol):
-    """A point in the device's work."""
+    """A point in the device's queue of work."""
 
     def synchronize(self) -> None:
         """Wait until the point is reached."""
@@ -84,17 +84,17 @@ class Values(Protocol):
         """`x` in another type, or `x` itself."""
 
     def take(self, x: Any, index: Any, dim: int = 0) -> Any:
-        """A copy of some rows, or of some columns (`dim` 1)."""
+        """Copy of selected rows, or of selected columns (`dim` 1)."""
 
     def ranges(self, starts: Any, lengths: Any, total: int) -> Any:
-        """Joins ranges of integers: int64 [total], of int64 `starts` and `lengths` on the
+        """Concatenated ranges of integers: int64 [total], from int64 `starts` and `lengths` on the
         device."""
 
     def put(self, x: Any, rows: Any, values: Any) -> None:
-        """Write `values` to rows of `x`, in x's type."""
+        """Write `values` to rows of `x`, in x's dtype."""
 
     def array(self, x: Any) -> npt.NDArray[Any]:
-        """The memory of a host value, as an array."""
+        """View of a host value's memory as a NumPy array."""
 
     def on_host(self, x: Any) -> Any:
         """The value on the host. Waits for the device."""
@@ -103,10 +103,10 @@ class Values(Protocol):
         """A float32 array on the host. Waits for the device."""
 
     def magnitudes(self, cache: Any) -> Any:
-        """The largest magnitude of each head in a KV cache [B, K, …]: float32 [K]."""
+        """Maximum magnitude of each head in a KV cache [B, K, …]: float32 [K]."""
 
     def inference(self) -> AbstractContextManager[Any]:
-        """A context for computing without gradients."""
+        """Context manager for computing without gradients."""
 
 
 class Platform(ABC):
@@ -119,34 +119,34 @@ class Platform(ABC):
     """The GPU's architecture. A CPU has the interpreter's, for tests of kernels."""
     multiprocessors: int
     shared_bytes: int
-    """Most shared memory that a thread block may use."""
+    """Maximum shared memory, in bytes, of a thread block."""
     is_asynchronous: bool
     """Whether a launch returns before its work is done."""
     pins_memory = False
     """Whether host memory is pinned for copies to the device."""
     caches_memory: bool
-    """Whether freed memory stays with this process until `release_unused`."""
+    """Whether freed memory remains allocated by this process until `release_unused`."""
 
     values: Values
     device: torch.device
     device_uuid = ""
-    """Name of the GPU among all of them, for other processes; empty on a CPU."""
+    """Identifier of the GPU among all of the machine, for other processes; empty on a CPU."""
 
     is_capturing = False
-    """Whether work on the current stream becomes part of a graph instead of being done."""
+    """Whether work on the current stream is recorded in a graph instead of being executed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def unsplit_products(self, dtype: torch.dtype) -> AbstractContextManager[None]:
-        """A context in which the library's products of `dtype` add along K without splits."""
+        """Context manager in which the library's matrix products of `dtype` sum along K without splits."""
         return nullcontext()
 
     # --- Memory --------------------------------------------------------------------------
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:
-        """(free bytes, all bytes), now."""
+        """(free bytes, total bytes) at this moment."""
 
     @abstractmethod
     def release_unused(self) -> None:
@@ -154,7 +154,7 @@ class Platform(ABC):
 
     @abstractmethod
     def start_peak(self) -> int:
-        """Begin to measure the peak of bytes in use; returns the bytes in use now."""
+        """Start measuring the peak of bytes in use; returns the bytes in use now."""
 
     @abstractmethod
     def peak(self) -> int:
@@ -166,7 +166,7 @@ class Platform(ABC):
 
     @abstractmethod
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """A host array on the device. The copy does not wait for queued work."""
+        """Copy a host array to the device. The copy does not wait for queued work."""
 
     @abstractmethod
     def upload_into(self, tensor: Tensor, array: npt.NDArray[Any]) -> None:
@@ -179,7 +179,7 @@ class Platform(ABC):
 
     @abstractmethod
     def pinned(self, num_bytes: int) -> Tensor:
-        """Host memory, uint8 [num_bytes], that the device can copy from and to on its own."""
+        """Pinned host memory, uint8 [num_bytes], from and to which the device can copy asynchronously."""
 
     @abstractmethod
     def pin(self, memory: npt.NDArray[np.uint8]) -> None:
@@ -190,7 +190,7 @@ class Platform(ABC):
 
     @abstractmethod
     def activate(self, num_threads: int) -> None:
-        """Compute on this device in this process from now on, with this many host threads."""
+        """Use this device in this process from now on, with this many host threads."""
 
     @abstractmethod
     def record(self) -> Event | None:

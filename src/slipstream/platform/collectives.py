@@ -25,12 +25,12 @@ from torch import Tensor
 from slipstream.errors import first_line
 
 TIMEOUT_S = 600.0
-"""Longest time in which one rank may be ahead of another: while the first reads its part of the
-checkpoint. A rank's death ends the others long before (`worker.ranks.process_executor`)."""
+"""Maximum time in seconds by which one rank may be ahead of another, such as while the first one reads its
+part of the checkpoint. A rank's death ends the others long before (`worker.ranks.process_executor`)."""
 
 
 MAX_SENT = 16
-"""Most tensors that may be on their way to another stage."""
+"""Maximum number of tensors being sent to another stage."""
 
 SWAPPED_BYTES = 2**24
 """Bytes of a tensor that two ranks exchange at a time; the exchange needs this much extra
@@ -62,8 +62,8 @@ def _interface_to(host: str) -> str | None:
 
 
 class Rendezvous:
-    """The meeting point of a group's ranks: a store at rank 0, which tells its `port` to the
-    others. `host` is the address of rank 0's host."""
+    """The meeting point of a group's ranks: a store at rank 0, whose `port` the others must know.
+    `host` is the address of rank 0's host."""
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class Pipe:
             self.receive_back((1,), torch.int64)
 
     def send(self, x: Tensor) -> Tensor:
-        """Send x to the next stage and return it. x must not be written any more. A busy stage is
-        not waited for, unless `MAX_SENT` tensors are on their way."""
+        """Send x to the next stage and return it. x must not be modified afterwards. The call does
+        not wait for a busy stage, unless `MAX_SENT` tensors are being sent."""
         return self._send(x, self._after, None)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -181,8 +181,7 @@ class Pipe:
 
 
 class PeerCollectives(Protocol):
-    """Sums of a `RankGroup` through other ranks' memory, and what it scatters, gathers and
-    exchanges."""
+    """Sums, scatters, gathers and exchanges of a `RankGroup` through other ranks' memory."""
 
     def covers(
         self, x: Tensor, op: Literal["sum", "scatter", "gather", "exchange"] = "sum"
@@ -212,11 +211,11 @@ class OverlappedSums(Protocol):
         """Splits a step's tokens into pieces; empty if pieces would not be faster."""
 
     def begin(self, x: Tensor, *, place: int, index: int, rows: slice) -> OverlappedSum:
-        """Begin the sum of x [R, E], of the tokens `rows`, which are piece number `index`. x may
-        not be written any more.
+        """Start the sum of x [R, E], for the tokens `rows`, which are piece number `index`. x must
+        not be modified afterwards.
 
-        `place` alternates between 0 and 1. All sums in the other place must have been read before
-        the first one in a place.
+        `place`, the buffer, alternates between 0 and 1. Before the first sum in a buffer, all sums
+        in the other one must have been read.
         """
 
 
@@ -243,7 +242,7 @@ class RankGroup:
         """Set if sums of long steps overlap with products."""
         self._shared: list[object] = []
         self.in_order = False
-        """Whether sums add ranks in their order, wherever in x a number stands (`deterministic`)."""
+        """Whether sums add the ranks in their order, independent of an element's position in x (`deterministic`)."""
 
     def stages(self, count: int) -> tuple[RankGroup, Pipe | None]:
         """Split all ranks into `count` stages of consecutive ranks. Returns (group of this rank's
@@ -268,7 +267,7 @@ class RankGroup:
         return own
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, bitwise equal on every rank. x may be overwritten."""
+        """Sum of all ranks' x, bitwise equal on every rank. x may be overwritten."""
         peer = self.peer_collectives
         return peer(x) if peer is not None and peer.covers(x) else self.library_sum(x)
 
@@ -316,7 +315,7 @@ class RankGroup:
         return own, mapped
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """[T, …] → [⌈T / size⌉, …]: this rank's share of the sum of all ranks' x, with zeros after
+        """[T, …] → [⌈T / size⌉, …]: this rank's rows of the sum of all ranks' x, with zeros after
         the last rows. x may be overwritten."""
         peer = self.peer_collectives
         if peer is not None and peer.covers(x, "scatter"):
@@ -352,7 +351,7 @@ class RankGroup:
         return out
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """[n · size, …] → [size, n, …]: by rank, its part of x for this rank."""
+        """[n · size, …] → [size, n, …]: from each rank, the part of its x for this rank."""
         peer = self.peer_collectives
         return (
             peer.exchange(x)
@@ -389,7 +388,7 @@ class RankGroup:
             mine.copy_(theirs)
 
     def least(self, *numbers: int) -> list[int]:
-        """The smallest value over the ranks, of each number."""
+        """Minimum over the ranks, for each of `numbers`."""
         values = torch.tensor(
             numbers, dtype=torch.int64, device="cpu" if self._through_host else self.device
         )

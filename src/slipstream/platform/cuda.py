@@ -139,8 +139,8 @@ class CudaPlatform(Platform):
         weakref.finalize(memory, runtime.cudaHostUnregister, at)
 
     def _clear_last_error(self) -> None:
-        """Clear the error of a refused call. If the call was not torch's own, CUDA keeps the error,
-        and the check after torch's next launch raises and clears it. This makes that launch."""
+        """Clear the error of a rejected call. If the call was not torch's own, CUDA stores the error, and the
+        check after torch's next launch raises and clears it. This makes such a launch."""
         with suppress(RuntimeError):
             torch.ones(1, device=self.device)
 
@@ -162,8 +162,8 @@ class CudaPlatform(Platform):
         torch.cuda.synchronize(self.device)
 
     def stream_pointer(self) -> int:
-        """The current stream, for launches through the driver. The call makes the context if there
-        is none."""
+        """Pointer of the current stream, for launches through the driver. The call creates the
+        context if there is none."""
         return int(torch.cuda.current_stream().cuda_stream)
 
     @cached_property
@@ -247,8 +247,8 @@ class CudaGraphs:
 
 @cache
 def hash_triton() -> Callable[[], None]:
-    """Start hashing Triton's files, on a thread. Call the result to wait for its end. Triton does
-    this once a process before it looks for a kernel in its cache, and it takes 0.3 s."""
+    """Start hashing Triton's files in a thread; the returned function waits for its end. Triton
+    does this once per process before it looks for a kernel in its cache, which takes 0.3 s."""
     try:
         from triton.runtime.cache import triton_key
     except (

@@ -1,7 +1,7 @@
 """A described GPU that need not exist: tensors on torch's meta device, which have shapes and no memory.
 
-An engine on it takes every choice that it takes on that GPU and computes nothing. So the kernels of a
-start are known before it, on any machine (`kernels/triton/variants.py`). A process describes one GPU.
+An engine on it makes all the choices that it makes on that GPU, but computes nothing. So the kernels that a
+start needs are known beforehand, on any machine (`kernels/triton/variants.py`). A process describes one GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MetaValues(Tensors):
 
 
 class Nothing:
-    """Events, queues and graphs of a device that does no work."""
+    """Events, queues and graphs of a device that executes nothing."""
 
     def synchronize(self) -> None: ...
 
@@ -78,7 +78,7 @@ class MetaPlatform(Platform):
         self._gpu: DescribedGpu | None = None
         self.name = ""
         self.cuda_sources: set[Any] = set()
-        """Kernels in CUDA C++ that were wanted (`kernels/triton/cuda.py`)."""
+        """Kernels in CUDA C++ that were requested (`kernels/triton/cuda.py`)."""
 
     def describe(self, gpu: DescribedGpu) -> None:
         """Set the GPU that this process compiles for. ConfigError if another one was set before."""

@@ -1,13 +1,12 @@
-"""Sums of two GPUs that overlap with their products: each copies its part into the other's memory.
+"""Sums over two GPUs that overlap with linear layers: each GPU copies its part into the other's memory.
 
-The GPU's copy engines make the copies, so products lose no multiprocessor to them, as they would to
-a kernel of NCCL. A step's tokens are cut into pieces: while one piece's part is copied, the next
-piece's products are computed. The consumer of a sum, a norm, adds the parts
-(`OpSet.norm_arriving`).
+The GPU's copy engines make the copies, so linear layers lose no multiprocessor to them, as they would to a
+kernel of NCCL. A step's tokens are cut into pieces: while one piece is copied, the next piece's linear layers
+are computed. The consumer of a sum, a norm, adds the parts (`OpSet.norm_arriving`).
 
-A step's rows have two places, one for each of a layer's two sums. A rank writes to a place again
-one layer later. By then it has the other rank's rows of the sum in between, which the other rank
-sent after it had read the place.
+There are two buffers for a step's rows, one for each of a layer's two sums. A rank writes to a buffer again
+one layer later. By then it has received the other rank's rows of the sum in between, which the other rank
+sent after it had read the buffer.
 """
 
 from __future__ import annotations
@@ -27,23 +26,22 @@ if TYPE_CHECKING:
     from slipstream.platform.collectives import RankGroup
 
 PIECE_TOKENS = 2560
-"""Tokens of a dense model's piece: with 20 tiles of rows, products of 4,096 or 14,336 outputs keep
-97 % of an H200 busy."""
+"""Number of tokens in a dense model's piece: with 20 tiles of rows, linear layers with 4,096 or
+14,336 outputs keep 97 % of an H200 busy."""
 LAST_TOKENS = 512
-"""Fewest tokens of the last piece, whose copy overlaps with few products."""
+"""Minimum tokens of the last piece, whose copy overlaps with little computation."""
 TILE = 128
-"""Rows of a product's tile: all pieces but the last are multiples of it."""
+"""Rows of a linear layer's tile: all pieces but the last are multiples of it."""
 TEST_TOKENS = 3000
 TEST_TENSORS = 24
-"""Most tensors with all rows of the test that exist at once: in a run, in its graph, and the
-expected results."""
+"""Maximum number of tensors with all rows of the test that exist at once: in a run, in its graph,
+and the expected results."""
 
 _logger = logging.getLogger("slipstream.engine")
 
 
 def cut(num_tokens: int, is_mixture: bool) -> tuple[slice, ...]:
-    """The pieces of a step's tokens. `is_mixture`: two halves, because each piece reads all
-    experts."""
+    """Pieces of a step's tokens. `is_mixture`: two halves, because each piece reads all experts."""
     if is_mixture:
         each = -(-num_tokens // (2 * TILE)) * TILE
     else:
@@ -56,8 +54,8 @@ def cut(num_tokens: int, is_mixture: bool) -> tuple[slice, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CopiedSum:
-    """An `OverlappedSum`. `own`: this rank's part; `other`: the place where the other rank's
-    arrives."""
+    """An `OverlappedSum`. `own`: this rank's part; `other`: the buffer in which the other rank's
+    part arrives."""
 
     own: Tensor
     other: Tensor
@@ -74,7 +72,7 @@ class CopiedSum:
 
 class PeerCopies:
     """`OverlappedSums` of the two ranks of `group`, for steps of up to `most_tokens` rows of `size`
-    numbers. `is_mixture`: see `cut`. Both ranks make the same calls in the same order."""
+    elements. `is_mixture`: see `cut`. Both ranks make the same calls in the same order."""
 
     def __init__(
         self,
@@ -121,7 +119,7 @@ def try_peer_copies(
     dtype: torch.dtype,
     is_mixture: bool = False,
 ) -> None:
-    """Make `group` overlap the sums of long steps with products from now on, if that works.
+    """Let `group` overlap the sums of long steps with linear layers from now on, if that works.
 
     It needs two ranks that write to each other's memory, enough memory, and the same results as the
     library's.
@@ -147,7 +145,7 @@ def try_peer_copies(
 @torch.inference_mode()
 def agrees(copies: PeerCopies, platform: Platform) -> bool:
     """Whether sums in a replayed graph equal the library's in every bit. OutOfMemoryError on both
-    ranks if one of them has no memory for the test: neither can leave alone what both began."""
+    ranks if one of them has no memory for the test, because neither can leave the test alone."""
     group, (_, most, size), found = copies.group, copies.shape, True
     num_rows, why = min(most, TEST_TOKENS), "a rank has no memory to test the copies"
     platform.release_unused()

@@ -1,1 +1,1 @@
-"""Checks that a served model answers as the model itself would."""
+"""Checks whether a served model's answers come from the given model."""

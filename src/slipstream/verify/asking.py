@@ -1,5 +1,5 @@
-"""Asks a server the questions of a verification's checks, and keeps its answers with the model's
-own view of them."""
+"""Sends a verification's questions to a server, and stores its answers with the model's own
+probabilities of them."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from slipstream.verify.served import Answer, Message, NotOfferedError, Served, S
 
 LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}
 NEUTRAL: dict[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Settings that change no distribution, in place of a server's defaults, where it takes them."""
+"""Settings that leave the distribution unchanged, in place of a server's defaults, if it accepts them."""
 
 MAY_END = 0.01
-"""Chance that the model's own answer is empty, from which on a served one that is empty is no fault."""
+"""Minimum probability of an empty answer in the model itself for which an empty answer of the server is not a fault."""
 
 FORMS: tuple[dict[str, Any], ...] = ({**NEUTRAL, **LOGPROBS}, LOGPROBS, NEUTRAL, {})
-"""Settings sent with each question, of which the first that the server takes are kept."""
+"""Settings sent with each question: the first of these that the server accepts."""
 
 NEEDLE_TOKENS = 16
 
 
 @dataclass(slots=True)
 class Asking:
-    """Asks a server, and keeps its answers as `seen`."""
+    """Sends questions to a server, and stores its answers in `seen`."""
 
     served: Served
     reference: Reference
     plan: VerifyPlan
     seen: Seen = field(init=False)
     _asked: int = 0
-    _form: int = 0  # of `FORMS`: what is sent with each question
+    _form: int = 0  # # index in `FORMS` of the settings sent with each question
     _form_is_known: bool = False
 
     def __post_init__(self) -> None:
         self.seen = Seen(self.plan)
 
     def ask(self, kind: str) -> None:
-        """One turn of a kind of questions: of `SAMPLING`, or "needle"."""
+        """Ask one turn of questions of a kind: one of `SAMPLING`, or "needle"."""
         if kind in SAMPLING:
             self._draw(kind)
         else:
@@ -53,8 +53,8 @@ class Asking:
     def ask_formed(
         self, name: str, keeps: Callable[[Answer], bool], text: str, **more: Any
     ) -> list[str]:
-        """Ask for answers of a form until some break it, count them in `formed`, and return those. One that is
-        cut proves nothing."""
+        """Request answers of a given form until some violate it, count them in `formed`, and return
+        those. Answers that are cut off are not counted."""
         wrong: list[str] = []
         num_cut = num_asked = 0
         message = [{"role": "user", "content": text}]
@@ -84,7 +84,7 @@ class Asking:
         self._take(kind, [probes.short(i) for i in numbers], numbers, **SAMPLING[kind])
 
     def _find_needles(self) -> None:
-        """Ask for code words at several lengths, and the model itself for those it was asked for."""
+        """Ask for code words at several lengths, and ask the model itself for the same ones."""
         numbers = self._numbers()
         lengths = [max(1, self.plan.long_lines * n // 4) for n in (4, 2, 1)]
         asked = [probes.needle(i, lengths[i % len(lengths)]) for i in numbers]
@@ -98,7 +98,9 @@ class Asking:
         for (_, word), (prompt, answer, sample) in zip(asked, answers, strict=False):
             found = word in answer.text
             own = found
-            if sample is None or not sample.is_likeliest:  # else the model's own answer is the same
+            if (
+                sample is None or not sample.is_likeliest
+            ):  # # otherwise the model's own answer is the same
                 own = word in self.reference.greedy(prompt, NEEDLE_TOKENS)
             self.seen.needles.setdefault(round(len(prompt), -2), []).append((found, own))
 
@@ -109,8 +111,8 @@ class Asking:
         numbers: Sequence[int],
         **sampling: Any,
     ) -> Sequence[tuple[Sequence[int], Answer, Sample | None]]:
-        """(prompt, answer, sample) of each conversation, which are kept as `kind`. None if the server
-        refuses the settings."""
+        """(prompt, answer, sample) of each conversation, which are stored under `kind`. None if the
+        server rejects the settings."""
         try:
             answers = self._answers(asked, numbers, sampling)
         except NotOfferedError as error:
@@ -132,7 +134,9 @@ class Asking:
         return found
 
     def _numbers(self) -> range:
-        first = 1009 * self.plan.seed + self._asked  # seeds begin at other questions
+        first = (
+            1009 * self.plan.seed + self._asked
+        )  # # different seeds begin with different questions
         self._asked += self.plan.turn
         return range(first, first + self.plan.turn)
 
@@ -152,7 +156,7 @@ class Asking:
         return answers
 
     def _first(self, ask: Callable[[], Answer]) -> Answer:
-        """Asks with all optional fields, then with fewer, and remembers those that the server
+        """Ask with all optional fields, then with fewer, and store the set that the server
         accepts."""
         while not self._form_is_known and self._form < len(FORMS) - 1:
             try:

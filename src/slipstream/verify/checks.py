@@ -1,9 +1,9 @@
 """The checks of a served model, and the verdict.
 
-Each turn asks a few questions of every check that is still open; a check ends as soon as its answers
-decide it (`sequential`). The prompt and the distribution come first, alone for `NAMED_BY` answers, since
-a fault of theirs makes the other checks meaningless. From then on each answer tells about the
-distribution too, whatever check asked for it, and the long conversations are those of the needles.
+Each turn asks a few questions for every check that is still undecided; a check ends as soon as its
+answers decide it (`sequential`). The prompt and the distribution come first, alone for `NAMED_BY`
+answers, because a fault of either makes the other checks meaningless. After that, the answers for
+any check are also used for the distribution, and the long conversations are those with needles.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ KINDS = {
     "temperature 0": "greedy",
     "long context": "needle",
 }
-"""The questions that decide a check, where they have another name."""
+"""Kinds of questions that decide a check, if their name differs from the check's."""
 
 
 @dataclass(slots=True)
 class Verification:
-    """Asks a server and compares its answers with the model's own."""
+    """Asks a server questions and compares its answers with the model's own."""
 
     served: Served
     reference: Reference
@@ -47,10 +47,10 @@ class Verification:
         self.judge = Judge(self.asking.seen, self.reference.token_id)
 
     def run(self) -> list[Finding]:
-        """Ask until all is decided. Raises what `Served.ask` does, but for features that the server
-        refuses."""
+        """Ask until all checks are decided. Raises the errors of `Served.ask`, except for features
+        that the server rejects."""
         findings: list[Finding] = []
-        kinds = ["plain"]  # then what is still open
+        kinds = ["plain"]  # # then the checks that are undecided
         turns: Counter[str] = Counter()
         while kinds:
             turns.update(kinds)
@@ -60,7 +60,7 @@ class Verification:
             findings = self.judge.judged()
             kinds = [KINDS.get(f.check, f.check) for f in findings if f.outcome == "undecided"]
             if findings[0].outcome == "fault" and len(self.asking.seen.short()) >= NAMED_BY:
-                break  # the prompt's: what else it makes wrong is no finding of its own
+                break  # # a fault of the prompt: its consequences are not separate findings
             most = -(-self.plan.answers // self.plan.turn)
             kinds = [kind for kind in dict.fromkeys(kinds) if turns[kind] < most]
             others = [kind for kind in kinds if kind != "plain"]
@@ -68,16 +68,16 @@ class Verification:
                 len(self.asking.seen.drawn.get("plain", ())) >= NAMED_BY
                 and SAMPLING.keys() & others
             ):
-                kinds = others  # their answers tell about the distribution as well
+                kinds = others  # # their answers are used for the distribution as well
         self.progress("schemas and tools")
         return [*findings, self._schemas(), self._tools()]
 
     def counts(self) -> dict[str, Any]:
-        """Numbers of questions and observations, for a report."""
+        """Numbers of questions and observations, for the report."""
         return self.asking.seen.report()
 
     def _schemas(self) -> Finding:
-        """The share of answers that keep to a schema."""
+        """Finding about the fraction of answers that match a schema."""
         wanted = {"type": "json_schema", "json_schema": {"name": "work", "schema": probes.SCHEMA}}
         return self._rate(
             "schema",
@@ -87,8 +87,8 @@ class Verification:
         )
 
     def _tools(self) -> Finding:
-        """The share of required tool calls whose arguments keep to the tool's schema. A server can't be
-        blamed for tools that the model itself doesn't know."""
+        """Finding about the fraction of required tool calls whose arguments match the tool's
+        schema. It is no fault of the server if the model itself does not support tools."""
         if not self.reference.has_tools:
             why = "the model's own chat template knows no tools"
             return Finding(check="tools", outcome="not offered", why=why)

@@ -1,4 +1,4 @@
-"""Verdicts on what a verification has seen."""
+"""Verdicts from the observations of a verification."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from slipstream.verify.seen import SAMPLING, SEEN_EXCESS, TOP_K, TOP_P, WARM, Se
 from slipstream.verify.sequential import Decision
 
 OFF = 1.1
-"""Factor of a temperature that is surely found. Half as much may be called either."""
+"""Factor of a temperature error that is always found. Half of it may be judged either way."""
 
 HOTTEST = 3.0
-"""A temperature that a server may have drawn at. Beyond it the model is flat, as random weights are."""
+"""Maximum temperature at which a server may have sampled. Beyond it the distribution is flat, like that of random
+weights."""
 
 MISSED, LOST = 0.05, 0.6
-"""Share of the needles that the model itself finds which is no fault, and which surely is one."""
+"""Fraction of the needles found by the model itself which a server may miss: up to the first it is no fault, from the second
+on it is one."""
 
 FINDS = 8
-"""Number of needles after which a model that has found none is asked for no more."""
+"""Number of needles after which a model that has found none is not asked any more."""
 
 EXCESS = 0.1
-"""Nats a token that answers may be less likely than the model's own, without log-probabilities."""
+"""Allowed excess, in nats per token, of the answers' surprise over the model's own, if there are no log-probabilities."""
 
 NAMED_BY = 12
-"""Minimum number of answers over which the size of a fault is averaged: the size tells the cause."""
+"""Minimum number of answers over which the size of a fault is averaged, because the size determines the reported cause."""
 
 ROUNDED, OTHER = 0.02, 0.8
-"""Mean KL in nats: up to the first as 8 bits leave it, up to the second as 4 bits do."""
+"""Mean KL in nats that determines the cause: up to the first it is like 8-bit quantization, up to the second like 4-bit."""
 
 Outcome = Literal["pass", "fault", "not offered", "undecided"]
 OUTCOMES: dict[Decision, Outcome] = {"sound": "pass", "fault": "fault", "open": "undecided"}
@@ -39,7 +41,7 @@ OUTCOMES: dict[Decision, Outcome] = {"sound": "pass", "fault": "fault", "open": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The outcome of one check. `why` is its cause for a fault, else what was seen."""
+    """Outcome of one check. `why` is the cause of a fault, else the observation."""
 
     check: str
     outcome: Outcome
@@ -49,7 +51,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Judge:
-    """Judges a server by its answers. `token_id` finds the model's token for a served one."""
+    """Judges a server by its answers. `token_id` returns the model's token id for a served token."""
 
     seen: Seen
     token_id: Callable[..., Any]
@@ -59,7 +61,7 @@ class Judge:
         prompt, weights = self._prompts(), self._distribution("plain", "distribution")
         is_hotter = self._is_only_temperature(weights)
         if prompt.outcome == "fault" or (weights.outcome == "fault" and not is_hotter):
-            # A wrong prompt or wrong weights make the others meaningless, but for a cut context.
+            # A wrong prompt or wrong weights make the other checks meaningless, except for a context that is cut off.
             return [prompt, weights]
         if is_hotter:
             temperature = self._temperature()
@@ -119,8 +121,8 @@ class Judge:
         return Finding(check=check, outcome=OUTCOMES[decision], why=why, estimate=kl)
 
     def _without_logprobs(self, kind: str, check: str) -> Finding:
-        """Judges by the drawn tokens alone: how much less likely they are than the model's own
-        would be, −ln p against the entropy. Sees other weights, not rounding."""
+        """Judge by the sampled tokens alone: the excess of their −ln p over the model's entropy.
+        Detects other weights, but not quantization."""
         values = [float((-s.chosen - entropy(s)).mean()) for s in self.seen.drawn.get(kind, [])]
         excess = measures.mean(values)
         if not excess.count:
@@ -154,7 +156,7 @@ class Judge:
         return found
 
     def _needle(self) -> Finding:
-        if "long" in self.seen.refused:  # the needles are those of the long conversations
+        if "long" in self.seen.refused:  # # needles are in the long conversations
             return Finding(check="needle", outcome="not offered", why=self.seen.refused["long"])
         told = "; ".join(
             f"{length:,} tokens: {sum(served for served, _ in found)} of {len(found)}"
@@ -173,7 +175,7 @@ class Judge:
         return Finding(check="needle", outcome=OUTCOMES[decision], why=why)
 
     def _is_only_temperature(self, weights: Finding) -> bool:
-        """True if the model at another temperature explains what a fault of the distribution saw."""
+        """Whether the model at another temperature explains a fault found in the distribution."""
         kl, drawn = weights.estimate, self.seen.drawn.get("plain", [])
         if weights.outcome != "fault" or kl is None or not any(s.kl for s in drawn):
             return False
@@ -182,13 +184,13 @@ class Judge:
         return fitted < HOTTEST and measures.mean(means(at)).value < 0.2 * kl.value
 
     def _temperature(self) -> Finding:
-        """Judges whether answers were drawn at the temperatures asked for, or at others by one
-        factor."""
+        """Judge whether answers were sampled at the requested temperatures, or at others by a
+        common factor."""
         check = "temperature"
         if "warm" in self.seen.refused:
             return Finding(check=check, outcome="not offered", why=self.seen.refused["warm"])
         for kind, asked in (("plain", 1.0), ("warm", WARM)):
-            ratios = self._ratios.setdefault(kind, [])  # a row an answer
+            ratios = self._ratios.setdefault(kind, [])  # # one row per answer
             for s in self.seen.drawn.get(kind, [])[len(ratios) :]:
                 own, *others = s.likelihoods([asked, OFF * asked, asked / OFF])
                 ratios.append([other - own for other in others])
@@ -197,7 +199,7 @@ class Judge:
             for column in zip(*self._ratios["plain"], *self._ratios["warm"], strict=True)
         ]
         drawn = self.seen.drawn.get("warm", [])
-        # Both temperatures are asked for, so that a server that ignores the field is seen.
+        # Two temperatures are requested, so that a server that ignores the field is detected.
         decision = sequential.temperature(sums or [0.0], self.seen.plan.rates) if drawn else "open"
         if decision == "open" and len(drawn) < self.seen.plan.answers:
             return Finding(check=check, outcome="undecided", why=f"{len(drawn)} answers")
@@ -216,7 +218,7 @@ class Judge:
         ]
 
     def _cut(self, kind: str, drawn: Callable[[Sample], list[measures.Draw]]) -> Finding:
-        """Whether tokens keep to a cut, where the model itself leaves it often enough to tell."""
+        """Judge whether tokens stay within a cut (top-k, top-p), if the model itself would leave it often enough to tell."""
         check = "temperature 0" if kind == "greedy" else kind
         if kind in self.seen.refused:
             return Finding(check=check, outcome="not offered", why=self.seen.refused[kind])
@@ -236,12 +238,12 @@ class Judge:
 
 
 def entropy(sample: Sample) -> Any:
-    """The entropy [n] of the model's distribution, in nats."""
+    """Entropy [n] of the model's distribution at each position, in nats."""
     return -(sample.logprobs.exp() * sample.logprobs.clamp(min=-1e4)).sum(-1)
 
 
 def cause(kl: float) -> str:
-    """Returns the likeliest cause of a mean KL of the distribution."""
+    """Most likely cause of a mean KL of the distribution."""
     if kl < ROUNDED:
         return "rounding as of 8 bits in weights, activations or cache"
     if kl < OTHER:

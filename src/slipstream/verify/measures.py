@@ -1,4 +1,4 @@
-"""Statistics of answers: how the distribution that they were drawn from differs from the model's.
+"""Statistics of answers: the difference between the distribution from which they were sampled and the model's.
 
 p is the model's distribution at a position of an answer, q the server's. Log-probabilities are natural.
 """
@@ -17,28 +17,28 @@ from torch.nn.utils.rnn import pad_sequence
 from slipstream.verify.served import ServedToken
 
 MARGIN = 0.5
-"""Nats by which a token must be less likely than the last that a cut keeps, to be outside of it.
-Rounding reorders neighbours."""
+"""Nats by which a token must be less likely than the last one within a cut to count as outside.
+Rounding reorders neighbors."""
 
 EXTREME = (0.05, 50.0)
-"""Smallest and largest 1 / temperature that is looked for. Greedy answers have none."""
+"""Minimum and maximum 1 / temperature in the fit. Greedy answers have no finite one."""
 
 
 LITTLE = 0.2
-"""Mass of the named tokens below which they say nothing. Five tokens of a model's have more at most
-places; of random weights, a thousandth."""
+"""Minimum total probability of the listed tokens for them to be informative. Five tokens of a
+trained model have more at most positions; of random weights, a thousandth."""
 
 LIKELIER = 3.0
-"""Nats by which a drawn token counts as likelier in the model than the server says, at most. Those
-that are by more are rare (a chance of exp(−3)), and their ratios would outweigh all others."""
+"""Maximum nats by which the model's log-probability of a sampled token may exceed the server's. Larger
+differences are rare (a probability of exp(−3)), and their ratios would outweigh all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """An answer with the model's log-probabilities [n, V] in the places of its first n tokens.
-    `kl` is the KL at each position; empty without the server's log-probabilities. `kl_cut`: from the model's
-    distribution after temperature and cuts, which some servers give the log-probabilities of.
-    `never` [V]: tokens that no answer shows, such as those that end it."""
+    """An answer with the model's log-probabilities [n, V] at the positions of its first n tokens. `kl` is the
+    KL at each position; empty without the server's log-probabilities. `kl_cut`: KL from the model's
+    distribution after temperature and cuts, because some servers report log-probabilities of that. `never`
+    [V]: mask of tokens that answers never contain, such as end tokens."""
 
     token_ids: Sequence[int]
     tokens: Sequence[ServedToken]
@@ -56,19 +56,19 @@ class Sample:
 
     @property
     def is_likeliest(self) -> bool:
-        """True if each token is the model's likeliest one."""
+        """Whether each token is the model's most likely one."""
         return self.logprobs.argmax(-1).tolist() == list(self.token_ids)
 
     @property
     def drawable(self) -> Tensor:
-        """Log-probabilities [n, V] without those of `never`: a token that an answer shows was drawn
-        from the others."""
+        """Log-probabilities [n, V], normalized without the tokens of `never`, because a token in an
+        answer was sampled from the others."""
         if self.never is None:
             return self.logprobs
         return self.logprobs.masked_fill(self.never, -torch.inf)
 
     def likelihoods(self, temperatures: Sequence[float]) -> list[float]:
-        """The log-likelihood of the answer at each temperature."""
+        """Log-likelihood of the answer at each temperature."""
         logprobs = self.drawable
         return [
             float((self.chosen / t - torch.logsumexp(logprobs / t, -1)).sum()) for t in temperatures
@@ -77,7 +77,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean or a fit, its standard error, and of how many values it is."""
+    """A mean or a fitted value, its standard error, and the number of values."""
 
     value: float
     stderr: float
@@ -85,7 +85,7 @@ class Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """Returns the mean, with an infinite error of fewer than two values."""
+    """Mean of the values; its error is infinite for fewer than two."""
     n = len(values)
     if not n:
         return Estimate(value=math.nan, stderr=math.inf, count=0)
@@ -97,7 +97,7 @@ def mean(values: Sequence[float]) -> Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A measured share: `hits` of `count`, with its 95 % interval."""
+    """A measured fraction: `hits` of `count`, with its 95 % interval."""
 
     value: float
     low: float
@@ -107,15 +107,15 @@ class Share:
 
 
 OUTSIDE = 0.025
-"""Chance beyond each end of a share's interval."""
+"""Probability beyond each end of a fraction's interval."""
 
 ODDS = torch.linspace(-60, 60, 2**16, dtype=torch.float64)
-"""Log-odds at which the distribution of a share is summed."""
+"""Log-odds at which the distribution of a fraction is summed numerically."""
 
 
 def share(hits: int, count: int, effective: float | None = None) -> Share:
-    """A share with the exact interval of Clopper and Pearson (1934), of `effective` independent ones if they aren't all
-    that."""
+    """Fraction with the exact interval of Clopper and Pearson (1934). `effective`: number of
+    independent observations if fewer than `count`."""
     if not count:
         return Share(value=math.nan, low=0.0, high=1.0, hits=0, count=0)
     value, n = hits / count, effective or count
@@ -126,15 +126,15 @@ def share(hits: int, count: int, effective: float | None = None) -> Share:
 
 
 def _beta_quantile(chance: float, a: float, b: float) -> float:
-    """The value below which a beta distribution, a and b ≥ 1, has that chance. Summed over log-odds."""
+    """Quantile of a beta distribution with a, b ≥ 1 at the probability `chance`, summed over log-odds."""
     logs = -a * torch.nn.functional.softplus(-ODDS) - b * torch.nn.functional.softplus(ODDS)
     below = logs.softmax(0).cumsum(0)
     return float(ODDS[int(torch.searchsorted(below, chance))].sigmoid())
 
 
 def clustered(parts: Sequence[tuple[int, int]]) -> Share:
-    """A share of tokens, (hits, count) by answer. The tokens of one answer depend on each other, and a fault in few answers is
-    likely in none of those asked. So only answers are independent: (Σ count)² / Σ count² of them (Kish 1965)."""
+    """Fraction of tokens, from (hits, count) of each answer. The tokens of one answer depend on each other,
+    so only answers are independent; their effective number is (Σ count)² / Σ count² (Kish 1965)."""
     parts = [(hits, count) for hits, count in parts if count]
     hits, count = sum(h for h, _ in parts), sum(n for _, n in parts)
     return share(hits, count, count**2 / max(1, sum(n * n for _, n in parts)))
@@ -143,8 +143,9 @@ def clustered(parts: Sequence[tuple[int, int]]) -> Share:
 def agreement(
     sample: Sample, token_id: Callable[[bytes], int | None], *, is_greedy: bool
 ) -> tuple[int, int]:
-    """Number of the server's likeliest tokens that are the model's, and number of places: those whose likeliest it names;
-    all of a greedy answer without log-probabilities, each with its own token."""
+    """(number of positions at which the server's most likely token is the model's, number of positions compared). Compared
+    are positions whose most likely token the server reports; for a greedy answer without log-probabilities, all positions,
+    each with its own token."""
     found = []
     for place, token in enumerate(sample.tokens):
         named = max(token.likeliest, key=lambda pair: pair[1], default=None)
@@ -164,13 +165,13 @@ def divergences(
     top_k: int = -1,
     top_p: float = 1.0,
 ) -> list[float]:
-    """KL(q‖p) at each position: exact for the likeliest tokens that the server names, and the least
-    that it can be for all others together (log-sum inequality). With a temperature p is the
-    model's at that temperature and with those cuts. Positions without log-probabilities are left out.
+    """KL(q‖p) at each position: exact for the most likely tokens that the server reports, and a
+    lower bound for all others together (log-sum inequality). With a temperature p is the model's at
+    that temperature and with those cuts. Positions without log-probabilities are left out.
 
-    Where the named tokens have little of q, that least says nothing, and the drawn token estimates
-    the others' part: Σ (q ln(q / p) − q + p) is the mean of p / q − 1 − ln(p / q) of tokens drawn from
-    q. It is 0 for equal distributions, however the token was drawn.
+    If the reported tokens have little of q, the lower bound is too weak, and the sampled token
+    estimates the others' part: Σ (q ln(q / p) − q + p) is the mean of p / q − 1 − ln(p / q) of
+    tokens drawn from q. It is 0 for equal distributions, however the token was drawn.
     """
     places, named = [], []
     for place, token in enumerate(sample.tokens):
@@ -182,7 +183,7 @@ def divergences(
     if not places:
         return []
     p = _sampled(sample.logprobs, temperature, top_k, top_p)[places].double()
-    # Tokens that are named [m, k], padded with ones that have no probability.
+    # Reported tokens [m, k], padded with tokens of probability 0.
     ids = pad_sequence([torch.tensor([*pairs]) for pairs in named], True, -1)
     logprobs = [torch.tensor([*pairs.values()], dtype=torch.float64) for pairs in named]
     q = pad_sequence(logprobs, True, -1e4)
@@ -199,7 +200,7 @@ def divergences(
 
 
 def _sampled(logprobs: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Log-probabilities [n, V] after temperature and cuts. What is cut has exp(−10⁴)."""
+    """Log-probabilities [n, V] after temperature and cuts. Tokens outside a cut have exp(−10⁴)."""
     if temperature == 0:
         temperature, top_k = 1.0, 1
     found = (logprobs / temperature).log_softmax(-1)
@@ -214,7 +215,7 @@ def _sampled(logprobs: Tensor, temperature: float, top_k: int, top_p: float) -> 
 
 
 def temperature(samples: Iterable[Sample], start: float) -> Estimate:
-    """The temperature at which the model likeliest drew the answers (maximum likelihood).
+    """Maximum-likelihood estimate of the temperature at which the answers were sampled.
 
     With b = 1 / T the log-likelihood Σ (b l_token − ln Σ exp(b l)) is concave. Its second derivative,
     the variance of l, gives the error.
@@ -243,17 +244,17 @@ def temperature(samples: Iterable[Sample], start: float) -> Estimate:
 
 
 Draw = tuple[bool, float]
-"""Whether a token is outside of a cut, and the model's chance to draw such a one without the cut."""
+"""(whether a token is outside of a cut, the model's probability of a token outside of it without the cut)."""
 
 
 def outside_top_k(sample: Sample, k: int) -> list[Draw]:
-    """Draws outside of the model's k likeliest tokens."""
+    """Whether each token is outside of the model's k most likely tokens, with the probability of that."""
     last = sample.logprobs.topk(k, -1).values[:, -1:]
     return _draws(sample, sample.logprobs < last - MARGIN)
 
 
 def outside_top_p(sample: Sample, top_p: float) -> list[Draw]:
-    """Draws of tokens that begin beyond the smallest set with the probability `top_p`."""
+    """Whether each token is outside of the smallest set with the probability `top_p`, with the probability of that."""
     falling = sample.logprobs.sort(-1, descending=True).values
     likelier = torch.searchsorted(-falling, -(sample.logprobs + MARGIN))  # how many
     reached = (falling.exp().cumsum(-1) > top_p).int().argmax(-1, keepdim=True)
@@ -261,7 +262,7 @@ def outside_top_p(sample: Sample, top_p: float) -> list[Draw]:
 
 
 def unlikely(sample: Sample) -> list[Draw]:
-    """Draws that are clearly less likely than the likeliest token."""
+    """Whether each token is clearly less likely than the most likely one, with the probability of that."""
     return _draws(sample, sample.logprobs < sample.logprobs.amax(-1, keepdim=True) - MARGIN)
 
 

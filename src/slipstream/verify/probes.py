@@ -1,4 +1,4 @@
-"""The questions that a verification asks. All are made here, so that a run needs no data."""
+"""The questions of a verification. All are generated here, so that no data is needed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FILLER = "The records of the {} year say that the harvest of {} was counted twic
 
 
 def short(number: int) -> list[Message]:
-    """The conversation of a number: one turn, or three, with a system message or without."""
+    """Short conversation number `number`: one turn, or three, with or without a system message."""
     question = KINDS[number % len(KINDS)].format(THINGS[number * 7 % len(THINGS)])
     system = SYSTEMS[number % len(SYSTEMS)]
     found: list[Message] = [] if system is None else [{"role": "system", "content": system}]
@@ -51,12 +51,12 @@ def short(number: int) -> list[Message]:
 
 
 def long(number: int, num_lines: int) -> list[Message]:
-    """A long conversation with a question about its beginning. A line has some 20 tokens."""
+    """Long conversation with a question about its beginning. A line has about 20 tokens."""
     return needle(number, num_lines)[0]
 
 
 def needle(number: int, num_lines: int) -> tuple[list[Message], str]:
-    """A conversation whose first line has a code word that its last line asks for, and the word."""
+    """(conversation whose first line contains a code word and whose last line asks for it, the word)."""
     rng = random.Random(number)
     word = "".join(rng.choices("BCDFGHJKLMNPQRSTVWXZ", k=6))
     lines = [
@@ -80,7 +80,7 @@ SCHEMA = {
 
 
 def keeps_to_schema(value: Any) -> bool:
-    """True if a value keeps to `SCHEMA`."""
+    """Whether a value matches `SCHEMA`."""
     if not isinstance(value, dict) or value.keys() != {"name", "year", "kind"}:
         return False
     name, year = value["name"], value["year"]
@@ -105,6 +105,6 @@ TOOL = {
 
 
 def keeps_to_tool(value: Any) -> bool:
-    """True if a call's arguments keep to the parameters of `TOOL`."""
+    """Whether a call's arguments match the parameters of `TOOL`."""
     city = value.get("city") if isinstance(value, dict) else None
     return isinstance(city, str) and len(city) <= 20

@@ -1,4 +1,4 @@
-"""A reference model's fingerprint, which a server of the model compares itself with when it is idle."""
+"""A reference model's fingerprint, with which a server of the model compares itself when it is idle."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from slipstream.verify.reference import Reference
 
 NUM_SEQUENCES = 4
 NUM_ANSWERED = 24
-"""Tokens of the model's own greedy answer to each question."""
+"""Number of tokens in the model's own greedy answer to each question."""
 
 NUM_TASKS, TASK_LINES = 8, 6
-"""Code words that are asked for, after so many lines of some 20 tokens."""
+"""Number of code words that are asked for, and number of lines of about 20 tokens before the question."""
 
 
 def fingerprint(reference: Reference, *, max_kl: float, seed: int = 0) -> Fingerprint:
-    """The reference's distributions along a few questions and its own answers to them, and the code words
-    that it finds."""
+    """Compute a fingerprint: the reference model's distributions along a few questions and its own
+    answers, and the code words that it finds."""
     sequences = []
     for number in range(NUM_SEQUENCES):
         prompt = reference.prompt(probes.short(1009 * seed + number))

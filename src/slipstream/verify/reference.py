@@ -1,4 +1,4 @@
-"""The model itself: which tokens a conversation has, and how likely each next token is."""
+"""The reference model: token ids of a conversation, and the probability of each next token."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Reference:
 
     @classmethod
     def load(cls, args: EngineArgs, *, context: int) -> Reference:
-        """Load the model of `args` with room for `context` tokens. Raises what `Scorer.load` does."""
+        """Load the model of `args` with room for `context` tokens. Raises the errors of `Scorer.load`."""
         return cls(Scorer.load(args, context=context))
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        """Tokens by their bytes; of several the first. Special tokens have no bytes in answers."""
+        """Token ids by their bytes; of several the first. Special tokens have no bytes in answers."""
         found: dict[bytes, int] = {}
         for token_id in range(self.tokenizer.vocab_size):
             found.setdefault(self.tokenizer.token_bytes(token_id), token_id)
@@ -36,7 +36,7 @@ class Reference:
 
     @cached_property
     def never(self) -> Tensor:
-        """[V] True for tokens that `answer_ids` never returns."""
+        """Mask [V], True for tokens that `answer_ids` never returns."""
         found = torch.ones(self.scorer.spec.vocab_size, dtype=torch.bool)
         found[list(self._ids.values())] = False
         found[list(self.tokenizer.eos_token_ids)] = True
@@ -44,11 +44,11 @@ class Reference:
 
     @property
     def has_tools(self) -> bool:
-        """Whether the model's chat template knows tools."""
+        """Whether the model's chat template supports tools."""
         return "tools" in (self.tokenizer.tool_template or "")
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of a conversation in the model's own chat format."""
+        """Token ids of a conversation in the model's own chat format."""
         text = self.tokenizer.apply_chat_template(messages)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
@@ -61,7 +61,7 @@ class Reference:
         return self._ids.get(data)
 
     def answer_ids(self, tokens: Sequence[ServedToken]) -> list[int]:
-        """Tokens of an answer, up to the first that the model's vocabulary lacks or that ends it."""
+        """Token ids of an answer, up to the first token that is not in the model's vocabulary or ends the answer."""
         found: list[int] = []
         for token in tokens:
             token_id = self.token_id(token.data)
@@ -72,8 +72,8 @@ class Reference:
 
     @torch.inference_mode()
     def logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
-        """Log-probabilities float32 [len(answer), V], on the CPU, of the tokens in the places of an
-        answer's."""
+        """Log-probabilities float32 [len(answer), V], on the CPU, at the positions of the answer's
+        tokens."""
         hidden = self.scorer.hidden([*prompt, *answer[:-1]])[len(prompt) - 1 :]
         rows = [
             self.scorer.logits(hidden[part]).log_softmax(-1).cpu()

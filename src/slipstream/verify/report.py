@@ -1,4 +1,4 @@
-"""A verification as a document and as a page."""
+"""A verification's result as a JSON document and as an HTML page."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from slipstream.base import html
 from slipstream.verify.judging import Finding
 
 EXIT_CODES = {"sound": 0, "faulty": 1, "undecided": 4}
-"""Exit codes of a verdict. 2 and 3 are a command's own errors."""
+"""Exit codes by verdict. 2 and 3 are the command's own errors."""
 
 
 def document(about: dict[str, Any], findings: Sequence[Finding]) -> dict[str, Any]:
-    """Returns what a verification found, for JSON and for the page. `about`: server, model, tokens, rates."""
+    """Result of a verification as data for JSON and for the page. `about`: server, model, tokens, rates."""
     faults = [f for f in findings if f.outcome == "fault"]
     open_ones = [f for f in findings if f.outcome == "undecided"]
     verdict = "faulty" if faults else "undecided" if open_ones else "sound"
@@ -28,7 +28,7 @@ def document(about: dict[str, Any], findings: Sequence[Finding]) -> dict[str, An
 
 
 def summary(found: dict[str, Any]) -> list[str]:
-    """The verdict, its evidence, and the faults that it excludes or leaves open, in sentences."""
+    """Sentences with the verdict, its evidence, and the faults that it excludes or leaves open."""
     lines = [
         f"{found['model']} is {found['verdict']}: {found['num_answers']} answers, "
         f"{found['num_tokens']:,} tokens, {found['num_prompt_tokens']:,} prompt tokens."
@@ -61,7 +61,7 @@ def summary(found: dict[str, Any]) -> list[str]:
 
 
 def scores(found: dict[str, Any]) -> list[str]:
-    """The agreement and the tasks' scores, a line each."""
+    """Lines with the agreement and the tasks' scores."""
     return [
         f"{name:<31}{100 * s['value']:.1f} % (95 %: {100 * s['low']:.1f} to {100 * s['high']:.1f}) of {s['count']:,}"
         for name, s in found["scores"].items()
@@ -73,5 +73,5 @@ def _rare(limit: float, one_in: float, what: str) -> str:
 
 
 def page(found: dict[str, Any]) -> str:
-    """Returns the document as a page that opens from disk."""
+    """The document as an HTML page that opens from disk."""
     return html.render(Path(__file__).with_name("page.html"), {}, d=found, summary=summary(found))

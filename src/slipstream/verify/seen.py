@@ -14,7 +14,7 @@ from slipstream.verify.sequential import Rates
 
 TOP_K, TOP_P = 2, 0.5
 WARM = 1.5
-"""A temperature whose draws tell much about it: a token as much as two at 1, and six at 0.5."""
+"""Temperature whose samples are informative about it: a token as much as two at temperature 1, or six at 0.5."""
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0},
@@ -23,29 +23,29 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0, "top_p": TOP_P},
     "greedy": {"temperature": 0.0},
 }
-"""Settings of the short questions, by kind. Those of a needle are greedy's."""
+"""Sampling settings of the short questions, by kind. Needles use those of "greedy"."""
 
 LONG_RAREST = 3.0
-"""Long conversations of which one has a fault that "sound" excludes. They cost some twenty times a short
-one; a fault that is rare whatever the length is seen in those."""
+"""Number of long conversations in one of which a fault must occur so that "sound" excludes it. A long one
+costs about twenty times a short one; faults that are rare at any length are found with short ones."""
 
 SEEN_EXCESS = 0.5
-"""Excess in nats a token of a fault that is seldom missed without log-probabilities."""
+"""Excess, in nats per token, of a fault that is rarely missed without log-probabilities."""
 
 NUM_FORMED = 8
-"""Answers to a schema, and calls of a tool, that are asked for at a time, and by default in all."""
+"""Number of answers to a schema, and of calls of a tool, requested at a time, and by default in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyPlan:
-    """How much is asked.
+    """Size of a verification.
 
-    - `answers`: the most for each check.
+    - `answers`: maximum answers for each check.
     - `long_lines`: lines of some 20 tokens in the longest conversation; 0: no long ones.
-    - `rarest`: faults in 1 of so many answers, or in more of them, are looked for.
-    - `forms`: the most answers to a schema, and the most calls of a tool.
+    - `rarest`: faults in at least 1 of this many answers are searched.
+    - `forms`: maximum answers to a schema, and maximum calls of a tool.
     - `rates`: the error rates of each check.
-    - `seed`: another one asks other questions."""
+    - `seed`: a different seed asks different questions."""
 
     answers: int = 96
     turn: int = 4
@@ -61,19 +61,21 @@ class VerifyPlan:
 
 @dataclass(slots=True)
 class Seen:
-    """A server's answers so far. `drawn` and `empty` are by kind of question; `counts` are pairs (tokens that the
-    server counts in a prompt, tokens that the model's own template gives)."""
+    """A server's answers so far. `drawn` and `empty` are by kind of question; `counts` are pairs
+    (prompt tokens reported by the server, prompt tokens with the model's own template)."""
 
     plan: VerifyPlan
     drawn: dict[str, list[Sample]] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)  # why, by kind
-    empty: Counter[str] = field(default_factory=Counter)  # answers that the model would begin
+    refused: dict[str, str] = field(default_factory=dict)  # # reason, by kind of question
+    empty: Counter[str] = field(
+        default_factory=Counter
+    )  # # answers that are empty though the model would not end at once
     counts: list[tuple[int, int]] = field(default_factory=list)
     long_counts: list[tuple[int, int]] = field(default_factory=list)
     needles: dict[int, list[tuple[bool, bool]]] = field(default_factory=dict)
-    """Pairs (the server finds it, the model itself does) of code words, by prompt tokens."""
+    """Pairs (the server finds the code word, the model itself finds it), by prompt tokens."""
     formed: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """(right ones, all that ended) of the answers whose form is given, by check."""
+    """(correct ones, all complete ones) of the answers with a required form, by check."""
     num_prompt_tokens: int = 0
     num_answers: int = 0
 
@@ -82,8 +84,8 @@ class Seen:
         return min(self.plan.rarest, LONG_RAREST)
 
     def kls(self, kind: str) -> list[list[float]]:
-        """KLs at each position of each answer of a kind that has log-probabilities. None where the
-        server gives those after temperature and cuts. Empty answers count as far as one value can."""
+        """KLs at each position of each answer of a kind that has log-probabilities. None if the server reports them
+        after temperature and cuts. An empty answer counts with the largest weight of a single value."""
         drawn = [s for s in self.drawn.get(kind, []) if s.kl]
         if kind != "plain" and sum(sum(s.kl_cut) - sum(s.kl) for s in drawn) < 0:
             return []
@@ -95,7 +97,7 @@ class Seen:
 
     @property
     def num_tokens(self) -> int:
-        """Answer tokens that were compared."""
+        """Number of answer tokens compared."""
         return sum(len(s.token_ids) for samples in self.drawn.values() for s in samples)
 
     def report(self) -> dict[str, Any]:
@@ -144,8 +146,8 @@ class Seen:
         }
 
     def _scores(self) -> dict[str, Share]:
-        """Returns the shares of agreement with the model's likeliest tokens, and of tasks, among
-        those asked for."""
+        """Fractions of agreement with the model's most likely tokens, and of solved tasks, for
+        those that were asked."""
         drawn, needles = self.drawn, self.needles.values()
         agreed = [s.agreed for samples in drawn.values() for s in samples]
         greedy = [s.is_likeliest for s in drawn.get("greedy", [])]
@@ -161,5 +163,5 @@ class Seen:
 
 
 def means(values: Sequence[Sequence[float]]) -> list[float]:
-    """The mean of each answer."""
+    """Mean of each answer's values."""
     return [sum(each) / len(each) for each in values if each]

@@ -31,44 +31,44 @@ MIXTURE_COUNT = 12
 """Number of values at which the confidence sequence is tightest."""
 
 FEWEST = 12
-"""Values that an asymptotic bound needs."""
+"""Minimum number of values for an asymptotic bound."""
 
 RAREST = 8.0
 """Values of which one is a fault that "sound" excludes. No test excludes it by fewer values than
 ln β / ln(1 − 1 / RAREST), 35 at a rate of 0.01; this one needs 36."""
 
 LOWERED = ((1.0, 0.9), (0.75, 0.1))
-"""Shares of the wealth that are bet on a mean below its limit, each with its part of the stake. The first
-needs the fewest values; the second outlives one that is beyond the cut."""
+"""Fractions of the wealth that are bet on a mean below its limit, each with its part of the stake.
+The first needs the fewest values; the second survives one value beyond the cut."""
 
 FINER = 1.05
-"""Factor between two rarities that are tried."""
+"""Factor between two values of `rarest` that are tried."""
 
 KEPT, SUREST = 0.1, 0.9
-"""Part of the chance to be outside of a cut that rounding leaves to a server which makes the cut, and
-the largest chance that is believed, so that no draw decides alone."""
+"""(fraction of the probability outside a cut that remains by rounding in a server with that cut,
+maximum probability used, so that no sample decides alone)."""
 
 STAKES = (0.02, 0.05, 0.1, 0.25, 0.5, 0.9)
-"""Shares of the wealth that are bet, each with a part of the stake."""
+"""Fractions of the wealth that are bet, each with a part of the stake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Error rates of one check: `alpha`, that a sound server is called faulty; `beta`, that a fault
-    of the stated size is called sound."""
+    """Error rates of one check: `alpha`, the probability of calling a sound server faulty; `beta`,
+    of calling a fault of the stated size sound."""
 
     alpha: float = 0.001
     beta: float = 0.01
 
     def decide(self, log_ratio: float) -> Decision:
-        """The decision of a log-likelihood ratio of "faulty" to "sound"."""
+        """Decision by a log-likelihood ratio of "faulty" to "sound"."""
         if log_ratio >= math.log(1 / self.alpha):
             return "fault"
         return "sound" if log_ratio <= math.log(self.beta) else "open"
 
 
 def share(values: Sequence[float], usual: float, faulty: float, rates: Rates) -> Decision:
-    """Whether ones come with the share `usual` or less, or with `faulty` or more. Values are 0 or 1."""
+    """Decide whether ones have a frequency of `usual` or less, or of `faulty` or more. Values are 0 or 1."""
     hits = sum(values)
     misses = len(values) - hits
     up, down = math.log(faulty / usual), math.log((1 - faulty) / (1 - usual))
@@ -76,8 +76,8 @@ def share(values: Sequence[float], usual: float, faulty: float, rates: Rates) ->
 
 
 def cut(draws: Sequence[tuple[bool, float]], rates: Rates) -> Decision:
-    """Whether draws keep to a cut, or are made as if there was none. Each says whether it is outside
-    of the cut, and how likely that is without one."""
+    """Decide whether samples stay within a cut, or were drawn without one. Each has (whether it is
+    outside of the cut, the probability of that without a cut)."""
     ratio = 0.0
     for is_outside, chance in draws:
         chance = min(chance, SUREST)
@@ -86,10 +86,10 @@ def cut(draws: Sequence[tuple[bool, float]], rates: Rates) -> Decision:
 
 
 def temperature(ratios: Sequence[float], rates: Rates) -> Decision:
-    """Whether answers were drawn at the temperature that was asked for, or at another one.
+    """Decide whether answers were sampled at the requested temperature, or at another one.
 
-    `ratios` are the log-likelihoods of all answers at each of the other temperatures, less that at
-    the temperature asked for. Each of the others has an equal part of the stake.
+    `ratios` are the log-likelihoods of all answers at each of the other temperatures, minus that at
+    the requested one. Each of the others has an equal part of the stake.
     """
     if max(ratios) >= math.log(len(ratios) / rates.alpha):
         return "fault"
@@ -97,7 +97,8 @@ def temperature(ratios: Sequence[float], rates: Rates) -> Decision:
 
 
 def mean(values: Sequence[float], limit: float, rates: Rates, rarest: float = RAREST) -> Decision:
-    """Whether a mean of values of at least 0 is above its limit, or below, once cut at `rarest` limits."""
+    """Decide whether the mean of non-negative values is above its limit, or below after values are cut at `rarest`
+    limits."""
     if _wealth(values, limit) >= 1 / rates.alpha:
         return "fault"
     return "sound" if _is_excluded(values, limit, rates.beta, rarest) else "open"
@@ -119,36 +120,36 @@ def excluded(
 
 
 def needed(value: float, limit: float, rate: float, rarest: float = RAREST) -> int | None:
-    """Number of values which are alike that exclude a mean above the limit; None if none do."""
+    """Number of equal values that exclude a mean above the limit; None if no number does."""
     gain = math.log1p((1 - value / limit) / (rarest - 1)) if value < limit else 0.0
     return math.ceil(math.log(1 / (LOWERED[0][1] * rate)) / gain) if gain else None
 
 
 def excluded_share(num_right: int, rate: float) -> float:
-    """The smallest share of broken answers with which `num_right` right ones in a row have a chance
-    of at most `rate`."""
+    """Smallest fraction of broken answers for which `num_right` correct ones in a row have a
+    probability of at most `rate`."""
     return float(1 - rate ** (1 / num_right)) if num_right else 1.0
 
 
 def _is_excluded(values: Sequence[float], limit: float, rate: float, rarest: float) -> bool:
-    """Whether a bet that the mean of the values, cut at `rarest` limits, is below the limit won enough."""
+    """Whether a bet that the mean of the values, cut at `rarest` limits, is below the limit has won enough."""
     cut = [(1 - min(v / limit, rarest)) / (rarest - 1) for v in values]
     won = 0.0
     for share, part in LOWERED:
         left = [1 + share * gain for gain in cut]
-        if min(left, default=1.0) > 1e-12:  # else one value lost it all
+        if min(left, default=1.0) > 1e-12:  # # otherwise one value lost it all
             won += part * math.exp(min(sum(map(math.log, left)), 700.0))
     return won >= 1 / rate
 
 
 def _wealth(values: Sequence[float], limit: float) -> float:
-    """The mean wealth of bets that the mean is above the limit; none can be expected to win if not."""
+    """Mean wealth of bets that the mean is above the limit; if it is not, no bet can be expected to win."""
     logs = [sum(math.log1p(s * (max(0.0, v) / limit - 1)) for v in values) for s in STAKES]
     return sum(math.exp(min(x, 700.0)) for x in logs) / len(STAKES)
 
 
 def bound(values: Sequence[float], rate: float) -> float:
-    """The upper bound of a mean that fails at any look with the chance `rate`."""
+    """Upper bound of a mean, which is wrong at any time with a probability of at most `rate`."""
     n = len(values)
     if n < FEWEST:
         return math.inf

@@ -1,4 +1,4 @@
-"""A served model, asked over OpenAI's chat API, as any client would."""
+"""A served model, used over OpenAI's chat API like by any client."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from slipstream.errors import ConfigError, SlipstreamError
 Message = Mapping[str, Any]
 
 REFUSED = (400, 404, 405, 415, 422, 501)
-"""Statuses of a server that doesn't know a field or a feature."""
+"""Status codes of a server that does not support a field or a feature."""
 
 LEAST = -9999.0
-"""Log-probabilities below count as this one, and so do those that are no number."""
+"""Minimum log-probability: lower ones, and those that are not numbers, count as this one."""
 
 
 class NotOfferedError(Exception):
-    """The server refuses the feature by an error of its own."""
+    """The server rejects the feature with an error of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedToken:
-    """A token as the server gives it: its bytes, its log-probability, and those of the likeliest."""
+    """A token reported by the server: its bytes, its log-probability, and those of the most likely tokens."""
 
     data: bytes
     logprob: float
@@ -34,7 +34,7 @@ class ServedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """An answer. `tokens` is empty if the server gives no log-probabilities."""
+    """An answer. `tokens` is empty if the server reports no log-probabilities."""
 
     text: str
     tokens: tuple[ServedToken, ...]
@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Served:
-    """A model of a server. Not thread-safe but for `ask`."""
+    """A model on a server. Only `ask` is thread-safe."""
 
     url: str
     model: str
@@ -81,8 +81,8 @@ class Served:
         return cls(url, model, http)
 
     def ask(self, messages: Sequence[Message], **more: Any) -> Answer:
-        """Send one chat request. NotOfferedError if the server refuses a field, SlipstreamError if it
-        can't be reached or fails."""
+        """Send one chat request. NotOfferedError if the server rejects a field, SlipstreamError if
+        it can't be reached or fails."""
         body = {"model": self.model, "messages": list(messages), **more}
         try:
             reply = self.http.post(f"{self.url}/v1/chat/completions", json=body)
@@ -101,7 +101,7 @@ class Served:
 
 
 def _message(reply: httpx.Response) -> str:
-    """The words of an error, in the forms that servers give them, else the text as it is."""
+    """Message of an error response, in the formats of common servers, else its text."""
     try:
         body = reply.json()
         error = body.get("error") or body

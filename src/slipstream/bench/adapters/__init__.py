@@ -1,8 +1,8 @@
 """The engines that can be measured, with one interface.
 
 An adapter is a module here with `make(setup, on_phase) -> Engine`. `ENGINES` says what each engine
-supports, so that an unsupported request is refused by name, in the same words everywhere, before
-anything is loaded."""
+supports, so that an unsupported setting raises the same error everywhere, before anything is
+loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.errors import ConfigError
 OnPhase = Callable[[str], None]
 
 AS_STORED = "none"
-"""The scheme of a checkpoint that is not rounded at load."""
+"""Name of the scheme for weights that are not quantized at load."""
 
 
 class Engine(Protocol):
@@ -30,15 +30,15 @@ class Engine(Protocol):
         """Send all requests at once. Returns a record of each, in their order."""
 
     def describe(self) -> dict[str, Any]:
-        """Name, settings and phases of the start, as JSON data."""
+        """Name, settings and start phases, as JSON data."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """Numbers of devices that share a model: by tensor parallelism, by pipeline stages, and by tokens
-    of the cache (`context`; with `tensor` its ranks that hold copies of a kv head)."""
+    """Numbers of devices that share a model: by tensor parallelism, by pipeline stages, and by
+    tokens of the cache (`context`; with `tensor`, its ranks that hold copies of a kv head)."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -79,9 +79,9 @@ class EngineSetup:
     """Description of an engine to make.
 
     - `model`: the name that the user gave.
-    - `path`: where it is stored; None: the engine finds it itself, as a server does.
-    - `batch_size`: the most concurrent requests.
-    - `max_model_len`: the longest request.
+    - `path`: path where it is stored; None: the engine finds it itself, like a server.
+    - `batch_size`: maximum number of concurrent requests.
+    - `max_model_len`: maximum tokens of a request.
     - `settings`: fields of `EngineArgs`, or the other engine's own, which `ENGINES` lists."""
 
     engine: str
@@ -99,9 +99,9 @@ class EngineSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """Capabilities of an engine. `settings`: its own; None: those of `EngineArgs`. `schemes`: it
-    can round weights at load. `parallel`: it runs on several devices. `remote`: it is asked over
-    HTTP and finds its model itself."""
+    """Capabilities of an engine. `settings`: its own settings; None: those of `EngineArgs`.
+    `schemes`: it can quantize weights at load. `parallel`: it runs on several devices. `remote`: it
+    is used over HTTP and finds its model itself."""
 
     settings: tuple[str, ...] | None
     schemes: bool = False
@@ -156,8 +156,8 @@ def check(setup: EngineSetup) -> None:
 
 
 def make_engine(setup: EngineSetup, on_phase: OnPhase = lambda phase: None) -> Engine:
-    """The engine of `setup` with its model loaded. ConfigError names what it does not support or
-    what is not installed."""
+    """Create the engine of `setup` with its model loaded. ConfigError names what it does not
+    support or what is not installed."""
     check(setup)
     adapter = "server" if ENGINES[setup.engine].remote else setup.engine
     made: Engine = importlib.import_module(f"slipstream.bench.adapters.{adapter}").make(

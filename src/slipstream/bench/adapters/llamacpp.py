@@ -1,7 +1,7 @@
 """llama.cpp in this process, through llama-cpp-python's low-level interface.
 
 It uses its own kernels and cache, with prompts and decodes in one call as in its server; greedy,
-without an end-of-sequence check. A token's time is taken when it is chosen. llama.cpp computes
+without an end-of-sequence check. A token's time is recorded when it is sampled. llama.cpp computes
 sequences together only if their ids increase within a call, so rows are passed in the order of
 their sequences."""
 
@@ -41,7 +41,7 @@ class OfflineLlamaCpp:
         self.batch_size, self.num_threads = batch_size, num_threads
         self._lib: Any = llama_cpp
         begin = time.monotonic()
-        # Kept in self, because the library calls it as long as a model exists.
+        # Stored in self, because the library calls it as long as a model exists.
         self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._quiet, None)
         llama_cpp.llama_backend_init()
@@ -84,7 +84,7 @@ class OfflineLlamaCpp:
                 prompt = request.prompt_token_ids
                 given[heapq.heappop(free)] = index, len(prompt), prompt
                 num_rows += len(prompt)
-            # (token, position, slot, whether its logits are wanted)
+            # (token, position, slot, whether its logits are needed)
             rows: list[tuple[int, int, int, bool]] = []
             for slot, (_, length, tokens) in sorted(given.items()):
                 first = length - len(tokens)

@@ -2,7 +2,7 @@
 
 Its generator has no batch that requests can join. Requests with equal lengths of prompts and
 answers run as one full batch; others run one batch after another. Greedy, without an
-end-of-sequence check. A token's time is taken when its step has ended."""
+end-of-sequence check. A token's time is recorded when its step has ended."""
 
 from __future__ import annotations
 

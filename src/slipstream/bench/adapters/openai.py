@@ -1,8 +1,8 @@
 """Any endpoint with OpenAI's `/v1/completions` or `/v1/chat/completions`, over HTTP/1.1 with
 server-sent events.
 
-Data that a connection receives costs one callback: no task is woken until the answer has ended, so
-that one process can read tens of thousands of tokens a second. Connections stay open for later
+Received data costs one callback per connection: no task is woken until the answer has ended, so
+that one process can read tens of thousands of tokens per second. Connections stay open for later
 requests. A request fails if the endpoint breaks off, answers with an error, or sends an error
 event."""
 
@@ -78,7 +78,7 @@ class _Models(msgspec.Struct):
 
 
 class OpenAIEndpoint:
-    """A `StreamingEngine` that asks an endpoint."""
+    """A `StreamingEngine` that sends requests to an endpoint."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         parts = urlsplit(endpoint.url)
@@ -143,7 +143,7 @@ class OpenAIEndpoint:
     async def _exchange(
         self, method: str, path: str, body: bytes, events: Events | None, timeout_s: float
     ) -> tuple[int, bytes]:
-        """(status, body) of an answer. The body is empty if `events` read it."""
+        """Send a request and read its response: (status, body). The body is empty if `events` read it."""
         of_body = (
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""
         )
@@ -273,7 +273,7 @@ class _Delta(msgspec.Struct, gc=False):
 
 class _Choice(msgspec.Struct, gc=False):
     text: str | None = None
-    delta: _Delta | None = None  # a chat's
+    delta: _Delta | None = None  # # of a chat
     token_ids: list[int] | None = None
 
 
@@ -358,12 +358,12 @@ class Splitter:
         self._rest, self._data = b"", list[bytes]()
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of the events that `chunk` completes."""
+        """Data of the events that `chunk` completes."""
         whole, cut = self._rest + chunk, b""
         if len(whole) > MAX_EVENT_BYTES:
             raise EngineError("an event is longer than 16 MiB")
         if b"\r" in whole:
-            # A CR at the end may be half of a CR LF: it stays until more has arrived.
+            # A CR at the end may be half of a CR LF: it is held back until more has arrived.
             whole, cut = (whole[:-1], b"\r") if whole.endswith(b"\r") else (whole, b"")
             whole = whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, tail = whole.split(b"\n")

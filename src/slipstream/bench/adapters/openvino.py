@@ -2,7 +2,7 @@
 folder.
 
 It uses its own scheduler, kernels and precision hints; greedy, without an end-of-sequence check. A
-token's time is taken when its step returns."""
+token's time is recorded when its step returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.costs.metrics import RequestTiming
 from slipstream.errors import ConfigError
 
 BLOCK_SIZE = 32
-"""Tokens of a cache block on a CPU."""
+"""Number of tokens in a cache block on a CPU."""
 
 
 class OfflineOpenVINO:
@@ -43,7 +43,7 @@ class OfflineOpenVINO:
         scheduler.max_num_seqs, scheduler.max_num_batched_tokens = batch_size, 2048
         scheduler.num_kv_blocks = batch_size * (-(-max_model_len // BLOCK_SIZE) + 1)
         begin = time.monotonic()
-        # Its own pinning counts cores from the machine's first, and ignores this process's
+        # OpenVINO's own pinning counts cores from the machine's first, and ignores this process's
         # affinity.
         properties = {
             "INFERENCE_NUM_THREADS": num_threads,

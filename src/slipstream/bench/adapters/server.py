@@ -1,8 +1,8 @@
-"""A server that is asked over OpenAI's HTTP API: one that runs already (`url`), or one that a
+"""A server that is measured over OpenAI's HTTP API: one that runs already (`url`), or one that a
 command starts here and that ends with this process.
 
 A command is a list of words in which {model}, {port}, {batch_size}, {max_model_len} and {scheme}
-are filled in. vLLM is measured in this way, by its own server. A token's time is taken when this
+are filled in. vLLM is measured in this way, by its own server. A token's time is recorded when this
 process receives it; all requests are sent at once."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ASK_EVERY_S = 0.2
 
 
 class ServerEngine:
-    """Asks `endpoint`. `process`: its server, if it was started here."""
+    """Sends requests to `endpoint`. `process`: its server, if it was started here."""
 
     def __init__(
         self, endpoint: Endpoint, process: subprocess.Popen[bytes] | None, load_s: float
@@ -156,8 +156,8 @@ def start(words: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 async def served_models(endpoint: Endpoint, process: subprocess.Popen[bytes] | None) -> list[str]:
-    """Names that the server reports, once it answers. The caller limits the time. Without a
-    process: ask once."""
+    """Names of the served models, as soon as the server answers. The caller limits the time.
+    Without a process, only one request is made."""
     while True:
         try:
             async with OpenAIEndpoint(endpoint) as engine:

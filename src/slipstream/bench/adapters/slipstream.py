@@ -20,7 +20,7 @@ from slipstream.params.sampling import SamplingParams
 
 
 def greedy(output_tokens: int) -> SamplingParams:
-    """Sampling parameters for an answer of exactly this many tokens, each the likeliest."""
+    """Sampling parameters for a greedy answer of exactly this many tokens."""
     return SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
 
 
@@ -29,8 +29,8 @@ def prompt_of(request: BenchRequest) -> Prompt:
 
 
 class OfflineSlipstream:
-    """Engine `LLM`, which gets all requests at once; it reports the times of each one's first and
-    last token."""
+    """Engine `LLM`, which receives all requests at once; it reports the times of each request's
+    first and last token."""
 
     def __init__(
         self, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None

@@ -3,7 +3,7 @@ left.
 
 The model has the same dtype as ours and uses its own attention kernels; greedy, without an
 end-of-sequence check, on batches in the order of arrival. A batch runs until its longest answer is
-done. Tokens beyond a request's own length are not counted. A token's time is taken when it is
+done. Tokens beyond a request's own length are not counted. A token's time is recorded when it is
 computed, as a server that streams from `generate` could deliver it."""
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from slipstream.errors import ConfigError, install_command
 
 
 def load_gguf(path: Path, dtype: str) -> Any:
-    """transformers' model of a GGUF file, with dense weights in `dtype`, unpacked by its own
+    """transformers' model of a GGUF file, with dense weights in `dtype`, dequantized by its own
     reader.
 
-    From 5.23 transformers by default keeps them packed and unpacks them at every product, which is
-    not what we compare."""
+    From 5.23 on, transformers keeps them packed by default and dequantizes them in every linear
+    layer, which is not what we compare."""
     try:
         import torch
         import transformers

@@ -29,7 +29,7 @@ class SweepRun:
 
 
 def render(runs: Sequence[SweepRun]) -> str:
-    """The page of one run, or of several to compare, newest first."""
+    """Render the page of one run, or of several to compare, newest first."""
     data = {
         "runs": [
             {
@@ -48,9 +48,9 @@ def render(runs: Sequence[SweepRun]) -> str:
 
 
 def fill_page(template: Path, *, title: str, data: Any) -> str:
-    """Fill a template. Its parts between %% are the title, the data, and what all pages share."""
-    # Within a script element only "</script" and "<!--" have a meaning; JSON reads an escaped "<"
-    # as the same character.
+    """Fill a template, in which names between %% stand for the title, the data, and what all pages share."""
+    # In a script element only "</script" and "<!--" have a special meaning; JSON reads an escaped
+    # "<" as the same character.
     parts = {
         "TITLE": escape(title),
         "LICENSE": (HERE / "vendor" / "LICENSE").read_text("utf-8"),
@@ -66,7 +66,7 @@ def fill_page(template: Path, *, title: str, data: Any) -> str:
 
 
 def _rounded(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """The columns that charts show, rounded to the digits that they can show."""
+    """Columns shown in charts, rounded to the digits that charts show."""
     columns = columns_of(rows)
     for name in ("key", "time", "engine"):
         columns.pop(name, None)
@@ -77,7 +77,7 @@ def _rounded(rows: Sequence[Row]) -> dict[str, list[Any]]:
 
 
 def _shown(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The data about a run that the page shows, without paths of the machine."""
+    """Data about a run for the page, without the machine's file paths."""
     host = meta.get("machine", {}).get("host", {})
     return {
         "time": meta.get("time"),

@@ -1,5 +1,5 @@
-"""The file of a sweep, and what it describes: setups (an engine with a model, loaded once) and the
-cases that each measures.
+"""Reads the file of a sweep, which describes setups (an engine with a model, loaded once) and the
+cases measured with each.
 
 The file is TOML. Settings at its top apply to all engines; an engine may have its own `models`,
 `schemes` and `parallel`:
@@ -17,7 +17,7 @@ The file is TOML. Settings at its top apply to all engines; an engine may have i
     engine = "openvino"
     python = "/opt/peers/bin/python"
 
-Errors name the place of a wrong setting ("engines[1].schemes")."""
+Errors name the path of a wrong setting ("engines[1].schemes")."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """An engine of the file. `python`: interpreter of its processes (None: this one). `label`: its
+    """An engine in the file. `python`: interpreter of its processes (None: this one). `label`: its
     name in the results."""
 
     engine: str
@@ -79,9 +79,9 @@ class SetupSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The contents of a file. With `alternate` each repetition loads every engine again, in turn,
-    so that a drift of the machine's speed affects all of them alike. Without it an engine is loaded
-    once for all repetitions."""
+    """The contents of a file. With `alternate` each repetition loads every engine again, one after
+    another, so that a drift of the machine's speed affects all of them alike. Without it an engine
+    is loaded once for all repetitions."""
 
     name: str
     engines: tuple[EngineSpec, ...]
@@ -133,7 +133,7 @@ class Grid:
                 )
 
     def key(self, setup: SetupSpec, case: Case) -> str:
-        """Identity of a row when a sweep continues: everything that its values depend on."""
+        """Key by which a continued sweep finds a row: everything on which its values depend."""
         told = {
             "engine": [
                 setup.engine.engine,
@@ -304,7 +304,7 @@ def _typed(value: Any, kind: type[T], where: str) -> T:
 def _list(
     given: Mapping[str, Any], name: str, kind: type[T], where: str, *, default: list[T] | None
 ) -> list[T]:
-    """A list that is not empty; without a default it is required."""
+    """Read a list that is not empty; without a default it is required."""
     if name not in given:
         if default is not None:
             return default

@@ -75,7 +75,7 @@ def figures(summary: Summary) -> Row:
 
 
 def energy_figures(energy: Energy | None) -> Row:
-    """Columns of a run's energy that are known."""
+    """Known columns of a run's energy."""
     if energy is None:
         return {}
     found = {
@@ -99,8 +99,8 @@ def append(row: Row, folder: Path) -> None:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Rows that a sweep has measured so far. Of a row measured twice the later one counts; an
-    incomplete line is skipped."""
+    """Read the rows measured so far. Of a row measured twice the later one counts; an incomplete
+    line is skipped."""
     file = folder / ROWS_NAME
     if not file.is_file():
         return []
@@ -133,7 +133,7 @@ def pyarrow() -> Any:
 
 
 def write_parquet(rows: Iterable[Row], path: Path, meta: Mapping[str, Any]) -> None:
-    """Write rows. A column that a row lacks is null."""
+    """Write rows. A column missing in a row is null."""
     arrow = pyarrow()
     types = {"text": arrow.string(), "int": arrow.int64(), "float": arrow.float64()}
     schema = arrow.schema([(name, types[kind]) for name, kind in COLUMNS.items()])

@@ -1,7 +1,7 @@
 """Runs a sweep: one process per setup, one row per case, whatever fails.
 
-A process that dies or takes too long costs the case that it was at, and another is started for the
-next case. If the model can't be loaded, all cases of the setup become rows with the same error."""
+If a process dies or takes too long, only its current case is lost, and another process is started for the
+next one. If the model can't be loaded, all cases of the setup become rows with the same error."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _identity(key: str, setup: SetupSpec, case: Case) -> Row:
 
 
 def _measure(grid: Grid, spec: SetupSpec, cases: list[Case], folder: Path) -> Iterator[Row]:
-    """The values of each case's row, in order."""
+    """Yields the values of each case's row, in order."""
     try:
         setup, description = make_setup(grid, spec)
         vocab_size = grid.vocab_size if description is None else description.spec.vocab_size
@@ -117,7 +117,7 @@ def _measure(grid: Grid, spec: SetupSpec, cases: list[Case], folder: Path) -> It
                 **found,
                 **(_cost(description, spec, case, found) if description else {}),
             }
-    except BaseException:  # interrupted, or nobody wants the other rows: a case may be running
+    except BaseException:  # # interrupted, or the caller needs no more rows: a case may be running
         if worker is not None:
             worker.kill()
         raise
@@ -152,7 +152,7 @@ def make_setup(grid: Grid, spec: SetupSpec) -> tuple[EngineSetup, ModelDescripti
 
 
 def _cost(description: ModelDescription, spec: SetupSpec, case: Case, found: Row) -> Row:
-    """The row's estimated place on the roofline; empty without a decode step time."""
+    """Estimated work of the row's decode steps for the roofline; empty without a decode step time."""
     tpot = found.get("tpot_s_p50")
     if not tpot or (spec.scheme != AS_STORED and spec.scheme not in SCHEMES):
         return {}
@@ -172,15 +172,15 @@ def _cost(description: ModelDescription, spec: SetupSpec, case: Case, found: Row
 
 
 class Worker:
-    """A process of `worker.py`, in its own group with everything that it starts. Its messages go to
-    a file in `logs`."""
+    """A process of `worker.py`, in a process group of its own with all processes that it starts.
+    Its messages go to a file in `logs`."""
 
     def __init__(self, setup: EngineSetup, spec: SetupSpec, logs: Path) -> None:
         logs.mkdir(exist_ok=True)
         self.started: Row = {}
         self._setup = setup
         self._log = logs / f"{spec.engine.label}.log".replace("/", "_")
-        # The other interpreter sees this package, and nothing else of this environment.
+        # The other interpreter can import this package, and nothing else of this environment.
         self._source = tempfile.TemporaryDirectory(prefix="slipstream-sweep-")
         (Path(self._source.name) / "slipstream").symlink_to(Path(__file__).parents[2])
         ours = [] if spec.engine.python else filter(None, [os.environ.get("PYTHONPATH")])
@@ -249,7 +249,7 @@ class Worker:
         return said[-LOG_TAIL:].split("\n", 1)[-1] if said else "it said nothing"
 
     def close(self) -> None:
-        """Ask it to end; then kill it if it does not."""
+        """Ask the process to end; kill it if it does not."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -258,7 +258,7 @@ class Worker:
         self.kill()
 
     def kill(self) -> None:
-        """Kill it and everything that it started."""
+        """Kill the process and everything that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -29,8 +29,8 @@ from slipstream.errors import SlipstreamError
 def measure(
     engine: Engine, meter: EnergyMeter, case: Mapping[str, Any], *, remote: bool = False
 ) -> dict[str, Any]:
-    """Values of the row, or the error of one of its requests. The memory of a `remote` engine, a
-    server, is unknown."""
+    """Values of the case's row, or the error of one of its requests. The memory of a `remote`
+    engine, a server, is unknown."""
     size = case["batch_size"]
     work = fixed(
         size,
@@ -53,7 +53,7 @@ def measure(
 
 
 def _devices(setup: EngineSetup) -> list[str] | None:
-    """Devices that the engine computes on; None for a server, which does not tell."""
+    """Devices on which the engine computes; None for a server, whose devices are unknown."""
     if ENGINES[setup.engine].remote:
         return None
     if setup.engine in ("llamacpp", "openvino", "onnxruntime"):
@@ -73,7 +73,7 @@ def text_of(error: Exception) -> str:
 
 
 def version_of(engine: str) -> str | None:
-    """Version of the engine's package here; None for a server, which may have another one."""
+    """Version of the engine's package here; None for a server, whose version may differ."""
     names = {
         "transformers": "transformers",
         "llamacpp": "llama_cpp_python",

@@ -1,8 +1,8 @@
-"""`slipstream keys add|list|revoke|rotate FILE`: manages who may ask a server (`serve --keys-file
-FILE`), and how much.
+"""`slipstream keys add|list|revoke|rotate FILE`: manages a server's API keys and their limits
+(`serve --keys-file FILE`), and how much.
 
-A key is shown once, when it is made. The file has a digest of it. A running server reads a changed
-file within a second."""
+A key is shown once, when it is created. The file stores a digest of it. A running server reads a
+changed file within a second."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     slipstream verify http://127.0.0.1:8000 --against smollm2
     slipstream verify https://api.example.com --api-key-file FILE --model NAME --against ./checkpoint --page verify.html
 
-Works with any server that has OpenAI's chat API. The model is loaded here, and computes the probability of
+Any server that speaks OpenAI's chat API can be checked. The model is loaded here, and computes the probability of
 each token of the server's answers. The exit code is 0 if no fault is found, 1 for a fault, 4 if the answers
 are not conclusive. docs/verify.md lists the checks."""
 

@@ -4,7 +4,8 @@
 2. Finished layers are stored in the work folder as blocks. An interrupted run continues after the
    last one.
 3. The last part is the embeddings and the output head, which is calibrated on the final hidden states.
-4. The file is read back before it becomes the result: it must describe the same model.
+4. With a `qat` step, all quantized tensors are then trained together (`train`).
+5. The file is read back before it becomes the result: it must describe the same model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,7 +32,8 @@ from slipstream.compress.gguf.metadata import add_metadata, frequencies, same_mo
 from slipstream.compress.gguf.mix import GGUF, SHORT, PlannedBlocks
 from slipstream.compress.gguf.source import gguf_family_of, places, put, read_tensor, unpacked
 from slipstream.compress.gguf.tensors import About, inside, outside, round_tensor
-from slipstream.compress.recipe import RECIPE_NAME
+from slipstream.compress.gguf.train import train_blocks
+from slipstream.compress.recipe import QAT, RECIPE_NAME
 from slipstream.errors import ConfigError, SlipstreamError, UnsupportedModelError, install_command
 from slipstream.model.load.weights import load_parameters
 from slipstream.model.save import new_folder
@@ -44,7 +46,10 @@ Progress = Callable[[int, int], None]
 Array = npt.NDArray[Any]
 
 PRODUCTS_NAME = "slipstream-products.json"
-"""File next to the model with the type of each tensor, its rounding method, and its error."""
+"""File next to the model with the type of each tensor, its rounding method, and its error (before training)."""
+
+TRAINING_NAME = "slipstream-training.json"
+"""File next to a trained model with the training's settings, its time, and the loss of each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,8 @@ class GGUFRun:
     work: WorkFolder
     device: torch.device
     dtype: torch.dtype
+    qat: QAT | None = None
+    training: Sequence[Sequence[int]] = ()  # windows
 
     @property
     def num_layers(self) -> int:
@@ -91,9 +98,9 @@ def write_gguf(
     if run.source.gguf is None:  # # raise before the work if config or tokenizer can't be expressed
         with TemporaryDirectory(dir=run.work.path) as trial:
             _write_file(run, Path(trial) / "trial.gguf", None)
-    total = run.num_layers + 1
+    total = run.num_layers + 1 + (0 if run.qat is None else run.qat.num_steps)
     if run.step.bits is not None:
-        done = total
+        done = run.num_layers + 1
         total += done
         run = replace(run, planned=_allocated(run, windows, lambda n: progress(n, total)))
     else:
@@ -114,8 +121,23 @@ def write_gguf(
     if run.work.note("ends") is None:
         _write_ends(run, text)
     parts = [*(f"layer-{index:05d}" for index in range(run.num_layers)), "ends"]
+    done += run.num_layers + 1
+    if run.qat is not None and run.work.note("trained") is None:
+        held = _held(run, parts)
+        made, receipt = train_blocks(
+            run.source,
+            run.planned,
+            lambda tensor: _stored(run, held[tensor.name], tensor),
+            run.training,
+            run.qat,
+            device=run.device,
+            dtype=run.dtype,
+            progress=lambda n: progress(done + n, total),
+        )
+        run.work.finish("trained", made.items(), receipt)
     with new_folder(run.work.out) as folder:
-        _write_file(run, folder / f"{run.work.out.name}.gguf", parts)
+        trained = [] if run.qat is None else ["trained"]
+        _write_file(run, folder / f"{run.work.out.name}.gguf", [*parts, *trained])
         (folder / RECIPE_NAME).write_text(json.dumps(recipe, indent=2) + "\n")
         found: About = {}
         for part in parts:
@@ -127,6 +149,9 @@ def write_gguf(
                 found[t.name]["kl"] = costs[t.name][t.type]
         about = {t.name: {"format": t.type, **found.get(t.name, {})} for t in run.planned}
         (folder / PRODUCTS_NAME).write_text(json.dumps(about, indent=1) + "\n")
+        if run.qat is not None:
+            receipt = {"settings": asdict(run.qat), **(run.work.note("trained") or {})}
+            (folder / TRAINING_NAME).write_text(json.dumps(receipt, indent=1) + "\n")
         progress(total, total)
         finish(folder)
     run.work.clear()
@@ -213,12 +238,17 @@ def _plain(value: Tensor, kind: str) -> Tensor:
     return typed.view(-1).view(torch.uint8)
 
 
-def _read(run: GGUFRun, part: str, tensor: PlannedBlocks) -> Tensor:
+def _stored(run: GGUFRun, part: str, tensor: PlannedBlocks) -> Tensor:
+    """The bytes of a tensor in a finished part."""
     from safetensors import safe_open
 
     with safe_open(run.work.part(part), framework="pt") as opened:
-        blocks = opened.get_tensor(tensor.name)
-    return unpacked(blocks, tensor.type, tensor.shape).to(run.device)
+        blocks: Tensor = opened.get_tensor(tensor.name)
+    return blocks
+
+
+def _read(run: GGUFRun, part: str, tensor: PlannedBlocks) -> Tensor:
+    return unpacked(_stored(run, part, tensor), tensor.type, tensor.shape).to(run.device)
 
 
 def _write_ends(run: GGUFRun, text: Stream | None) -> None:
@@ -317,13 +347,21 @@ def _unsaid(source: ModelDescription) -> UnsupportedModelError:
     )
 
 
-def _data(run: GGUFRun, parts: Sequence[str], others: Sequence[str]) -> Iterator[Array]:
+def _held(run: GGUFRun, parts: Sequence[str]) -> dict[str, str]:
+    """The part of each tensor; later parts replace earlier ones."""
     from safetensors import safe_open
 
-    held = {}
+    held = dict[str, str]()
     for part in parts:
         with safe_open(run.work.part(part), framework="np") as opened:
             held.update(dict.fromkeys(opened.keys(), part))
+    return held
+
+
+def _data(run: GGUFRun, parts: Sequence[str], others: Sequence[str]) -> Iterator[Array]:
+    from safetensors import safe_open
+
+    held = _held(run, parts)
     for tensor in run.planned:
         with safe_open(run.work.part(held[tensor.name]), framework="np") as opened:
             yield np.ascontiguousarray(opened.get_tensor(tensor.name)).view(np.uint8).reshape(-1)

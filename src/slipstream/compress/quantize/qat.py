@@ -9,6 +9,7 @@ learning rate rises linearly, then falls to 0 along a cosine. Norms, embeddings 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -183,34 +184,43 @@ def train(
     order: list[int] = []
     losses: list[Tensor] = []
     with torch.enable_grad():
-        for number in range(settings.num_steps):
+        begin, number, done = time.monotonic(), 0, 0.0
+        while done < 1:
             while len(order) < per_step:
                 order += torch.randperm(len(windows), generator=rng).tolist()
             chosen, order = order[:per_step], order[per_step:]
             losses.append(backward(chosen))
             for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate * rate(number, settings)
+                group["lr"] = settings.learning_rate * rate(done, settings)
             torch.nn.utils.clip_grad_norm_(
                 [p for group in optimizer.param_groups for p in group["params"]], MAX_GRAD_NORM
             )
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if number:  # # report the previous step's loss: waiting for this one's would leave the device idle
-                _check(number - 1, losses[number - 1])
-            progress(number + 1, settings.num_steps)
-        _check(settings.num_steps - 1, losses[-1])
+            if number:  # the previous step's loss: waiting for this one's would let the device idle
+                check_loss(number - 1, losses[number - 1])
+            number += 1
+            done = share_done(number, time.monotonic() - begin, settings)
+            progress(number, settings.num_steps)
+        check_loss(number - 1, losses[-1])
     return {name: own.rounded() for name, own in learned.items()}
 
 
-def _check(number: int, loss: Tensor) -> None:
+def check_loss(number: int, loss: Tensor) -> None:
+    """Raises ConfigError if a step's loss is infinite or NaN."""
     if not math.isfinite(found := float(loss)):
         raise ConfigError(
             f"the loss of step {number} is {found}: lower learning_rate", field="learning_rate"
         )
 
 
-def rate(number: int, settings: QAT) -> float:
-    """Learning rate of a step, as a fraction of its maximum."""
-    return warmup_cosine(
-        number, settings.num_steps, max(1, round(settings.warmup * settings.num_steps))
-    )
+def share_done(number: int, seconds: float, settings: QAT) -> float:
+    """Fraction of the training that is over after this many steps and seconds."""
+    limit = math.inf if settings.minutes is None else 60 * settings.minutes
+    return max(number / settings.num_steps, seconds / limit)
+
+
+def rate(done: float, settings: QAT) -> float:
+    """Learning rate after a fraction of the training, as a fraction of its maximum."""
+    rising = max(1, round(settings.warmup * settings.num_steps))
+    return warmup_cosine(done * settings.num_steps, settings.num_steps, rising)

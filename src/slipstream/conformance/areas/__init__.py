@@ -1,4 +1,4 @@
-"""The checks. Importing this package enters all of them in the table."""
+"""The checks. Importing this package registers all of them."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ AREAS = [
         *(errors, listings, embeddings, load),
     )
 ]
-"""The order of areas. Load comes last, since a server may be busy after it."""
+"""Areas in the order of checking. Load comes last, because a server may be busy after it."""

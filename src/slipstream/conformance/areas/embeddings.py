@@ -1,4 +1,4 @@
-"""Embeddings, where the model gives them."""
+"""Checks of embeddings, if the model has them."""
 
 from __future__ import annotations
 

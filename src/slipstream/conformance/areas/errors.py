@@ -1,4 +1,4 @@
-"""Errors: status, the protocol's shape, and the words that clients look for."""
+"""Checks of errors: status, the protocol's format, and the words by which clients recognize them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS_UNKNOWN = 200_000
 
 
 def read_error(session: Session, reply: httpx.Response, *statuses: int) -> tuple[str, str]:
-    """Message and field of an error with one of these statuses."""
+    """Read the message and field of an error that must have one of these statuses."""
     found = reply.status_code
     expect(
         found in statuses, f"HTTP {found}, not {' or '.join(map(str, statuses))}: {reply.text[:80]}"

@@ -1,4 +1,4 @@
-"""Streams on the wire: lines, events and their order, characters."""
+"""Checks of streams on the wire: lines, events and their order, characters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from slipstream.conformance.schemas import closed
 from slipstream.conformance.session import SHAPE_ERRORS, Session
 
 TALKING = ("chat", "responses", "messages", "ollama")
-"""Protocols that have tools, schemas and reasoning."""
+"""Protocols with tools, schemas and reasoning."""
 
 ALL = (*TALKING, "completions")
 TEXTS = ("żółć 漢字 é", "🦜🏽 👩‍👩‍👧 🇯🇵", "नमस्ते שלום", "\U00020bb7 ﷽ Ω≈ç")
-"""Characters of two to four bytes, whose tokens end within a character."""
+"""Texts with characters of two to four bytes, which tokens may split."""
 
 
 @check("framing.lines", *ALL)
@@ -56,5 +56,5 @@ async def characters_are_whole(session: Session) -> str:
 
 
 def constant(text: str) -> Body:
-    """A schema of an object whose `text` can only be this."""
+    """Schema of an object whose `text` can only be this."""
     return closed(text={"type": "string", "enum": [text]})

@@ -1,4 +1,4 @@
-"""Lists of models."""
+"""Checks of the lists of models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many requests at once: disconnects, overload, and mixed protocols."""
+"""Checks with many concurrent requests: disconnects, overload, and mixed protocols."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from slipstream.conformance.session import Session
 SHORT = Ask(prompt="Hi", max_tokens=4)
 LONG = Ask(prompt="Count from one to a thousand.", max_tokens=1500, extra={"ignore_eos": True})
 BURST = 4
-"""Times `concurrency` that the burst sends at once."""
+"""Number of concurrent requests of the burst, as a multiple of `concurrency`."""
 
 FULL = 8
-"""A server is full for a short request that takes this many times as long as on an idle one."""
+"""A server counts as full if a short request takes this many times as long as when it is idle."""
 
 ROUNDS = 3
-"""Tries of a round of abandoned requests. A pause of the machine delays one, a server that goes on
-computing all of them."""
+"""Maximum tries of a round of abandoned requests. A pause of the machine can delay one; a server
+that continues all abandoned requests delays every one."""
 
 
 async def seconds(session: Session, limit_s: float) -> float | None:
-    """Time of a short answer. None if it takes longer than the limit, or is refused."""
+    """Seconds of a short answer. None if it takes longer than the limit, or is refused."""
     begin = time.monotonic()
     try:
         await asyncio.wait_for(session.whole(SHORT), limit_s)
@@ -46,7 +46,7 @@ async def seconds(session: Session, limit_s: float) -> float | None:
 
 
 async def longest(session: Session) -> Ask:
-    """The longest answer that the server takes a request for."""
+    """Request for the longest answer that the server accepts."""
     room = (session.context or 2048) // 2
     for ask in (LONG.but(max_tokens=min(1500, room)), LONG.but(max_tokens=room, extra={})):
         try:
@@ -86,7 +86,8 @@ async def disconnects_free_the_server(session: Session) -> str:
 
 
 async def is_full(session: Session, limit_s: float) -> bool:
-    """True if one of a few short requests waits: the long ones may not all be there at once."""
+    """Whether one of a few short requests has to wait; several are tried, because the long requests may not all have
+    started."""
     for _ in range(3):
         if await seconds(session, limit_s) is None:
             return True
@@ -94,7 +95,7 @@ async def is_full(session: Session, limit_s: float) -> bool:
 
 
 async def freed(session: Session, limit_s: float) -> float | None:
-    """Time of the first short answer within three limits. A server that refuses is asked again."""
+    """Seconds of the first short answer within three limits. If the server refuses, the request is repeated."""
     end = time.monotonic() + 3 * limit_s
     while time.monotonic() < end:
         if (took := await seconds(session, limit_s)) is not None:
@@ -125,10 +126,12 @@ async def running(
         if streams:
             with contextlib.suppress(
                 TimeoutError
-            ):  # none begins where abandoned ones hold all places
+            ):  # # no request may start while abandoned ones occupy all slots
                 await asyncio.wait_for(begun.wait(), 3 * limit_s)
         else:
-            await asyncio.sleep(0.3)  # an answer that comes whole gives no sign of its beginning
+            await asyncio.sleep(
+                0.3
+            )  # # an answer that is not streamed gives no sign that it has started
         yield
     finally:
         for task in tasks:

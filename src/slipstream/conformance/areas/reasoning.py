@@ -1,4 +1,4 @@
-"""Reasoning, apart from the answer's text."""
+"""Checks that reasoning is separate from the answer's text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that answers keep the promises of sampling parameters."""
+"""Checks of sampling parameters."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def logprobs_are_probabilities(session: Session) -> None:
 
 
 def rows_of(given: Any) -> list[tuple[str, float, list[float]]]:
-    """(token, its log-probability, those of the likeliest) of each position."""
+    """(token, its log-probability, those of the most likely tokens) at each position."""
     if "content" in given:
         return [
             (row["token"], row["logprob"], [one["logprob"] for one in row["top_logprobs"]])
@@ -113,7 +113,7 @@ def rows_of(given: Any) -> list[tuple[str, float, list[float]]]:
         ]
     tops = given["top_logprobs"]
     rows = zip(given["tokens"], given["token_logprobs"], tops, strict=True)
-    # an object has no order, and holds the token itself if it is none of the likeliest
+    # an object has no order, and contains the token itself if it is not among the most likely ones
     return [(token, own, sorted(top.values(), reverse=True)) for token, own, top in rows]
 
 

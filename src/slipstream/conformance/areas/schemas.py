@@ -1,4 +1,4 @@
-"""Structured output: schemas, JSON objects, regular expressions and grammars, judged from outside."""
+"""Checks of structured output: schemas, JSON objects, regular expressions and grammars, by their answers alone."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ async def grammars_hold(session: Session) -> str:
 
 
 async def _fields(session: Session, fields: Any, cases: list[tuple[str, str]]) -> str:
-    """Try each server's field. One whose answers never match is not the server's: many servers
-    ignore unknown fields. One whose answers sometimes match is broken."""
+    """Try each server's field. A field whose answers never match is taken as not supported, because
+    many servers ignore unknown fields. One whose answers match only sometimes is a fault."""
     found, notes = [], []
     for name, field in fields.items():
         try:

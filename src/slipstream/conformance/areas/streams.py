@@ -1,4 +1,4 @@
-"""Streams against whole answers: greedy, so that both must be the same."""
+"""Checks of streams against answers that are not streamed: greedy, so that both must be equal."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PROMPTS = (
 
 
 async def compare(session: Session, ask: Ask) -> None:
-    """Compare the stream with the whole answer. If they differ, the whole answer is asked for
-    again, since some servers don't repeat a greedy answer while their prefix cache fills."""
+    """Compare the stream with the answer that is not streamed. If they differ, the latter is requested again,
+    because some servers don't repeat a greedy answer while their prefix cache fills."""
     whole, streamed = await session.whole(ask), await session.streamed(ask)
     if streamed.said == whole.said:
         return

@@ -1,4 +1,4 @@
-"""Checks of tools: calls keep to their schemas, and the server accepts its own turns as history."""
+"""Checks of tools: calls match their schemas, and the server accepts its own turns as history."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AFTER = ASKED.but(max_tokens=16)
 
 
 async def required(session: Session) -> Answer:
-    """An answer that must call a tool. UnsupportedError where the protocol or server can't demand it."""
+    """Request an answer that must call a tool. UnsupportedError if the protocol or server can't require it."""
     with offered("tools with a required call"):
         answer = await session.whole(ASKED.but(choice="required"))
     if not answer.calls and session.protocol.name == "ollama":
@@ -45,7 +45,7 @@ async def required(session: Session) -> Answer:
 
 
 async def taken_back(session: Session, history: Sequence[Any], **extra: Any) -> None:
-    """Check that the server answers after this history, whole and streamed."""
+    """Check that the server answers after this history, streamed and not."""
     ask = AFTER.but(history=tuple(history), extra=extra)
     await session.whole(ask)
     await session.streamed(ask)

@@ -1,4 +1,4 @@
-"""Counts of tokens."""
+"""Checks of token counts."""
 
 from __future__ import annotations
 

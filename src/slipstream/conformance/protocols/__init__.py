@@ -1,4 +1,4 @@
-"""The protocols, by name."""
+"""Protocols by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anthropic's messages."""
+"""Anthropic's messages API."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DELTAS = {"text": "text_delta", "tool_use": "input_json_delta"}
 
 
 def arguments(text: str) -> Any:
-    """The object that deltas give; the text itself, if `max_tokens` cut it."""
+    """Object that the deltas form together; the text itself, if `max_tokens` cut it off."""
     try:
         return json.loads(text or "{}")
     except ValueError:
@@ -38,7 +38,7 @@ def arguments(text: str) -> Any:
 
 
 class Messages(Protocol):
-    """Anthropic's messages: `POST /v1/messages`."""
+    """Anthropic's messages API: `POST /v1/messages`."""
 
     name, path = "messages", "/v1/messages"
     long_prompt_words = ("prompt is too long", "exceed context limit")

@@ -1,4 +1,4 @@
-"""Requests and answers in no protocol's words, and the framing of streams."""
+"""Protocol-independent requests and answers, and the parsing of streams."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ DONE = "[DONE]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A request in no protocol's words. `history` follows the prompt, in the protocol's own items;
-    `extra` are fields of the protocol, which win. The choice "required" asks for one call, since
-    small models would go on calling."""
+    """A protocol-independent request. `history` follows the prompt, in the protocol's own items;
+    `extra` are fields of the protocol, which override others. The choice "required" requires one
+    call only, because small models would go on calling."""
 
     prompt: str = "Write a short story about a lighthouse."
     history: tuple[Any, ...] = ()
@@ -38,7 +38,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool. `arguments` is the text that came, or the object as JSON."""
+    """A call of a tool. `arguments` is the text received, or the object as JSON."""
 
     id: str
     name: str
@@ -53,7 +53,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Numbers of tokens; None where the protocol or the server says nothing. `prompt` includes
+    """Numbers of tokens; None if the protocol or the server does not report them. `prompt` includes
     cached tokens."""
 
     prompt: int
@@ -65,8 +65,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """An answer in no protocol's words. `finish` is stop, length or tools; `raw` is the body, or
-    what a client puts together from the stream."""
+    """A protocol-independent answer. `finish` is stop, length or tools; `raw` is the body, or what
+    a client assembles from the stream."""
 
     text: str
     reasoning: str
@@ -78,8 +78,8 @@ class Answer:
 
     @property
     def said(self) -> tuple[Any, ...]:
-        """The parts that a whole answer and its stream have in common. Arguments that `max_tokens` cuts
-        have no one form."""
+        """Parts that an answer and its stream must have in common. Arguments cut off by
+        `max_tokens` are left out, because their form is not defined."""
         cut = self.finish == "length"
         calls = [(call.name, None if cut else call.parsed()) for call in self.calls]
         return self.text, self.reasoning, calls, self.finish
@@ -94,7 +94,7 @@ class Event:
 
 
 def number(body: Mapping[str, Any], *path: str) -> int | None:
-    """The count under a path of names. None if there is none; FailedError if it is no count."""
+    """Integer under a path of names. None if there is none; FailedError if it is not a count."""
     value: Any = body
     for name in path:
         value = (value or {}).get(name)
@@ -119,7 +119,7 @@ def json_of(text: str) -> Any:
 
 
 def read_sse(raw: bytes) -> list[Event]:
-    """The events of a text/event-stream, read strictly: fields that exist, one event between empty
+    """Parse the events of a text/event-stream strictly: known fields, one event between empty
     lines, an empty line after the last."""
     text = text_of(raw).replace("\r\n", "\n")
     expect(text.endswith("\n\n"), f"the stream ends within an event: {text[-80:]!r}")
@@ -147,7 +147,7 @@ def read_ndjson(raw: bytes) -> list[Event]:
 
 
 class Protocol(abc.ABC):
-    """A protocol's requests, answers, streams, turns and errors."""
+    """A protocol: its requests, answers, streams, turns and errors."""
 
     name: ClassVar[str]
     path: ClassVar[str]
@@ -155,7 +155,7 @@ class Protocol(abc.ABC):
     max_tokens: ClassVar[str] = "max_tokens"
     prompt_field: ClassVar[str] = "messages"
     long_prompt_words: ClassVar[tuple[str, ...]] = ()
-    """Texts by which clients know that a prompt is too long."""
+    """Texts by which clients recognize that a prompt is too long."""
 
     def headers(self, api_key: str | None) -> dict[str, str]:
         return {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -165,32 +165,32 @@ class Protocol(abc.ABC):
 
     @abc.abstractmethod
     def body(self, ask: Ask, model: str, *, stream: bool = False) -> Body:
-        """The request's body."""
+        """Request body for `ask`."""
 
     @abc.abstractmethod
     def read(self, body: Any) -> Answer:
-        """Reads a whole answer. A missing part raises KeyError, TypeError or IndexError."""
+        """Parse an answer that is not streamed. A missing part raises KeyError, TypeError or IndexError."""
 
     @abc.abstractmethod
     def collect(self, events: Sequence[Event]) -> Answer:
-        """Puts a stream together as a client does, without judging its order."""
+        """Assemble an answer from a stream like a client, without checking its order."""
 
     @abc.abstractmethod
     def order(self, events: Sequence[Event]) -> None:
-        """Raises FailedError where events miss, or stand in another order than the protocol's."""
+        """Raise FailedError if events are missing, or not in the protocol's order."""
 
     @abc.abstractmethod
     def error(self, body: Any) -> tuple[str, str]:
-        """(message, name of the field or "") of an error's body."""
+        """(message, name of the field or "") from an error's body."""
 
     def turn(self, answer: Answer) -> list[Any]:
-        """The items of the next request's history that are this answer, as a client keeps them."""
+        """Items that represent this answer in the next request's history, as a client stores them."""
         raise NotImplementedError
 
     def results(self, calls: Sequence[Call], texts: Sequence[str]) -> list[Any]:
-        """The items of the next request's history that are these calls' results."""
+        """Items that represent these calls' results in the next request's history."""
         raise NotImplementedError
 
     def called(self, calls: Sequence[Call], reasoning: str = "") -> list[Any]:
-        """The items of a turn with these calls, written by hand."""
+        """Items of an assistant turn with these calls, not generated by the server."""
         raise NotImplementedError

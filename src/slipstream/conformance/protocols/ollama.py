@@ -1,4 +1,4 @@
-"""Ollama's chat."""
+"""Ollama's chat API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.conformance.registry import expect
 
 
 class Ollama(Protocol):
-    """Ollama's chat: `POST /api/chat`. Arguments of calls are objects, and calls may have no
+    """Ollama's chat API: `POST /api/chat`. Arguments of calls are objects, and calls may have no
     ids."""
 
     name, path, media_type = "ollama", "/api/chat", "application/x-ndjson"

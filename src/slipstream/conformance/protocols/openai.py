@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and completions."""
+"""OpenAI's APIs for chat completions and completions."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def read_usage(body: Any) -> Usage | None:
 
 
 def read_error(body: Any) -> tuple[str, str]:
-    """Message and field of `{"error": {"message", "type", "param", "code"}}`."""
+    """(message, field) of `{"error": {"message", "type", "param", "code"}}`."""
     error = body["error"]
     expect(isinstance(error["message"], str) and error["type"], f"the error's shape: {error!r}")
     return f"{error['message']} {error.get('code') or ''}".strip(), error.get("param") or ""
 
 
 class Completions(Protocol):
-    """OpenAI's completions: `POST /v1/completions`."""
+    """OpenAI's completions API: `POST /v1/completions`."""
 
     name, path, prompt_field = "completions", "/v1/completions", "prompt"
     long_prompt_words = LONG_PROMPT
@@ -115,7 +115,7 @@ class Completions(Protocol):
 
 
 class Chat(Completions):
-    """OpenAI's chat: `POST /v1/chat/completions`."""
+    """OpenAI's chat API: `POST /v1/chat/completions`."""
 
     name, path, prompt_field = "chat", "/v1/chat/completions", "messages"
     object_name = "chat.completion.chunk"

@@ -19,7 +19,7 @@ from slipstream.conformance.protocols.openai import LONG_PROMPT, read_error
 from slipstream.conformance.registry import FailedError, expect
 
 ENDS = ("response.completed", "response.incomplete")
-DELTAS = {  # end of a run of deltas: (its field, the deltas)
+DELTAS = {  # # event that ends a series of deltas: (its field, the deltas)
     "response.output_text.done": ("text", "response.output_text.delta"),
     "response.reasoning_text.done": ("text", "response.reasoning_text.delta"),
     "response.function_call_arguments.done": (
@@ -92,7 +92,7 @@ class Responses(Protocol):
         )
 
     def collect(self, events: Sequence[Event]) -> Answer:
-        """The answer that the last event holds, with the text of the deltas."""
+        """Answer in the last event, with the text of the deltas."""
         for event in reversed(events):
             if event.data != "[DONE]" and event.data["type"] in ENDS:
                 answer = self.read(event.data["response"])

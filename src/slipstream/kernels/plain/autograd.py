@@ -76,15 +76,19 @@ class AutogradOps(ReferenceOps):
         group = q.shape[1] // kv.k.shape[1]
         k, v = (t.to(q.dtype).repeat_interleave(group, dim=1) for t in (kv.k, kv.v))
         rows = meta.slot_mapping // length, meta.slot_mapping % length
-        padded = q.new_zeros(
-            len(k), length, *q.shape[1:]
-        )  # [S, L, H, D]; results of rows beyond a sequence's end are not used
-        padded[rows] = q
+        is_full = len(q) == len(k) * length  # sequences of one length need no copies
+        if is_full:
+            padded = q.unflatten(0, (len(k), length))
+        else:
+            padded = q.new_zeros(
+                len(k), length, *q.shape[1:]
+            )  # [S, L, H, D]; results of rows beyond a sequence's end are not used
+            padded[rows] = q
         mask = _mask(length, s.window, s.alibi_slopes, q)
         seen = F.scaled_dot_product_attention(
             padded.transpose(1, 2), k, v, mask, is_causal=mask is None, scale=s.scale
         )
-        return seen.transpose(1, 2)[rows]
+        return seen.transpose(1, 2).flatten(0, 1) if is_full else seen.transpose(1, 2)[rows]
 
     @staticmethod
     def _float32(x: Tensor) -> torch.autocast:

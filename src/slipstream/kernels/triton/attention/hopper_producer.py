@@ -129,6 +129,22 @@ def _load_8bit(
 
 
 @gluon.jit
+def _prefetch_8bit(
+    ptr, table, start, end, head, K: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr
+):  # fmt: skip
+    """Bring an 8-bit tile of KV blocks from `start` on into the L2 cache, 128 bytes a thread. A tile's loads wait for
+    memory, and there are no registers for two tiles."""
+    LINES: gl.constexpr = BLOCK_SIZE * D // 128  # of a KV block
+    line = gl.arange(0, BLOCK_N // BLOCK_SIZE * LINES, gl.BlockedLayout([1], [32], [4], [0]))
+    at = gl.maximum(start, 0) // BLOCK_SIZE + line // LINES
+    block = gl.load(table + at, mask=at * BLOCK_SIZE < end, other=0).to(gl.int64)
+    at = ptr + ((block * K + head) * (BLOCK_SIZE * D) + line % LINES * 128)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(gl.int64)], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _in_order_of_weights(words):
     """Reorders values [blocks, D, words], four keys in a word, to match the weights. A consumer's thread t holds
     columns 2t, 2t + 1, 8 + 2t and 9 + 2t of an accumulator, but an 8-bit operand wants columns 4t … 4t + 3 from it."""
@@ -249,6 +265,8 @@ def producer(
                     values = _load_8bit(
                         v, table, start, end, head, K, D, BLOCK_SIZE, BLOCK_SIZE, BLOCK_N
                     )
+                    ahead = start - 2 * BLOCK_N
+                    _prefetch_8bit(v, table, ahead, end, head, K, D, BLOCK_SIZE, BLOCK_N)
                 mbarrier.wait(k_empty.index(slot), phase)
                 _copy_tile(
                     k,
