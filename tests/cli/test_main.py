@@ -373,7 +373,7 @@ def test_help_keeps_paragraphs_and_commands_apart(capsys):
     lines = capsys.readouterr().out.splitlines()
     examples = [line for line in lines if line.startswith("    slipstream verify http")]
     assert len(examples) == 2
-    assert any(line.startswith("Works with any server") for line in lines)
+    assert any(line.startswith("Any server that speaks") for line in lines)
 
 
 def test_help_of_audit_names_the_export_and_its_file(capsys):
