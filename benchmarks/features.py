@@ -4,7 +4,6 @@
     python benchmarks/features.py --study masks               # masks next to the forward of a GPU: checks, threads, tokens/s
     python benchmarks/features.py --study adapters            # many adapters at many sequences beside none
     python benchmarks/features.py --study pictures            # pictures a second beside transformers
-    python benchmarks/features.py --study exact               # greedy answers of a CPU with drafts, chunks, hits and batches
 
 `--help` behind a study prints what it does and its options.
 """

@@ -1,7 +1,6 @@
 """Gains of memory: cached prefixes, and models that are larger than it.
 
     python benchmarks/memory.py --study tiers      # a prompt found in the host's memory or on a disk over computing it
-    python benchmarks/memory.py --study eviction   # cached blocks evicted by value, and the least recently used first
 
 `--help` behind a study prints what it does and its options.
 """

@@ -35,11 +35,11 @@ from slipstream.engine.async_llm import AsyncLLM
 from slipstream.verify.checks import Verification
 from slipstream.verify.reference import Reference
 from slipstream.verify.report import document
-from slipstream.verify.seen import Plan
+from slipstream.verify.seen import VerifyPlan
 from slipstream.verify.served import Served
 
 
-def verified(served: Served, reference: Reference, plan: Plan) -> dict[str, Any]:
+def verified(served: Served, reference: Reference, plan: VerifyPlan) -> dict[str, Any]:
     begin = time.process_time()
     verification = Verification(served, reference, plan)
     found = document(verification.counts(), verification.run())
@@ -82,7 +82,9 @@ def planted(
             args = EngineArgs(model=str(folder / against), dtype="bfloat16", device="cpu")
             references[against] = Reference.load(args, context=1600)
         with served_with(folder, fault) as served:
-            row = verified(served, references[against], Plan(max_kl=max_kl, seed=seed + number))
+            row = verified(
+                served, references[against], VerifyPlan(max_kl=max_kl, seed=seed + number)
+            )
         if fault is None:
             right = not row["causes"]
         else:
@@ -103,7 +105,7 @@ def clean(
     """Verify a sound server so often. What was seen is recorded after each time."""
     rows: list[dict[str, Any]] = []
     for number in range(count):
-        rows.append(verified(served, reference, Plan(seed=100 + seed + number, **plan)))
+        rows.append(verified(served, reference, VerifyPlan(seed=100 + seed + number, **plan)))
         print(number, rows[-1], flush=True)
         each = {"columns": list(rows[0]), "rows": [list(row.values()) for row in rows]}
         record({**summary(rows), "each": each})

@@ -76,6 +76,28 @@ def test_building_without_a_compiler_says_what_is_missing(monkeypatch, capsys):
     assert "no C++ compiler" in capsys.readouterr().err
 
 
+def test_building_puts_the_library_that_cmake_made_into_the_folder(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def run(command, *, check):
+        assert check
+        folder = Path(command[command.index("-B" if "-B" in command else "--build") + 1])
+        asked.append(["DIR" if word == str(folder) else str(word) for word in command])
+        (folder / native.LIBRARY).write_text("made")
+
+    monkeypatch.setattr(build.subprocess, "run", run)
+    monkeypatch.setattr(build.shutil, "which", lambda name: name)
+    monkeypatch.setattr(build.os, "cpu_count", lambda: 3)
+    assert build.main(["--into", str(tmp_path), "--sanitize"]) == 0
+    configure = ["-S", str(build.SOURCE), "-B", "DIR", "-DCMAKE_BUILD_TYPE=Release"]
+    assert asked == [
+        ["cmake", *configure, "-DSLIPSTREAM_SANITIZE=ON"],
+        ["cmake", "--build", "DIR", "--parallel", "3"],
+    ]
+    assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [(native.LIBRARY, "made")]
+    assert capsys.readouterr().out == f"{tmp_path / native.LIBRARY}\n"
+
+
 def test_without_the_library_an_engine_says_so_and_runs(monkeypatch, caplog):
     monkeypatch.setattr(native, "library_path", lambda: None)
     native.load.cache_clear()

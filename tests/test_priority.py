@@ -30,7 +30,7 @@ def test_work_at_low_priority_leaves_the_callers_as_it_was():
     mine = niceness()
     low, callers = at_low_priority(lambda: (niceness(), at_callers_priority(niceness)))
     assert (low, callers, niceness()) == (min(19, mine + NICENESS), mine, mine)
-    assert at_low_priority(niceness, low=False) == mine
+    assert at_low_priority(niceness, low_priority=False) == mine
 
 
 def test_errors_come_through_and_what_is_left_for_later_is_done_by_the_caller():

@@ -404,7 +404,6 @@ def test_tables_are_printed_without_json(config_only, capsys):
 @pytest.mark.parametrize(
     ("words", "field"),
     [
-        (["latency", "M", "--batch-sizes=1,x"], "batch_sizes"),
         (["latency", "M", "--repeat=0"], "repeat"),
         (["throughput", "M", "--num-requests=0"], "num_requests"),
         (["throughput", "M", "--workload=lengths"], "lengths_file"),
@@ -422,9 +421,7 @@ def test_tables_are_printed_without_json(config_only, capsys):
         (["serve"], "model"),
         (["serve", "M", "--arrivals=x"], "arrivals"),
         (["serve", "M", "--slo=x"], "slo"),
-        (["serve", "M", "--concurrency=0"], "arrivals"),
         (["serve", "M", "--rounds=0"], "rounds"),
-        (["serve", "M", "--find-rate=ttft_p99=1"], "find_rate"),
         (["serve", "M", "--find-rate=x", "--request-rate=1"], "find_rate"),
         (["throughput", "M", "--output-len=600", *DUMMY], "max_tokens"),
         (["serve", "M", *AGENTS, "--turns=x"], "turns"),

@@ -115,11 +115,6 @@ def test_what_is_quick_says_nothing_without_a_terminal(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_the_line_is_told_while_an_error_passes(monkeypatch, capsys):
-    with pytest.raises(ValueError, match="x"), console.progress_bar("layers"):
-        raise ValueError("x")
-
-
 def test_quickstart_says_every_few_seconds_that_it_is_at_work(tmp_path):
     """A second is over at once, twice, and the third is not over before the work is."""
     text = QUICKSTART.read_text()

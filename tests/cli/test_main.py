@@ -19,7 +19,8 @@ from slipstream.cli import main as cli
 from slipstream.cli.bench.measurements import deliver
 from slipstream.cli.console import print_json
 from slipstream.cli.main import main
-from slipstream.cli.serving import serve_several
+from slipstream.cli.options import ENGINE_HELP, SAMPLING_HELP
+from slipstream.cli.serving import serve, serve_several
 
 
 @pytest.fixture
@@ -401,20 +402,51 @@ def test_the_usage_of_many_options_names_those_that_are_needed(capsys):
     assert capsys.readouterr().out.startswith("usage: slipstream verify --against MODEL [url]")
 
 
-def _options(parser, verb=""):
-    """(verb, option) of each option whose help names its default."""
+def _actions(parser, verb=""):
+    """(verb, its actions) of each verb and kind of a verb."""
     parser._complete()
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, inner in action.choices.items():
-                yield from _options(inner, f"{verb} {name}")
-        elif "(default: " in (action.help or ""):
-            yield verb, action
+    kinds = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    yield verb, [a for a in parser._actions if a not in kinds and a.dest != "help"]
+    for name, inner in (pair for kind in kinds for pair in kind.choices.items()):
+        yield from _actions(inner, f"{verb} {name}".strip())
+
+
+def _spelled(action):
+    """An option as options.txt has it: names, whether it is needed, how many values, default, choices."""
+    values = "" if action.nargs is None else f"[{action.nargs}]"
+    default = "" if action.default in (None, argparse.SUPPRESS) else f"={action.default}"
+    choices = "" if action.choices is None else f"({','.join(map(str, action.choices))})"
+    kind = type(action).__name__.strip("_").removesuffix("Action")
+    kind = "" if kind in ("Store", "StoreTrue", "HelpAll") else f":{kind}"
+    needed = "!" * action.required if action.option_strings else ""
+    names = ",".join(action.option_strings) or action.dest
+    return f"{names}{needed}{values}{default}{choices}{kind}".replace(" ", "_")
+
+
+def test_each_verb_takes_the_options_that_the_table_says():
+    """A line a verb of options.txt: how many options of the engine, of sampling and of other engines it takes; its own."""
+    shared = [
+        {f"--{name}".replace("_", "-") for name in told} for told in (ENGINE_HELP, SAMPLING_HELP)
+    ]
+    shared[0] |= {name.replace("--", "--no-", 1) for name in shared[0]}
+    lines = []
+    for verb, actions in _actions(cli.build_parser()):
+        counts = [sum(bool(set(a.option_strings) & names) for a in actions) for names in shared]
+        counts.append(sum(isinstance(a, serve._Taken) for a in actions))
+        some = shared[0] | shared[1]
+        own = [
+            a for a in actions if not (set(a.option_strings) & some or isinstance(a, serve._Taken))
+        ]
+        lines.append(f"{verb} {counts}: {' '.join(map(_spelled, own))}")
+    assert lines == (Path(__file__).parent / "options.txt").read_text().splitlines()
 
 
 def test_help_names_the_number_that_is_an_options_default():
     checked = 0
-    for verb, action in _options(cli.build_parser()):
+    named = [(verb, a) for verb, some in _actions(cli.build_parser()) for a in some]
+    for verb, action in named:
+        if "(default: " not in (action.help or ""):
+            continue
         told = (action.help % vars(action)).partition("(default: ")[2]
         if isinstance(action.default, (int, float)) and not isinstance(action.default, bool):
             number = re.match(r"[\d.]+(?:e-?\d+)?", told)[0]

@@ -108,23 +108,6 @@ def test_without_keys_a_server_is_reached_by_the_names_of_its_services(tmp_path)
     assert not is_allowed(words, "chat.evil.example")
 
 
-def test_it_stops_only_when_the_requests_had_their_time(tmp_path):
-    _, composed, objects = write(tmp_path)
-    _, pod = replicas_of(objects)
-    assert pod["terminationGracePeriodSeconds"] == 80  # of which 5 while services leave it out
-    assert pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
-    assert composed["services"]["slipstream"]["stop_grace_period"] == "75s"
-    _, pod = replicas_of(write(tmp_path, serve="smollm2")[2])
-    assert pod["terminationGracePeriodSeconds"] == 50  # the server's own 30 s
-
-
-def test_labels_are_written_out(
-    tmp_path,
-):  # an alias of YAML would let an edit of labels change a selector
-    write(tmp_path, "--gpus", "1")
-    assert "&" not in (tmp_path / "kubernetes.yaml").read_text()
-
-
 def test_probes_need_no_key(tmp_path):
     _, _, objects = write(tmp_path)
     container = replicas_of(objects)[1]["containers"][0]
@@ -134,22 +117,6 @@ def test_probes_need_no_key(tmp_path):
     }
     assert paths == {"/ready", "/live"} <= OPEN_ROUTES
     assert f":{PORT}/ready" in READY[-1]
-
-
-def test_gpus_are_limits_of_the_container_and_bring_shared_memory(tmp_path):
-    docker, composed, objects = write(tmp_path, "--gpus", "2")
-    container = replicas_of(objects)[1]["containers"][0]
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
-    assert "/dev/shm" in [m["mountPath"] for m in container["volumeMounts"]]
-    service = composed["services"]["slipstream"]
-    assert service["deploy"]["resources"]["reservations"]["devices"][0]["count"] == 2
-    assert service["shm_size"] == "2gb"
-    assert "slipstream[gpu] @" in docker
-    docker, composed, objects = write(tmp_path, "--memory", "8589934593")  # a byte beyond 8 GiB
-    limits = replicas_of(objects)[1]["containers"][0]["resources"]["limits"]
-    assert limits == {"cpu": 4, "memory": "8193Mi"}
-    assert "slipstream @" in docker
-    assert "nvidia" not in yaml.safe_dump_all(objects) + yaml.safe_dump(composed)
 
 
 def test_the_image_has_what_it_copies(tmp_path):

@@ -54,19 +54,3 @@ def test_busy_machine_is_said_before_a_measurement(monkeypatch, capsys, busy, wa
     monkeypatch.setattr("slipstream.costs.hardware.available_cores", lambda: 2)
     measurements.warn_if_busy()
     assert ("other programs keep 1.5 of 2 cores busy" in capsys.readouterr().err) is warns
-
-
-def test_replicas_of_a_plan_carry_the_load_by_its_own_figure():
-    from slipstream.simulate.recommend import enough_replicas
-
-    class Load:
-        rate, objectives = 20.0, type("Met", (), {"met_by": staticmethod(lambda run: True)})
-
-        @staticmethod
-        def run(engine, replicas):
-            return replicas
-
-    hardware = type("Hardware", (), {"is_gpu": True})
-    engine = type("Engine", (), {"num_gpus": 1, "hardware": hardware})
-    capacity = type("Capacity", (), {"rate": 19.7})
-    assert enough_replicas(engine, capacity, Load, 8, lambda: None) == (2, 2)

@@ -125,17 +125,10 @@ def test_a_load_beyond_the_devices(capsys):
 @pytest.mark.parametrize(
     ("words", "field"),
     [
-        (["--gpu", "h2000x"], "gpu"),
-        (["--rate", "0"], "rate"),
-        (["--rate", "1", "--concurrency", "2"], "concurrency"),
-        (["--concurrency", "0"], "concurrency"),
-        (["--attainment", "1.5"], "attainment"),
         (["--workload", "nothing"], "workload"),
         (["--workload", "trace:/no/such.csv"], "workload"),
         (["--slo", "tpot=1"], "slo"),
         (["--gpu", "h200,l4", "--price", "1,2,3"], "price"),
-        (["--gpu", "h200", "--measure"], "gpu"),
-        (["--gpu", "h200", "--max-gpus", "0"], "max_gpus"),
         (["--gpu", "h200", "--tensor-parallel-size", "2"], "tensor_parallel_size"),
         (["--speculative-model", "ngram", "--num-speculative-tokens", "2"], "draft_acceptance"),
         (["--draft-acceptance", "0.5"], "draft_acceptance"),

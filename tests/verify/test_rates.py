@@ -10,7 +10,7 @@ import torch
 
 from slipstream.verify.checks import Verification
 from slipstream.verify.report import document, summary
-from slipstream.verify.seen import Plan
+from slipstream.verify.seen import VerifyPlan
 from slipstream.verify.served import Answer, NotOfferedError, Served, ServedToken
 
 VOCABULARY, LIMIT = 64, 0.01
@@ -110,7 +110,7 @@ def model():
 
 
 def verified(server, seed):
-    plan = Plan(max_kl=LIMIT, concurrency=1, seed=seed)
+    plan = VerifyPlan(max_kl=LIMIT, concurrency=1, seed=seed)
     made = Verification(server, server.own, plan)
     return document(made.counts(), made.run()) | made.counts()
 

@@ -11,13 +11,13 @@ from slipstream.engine.async_llm import AsyncLLM
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.verify.checks import Verification
 from slipstream.verify.reference import Reference
-from slipstream.verify.seen import Plan
+from slipstream.verify.seen import VerifyPlan
 from slipstream.verify.served import NotOfferedError, Served
 from tests.server.conftest import *  # noqa: F403 - the tiny server
 from tests.server.conftest import serving
 from tests.support import tiny_models
 
-PLAN = Plan(answers=64, turn=8, max_tokens=8, long_lines=4)
+PLAN = VerifyPlan(answers=64, turn=8, max_tokens=8, long_lines=4)
 
 
 @pytest.fixture(scope="module")

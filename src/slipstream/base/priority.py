@@ -41,9 +41,10 @@ class _LowPriority(threading.Thread):
         self.asked.put(None)
 
 
-def at_low_priority(work: Callable[[*Ts], T], *given: *Ts, low: bool = True) -> T:
-    """Run `work` in a thread of low priority, and return its result. If not `low`, run it in this thread."""
-    if not low:
+def at_low_priority(work: Callable[[*Ts], T], *given: *Ts, low_priority: bool = True) -> T:
+    """Run `work` in a thread of low priority, and return its result. If not `low_priority`, run it in
+    this thread."""
+    if not low_priority:
         return work(*given)
     done = Future[T]()
     thread = _LowPriority(lambda: _settle(done, lambda: work(*given)))

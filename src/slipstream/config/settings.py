@@ -240,14 +240,14 @@ class EngineArgs:
     )
     speculative_config: dict[str, Any] | None = setting(
         None,
-        'guess tokens and verify them, such as {"method": "suffix"}; docs/speculation.md',
+        'draft tokens and verify them, such as {"method": "suffix"}; docs/speculation.md',
         unset="off",
     )
     speculative_model: str | None = setting(
         None, "short for speculative_config: ngram, suffix, or a draft model"
     )
     num_speculative_tokens: int | None = setting(
-        None, "with speculative_model: tokens to guess", unset="chosen at each step"
+        None, "with speculative_model: tokens to draft", unset="chosen at each step"
     )
     enable_lora: bool = setting(False, "take adapters (LoRA) with requests; docs/adapters.md")
     max_loras: int | None = setting(

@@ -12,7 +12,7 @@ from typing import Any
 from slipstream.verify import measures, probes
 from slipstream.verify.measures import Sample
 from slipstream.verify.reference import Reference
-from slipstream.verify.seen import NUM_FORMED, SAMPLING, Plan, Seen
+from slipstream.verify.seen import NUM_FORMED, SAMPLING, Seen, VerifyPlan
 from slipstream.verify.served import Answer, Message, NotOfferedError, Served, ServedToken
 
 LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}
@@ -34,7 +34,7 @@ class Asking:
 
     served: Served
     reference: Reference
-    plan: Plan
+    plan: VerifyPlan
     seen: Seen = field(init=False)
     _asked: int = 0
     _form: int = 0  # # index in `FORMS` of the settings sent with each question

@@ -18,7 +18,7 @@ from slipstream.verify import probes, sequential
 from slipstream.verify.asking import Asking
 from slipstream.verify.judging import NAMED_BY, Finding, Judge
 from slipstream.verify.reference import Reference
-from slipstream.verify.seen import SAMPLING, Plan
+from slipstream.verify.seen import SAMPLING, VerifyPlan
 from slipstream.verify.served import Answer, NotOfferedError, Served
 
 KINDS = {
@@ -37,7 +37,7 @@ class Verification:
 
     served: Served
     reference: Reference
-    plan: Plan = field(default_factory=Plan)
+    plan: VerifyPlan = field(default_factory=VerifyPlan)
     progress: Callable[[str], None] = lambda text: None
     asking: Asking = field(init=False)
     judge: Judge = field(init=False)

@@ -37,7 +37,7 @@ NUM_FORMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class VerifyPlan:
     """Size of a verification.
 
     - `answers`: maximum answers for each check.
@@ -64,7 +64,7 @@ class Seen:
     """A server's answers so far. `drawn` and `empty` are by kind of question; `counts` are pairs
     (prompt tokens reported by the server, prompt tokens with the model's own template)."""
 
-    plan: Plan
+    plan: VerifyPlan
     drawn: dict[str, list[Sample]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # # reason, by kind of question
     empty: Counter[str] = field(

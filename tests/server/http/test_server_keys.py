@@ -117,23 +117,6 @@ def test_the_group_that_shares_prefixes_is_kept_and_shown(keys_file, capsys):
     assert "share_prefixes=team a" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["add", "F", "--share-prefixes="], "--share-prefixes"),
-        (["add", "F", "--weight=0"], "--weight"),
-        (["add", "F", "--requests-per-minute=0"], "requests-per-minute"),
-        (["add", "F", "--expires=soon"], "30s"),
-        (["revoke", "F", "nobody"], "nobody"),
-        (["list", "missing"], "missing"),
-    ],
-)
-def test_wrong_words_of_keys_are_named(keys_file, capsys, words, named):
-    add(capsys, keys_file)
-    assert main(["keys", *(str(keys_file) if word == "F" else word for word in words)]) == 2
-    assert named in capsys.readouterr().err
-
-
 def test_standard_output_is_the_key_alone(keys_file, capsys):  # KEY=$(slipstream keys add FILE)
     assert main(["keys", "add", str(keys_file)]) == 0
     out, err = capsys.readouterr()

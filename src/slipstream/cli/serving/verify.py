@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.verify.record import fingerprint, write
     from slipstream.verify.reference import Reference
     from slipstream.verify.report import EXIT_CODES, document, page, scores, summary
-    from slipstream.verify.seen import Plan
+    from slipstream.verify.seen import VerifyPlan
     from slipstream.verify.served import Served
 
     for name, is_valid, wanted in (
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         if not is_valid:
             raise ConfigError(f"--{name.replace('_', '-')} must be {wanted}", field=name)
-    plan = Plan(
+    plan = VerifyPlan(
         answers=args.answers,
         long_lines=args.long,
         max_kl=args.max_kl,

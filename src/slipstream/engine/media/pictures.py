@@ -200,15 +200,8 @@ class PictureProcessor(MediaProcessor):
             among = self._one_square(image, p.sizes)
         if spec.prompt.gap:
             rows, columns = pieces[0].rows, pieces[0].columns
-        count = pieces[0].num_tokens
-        if spec.prompt.style in ("numbered", "lined"):
-            return PreparedMedia(spec.prompt.text(count, len(pieces)), pieces)
-        if spec.prompt.style == "framed_tiles":
-            whole_count = pieces[-1].num_tokens * (len(pieces) > rows * columns > 0)
-            return PreparedMedia(spec.prompt.text(count, rows, columns, whole_count), pieces)
-        if spec.prompt.style != "tiles":  # one run of tokens
-            count = sum(piece.num_tokens for piece in pieces)
-        return PreparedMedia(spec.prompt.text(count, rows, columns), pieces, among)
+        counts = [piece.num_tokens for piece in pieces]
+        return PreparedMedia(spec.prompt.text(counts, rows, columns), pieces, among)
 
     def _one_square(self, source: OpenPicture, sizes: PinpointTiles) -> PreparedMedia | None:
         """The image centred on a square of the mean colour, as one tile, with a token after each row."""
@@ -229,7 +222,7 @@ class PictureProcessor(MediaProcessor):
         tile = self._cut(self._scaled(image, sizes.tile, sizes.tile), sizes.tile)
         count = self.spec.num_tokens(self.spec.grid(tile.height, tile.width)) + 1
         piece = self._piece(tile, PatchGrid(1, count))
-        return PreparedMedia(self.spec.prompt.text(count), (piece,))
+        return PreparedMedia(self.spec.prompt.text([count]), (piece,))
 
     def _in_pinpoint(self, source: OpenPicture, sizes: PinpointTiles) -> tuple[PatchGrid, Image]:
         """(token grid without padding, the image padded with black)."""

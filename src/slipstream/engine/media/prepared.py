@@ -106,8 +106,8 @@ def with_media(text: str, media: Sequence[PreparedMedia], spec: MediaSpec) -> st
             f"the prompt has {len(parts) - 1} places ({spec.prompt.placeholder}), and there are {len(media)} to put there",
             field=spec.medium,
         )
-    if media and spec.prompt.style == "prefix":
-        parts[-1] = f"{spec.prompt.begin}{parts[-1]}{spec.prompt.end}"
+    if media:
+        parts[-1] = spec.prompt.ended(parts[-1])
     own = zip(_of_prompt(media), parts[1:], strict=True)
     return parts[0] + "".join(x.text + part for x, part in own)
 

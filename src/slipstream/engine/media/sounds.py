@@ -56,7 +56,7 @@ class SoundProcessor(MediaProcessor):
         whole = np.pad(samples, (0, windows * audio.num_samples - len(samples)))
         frames = log_mel(whole, audio.num_mel_bins).T
         pieces = tuple(self._piece(x, count) for x in np.split(frames, windows))
-        return PreparedMedia(sound.prompt.text(sum(piece.num_tokens for piece in pieces)), pieces)
+        return PreparedMedia(sound.prompt.text([piece.num_tokens for piece in pieces]), pieces)
 
     def _piece(self, frames: npt.NDArray[np.float32], count: int) -> MediaPiece:
         """The frames of the first `count` states of a window, plus one, which the last state's convolution reads."""

@@ -117,7 +117,7 @@ class CoreProcess:
 
             source = ExecutorSource(start.args, forks=self._forks)
             tell = lambda phase: self.send(Phase(phase))
-            self.core = at_low_priority(build_core, source, tell, low=start.low_priority)
+            self.core = at_low_priority(build_core, source, tell, low_priority=start.low_priority)
             if (lora := self.core.config.lora) is not None:
                 self._adapters.begin(lora.requests)
             self.send(Phase("graphs"))
@@ -208,7 +208,7 @@ class CoreProcess:
                 return False
             self._report()
         low_priority = any(question.low_priority for _, question in sleeper.to_wake)
-        self.core = at_low_priority(sleeper.wake, asleep, low=low_priority)
+        self.core = at_low_priority(sleeper.wake, asleep, low_priority=low_priority)
         if was_paused:
             self.core.pause()
         self._prepare(soon=any(question.soon for _, question in sleeper.to_wake))

@@ -117,7 +117,7 @@ class PromptReader:
             prompt = with_media(prompt, media, self.media.spec) if media else prompt
             tokenizer = self.check_text(prompt, any_length=any_length)
             text = prompt
-            add_special_tokens &= not media or self.media.spec.prompt.style != "prefix"
+            add_special_tokens &= not media or self.media.spec.prompt.takes_special_tokens
             tokens = [*tokenizer.encode(prompt, add_special_tokens, salt=salt)]
             packed = pack_ids(tokens)
         elif isinstance(given, dict) and set(given) == {"prompt_token_ids"}:

@@ -34,7 +34,7 @@ from slipstream.spec.families.pictures.images import (
     square,
 )
 from slipstream.spec.functions import NormSpec
-from slipstream.spec.media.medium import PromptFormat
+from slipstream.spec.media.prompts import FramedFormat
 from slipstream.spec.media.vision import (
     FixedSize,
     GridPositionSpec,
@@ -235,10 +235,10 @@ def read_gemma3_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
             norm=NormSpec(kind="rms", size=v.size("hidden_size"), eps=eps, weight_offset=1.0)
         ),
         token_id=c.take("image_token_index", int, 262_144),
-        prompt=PromptFormat(
+        prompt=FramedFormat(
             placeholder="<start_of_image>",
             token="<image_soft_token>",
-            style="surrounded",
+            around="\n\n",
             begin="<start_of_image>",
             end="<end_of_image>",
         ),

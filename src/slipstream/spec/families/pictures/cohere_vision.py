@@ -15,7 +15,7 @@ from slipstream.spec.families.pictures.images import (
     square,
 )
 from slipstream.spec.families.pictures.qwen_vl import CLIP_MEAN, CLIP_STD
-from slipstream.spec.media.medium import PromptFormat
+from slipstream.spec.media.prompts import LinedTiles, NumberedTiles, PromptFormat
 from slipstream.spec.media.vision import (
     GridPositionSpec,
     ImageProcessing,
@@ -26,10 +26,8 @@ from slipstream.spec.media.vision import (
 from slipstream.spec.model import ModelSpec
 
 FRAME = {"token": "<|IMG_PATCH|>", "begin": "<|START_OF_IMG|>", "end": "<|END_OF_IMG|>"}
-AYA = PromptFormat(placeholder="<image>", style="numbered", **FRAME)
-COMMAND = PromptFormat(
-    placeholder="<|IMG_PATCH|>", style="lined", row_end="<|IMG_LINE_BREAK|>", **FRAME
-)
+AYA = NumberedTiles(placeholder="<image>", **FRAME)
+COMMAND = LinedTiles(placeholder="<|IMG_PATCH|>", line_end="<|IMG_LINE_BREAK|>", **FRAME)
 TOKEN = 255036
 
 

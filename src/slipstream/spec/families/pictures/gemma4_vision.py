@@ -8,7 +8,7 @@ from slipstream.spec.families.base import ConfigReader, Names
 from slipstream.spec.families.builders import activation, attention, heads, rms
 from slipstream.spec.families.names import Theirs
 from slipstream.spec.families.pictures.images import HALF, axial_rope, processing
-from slipstream.spec.media.medium import PromptFormat
+from slipstream.spec.media.prompts import FramedFormat
 from slipstream.spec.media.vision import (
     BOUNDS,
     CLIPPED,
@@ -79,10 +79,9 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec | None:
         merge=v.size("pooling_kernel_size", 3),
         connector=ScaledPoolConnector(eps=eps, standardized=v.take("standardize", bool, False)),
         token_id=token_id,
-        prompt=PromptFormat(
+        prompt=FramedFormat(
             placeholder="<|image|>",
             token="<|image|>",
-            style="framed",
             begin="<|image>",
             end="<image|>",
         ),

@@ -23,7 +23,7 @@ from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.families.pictures.images import axial_rope, square
 from slipstream.spec.families.pictures.qwen3_vl import VISION_LAYER, VISUAL
 from slipstream.spec.families.pictures.qwen_vl import OUTER, check_width, read_processing
-from slipstream.spec.media.medium import PromptFormat
+from slipstream.spec.media.prompts import PromptFormat
 from slipstream.spec.media.vision import (
     GatedMergeConnector,
     GridPositionSpec,
@@ -130,7 +130,7 @@ def read_vision(
             intermediate_size=text.hidden_size * channels if is_ocr else inner,
         ),
         token_id=token_id,
-        prompt=PromptFormat(placeholder="<|image|>", token="<|image|>", style="plain"),
+        prompt=PromptFormat(placeholder="<|image|>", token="<|image|>"),
     )
     v.finish()
     if nested:

@@ -10,7 +10,7 @@ from slipstream.spec.families.llama import read as read_llama
 from slipstream.spec.families.names import LLAMA, table
 from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names, square
 from slipstream.spec.functions import NormSpec
-from slipstream.spec.media.medium import PromptFormat
+from slipstream.spec.media.prompts import TileGrid
 from slipstream.spec.media.vision import (
     ConcatConnector,
     GridPositionSpec,
@@ -28,9 +28,7 @@ ENCODER = {
 }
 """Defaults of `vision_config`."""
 
-FORMAT = PromptFormat(
-    placeholder="<image>", token="<image>", style="tiles", begin="<fake_token_around_image>"
-)
+FORMAT = TileGrid(placeholder="<image>", token="<image>", begin="<fake_token_around_image>")
 
 
 def read_text(c: ConfigReader) -> ModelSpec:

@@ -26,7 +26,7 @@ from slipstream.spec.families.names import LLAMA, table
 from slipstream.spec.families.pictures.images import AS_LLAVA, processing, siglip_names, square
 from slipstream.spec.families.pictures.qwen_vl import CLIP_MEAN, CLIP_STD, quick_gelu
 from slipstream.spec.functions import NormSpec
-from slipstream.spec.media.medium import PromptFormat
+from slipstream.spec.media.prompts import FramedFormat, PromptFormat
 from slipstream.spec.media.vision import (
     CenterSquare,
     GridPositionSpec,
@@ -48,10 +48,10 @@ READERS = {
 }
 """Readers of the supported decoders, all of which have Llama's tensor names."""
 
-INTERNVL = PromptFormat(
-    placeholder="<IMG_CONTEXT>", token="<IMG_CONTEXT>", style="framed", begin="<img>", end="</img>"
+INTERNVL = FramedFormat(
+    placeholder="<IMG_CONTEXT>", token="<IMG_CONTEXT>", begin="<img>", end="</img>"
 )
-LLAVA = PromptFormat(placeholder="<image>", token="<image>", style="plain")
+LLAVA = PromptFormat(placeholder="<image>", token="<image>")
 
 
 def read_decoder(c: ConfigReader, default: str) -> ModelSpec:

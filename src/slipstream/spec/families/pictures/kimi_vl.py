@@ -22,7 +22,7 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.families.pictures.images import axial_rope, processing
-from slipstream.spec.media.medium import PromptFormat
+from slipstream.spec.media.prompts import PromptFormat
 from slipstream.spec.media.vision import (
     GridPositionSpec,
     ImageProcessing,
@@ -97,7 +97,7 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         merge=merges[0],
         connector=MLPConnector(norm=layer_norm(hidden, eps), activation="gelu"),
         token_id=c.take("image_token_id", int, 163605),
-        prompt=PromptFormat(placeholder="<|media_pad|>", token="<|media_pad|>", style="plain"),
+        prompt=PromptFormat(placeholder="<|media_pad|>", token="<|media_pad|>"),
     )
     v.finish()
     c.ignore("text_config", "tie_word_embeddings", "ignore_index", "use_unified_vision_chunk")

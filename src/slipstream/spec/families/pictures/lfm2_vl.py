@@ -15,7 +15,7 @@ from slipstream.spec.families.pictures.images import (
     siglip_layers,
     siglip_names,
 )
-from slipstream.spec.media.medium import PromptFormat
+from slipstream.spec.media.prompts import NamedTiles
 from slipstream.spec.media.vision import (
     GridPositionSpec,
     ImageProcessing,
@@ -28,10 +28,9 @@ from slipstream.spec.media.vision import (
 from slipstream.spec.model import ModelSpec
 
 READERS = {"lfm2": lfm.read_lfm2, "lfm2_moe": lfm.read_lfm2_moe}
-FORMAT = PromptFormat(
+FORMAT = NamedTiles(
     placeholder="<image>",
     token="<image>",
-    style="framed_tiles",
     begin="<|image_start|>",
     end="<|image_end|>",
 )

@@ -18,7 +18,7 @@ from slipstream.spec.families.pictures.images import (
     siglip_names,
     square,
 )
-from slipstream.spec.media.medium import PromptFormat
+from slipstream.spec.media.prompts import PrefixFormat
 from slipstream.spec.media.vision import (
     ConcatConnector,
     FixedSize,
@@ -39,9 +39,7 @@ DEFAULTS = {
 }
 """Defaults of a `text_config` of Gemma 1."""
 
-PROMPT = PromptFormat(
-    placeholder="<image>", token="<image>", style="prefix", begin="<bos>", end="\n"
-)
+PROMPT = PrefixFormat(placeholder="<image>", token="<image>", begin="<bos>", end="\n")
 
 
 def read_text(c: ConfigReader) -> ModelSpec:

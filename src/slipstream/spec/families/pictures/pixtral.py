@@ -10,7 +10,7 @@ from slipstream.spec.families.builders import activation, attention, before, gat
 from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.families.pictures.images import axial_rope, processing, square
 from slipstream.spec.families.pictures.qwen_vl import CLIP_MEAN, CLIP_STD
-from slipstream.spec.media.medium import PromptFormat
+from slipstream.spec.media.prompts import TokenRows
 from slipstream.spec.media.vision import (
     ImageProcessing,
     LongestSide,
@@ -61,8 +61,8 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec | None:
         merge=merge,
         connector=PatchMergeConnector(norm=rms(hidden, _eps(text)), activation=act, bias=bias),
         token_id=token_id,
-        prompt=PromptFormat(
-            placeholder="[IMG]", token="[IMG]", style="rows", row_end="[IMG_BREAK]", end="[IMG_END]"
+        prompt=TokenRows(
+            placeholder="[IMG]", token="[IMG]", row_end="[IMG_BREAK]", end="[IMG_END]"
         ),
     )
     v.finish()

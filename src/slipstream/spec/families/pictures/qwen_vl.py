@@ -23,7 +23,7 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.names import LLAMA, Theirs, table
 from slipstream.spec.families.pictures.images import axial_rope, processing, square
-from slipstream.spec.media.medium import PromptFormat
+from slipstream.spec.media.prompts import PromptFormat
 from slipstream.spec.media.vision import (
     ImageProcessing,
     MLPConnector,
@@ -35,7 +35,7 @@ from slipstream.spec.model import Activation, DenseSpec, LayerSpec, ModelSpec, O
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
-PLAIN = PromptFormat(placeholder="<|image_pad|>", token="<|image_pad|>", style="plain")
+PLAIN = PromptFormat(placeholder="<|image_pad|>", token="<|image_pad|>")
 
 TEXT: dict[str, Any] = {
     "vocab_size": 152064,

@@ -12,7 +12,7 @@ from slipstream.spec.families.encoders.whisper import LAYER, of_audio, stack_lay
 from slipstream.spec.families.names import LLAMA, Theirs, table
 from slipstream.spec.families.pictures.images import AS_LLAVA
 from slipstream.spec.media.audio import HOP, SAMPLE_RATE, WINDOW, AudioSpec
-from slipstream.spec.media.medium import PromptFormat
+from slipstream.spec.media.prompts import PromptFormat
 from slipstream.spec.media.sound import SoundSpec
 from slipstream.spec.model import ModelSpec
 
@@ -46,7 +46,7 @@ def read_sound(c: ConfigReader, text: ModelSpec) -> SoundSpec:
         final_norm=norm,
         pool=2,
         token_id=c.take("audio_token_index", int, 151646),
-        prompt=PromptFormat(placeholder="<|AUDIO|>", token="<|AUDIO|>", style="plain"),
+        prompt=PromptFormat(placeholder="<|AUDIO|>", token="<|AUDIO|>"),
     )
     a.finish()
     c.ignore("text_config", "tie_word_embeddings", "ignore_index", "vocab_size")

@@ -13,7 +13,7 @@ from slipstream.spec.families.names import LLAMA, table
 from slipstream.spec.families.pictures.images import AS_LLAVA
 from slipstream.spec.families.sounds.qwen2_audio import SOUND, read_processing, with_audio
 from slipstream.spec.media.audio import AudioSpec
-from slipstream.spec.media.medium import PromptFormat
+from slipstream.spec.media.prompts import FramedFormat
 from slipstream.spec.media.sound import SoundSpec
 from slipstream.spec.model import ModelSpec
 
@@ -26,7 +26,7 @@ KEYS = {
     "encoder_attention_heads": "num_attention_heads",
     "encoder_ffn_dim": "intermediate_size",
 }
-PROMPT = PromptFormat(placeholder="[AUDIO]", token="[AUDIO]", style="framed", begin="[BEGIN_AUDIO]")
+PROMPT = FramedFormat(placeholder="[AUDIO]", token="[AUDIO]", begin="[BEGIN_AUDIO]")
 
 
 def read_text(c: ConfigReader) -> ModelSpec:
