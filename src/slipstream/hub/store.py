@@ -108,7 +108,7 @@ def is_complete(folder: Path) -> bool:
     try:
         files = weight_files(folder)
     except CheckpointError:
-        return True  # # the files are present, and their reader reports faults
+        return True  # the files are present, and their reader reports faults
     return bool(files) and all(file.is_file() for file in files)
 
 

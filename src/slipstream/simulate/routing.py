@@ -74,7 +74,7 @@ class LongestHit:
             keys.append(key)
         chosen = max(not_overfull(num_open), key=lambda i: (self._hit(i, keys), -num_open[i]))
         sent = self._sent[chosen]
-        for key in reversed(keys):  # # the first block is touched last, so it is evicted last
+        for key in reversed(keys):  # the first block is touched last, so it is evicted last
             sent[key] = None
             sent.move_to_end(key)
         while len(sent) > self._num_blocks:

@@ -39,7 +39,7 @@ class TrafficRequest(NamedTuple):
     `ends_session`: whether a closed loop's user is free when it ends; False for turns with later turns."""
 
     arrival: (
-        float  # # seconds from the start; in a closed loop a request is sent when its user is free
+        float  # seconds from the start; in a closed loop a request is sent when its user is free
     )
     input_tokens: int
     output_tokens: int
@@ -161,7 +161,7 @@ class SessionWorkload(Workload):
     trace are limited."""
 
     sessions: tuple[Session, ...]
-    load: AgentLoad | None = None  # # None: from a trace
+    load: AgentLoad | None = None  # None: from a trace
     seed: int = 0
 
     @classmethod
@@ -238,7 +238,7 @@ def parse_workload(text: str, *, seed: int = 0) -> Workload:
                 ]
                 return of_lengths(text, each)
         except ValueError:
-            pass  # # not numbers: the error is raised below
+            pass  # not numbers: the error is raised below
     raise ConfigError(
         f"workload={text!r} is not sharegpt, fixed:IN/OUT, uniform:A-B/C-D, lengths:PATH or trace:PATH",
         field="workload",
