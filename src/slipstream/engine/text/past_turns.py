@@ -128,7 +128,7 @@ def _mistral(messages: list[Mapping[str, Any]], template: str) -> list[Mapping[s
 
 
 def _as_json(text: str) -> Any:
-    """What the text says; the text itself if it is no JSON or is nested too deeply."""
+    """Decoded JSON; the text itself if it is not JSON or is nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
