@@ -119,10 +119,10 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
-        """Load a tokenizer from a .gguf file or from a folder. The folder has one of these:
-        tokenizer.json, GPT-2's vocab.json and merges.txt, SentencePiece's or tiktoken's
-        tokenizer.model, T5's spiece.model, BERT's vocab.txt, Mistral's tekken.json, or those in
-        `renumbered.FILES`."""
+        """Load a tokenizer from a .gguf file or from a folder. The first of these in the folder
+        is taken: tokenizer.json, those in `renumbered.FILES`, Mistral's tekken.json, GPT-2's vocab.json
+        and merges.txt, SentencePiece's or tiktoken's tokenizer.model, T5's spiece.model, BERT's
+        vocab.txt."""
         path = Path(path)
         if path.is_dir() and not any((path / name).is_file() for name in tokenizer_folder.FILES):
             path = next(iter(model_files(path)), path)
