@@ -27,6 +27,7 @@ from slipstream.engine.text.tiktoken import spelling
 from slipstream.engine.text.tokenizer_parts import (
     MAX_LOCKED_CHARS,
     SpecialTokens,
+    TokenizerBackend,
     TokenizerParts,
     has_own_patterns,
     in_time,
@@ -44,7 +45,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
+        backend: TokenizerBackend,
         special: SpecialTokens,
         *,
         chat_templates: Mapping[str, str] | None = None,
@@ -391,7 +392,7 @@ _BYTE_OF = {character: bytes([b]) for b, character in spelling().items()}
 
 
 def _decoding(
-    backend: tokenizers.Tokenizer,
+    backend: TokenizerBackend,
 ) -> tuple[Literal["bytes", "sentencepiece", "wordpiece"], bool]:
     """(how tokens spell text, whether the decoder strips a space at the beginning), from the
     backend's decoder."""
