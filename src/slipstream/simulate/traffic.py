@@ -1,10 +1,12 @@
 """The requests of a simulation: lengths, shared prefixes and arrival times.
 
-sharegpt the first turns of conversations (2,000 lengths are shipped) fixed:IN/OUT all requests
-equal uniform:A-B/C-D lengths between A and B tokens, answers between C and D lengths:PATH a file
-{"lengths": [[input, output], …]} trace:PATH recorded arrivals: Azure's CSV
-(TIMESTAMP,ContextTokens,GeneratedTokens; Patel et al. 2024) or Mooncake's JSON lines (timestamp,
-input_length, output_length, hash_ids; Qin et al. 2025; with session_id: turns of sessions)
+  sharegpt           the first turns of conversations (2,000 lengths are shipped)
+  fixed:IN/OUT       all requests equal
+  uniform:A-B/C-D    lengths between A and B tokens, answers between C and D
+  lengths:PATH       a file {"lengths": [[input, output], …]}
+  trace:PATH         recorded arrivals: Azure's CSV (TIMESTAMP,ContextTokens,GeneratedTokens; Patel
+                     et al. 2024) or Mooncake's JSON lines (timestamp, input_length, output_length,
+                     hash_ids; Qin et al. 2025; with session_id: turns of sessions)
 
 Two prompts that begin with the same `prefix` numbers begin with the same tokens, `PREFIX_TOKENS`
 for each number.

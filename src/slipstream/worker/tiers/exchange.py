@@ -222,7 +222,8 @@ class BlockExchange:
             self.num_expired += 1
 
     def pin(self, keys: Sequence[bytes], patience_s: float = FILL_S) -> list[_Entry | None]:
-        """Find blocks and pin them until `unpin`; None for a missing one. Waits for blocks being filled."""
+        """Find blocks and pin them until `unpin`; None for a missing one. Waits for blocks being filled, but not longer
+        than `patience_s`; None for those not filled by then."""
 
         def filled() -> bool:
             found = map(self._entries.get, keys)
