@@ -49,8 +49,8 @@ def rows(
     raters: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """The rated answers of a log, oldest first; with `rating`, only those of one rating. `raters`:
-    keys whose ratings count for every answer, as ids in the log or at least eight of their letters.
-    ConfigError if no rating has one of them."""
+    keys whose ratings count for every answer: ids in the log, or at least the first eight letters
+    of ids. ConfigError if no rating has one of them."""
     requests: Requests = {}
     given: dict[str, dict[str | int, Mapping[str, Any]]] = {}  # by answer, then key
     for record in records:
