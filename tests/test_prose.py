@@ -90,3 +90,29 @@ def test_no_two_classes_share_a_name():
             nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
             names.update(n.name for n in nodes if isinstance(n, ast.ClassDef) and n.name[0] != "_")
     assert [name for name, number in names.items() if number > 1] == []
+
+
+TABLES = {
+    "costs/step_cost.py": 6,
+    "model/device_stream.py": 1,
+    "model/layer_stream.py": 1,
+    "model/stored/mxfp4.py": 2,
+    "model/stored/rounded.py": 8,
+    "server/http/errors.py": 8,
+    "simulate/routing.py": 4,
+    "simulate/traffic.py": 5,
+}
+"""Modules whose docstrings have a table or a drawing, and its rows."""
+
+
+def test_tables_of_docstrings_have_a_line_for_each_row():
+    """A script that fills paragraphs can run rows together."""
+    found = {
+        name: len(
+            re.findall(
+                r"^  \S", ast.get_docstring(ast.parse((SRC / name).read_text())), re.MULTILINE
+            )
+        )
+        for name in TABLES
+    }
+    assert found == TABLES

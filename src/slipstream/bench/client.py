@@ -98,7 +98,7 @@ async def run(job: RunLoad, begin: float, fd: int) -> Done:
         records.append((index, record))
 
     async with OpenAIEndpoint(job.endpoint) as engine:
-        with contextlib.suppress(OSError, TimeoutError):  # # the requests will show the error
+        with contextlib.suppress(OSError, TimeoutError):  # the requests will show the error
             await engine.connect()
         await asyncio.sleep(begin - time.monotonic())
         sample()

@@ -28,11 +28,11 @@ class MeasuredAnswer:
     `usage` corrects the sum. With `keeps` its content is stored for the next turn: token ids if the
     endpoint returns them, and a chat's text and reasoning."""
 
-    times: list[float] = field(default_factory=list)  # # of each received delta
+    times: list[float] = field(default_factory=list)  # of each received delta
     num_tokens: int = 0
     usage: tuple[int, int] | None = None
     cached_tokens: int = 0
-    counts_cached: bool = False  # # whether the endpoint reports the number of cached tokens
+    counts_cached: bool = False  # whether the endpoint reports the number of cached tokens
     keeps: bool = False
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)

@@ -60,9 +60,9 @@ class RateSearch:
     does not, then bisects; at most `max_runs` runs."""
 
     def __init__(self, rate: float, max_runs: int) -> None:
-        self.rate: float | None = rate  # # rate to try next; None at the end
-        self.best: float | None = None  # # highest rate that met the objectives
-        self._failed: float | None = None  # # lowest rate that did not
+        self.rate: float | None = rate  # rate to try next; None at the end
+        self.best: float | None = None  # highest rate that met the objectives
+        self._failed: float | None = None  # lowest rate that did not
         self._runs_left = max_runs
 
     def record(self, held: bool) -> None:

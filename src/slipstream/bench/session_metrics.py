@@ -43,8 +43,8 @@ class AgentSummary:
     num_sessions: int
     num_complete: int  # sessions whose last turn was answered
     num_subagent_turns: int
-    num_short: int  # # answers shorter than requested
-    short_tokens: int  # # tokens missing in them, in all
+    num_short: int  # answers shorter than requested
+    short_tokens: int  # tokens missing in them, in all
     num_gpus: int
     turns: Summary
     turns_per_minute: float

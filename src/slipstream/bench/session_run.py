@@ -211,7 +211,7 @@ class SessionRun:
             new = [*turn.new]
             new += [Part(next(self._keys), _length(s), "summary") for s in summaries]
             wanted = length - turn.output_tokens - sum(p.num_tokens for p in (*parts, *new))
-            if wanted > 0:  # # previous answers ended early
+            if wanted > 0:  # previous answers ended early
                 new.append(Part(next(self._keys), wanted))
             dialogue.say(new, summaries)
             parts += new
@@ -223,7 +223,7 @@ class SessionRun:
             timing = await measure(self.engine, request, answer)
             if answer.usage is None:
                 timing = replace(timing, input_tokens=planned)
-            elif request.messages is not None:  # # in a chat, token counts are estimates
+            elif request.messages is not None:  # in a chat, token counts are estimates
                 could = min(round(could * timing.input_tokens / planned), timing.input_tokens - 1)
             num_heard = 0
             if timing.error is None:

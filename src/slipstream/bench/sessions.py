@@ -138,7 +138,7 @@ def parse_draw(text: str, usual: Draw, name: str, *, least: float = 1) -> Draw:
             case "exponential", [mean]:
                 return Draw("exponential", mean)
     except ValueError:
-        pass  # # not numbers, or out of range: reported below
+        pass  # not numbers, or out of range: reported below
     raise ConfigError(
         f"{name}={text!r} is neither a mean such as {usual.mean:g}, nor fixed:N, uniform:A-B, exponential:MEAN or "
         f"lognormal:MEAN:SIGMA, with numbers of {least:g} or more",
@@ -390,7 +390,7 @@ class SeenPrefixes:
     upper bound of prefix hits."""
 
     def __init__(self) -> None:
-        self._most: dict[tuple[int, int], int] = {}  # # (node, key): maximum tokens of that part
+        self._most: dict[tuple[int, int], int] = {}  # (node, key): maximum tokens of that part
         self._nodes: dict[tuple[int, int, int], int] = {}  # (node, key, tokens): the node after it
 
     def longest(self, parts: Sequence[Part]) -> int:

@@ -59,8 +59,8 @@ def read_rows(path: Path, field: str = "workload") -> list[TraceRow]:
     if not found:
         raise ConfigError(f"{path} holds no requests", field=field)
     first = min((row.start_s for row in found if row.delay_s is None), default=0.0)
-    begins: dict[str, float] = {}  # # start time of each session
-    before: dict[str, float] = {}  # # time of the session's previous row
+    begins: dict[str, float] = {}  # start time of each session
+    before: dict[str, float] = {}  # time of the session's previous row
     ordered = []
     for row in found:
         start, delay, session = row.start_s - first, row.delay_s, row.session
@@ -75,9 +75,7 @@ def read_rows(path: Path, field: str = "workload") -> list[TraceRow]:
 
 def _of_azure(row: dict[str, str]) -> TraceRow:
     stamp = row["TIMESTAMP"].strip()
-    whole, _, fraction = stamp.partition(
-        "."
-    )  # # its seven digits are one more than datetime accepts
+    whole, _, fraction = stamp.partition(".")  # its seven digits are one more than datetime accepts
     time = datetime.fromisoformat(whole).timestamp() + float(f"0.{fraction or 0}")
     return _checked(TraceRow(time, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
 

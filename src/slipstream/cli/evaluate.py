@@ -174,7 +174,7 @@ def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[st
     folder = None if args.report is None else Path(args.report).expanduser()
     if folder is not None:
         with writing(args.report, "report"):
-            folder.mkdir(parents=True, exist_ok=True)  # # now, because measuring takes long
+            folder.mkdir(parents=True, exist_ok=True)  # now, because measuring takes long
     args_a = engine_args(args, model=args.a)
     with shown(Progress("report")) as progress:
         report = measure(

@@ -25,7 +25,7 @@ from slipstream.errors import (
     missing_torch,
 )
 
-VERBS = {  # # verb → (its file, its line in the help)
+VERBS = {  # verb → (its file, its line in the help)
     "run": ("answers.run", "answer a prompt"),
     "chat": ("answers.chat", "talk with a model"),
     "embed": ("answers.embed", "texts as vectors"),
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [*(w for w in options if w != "--debug"), *words[len(options) :]]
     args = argparse.Namespace()
     try:
-        if words and words[0] in VERBS:  # # before the verb and its dependencies are imported
+        if words and words[0] in VERBS:  # before the verb and its dependencies are imported
             from slipstream.cli.models import refuse_wrong_name
 
             refuse_wrong_name(words)
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         bound_spinning()  # before torch is loaded
         code: int = args.handler(args)
-        sys.stdout.flush()  # # here, where a closed pipe can still be distinguished from success
+        sys.stdout.flush()  # here, where a closed pipe can still be distinguished from success
         return code
     except KeyboardInterrupt:
         if json:
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         from slipstream.cli.console import drop_output
 
-        drop_output()  # # the reader has closed the pipe
+        drop_output()  # the reader has closed the pipe
         return FAILED
     except Exception as error:
         if isinstance(error, SlipstreamError):
@@ -161,9 +161,7 @@ def report(error: Exception, *, json: bool, debug: bool) -> int:
         from slipstream.cli.console import print_json
 
         field = getattr(error, "field", None)
-        with contextlib.suppress(
-            ConfigError
-        ):  # # a full disk was already reported on standard error
+        with contextlib.suppress(ConfigError):  # a full disk was already reported on standard error
             print_json(
                 {"error": {"type": type(error).__name__, "message": message, "field": field}}
             )

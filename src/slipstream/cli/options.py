@@ -211,7 +211,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object. ConfigError for any other text."""
+    """Parse a JSON object. ArgumentTypeError for any other text."""
     try:
         found = parse_json(text)
     except ValueError as error:

@@ -119,7 +119,7 @@ class ArgumentParser(argparse.ArgumentParser):
             None,
         )
         if several is not None and unknown[:1] == ["--"]:
-            getattr(found, several.dest).extend(unknown[1:])  # # words after it are not options
+            getattr(found, several.dest).extend(unknown[1:])  # words after it are not options
             unknown = []
         if several is not None and all(word == "-" or not word.startswith("-") for word in unknown):
             # argparse accepts words only up to the first option between them
@@ -163,7 +163,7 @@ class ArgumentParser(argparse.ArgumentParser):
             known = self._all_options()
             if not words and any(a.dest == "model" for a in self._get_positional_actions()):
                 return f"; {self.prog} takes one model (slipstream serve takes several)"
-            if "--model" in words:  # # verbs with this option accept several words
+            if "--model" in words:  # verbs with this option accept several words
                 return f"; the model stands without it: {self.prog} MODEL"
             others = {
                 f"--{name}".replace("_", "-"): f"--{ours}".replace("_", "-")

@@ -138,9 +138,7 @@ def tune_tiles(
     )
     base = load_tiles("shipped", info.name, tiles_folder())
     if path.is_file():
-        read_tiles(
-            path, info.name
-        )  # # raises an error before the work if the file can't be extended
+        read_tiles(path, info.name)  # raises an error before the work if the file can't be extended
     tuning, made_by = tune_model(
         spec,
         SCHEMES[config.model.quantization] if config.model.quantization else None,

@@ -52,7 +52,7 @@ class InputStats:
     num_rows: int
     sample: Tensor  # [≤ SAMPLE_ROWS, in]
     shift: Tensor | None = None
-    squares: Tensor | None = None  # # Σ x² [in], in place of `hessian` if that is not needed
+    squares: Tensor | None = None  # Σ x² [in], in place of `hessian` if that is not needed
 
     @classmethod
     def empty(cls, inner: int, device: torch.device, *, products: bool = True) -> InputStats:
@@ -320,7 +320,7 @@ class Stream:
         `original` has the layer's original parameters, `InputStats.shift` is computed too, except
         for experts, whose tokens differ."""
         stats: dict[str, InputStats] = {}
-        theirs: dict[str, Tensor] = {}  # # original inputs of one batch, by linear layer
+        theirs: dict[str, Tensor] = {}  # original inputs of one batch, by linear layer
         share = 2 * SAMPLE_ROWS / max(1, self.num_tokens)
 
         def watcher(name: str) -> Callable[[Tensor], None]:

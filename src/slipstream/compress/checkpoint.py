@@ -131,7 +131,7 @@ class Names:
             for name, _, read in expanded(given, formats, wanted, tensor_numbers):
                 at = self.places.get(name)
                 if at is None:
-                    continue  # # scales of inputs and of the KV cache
+                    continue  # scales of inputs and of the KV cache
                 if at.target not in found:
                     found[at.target] = torch.empty(self.shapes[at.target], device=device)
                 place(found[at.target], at).copy_(

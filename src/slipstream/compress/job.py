@@ -119,7 +119,7 @@ class Input:
 
     name: str
     num_bytes: int
-    dense_bytes: int  # # size in the dtype of the result's dense weights
+    dense_bytes: int  # size in the dtype of the result's dense weights
     rounded: str | None
 
 

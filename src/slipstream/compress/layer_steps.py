@@ -49,16 +49,16 @@ class LayerState:
 
     index: int
     spec: LayerSpec
-    values: dict[str, Tensor]  # # float32: the layer's parameters after the previous steps
-    planned: Mapping[str, PlannedWeight]  # # the linear layers to quantize or sparsify
-    text: Stream | None  # # the calibration text with this layer's inputs
-    sparsity: float  # # fraction of zeros, unless a pattern determines it
+    values: dict[str, Tensor]  # float32: the layer's parameters after the previous steps
+    planned: Mapping[str, PlannedWeight]  # the linear layers to quantize or sparsify
+    text: Stream | None  # the calibration text with this layer's inputs
+    sparsity: float  # fraction of zeros, unless a pattern determines it
     exact: dict[str, Tensor] = field(default_factory=dict)  # `values` before rounding
     rounded: dict[str, Rounded] = field(default_factory=dict)
     offsets: dict[str, Offsets] = field(default_factory=dict)  # initial values of learned rounding
     inputs: dict[str, FakeInputs] = field(
         default_factory=dict
-    )  # # how the inputs of linear layers are quantized
+    )  # how the inputs of linear layers are quantized
     # "k" and "v", as written to the checkpoint
     cache_scales: dict[str, Tensor] = field(default_factory=dict)
     note: dict[str, dict[str, Any]] = field(default_factory=lambda: {key: {} for key in NOTES})

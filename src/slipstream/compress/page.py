@@ -245,7 +245,7 @@ def pairs(rows: Sequence[tuple[str, float, float]], show: Any, names: tuple[str,
 
 
 def _svg(title: str, parts: Sequence[str], width: int = WIDTH, height: int = HEIGHT) -> str:
-    most = f"max-width:{width}px"  # # same font size in all plots
+    most = f"max-width:{width}px"  # same font size in all plots
     return f'<svg viewBox="0 0 {width} {height}" style="{most}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
 
 

@@ -72,7 +72,7 @@ class CompressionPlan:
     bytes_after: int
     scale_bytes: int
     needs_text: bool
-    blocks: tuple[PlannedBlocks, ...] = ()  # # tensors of a GGUF file; then `weights` is empty
+    blocks: tuple[PlannedBlocks, ...] = ()  # tensors of a GGUF file; then `weights` is empty
 
     def with_blocks(self, blocks: tuple[PlannedBlocks, ...]) -> CompressionPlan:
         """Plan of a GGUF file with these tensors."""

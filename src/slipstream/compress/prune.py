@@ -58,13 +58,13 @@ class UnitStats:
 
     energy: dict[str, Tensor] = field(
         default_factory=dict
-    )  # # Σ x² over tokens, of the inputs of a linear layer or norm [in]
+    )  # Σ x² over tokens, of the inputs of a linear layer or norm [in]
     taylor: dict[str, Tensor] = field(
         default_factory=dict
-    )  # # Σ |w · g| over batches, in the shape of the weight
+    )  # Σ |w · g| over batches, in the shape of the weight
     gradient: dict[str, Tensor] = field(
         default_factory=dict
-    )  # # Σ |g| over batches, in the shape of the weight
+    )  # Σ |g| over batches, in the shape of the weight
     influence: list[float] = field(default_factory=list)  # block influence by layer
 
 

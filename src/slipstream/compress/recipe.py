@@ -123,13 +123,13 @@ class Quantize:
     head: bool = False
     ignore: tuple[str, ...] = ()
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    damping: float = 0.01  # # GPTQ: added to the Hessian's diagonal, as a fraction of its mean
+    damping: float = 0.01  # GPTQ: added to the Hessian's diagonal, as a fraction of its mean
     act_order: bool = True  # GPTQ: columns of large inputs first
     true_sequential: bool = (
-        True  # # GPTQ: calibrate each linear layer after the layer's earlier ones were quantized
+        True  # GPTQ: calibrate each linear layer after the layer's earlier ones were quantized
     )
     alpha: float | Literal["search"] = (
-        "search"  # # SmoothQuant: the fraction of magnitude moved to the weights
+        "search"  # SmoothQuant: the fraction of magnitude moved to the weights
     )
     begin: Literal["nearest", "gptq"] = "nearest"  # initial codes of learned rounding
     num_steps: int = 200  # learned rounding
@@ -260,7 +260,7 @@ class QAT:
     minutes: float | None = None
     step_tokens: int = 2048
     learning_rate: float = 2e-5
-    warmup: float = 0.05  # # fraction of steps in which the learning rate rises; then it falls to 0 along a cosine
+    warmup: float = 0.05  # fraction of steps in which the learning rate rises; then it falls to 0 along a cosine
     seed: int = 0
 
     def check(self) -> None:
@@ -278,7 +278,7 @@ class KVCache:
 
     form: RowFormat = "fp8"
     per: Literal["tensor", "head"] = "tensor"
-    margin: float = 1.1  # # factor on the maximum magnitude in calibration
+    margin: float = 1.1  # factor on the maximum magnitude in calibration
 
     def check(self) -> None:
         require(self, lambda value: 1 <= value <= 4, "between 1 and 4", "margin")

@@ -75,7 +75,7 @@ def compress(
     `QAT.num_windows` is set, training uses that many, and calibration the first of them. The model computes in `dtype`.
     `finish` is called with the folder before it becomes `out`; if it raises, `out` is not created and the finished work is
     kept."""
-    source = source.taking_media(0)  # # an image encoder is copied unchanged
+    source = source.taking_media(0)  # an image encoder is copied unchanged
     planned = plan(source, recipe)
     windows = [w[: source.spec.max_position] for w in windows]
     if planned.needs_text and not windows:

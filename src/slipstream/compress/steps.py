@@ -62,8 +62,8 @@ class Sparsify:
     pattern: Pattern | None = None
     ratios: Literal["uniform", "outliers"] = "uniform"
     spread: float = 0.08
-    outlier: float = 5.0  # # factor on the mean
-    damping: float = 0.01  # # SparseGPT: added to the Hessian's diagonal, as a fraction of its mean
+    outlier: float = 5.0  # factor on the mean
+    damping: float = 0.01  # SparseGPT: added to the Hessian's diagonal, as a fraction of its mean
     # fraction of the change of a linear layer's inputs that its weight compensates
     catch_up: float = 0.0
     ignore: tuple[str, ...] = ()

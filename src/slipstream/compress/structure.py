@@ -119,7 +119,7 @@ def axes(spec: ModelSpec, name: str) -> tuple[Axis, Axis]:
     stem, _, kind = name.rpartition(".")
     hidden: Axis = (HIDDEN, torch.arange(spec.hidden_size))
     if not stem.startswith("layers."):
-        inner = hidden if spec.embed_size is None else None  # # embeddings may have another width
+        inner = hidden if spec.embed_size is None else None  # embeddings may have another width
         return {
             "embed": (None, inner),
             "head": (None, inner if kind == "weight" else None),
@@ -138,14 +138,14 @@ def axes(spec: ModelSpec, name: str) -> tuple[Axis, Axis]:
         return _attention_axes(a, Units("heads", i), stem, kind, hidden)
     if stem in ("recurrent.out", "experts_out"):
         return hidden, None
-    if stem.startswith("recurrent.") or stem == "experts_in":  # # their own sizes are not changed
+    if stem.startswith("recurrent.") or stem == "experts_in":  # their own sizes are not changed
         reads = stem in RESIDUAL_READERS and kind == "weight"
         return None, hidden if reads else None
     if stem in layer.norms:
         return hidden, None
     if stem in ("router", "shared_weight", "correction"):
         return None, hidden if kind == "weight" and stem != "correction" else None
-    if stem in ("mlp.positive", "mlp.negative"):  # # scalars of the activation
+    if stem in ("mlp.positive", "mlp.negative"):  # scalars of the activation
         return None, None
     which = (
         Units("shared", i)
@@ -166,7 +166,7 @@ def _attention_axes(
     a: AttentionSpec, units: Units, stem: str, kind: str, hidden: Axis
 ) -> tuple[Axis, Axis]:
     if a.differential is not None and stem in ("attention.qkv", "attention.out"):
-        reads = stem == "attention.qkv"  # # its heads are not removed
+        reads = stem == "attention.qkv"  # its heads are not removed
         return None if reads else hidden, hidden if reads and kind == "weight" else None
     single = a.num_kv_heads == 1
     groups = torch.arange(a.num_heads) // (1 if single else a.num_heads // a.num_kv_heads)

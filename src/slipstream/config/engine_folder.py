@@ -4,7 +4,7 @@ build` and `optimize`.
     DIR/                     the checkpoint, as any other engine reads it
       serve.yaml             settings, to be edited: {engine: {quantization: int8, ...}}
       slipstream-engine.json versions, the machine it was made on, and the choices for that machine
-    packed/ weights in the layout of that machine's kernels
+      packed/                weights in the layout of that machine's kernels
       tiles.json             tiles of that machine's GPU kernels
       kernels/               compiled GPU kernels, and a list of them for each kind of GPU
 

@@ -37,7 +37,7 @@ class DraftSettings:
     at each step the number of drafts that is fastest."""
 
     num_speculative_tokens: int | None = None
-    most_drafts: int = MAX_DRAFTS  # # per request and step; a head may have fewer
+    most_drafts: int = MAX_DRAFTS  # per request and step; a head may have fewer
 
     @property
     def limit(self) -> int:
@@ -51,7 +51,7 @@ class NgramDrafts(DraftSettings):
     earlier in the request."""
 
     method: ClassVar[str] = "ngram"
-    prompt_lookup_min: int = 2  # # lengths of the n-grams that are looked up
+    prompt_lookup_min: int = 2  # lengths of the n-grams that are looked up
     prompt_lookup_max: int = 32
 
 
@@ -140,7 +140,7 @@ class _Form:
     def stage(self) -> Stage:
         """Form in which the ranks of one pipeline stage divide its layers. Without a pipeline it is
         the form itself."""
-        return cast("Stage", self)  # # overridden by forms of several stages
+        return cast("Stage", self)  # overridden by forms of several stages
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -184,10 +184,10 @@ class TensorParallel(_Form):
     """Tensor parallelism: all ranks compute the same requests, and each a part of every layer."""
 
     size: int
-    whole_experts: bool = False  # # each rank has whole experts, instead of a part of each
+    whole_experts: bool = False  # each rank has whole experts, instead of a part of each
     sequence: bool = False  # the residual of long steps is split by tokens
     units: SplitUnits = ONE_UNIT
-    context: int = 1  # # ranks with the same kv head, each with the keys of some tokens
+    context: int = 1  # ranks with the same kv head, each with the keys of some tokens
     num_caches: ClassVar[int] = 1
 
     def share(self, rank: int) -> Shard:

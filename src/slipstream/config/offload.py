@@ -29,7 +29,7 @@ CACHE_SHARE = 0.2
 """Fraction of a GPU's memory that "auto" leaves to the cache, activations and graphs, also for
 `cpu_layers`."""
 
-Refusal = tuple[bool, str]  # # (whether it applies, reason)
+Refusal = tuple[bool, str]  # (whether it applies, reason)
 
 
 def offload_section(

@@ -130,7 +130,7 @@ def _check_dealt_requests(args: EngineArgs, spec: ModelSpec, device: DeviceInfo)
         found.append((spec.kind, "expert_parallel_size", "leave it at 1"))
     if (
         args.enable_lora and device.is_cuda
-    ):  # # one rank's graphs would include adapters, another's not
+    ):  # one rank's graphs would include adapters, another's not
         found.append(("adapters on GPUs", "enable_lora", "leave it out"))
     if spec.media is not None and args.pipeline_parallel_size > 1 and device.is_cuda:
         found.append(("pictures over stages on GPUs", "max_images", "set it to 0"))

@@ -58,7 +58,7 @@ def scheduling_section(
     needed = spec.encoder.longest(max_model_len) + seqs if spec.encoder is not None else 0
     tokens_auto = max(tokens_auto, needed)
     picture = 0 if spec.media is None else spec.media.whole_tokens
-    if picture:  # # an image's tokens attend to each other
+    if picture:  # an image's tokens attend to each other
         tokens_auto = max(tokens_auto, picture + seqs)
     tokens = chosen(
         "max_num_batched_tokens", tokens_auto, "device", "keeps GEMMs above the compute knee"

@@ -60,7 +60,7 @@ class ModelConfig:
     seed: int
     skip_tokenizer_init: bool
     offload: Offload
-    routed_experts: bool = False  # # return the experts of each token
+    routed_experts: bool = False  # return the experts of each token
 
 
 SLOTS_TO_FIT = 1
@@ -71,7 +71,7 @@ SLOTS_TO_FIT = 1
 class CacheEventSettings:
     """Address and topic for published events of the prefix cache (`engine/kv_events.py`)."""
 
-    endpoint: str = "tcp://127.0.0.1:5557"  # # anyone who can connect can read all prompts
+    endpoint: str = "tcp://127.0.0.1:5557"  # anyone who can connect can read all prompts
     topic: str = ""
 
 
@@ -86,21 +86,21 @@ class Handover:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     dtype: KVDType
-    block_size: int  # # tokens per block of the pool, divided among `context_ranks`
+    block_size: int  # tokens per block of the pool, divided among `context_ranks`
     gpu_memory_utilization: float
     kv_cache_bytes: int | None
     enable_prefix_caching: bool
-    groups: tuple[CacheGroup, ...]  # # of layers, each with a block table
-    host_bytes: int | None = None  # # of the KV tiers below the device's cache
+    groups: tuple[CacheGroup, ...]  # of layers, each with a block table
+    host_bytes: int | None = None  # of the KV tiers below the device's cache
     disk_bytes: int | None = None
     disk_path: str | None = None
     slots: tuple[int, ...] = (0,) * len(SLOT_KINDS)  # of each kind, the null slot included; 0: none
-    state_interval: int = 0  # # interval in tokens between stored states of a prompt
+    state_interval: int = 0  # interval in tokens between stored states of a prompt
     eviction: str = "value"  # or "lru"
     attention_tokens: float = math.inf  # `spec.cache.attention_depth`
-    events: CacheEventSettings | None = None  # # None: no events are published
-    handover: Handover | None = None  # # None: blocks go to no other engine
-    context_ranks: int = 1  # # ranks that divide a request's keys and values by tokens
+    events: CacheEventSettings | None = None  # None: no events are published
+    handover: Handover | None = None  # None: blocks go to no other engine
+    context_ranks: int = 1  # ranks that divide a request's keys and values by tokens
 
     @property
     def rank_block_size(self) -> int:
@@ -113,7 +113,7 @@ class SchedulingConfig:
     policy: Policy
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_num_mixed_tokens: int  # # in steps with decodes
+    max_num_mixed_tokens: int  # in steps with decodes
     enable_chunked_prefill: bool
     batch_window_s: float
     max_queue: int | None
@@ -152,7 +152,7 @@ class LoRASettings:
     max_loras: int = 8
     max_lora_rank: int = 16
     max_cpu_loras: int = 32
-    modules: tuple[tuple[str, str], ...] = ()  # # (name, folder) of adapters loaded at the start
+    modules: tuple[tuple[str, str], ...] = ()  # (name, folder) of adapters loaded at the start
 
     @property
     def requests(self) -> list[LoRARequest]:
@@ -177,7 +177,7 @@ class DeviceConfig:
     deterministic: bool
     dense_copies: bool  # of 4-bit weights (GPU) and of sparse ones (CPU), for steps of many tokens
     num_threads: int
-    fixed_threads: bool  # # set by the user, so not changed while running
+    fixed_threads: bool  # set by the user, so not changed while running
 
     @property
     def has_graphs(self) -> bool:
@@ -193,7 +193,7 @@ class EngineConfig:
     device: DeviceConfig
     speculation: SpeculationConfig
     lora: LoRASettings | None = None  # None: no adapters
-    media: MediaSettings | None = None  # # None: the model accepts no images and no audio
+    media: MediaSettings | None = None  # None: the model accepts no images and no audio
     parallel: ParallelConfig
     origins: dict[str, Origin] = field(default_factory=dict)
 

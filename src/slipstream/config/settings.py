@@ -42,7 +42,7 @@ class DeviceInfo:
     name: str
     memory_bytes: int  # in total
     free_bytes: int
-    best_dtype: DType  # # the fastest 16- or 32-bit dtype, measured on a CPU
+    best_dtype: DType  # the fastest 16- or 32-bit dtype, measured on a CPU
     num_threads: int = 1
     compute_capability: tuple[int, int] | None = None
     dtype_reason: str = ""

@@ -117,7 +117,7 @@ async def absent(session: Session) -> str | None:
     try:
         reply = await session.post(session.body(Ask(prompt="Hi", max_tokens=1)))
     except httpx.HTTPError:
-        return None  # # the checks report what is wrong
+        return None  # the checks report what is wrong
     if reply.status_code not in ABSENT or session.model in reply.text:
         return None
     return f"no route {session.protocol.path} (HTTP {reply.status_code})"

@@ -122,8 +122,8 @@ class Session:
             raise FailedError(f"the stream's shape: {error!r}") from None
 
     async def together(self, asks: Iterable[Ask], limit: int = 4) -> list[Answer | RefusedError]:
-        """Send requests that are not streamed, at most `limit` at a time. A client error (RefusedError) is returned, not
-        raised."""
+        """Send requests that are not streamed, at most `limit` at a time. A client error or 501 (RefusedError) is returned,
+        not raised."""
         turn = asyncio.Semaphore(limit)
 
         async def one(ask: Ask) -> Answer | RefusedError:

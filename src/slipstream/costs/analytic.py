@@ -175,7 +175,7 @@ class AnalyticCost:
         found["fixed"] += FIXED_OPS * num_layers * h.op_s
         if h.is_gpu:
             found["fixed"] *= _fixed_share(shape)
-        if n > 1 and self.context:  # # queries and results, as many bytes as a sum of the results
+        if n > 1 and self.context:  # queries and results, as many bytes as a sum of the results
             found["link"] = sum(
                 h.all_reduce_s(shape.num_tokens * a.num_heads * a.head_dim * self.dtype_bytes, n)
                 for a in self.spec.attentions

@@ -59,9 +59,7 @@ class Hardware:
     read_bytes_s: float
     operations_s: dict[str, float]
     op_s: float
-    attention_share: float = (
-        0.6  # # attention over prompts, as a fraction of the linear layers' rate
-    )
+    attention_share: float = 0.6  # attention over prompts, as a fraction of the linear layers' rate
     link_bytes_s: float | None = None
     host_bytes_s: float | None = None
     link_latency_s: float = 8e-6

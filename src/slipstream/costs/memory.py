@@ -338,14 +338,14 @@ class MemoryLedger:
     image_cache_bytes: int = 0  # upper bound
     host_tier_bytes: int = 0
     disk_tier_bytes: int = 0
-    handover_bytes: int = 0  # # of host memory, for blocks fetched by other engines
+    handover_bytes: int = 0  # of host memory, for blocks fetched by other engines
     state_bytes: int = 0
     num_slots: tuple[int, ...] = ()  # of each kind; `state_bytes` has them all
     slot_sizes: tuple[int, ...] = ()
     host_expert_bytes: int = 0  # in the host's memory, next to a GPU
-    returned_expert_bytes: int = 0  # # of host memory, for all tokens in the cache
+    returned_expert_bytes: int = 0  # of host memory, for all tokens in the cache
     num_caches: int = (
-        1  # # number of ranks with their own requests, each with a cache of `num_blocks`
+        1  # number of ranks with their own requests, each with a cache of `num_blocks`
     )
 
     @property

@@ -48,7 +48,7 @@ class RequestTiming:
     gaps_s: tuple[float, ...] | None = None
     cached_tokens: int = 0
     error: str | None = None
-    refused: bool = False  # # the server refused it because it is overloaded
+    refused: bool = False  # the server refused it because it is overloaded
 
     @classmethod
     def of(cls, input_tokens: int, sent: float, times: Sequence[float]) -> RequestTiming:
@@ -108,7 +108,7 @@ class Summary:
 
     num_requests: int
     num_failed: int
-    num_refused: int  # # number among the failed
+    num_refused: int  # number among the failed
     errors: dict[str, int]
     input_tokens: int
     output_tokens: int
@@ -118,7 +118,7 @@ class Summary:
     output_throughput: float
     steady_throughput: (
         float | None
-    )  # # None if only the first and last tokens are timed, or if there are too few tokens
+    )  # None if only the first and last tokens are timed, or if there are too few tokens
     total_throughput: float
     ttft_s: Distribution | None
     tpot_s: Distribution | None

@@ -26,7 +26,7 @@ def estimate_offload(config: EngineConfig, description: ModelDescription) -> Off
         return None
     total = all_weights_bytes(config, description)
     numbers = [layer.num_parameters(spec.hidden_size) for layer in spec.layers]
-    if config.device.info.is_cuda:  # # embeddings and head have another dtype than the layers
+    if config.device.info.is_cuda:  # embeddings and head have another dtype than the layers
         parts = bytes_by_part(config, description)
         of_layers = sum(
             size

@@ -2,11 +2,12 @@
 
 A step's time is a sum of parts. Each part grows with one count of `StepCounts` and never falls:
 
-tokens linear layers, over all tokens of the step (a graph's padding among them) sampled the output
-head and the sampler, over the tokens sampled decode_context attention of decodes, over the cached
-tokens that they attend to prompt_attention attention of prompts, over the pairs (token, token that
-it attends to) num_prompts fixed cost of each prompt of a step num_drafts cost of drafts to verify,
-on top of their cost as tokens
+  tokens             linear layers, over all tokens of the step (a graph's padding among them)
+  sampled            the output head and the sampler, over the tokens sampled
+  decode_context     attention of decodes, over the cached tokens that they attend to
+  prompt_attention   attention of prompts, over the pairs (token, token that it attends to)
+  num_prompts        fixed cost of each prompt of a step
+  num_drafts         cost of drafts to verify, on top of their cost as tokens
 
 A part is linear between knots. The slopes are fitted by least squares of relative errors, none of
 them negative (`fit_steps`). So shapes between the measured ones are interpolated, and noise can't

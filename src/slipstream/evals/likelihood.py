@@ -26,7 +26,7 @@ def loglikelihoods(
 ) -> list[Likelihood]:
     """Likelihood of each continuation after its context, both as token ids. The beginning of a context that is too
     long is cut off. ConfigError if a context or a continuation is empty, or if a continuation alone does not fit."""
-    room = llm.config.model.max_model_len - 1  # # the engine always generates at least one token
+    room = llm.config.model.max_model_len - 1  # the engine always generates at least one token
     prompts = []
     for i, (context, continuation) in enumerate(pairs):
         if not context or not continuation:

@@ -49,7 +49,7 @@ def check_against_transformers(
         message = f"num_tokens must be from 1 to the model's {most}, got {num_tokens}"
         raise ConfigError(message, field="num_tokens")
     if kernels == "auto" and device == "cpu" and _is_rounded(description):
-        kernels = "reference"  # # the CPU's kernels quantize the inputs of linear layers to 8 bits
+        kernels = "reference"  # the CPU's kernels quantize the inputs of linear layers to 8 bits
     phase("transformers")
     theirs = peer.load_folder(path, "float32", description.spec.kind)
     padding = padding_tokens(theirs)

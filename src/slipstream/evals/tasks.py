@@ -252,9 +252,7 @@ def _rated(line: str, where: str) -> RatedAnswer:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text("utf-8").split(
-            "\n"
-        )  # # JSON strings may contain other line separators
+        return path.read_text("utf-8").split("\n")  # JSON strings may contain other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the questions in {path} can't be read: {error}", field="tasks"

@@ -60,7 +60,7 @@ class Document:
         """The part of the data that the document belongs to."""
         begins = (
             text for role, text in self.turns if role != "system"
-        )  # # many documents share the system message
+        )  # many documents share the system message
         opening = next(begins, self.text[:OPENING])
         return (
             "evaluation"

@@ -20,15 +20,15 @@ from slipstream.server.state import ServerSettings
 class FrontEndSetup(msgspec.Struct, tag=True):
     """The first message. Of two `engines`, the second shortens prompts; `shortens` says that the first does."""
 
-    number: int  # # id of this process, never reused
-    slot: int  # # index of this front end, from 0
+    number: int  # id of this process, never reused
+    slot: int  # index of this front end, from 0
     engines: list[EngineArgs]
     settings: ServerSettings
     shortens: bool
 
 
 class EngineDied(msgspec.Struct, tag=True):
-    engine: int  # # index in Setup.engines
+    engine: int  # index in Setup.engines
     reason: str
     final: bool
 

@@ -143,7 +143,7 @@ class ServerGuard:
         """Returns the guard's own exit code, or None if the server is to be started again."""
         how = describe_exit(code)
         if self._stopping and (not self._serves or code == -STOP_SIGNAL):
-            return 0  # # killed by us, or it had ended its work and ignores signals
+            return 0  # killed by us, or it had ended its work and ignores signals
         if self._stopping or self._listener is None:
             if code < 0:
                 when = "ended" if self._stopping else "started"

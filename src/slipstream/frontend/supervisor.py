@@ -113,7 +113,7 @@ class SharedCore:
         if self._stays_down is not None:
             front_end.channel.send(self._stays_down)
             return
-        self.forget(front_end)  # # it may have given up another connection
+        self.forget(front_end)  # it may have given up another connection
         self._paths[front_end.number] = path
         self._send(Attach(front_end.number, path))
 
@@ -168,7 +168,7 @@ class Supervisor:
         ]
         self._front_ends: dict[int, FrontEndHandle] = {}  # by slot
         self._numbers = itertools.count(1)
-        self._ended = Metrics("")  # # counts of front ends that have ended
+        self._ended = Metrics("")  # counts of front ends that have ended
         self._all_serve = asyncio.Event()
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()

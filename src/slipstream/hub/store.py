@@ -3,7 +3,7 @@
     models--ORG--NAME/refs/main                 the commit that was fetched last
     models--ORG--NAME/blobs/HASH                each content once
     models--ORG--NAME/snapshots/COMMIT/FILE     a link to the content
-    .locks/models--ORG--NAME/slipstream.lock held during a download or a removal, then removed
+    .locks/models--ORG--NAME/slipstream.lock    held during a download or a removal, then removed
 
 A file is linked only after its content was checked, so an interrupted download never looks
 finished. A later download continues with `blobs/HASH.incomplete`.
@@ -108,7 +108,7 @@ def is_complete(folder: Path) -> bool:
     try:
         files = weight_files(folder)
     except CheckpointError:
-        return True  # # the files are present, and their reader reports faults
+        return True  # the files are present, and their reader reports faults
     return bool(files) and all(file.is_file() for file in files)
 
 

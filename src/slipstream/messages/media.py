@@ -23,7 +23,7 @@ class MediaSpan:
     of its prompt, if all of them attend to each other (PaliGemma); else 0.
     """
 
-    offset: int  # # position of the first placeholder
+    offset: int  # position of the first placeholder
     rows: int  # rows of tokens, one after the other
     columns: int
     key: bytes

@@ -18,7 +18,7 @@ class TokenOutput(NamedTuple):
     request_id: str
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # # the token that ended the answer, if any
+    stop_token_id: int | None = None  # the token that ended the answer, if any
     num_cached_tokens: int = 0  # prompt tokens from the prefix cache; set with the first token
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None

@@ -67,7 +67,7 @@ class EngineRequest:
     hands_over: bool = False  # its prompt's blocks are for another engine
     media: tuple[MediaSpan, ...] = ()  # in the order of their offsets
     whole_salt: str = (
-        ""  # # part of its blocks' keys, if all tokens of its prompt attend to each other
+        ""  # part of its blocks' keys, if all tokens of its prompt attend to each other
     )
     # A beam of the same search: itself for the first beam. `Scheduler.go_on` provides each token.
     beam_of: str | None = None

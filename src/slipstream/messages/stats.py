@@ -19,7 +19,7 @@ class ExpertBalance:
     of all ranks; 1: even, or unknown yet.
     """
 
-    moved_total: int = 0  # # experts moved to another rank since the start
+    moved_total: int = 0  # experts moved to another rank since the start
     rank_imbalance: float = 1.0
 
 
@@ -45,23 +45,23 @@ class TierStats:
     disk_bytes: int = 0
     stored_blocks: int = 0
     stored_bytes: int = 0
-    dropped_blocks: int = 0  # # not stored: no space, or a disk error
+    dropped_blocks: int = 0  # not stored: no space, or a disk error
     loaded_blocks: int = 0
     loaded_bytes: int = 0
-    failed_blocks: int = 0  # # missing or damaged when they were needed
-    queried_tokens: int = 0  # # prompt tokens missing in the device's cache
+    failed_blocks: int = 0  # missing or damaged when they were needed
+    queried_tokens: int = 0  # prompt tokens missing in the device's cache
     host_hit_tokens: int = 0
     disk_hit_tokens: int = 0
-    declined_tokens: int = 0  # # found, but recomputed because loading takes longer
+    declined_tokens: int = 0  # found, but recomputed because loading takes longer
     late_loads: int = 0  # for which a request stopped waiting
-    prefetched_tokens: int = 0  # # of pausing sessions, loaded back to the device
-    prefetch_hit_tokens: int = 0  # # of these, used by the session's next request
-    handed_blocks: int = 0  # # put into the exchange for other engines
+    prefetched_tokens: int = 0  # of pausing sessions, loaded back to the device
+    prefetch_hit_tokens: int = 0  # of these, used by the session's next request
+    handed_blocks: int = 0  # put into the exchange for other engines
     handed_bytes: int = 0
-    peer_hit_tokens: int = 0  # # prompt tokens computed by other engines
+    peer_hit_tokens: int = 0  # prompt tokens computed by other engines
     exchange_bytes: int = 0
     exchange_limit_bytes: int = 0
-    expired_blocks: int = 0  # # not requested in time, or evicted
+    expired_blocks: int = 0  # not requested in time, or evicted
     host_bytes_per_s: float = 0.0
     disk_bytes_per_s: float = 0.0
     peer_bytes_per_s: float = 0.0
@@ -82,13 +82,13 @@ class SchedulerStats:
     num_preemptions: int = 0
     # Capacity in tokens of the blocks in use, each in its group's layers.
     kv_allocated_tokens: int = 0
-    kv_wasted_tokens: int = 0  # # allocated capacity that is not written
+    kv_wasted_tokens: int = 0  # allocated capacity that is not written
     spec_num_drafts: int = 0  # runs of proposed tokens that steps verified
     spec_draft_tokens: int = 0  # tokens in these runs
     spec_accepted_tokens: int = 0  # accepted ones
     # Accepted tokens by their position in the run.
     spec_accepted_by_position: tuple[int, ...] = ()
-    forced_tokens: int = 0  # # determined by grammars without sampling
+    forced_tokens: int = 0  # determined by grammars without sampling
     tiers: TierStats | None = None  # None: there are no tiers below the device
 
 
@@ -106,7 +106,7 @@ class EngineStats(SchedulerStats):
     uptime_s: float = 0.0
     expert_load: ExpertTokens = ()
     is_sleeping: bool = False
-    is_paused: bool = False  # # no steps run until it is resumed
+    is_paused: bool = False  # no steps run until it is resumed
     weight_version: str = ""  # empty: these weights don't change in place
     adapters: AdapterStats | None = None  # None: adapters are not enabled
     waiting_adapters: tuple[str, ...] = ()

@@ -34,7 +34,7 @@ class NewRequest:
     num_encoder_tokens: int = 0
     audio: AudioWindow | None = None
     lora: LoRARequest | None = None
-    mirostat_mu: float | None = None  # # state of its sampler before preemption, if any
+    mirostat_mu: float | None = None  # state of its sampler before preemption, if any
     media: tuple[MediaSpan, ...] = ()
     rank: int = 0  # its rank, if requests are distributed
 
@@ -95,11 +95,11 @@ class StepShape(NamedTuple):
     """Properties of a step that determine how it runs (`worker/inputs/step_shape.py`)."""
 
     num_tokens: int
-    num_decodes: int  # # sequences of one token, at the front
+    num_decodes: int  # sequences of one token, at the front
     num_prompts: int  # sequences after these
     num_prompt_tokens: int
     only_drafts: bool  # all prompts sample at each token: they verify drafts
-    num_keys_again: int  # # number of keys read more often than in a mixed graph
+    num_keys_again: int  # number of keys read more often than in a mixed graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +140,10 @@ class TokenMask:
     """Mask of tokens that may be sampled at some of a step's sampled positions. `bits` are int32
     [rows, words] in the machine's byte order: token t's is bit t % 32 of word t // 32."""
 
-    positions: tuple[int, ...]  # # indices among the N sampled positions, in plan order
+    positions: tuple[int, ...]  # indices among the N sampled positions, in plan order
     bits: bytes | bytearray
     which: tuple[int, ...] | None = (
-        None  # # row of `bits` for each position; None: row i for the i-th
+        None  # row of `bits` for each position; None: row i for the i-th
     )
 
 

@@ -14,8 +14,8 @@ class BlockCopy(NamedTuple):
     number: int
     source: Place
     target: Place
-    key: bytes  # # identifies the block's content; file name on disk
-    block: int = 0  # # index on the device; for another kind, its slot
-    slot: int = 0  # # index in the host's memory
+    key: bytes  # identifies the block's content; file name on disk
+    block: int = 0  # index on the device; for another kind, its slot
+    slot: int = 0  # index in the host's memory
     kind: int = 0  # 0: blocks; else the number of the `SlotKind`
-    address: str = ""  # # address of the other engine that has the block
+    address: str = ""  # address of the other engine that has the block

@@ -28,9 +28,9 @@ class WeightState:
     """Version of the running weights, for as long as they are in memory."""
 
     version: str = FIRST_VERSION
-    checksum: str = ""  # # of all weights together; empty before the first update
+    checksum: str = ""  # of all weights together; empty before the first update
     used: set[str] = field(default_factory=lambda: {FIRST_VERSION})
-    broken: str = ""  # # reason why no request may run: an update was written in part, or lost
+    broken: str = ""  # reason why no request may run: an update was written in part, or lost
 
     def lose(self, used: Iterable[str]) -> None:
         """Record that the engine has loaded the checkpoint's weights again, after the versions

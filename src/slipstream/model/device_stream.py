@@ -1,7 +1,7 @@
 """Layers whose weights stay in host memory and are copied to the device ahead of use.
 `spec.offload` chooses them.
 
-pinned memory ──copy──> place 0, place 1, place 0, … while earlier layers are computed
+  pinned memory ──copy──> place 0, place 1, place 0, …      while earlier layers are computed
 
 1. A layer's weights are views of its place (a staging buffer), at the same addresses in every step.
    So its `Layer` is made once.

@@ -1,6 +1,6 @@
 """Layers whose weights are read from a file ahead of use, on a CPU. `spec.offload` chooses them.
 
-file ──read──> slot 0, slot 1, slot 0, … by a thread, while earlier layers are computed
+  file ──read──> slot 0, slot 1, slot 0, …      by a thread, while earlier layers are computed
 
 1. A layer's packed weights are views of its slot, at the same addresses every time. So its `Layer`
    is built once.

@@ -64,8 +64,8 @@ class Built:
     folder: EngineFolder
     num_bytes: int
     packed_bytes: int
-    start_s: float  # # seconds of an engine's start, once weights are packed
-    kernels: tuple[str, ...] = ()  # # compute capabilities of GPUs, such as "sm_90"
+    start_s: float  # seconds of an engine's start, once weights are packed
+    kernels: tuple[str, ...] = ()  # compute capabilities of GPUs, such as "sm_90"
 
 
 def build_folder(
@@ -120,11 +120,11 @@ def build_folder(
             versions=versions(),
             measured=dict(measured or {}),
         )
-        write_engine_folder(folder)  # # makes the engine store its packed weights in the folder
+        write_engine_folder(folder)  # makes the engine store its packed weights in the folder
         placed = dataclasses.replace(args, model=str(partial), download_dir=None)
         if (
             tune is not None and num_ranks(args) == 1
-        ):  # # tiles are measured for unsplit linear layers
+        ):  # tiles are measured for unsplit linear layers
             progress("tiles")
             tune(placed, partial)
         config, sizes, _ = _start(placed, progress)

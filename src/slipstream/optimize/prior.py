@@ -94,7 +94,7 @@ def simulated_prior(
                 engine = with_limits(engine, max_num_seqs=seqs)
                 engine = dataclasses.replace(engine, num_blocks=engine.num_blocks // form.pipeline)
             found = simulate(engine, load, num_replicas=form.pipeline).summary
-        except (ConfigError, OutOfMemoryError):  # # the measurement will report the reason
+        except (ConfigError, OutOfMemoryError):  # the measurement will report the reason
             return NOTHING
         if found.num_failed or not found.output_throughput:  # the engine would refuse requests
             return NOTHING
@@ -115,7 +115,7 @@ def bits_of(compression: str) -> tuple[int, str | None]:
     recipe = read_recipe(compression.removeprefix("recipe:"))
     quantize = recipe.one(Quantize)
     if recipe.one(Sparsify) is not None or recipe.one(PruneSettings) is not None:
-        return 3, "int8"  # # half of the weights remain: as fast as 8 bits, with the KL of 3
+        return 3, "int8"  # half of the weights remain: as fast as 8 bits, with the KL of 3
     blocks = recipe.one(GGUF)
     if blocks is not None and blocks.name != "F16":
         bits = int(blocks.bits or re.findall(r"\d", blocks.name)[0])

@@ -265,7 +265,7 @@ class Measurer:
     timeout_s: float = 1800.0
     # time limit for one compression, so that others get time too
     compress_s: float = math.inf
-    deadline: float = math.inf  # # on `time.monotonic()`; unfinished work is stopped then
+    deadline: float = math.inf  # on `time.monotonic()`; unfinished work is stopped then
     on_phase: Callable[[str], None] = lambda what: None
     files: Sequence[Path] = ()  # questions, texts and draft models that the results depend on
     _quality: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
@@ -292,7 +292,7 @@ class Measurer:
             quality = self.quality(candidate)
         except (
             SlipstreamError
-        ) as error:  # # the compression failed: all candidates that share it fail too
+        ) as error:  # the compression failed: all candidates that share it fail too
             return TrialResult(candidate=candidate, error=str(error), fits=False)
         if "not_measured" not in quality and (faults := self.limits.faults(quality)):
             return TrialResult(
@@ -551,7 +551,7 @@ def read_results(measurer: Measurer, space: Space) -> list[TrialResult]:
         lost_too_much = result.kl is not None
         if conditions == measurer.conditions and (
             result.error is None or lost_too_much
-        ):  # # other failed candidates are tried again
+        ):  # other failed candidates are tried again
             found[result.candidate] = result
     return list(found.values())
 

@@ -90,7 +90,7 @@ class Search:
         candidate is not started if, judging by the latest ones, the remaining time is too short.
         Then only candidates of known quality are tried, which take much less time."""
         begin = clock()
-        longest: dict[bool, float] = {}  # # maximum time by whether the quality was known
+        longest: dict[bool, float] = {}  # maximum time by whether the quality was known
         while (candidate := self.propose()) is not None:
             started = clock()
             left_s = budget_s - (started - begin)
@@ -241,7 +241,7 @@ class Search:
         mean, deviation = known.at(waiting)
         kl, spread = np.array([self._kl(c) for c in waiting]).T
         points = self._believed(known)
-        if not points:  # # no front yet: the least KL first, then the highest throughput
+        if not points:  # no front yet: the least KL first, then the highest throughput
             return np.where(kl == kl.min(), -mean[:, 0], -math.inf), 0.0
         reference, gains = self._reference(known, points), np.zeros(len(waiting))
         for place, weight in QUADRATURE:

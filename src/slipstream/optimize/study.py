@@ -65,7 +65,7 @@ class StudyOptions:
     kv_cache_dtypes: str | None = None
     parallel: str = "tp1"
     replicas: int | None = (
-        None  # # number of replicas to measure, alike and with separate prefill and decode
+        None  # number of replicas to measure, alike and with separate prefill and decode
     )
     load_format: str = "auto"
     max_model_len: int | None = None
@@ -183,7 +183,7 @@ def prepare(options: StudyOptions, say: Say) -> Study:
         raise ConfigError(f"no engine starts with any candidate: {reasons}", field="parallel")
     if refused:
         say(f"{len(refused)} combinations are left out: {reasons}")
-    load_optuna()  # # raises an error before a folder is made
+    load_optuna()  # raises an error before a folder is made
     return Study(
         options=options,
         out=out,

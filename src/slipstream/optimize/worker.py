@@ -192,7 +192,7 @@ def main() -> None:
     job = json.loads(sys.stdin.read())
     try:
         found = {"speed": speed, "quality": quality, "replicas": replicas}[job["kind"]](job)
-    except Exception as error:  # # every failure is a result of the candidate
+    except Exception as error:  # every failure is a result of the candidate
         error = missing_torch(error) or error
         text = (
             str(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}"

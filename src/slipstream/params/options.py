@@ -35,15 +35,15 @@ class RequestOptions:
     `handover_from`, this engine's address (`kv_handover_address`).
     """
 
-    request_id: str | None = None  # # None: generated
-    priority: int = 0  # # lower is served first
-    deadline_s: float | None = None  # # seconds from now
+    request_id: str | None = None  # None: generated
+    priority: int = 0  # lower is served first
+    deadline_s: float | None = None  # seconds from now
     add_special_tokens: bool = True  # add the tokenizer's own around a text prompt
     cache_salt: str = ""  # requests share cached prefixes only within one salt
     cache_hints: CacheHints = NO_HINTS
     lora_request: LoRARequest | None = None
     share: Share | None = None  # None: shares equally with weight 1
-    client: str = ""  # # grammars of one client are compiled one after another
+    client: str = ""  # grammars of one client are compiled one after another
     reserve: Reserve | None = None
     answer_token_ids: Sequence[int] = ()
     handover_from: str = ""

@@ -55,9 +55,7 @@ def simulate_apart(
         r if p.last_token is None else r._replace(arrival=p.last_token + transfer_s(r.input_tokens))
         for r, p in zip(traffic.requests, prompts.records, strict=True)
     )
-    recent = replace(
-        engine.cache, eviction="lru"
-    )  # # blocks that were just received are not evicted
+    recent = replace(engine.cache, eviction="lru")  # blocks that were just received are not evicted
     run = simulate(
         replace(engine, cache=recent),
         replace(traffic, requests=arrivals),

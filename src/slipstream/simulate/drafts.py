@@ -60,7 +60,7 @@ def parse_acceptance(text: str) -> AcceptanceRates:
         if all(0 <= rate <= 1 for rate in (*made.rates, made.found)):
             return made
     except ValueError:
-        pass  # # not numbers: the error is raised below
+        pass  # not numbers: the error is raised below
     raise ConfigError(
         f"draft_acceptance={text!r} must be shares between 0 and 1 by position, such as 0.8,0.6,0.5, and after an @ the share "
         "of steps with a proposal",

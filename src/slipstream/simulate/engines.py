@@ -272,14 +272,14 @@ def _analytic(
     if scheme is not None and scheme.inputs is not None:
         product_type = scheme.inputs.removesuffix("-block")
     elif in_8_bits and not hardware.is_gpu:
-        product_type = "int6"  # # CPU kernels quantize inputs to 8 bits; weights have up to 6
+        product_type = "int6"  # CPU kernels quantize inputs to 8 bits; weights have up to 6
     # On a GPU, a linear layer of several tokens takes as long with a 4-bit weight as with its dense
     # copy (kernels_cuda_linear).
     by_groups = hardware.is_gpu and scheme is not None and scheme.name == "int4"
     held = {part: float(num_bytes) for part, num_bytes in parts.items()}
     if (
         description.stored and not hardware.is_gpu
-    ):  # # a GGUF file has mixed types, of which only the total size is known
+    ):  # a GGUF file has mixed types, of which only the total size is known
         share = resident_weights_bytes(config, description) / sum(parts.values())
         held = {part: num_bytes * share for part, num_bytes in held.items()}
     multiplied = products(spec, held)

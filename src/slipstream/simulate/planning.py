@@ -48,7 +48,7 @@ class PlanOptions:
     max_gpus: int = 8
     price: str | None = None
     no_search: bool = False
-    agents: AgentLoad | None = None  # # sessions of `workload` "agents"
+    agents: AgentLoad | None = None  # sessions of `workload` "agents"
 
     def check(self, settings: EngineArgs) -> None:
         """Raise ConfigError for an option with an impossible value, or for two that conflict."""
@@ -123,7 +123,7 @@ class PlanStudy:
     description: ModelDescription
     load: OfferedLoad
     acceptance: AcceptanceRates | None
-    others: list[Hardware]  # # devices of --gpu; empty: this machine's
+    others: list[Hardware]  # devices of --gpu; empty: this machine's
     prices: list[float | None]
 
     def run(

@@ -80,11 +80,11 @@ class DevicePlan:
     full: Simulation
     limits: (
         dict[str, int] | None
-    )  # # limits of steps that give more throughput than the engine's own; None: none were tried
+    )  # limits of steps that give more throughput than the engine's own; None: none were tried
     replicas: int | None
     run: (
         Simulation | None
-    )  # # at the given load, with the fewest replicas that meet the objectives, else with the maximum
+    )  # at the given load, with the fewest replicas that meet the objectives, else with the maximum
     binds: str
     settings: tuple[Recommended, ...]
     notes: tuple[str, ...]
@@ -150,7 +150,7 @@ class OfferedLoad:
         else:
             assert self.users is not None
             if isinstance(self.workload, SessionWorkload):
-                count = 0  # # one session per user
+                count = 0  # one session per user
             traffic = self.workload.traffic(
                 ClosedLoop(concurrency=self.users),
                 max(count, 3 * self.users) if count else 0,
@@ -214,7 +214,7 @@ def plan_device(
         tuned, said = by_context(tuned, load, most, acceptance, on_run, tune)
         notes += said
     engine, capacity, limits = tuned.engine, tuned.capacity, tuned.limits
-    if of_sessions:  # # the search ended when more sessions gained nothing
+    if of_sessions:  # the search ended when more sessions gained nothing
         full = capacity.run or capacity.alone
     else:
         full = saturated(engine.simulated, load.workload, seed=load.seed)
@@ -316,7 +316,7 @@ def by_context(
     others = [n for n in (2, 4, 8) if engine.num_gpus <= n <= max_gpus]
     if (
         capacity.rate is not None
-    ):  # # compare with the same number of devices: two devices against two replicas
+    ):  # compare with the same number of devices: two devices against two replicas
         others = others[:1]
     for n in others:
         args = dataclasses.replace(engine.args, context_parallel_size=n)
@@ -327,7 +327,7 @@ def by_context(
         except (
             ConfigError,
             OutOfMemoryError,
-        ):  # # a model or cache that does not support such ranks
+        ):  # a model or cache that does not support such ranks
             return given, []
         found = find_capacity(
             tried.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run

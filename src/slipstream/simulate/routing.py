@@ -1,10 +1,13 @@
 """Chooses the replica for a request in simulations, from the open requests and the prefixes sent to
 each. No torch, no clock.
 
-round-robin each replica in turn least-loaded the one with the fewest open requests rendezvous the
-highest hash of (first block of the prompt, replica) among those that are not overfull (Thaler and
-Ravishankar 1998; bounded loads: Mirrokni, Thorup and Zadimoghaddam 2018) longest-hit the one that
-was sent the longest part of the prompt before, among those that are not overfull
+  round-robin    each replica in turn
+  least-loaded   the one with the fewest open requests
+  rendezvous     the highest hash of (first block of the prompt, replica) among those that are not
+                 overfull (Thaler and Ravishankar 1998; bounded loads: Mirrokni, Thorup and
+                 Zadimoghaddam 2018)
+  longest-hit    the one that was sent the longest part of the prompt before, among those that are
+                 not overfull
 
 The last two keep requests with one prefix together, where its blocks are cached. A replica is
 overfull with more than `BALANCE` times the mean of open requests, plus one. A request without a
@@ -74,7 +77,7 @@ class LongestHit:
             keys.append(key)
         chosen = max(not_overfull(num_open), key=lambda i: (self._hit(i, keys), -num_open[i]))
         sent = self._sent[chosen]
-        for key in reversed(keys):  # # the first block is touched last, so it is evicted last
+        for key in reversed(keys):  # the first block is touched last, so it is evicted last
             sent[key] = None
             sent.move_to_end(key)
         while len(sent) > self._num_blocks:

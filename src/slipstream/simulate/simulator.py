@@ -130,8 +130,8 @@ class Simulation:
 class _InFlight(NamedTuple):
     plan: StepPlan
     end: float
-    is_done: bool  # # computed when launched
-    num_tokens: int  # # number of sampled tokens
+    is_done: bool  # computed when launched
+    num_tokens: int  # number of sampled tokens
 
 
 class _Progress:
@@ -141,7 +141,7 @@ class _Progress:
 
     def __init__(self, index: int, sent: float) -> None:
         self.index, self.sent = index, sent
-        self.first = self.worst = 0.0  # # time of its first token; longest gap caused by preemption
+        self.first = self.worst = 0.0  # time of its first token; longest gap caused by preemption
         self.first_step = -1
         self.cached = 0
 
@@ -187,10 +187,10 @@ class SimulatedReplica:
         self._open: dict[str, _Progress] = {}
         self._preempted: dict[
             str, tuple[int, float]
-        ] = {}  # # (first step without the request, time of its last token)
+        ] = {}  # (first step without the request, time of its last token)
         self.records: dict[int, RequestTiming] = {}
-        self.ends: list[float] = []  # # end time of each step
-        self.gaps: list[float] = []  # # gap between each step's end and the previous one's
+        self.ends: list[float] = []  # end time of each step
+        self.gaps: list[float] = []  # gap between each step's end and the previous one's
         self.deliveries: list[tuple[float, float]] = []
         self.weighted_gaps: list[tuple[float, int]] = []
         self.worst_gaps: list[float] = []
@@ -212,7 +212,7 @@ class SimulatedReplica:
         r = self.traffic[index]
         prompt = r._replace(
             input_tokens=min(r.input_tokens, self.engine.max_model_len + 1)
-        )  # # a longer request is refused anyway
+        )  # a longer request is refused anyway
         try:
             self.scheduler.add(
                 EngineRequest(
@@ -316,7 +316,7 @@ class SimulatedReplica:
         begin = max(self.now, self.device_free)
         self.device_free = begin + seconds
         if engine.run_ahead is not None:
-            self.now = begin if ahead else self.device_free  # # a CPU's host thread computes too
+            self.now = begin if ahead else self.device_free  # a CPU's host thread computes too
         self.now += host + launch_s
         self._in_flight.append(_InFlight(plan, self.device_free, not ahead, shape.num_sampled))
 
@@ -478,7 +478,7 @@ def simulate(
     users = traffic.users
     arrivals: list[tuple[float, int]] = []
     followers: dict[int, list[tuple[int, float]]] = {}
-    num_before: dict[int, int] = {}  # # number of turns that must end before each request
+    num_before: dict[int, int] = {}  # number of turns that must end before each request
     ready: dict[int, float] = {}
     for index, request in enumerate(requests):
         if request.after:
@@ -502,7 +502,7 @@ def simulate(
 
     if (
         not traffic.shares_prefixes and not with_prompts
-    ):  # # no prefix can be in the cache, so all its blocks count as free
+    ):  # no prefix can be in the cache, so all its blocks count as free
         engine = replace(engine, cache=replace(engine.cache, enable_prefix_caching=False))
     exact = exact or engine.scheduling.target_itl_ms is not None or engine.drafts is not None
     whole, engine = engine, with_blocks_for(engine, requests)

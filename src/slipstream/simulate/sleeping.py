@@ -94,18 +94,18 @@ class SleepingScheduler(Scheduler):
             raise ConfigError(
                 "target_itl_ms is simulated by the Scheduler itself", field="target_itl_ms"
             )
-        self.num_asleep = 0  # # sleepers in the latest planned step
+        self.num_asleep = 0  # sleepers in the latest planned step
         self.asleep_context = 0
         self._next_asleep = self._next_context = 0  # the same for the next step
         self._asleep: dict[Request, SimulatedSleep] = {}
         self._due: defaultdict[int, list[tuple[Request, SimulatedSleep]]] = defaultdict(
             list
-        )  # # sleepers by the step for which they need a block
+        )  # sleepers by the step for which they need a block
         self._last: defaultdict[int, list[tuple[Request, SimulatedSleep]]] = defaultdict(
             list
-        )  # # sleepers by the step with their last token
-        self._awake: list[Request] = []  # # the awake requests among `running`
-        self._in_decodes = False  # # sleepers after the current request are not in the step yet
+        )  # sleepers by the step with their last token
+        self._awake: list[Request] = []  # the awake requests among `running`
+        self._in_decodes = False  # sleepers after the current request are not in the step yet
         self._counts = not self.cache.enable_prefix_caching and not self.kv.windows
         if self._counts:
             self.kv.pool = BlockCount(self.pool.num_blocks)
@@ -140,7 +140,7 @@ class SleepingScheduler(Scheduler):
                 self._schedule_one(step, request)
         self._in_decodes = False
         num_decodes = self._next_asleep + len(step.scheduled)
-        if self._next_asleep:  # # one sleeper represents all
+        if self._next_asleep:  # one sleeper represents all
             step.budget.take_others(self._next_asleep - 1)
             step.scheduled.add(next(r for r, sleep in self._asleep.items() if sleep.last >= this))
         if step.scheduled:
@@ -181,7 +181,7 @@ class SleepingScheduler(Scheduler):
             and plan.step_id not in last
             and not (caching and plan.step_id + 1 in last)
         )
-        if nobody and not self.in_flight.by_id[plan.step_id].requests:  # # and none woke since
+        if nobody and not self.in_flight.by_id[plan.step_id].requests:  # and none woke since
             del self.in_flight.by_id[plan.step_id]
             return []
         self._wake_last(plan.step_id)

@@ -1,10 +1,12 @@
 """The requests of a simulation: lengths, shared prefixes and arrival times.
 
-sharegpt the first turns of conversations (2,000 lengths are shipped) fixed:IN/OUT all requests
-equal uniform:A-B/C-D lengths between A and B tokens, answers between C and D lengths:PATH a file
-{"lengths": [[input, output], …]} trace:PATH recorded arrivals: Azure's CSV
-(TIMESTAMP,ContextTokens,GeneratedTokens; Patel et al. 2024) or Mooncake's JSON lines (timestamp,
-input_length, output_length, hash_ids; Qin et al. 2025; with session_id: turns of sessions)
+  sharegpt           the first turns of conversations (2,000 lengths are shipped)
+  fixed:IN/OUT       all requests equal
+  uniform:A-B/C-D    lengths between A and B tokens, answers between C and D
+  lengths:PATH       a file {"lengths": [[input, output], …]}
+  trace:PATH         recorded arrivals: Azure's CSV (TIMESTAMP,ContextTokens,GeneratedTokens; Patel
+                     et al. 2024) or Mooncake's JSON lines (timestamp, input_length, output_length,
+                     hash_ids; Qin et al. 2025; with session_id: turns of sessions)
 
 Two prompts that begin with the same `prefix` numbers begin with the same tokens, `PREFIX_TOKENS`
 for each number.
@@ -39,7 +41,7 @@ class TrafficRequest(NamedTuple):
     `ends_session`: whether a closed loop's user is free when it ends; False for turns with later turns."""
 
     arrival: (
-        float  # # seconds from the start; in a closed loop a request is sent when its user is free
+        float  # seconds from the start; in a closed loop a request is sent when its user is free
     )
     input_tokens: int
     output_tokens: int
@@ -161,7 +163,7 @@ class SessionWorkload(Workload):
     trace are limited."""
 
     sessions: tuple[Session, ...]
-    load: AgentLoad | None = None  # # None: from a trace
+    load: AgentLoad | None = None  # None: from a trace
     seed: int = 0
 
     @classmethod
@@ -238,7 +240,7 @@ def parse_workload(text: str, *, seed: int = 0) -> Workload:
                 ]
                 return of_lengths(text, each)
         except ValueError:
-            pass  # # not numbers: the error is raised below
+            pass  # not numbers: the error is raised below
     raise ConfigError(
         f"workload={text!r} is not sharegpt, fixed:IN/OUT, uniform:A-B/C-D, lengths:PATH or trace:PATH",
         field="workload",

@@ -246,7 +246,7 @@ def _token_steps(path: Path, modules: list[Any]) -> list[DenseStep]:
 
 
 def _inside(module: Mapping[str, Any]) -> Path:
-    """Folder of a step. UnsupportedModelError if it is outside the model's folder."""
+    """Folder of a step. CheckpointError if it is outside the model's folder."""
     folder = Path(str(module.get("path", "")))
     if folder.is_absolute() or ".." in folder.parts:
         what = f"modules.json: the path {str(folder)!r} is outside the model's folder"

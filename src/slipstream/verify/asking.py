@@ -37,7 +37,7 @@ class Asking:
     plan: VerifyPlan
     seen: Seen = field(init=False)
     _asked: int = 0
-    _form: int = 0  # # index in `FORMS` of the settings sent with each question
+    _form: int = 0  # index in `FORMS` of the settings sent with each question
     _form_is_known: bool = False
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Asking:
             own = found
             if (
                 sample is None or not sample.is_likeliest
-            ):  # # otherwise the model's own answer is the same
+            ):  # otherwise the model's own answer is the same
                 own = word in self.reference.greedy(prompt, NEEDLE_TOKENS)
             self.seen.needles.setdefault(round(len(prompt), -2), []).append((found, own))
 
@@ -136,7 +136,7 @@ class Asking:
     def _numbers(self) -> range:
         first = (
             1009 * self.plan.seed + self._asked
-        )  # # different seeds begin with different questions
+        )  # different seeds begin with different questions
         self._asked += self.plan.turn
         return range(first, first + self.plan.turn)
 

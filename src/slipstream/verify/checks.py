@@ -50,7 +50,7 @@ class Verification:
         """Ask until all checks are decided. Raises the errors of `Served.ask`, except for features
         that the server rejects."""
         findings: list[Finding] = []
-        kinds = ["plain"]  # # then the checks that are undecided
+        kinds = ["plain"]  # then the checks that are undecided
         turns: Counter[str] = Counter()
         while kinds:
             turns.update(kinds)
@@ -60,7 +60,7 @@ class Verification:
             findings = self.judge.judged()
             kinds = [KINDS.get(f.check, f.check) for f in findings if f.outcome == "undecided"]
             if findings[0].outcome == "fault" and len(self.asking.seen.short()) >= NAMED_BY:
-                break  # # a fault of the prompt: its consequences are not separate findings
+                break  # a fault of the prompt: its consequences are not separate findings
             most = -(-self.plan.answers // self.plan.turn)
             kinds = [kind for kind in dict.fromkeys(kinds) if turns[kind] < most]
             others = [kind for kind in kinds if kind != "plain"]
@@ -68,7 +68,7 @@ class Verification:
                 len(self.asking.seen.drawn.get("plain", ())) >= NAMED_BY
                 and SAMPLING.keys() & others
             ):
-                kinds = others  # # their answers are used for the distribution as well
+                kinds = others  # their answers are used for the distribution as well
         self.progress("schemas and tools")
         return [*findings, self._schemas(), self._tools()]
 

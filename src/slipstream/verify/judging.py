@@ -156,7 +156,7 @@ class Judge:
         return found
 
     def _needle(self) -> Finding:
-        if "long" in self.seen.refused:  # # needles are in the long conversations
+        if "long" in self.seen.refused:  # needles are in the long conversations
             return Finding(check="needle", outcome="not offered", why=self.seen.refused["long"])
         told = "; ".join(
             f"{length:,} tokens: {sum(served for served, _ in found)} of {len(found)}"
@@ -190,7 +190,7 @@ class Judge:
         if "warm" in self.seen.refused:
             return Finding(check=check, outcome="not offered", why=self.seen.refused["warm"])
         for kind, asked in (("plain", 1.0), ("warm", WARM)):
-            ratios = self._ratios.setdefault(kind, [])  # # one row per answer
+            ratios = self._ratios.setdefault(kind, [])  # one row per answer
             for s in self.seen.drawn.get(kind, [])[len(ratios) :]:
                 own, *others = s.likelihoods([asked, OFF * asked, asked / OFF])
                 ratios.append([other - own for other in others])

@@ -137,7 +137,7 @@ def _is_excluded(values: Sequence[float], limit: float, rate: float, rarest: flo
     won = 0.0
     for share, part in LOWERED:
         left = [1 + share * gain for gain in cut]
-        if min(left, default=1.0) > 1e-12:  # # otherwise one value lost it all
+        if min(left, default=1.0) > 1e-12:  # otherwise one value lost it all
             won += part * math.exp(min(sum(map(math.log, left)), 700.0))
     return won >= 1 / rate
 

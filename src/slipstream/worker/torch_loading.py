@@ -120,7 +120,7 @@ class TorchLoaded(LoadedRunner):
                 self.forwards.take_media(self.media)
             self.platform.synchronize()
             if self.ops.name == "triton":
-                hash_triton()()  # # started when the device was opened
+                hash_triton()()  # started when the device was opened
         if kernels is not None:
             with self.phase("kernels"):
                 kernels.finish()

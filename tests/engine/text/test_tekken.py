@@ -98,6 +98,18 @@ def test_ids_of_other_servers_are_shortened_where_they_are_written(tokenizers):
         assert "7" in text
 
 
+def test_json_too_deep_to_read_is_written_as_text(tokenizers):
+    deep = "[" * 100_000
+    call = {"id": "abcdefg01", "function": {"name": "f", "arguments": deep}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefg01", "content": deep},
+    ]
+    for version in VERSIONS:
+        assert tokenizers[version].apply_chat_template(messages).count(deep) == 2
+
+
 @pytest.mark.parametrize(
     ("messages", "what"),
     [

@@ -273,7 +273,7 @@ class _Delta(msgspec.Struct, gc=False):
 
 class _Choice(msgspec.Struct, gc=False):
     text: str | None = None
-    delta: _Delta | None = None  # # of a chat
+    delta: _Delta | None = None  # of a chat
     token_ids: list[int] | None = None
 
 

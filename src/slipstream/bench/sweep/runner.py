@@ -117,7 +117,7 @@ def _measure(grid: Grid, spec: SetupSpec, cases: list[Case], folder: Path) -> It
                 **found,
                 **(_cost(description, spec, case, found) if description else {}),
             }
-    except BaseException:  # # interrupted, or the caller needs no more rows: a case may be running
+    except BaseException:  # interrupted, or the caller needs no more rows: a case may be running
         if worker is not None:
             worker.kill()
         raise

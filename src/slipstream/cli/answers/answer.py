@@ -33,8 +33,8 @@ class Speed:
     ttft_s: float | None
     decode_tokens_per_s: float | None
     start_s: float | None = None
-    drafted_tokens: int = 0  # # drafted by speculation, and verified
-    accepted_tokens: int = 0  # # accepted ones among these
+    drafted_tokens: int = 0  # drafted by speculation, and verified
+    accepted_tokens: int = 0  # accepted ones among these
 
     def line(self) -> str:
         cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""

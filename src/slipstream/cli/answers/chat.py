@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from slipstream import LLM, SamplingParams
     from slipstream.cli.answers.answer import Message, Speed
 
-DEFAULTS: dict[str, Any] = {"max_tokens": None}  # # None: up to the end of the context
+DEFAULTS: dict[str, Any] = {"max_tokens": None}  # None: up to the end of the context
 HELP = """/help            these lines
 /clear           forget the conversation (the system message stays); also /reset
 /regenerate      answer the last message again
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"chat takes no prompt: type it in the conversation, or write {hint}", field="prompt"
         )
-    sampling_params(args, **DEFAULTS)  # # raises an error for a wrong value before the start
+    sampling_params(args, **DEFAULTS)  # raises an error for a wrong value before the start
     fetch_model(args.model, getattr(args, "download_dir", None))
     with contextlib.closing(Engines(args)) as engines:
         llm, sampling = engines.open(args.model)

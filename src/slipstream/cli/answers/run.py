@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     pictures = [read_picture(name) for name in args.image]
     if pictures and args.raw:
         raise ConfigError("--image needs the chat template; leave out --raw", field="image")
-    sampling_params(args, **DEFAULTS)  # # raises an error for a wrong value before the start
+    sampling_params(args, **DEFAULTS)  # raises an error for a wrong value before the start
     fetch_model(model, getattr(args, "download_dir", None))
     with open_llm(engine_args(args, model=model, max_num_seqs=1)) as (llm, start_s):
         templated = not args.raw and llm.get_tokenizer().chat_template is not None
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         asked = messages if templated else prompt
         try:
             output, speed = stream_answer(llm, asked, sampling, write, start_s=start_s)
-        except ContextLengthError as error:  # # nothing was written yet
+        except ContextLengthError as error:  # nothing was written yet
             num_prompt, _, most = error.lengths or (0, 0, 0)
             if hasattr(args, "max_tokens") or num_prompt >= most:
                 raise
@@ -133,7 +133,7 @@ def read_picture(name: str) -> bytes:
         raise ConfigError(f"--image {name}: URLs are not downloaded; give a file", field="image")
     try:
         data = Path(name).expanduser().read_bytes()
-        if find_spec("PIL") is not None:  # # otherwise the engine's error says what to install
+        if find_spec("PIL") is not None:  # otherwise the engine's error says what to install
             opened(data)
     except OSError as error:
         raise ConfigError(f"--image {name}: {error.strerror or error}", field="image") from None
@@ -160,7 +160,7 @@ def _piped() -> list[str]:
     """Text on standard input as a list of one item; an empty list if there is none."""
     try:
         text = sys.stdin.read()
-    except (OSError, ValueError):  # # standard input is closed
+    except (OSError, ValueError):  # standard input is closed
         return []
     return [text] if text.strip() else []
 

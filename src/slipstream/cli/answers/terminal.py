@@ -22,8 +22,8 @@ class AnswerWriter:
     def __init__(self, out: TextIO, width: int, *, colors: bool) -> None:
         self._out, self._width, self._colors = out, width, colors
         self._column = 0
-        self._word = ""  # # not written yet
-        self._line = ""  # # of the text so far; a code fence is detected in it
+        self._word = ""  # not written yet
+        self._line = ""  # of the text so far; a code fence is detected in it
         self._lexer: Any = None
         self._in_code = False
 
@@ -39,7 +39,7 @@ class AnswerWriter:
         if character == "\n":
             self._end_line()
         elif self._in_code or self._line.startswith(FENCE):
-            self._line += character  # # written at the end of the line
+            self._line += character  # written at the end of the line
         elif character.isspace():
             self._put_word()
             self._line += character
@@ -51,7 +51,7 @@ class AnswerWriter:
             self._word += character
 
     def _end_line(self) -> None:
-        if self._line.startswith(FENCE):  # # the fence itself is still in `_word`
+        if self._line.startswith(FENCE):  # the fence itself is still in `_word`
             self._in_code = not self._in_code
             self._lexer = self._lexer_of(self._line[3:].strip()) if self._in_code else None
             self._out.write(self._dim(self._line))

@@ -129,7 +129,7 @@ class _Target:
     api: str
     num_gpus: int
     max_model_len: int | None
-    ratio: float = 1.0  # # tokens per word
+    ratio: float = 1.0  # tokens per word
     runs: dict[int, list[tuple[AgentSummary, Energy | None]]] = field(default_factory=dict)
 
     def median(self, level: int) -> tuple[AgentSummary, Energy | None]:
@@ -229,7 +229,7 @@ class _AgentBench:
         try:
             listed = {model.id: model.max_model_len for model in await engine.served_models()}
         except EngineError:
-            listed = {}  # # a model was named, so no list is needed
+            listed = {}  # a model was named, so no list is needed
         api = self.args.api
         if api != "chat":
             problem = await _probe(engine)

@@ -211,7 +211,7 @@ def check_output(args: argparse.Namespace) -> None:
         path = Path(args.output)
         is_there = path.exists()
         if is_there and not path.is_file() and not path.is_dir():
-            return  # # a pipe, whose reader would see an end of file, or a device
+            return  # a pipe, whose reader would see an end of file, or a device
         with writing(path, "output"):
             # a test by opening, because permissions don't show root a place where nothing can be written
             path.open("a", encoding="utf-8").close()
@@ -226,7 +226,7 @@ def deliver(args: argparse.Namespace, result: dict[str, Any]) -> None:
         text = json.dumps(result, default=plain, indent=2, ensure_ascii=False) + "\n"
         with writing(args.output, "output"):
             Path(args.output).write_text(text, encoding="utf-8")
-    if args.json:  # # last, because a failure to write is itself reported as a JSON object
+    if args.json:  # last, because a failure to write is itself reported as a JSON object
         print_json(result)
 
 

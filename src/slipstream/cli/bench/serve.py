@@ -163,7 +163,7 @@ class _Bench:
         self.workload: BenchWorkload
         if not needs_vocab_size(
             args, settings
-        ):  # # invalid options are reported before any server is contacted
+        ):  # invalid options are reported before any server is contacted
             self.workload = make_workload(args, settings)
         self.clients: Clients | None = None
         self.meter = (

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     grid = read_grid(file)
     if args.dry_run:
         return _dry_run(args, grid)
-    pyarrow()  # # raises an error before measuring if it is missing
+    pyarrow()  # raises an error before measuring if it is missing
     folder = _folder(args.out or file.with_suffix(""))
     with sole_writer(folder), shown(Progress(f"sweep {grid.name}")) as progress:
         try:

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if (recipe := recipe_of(found.path)) is not None:
             made_by = ", ".join(name for step in recipe.as_data() for name in step)
-    except ConfigError as error:  # # written by another version; an engine does not need the recipe
+    except ConfigError as error:  # written by another version; an engine does not need the recipe
         made_by = str(error)
     if args.json:
         print_json(_document(settings.model, found, recipe))
@@ -158,7 +158,7 @@ def _rows(found: Inspection, recipe: Recipe | None, made_by: str) -> list[tuple[
     cache = (
         f"{found.kv_bytes_per_token:,} B a token{shared}, {size(found.ledger.block_bytes)} a block"
     )
-    state = found.ledger.state_bytes // max(1, found.ledger.num_states)  # # bytes on one rank
+    state = found.ledger.state_bytes // max(1, found.ledger.num_states)  # bytes on one rank
     layers = Counter(spec.all_layers).items()
     rows = [
         ("path", f"{found.path} ({description.format}, {size(files_bytes(found.path))})"),

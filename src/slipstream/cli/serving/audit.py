@@ -106,7 +106,7 @@ def run_export(args: argparse.Namespace) -> int:
     skipped = rated.Skipped()
     wanted = None if args.rating == "all" else args.rating
     found = list(rated.rows(records(log), skipped, rating=wanted, raters=args.raters))
-    with writing(args.out, "out"):  # # readable only by its owner, like the log
+    with writing(args.out, "out"):  # readable only by its owner, like the log
         lines = b"".join(msgspec.json.encode(row) + b"\n" for row in found)
         write_whole(out, lines, mode=0o600)
     if args.json:

@@ -149,7 +149,7 @@ def served(model: str, url: str) -> Iterator[None]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # # otherwise Ctrl-C in the agent would end the server
+        start_new_session=True,  # otherwise Ctrl-C in the agent would end the server
     )
     log = _Log(server)
     try:
@@ -184,7 +184,7 @@ class _Log:
         for line in server.stderr or ():
             self.last.append(line)
             if not self.is_quiet:
-                with contextlib.suppress(OSError):  # # without a reader, the server would block
+                with contextlib.suppress(OSError):  # without a reader, the server would block
                     sys.stderr.write(line)
 
 

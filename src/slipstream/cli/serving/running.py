@@ -45,9 +45,7 @@ def began(pid: int) -> str | None:
         return None if Path("/proc/self/stat").exists() else _signalled(pid)
     except OSError:
         return None
-    fields = text.rpartition(")")[
-        2
-    ].split()  # # the process name before it may contain any character
+    fields = text.rpartition(")")[2].split()  # the process name before it may contain any character
     return None if fields[0] in "ZX" else fields[19]
 
 

@@ -402,7 +402,7 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
     from slipstream.server.run import bind, configure_logging, url
 
     settings = server_settings(args)
-    Keyring(settings)  # # raises an error for an unreadable file now
+    Keyring(settings)  # raises an error for an unreadable file now
     check_adapters(args, settings)
     configure_logging(settings)
     say_taken(args)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slipstream.server.state import ServerSettings
 
 _WAIT_S = 300.0
-_NOTE_S = 0.5  # # minimum seconds between two updates for `slipstream ps`
+_NOTE_S = 0.5  # minimum seconds between two updates for `slipstream ps`
 
 _NOT_WITH_SEVERAL = {
     "detect": "--detect watches one model",
@@ -103,14 +103,14 @@ def _serve(
     from slipstream.server.many.slots import ModelSlots
     from slipstream.server.run import bind, configure_logging, url
 
-    Keyring(settings)  # # raises an error for an unreadable file now
+    Keyring(settings)  # raises an error for an unreadable file now
     how, models = described(args)
     configure_logging(settings)
     say_taken(args)
     warn_of_start(settings, guarded)
     listener = bind(settings) if guarded is None or guarded.listener is None else guarded.listener
     template = CoreTemplate()
-    template.get()  # # import it before requests wait for it
+    template.get()  # import it before requests wait for it
     slots = ModelSlots(
         models,
         memory_bytes=how.memory_bytes,

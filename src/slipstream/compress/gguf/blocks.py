@@ -75,7 +75,7 @@ def codes_of(form: CodeForm, x: Tensor, scales: Tensor, mins: Tensor | None) -> 
     y = x if mins is None else x + mins
     y = torch.where(scales == 0, 0.0, y / torch.where(scales == 0, 1.0, scales))
     if form.book == "linear":
-        lowest = 1 if form.bits == 8 else 0  # # kernels for 8 bits don't support −128
+        lowest = 1 if form.bits == 8 else 0  # kernels for 8 bits don't support −128
         return (y + form.zero).round_().clamp_(lowest, (1 << form.bits) - 1)
     values = torch.from_numpy(book(form)).to(x.device)
     values, order = values.sort(stable=True)
@@ -197,7 +197,7 @@ def _ranges(x: Tensor, w: Tensor, form: CodeForm, *, below_zero: bool) -> tuple[
             least = torch.where(better, error, least)
             best_scale = torch.where(better, scales, best_scale)
             best_min = torch.where(better, mins, best_min)
-    if below_zero:  # # unsigned levels
+    if below_zero:  # unsigned levels
         best_scale = best_scale.clamp(min=0)
     return best_scale, best_min
 

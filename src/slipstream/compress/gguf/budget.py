@@ -89,7 +89,7 @@ class Matrix:
     rounds_by: InputStats | None
     outputs: Tensor  # Σ g² over tokens, [out]
     inputs: Tensor  # Σ x xᵀ [in, in], or its diagonal [in]
-    num_tokens: int  # # computed by this matrix
+    num_tokens: int  # computed by this matrix
 
     def cost(self, kind: str, damping: float | None, num_rows: int) -> float:
         """Cost in nats of quantizing to this type, estimated on rows sampled in proportion to `outputs`."""
@@ -234,7 +234,7 @@ def _table(
     made = sum(float(state.float().square().sum()) for state in first)
     scale = made / max(1e-30, float(value[tokens].float().square().sum()))
     squares = torch.stack([g.float().square().sum(0) for g in gradients]).sum(0)
-    if len(squares) != value.shape[1]:  # # a projection follows the embedding table
+    if len(squares) != value.shape[1]:  # a projection follows the embedding table
         squares = squares.sum().expand(value.shape[1]) / value.shape[1]
     return Matrix(value, rounds_by, counts, squares * scale, len(tokens))
 

@@ -95,7 +95,7 @@ def write_gguf(
     """Write the folder with the file, and return its tensors. `finish` gets the folder before it becomes the result, as in
     `compress`."""
     require_gguf()
-    if run.source.gguf is None:  # # raise before the work if config or tokenizer can't be expressed
+    if run.source.gguf is None:  # raise before the work if config or tokenizer can't be expressed
         with TemporaryDirectory(dir=run.work.path) as trial:
             _write_file(run, Path(trial) / "trial.gguf", None)
     total = run.num_layers + 1 + (0 if run.qat is None else run.qat.num_steps)
@@ -295,7 +295,7 @@ def _write_file(run: GGUFRun, path: Path, parts: Sequence[str] | None) -> None:
     writer = gguf.GGUFWriter(path, name)
     add_metadata(writer, run.source)
     kind = run.step.name
-    if run.step.bits is not None:  # # the file type's name is its most frequent tensor type
+    if run.step.bits is not None:  # the file type's name is its most frequent tensor type
         share = Counter[str]()
         for tensor in run.planned:
             share[tensor.type] += tensor.num_values
@@ -308,7 +308,7 @@ def _write_file(run: GGUFRun, path: Path, parts: Sequence[str] | None) -> None:
         of = gguf.GGMLQuantizationType[tensor.type]
         shape = gguf.quant_shape_to_byte_shape(tensor.shape, of)
         writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), tensor.num_bytes, of)
-    for other in others:  # # such as rotary frequencies
+    for other in others:  # such as rotary frequencies
         assert source is not None
         held = source.tensors[other]
         of = gguf.GGMLQuantizationType[held.type]

@@ -37,7 +37,7 @@ class Offsets:
     weight: Tensor  # float32 [out, in]
     grid: QuantGrid
     offset: Tensor  # [out, in]
-    factor: Tensor  # # in the shape of the scales
+    factor: Tensor  # in the shape of the scales
     step_size: float = 1.0
 
     @classmethod

@@ -130,10 +130,8 @@ def train(
         }
         return run(index, own, h, batch, exact=False)
 
-    known: dict[
-        int, Tensor
-    ] = {}  # # the original model's final hidden states by window, [tokens, E]
-    room = HELD_BYTES // (spec.hidden_size * dtype.itemsize)  # # capacity of the cache, in tokens
+    known: dict[int, Tensor] = {}  # the original model's final hidden states by window, [tokens, E]
+    room = HELD_BYTES // (spec.hidden_size * dtype.itemsize)  # capacity of the cache, in tokens
 
     @torch.no_grad()
     def original_hidden(chosen: Sequence[int]) -> Tensor:

@@ -135,7 +135,7 @@ def _paley(m: int) -> Tensor:
     jacobsthal = character[(at[:, None] - at[None, :]) % p]
     core = torch.zeros(p + 1, p + 1)
     core[0, 1:], core[1:, 1:] = 1.0, jacobsthal
-    if p == m - 1:  # # p mod 4 = 3: the core is skew-symmetric
+    if p == m - 1:  # p mod 4 = 3: the core is skew-symmetric
         core[1:, 0] = -1.0
         return core + torch.eye(m)
     core[1:, 0] = 1.0

@@ -33,7 +33,7 @@ from slipstream.spec.model import (
 from slipstream.spec.scheme import FORMAT_MAX, WeightFormat
 
 EXPONENTS = tuple(i / 20 for i in range(1, 21))
-COARSE = 4  # # every fourth exponent first, then its neighbors at half the distance around the best, and again
+COARSE = 4  # every fourth exponent first, then its neighbors at half the distance around the best, and again
 LEAST = 1e-5
 
 

@@ -333,7 +333,7 @@ class DistillTraining:
         sums = torch.zeros(3, device=self.device)
         for begin in range(
             0, len(self.held_out), self.settings.micro_batch
-        ):  # # every process evaluates all, since FSDP gathers
+        ):  # every process evaluates all, since FSDP gathers
             batch, weights, targets = _batch(
                 self.held_out[begin : begin + self.settings.micro_batch], self.device
             )
@@ -443,7 +443,7 @@ def distill_files(
 
         with (
             tempfile.TemporaryDirectory() as meeting
-        ):  # # a file instead of a port, so that no other process can join
+        ):  # a file instead of a port, so that no other process can join
             args = (files, settings, device, num_processes, f"file://{meeting}/group")
             start_processes(_worker, args=args, nprocs=num_processes, start_method="spawn")
     return tuple(

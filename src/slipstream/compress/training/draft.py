@@ -88,7 +88,7 @@ def train_head(
         begin + ANSWER_SHARE * seconds,
         progress,
     )
-    if settings.num_questions_held_out:  # # raises an error before the work if they are missing
+    if settings.num_questions_held_out:  # raises an error before the work if they are missing
         held_out = read_questions(
             settings.text,
             "evaluation",
@@ -338,7 +338,7 @@ class HeadTraining:
                 loss, hits, counts = losses(
                     self.net, hidden, wanted, counted, final, s.state_weight
                 )
-            if not counts.any():  # # no answer contains a token of the head's vocabulary
+            if not counts.any():  # no answer contains a token of the head's vocabulary
                 continue
             if not torch.isfinite(loss):
                 raise ConfigError(

@@ -82,7 +82,7 @@ class Sample:
 class Module:
     """A linear layer of the checkpoint that gets an adapter."""
 
-    name: str  # # name in PEFT
+    name: str  # name in PEFT
     place: Placement
     rows: slice  # rows of the parameter `place.target`
     inner: int
@@ -280,7 +280,7 @@ def _conversation(
                 learned += [is_answer] * len(tokens)
             done = whole
     except RequestError:
-        return None  # # the template raised an error, for example for two user turns in a row
+        return None  # the template raised an error, for example for two user turns in a row
     ids, learned = ids[:context], learned[:context]
     return Sample(tuple(ids), tuple(learned)) if any(learned[1:]) else None
 

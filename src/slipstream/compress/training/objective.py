@@ -213,7 +213,7 @@ class Matching(nn.Module):
         e, width = student.hidden_size, teacher.hidden_size
         self.maps = nn.ParameterList([torch.eye(width, e) for _ in pairs])
         self.mixtures = nn.ParameterList()
-        self.attended = list[tuple[int, int]]()  # # pairs in which both layers have attention
+        self.attended = list[tuple[int, int]]()  # pairs in which both layers have attention
         for s, t in pairs if attention else ():
             a, b = student.layers[s].attention, teacher.layers[t].attention
             if a is None or b is None:

@@ -126,12 +126,12 @@ async def running(
         if streams:
             with contextlib.suppress(
                 TimeoutError
-            ):  # # no request may start while abandoned ones occupy all slots
+            ):  # no request may start while abandoned ones occupy all slots
                 await asyncio.wait_for(begun.wait(), 3 * limit_s)
         else:
             await asyncio.sleep(
                 0.3
-            )  # # an answer that is not streamed gives no sign that it has started
+            )  # an answer that is not streamed gives no sign that it has started
         yield
     finally:
         for task in tasks:

@@ -19,7 +19,7 @@ from slipstream.conformance.protocols.openai import LONG_PROMPT, read_error
 from slipstream.conformance.registry import FailedError, expect
 
 ENDS = ("response.completed", "response.incomplete")
-DELTAS = {  # # event that ends a series of deltas: (its field, the deltas)
+DELTAS = {  # event that ends a series of deltas: (its field, the deltas)
     "response.output_text.done": ("text", "response.output_text.delta"),
     "response.reasoning_text.done": ("text", "response.reasoning_text.delta"),
     "response.function_call_arguments.done": (

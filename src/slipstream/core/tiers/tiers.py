@@ -415,8 +415,8 @@ class Tiers:
     ) -> bool:
         """Load blocks of a chain that no request waits for, if `has_room` for their number.
 
-        Calls `arrived` with the keys of the blocks and the positions of their first and last token,
-        before they are released. Returns False if the caller may try again.
+        Calls `arrived` with the keys of the blocks, the position of their first token and the one
+        after their last, before they are released. Returns False if the caller may try again.
         """
         size, end = self._size, len(keys) * self._size + 2
         reach = self._reach(keys)

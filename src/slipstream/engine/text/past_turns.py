@@ -128,9 +128,10 @@ def _mistral(messages: list[Mapping[str, Any]], template: str) -> list[Mapping[s
 
 
 def _as_json(text: str) -> Any:
+    """Decoded JSON; the text itself if it is not JSON or is nested too deeply."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

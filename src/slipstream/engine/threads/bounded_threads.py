@@ -1,8 +1,8 @@
 """Runs library calls that may never return, in separate threads with a time limit.
 
 A thread can't be killed. When a call exceeds its limit, its caller gets an error, it no longer counts in the pool, and its
-later result is dropped. The thread still uses a core. So with more than `most_stuck` such threads, new calls are refused
-until one ends.
+later result is dropped. The thread still uses a core. So with `most_stuck` such threads, new calls are refused until one
+ends.
 
 Calls of one client wait for each other, and clients take turns, so one who sends many holds up nobody else. A client that
 has half of the allowed stuck calls, or too many waiting ones, is refused before others are.

@@ -131,11 +131,11 @@ class PackedCacheFile:
         return None
 
     def write(self, products: Mapping[str, Linear], num_bytes: int) -> threading.Thread | None:
-        """Starts a thread that writes `products`, of at most `num_bytes`, and returns it. The model
-        can be used meanwhile.
+        """Starts a thread that writes `products`, of at most `num_bytes`, and returns it, or None
+        for small models. The model can be used meanwhile.
 
-        Returns None, without writing, for small models and if the file would take over half of the
-        disk's free space. A failure is logged.
+        The thread logs a failure, and writes nothing if the file would take over half of the disk's
+        free space.
         """
         if not products or num_bytes < MIN_BYTES:
             return None

@@ -1,9 +1,10 @@
 """Experts that a checkpoint holds in MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss does.
 
 They are rearranged for the kernels without being quantized again. Instead of a layer's `NAME`
-[experts, rows, in] there are: NAME_blocks uint8 [experts, rows, in / 32, 16], two codes of e2m1 per
-byte, the lower half first NAME_scales uint8 [experts, rows, in / 32], exponents plus 127 Everything
-else is in the model's type.
+[experts, rows, in] there are:
+  NAME_blocks   uint8 [experts, rows, in / 32, 16], two codes of e2m1 per byte, the lower half first
+  NAME_scales   uint8 [experts, rows, in / 32], exponents plus 127
+Everything else is in the model's type.
 """
 
 from __future__ import annotations

@@ -2,20 +2,27 @@
 quantizing them again. No torch: `compressed` implements this for torch tensors, `host_compressed`
 for NumPy arrays.
 
-Instead of `weight` in the model's dtype, a linear layer has from compressed-tensors: fp8, int8
-weight [out, in] of float8_e4m3fn or int8, weight_scale [out, 1] (or one for all rows) fp8-block the
-same with weight_scale [out / 128, in / 128], or weight_scale_inv as DeepSeek V3 and Qwen 3 write it
-(the codes are multiplied by it, whatever its name says) int4 weight_packed int32 [out, in · bits /
-32], codes of 2 to 4 bits (`model.stored.packing`), weight_scale [out, groups], and if asymmetric
-weight_zero_point, codes packed down the rows nvfp4 weight_packed uint8 [out, in / 2], two codes of
-e2m1 a byte, the low half first, weight_scale float8_e4m3fn [out, in / 16], weight_global_scale
-float32 [1], which divides them mxfp4 weight_packed alike, weight_scale uint8 [out, in / 32],
-exponents plus 127 from ModelOpt: nvfp4 weight, weight_scale and weight_scale_2, which multiplies
-the scales from GPTQ's tools: int4 qweight int32 [in / 8, out], eight codes of one column per word;
-scales [in / group_size, out]; qzeros, all 8 (written as 7 in the format's first version); g_idx,
-the group of each input and from AWQ's: int4 qweight int32 [in, out / 8], eight columns per word in
-the order of AWQ_COLUMNS; scales [in / group_size, out]; qzeros int32 [in / group_size, out / 8],
-the codes that stand for 0, packed alike
+Instead of `weight` in the model's dtype, a linear layer has from compressed-tensors:
+  fp8, int8   weight [out, in] of float8_e4m3fn or int8, weight_scale [out, 1] (or one for all rows)
+  fp8-block   the same with weight_scale [out / 128, in / 128], or weight_scale_inv as DeepSeek V3
+              and Qwen 3 write it (the codes are multiplied by it, whatever its name says)
+  int4        weight_packed int32 [out, in · bits / 32], codes of 2 to 4 bits (`model.stored.packing`),
+              weight_scale [out, groups], and if asymmetric weight_zero_point, codes packed down the
+              rows
+  nvfp4       weight_packed uint8 [out, in / 2], two codes of e2m1 a byte, the low half first,
+              weight_scale float8_e4m3fn [out, in / 16], weight_global_scale float32 [1], which
+              divides them
+  mxfp4       weight_packed alike, weight_scale uint8 [out, in / 32], exponents plus 127
+from ModelOpt:
+  nvfp4       weight, weight_scale and weight_scale_2, which multiplies the scales
+from GPTQ's tools:
+  int4        qweight int32 [in / 8, out], eight codes of one column per word;
+              scales [in / group_size, out]; qzeros, all 8 (written as 7 in the format's first
+              version); g_idx, the group of each input
+and from AWQ's:
+  int4        qweight int32 [in, out / 8], eight columns per word in the order of AWQ_COLUMNS;
+              scales [in / group_size, out]; qzeros int32 [in / group_size, out / 8], the codes that
+              stand for 0, packed alike
 
 weight_shape and input_scale are ignored, as inputs are scaled at run time. Other zero points and
 reordered inputs are refused. A weight that the op set can't compute with (such as more than 4 bits

@@ -2,12 +2,14 @@
 
 OpenAI's shape is {"error": {"message", "type", "param", "code"}}.
 
-400 invalid_request_error `param` names the field; code context_length_exceeded: prompt too long 401
-invalid_request_error code invalid_api_key 404, 405, 408, 413 unknown route or model, wrong method,
-body too slow or too long 409 invalid_request_error code conflict: an update or a pause is in
-progress 429 rate_limit_error the engine's queue or the server is full; see Retry-After 503
-service_unavailable draining, or the engine process died or sleeps 507 server_error the disk is
-full; code disk_full 500 server_error a fault of ours; the log has the details, the message has none
+  400 invalid_request_error   `param` names the field; code context_length_exceeded: prompt too long
+  401 invalid_request_error   code invalid_api_key
+  404, 405, 408, 413          unknown route or model, wrong method, body too slow or too long
+  409 invalid_request_error   code conflict: an update or a pause is in progress
+  429 rate_limit_error        the engine's queue or the server is full; see Retry-After
+  503 service_unavailable     draining, or the engine process died or sleeps
+  507 server_error            the disk is full; code disk_full
+  500 server_error            a fault of ours; the log has the details, the message has none
 """
 
 from __future__ import annotations

@@ -50,18 +50,18 @@ was reused. A reader on this host reads the memory itself: it pins blocks until 
 
 _TICK_S = 1.0
 _MAX_CONNECTIONS = 256
-_MAX_GREETING = 16  # # connections that have not sent a valid greeting yet
+_MAX_GREETING = 16  # connections that have not sent a valid greeting yet
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
     key: bytes
     kind: int
-    place: int  # # index of the slot in the memory
+    place: int  # index of the slot in the memory
     used: float
     is_ready: bool = False
     num_pins: int = 0
-    is_gone: bool = False  # # dropped while an engine read it
+    is_gone: bool = False  # dropped while an engine read it
 
 
 class BlockExchange:
@@ -94,7 +94,7 @@ class BlockExchange:
         ]
         self.limit_bytes = sum(whole)
         self._changed = threading.Condition()
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # # least recently used first
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self.num_given = self.num_expired = self.num_evicted = 0  # blocks and states
         place = peers.split_address(address)
         self._file = -1
@@ -104,7 +104,7 @@ class BlockExchange:
             self._listener, memory = _listen(place), mmap.mmap(-1, self.limit_bytes)
         self._memory: Bytes = np.frombuffer(memory, np.uint8)
         self._connections: set[socket.socket] = set()
-        self._greeting: dict[socket.socket, None] = {}  # # not yet welcomed, oldest first
+        self._greeting: dict[socket.socket, None] = {}  # not yet welcomed, oldest first
         self._is_open = True
         self._thread = threading.Thread(target=self._accept, name="kv-exchange", daemon=True)
         self._thread.start()
@@ -139,7 +139,7 @@ class BlockExchange:
         with self._changed:
             if (entry := self._entries.get(key)) is None or entry.is_ready or entry.num_pins:
                 return False
-            entry.num_pins += 1  # # not evicted
+            entry.num_pins += 1  # not evicted
         place = entry.place
         try:
             for piece in pieces:
@@ -222,7 +222,8 @@ class BlockExchange:
             self.num_expired += 1
 
     def pin(self, keys: Sequence[bytes], patience_s: float = FILL_S) -> list[_Entry | None]:
-        """Find blocks and pin them until `unpin`; None for a missing one. Waits for blocks being filled."""
+        """Find blocks and pin them until `unpin`; None for a missing one. Waits for blocks being filled, but not longer
+        than `patience_s`; None for those not filled by then."""
 
         def filled() -> bool:
             found = map(self._entries.get, keys)
@@ -265,7 +266,7 @@ class BlockExchange:
                     self._expire()
                 continue
             except OSError:
-                return  # # the listening socket was closed
+                return  # the listening socket was closed
             with self._changed:
                 if len(self._connections) >= _MAX_CONNECTIONS:
                     connection.close()
@@ -291,7 +292,7 @@ class BlockExchange:
             connection.settimeout(None)
             until = None
             while True:
-                if self._file == -1:  # # a peer that wants nothing for IDLE_S disconnects by itself
+                if self._file == -1:  # a peer that wants nothing for IDLE_S disconnects by itself
                     until = time.monotonic() + 2 * peers.IDLE_S if not pinned else until
                 message = peers.receive(connection, until=until)
                 self.unpin(pinned)
@@ -301,7 +302,7 @@ class BlockExchange:
                     until = time.monotonic() + _DONE_S if self._file == -1 else None
                     self._give(connection, pinned, until)
         except (OSError, EOFError, ValueError, msgspec.MsgspecError):
-            pass  # # disconnected, or is no engine
+            pass  # disconnected, or is no engine
         finally:
             self.unpin(pinned)
             with self._changed:

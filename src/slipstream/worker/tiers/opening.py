@@ -71,7 +71,7 @@ def open_tiers(
         path, partition = Path(cache.disk_path), runner.loaded.partition
         ranks = config.parallel.num_ranks
         if partition is not None:
-            with contextlib.suppress(OSError):  # # raised below, with the folder's name
+            with contextlib.suppress(OSError):  # raised below, with the folder's name
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
             path /= f"rank-{partition.all_ranks.rank + 1}-of-{ranks}"
         disk = DiskTier(
@@ -106,7 +106,7 @@ def block_layout(
     weights = str(description.spec) if dummy else json.dumps(checkpoint_stamps(description))
     found = {
         "version of Slipstream": __version__,
-        "model": str(description.path),  # # block keys begin with it
+        "model": str(description.path),  # block keys begin with it
         "version of the weights": f"{_digest(weights)} seed {model.seed}"
         if dummy
         else _digest(weights),

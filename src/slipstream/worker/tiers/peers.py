@@ -51,11 +51,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Hello(msgspec.Struct, tag=True):
-    layout: dict[str, str]  # # settings that the contents of blocks depend on, by name
+    layout: dict[str, str]  # settings that the contents of blocks depend on, by name
 
 
 class Welcome(msgspec.Struct, tag=True):
-    num_bytes: int  # # size of the memory passed along; 0: contents follow each Found
+    num_bytes: int  # size of the memory passed along; 0: contents follow each Found
 
 
 class PeerRefused(msgspec.Struct, tag=True):
@@ -67,7 +67,7 @@ class Get(msgspec.Struct, tag=True):
 
 
 class Found(msgspec.Struct, tag=True):
-    places: list[int]  # # slot index of each key in the memory, or MISSING
+    places: list[int]  # slot index of each key in the memory, or MISSING
 
 
 class Done(msgspec.Struct, tag=True):
@@ -111,7 +111,7 @@ def receive(
     `until`: deadline of the whole message on the monotonic clock. Without it each part may take the socket's timeout.
     """
     size = bytearray()
-    if files is not None:  # # passed with the first byte
+    if files is not None:  # passed with the first byte
         first, found, *_ = socket.recv_fds(sock, 4, 1)
         size += first
         files += found
@@ -123,7 +123,7 @@ def receive(
 
 def read(sock: socket.socket, count: int, until: float | None = None) -> bytes:
     data = bytearray()
-    while len(data) < count:  # # allocate memory for bytes received, not for the announced length
+    while len(data) < count:  # allocate memory for bytes received, not for the announced length
         if until is not None:
             limit_wait(sock, until)
         part = sock.recv(min(count - len(data), 2**16))

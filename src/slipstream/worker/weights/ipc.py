@@ -30,7 +30,7 @@ class Handle(msgspec.Struct, frozen=True):
     counter_offset: int
     event: bytes
     waits_for_event: bool
-    first: int  # # index of the tensor's first element in the storage
+    first: int  # index of the tensor's first element in the storage
 
 
 def handle_of(tensor: Tensor) -> dict[str, bytes]:

@@ -61,9 +61,7 @@ class WeightUpdates:
         self._declared: dict[str, TensorInfo] = {}
         self._given: dict[str, Stored] = {}
         self._folder: Path | None = None
-        self._last: dict[str, Stored] | None = (
-            None  # # tensors of the last piece; None for a folder
-        )
+        self._last: dict[str, Stored] | None = None  # tensors of the last piece; None for a folder
         self._refill: Refill | None = None
 
     def do(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:
@@ -162,7 +160,7 @@ class WeightUpdates:
             case FolderPiece(path=path):
                 if self._given or self._begun.tensors is not None:
                     raise RequestError("a folder has all tensors, and can't follow others")
-                self._described(Path(path))  # # raise errors now
+                self._described(Path(path))  # raise errors now
                 self._folder, self._last = Path(path), {}
                 return
             case FilePiece(path=path):
@@ -304,7 +302,7 @@ class WeightUpdates:
         """Scheme by which dense weights are quantized: the one set at the start, or else that of
         the checkpoint loaded then."""
         if found.quantization is not None and found.quantization.rounds:
-            return None  # # unchanged
+            return None  # unchanged
         asked = self._loaded.config.model.quantization or self._loaded.model.description.scheme
         return None if asked is None else SCHEMES[asked]
 
