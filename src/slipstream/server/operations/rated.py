@@ -61,7 +61,7 @@ class _Feedback(msgspec.Struct):
     comment: str | None = None
 
 
-_WRITTEN = {"request": _Request, "feedback": _Feedback}
+_WRITTEN: dict[str, Any] = {"request": _Request, "feedback": _Feedback}
 
 
 def rows(
@@ -77,7 +77,7 @@ def rows(
     requests: Requests = {}
     given: dict[str, dict[str | int, Mapping[str, Any]]] = {}  # by answer, then key
     for record in records:
-        kind = record.get("kind")
+        kind = str(record.get("kind"))
         try:
             msgspec.convert(record, _WRITTEN.get(kind, dict))
         except msgspec.ValidationError as error:
