@@ -125,7 +125,7 @@ class Sharded:
         cut: ParameterShard,
         own: tuple[Range, ...],
     ) -> Stored:
-        """a single scale for the whole weight"""
+        """Cuts this rank's part out of a tensor that is not quantized. CheckpointError if its shape is not the config's."""
         full = placed_shape(self._whole[place.target], place)
         place = turned(place, shape, full)
         expected = stored_shape(full, place.transform)
