@@ -5,7 +5,7 @@
 2. The memory has slots for each kind of cache: blocks, recurrent states. If all are taken, the least recently used
    block that nobody reads is evicted. A block that nobody asked for in `TTL_S` is dropped.
 3. A block is pinned while an engine reads it, and no longer than its connection; over TCP no longer than `_DONE_S`.
-4. On Linux the memory is an unnamed file, which readers on this host map. It is freed when the last such process ends.
+4. On Linux the memory is an unnamed file, which readers on this host map. It goes with the last process that has it.
 
 A lost block costs time only: an engine that does not find it computes it.
 """
