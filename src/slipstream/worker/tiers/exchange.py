@@ -50,7 +50,7 @@ was reused. A reader on this host reads the memory itself: it pins blocks until 
 
 _TICK_S = 1.0
 _MAX_CONNECTIONS = 256
-_MAX_GREETING = 16  # connections that have not sent a valid greeting yet
+_MAX_GREETING = 16  # maximum connections that have not sent a valid greeting yet
 
 
 @dataclass(slots=True, eq=False)
