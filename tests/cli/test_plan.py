@@ -107,7 +107,7 @@ def test_a_device_without_room_is_told_next_to_the_others(capsys):
     assert [row["device"] for row in found["devices"]] == ["h200"]
     (refused,) = found["refused"]
     assert (refused["device"], refused["title"]) == ("l4", "NVIDIA L4")
-    assert "GiB" in refused["error"]
+    assert "no memory is left for the KV cache" in refused["error"]
 
 
 def test_a_load_beyond_the_devices(capsys):
