@@ -73,6 +73,17 @@ def test_bare_beginnings_are_found(source, count):
     assert len(found) == count
 
 
+def test_comments_begin_with_one_sign():
+    """A script that rewrites comments can write its own sign before theirs."""
+    found = [
+        f"{file.relative_to(ROOT)}: {line.strip()[:60]}"
+        for file in ALL_FILES
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if re.search(r"#\s+# ", line)
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_names_of_tests_have_three_words_or_more():
     short = re.compile(r"^ *(?:async )?def (test_[a-z0-9]+(?:_[a-z0-9]+)?)\(", re.MULTILINE)
     found = [

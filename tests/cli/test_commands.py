@@ -32,7 +32,7 @@ NOW = 1_700_000_000
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """What the tables' words stand for, on a machine of known memory, time and luck."""
+    """Replacements of the words in the tables, on a machine of known memory, time and luck."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("time.time", lambda: NOW)
     monkeypatch.setattr("slipstream.cli.console.LINE_EVERY_S", float("inf"))
@@ -70,8 +70,8 @@ def test_a_command_is_refused_as_the_row_says_or_taken(row, places, tmp_path, ca
 def test_a_session_prints_what_the_table_has(
     session, places, request, tmp_path, capsys, monkeypatch
 ):
-    """After `$ command` the lines that it prints and none before it did, columns two spaces apart, then its exit code
-    where it is not 0."""
+    """The table has, after `$ command`, the lines that it prints and no command before it did, columns two spaces
+    apart, then its exit code where it is not 0."""
     numbers = itertools.count(1)
     monkeypatch.setattr("secrets.token_hex", lambda n: f"{next(numbers):0{2 * n}x}")
     monkeypatch.setattr("secrets.token_urlsafe", lambda _: f"secret{next(numbers)}")

@@ -1,4 +1,4 @@
-"""What commands print of a result, whole; then the other lines of one that lacks what it may lack. Blocks of printed.txt."""
+"""Whole output of commands for a result; then the other lines of one that lacks what it may lack. Blocks of printed.txt."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import torch
 
 from slipstream.compress import run as run_module
 from slipstream.compress.quantize import qat as qat_module
-from slipstream.compress.quantize.qat import Trained, rate
+from slipstream.compress.quantize.qat import Trained, rate, share_done
 from slipstream.compress.quantize.rounding import nearest
 from slipstream.compress.recipe import QAT, parse
 from slipstream.compress.run import compress
@@ -49,6 +49,14 @@ def test_the_rate_rises_and_falls():
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert 0 < rates[-1] < 0.01
+
+
+def test_training_ends_at_the_steps_or_the_minutes_whichever_come_first():
+    settings = QAT(num_steps=4, minutes=2.0)
+    assert share_done(4, 1.0, settings) == 1.0
+    assert share_done(1, 120.0, settings) == 1.0
+    assert share_done(1, 60.0, settings) == 0.5
+    assert share_done(3, 1e9, QAT(num_steps=4)) == 0.75
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])

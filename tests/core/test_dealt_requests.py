@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -233,6 +233,39 @@ def test_a_request_goes_to_the_rank_whose_tier_has_its_prefix(num_slots):
             assert engine.scheduler.stats().prefix_hits == 4 * 5 * BLOCK
 
 
+def test_a_step_s_time_measures_the_prompts_of_the_busiest_rank():
+    engine, _ = with_tiers()
+    rates = engine.scheduler.tiers[0].rates
+    found, launched = [], rates.launched
+    rates.launched = lambda *given: found.append(given[2:]) or launched(*given)
+    for i in range(3):
+        engine.scheduler.add(request(f"p{i}", range(100 * i, 100 * i + 11), 1))
+    engine.step()
+    assert found == [(33, 33, 20 / 30)]
+    rates.launched(100, 1.0, 30, 30, 2 / 3)
+    rates.ended(100, 2.0)
+    assert rates.prefill.per_second == pytest.approx(20)
+
+
+def test_statistics_of_ranks_tiers_are_sums_but_for_their_rates():
+    """A new rate in TierStats that `total_stats` does not set would be summed."""
+    engine, _ = with_tiers()
+    for i in range(4):
+        engine.scheduler.add(request(f"p{i}", range(100 * i, 100 * i + 5 * BLOCK + 2), 1))
+    run(engine)
+    rates = engine.scheduler.tiers[0].rates
+    measured = {"host": 2.0, "disk": 3.0, "peer": 5.0, "prefill": 7.0}
+    for name, per_second in measured.items():
+        getattr(rates, name).forget()
+        getattr(rates, name).learn(per_second, 1.0, 0.0)
+    each = [asdict(tiers.stats()) for tiers in engine.scheduler.tiers]
+    total = asdict(engine.scheduler.stats().tiers)
+    assert all(own["stored_blocks"] > 0 for own in each)
+    found = {name: value for name, value in total.items() if isinstance(value, float)}
+    assert sorted(found.values()) == sorted(measured.values())
+    assert all(total[name] == sum(own[name] for own in each) for name in total.keys() - found)
+
+
 def test_what_was_loaded_for_a_request_is_let_go_when_it_runs_elsewhere():
     """The rank has no place any more when the blocks have come."""
     engine, stores = with_tiers(max_num_seqs=4)
@@ -278,7 +311,8 @@ def test_what_is_loaded_for_a_request_that_ends_meanwhile_is_let_go(name):
     check(engine.scheduler)
 
 
-def test_blocks_of_a_session_come_back_to_its_rank():
+def brought_back():
+    """(engine, text of a session) whose blocks were brought back to rank 1, where the session had run."""
     engine, stores = with_tiers(40, num_blocks=40, max_model_len=200)
     text, hints = [*range(4 * BLOCK + 2)], CacheHints(ends=True)
     for turn in range(6):
@@ -300,12 +334,31 @@ def test_blocks_of_a_session_come_back_to_its_rank():
     assert [bool(store.waiting) for store in stores] == [False, True]
     settle(engine)
     assert engine.scheduler.stats().tiers.prefetched_tokens > 4 * BLOCK
+    return engine, text
+
+
+def test_blocks_of_a_session_come_back_to_its_rank():
+    engine, text = brought_back()
     engine.scheduler.add(request("next", text))
     engine.step()
-    assert ranks_of(engine)["next"] == rank
+    assert ranks_of(engine)["next"] == 1
     run(engine)
     tiers = engine.scheduler.stats().tiers
     assert tiers.prefetch_hit_tokens == tiers.prefetched_tokens
+
+
+def test_blocks_brought_back_to_a_rank_are_no_hits_of_another():
+    """Rank 1 is busy, so the session's next request runs on rank 0, which has its first block from others."""
+    engine, text = brought_back()
+    for i, shared in enumerate((1, 1, 1, 2)):
+        prompt = [*text[: shared * BLOCK], *range(500 + 100 * i, 502 + 100 * i)]
+        engine.scheduler.add(request(f"busy{i}", prompt, 30))
+        engine.step()
+    engine.scheduler.add(request("next", text))
+    engine.step()
+    assert ranks_of(engine)["next"] == 0
+    run(engine)
+    assert engine.scheduler.stats().tiers.prefetch_hit_tokens == 0
 
 
 def ranks_of(engine):

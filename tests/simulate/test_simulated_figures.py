@@ -1,4 +1,4 @@
-"""What simulations of small loads give, whole, where a step takes 10 ms and 1 ms a token. Lines of simulated.txt."""
+"""Whole results of simulations of small loads, where a step takes 10 ms and 1 ms a token. They are lines of simulated.txt."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a verification says of servers with one fault each, whole. Blocks of judgements.txt."""
+"""Whole judgements of servers with one fault each. They are the blocks of judgements.txt."""
 
 import dataclasses
 import functools
@@ -161,7 +161,7 @@ def sound():
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_server_is_judged_as_the_block_says(name, sound):
-    """After the first block only what is not said of a sound server."""
+    """The blocks after the first have only lines that the first, of a sound server, lacks."""
     lines = judged(name)
     found = lines if name == "sound" else [line for line in lines if line not in sound]
     found += [f"-- {len(lines)} lines"]

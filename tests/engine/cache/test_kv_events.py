@@ -101,7 +101,7 @@ def test_stored_blocks_come_with_their_tokens_and_leave_when_they_are_evicted():
 
 
 def test_a_salt_is_told_by_its_hash_and_in_the_first_block_alone():
-    request = SimpleNamespace(spec=SimpleNamespace(media=(), cache_salt="secret"))
+    request = SimpleNamespace(spec=SimpleNamespace(media=(), prefix_salt="secret"))
     assert _extra(request, 0, 16) == [hashlib.sha256(b"secret").hexdigest()]
     assert _extra(request, 1, 16) is None
 

@@ -124,9 +124,11 @@ def test_prompts_of_one_salt_share_a_compiled_grammar_and_recent_answers(paligem
         assert compiled == [number]
         options = [RequestOptions(cache_salt=salt) for salt in "aba"]
         made = [llm._input.prepare(first, guided, x).engine_requests[0] for x in options]
+        other = llm._input.prepare(second, guided, options[0]).engine_requests[0]
     assert [salt for _, salt in asked] == ["", ""]
     assert [x.cache_salt for x in made] == ["a", "b", "a"]
     assert made[0].prefix_salt == made[2].prefix_salt != made[1].prefix_salt
+    assert other.prefix_salt not in {x.prefix_salt for x in made}
     assert len({key for key, _ in asked}) == 2
 
 

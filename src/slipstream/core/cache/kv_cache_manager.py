@@ -14,7 +14,7 @@ A request has a block table per group of layers (`CacheGroup`). All groups take 
    planned, `copies` lists them, and each copy holds its source. So no source is also a target.
 
 `core/cache/shared_blocks.py` has the operations for requests that share a prompt's blocks. Ranks
-that compute different requests have a manager each (`Request.kv`); managers share nothing.
+that compute different requests have a manager each (`Request.kv`); these share `sessions` alone.
 """
 
 from __future__ import annotations

@@ -732,7 +732,7 @@ class Tiers:
         self._store.clear()
 
     def stats(self) -> TierStats:
-        """Statistics without the rates, which all ranks share (`total_stats`)."""
+        """Statistics; their rates are 0, because all ranks share these (`total_stats`)."""
         store, counts = self._store, self._counts
         host_bytes = sum(
             each * sum(key is not None for key in host.hashes)
@@ -779,7 +779,7 @@ def make_tiers(
 
 
 def total_stats(tiers: Sequence[Tiers]) -> TierStats | None:
-    """Statistics of all ranks' tiers; None if there are none. The rates are of all ranks together."""
+    """Sums of all ranks' statistics, and the rates that they share; None if there are no tiers."""
     if not tiers:
         return None
     each, rates = [asdict(own.stats()) for own in tiers], tiers[0].rates

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from threading import Lock
 
-import tokenizers
+from slipstream.engine.text.tokenizer_parts import TokenizerBackend
 
 MIN_CHARS = 16_384
 """Minimum characters of a text that is cached. Shorter ones are encoded in about a millisecond."""
@@ -29,7 +29,7 @@ MAX_SEAMS = 32
 tokens."""
 
 
-def seams_of(backend: tokenizers.Tokenizer) -> dict[int, str]:
+def seams_of(backend: TokenizerBackend) -> dict[int, str]:
     """Texts of the special tokens before which a text may be cut (seams), by token id."""
     added = backend.get_added_tokens_decoder()
     texts = {token.content for token in added.values()}

@@ -49,7 +49,7 @@ class Encoding(NamedTuple):
 
 
 class Renumbered:
-    """A backend with other ids. It has of `tokenizers.Tokenizer` what `Tokenizer` uses."""
+    """A `TokenizerBackend` with other ids."""
 
     def __init__(self, backend: tokenizers.Tokenizer, how: Numbered, unknown: str) -> None:
         backend.add_special_tokens(

@@ -27,6 +27,7 @@ from slipstream.engine.text.tiktoken import spelling
 from slipstream.engine.text.tokenizer_parts import (
     MAX_LOCKED_CHARS,
     SpecialTokens,
+    TokenizerBackend,
     TokenizerParts,
     has_own_patterns,
     in_time,
@@ -44,7 +45,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
+        backend: TokenizerBackend,
         special: SpecialTokens,
         *,
         chat_templates: Mapping[str, str] | None = None,
@@ -119,10 +120,10 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
-        """Load a tokenizer from a .gguf file or from a folder. The folder has one of these:
-        tokenizer.json, GPT-2's vocab.json and merges.txt, SentencePiece's or tiktoken's
-        tokenizer.model, T5's spiece.model, BERT's vocab.txt, Mistral's tekken.json, or those in
-        `renumbered.FILES`."""
+        """Load a tokenizer from a .gguf file or from a folder. The first of these in the folder
+        is taken: tokenizer.json, those in `renumbered.FILES`, Mistral's tekken.json, GPT-2's vocab.json
+        and merges.txt, SentencePiece's or tiktoken's tokenizer.model, T5's spiece.model, BERT's
+        vocab.txt."""
         path = Path(path)
         if path.is_dir() and not any((path / name).is_file() for name in tokenizer_folder.FILES):
             path = next(iter(model_files(path)), path)
@@ -391,7 +392,7 @@ _BYTE_OF = {character: bytes([b]) for b, character in spelling().items()}
 
 
 def _decoding(
-    backend: tokenizers.Tokenizer,
+    backend: TokenizerBackend,
 ) -> tuple[Literal["bytes", "sentencepiece", "wordpiece"], bool]:
     """(how tokens spell text, whether the decoder strips a space at the beginning), from the
     backend's decoder."""

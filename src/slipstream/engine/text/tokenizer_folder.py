@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
@@ -97,10 +97,9 @@ def _read(path: Path) -> TokenizerParts:
 def _renumbered(
     path: Path, kind: str, config: Mapping[str, Any], more: Sequence[Mapping[str, Any]]
 ) -> TokenizerParts:
-    made, texts = renumbered.read(path, kind, config)
-    backend = cast(tokenizers.Tokenizer, made)
+    backend, texts = renumbered.read(path, kind, config)
     check_steps(backend, path)
-    prefix, suffix = (tuple(ids) for ids in made.around)
+    prefix, suffix = (tuple(ids) for ids in backend.around)
     special = SpecialTokens(
         bos_id=backend.token_to_id("<s>") if "bos_token" in texts else None,
         eos_ids=_ids([backend.token_to_id("</s>"), *(found.get("eos_token_id") for found in more)]),

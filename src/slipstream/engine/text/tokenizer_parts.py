@@ -21,9 +21,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
-
-import tokenizers
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from slipstream.engine.text.tiktoken import CL100K, TEKKEN
 from slipstream.engine.threads.bounded_threads import BoundedThreads
@@ -82,8 +80,27 @@ class SpecialTokens:
     texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
+class TokenizerBackend(Protocol):
+    """The part of `tokenizers.Tokenizer` that `Tokenizer` uses, and `Renumbered` has too."""
+
+    @property
+    def decoder(self) -> Any: ...
+    @property
+    def normalizer(self) -> Any: ...
+    @property
+    def pre_tokenizer(self) -> Any: ...
+    def encode(self, text: Any, pair: Any = None, /, *, add_special_tokens: bool) -> Any: ...
+    def encode_batch_fast(self, texts: Any, /, *, add_special_tokens: bool) -> Any: ...
+    def token_to_id(self, token: str, /) -> int | None: ...
+    def id_to_token(self, number: int, /) -> str | None: ...
+    def get_vocab(self, with_added_tokens: bool = True) -> Mapping[str, int]: ...
+    def get_vocab_size(self, with_added_tokens: bool = True) -> int: ...
+    def get_added_tokens_decoder(self) -> Mapping[int, Any]: ...
+    def to_str(self) -> str: ...
+
+
 class TokenizerParts(NamedTuple):
-    backend: tokenizers.Tokenizer
+    backend: TokenizerBackend
     special: SpecialTokens
     chat_templates: Mapping[str, str]
 
@@ -145,7 +162,7 @@ def in_time(call: Callable[..., T], *args: Any, **options: Any) -> T:
         raise RequestError(what, field="prompt") from None
 
 
-def has_own_patterns(backend: tokenizers.Tokenizer) -> bool:
+def has_own_patterns(backend: TokenizerBackend) -> bool:
     """Whether the tokenizer splits or changes texts by regular expressions other than `PATTERNS`."""
     parts, found = (backend.normalizer, backend.pre_tokenizer), set[str]()
     left: list[Any] = [json.loads(part.__getstate__()) for part in parts if part is not None]
@@ -165,7 +182,7 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__module__ == "pyo3_runtime"
 
 
-def check_steps(backend: tokenizers.Tokenizer, path: Path) -> None:
+def check_steps(backend: TokenizerBackend, path: Path) -> None:
     """Raise CheckpointError if the normaliser and the pre-tokeniser can lengthen a text too much,
     or have too many steps."""
     parts = (backend.normalizer, backend.pre_tokenizer)
