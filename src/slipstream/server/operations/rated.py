@@ -42,7 +42,7 @@ _ELSEWHERE = "earlier turns are elsewhere"
 
 
 class _Request(msgspec.Struct):
-    """What the log has of a request, as far as it is read here."""
+    """Fields of a logged request that are read here."""
 
     id: str
     key: str | None = None
@@ -52,7 +52,7 @@ class _Request(msgspec.Struct):
 
 
 class _Feedback(msgspec.Struct):
-    """What the log has of a rating."""
+    """Fields of a logged rating that are read here."""
 
     request: str
     rating: Rating
