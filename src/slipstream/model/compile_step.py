@@ -76,8 +76,8 @@ def compile_step(
         return reading
     width = 0 if step.taken is None else step.taken.width
     head = [_head_step(pool, op) for op in step.head]
-    # A scale or soft cap could round neighbouring logits to the same value, so that the plain loop
-    # would take the first of them, and this program, which compares before it, the larger.
+    # A scale or soft cap could round neighbouring logits to the same value. A batch that needs
+    # logits would then take the first of them, and this program, which compares before, the larger.
     weight = step.head[0].arguments["w"] if len(head) == 1 else None
     return StepProgram(rest or decoder, pool, platform, body, reading, head, weight, width)
 

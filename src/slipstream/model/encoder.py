@@ -7,7 +7,8 @@
    values of these states are computed once per request. They are in blocks of the layers' own
    caches, with a separate block table (`CacheGroup`'s `cross`).
 3. While the encoder runs, it uses these blocks of the first layer's cache.
-4. An audio encoder (Whisper) reads the output of two convolutions over a spectrogram.
+4. An audio encoder (Whisper) reads the output of two convolutions over a spectrogram,
+   computed as linear layers on three frames each.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
    is built once.
 2. Norms, biases and other small tensors stay in memory.
 3. The file is written layer by layer when the model is loaded, so that at most one layer is in
-   memory in addition to those that stay. It is unlinked at once, so nothing is left of it, however
-   the process ends.
+   memory in addition to those that stay. It has no name, so nothing is left of it, however the
+   process ends.
 4. Data stays in the system's page cache as long as nothing else needs the memory. Then reading it
    again is a copy.
 """

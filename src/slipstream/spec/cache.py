@@ -108,7 +108,7 @@ def longest_sequence(
 
 def state_interval(spec: ModelSpec, dtype_bytes: int, kv_bytes: float) -> int:
     """Tokens between two saved states of a prompt: the number whose keys and values take as many bytes as one state, rounded
-    to a power of two from 256 to 8,192. So saved states never take more memory than a long prompt's keys and values."""
+    to a power of two from 256 to 8,192. So a long prompt's states take about as much memory as its keys and values."""
     if not spec.is_recurrent:
         return 0
     ratio = spec.state_bytes(dtype_bytes) / max(1, spec.kv_bytes_per_token(kv_bytes))

@@ -96,7 +96,7 @@ class ModelDescription:
     # How pictures are prepared, for a model with an encoder of them.
     processing: ImageProcessing | None = None
     speech: SpeechSpec | None = None  # the tokens of a model that reads audio
-    banned: Words = ()  # texts that the generation config bans from answers
+    banned: Words = ()  # token sequences that the generation config bans
     not_applied: tuple[str, ...] = ()  # settings of the generation config that are not applied
     gguf: GGUFFile | None = field(default=None, repr=False, compare=False)
 

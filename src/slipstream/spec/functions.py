@@ -30,7 +30,7 @@ class ClampedSwiglu:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedSilu:
     """min(silu(g), limit) · u, with u clamped to ± `limit` (Step 3.5), for gated MLPs only. `of_gate`: g is
-    clamped before silu instead of after it (DeepSeek V4); the C++ kernels lack this form."""
+    clamped before silu instead of after it (DeepSeek V4). The C++ kernels lack both forms."""
 
     limit: float
     of_gate: bool = False

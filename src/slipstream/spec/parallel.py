@@ -54,7 +54,7 @@ from slipstream.spec.parameters import Placement
 from slipstream.spec.recurrent import NormPart
 
 Range: TypeAlias = tuple[int, int]
-"""Range [begin, end) of rows or columns. (−n, 0) means n rows of zeros that the model does not have."""
+"""Range [begin, end) of rows or columns. (−n, 0) means n zeros that the model does not have."""
 
 VOCAB_MULTIPLE = 16
 """The number of vocabulary rows on a rank is padded to a multiple of this, as 8-bit matrix products
@@ -527,8 +527,8 @@ def _of_attention(
     sum_of_parts: Callable[[str, tuple[Range, ...]], None],
     product: Callable[[str, ParameterShard], None],
 ) -> dict[str, ParameterShard]:
-    """Records which part of each attention parameter the rank holds: `product` for a linear layer
-    split by rows, `sum_of_parts` for one split by columns, whose results are summed over ranks."""
+    """The part that the rank holds of each attention parameter outside linear layers. Records theirs (weight and bias):
+    `product` for one split by rows, `sum_of_parts` for one by columns, whose results are summed over ranks."""
     found: dict[str, ParameterShard] = {}
     heads = heads_of(a, shard)
     if isinstance(a, CompressedAttentionSpec):
@@ -705,7 +705,7 @@ def check_split(spec: ModelSpec, *, tensor: int, experts: int) -> None:
 
 
 def _check_norm(r: Mamba2Spec, tensor: int) -> None:
-    """Raise ConfigError if a norm group would span several ranks' groups of heads."""
+    """Raise ConfigError if the groups of a norm are not whole groups of heads, which ranks hold."""
     if r.num_groups % r.norm_groups:
         raise ConfigError(
             f"tensor_parallel_size={tensor}: the model's mamba_n_groups ({r.num_groups}) are no multiple of the norm's "

@@ -197,7 +197,7 @@ class MambaSpec:
 
     1. `in` projects to x and the gate z [`width` each]. After the convolution `select` projects x to [dt latent
        (`rank`), B, C], and `dt` projects the latent to dt [`width`]. dt = softplus(dt + time).
-    2. With `normed`, dt's latent, B and C are RMS-normed: each with its own weights (Jamba), or if "plain" without
+    2. With `normed`, dt's latent, B and C are RMS-normed before: each with its own weights (Jamba), or if "plain" without
        weights (FalconMamba).
     3. The output is y · silu(z).
     """

@@ -1,7 +1,7 @@
 """Keeps quantized weights in a file, so that the next start with the same checkpoint reads them.
 
 1. A file's name is a digest of everything that its content depends on: the checkpoint's files
-   (path, size, modification times) and description, the scheme, the model's dtype, the op set's
+   (path, size, times of change) and description, the scheme, the model's dtype, the op set's
    layout and Slipstream's version.
 2. There is one file per checkpoint, scheme, dtype and op set. A new one replaces the old.
 3. An engine folder may be copied to other machines. In it the checkpoint's files are identified by
@@ -178,7 +178,7 @@ class PackedCacheFile:
 
 
 def checkpoint_stamps(description: ModelDescription) -> list[tuple[str | int, ...]]:
-    """A key that changes with the checkpoint's files: names, sizes and modification times."""
+    """A key that changes with the checkpoint's files: names, sizes, times of modification and of change (ctime)."""
     return [_stamp(file) for file in _files(description.path.resolve(), description)]
 
 

@@ -125,7 +125,7 @@ class Sharded:
         cut: ParameterShard,
         own: tuple[Range, ...],
     ) -> Stored:
-        """a single scale for the whole weight"""
+        """Cuts this rank's part out of a tensor that is not quantized. CheckpointError if its shape is not the config's."""
         full = placed_shape(self._whole[place.target], place)
         place = turned(place, shape, full)
         expected = stored_shape(full, place.transform)
@@ -153,7 +153,7 @@ class Sharded:
         own: tuple[Range, ...],
         units: _Units,
     ) -> Stored:
-        if math.prod(shape) == 1:  # one scale for the whole weight
+        if math.prod(shape) == 1:  # a single scale for the whole weight
             return name, shape, read
         rows = tuple((_units_before(a, units.rows, name), -(-b // units.rows)) for a, b in own)
         columns: tuple[Range, ...] | None = None

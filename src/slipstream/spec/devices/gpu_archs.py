@@ -70,7 +70,7 @@ DESCRIBED_GPUS: Mapping[tuple[int, int], DescribedGpu] = {
         DescribedGpu((10, 0), "NVIDIA B200", 148, HOPPER_SHARED_BYTES, 178 * 2**30),
     )
 }
-"""The largest common GPU of each compute capability. Kernels compiled within its limits also cover smaller GPUs."""
+"""The largest common GPU of each compute capability: the limits of its engine include those of smaller ones."""
 
 
 def gpu_arch(capability: tuple[int, int]) -> GpuArch:

@@ -298,7 +298,7 @@ def _states_read(
         inner.require("next_layer_regular", True)
         inner.require("use_mtp_layernorm", False)
         inner.require("parallel_draft_step", 1)
-        inner.ignore("parallel_draft_heads_num_layers")  # concerns training steps only
+        inner.ignore("parallel_draft_heads_num_layers")  # concerns draft steps after the first
         joint = inner.take("norm_before_fc", bool, joint)
         behind = inner.take(key, list, [])
         if given and behind:

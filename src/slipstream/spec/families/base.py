@@ -250,7 +250,7 @@ class Family:
     names: Callable[[ModelSpec], Names]
     prefixes: tuple[str, ...] = ("",)  # prefixes that some writers put before every name
     ignored: tuple[str, ...] = ()
-    # Values that are the same in every model, by parameter, under the name suffix that tells the parameter.
+    # Numbers that are the same in every model: the end of a name → ends of the names written next to it.
     constants: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     gguf: GGUFFamily | None = None
     mtp: MTPFormat | None = None  # multi-token-prediction layers in safetensors checkpoints

@@ -29,9 +29,9 @@ class MTPFormat:
     - `counts`: config keys; the first one present gives the number of modules. `default`: their
       number if none is present.
     - `layers(spec, config)`: the layers of a module.
-    - `renamed`: (prefix of a layer's names in the family's table, prefix of the module's names in
-      the checkpoint). {n} stands for the number of the model's layers, {last} for the number of the
-      module's last layer in its names.
+    - `renamed`: (prefix of a layer's names in the family's table for a model of these layers alone,
+      prefix of the module's names in the checkpoint). {n} stands for the number of the model's
+      layers, {last} for the number of the module's last layer in its names.
     - `around`: the checkpoint's names of `embed_norm`, `hidden_norm`, `join`, `final_norm` and,
       where a module may have an output head of its own, of `head`.
     - `copies`: names of copies of the model's embeddings, which are not read.

@@ -39,8 +39,8 @@ class GridPositionSpec:
     `read`: how the table is applied to an image's grid:
 
     1. `cells`: directly; every image has exactly this grid.
-    2. `fractions`: nearest entry at the same fraction of height and width (Idefics 3; Patch n'
-       Pack, arXiv:2307.06304).
+    2. `fractions`: the entry at the same fraction of height and width, rounded down (Idefics 3;
+       Patch n' Pack, arXiv:2307.06304).
     3. `bilinear`: interpolated from the four nearest cells, corners aligned (Qwen 3 VL).
     4. `bicubic`: interpolated from the sixteen nearest cells, edges aligned (GLM-4V).
     5. `antialiased`: interpolated from all cells that a patch covers, at least the four nearest,

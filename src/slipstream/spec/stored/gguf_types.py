@@ -108,4 +108,4 @@ CPU_BLOCK_BYTES = {
     if quant.form is not None and quant.cpu_kind is not None
 }
 GPU_BLOCK_BYTES = {name: form.bytes_of_256() for name, form in FORMS.items()}
-"""Bytes of 256 values of each type in GPU memory."""
+"""Bytes of 256 values of each type as the kernels of a CPU, or of a GPU, hold them."""

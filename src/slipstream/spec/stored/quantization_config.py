@@ -432,7 +432,7 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
     ignored = tuple(str(layer) for layer in read.maybe("ignore", list) or [])
     if not groups:
         read.require("format", "dense", *FORMATS, *SPARSE_FORMATS)
-        # Both states mean that the weights are stored quantized.
+        # Without groups no weight is quantized, so either status is right.
         read.require("quantization_status", "compressed", "frozen")
         return StoredQuantization("compressed-tensors", None, kv_cache, sparse, zeros=zeros)
     read.require("format", *FORMATS, "mixed-precision")

@@ -115,7 +115,7 @@ def weight_bytes(path: Path) -> int:
 
 
 def tensor_names(path: Path) -> frozenset[str]:
-    """Names of all tensors in a folder, from its index if there is one; empty without files."""
+    """Names of all tensors in a folder, from its index if there is one, unchecked; empty without files."""
     if (where := weight_map(path)) is not None:
         return frozenset(where)
     return frozenset(name for file in weight_files(path) for name in _header(file)[0])

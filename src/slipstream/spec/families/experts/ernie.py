@@ -37,7 +37,7 @@ def read_moe(c: ConfigReader) -> ModelSpec:
     c.require("use_bias", False)  # transformers' experts have none
     c.require("moe_use_aux_free", True)
     c.require("moe_gate", "topk")
-    c.ignore("moe_norm_min")  # lower bound on the sum of scores, which chosen experts never reach
+    c.ignore("moe_norm_min")  # a minimum of the sum of scores, which chosen ones exceed
     c.ignore(
         "moe_capacity", "num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"
     )
