@@ -81,6 +81,13 @@ def test_a_session_prints_what_the_table_has(
         log.write("request", id=f"{id_:032x}", status=200, **fields)
     log.write("feedback", id="f", request=f"{1:032x}", rating="up")
     log.close()
+    for name, kind, fields in (
+        ("edited", "feedback", {"rating": "up"}),
+        ("edited2", "request", {"id": 5}),
+    ):
+        log = AuditLog(tmp_path / name)
+        log.write(kind, **fields)
+        log.close()
     (tmp_path / "grid.toml").write_text(GRID)
     places["GRID"] = tmp_path / "grid.toml"
     if "MODEL" in session:

@@ -100,6 +100,16 @@ def test_a_toy_on_a_large_device(capsys, tmp_path):
     assert "Settings" not in (tmp_path / "p.html").read_text()
 
 
+def test_a_device_without_room_is_told_next_to_the_others(capsys):
+    words = ("--gpu", "l4,h200", "--max-gpus", "1", "--gpu-memory-utilization", "0.6")
+    code, found = plan(capsys, CONFIG, *words, *QUICK)
+    assert code == 0
+    assert [row["device"] for row in found["devices"]] == ["h200"]
+    (refused,) = found["refused"]
+    assert (refused["device"], refused["title"]) == ("l4", "NVIDIA L4")
+    assert "GiB" in refused["error"]
+
+
 def test_a_load_beyond_the_devices(capsys):
     words = (
         CONFIG,

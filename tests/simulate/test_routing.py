@@ -61,11 +61,13 @@ def test_one_prefix_for_all_is_spread_when_its_replica_is_overfull(name):
 def test_the_longest_hit_wins_and_what_was_sent_long_ago_is_forgotten():
     route = LongestHit(3, 4)
     first = route((1, 2), [0, 0, 0])
+    block = hash((0, 1))
+    assert route._hit(first, [block, hash((block, 2))]) == 2
     assert route((5,), [int(i == first) for i in range(3)]) != first
     assert route((1, 2, 3), [0, 0, 0]) == first
     for other in range(10, 14):
         route((other,), [int(i != first) * 9 for i in range(3)])
-    assert route._hit(first, [hash((0, 1))]) == 0
+    assert route._hit(first, [block]) == 0
 
 
 def test_without_prefixes_they_are_least_loaded():

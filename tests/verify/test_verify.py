@@ -18,13 +18,13 @@ from tests.server.conftest import serving
 from tests.support import tiny_models
 
 PLAN = VerifyPlan(answers=64, turn=8, max_tokens=8, long_lines=4)
+ONE_THREAD = ("--device", "cpu", "--num-threads", "1")  # more would spin over a tiny model's sums
 
 
 @pytest.fixture(scope="module")
 def reference(tiny_path):
-    return Reference.load(
-        EngineArgs(model=str(tiny_path), dtype="float32", device="cpu"), context=512
-    )
+    args = EngineArgs(model=str(tiny_path), dtype="float32", device="cpu", num_threads=1)
+    return Reference.load(args, context=512)
 
 
 def outcomes(findings):
@@ -63,11 +63,9 @@ def test_random_weights_are_called_other_weights_and_nothing_else(tmp_path):
     """The server names five tokens of a flat distribution; the model's is sharp."""
     folder = tmp_path / "sharp"
     tiny_models.write_sharp(folder, max_position_embeddings=1024)
-    settings = {"model": str(folder), "dtype": "float32", "device": "cpu"}
+    settings = {"model": str(folder), "dtype": "float32", "device": "cpu", "num_threads": 1}
     reference = Reference.load(EngineArgs(**settings), context=512)
-    args = EngineArgs(
-        **settings, load_format="dummy", max_model_len=1024, kv_cache_bytes=2**24, num_threads=1
-    )
+    args = EngineArgs(**settings, load_format="dummy", max_model_len=1024, kv_cache_bytes=2**24)
     with serving(start=lambda: AsyncLLM.start(args)) as server:
         findings = Verification(Served.connect(server.url), reference, PLAN).run()
     found = outcomes(findings)
@@ -92,7 +90,7 @@ def test_no_server_and_no_model_are_named():
 def test_the_command_prints_findings_and_leaves_a_page(tiny_server, tiny_path, tmp_path, capsys):
     page = tmp_path / "page.html"
     words = ["verify", tiny_server.url, "--against", str(tiny_path), "--answers", "8"]
-    words += ["--dtype", "float32", "--device", "cpu", "--long", "0", "--page", str(page)]
+    words += ["--dtype", "float32", *ONE_THREAD, "--long", "0", "--page", str(page)]
     assert main([*words, "--json"]) == 4  # 8 answers of a tiny model decide no temperature
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "undecided"
@@ -107,7 +105,7 @@ def test_the_command_prints_findings_and_leaves_a_page(tiny_server, tiny_path, t
 def test_the_record_of_a_model_with_a_short_context_is_made(tmp_path, capsys):
     model, record = tmp_path / "short", tmp_path / "record.json"
     tiny_models.write_with_tokenizer(model, max_position_embeddings=256)
-    words = ["verify", "--against", str(model), "--dtype", "float32", "--device", "cpu"]
+    words = ["verify", "--against", str(model), "--dtype", "float32", *ONE_THREAD]
     assert main([*words, "--record", str(record)]) == 0, capsys.readouterr().err
     assert json.loads(record.read_text())["sequences"]
 
@@ -115,7 +113,7 @@ def test_the_record_of_a_model_with_a_short_context_is_made(tmp_path, capsys):
 def test_a_long_conversation_that_the_model_has_no_room_for_is_named(
     tiny_server, tiny_path, capsys
 ):
-    words = ["verify", tiny_server.url, "--against", str(tiny_path), "--device", "cpu"]
+    words = ["verify", tiny_server.url, "--against", str(tiny_path), *ONE_THREAD]
     assert main([*words, "--long", "90"]) == 2
     assert "--long 90 needs 2,968 tokens" in capsys.readouterr().err
 

@@ -45,7 +45,7 @@ from slipstream.spec.stored.safetensors import weight_files
 
 class Names:
     """The checkpoint's names for a model's parameters, with the prefix that transformers writes.
-    The language model inside a multimodal one keeps its prefix."""
+    The language model inside a multimodal one keeps the names of its own checkpoint."""
 
     def __init__(self, description: ModelDescription) -> None:
         family = description.family

@@ -56,8 +56,8 @@ class DenseModel:
 
 
 def load_dense(path: Path, *, dtype: torch.dtype, device: torch.device) -> DenseModel:
-    """Load the model at `path`. A GGUF file is dequantized; UnsupportedModelError or CheckpointError for models that can't
-    be written (`check_writable`)."""
+    """Load the model at `path`. A GGUF file is dequantized. CheckpointError for other quantized checkpoints, and
+    UnsupportedModelError for models that can't be written (`check_writable`)."""
     description = read_spec(path)
     check_writable(description)
     values = load_parameters(description, dtype=dtype, device=device)

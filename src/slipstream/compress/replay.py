@@ -27,7 +27,7 @@ def replayed_routing(
 
     In this context, a forward pass computes the texts whose experts are `routed_experts`, [tokens,
     layers, k] each, as rows of `num_tokens` tokens, padded at the end. The last token of an answer
-    and padding have no experts; there, and for entries of −1, the router chooses itself.
+    and padding have no experts; there, and where the engine knew none (−1), the router chooses itself.
 
     RequestError if the model's routers are not found.
     """

@@ -32,8 +32,8 @@ class RefusedError(FailedError):
 
 @contextlib.contextmanager
 def offered(feature: str) -> Iterator[None]:
-    """Context manager that turns a client error (4xx) in its body into UnsupportedError for
-    `feature`. A server error (500) still fails the check."""
+    """Context manager that turns a client error (4xx) or 501 in its body into UnsupportedError for
+    `feature`. Other server errors (500) still fail the check."""
     try:
         yield
     except RefusedError as error:

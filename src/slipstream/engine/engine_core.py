@@ -6,10 +6,10 @@
 `DecoderCore` (`decoder_core.py`) is the core of a text-generating model. A `TextCore` (`text_core.py`), for
 encoders, has a `TextScheduler`, TextsPlans and vectors instead.
 
-If launches are asynchronous, two steps are in flight: step N + 1 is scheduled and launched while step N runs,
-and its input tokens never leave the device. (With pipeline parallelism, one step per stage and one more.) The
-scheduler knows how many tokens step N will add, but not which. A sequence that turns out to have ended in
-step N is dropped from N + 1's results. A step that samples under a grammar is launched in two parts: first
+If launches are asynchronous, two steps are in flight: step N + 1 is scheduled and launched while step N runs, and
+its input tokens never leave the device. (With pipeline parallelism, one step per stage, each of other requests, and
+one more.) The scheduler knows how many tokens step N will add, but not which. A sequence that turns out to have
+ended in step N is dropped from N + 1's results. A step that samples under a grammar is launched in two parts: first
 the forward; then, when step N's tokens are known and while the forward runs, the masks of allowed tokens.
 
 Not thread-safe: one thread owns a core. No torch.

@@ -147,8 +147,8 @@ class LLM(OfflineEngine):
     ) -> list[RequestOutput]:
         """Generates answers, in the order of the prompts. `sampling_params`: one for all prompts, or a list with one each.
 
-        RequestError names an invalid prompt or its parameters before any is answered. `progress` shows a bar on a terminal.
-        `lora_request`: an adapter for all prompts, or a list with one (or None) each; requires `enable_lora`.
+        RequestError names a prompt that is invalid or has invalid parameters; none is answered then. `progress`: a bar on a
+        terminal. `lora_request`: an adapter for all prompts, or a list with one (or None) each; requires `enable_lora`.
 
         vLLM's names work, too: `use_tqdm` for `progress`, `prompt_token_ids` instead of prompts.
         """
@@ -196,7 +196,7 @@ class LLM(OfflineEngine):
         {"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}}, or {"type": "audio", "audio": samples}.
 
         `continue_final_message` (with `add_generation_prompt=False`) continues the last message. `chat_template_kwargs` are
-        passed to the template. RequestError names an invalid argument before anything is answered.
+        passed to the template. RequestError names an invalid argument; nothing is answered then.
         """
         tokenizer = self.get_tokenizer()
         single = bool(messages) and isinstance(messages[0], dict)

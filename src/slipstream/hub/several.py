@@ -21,15 +21,17 @@ def folder_models(path: Path) -> dict[str, Path]:
 
 def named_models(given: Iterable[str]) -> dict[str, str]:
     """Names and models of the command line's words: NAME=MODEL, a model, or a folder of models.
-    ConfigError if two have the same name."""
+    ConfigError if two have the same name, of one model, too."""
     found: dict[str, str] = {}
 
     def add(name: str, model: str) -> None:
-        if found.setdefault(name, model) != model:
+        if name in found:
             raise ConfigError(
-                f"two models are called {name!r}: {found[name]} and {model}; name one of them, as in other={model}",
+                f"two models are called {name!r}: {found[name]} and {model}; name one of them, as in other={model}, "
+                "or leave it out",
                 field="model",
             )
+        found[name] = model
 
     for word in given:
         path = Path(word).expanduser()

@@ -95,7 +95,7 @@ class SchedulerStats:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats(SchedulerStats):
     """Statistics of the scheduler and the engine. `_s` are seconds. `expert_load` is collected on
-    request. `waiting_adapters`: names of adapters for which a request waits."""
+    request. `waiting_adapters`: names of adapters that only waiting requests use."""
 
     num_steps: int = 0
     # From a step's launch, or the end of the previous step, to its result.

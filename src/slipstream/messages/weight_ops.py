@@ -18,8 +18,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 JOIN_S = 40.0
-"""Maximum seconds that a member waits for all others to join, and for the tensors of a piece: less
-than the time after which a silent engine counts as dead."""
+"""Maximum seconds that a member waits for the others to join, in all its steps together, and for the
+tensors of a piece: less than the time after which a silent engine counts as dead."""
 
 
 class TensorInfo(msgspec.Struct, frozen=True):

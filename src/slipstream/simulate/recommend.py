@@ -500,14 +500,14 @@ def why_replicas(replicas: int, of_one: float | None, rate: float | None) -> str
 
 def peak_sequences(run: Simulation) -> int:
     """Maximum number of concurrent sequences per replica, each counted from its first token to its
-    last."""
+    last, both included: a sequence of one token counts, too."""
     events = sorted(
-        [(r.first_token, 1) for r in run.records if r.first_token is not None]
-        + [(r.last_token, -1) for r in run.records if r.last_token is not None]
+        [(r.first_token, -1) for r in run.records if r.first_token is not None]
+        + [(r.last_token, 1) for r in run.records if r.last_token is not None]
     )
     most = now = 0
     for _, change in events:
-        now += change
+        now -= change
         most = max(most, now)
     return -(-most // run.num_replicas)
 

@@ -79,7 +79,7 @@ class SimulatedEngine:
     """Settings and costs that the simulator needs of an engine.
 
     `run_ahead` is the maximum number of sequences of a decode step that runs while the host goes
-    on; None: the host goes on after every step (GPU). `padded` maps (decodes, prompt tokens,
+    on; None: every step runs in this way (GPU). `padded` maps (decodes, prompt tokens,
     prompts) to the (decodes, prompt tokens) that the step's graph computes. It returns None for a
     step without a graph, whose operators are launched one by one. `drafts` has the acceptance and
     cost of drafts; None without speculation.

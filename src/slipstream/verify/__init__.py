@@ -1,1 +1,1 @@
-"""Checks whether a served model's answers come from the given model."""
+"""Checks whether a served model answers as the given model itself would."""

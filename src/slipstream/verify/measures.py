@@ -29,7 +29,7 @@ LITTLE = 0.2
 trained model have more at most positions; of random weights, a thousandth."""
 
 LIKELIER = 3.0
-"""Maximum nats by which the model's log-probability of a sampled token may exceed the server's. Larger
+"""Maximum nats by which the model's log-probability of a sampled token counts as above the server's. Larger
 differences are rare (a probability of exp(−3)), and their ratios would outweigh all others."""
 
 

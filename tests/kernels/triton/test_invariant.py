@@ -201,6 +201,19 @@ def test_a_recurrent_layers_tokens_are_the_same_in_prompts_chunks_and_decodes(mo
                 assert torch.equal(a, b)
 
 
+def test_a_thread_block_norms_one_row_of_a_recurrent_layer(monkeypatch):
+    """The order of a sum follows the number of a tile's rows on a GPU, and here it does not."""
+    most, finish = [], rules._finish
+    monkeypatch.setattr(
+        rules, "_finish", lambda *given, **more: most.append(given[5]) or finish(*given, **more)
+    )
+    spec = SPECS["Nemotron-H"]
+    call, rows = random_layer(spec)
+    step = step_of([StatefulSequence(5, 0, ((4, 2),))])
+    call(TritonOps(deterministic=True), rows(5), new_state(spec, 8, [4, 5]), step)
+    assert most == [1]
+
+
 @pytest.mark.parametrize(
     ("kind", "size"), [("mxfp4", 64), pytest.param("nvfp4", 128, marks=pytest.mark.slow)]
 )

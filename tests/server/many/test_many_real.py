@@ -120,6 +120,7 @@ def test_three_models_in_memory_for_two_survive_kills(folder, tmp_path):
         (["{one}", "--models-wait=0"], "above 0"),
         (["{one}", "--models-memory=1KiB"], "more than the 0 MiB of --models-memory"),
         (["x={one}", "x={two}"], "two models are called 'x'"),
+        (["{one}", "{one}"], "two models are called 'one'"),
         (["{one}", "--model-settings={bad}"], "no model is called 'onee'; did you mean 'one'?"),
         (["{one}", "--model-settings={wrong}"], "of the model one"),
         (["{one}", "--model-settings={events}"], "one: kv_events_config does not go with several"),

@@ -2,7 +2,7 @@
 transformers, layer by layer.
 
 Both compute the same random tokens in float32: decoders, encoders (with their classifier),
-encoder-decoders. If they differ, the exit code is 1, and the first differing layer is named. A
+encoder-decoders. If they differ, the exit code is 1, and the first place with a difference is named. A
 checkpoint with quantized weights is computed by the reference kernels unless --kernels is given,
 because the CPU's kernels quantize the inputs of linear layers to 8 bits. Inputs that a checkpoint
 quantizes to int8, or with one scale for all tokens, are not quantized on either side, because

@@ -52,7 +52,8 @@ def run_verify(args: argparse.Namespace) -> int:
     count, last, kinds, seen = 0, START, dict[str, int](), args.expect is None
     for record in records(Path(args.file)):
         count, last = count + 1, record["hash"]
-        kinds[record["kind"]] = kinds.get(record["kind"], 0) + 1
+        kind = str(record.get("kind"))
+        kinds[kind] = kinds.get(kind, 0) + 1
         seen = seen or record["hash"] == args.expect
     if not seen:
         message = (

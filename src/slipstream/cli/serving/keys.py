@@ -1,5 +1,5 @@
-"""`slipstream keys add|list|revoke|rotate FILE`: manages a server's API keys and their limits
-(`serve --keys-file FILE`), and how much.
+"""`slipstream keys add|list|revoke|rotate FILE`: manages the keys of a server
+(`serve --keys-file FILE`): who may use it, and how much.
 
 A key is shown once, when it is created. The file stores a digest of it. A running server reads a
 changed file within a second."""

@@ -1,4 +1,4 @@
-"""`slipstream verify URL --against MODEL`: checks whether a server's answers come from the given model.
+"""`slipstream verify URL --against MODEL`: checks whether a server answers as the given model would.
 
     slipstream verify http://127.0.0.1:8000 --against smollm2
     slipstream verify https://api.example.com --api-key-file FILE --model NAME --against ./checkpoint --page verify.html

@@ -2,8 +2,8 @@
 
 1. `Transcription.next` returns the next window's prompt and sampling parameters. `take` processes the model's
    answer. The caller runs the requests, so many transcriptions share the engine's steps.
-2. For sounds longer than one window the model generates timestamps. The next window begins at the last
-   timestamp of a finished segment, as in transformers' long-form generation.
+2. A sound that fits in one window is read once. In longer ones the model writes timestamps, and the next window
+   begins at the last timestamp of a finished segment, as in transformers' long-form generation.
 3. The first window determines the language, if the caller gives none.
 """
 

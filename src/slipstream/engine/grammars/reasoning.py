@@ -264,7 +264,7 @@ class ReasoningBudget:
         into[:] = self._vocabulary.mask(b"".join(self._spots[-1].pieces))
 
     def narrow(self, mask: Bits) -> bool:
-        """Remove from a mask the tokens that the budget forbids. Returns whether any token is left."""
+        """Remove from a mask the tokens that the budget forbids. Returns whether it forbids some."""
         if not (only := self.allowed):
             return False
         mask &= _bits(only, len(mask))

@@ -30,7 +30,7 @@ MAX_REACHED = 2048
 """Maximum number of places visited to find those."""
 
 FAR_BELOW, FAR = -1, -2
-"""Counts (far below the minimum, far above the minimum and far below the maximum)."""
+"""Counts (far below the minimum, not below the minimum and far below the maximum)."""
 
 MAX_DEEP = 1000
 """Maximum depth of a place. Deeper texts are not followed, since their places would cost more than a mask."""

@@ -328,8 +328,8 @@ def _is_exact(value: int | float) -> bool:
 
 
 def _inside(value: int | float, strict: bool, sign: int, whole: bool) -> int | float:
-    """The inclusive bound closest to `value` that llguidance reads exactly and that doesn't exceed
-    it. `sign`: 1 for a lower bound, −1 for an upper one."""
+    """The inclusive bound closest to `value` that llguidance reads exactly and that excludes no less
+    than it. `sign`: 1 for a lower bound, −1 for an upper one."""
     bound = _decimal(value)
     if whole:
         rounded = sign * math.floor(sign * bound) if strict else sign * math.ceil(sign * bound)

@@ -226,8 +226,8 @@ class SchemaStates:
         return found
 
     def _skip(self, state: SchemaState, count: int) -> tuple[SchemaState, Sources] | None:
-        """The state after this number of plain characters of a string. None if the string may end
-        before."""
+        """The state after this number of plain characters of a string. None if they may not all be
+        inside it."""
         at, sources = state, None
         for _ in range(count):
             byte = ord("a")

@@ -168,7 +168,7 @@ class GrammarState:
 
     @property
     def matcher(self) -> LLMatcher:
-        """The matcher, after it has consumed all tokens. GrammarError if it rejects one."""
+        """The matcher, after it has consumed all tokens. GrammarError if it can't."""
         matcher = self._own
         if self._is_borrowed:
             self._matcher, self._is_borrowed = (matcher := matcher.deep_copy()), False
@@ -323,7 +323,7 @@ class GrammarState:
                 into[last >> 5] &= ~bit_of(last)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by tokens that its masks allowed. GrammarError if it rejects one."""
+        """Advance by tokens that its masks allowed. GrammarError if it can't."""
         if self.advance(tokens):
             _ = self.matcher  # makes it consume them
 
@@ -376,7 +376,7 @@ class GrammarState:
         return certain
 
     def forced(self, num_pending: int = 0) -> tuple[int, ...]:
-        """Tokens that must follow `num_pending` forced ones, up to one that completes the answer.
+        """Tokens that must follow `num_pending` forced ones, without one that completes the answer.
         () if even the pending ones are unknown."""
         if not self.is_plain:
             return ()  # forced tokens may be forbidden by the request

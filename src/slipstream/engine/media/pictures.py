@@ -5,8 +5,8 @@ image processor does, and hashes them.
                                                                             stands for the picture in a prompt
 
 Uses only Pillow and NumPy. Images are prepared in a thread pool, since decoding and scaling release
-the GIL. The number of pixels decoded at a time is limited, and clients take turns. The worker
-rescales and normalizes the pixels (`ImageProcessing`).
+the GIL. The number of pixels decoded at a time is limited, and clients take turns. Pixels stay
+bytes until the worker rescales and normalizes them (`ImageProcessing`).
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class PictureProcessor(MediaProcessor):
         return PreparedMedia(spec.prompt.text(counts, rows, columns), pieces, among)
 
     def _one_square(self, source: OpenPicture, sizes: PinpointTiles) -> PreparedMedia | None:
-        """The image centred on a square of the mean colour, as one tile, with a token after each row."""
+        """The image centred on a square of the mean colour, as one tile, with a token after its last row."""
         import PIL.Image
 
         if sizes.most is None:

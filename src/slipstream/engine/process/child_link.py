@@ -57,8 +57,8 @@ class ChildLink(CoreLink):
 
     async def end(self, *, at_once: bool = False) -> None:
         """Ask the process to stop, wait, kill it if it does not, and remove the socket. If the caller is cancelled
-        meanwhile, or with `at_once`, the process is killed: while starting it reads no messages, and has nothing to
-        finish."""
+        meanwhile, or with `at_once`, the process is killed at once: while starting it reads no messages, and has
+        nothing to finish."""
         try:
             if at_once:
                 self.process.kill()

@@ -85,7 +85,7 @@ class CoreLink(ABC):
         The socket's descriptor only signals messages that arrived after the last read, so it is awaited only after a read
         found nothing. A message costs one future; with pyzmq's own coroutines it costs about ten, in every step.
         """
-        # output of the previous message is written first
+        # output of the previous message is written first, even if more messages wait
         await asyncio.sleep(0)
         while (data := self._take()) is None:
             if self._look is None:

@@ -87,7 +87,7 @@ class Ready(Started, tag=True):
 
 
 class Outputs(msgspec.Struct, tag=True, gc=False):
-    """The outputs of a step. Outputs that are a single token come first, as two arrays."""
+    """The outputs of a step. Most are a single token: these come first, as two arrays."""
 
     request_ids: list[str] = []
     token_ids: bytes = b""  # int32 in native byte order, one for each of `request_ids`

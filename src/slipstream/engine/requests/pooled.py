@@ -181,7 +181,7 @@ class ClassificationOutput:
 def encoded(
     model: ModelDescription, vectors: Vectors, task: TextTask = "embed"
 ) -> list[EncodingOutput]:
-    """The model's output for each text and pooling task."""
+    """The model's output for each text, for one pooling task."""
     found = rows_of_task(model, vectors, task)
     parts = zip(vectors.prompts, vectors.prompt_token_ids, found, strict=True)
     return [

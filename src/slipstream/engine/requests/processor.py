@@ -36,7 +36,7 @@ from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import ModelDescription
 
 INLINE_CHARS = 16_384
-"""Characters from which on text is tokenized in a thread; for less, handing it over costs more than the work."""
+"""Longer texts are tokenized in a thread; up to this number of characters that costs more than the work."""
 
 _T = TypeVar("_T")
 

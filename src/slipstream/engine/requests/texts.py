@@ -53,7 +53,7 @@ class TextsProcessor:
     ) -> PreparedTexts:
         """Prepares a request for the embeddings of texts, or for a classifier's scores of texts or pairs. The
         model's own prompt precedes each text. A text longer than the context is refused; with `truncate_to`
-        it is truncated to that many tokens (−1: the context), of a pair the second text. A note of the error
+        its end is cut off after that many tokens (−1: the context), of a pair the second text's. A note of the error
         names the text at fault. `num_queries`: for late interaction, the number of texts that are queries."""
         spec, how = self._pooled_spec(pair=any(isinstance(text, tuple) for text in texts))
         self._check_task(task)

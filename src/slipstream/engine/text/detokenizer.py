@@ -40,7 +40,7 @@ class IncrementalDetokenizer:
         self._texts = tokenizer.texts(skip_special_tokens)
         self._between = not (
             stop or self._strip
-        )  # two references: an unchanged text of a token is recognized by identity
+        )  # two characters: only there is a token's text always the same
         self._held = (
             ""  # decoded but not emitted: the longest suffix of the text that begins a stop string
         )

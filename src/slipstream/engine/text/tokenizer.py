@@ -218,8 +218,8 @@ class Tokenizer:
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_length: int | None = None
     ) -> list[tuple[list[int], int]]:
-        """Encodes pairs of texts, joined as the model's files say. Returns for each (tokens, number of tokens of the first
-        part), computed on all cores. With `max_length` the second text is truncated, and the first one only if necessary."""
+        """Encodes pairs of texts, joined as the model's files say: (tokens, number of tokens of the first part) each, on all
+        cores if the library may use threads. `max_length` cuts the second text's end, the first's only if necessary."""
         found = self._encoded(pairs, add_special_tokens=True)
         for encoding in found:
             self._checked(encoding.ids)

@@ -11,7 +11,7 @@ Each series becomes a residual z, in units of its own noise:
    e^(2·ALLOWANCE·THRESHOLD) observations; a change of 4 deviations is seen after four.
 3. Some series often change a little more than chance explains (one hour's answers are longer than
    another's). Their `Signal` gives the smallest change that `matters`, and half of it is subtracted
-   first, as in the optimal test for such a change.
+   before the sum, as in the optimal test for such a change.
 4. Shares of failed requests add up the logarithm of a likelihood ratio (`ShareBaseline`): among few
    requests, a few failures are more significant than under a normal distribution.
 5. The change is over when `CALM` observations in a row are within `NEAR` deviations.
@@ -35,8 +35,8 @@ from slipstream.fleet.detection.observation import Observation
 
 CLIP = 6.0
 STEP_CLIP = 10.0
-"""Clip of step times in deviations: one such observation is not enough, but two are, even if the
-second is a third as large. A noisy neighbour comes and goes."""
+"""Clip of step times in deviations: one such observation is not enough, but two are if the second
+follows soon, even if it is a third as large. A noisy neighbour comes and goes."""
 
 ERROR_CLIP = 8.0
 """Clip of errors, which are independent and use a likelihood ratio: two such observations are

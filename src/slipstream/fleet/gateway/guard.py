@@ -20,8 +20,8 @@ SLOW_EXCESS_S = 0.25
 ratio."""
 
 MIN_LATE = 0.5
-"""Minimum fraction of late requests for a replica to count as slow: one prompt of 100,000 tokens is
-late everywhere."""
+"""Fraction of late requests above which a replica may count as slow: one prompt of 100,000 tokens
+is late everywhere."""
 
 MIN_WAVES = 2
 """Minimum number of waves of late requests for a replica to count as slow. A wave is a late request and all

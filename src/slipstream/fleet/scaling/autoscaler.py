@@ -8,9 +8,9 @@ At every decision (each `interval_s`):
 3. The planner's table (`fleet/scaling/capacity.py`) gives the number of replicas that serve this
    rate within the objectives.
 4. More replicas are started at once. Fewer are wanted only after fewer were enough for `hold_s`,
-   because restarting a replica costs a cold start, and not before `LEARNING` decisions. "Enough" is
-   measured with a higher bound (`CAUTION`), so that a random dip does not stop one of two or three
-   replicas. A surplus within the fraction `SLACK` is not stopped.
+   because restarting a replica costs a cold start, and not before `LEARNING` decisions, while
+   little is known. "Enough" is measured with a higher bound (`CAUTION`), so that a random dip does
+   not stop one of two or three replicas. A surplus within the fraction `SLACK` is not stopped.
 5. `share` rises while fewer than `attainment` of the requests meet the objectives, and sinks slowly
    while all of them do.
 6. Without requests for `idle_s` no replica is wanted if `min_replicas` is 0. The first request that

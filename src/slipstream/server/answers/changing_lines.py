@@ -1,5 +1,5 @@
-"""Moves lines of system prompts that change between requests to the end, because prompts would otherwise share no prefix in
-the KV cache.
+"""Lines of system prompts that change between requests, which are left out or moved to the end: prompts would otherwise share
+no prefix in the KV cache.
 
 `ServerSettings.changing_lines` selects which lines. The model still reads every moved line.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 BILLING = "x-anthropic-billing-header:"
 """Beginning of a block that Claude Code puts before the system prompt. It is meant for the
-provider, and differs between sessions."""
+provider, and differs between sessions, so it is left out unless `changing_lines` is "keep"."""
 
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
 _DATE = re.compile(

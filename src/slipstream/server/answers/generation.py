@@ -58,8 +58,8 @@ not ready."""
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of an answer so far. Text and log-probabilities are stored only for unstreamed
-    answers."""
+    """One choice of an answer so far. Log-probabilities are stored only for unstreamed answers,
+    text also for the audit log (`keeps_text`)."""
 
     num_tokens: int = 0
     num_drafted: int = 0

@@ -2,8 +2,8 @@
 allow.
 
 A fetch follows no redirect and uses no proxy. It is limited in bytes, to FETCH_S seconds, and by a
-minimum rate. Its errors reveal nothing about the host's answer. Fetches run in separate threads, of
-which each client may use a few, so that slow hosts only delay that client's images.
+minimum rate. Its errors reveal nothing about the host that answered. Fetches run in separate
+threads, of which each client may use a few, so that slow hosts only delay that client's images.
 """
 
 from __future__ import annotations

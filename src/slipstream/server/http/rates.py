@@ -13,8 +13,8 @@ concurrent requests.
    the lock of a process that dies.
 5. The counts of the day are in `--state-dir`, if there is one, and outlive the server. The others
    end with it.
-6. A row whose counts have all expired is reused for another key, so rows of deleted keys don't
-   accumulate.
+6. A row whose counts have all expired holds no information, so another key may reuse it: rows of
+   deleted keys don't accumulate.
 
 The rest of the server uses only `Limiter`: a router in front of several servers can have its own.
 """

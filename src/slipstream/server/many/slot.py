@@ -46,7 +46,7 @@ CPU_PROCESS_BYTES = 64 * 2**20
 modules."""
 
 SLEEP_S = 30.0
-"""Seconds in which an engine without requests must release its memory; otherwise it is killed."""
+"""Seconds in which an engine without requests must release its memory; otherwise its process is ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ class Slot:
         self.held_bytes = 0
 
     def keep(self, until: float | None) -> None:
-        """Set when the model expires; None: never."""
+        """Set when the model expires; None: not by time."""
         self.expires_at = until
         if self.timer is not None:
             self.timer.cancel()

@@ -7,8 +7,8 @@ differences:
 
 1. A stream is lines of JSON, and the default. An error is {"error": "text"}.
 2. A name may end with ":latest".
-3. Options about loading a model have no effect, because they are set when the server starts.
-   Neither has `num_ctx`, nor with one model `keep_alive` (`server.many`).
+3. Options about loading a model are accepted without effect, because the server's start decides
+   them. So are `num_ctx`, and with one model `keep_alive` (`server.many`).
 4. A body without a prompt or messages is a request to load the model.
 """
 

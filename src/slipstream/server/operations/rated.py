@@ -41,6 +41,29 @@ ANYONE = "any"
 _ELSEWHERE = "earlier turns are elsewhere"
 
 
+class _Request(msgspec.Struct):
+    """Fields of a logged request that are read here."""
+
+    id: str
+    key: str | None = None
+    body: str | None = None
+    answers: list[str] | None = None
+    finish_reasons: list[str | None] | None = None
+
+
+class _Feedback(msgspec.Struct):
+    """Fields of a logged rating that are read here."""
+
+    request: str
+    rating: Rating
+    key: str | None = None
+    score: float | None = None
+    comment: str | None = None
+
+
+_WRITTEN: dict[str, Any] = {"request": _Request, "feedback": _Feedback}
+
+
 def rows(
     records: Iterable[Mapping[str, Any]],
     skipped: Skipped,
@@ -50,13 +73,19 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """The rated answers of a log, oldest first; with `rating`, only those of one rating. `raters`:
     keys whose ratings count for every answer, as ids in the log or at least eight of their letters.
-    ConfigError if no rating has one of them."""
+    ConfigError if no rating has one of them, or if a line lacks what the server writes."""
     requests: Requests = {}
     given: dict[str, dict[str | int, Mapping[str, Any]]] = {}  # by answer, then key
     for record in records:
-        if record["kind"] == "request":
+        kind = str(record.get("kind"))
+        try:
+            msgspec.convert(record, _WRITTEN.get(kind, dict))
+        except msgspec.ValidationError as error:
+            message = f"line {record.get('seq')} of the log ({kind}) is not as a server writes it: {error}"
+            raise ConfigError(message, field="audit_log") from None
+        if kind == "request":
             requests[record["id"]] = record
-        elif record["kind"] == "feedback":
+        elif kind == "feedback":
             own = given.setdefault(record["request"], {})
             own[record.get("key") or len(own)] = (
                 record  # without a key: each rating counts as another rater

@@ -56,7 +56,11 @@ def measure_activations(runner: TorchLoaded) -> int:
     if runner.media is not None:
         before = runner.platform.start_peak()
         passes = runner.media.probe()
-        known += passes * max(0, runner.platform.peak() - before)
+        known += max(0, runner.platform.peak() - before)
+        if passes > 1:  # the first one's memory includes what libraries allocate once
+            before = runner.platform.start_peak()
+            runner.media.probe()
+            known += (passes - 1) * max(0, runner.platform.peak() - before)
     length = min(runner.config.model.max_model_len, num_tokens)
     kv = runner.make_cache(1)
     meta, tokens = dummy_prefill(num_tokens, length, size, runner.device)
