@@ -49,6 +49,7 @@ def test_the_rate_rises_and_falls():
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert 0 < rates[-1] < 0.01
+    assert rate(3.9 / 40, QAT(num_steps=40, warmup=0.1)) == 1.0  # between steps, by minutes
 
 
 def test_training_ends_at_the_steps_or_the_minutes_whichever_come_first():

@@ -28,7 +28,7 @@ def warmup_cosine(step: float, num_steps: int, num_rising: int, final: float = 0
     """Fraction of the maximum learning rate at a step: it rises linearly over `num_rising` steps
     and falls along a cosine to `final`."""
     if step < num_rising:
-        return (step + 1) / num_rising
+        return min(1.0, (step + 1) / num_rising)
     done = (step - num_rising) / max(1, num_steps - num_rising)
     return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
 

@@ -55,7 +55,7 @@ class Batched(InFlightPolicy):
 
 
 def make_policy(config: SchedulingConfig, kvs: Sequence[KVCacheManager]) -> InFlightPolicy:
-    """Make the policy named in the settings. With tiers, evicted contexts can be loaded again."""
+    """Make the policy named in the settings. With tiers it does not spare contexts, which can be loaded again."""
     if config.policy == "inflight":
         by_value = all(kv.order is not None and kv.tiers is None for kv in kvs)
         return CacheAware(kvs) if by_value else InFlightPolicy()

@@ -5,7 +5,7 @@ No other module uses `torch.cuda`.
     cpu.py   a CPU whose values are torch tensors
     cuda.py  an NVIDIA GPU
     meta.py  a described NVIDIA GPU that computes nothing
-    collectives.py  sums and collections over several processes
+    collectives.py  all-reduce, reduce-scatter, all-gather and all-to-all of several processes
     peer_copies.py  sums of two GPUs that overlap with their products
 
 The features of GPU architectures and CPU instruction sets are data: `spec/devices/gpu_archs.py`,

@@ -1,4 +1,4 @@
-"""Sums and collections over the ranks that compute one model together, through `torch.distributed`.
+"""Collectives (all-reduce, reduce-scatter, all-gather, all-to-all) of the ranks of one model, through `torch.distributed`.
 
 GPUs use NCCL, CPUs gloo. A process belongs to one group. If GPUs can write to each other's memory,
 sums of up to some megabytes are one kernel (`PeerCollectives`): NCCL's start costs more than their bytes.

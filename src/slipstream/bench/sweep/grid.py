@@ -156,7 +156,7 @@ class Grid:
 
 
 def read_grid(path: Path) -> Grid:
-    """Read a file. ConfigError if it can't be read or is invalid."""
+    """Read a sweep's TOML file. ConfigError if it can't be read or is invalid."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -246,7 +246,9 @@ class ValueOrder:
             self._move(run, self.sessions.pausing("passed"))
 
     def touch(self, blocks: Iterable[int], depth: int) -> None:
-        """Record that a request begins with blocks that had been left behind."""
+        """Record that a request begins with `blocks`, of which `depth` tokens are cached.
+
+        Those that their sessions no longer used are valued as used again."""
         used = [
             b
             for b in blocks

@@ -218,7 +218,7 @@ def checksums(decoder: Decoder) -> dict[str, str]:
     once.
 
     A checksum is 64 bits as hex, the same on every device. It combines two sums over the 32-bit
-    words modulo 2^64: of the words, and of the words times their index. Integer sums don't depend
+    words modulo 2^64: of the words, and of the words times their number, from 1. Integer sums don't depend
     on the order of addition, so one pass over the memory in any order is enough."""
     arrays, tensors, seen = dict[str, Any](), dict[str, Any](), set[int]()
     for name, value in running_contents(decoder):

@@ -153,7 +153,7 @@ class Sharded:
         own: tuple[Range, ...],
         units: _Units,
     ) -> Stored:
-        if math.prod(shape) == 1:  # one scale for the whole weight
+        if math.prod(shape) == 1:  # a single scale for the whole weight
             return name, shape, read
         rows = tuple((_units_before(a, units.rows, name), -(-b // units.rows)) for a, b in own)
         columns: tuple[Range, ...] | None = None

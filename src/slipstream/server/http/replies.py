@@ -18,7 +18,8 @@ JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 
 def greeting(names: Collection[str]) -> str:
-    """The text of `/` for clients other than browsers. `names`: none where only keys may know them."""
+    """The text of `/` for clients other than browsers. `names` of its models: empty if
+    the server has keys, because callers without one may not know them."""
     serves = f" serves {', '.join(names)}" if names else ""
     return f"Slipstream {__version__}{serves}: OpenAI's API at /v1, all of it at /docs\n"
 

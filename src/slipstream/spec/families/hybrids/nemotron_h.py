@@ -162,8 +162,8 @@ def _mamba(c: ConfigReader, eps: float) -> Mamba2Spec:
 
 
 def mtp_layers(spec: ModelSpec, config: Config) -> tuple[LayerSpec, ...]:
-    """The MTP layers listed in `mtp_hybrid_override_pattern` or `mtp_layers_block_type`; each copies one of the model's
-    layers."""
+    """The MTP layers listed in `mtp_hybrid_override_pattern` or `mtp_layers_block_type`; each has the
+    model's first attention, and an MLP or experts that the model has too, or none."""
     c = ConfigReader(config)
     letters = "mtp_hybrid_override_pattern"
     key = called(c, letters, "mtp_layers_block_type")

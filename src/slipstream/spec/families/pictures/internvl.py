@@ -162,7 +162,7 @@ def read_vision_next(c: ConfigReader, text: ModelSpec) -> VisionSpec:
 def pinpoints_of(
     c: ConfigReader, found: list[Any], side: int, *, least: int
 ) -> tuple[tuple[int, int], ...]:
-    """Checked (height, width) pairs, each a multiple of `side` pixels and at least `least` squares."""
+    """Checked (height, width) pairs, both multiples of `side` pixels, with `least` squares of that side or more."""
     sizes = [(x[0], x[1]) for x in found if isinstance(x, list) and len(x) == 2]
     are_tiles = all(type(x) is int and x > 0 and x % side == 0 for size in sizes for x in size)
     are_many = are_tiles and all(h * w >= least * side**2 for h, w in sizes)
