@@ -63,7 +63,7 @@ def test_a_context_is_lowered_to_what_the_cache_holds_unless_it_was_given(resolv
     assert lowered.origins["max_model_len"].source == "memory"
     assert config.with_memory_limits(1, 1000).model.max_model_len == 16
     for given, blocks, field, words in (
-        ({"max_model_len": 256}, 15, "max_model_len", r"0.25 GiB .* 0.23 GiB \(240 tokens\)"),
+        ({"max_model_len": 256}, 15, "max_model_len", r"256.00 MiB .* 240.00 MiB \(240 tokens\)"),
         ({}, 0, "kv_cache_bytes", "gpu_memory_utilization or kv_cache_bytes"),
     ):
         with pytest.raises(OutOfMemoryError, match=words) as caught:

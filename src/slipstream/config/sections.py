@@ -293,10 +293,11 @@ class EngineConfig:
         )
         have = num_blocks * block_bytes
         each = " of prompt and of answer" if any(group.kind == "cross" for group in groups) else ""
+        unit, size = ("GiB", 2**30) if need >= 2**30 else ("MiB", 2**20)
         if self.origins["max_model_len"].source == "user":
             raise OutOfMemoryError(
-                f"max_model_len={wanted} needs {need / 2**20:,.2f} MiB of KV cache for one sequence and there is room for "
-                f"{have / 2**20:,.2f} MiB ({capacity} tokens{each}); lower max_model_len or give it more memory ({more})",
+                f"max_model_len={wanted} needs {need / size:.2f} {unit} of KV cache for one sequence and there is room for "
+                f"{have / size:.2f} {unit} ({capacity} tokens{each}); lower max_model_len or give it more memory ({more})",
                 field="max_model_len",
             )
         if capacity < self.cache.block_size:
