@@ -567,6 +567,7 @@ def test_a_bad_setting_is_refused_by_name(path, settings, error, field):
     with pytest.raises(error) as caught:
         make(path, **settings)
     assert caught.value.field == field
+    assert " 0.00 " not in str(caught.value), "sizes of small caches, too"
 
 
 @pytest.mark.parametrize(

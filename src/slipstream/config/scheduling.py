@@ -30,7 +30,7 @@ def scheduling_section(
     speculation: SpeculationConfig,
 ) -> tuple[SchedulingConfig, Origins]:
     chosen, chunked = Chosen(args), args.enable_chunked_prefill is not False
-    # Each rank or stream has its part of a step.
+    # Each rank has its share of a step.
     ranks, streams = parallel.stage.num_caches, isinstance(offload, StreamedLayers)
     if spec.needs_full_prompt:
         chunked = chosen.needs_full_prompt("enable_chunked_prefill", not spec.is_encoder)

@@ -295,8 +295,8 @@ class EngineConfig:
         each = " of prompt and of answer" if any(group.kind == "cross" for group in groups) else ""
         if self.origins["max_model_len"].source == "user":
             raise OutOfMemoryError(
-                f"max_model_len={wanted} needs {need / 2**30:.2f} GiB of KV cache for one sequence and there is room for "
-                f"{have / 2**30:.2f} GiB ({capacity} tokens{each}); lower max_model_len or give the cache more memory ({more})",
+                f"max_model_len={wanted} needs {need / 2**20:,.2f} MiB of KV cache for one sequence and there is room for "
+                f"{have / 2**20:,.2f} MiB ({capacity} tokens{each}); lower max_model_len or give it more memory ({more})",
                 field="max_model_len",
             )
         if capacity < self.cache.block_size:

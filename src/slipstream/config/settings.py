@@ -85,7 +85,7 @@ class EngineArgs:
     """Settings of an engine, given by the user. None or "auto" leaves the choice to `resolve`.
 
     This is the only declaration of a setting: `LLM(...)` and the command line's options are made
-    from these fields. Names are vLLM's.
+    from these fields. Names are those that vLLM's users know.
     """
 
     model: str = field(

@@ -20,8 +20,8 @@ waiting prompts examined)."""
 def tokens_behind(scheduler: Scheduler, step: StepBuilder, unfinished: Sequence[Request]) -> int:
     """Number of this step's tokens for short prompts behind one that takes many steps; at most the fraction `SHARE_BEHIND`.
 
-    So their first tokens don't wait for its end. All prompts together take as long as in order. They must leave the blocks
-    that the long one needs.
+    So their first tokens don't wait for its end. All prompts together take as long as in order. Those that wait must
+    leave the blocks that the long one needs.
     """
     left, first, kv = step.budget.left, unfinished[0], unfinished[0].kv
     most, rest = int(left * SHARE_BEHIND), first.num_tokens - first.num_computed_tokens

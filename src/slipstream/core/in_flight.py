@@ -92,7 +92,7 @@ class StepsInFlight:
         )
 
     def forget(self) -> None:
-        """Drop all steps in flight, whose results will not arrive."""
+        """Drop all steps in flight. Their results are not expected any more."""
         self.by_id.clear()
         if self._pace is not None:
             self._pace.forget_steps()

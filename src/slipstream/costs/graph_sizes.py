@@ -46,7 +46,7 @@ GRAPH_BYTES = 4 * 2**20
 """Driver memory in bytes of one graph of about 300 launches: 0 to 4 MiB on an H200, activations excluded."""
 
 END_BYTES = 2**18
-"""Driver memory in bytes of the graph of a step's end, which has five to ten launches."""
+"""Driver memory in bytes of the graph of a step's end, which has about five launches, or ten."""
 
 NUM_ENDS = 4
 """Number of kinds of ends to reserve memory for: greedy, sampled, and two that only some steps have."""

@@ -80,7 +80,7 @@ def write_ceilings(device: str, num_threads: int, found: dict[str, float]) -> Pa
 
 
 def read_ceilings(device: str, num_threads: int) -> dict[str, float]:
-    """Limits that `write_ceilings` stored for this machine; empty if it was not measured."""
+    """Ceilings that `write_ceilings` stored for this machine; empty if it was not measured."""
     try:
         data = json.loads(ceilings_path(device, num_threads).read_text(encoding="utf-8"))
         return {str(name): float(value) for name, value in data["found"].items()}

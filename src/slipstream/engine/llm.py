@@ -80,7 +80,7 @@ from slipstream.params.sampling import SamplingParams
 from slipstream.params.search import BeamSearchParams, PoolingParams
 
 QUEUED_TOKENS = 262_144
-"""Maximum prompt tokens queued before a step of `generate`: the cached blocks that two steps adopt (`MAX_ADOPTED` of
+"""Prompt tokens queued before a step of `generate`: the cached blocks that two steps adopt (`MAX_ADOPTED` of
 `core/scheduler.py`), or the tokens that 32 steps compute. With half of it, steps are smaller, but a GPU's attention takes as
 long in each."""
 
@@ -635,8 +635,8 @@ class LLM(OfflineEngine):
         requests: list[PreparedRequest],
         collect_young: Callable[[], object],
     ) -> Iterator[list[RequestOutput]]:
-        """Yields each step's outputs until all requests are done. Before a step up to `QUEUED_TOKENS` more tokens are
-        queued: the device computes the first requests while the others are prepared and added to `requests`."""
+        """Yields each step's outputs until all requests are done. Before a step `QUEUED_TOKENS` more tokens are queued, if
+        there are any: the device computes the first requests while the others are prepared and added to `requests`."""
         num_tokens = 0
         for request in prepared:
             requests.append(request)

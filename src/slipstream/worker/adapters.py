@@ -6,7 +6,7 @@
    Copies are queued on the step's stream before the step. Pinned memory belongs to torch's
    allocator, which reuses it only after its copies have ended.
 3. Linear layers for which no loaded adapter has weights run as without adapters; so do parts of
-   linear layers (`parts`).
+   linear layers without weights (`parts`).
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def serve_forks(asked: socket, run: Callable[[list[str]], int]) -> None:
 @dataclass(slots=True)
 class ExecutorSource:
     """Makes an engine's executors: one at its start, and one whenever it wakes from a sleep of
-    level 2. `known`: the model's description, if already read. Ranks are forked by `forks`; if it
-    is None, each executor starts its own fork server.
+    level 2. `known`: the model's description, if already read; later the one that the last executor
+    read. Ranks are forked by `forks`; if it is None, each executor starts its own fork server.
     """
 
     args: EngineArgs

@@ -30,7 +30,7 @@ class InFlightStep:
 
     plan: Plan
     sampled: SampledRows | None
-    tokens: Tensor  # valid once `done` has happened
+    tokens: Tensor  # int64 [N], on the host once `done` has happened
     done: Event | None  # None: the step is done
     logprobs: BestLogprobs | None = None
     extras: Sequence[Extra | Callable[[], Extra]] = ()  # functions may be called once it is done

@@ -164,6 +164,12 @@ BAD = [
     ("marian", "vocab.json", {"</s>": 0, "a": 0}, "vocab.json"),
     ("marian", "vocab.json", {"</s>": 0, "a": "b"}, "vocab.json"),
     ("marian", "vocab.json", {"a": 0}, "tokenizer"),
+    (
+        "m2m_100",
+        "vocab.json",
+        {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 6},
+        "vocab.json",
+    ),
     ("m2m_100", "tokenizer_config.json", {"language_codes": "x"}, "language_codes"),
     ("m2m_100", "tokenizer_config.json", {"src_lang": "tlh"}, "src_lang"),
     ("mbart50", "tokenizer_config.json", {"src_lang": "en"}, "src_lang"),

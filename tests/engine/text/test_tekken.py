@@ -122,6 +122,13 @@ def test_conversations_that_have_no_form_are_refused(tokenizers, messages, what)
         tokenizers["v7"].apply_chat_template(messages)
 
 
+@pytest.mark.parametrize("version", ["v3", "v7", "v11"])
+def test_a_result_without_its_calls_id_is_refused(tokenizers, version):
+    messages = [{"role": "user", "content": "x"}, {"role": "tool", "content": "1"}]
+    with pytest.raises(RequestError, match="needs tool_call_id"):
+        tokenizers[version].apply_chat_template(messages)
+
+
 def test_an_effort_that_the_model_does_not_know_is_refused(tokenizers):
     with pytest.raises(RequestError, match="none, high"):
         tokenizers["v15"].apply_chat_template(
@@ -179,6 +186,26 @@ BAD = {
     "rank": (lambda d: d["vocab"][300].update(rank=5), "token 300", "vocab"),
     "bytes": (lambda d: d["vocab"][300].update(token_bytes="?"), "token 300", "vocab"),
     "byte": (lambda d: d["vocab"][65].update(token_bytes="QUFBQUFB"), "a byte", "vocab"),
+    "settings": (
+        lambda d: d.update(model_settings_builder=7),
+        "model_settings_builder of type dict",
+        "model_settings_builder",
+    ),
+    "effort": (
+        lambda d: d.update(model_settings_builder={"reasoning_effort": [1]}),
+        "reasoning_effort of type dict",
+        "reasoning_effort",
+    ),
+    "efforts": (
+        lambda d: d.update(model_settings_builder={"reasoning_effort": {"values": 5}}),
+        "values of type list",
+        "values",
+    ),
+    "default": (
+        lambda d: d.update(model_settings_builder={"reasoning_effort": {"values": ["high"]}}),
+        "default of type str",
+        "default",
+    ),
     "name": (
         lambda d: d["vocab"][300].update(token_bytes="W0lOU1Rd"),
         "among the vocabulary",

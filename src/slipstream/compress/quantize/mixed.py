@@ -30,7 +30,7 @@ KEPT_PARAMETERS = 10**9
 """Maximum number of parameters of a model that stays in memory while costs are measured."""
 
 MOST_SUMS = 4000
-"""Number of reachable sums of bytes above which the knapsack is solved approximately: only every second, third, … sum is
+"""Number of reachable sums of bytes from which on the knapsack is solved nearly exactly: only every second, third, … sum is
 considered."""
 
 ROWS_AT_ONCE = 256

@@ -9,9 +9,8 @@
 3. The *rate* of a session is the highest value, over all horizons, of the chance that it returns by then, divided by the
    time that it is expected to be kept until then (a Gittins index). So a session that usually returns after ten seconds has
    a higher rate after eight seconds than after sixty. Without statistics the rate falls with age, as under LRU.
-
-4. A session is *returning* once it has paused for half of the expected time. With tiers below the device its blocks are then
-   loaded again (`KVCacheManager.prefetch`).
+4. A session is *returning* once it has paused for half of the time that its pace lets expect. With tiers below
+   the device its blocks are then loaded again (`core/tiers/returning.py`).
 
 `core/cache/cache_value.py` evicts blocks by these rates.
 """

@@ -18,7 +18,7 @@
 5. Checkpoints of other kinds of cache, such as recurrent states (`core/cache/states.py`), are
    stored and loaded as blocks are. Their keys are those of the blocks that end there, in a group of
    their own (`slot_key`). A load brings the blocks up to the last checkpoint, and the checkpoint.
-   In models without attention blocks are empty, so they are not stored.
+   Without attention, blocks are empty: they are not stored, and any that a checkpoint needs is there.
 6. An engine that computed a prompt for another one puts its blocks into its exchange (`hand_over`).
    The other engine's request says where they are (`EngineRequest.handover_from`), and they are
    loaded as from a tier. Lost ones are computed again.

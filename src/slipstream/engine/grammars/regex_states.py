@@ -10,9 +10,9 @@ states again: 0.4 ms per row for `[a-z ]{400,}` and 128,000 tokens. Two facts av
    model is mapped to a token of a `ClassVocabulary`, in which the lowest byte of a class represents
    all. These are far fewer tokens, and their mask tells which of the model's are allowed.
 
-The masks are computed by llguidance, once for each state. Where llguidance forces a token, its mask
-has only that token, and depends on the previous one: such a state has no shared mask, and each
-request uses its own matcher.
+The masks are computed by llguidance, once for each state, by one matcher. Where llguidance forces a
+token, its mask has only that token, and depends on the previous one: such a state has no shared
+mask, and each request uses its own matcher.
 
 Non-ASCII characters are not followed: an answer with one continues with its own matcher. So do
 expressions with syntax unknown here.

@@ -54,7 +54,7 @@ class Lanes:
         self._is_growing = seconds > MAX_LANE_S
 
     def take(self, most: int) -> tuple[int, Lane]:
-        """Assigns a matcher to a new request: (its index, the matcher). If all are in use, more are
+        """Assigns a matcher to a new request: (its index, the matcher). If all are busy, more are
         made, up to `most`."""
         least = min(range(len(self._made)), key=self._counts.__getitem__)
         if self._counts[least] >= PARALLEL_ROWS and len(self._made) < most and not self._is_growing:

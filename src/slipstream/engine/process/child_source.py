@@ -33,8 +33,8 @@ def child_source(
     template: CoreTemplate | None = None,
     low_priority: Callable[[], bool] = lambda: False,
 ) -> CoreSource:
-    """A source of engine processes with these settings. Their ranks are forked from one process, with
-    `template` the engine processes, too. `low_priority`: see `WakeUp`; it doesn't apply to ranks."""
+    """A source of engine processes with these settings, one at a time. Their ranks are forked from one
+    process, with `template` the engine processes, too. `low_priority`: see `WakeUp`; it doesn't apply to ranks."""
     forks: ForkServer | None = None
 
     async def connect() -> ChildLink:

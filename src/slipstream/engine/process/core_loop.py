@@ -229,7 +229,7 @@ class CoreProcess:
         return True
 
     def _report(self) -> None:
-        """Send a heartbeat if one is due, and answer adapter changes that are confirmed."""
+        """Send a heartbeat if one is due, and answer adapter changes that are confirmed or overdue."""
         if self._adapters.changes:
             self._adapters.answer()
         if (now := time.monotonic()) - self._last_report >= HEARTBEAT_S:

@@ -1,6 +1,6 @@
 """Embeddings and scores of texts: the model's inputs, and the conversion of its outputs. No torch.
 
-A call's texts form one request, and their outputs one array. Documents are ranked for a query in one of two ways:
+A call's texts are one request and one array, to the end. Documents are ranked for a query in one of two ways:
 
 1. A cross-encoder (one label), or a language model that judges pairs by the logits of an answer's first token, scores each
    pair of query and document. The logistic function is applied to the score unless the model's config says otherwise.

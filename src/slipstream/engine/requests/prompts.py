@@ -156,7 +156,7 @@ class PromptReader:
         """(token ids, packed token ids (`TokenIds`)). RequestError if not all are tokens of this model."""
         import msgspec  # imported here: only counting tokens needs no messages
 
-        # avoids a Python loop: the engine's first step waits for the first 16,384 ids
+        # avoids a Python loop: a step of the engine waits for the first 16,384 ids
         try:
             ids = msgspec.convert(given, list[int])
             if (packed := self._in_vocabulary(ids)) is not None:

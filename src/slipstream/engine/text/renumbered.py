@@ -196,6 +196,11 @@ def _m2m100(path: Path, config: Mapping[str, Any]) -> Numbered:
     codes, numbers = lists[named], _vocab(path)
     languages = [f"__{code}__" for code in codes]
     numbers |= {token: len(numbers) + i for i, token in enumerate(languages)}
+    if len(set(numbers.values())) < len(numbers):
+        message = (
+            f"{path / 'vocab.json'}: its numbers have gaps, where languages' numbers would fall"
+        )
+        raise CheckpointError(message, field="vocab.json")
     prefix = (f"__{_source(config, codes, 'en')}__",)
     specials = [t for t in ("<s>", "<pad>", "</s>", "<unk>") if t in numbers]
     return Numbered(numbers, [*specials, *languages], prefix=prefix)

@@ -70,8 +70,17 @@ def from_file(path: Path) -> Tekken:
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in specials])
     names = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
     texts = {f"{name}_token": text for name, text in names.items() if text in specials}
-    settings = data.get("model_settings_builder") or {}
-    return Tekken(backend, texts, chat_template(version, specials, settings))
+    return Tekken(backend, texts, chat_template(version, specials, _effort(data, path)))
+
+
+def _effort(data: Any, path: Path) -> tuple[list[Any], Any]:
+    """Values of v15's reasoning_effort, none if the file does not set it, and the default."""
+    settings = data.get("model_settings_builder")
+    if settings is None or (isinstance(settings, Mapping) and not settings.get("reasoning_effort")):
+        return [], None
+    effort = _value(data, "model_settings_builder", dict, path)
+    effort = _value(effort, "reasoning_effort", dict, path)
+    return _value(effort, "values", list, path), _value(effort, "default", str, path)
 
 
 def _value(data: Any, key: str, kind: type, path: Path) -> Any:
@@ -160,6 +169,9 @@ _SHORT = """\
 {%- if call.id is not string or call.id|length != 9 -%}
 {{- raise_exception('the id of a call has nine letters or digits') -}}{%- endif -%}"""
 """The text by which `past_turns` knows that ids have nine characters."""
+_NEEDS_ID = """\
+{%- if message.tool_call_id is not string -%}
+{{- raise_exception('a message of a tool needs tool_call_id') -}}{%- endif -%}"""
 _THOUGHTS = "{%- if message.thinking -%}[THINK]{{- message.thinking -}}[/THINK]{%- endif -%}\n"
 _EFFORT = """\
 {%- set effort = reasoning_effort or @default@ -%}
@@ -197,16 +209,16 @@ _TURNS = """\
 {%- endif -%}{%- endfor -%}"""
 
 
-def chat_template(version: str, specials: Sequence[str], settings: Mapping[str, Any]) -> str:
-    """The chat template of a version, in Jinja. `settings` are v15's: the values of reasoning_effort."""
+def chat_template(version: str, specials: Sequence[str], effort: tuple[list[Any], Any]) -> str:
+    """The chat template of a version, in Jinja. `effort` has the values of reasoning_effort and its default."""
     number = int(version[1:])
     results = {
-        3: """{{- '{"content": ' + message.content + ', "call_id": ' + message.tool_call_id|tojson + '}' -}}""",
-        7: "{{- message.tool_call_id -}}[TOOL_CONTENT]{{- write(message.content) -}}",
+        3: _NEEDS_ID
+        + """{{- '{"content": ' + message.content + ', "call_id": ' + message.tool_call_id|tojson + '}' -}}""",
+        7: _NEEDS_ID + "{{- message.tool_call_id -}}[TOOL_CONTENT]{{- write(message.content) -}}",
         13: "{{- write(message.content) -}}",
     }
-    effort = settings.get("reasoning_effort")
-    values = (effort or {}).get("values")
+    values, default = effort
     parts = {
         "position": "last" if number < 13 else "first",
         "tools": _TOOLS,
@@ -219,8 +231,8 @@ def chat_template(version: str, specials: Sequence[str], settings: Mapping[str, 
         "short": _SHORT,
         "result": results[max(n for n in results if n <= number)],
         "system": "" if number == 3 else _SYSTEM_PROMPT,
-        "default": json.dumps((effort or {}).get("default")),
-        "values": json.dumps(values or []),
+        "default": json.dumps(default),
+        "values": json.dumps(values),
     }
     text = _PARTS + _TURNS
     for name, part in parts.items():

@@ -139,7 +139,7 @@ def on_text(call: Callable[..., T], *args: Any, **options: Any) -> T:
 
 def in_time(call: Callable[..., T], *args: Any, **options: Any) -> T:
     """`on_text` for at most `MAX_SECONDS`; `call` must release the GIL. RequestError if it takes longer; its
-    thread continues. EngineOverloadedError while `MAX_STUCK` such calls run, or one of the same client."""
+    thread continues. EngineOverloadedError while `MAX_STUCK` such late calls run, or one of the same client."""
     name, ended = client.get(), Future[None]()
 
     def work() -> T:

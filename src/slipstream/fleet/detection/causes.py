@@ -146,7 +146,7 @@ _BY_SIGNAL = {
     "answer_length": "runaway_answers",
     "ends": "runaway_answers",
 }
-"""Causes that a single series proves, the most certain first. `find_cause` decides the others."""
+"""Causes that one series shows alone, the most certain first. `find_cause` decides the others."""
 
 
 def find_cause(

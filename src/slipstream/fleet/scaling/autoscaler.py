@@ -102,8 +102,8 @@ CAUTION = 0.2
 
 
 SLACK = 0.02
-"""Maximum fraction of surplus replicas that is not worth stopping. With a thousand replicas noise
-moves a few up and down all the time."""
+"""Maximum surplus, as a fraction of the replicas, that is not worth stopping. With a thousand
+replicas noise moves a few up and down all the time."""
 
 
 class Autoscaler:

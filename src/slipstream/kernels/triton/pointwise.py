@@ -378,7 +378,7 @@ def _store_values(
 
 
 TOKENS_PER_PROGRAM = 16
-"""Number of tokens whose keys and values one thread block writes to the cache."""
+"""Number of tokens of which one thread block writes a head's values to the cache. Others write keys."""
 MANY_TOKENS, EIGHT_HEADS = 256, 4096
 """Numbers of tokens from which a thread block rotates 16 tokens: four heads one after another, then
 eight. Below MANY_TOKENS it rotates 16 heads of one token. It also does so at any number of tokens

@@ -72,7 +72,7 @@ def rows(
     raters: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """The rated answers of a log, oldest first; with `rating`, only those of one rating. `raters`:
-    keys whose ratings count for every answer, as ids in the log or at least eight of their letters.
+    keys whose ratings count for every answer: ids in the log, or at least their first eight letters.
     ConfigError if no rating has one of them, or if a line lacks what the server writes."""
     requests: Requests = {}
     given: dict[str, dict[str | int, Mapping[str, Any]]] = {}  # by answer, then key

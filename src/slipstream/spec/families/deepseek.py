@@ -129,7 +129,7 @@ def read_glm4_moe_lite(c: ConfigReader) -> ModelSpec:
 
 
 def dense_layers(c: ConfigReader, default: int) -> int:
-    """Number of leading layers without experts, which the config gives both as a list and as a count."""
+    """Number of leading layers without experts, by the config's list or count of them, which must agree."""
     count, named = c.size("num_hidden_layers"), "first_k_dense_replace" in c
     dense = min(c.take("first_k_dense_replace", int, default), count)
     kinds = c.take("mlp_layer_types", list, ["dense"] * dense + ["sparse"] * (count - dense))

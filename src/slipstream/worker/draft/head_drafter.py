@@ -156,8 +156,8 @@ class HeadBlock(HeadDrafter):
 
     1. P-EAGLE: pairs of masks follow the pairs of known tokens. Each pair attends to those before
        it.
-    2. DFlash: the states before the last token are a context. That token and one mask per further
-       draft attend to the context and to each other. Each mask is at the position of the token
+    2. DFlash: the states before the last token are a context. That token and one mask per draft
+       attend to the context and to each other. Each mask is at the position of the token that is
        predicted from it.
     """
 

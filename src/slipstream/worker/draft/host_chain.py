@@ -156,7 +156,7 @@ class HostChain:
     def _passes(self, table: Array, last: Array, wanted: Array) -> Passes:
         """Inputs of the passes after the first one, one fewer than drafts.
 
-        A request has blocks only for its own drafts.
+        Beyond its own drafts a request has no blocks.
         """
         number = np.arange(1, wanted[0])[:, None]
         goes_on, positions = number < wanted, last + number - 1

@@ -45,7 +45,7 @@ class HostForwards:
 
     def rebuild(self) -> None:
         """See `ForwardTable.rebuild`."""
-        # for the parts that the program leaves out: encoder embeddings, a classifier, pooling
+        # for what the program leaves out: parts of an encoder, a classifier, pooling
         self.decoder = self._decoder.with_ops(cast("OpSet", HostTextOps(self._pool)))
         program = compile_step(self._decoder, self._pool, platform_of(None), self.decoder)
         if isinstance(program, Reason):

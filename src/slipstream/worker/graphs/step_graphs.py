@@ -17,8 +17,8 @@ all replay the same one.
 A pipeline stage copies its input to its graphs' buffer, and sends its result after the replay.
 Stages exchange a step's tokens without padding, so two stages need not use graphs of one size.
 
-All graphs share one memory pool, so hidden states and sampled rows are only valid until the next
-replay. Everything runs on one stream, so tokens have been sampled and written by then.
+All graphs share one memory pool, and a graph's inputs keep their addresses. So hidden states and sampled
+rows are only valid until the next replay. All run on one stream, so tokens were sampled and written by then.
 """
 
 from __future__ import annotations

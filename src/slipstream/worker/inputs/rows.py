@@ -362,7 +362,7 @@ class RowTable:
         _, num_rows, width = self.block_tables.shape
         changed = {kind: list[int]() for kind in self.slots}  # rows whose slots changed
         blocks: dict[int, int] = {}  # by index; the later of two updates of an index counts
-        places, whole = list[int](), list[IntArray]()  # tables of rows that are written completely
+        places, whole = list[int](), list[IntArray]()  # starts, ids of long runs, each written once
         for s in scheduled:
             for update in s.table_updates:
                 if update.group < 0:

@@ -52,7 +52,7 @@ def limits_of(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Lists of allowed tokens; None if there are none.
 
-    Returns (indices in `sampled` that are limited; for each allowed token, its index; its id).
+    Returns (indices in `sampled` that are limited; for each allowed token, its index in `sampled`; its id).
     """
     limited = [
         (i, row.allowed)

@@ -90,7 +90,7 @@ def _draw_row(row: Row, logits: Floats, tokens: Longs) -> int:
     """Sample the token after `tokens` [L]."""
     params, counter = row.sampling, np.array([len(tokens)])
     for given in params.logits_processors:
-        # by a grammar or a list of allowed tokens; a function must not allow these again
+        # by a grammar or a list of allowed tokens; a function can't allow these again
         masked = logits == -np.inf
         logits[:] = np.where(
             masked, -np.inf, _processed(given, tokens, row.num_prompt_tokens, logits)

@@ -5,7 +5,7 @@
 2. The memory has slots for each kind of cache: blocks, recurrent states. If all are taken, the least recently used
    block that nobody reads is evicted. A block that nobody asked for in `TTL_S` is dropped.
 3. A block is pinned while an engine reads it, and no longer than its connection; over TCP no longer than `_DONE_S`.
-4. On Linux the memory is an unnamed file, which readers on this host map. It is freed when the last such process ends.
+4. On Linux the memory is an unnamed file, which readers on this host map. It goes with the last process that has it.
 
 A lost block costs time only: an engine that does not find it computes it.
 """
@@ -50,7 +50,7 @@ was reused. A reader on this host reads the memory itself: it pins blocks until 
 
 _TICK_S = 1.0
 _MAX_CONNECTIONS = 256
-_MAX_GREETING = 16  # connections that have not sent a valid greeting yet
+_MAX_GREETING = 16  # maximum connections that have not sent a valid greeting yet
 
 
 @dataclass(slots=True, eq=False)

@@ -188,7 +188,7 @@ class Peers:
             peer.thread.join(REPLY_S)
 
     def connect(self, address: str) -> tuple[socket.socket, mmap.mmap | None]:
-        """Connect to an exchange; also map its memory if it is on this host. OSError or EOFError if there is none."""
+        """Connect to an exchange; also map its memory if it can be mapped. OSError or EOFError if there is none."""
         place, files = split_address(address), list[int]()
         if isinstance(place, str):
             sock = socket.socket(socket.AF_UNIX)

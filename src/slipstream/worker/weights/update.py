@@ -1,7 +1,7 @@
 """An update of the model's weights in this process: pieces arrive, then all weights are written, or none.
 
-1. `BeginWeights` raises an error for a format that can't be written in place, and for names unknown to the
-   model.
+1. `BeginWeights` raises an error for a format that can't be written in place, and for declared tensors
+   that don't fit the model: unknown or missing ones, or those of another shape.
 2. Pieces are recorded. Tensors of this process are copied, since a trainer goes on to change them; files, and
    a trainer's GPU memory, are read when the weights are built. A piece that fails is dropped whole.
 3. `CheckWeights` builds all weights once without writing.
@@ -61,7 +61,7 @@ class WeightUpdates:
         self._declared: dict[str, TensorInfo] = {}
         self._given: dict[str, Stored] = {}
         self._folder: Path | None = None
-        self._last: dict[str, Stored] | None = None  # tensors of the last piece; None for a folder
+        self._last: dict[str, Stored] | None = None  # tensors of the last piece; empty for a folder
         self._refill: Refill | None = None
 
     def do(self, op: WeightsOp | GivenPiece) -> dict[str, str] | None:

@@ -280,7 +280,7 @@ class Parser:
         yield from self.value(out)
 
     def rest_of_string(self, out: Callable[[str], None]) -> Script:
-        """Pass the rest of a JSON string to `out`, from after its opening quote to its closing
+        """Pass the rest of a JSON string to `out`, from after its opening quote to and with its closing
         quote."""
         while c := (yield from self.char()):
             out(c)

@@ -66,7 +66,7 @@ class Pythonic(ToolFormat):
     def calls_behind(
         self, parser: Parser, tools: Sequence[Tool], opening: str
     ) -> Generator[None, None, bool]:
-        """Parse the calls that follow. False if there is none, or if other text follows; that is content."""
+        """Parse the calls that follow. False if there is none, or if other text follows the last; that is content."""
         while True:
             raw = list[str]()
             yield from parser.spaces(raw.append)

@@ -58,7 +58,7 @@ MAX_SCRATCH = 2**24
 AT_ONCE = tl.constexpr(8)
 """Parts that a thread block loads at once when it folds those of others."""
 FOLDED = 512
-"""Number of outputs that each warp sums at once, in whole rows."""
+"""Number of outputs that each warp folds at once, in whole rows."""
 
 
 @triton.jit

@@ -167,8 +167,8 @@ def linear_added(
 def _on_hopper(
     x: Activations, w: Linear, scratch: ArrivalCounters | None, added: Tensor | None = None
 ) -> Tensor | None:
-    """Linear layer by Hopper's kernel for few tokens; None if it can't run or does not support the
-    weight."""
+    """Linear layer by Hopper's kernel for few tokens; None if it can't run, does not support the weight
+    and inputs, or is not the fastest for this number of tokens."""
     if scratch is None or not runs_on_hopper(w.weight.device):
         return None
     from slipstream.kernels.triton.products import hopper as hopper_linear
