@@ -66,9 +66,8 @@ class EngineRequest:
     handover_from: str = ""
     hands_over: bool = False  # its prompt's blocks are for another engine
     media: tuple[MediaSpan, ...] = ()  # in the order of their offsets
-    whole_salt: str = (
-        ""  # part of its blocks' keys, if all tokens of its prompt attend to each other
-    )
+    # Salt of its blocks' keys, if all tokens of its prompt attend to each other; it includes `cache_salt`.
+    whole_salt: str = ""
     # A beam of the same search: itself for the first beam. `Scheduler.go_on` provides each token.
     beam_of: str | None = None
     # Positions of the prompt after which requests may differ: recurrent states are stored there.
