@@ -15,7 +15,7 @@ import pytest
 
 from slipstream.server.answers import generation
 from slipstream.server.anthropic import messages
-from slipstream.server.ollama import routes
+from slipstream.server.ollama import bodies
 from slipstream.server.openai import protocol, responses_body
 from tests.server.answers.test_server_tools import SCHEMAS
 from tests.server.conftest import TEMPLATE, serving
@@ -336,7 +336,7 @@ def test_docs_name_every_hint():
     page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
     kinds = [
         kind
-        for module in (protocol, responses_body, messages, routes)
+        for module in (protocol, responses_body, messages, bodies)
         for kind in vars(module).values()
     ]
     named = [getattr(kind, "hints", ()) for kind in kinds if isinstance(kind, type)]

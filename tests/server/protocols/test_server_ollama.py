@@ -11,12 +11,9 @@ import pytest
 from slipstream.engine.text.tool_formats import REASONING, tool_format
 from slipstream.engine.text.tool_formats.base import Tool
 from slipstream.engine.text.tools import Reading
-from slipstream.server.ollama.routes import (
-    OLLAMA_VERSION,
-    OllamaChatAnswer,
-    OllamaMessage,
-    _chat_messages,
-)
+from slipstream.server.ollama.answers import OllamaChatAnswer
+from slipstream.server.ollama.bodies import OllamaMessage, _chat_messages
+from slipstream.server.ollama.routes import OLLAMA_VERSION
 from tests.server.conftest import TEMPLATE
 
 SAID = [{"role": "user", "content": "Say hello."}]

@@ -12,7 +12,7 @@ from slipstream.server.batches.batches import BatchRequest
 from slipstream.server.kserve.routes import GenerateRequest, InferRequest
 from slipstream.server.llama import routes as llama
 from slipstream.server.many.about import ModelBody
-from slipstream.server.ollama import routes as ollama
+from slipstream.server.ollama import bodies as ollama
 from slipstream.server.openai.audio import FORMATS, TRANSCRIPTIONS, TRANSLATIONS
 from slipstream.server.openai.pooled_bodies import (
     ClassifyRequest,
