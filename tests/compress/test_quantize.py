@@ -15,7 +15,8 @@ from slipstream.compress.calibrate import FakeInputs, InputStats, ObservingOps, 
 from slipstream.compress.checkpoint import Attempts, Names, WorkFolder
 from slipstream.compress.planning import plan
 from slipstream.compress.quantize.rounding import gptq, nearest
-from slipstream.compress.recipe import PRESETS, Quantize, parse, preset
+from slipstream.compress.quantize_step import Quantize
+from slipstream.compress.recipe import PRESETS, parse, preset
 from slipstream.compress.run import compress
 from slipstream.errors import BudgetError, CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.spec.description import read_spec

@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slipstream.cli import compress
-from slipstream.compress.recipe import (
-    PRESETS,
-    Budget,
-    Quantize,
-    more_bits,
-    parse,
-    preset,
-    read_recipe,
-)
+from slipstream.compress.quantize_step import Budget, Quantize
+from slipstream.compress.recipe import PRESETS, more_bits, parse, preset, read_recipe
 from slipstream.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from slipstream.compress.calibrate import InputStats, ObservingOps, Stream, load
 from slipstream.compress.quantize import scaling as search
 from slipstream.compress.quantize.rounding import nearest
 from slipstream.compress.quantize.scaling import Fold, folds, scale_inputs, search_scale
-from slipstream.compress.recipe import Quantize
+from slipstream.compress.quantize_step import Quantize
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
 from tests.support import tiny_models

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from slipstream.compress.gguf.mix import GGUF
 from slipstream.compress.planning import CompressionPlan, plan
-from slipstream.compress.recipe import Budget, Recipe, more_bits
+from slipstream.compress.quantize_step import Budget
+from slipstream.compress.recipe import Recipe, more_bits
 from slipstream.compress.verdict import QualityLimits, check_max_kl, input_bytes, rounded_before
 from slipstream.errors import BudgetError, ConfigError
 

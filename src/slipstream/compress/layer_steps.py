@@ -31,7 +31,8 @@ from slipstream.compress.quantize.rounding import (
     round_weight,
 )
 from slipstream.compress.quantize.scaling import scale_inputs, scaled_products, search_scale
-from slipstream.compress.recipe import KVCache, Quantize, Recipe
+from slipstream.compress.quantize_step import Quantize
+from slipstream.compress.recipe import KVCache, Recipe
 from slipstream.compress.sparsify import sparsegpt, sparsify_weight
 from slipstream.compress.steps import Sparsify
 from slipstream.spec.model import LayerSpec, MoESpec

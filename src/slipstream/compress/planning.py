@@ -16,7 +16,8 @@ import torch
 from slipstream.compress.checkpoint import Names
 from slipstream.compress.gguf.mix import GGUF, PlannedBlocks, plan_blocks
 from slipstream.compress.quantize import rotate
-from slipstream.compress.recipe import QAT, KVCache, Quantize, Recipe, Rotate
+from slipstream.compress.quantize_step import Quantize
+from slipstream.compress.recipe import QAT, KVCache, Recipe, Rotate
 from slipstream.compress.sparsify import check_inner
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError

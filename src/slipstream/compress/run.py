@@ -39,7 +39,8 @@ from slipstream.compress.quantize import rotate
 from slipstream.compress.quantize.mixed import choose_bits, measure
 from slipstream.compress.quantize.qat import train
 from slipstream.compress.quantize.rounding import QuantGrid, nearest
-from slipstream.compress.recipe import QAT, Budget, KVCache, Quantize, Recipe, Rotate
+from slipstream.compress.quantize_step import Budget, Quantize
+from slipstream.compress.recipe import QAT, KVCache, Recipe, Rotate
 from slipstream.compress.sparsify import layer_ratios, outlier_share
 from slipstream.compress.steps import Sparsify
 from slipstream.compress.training.common import in_bfloat16

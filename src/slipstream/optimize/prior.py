@@ -12,7 +12,8 @@ from functools import cache
 from slipstream.bench.adapters import Parallel, parse_parallel
 from slipstream.bench.load import parse_arrivals
 from slipstream.compress.gguf.mix import GGUF
-from slipstream.compress.recipe import Quantize, read_recipe
+from slipstream.compress.quantize_step import Quantize
+from slipstream.compress.recipe import read_recipe
 from slipstream.compress.steps import PruneSettings, Sparsify
 from slipstream.config import EngineArgs
 from slipstream.costs.devices import Hardware

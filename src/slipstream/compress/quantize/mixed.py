@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slipstream.compress.calibrate import InputStats, ObservingOps, Stream, load_ends, load_layer
 from slipstream.compress.quantize.rounding import nearest, round_weight
-from slipstream.compress.recipe import Budget, Quantize
+from slipstream.compress.quantize_step import Budget, Quantize
 from slipstream.errors import ConfigError
 from slipstream.model.decoder import Decoder
 from slipstream.spec.description import ModelDescription

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compress.calibrate import InputStats
-from slipstream.compress.recipe import Quantize
+from slipstream.compress.quantize_step import Quantize
 from slipstream.kernels.weights.quantize import LARGEST_SCALE, SMALLEST, e2m1_codes, e2m1_values
 from slipstream.model.stored.packing import numbers
 from slipstream.spec.scheme import WeightFormat

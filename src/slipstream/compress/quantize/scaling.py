@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.compress.calibrate import FakeInputs, InputStats
 from slipstream.compress.quantize.rounding import Rounded, fit
-from slipstream.compress.recipe import Quantize
+from slipstream.compress.quantize_step import Quantize
 from slipstream.model.sequences import attention_of
 from slipstream.spec.model import (
     DenseSpec,
