@@ -111,7 +111,7 @@ class DecoderCore(EngineCore):
         self.add([self._searches.begin(request)])
 
     def use_tokenizer(self, load: Callable[[], Tokenizer | None]) -> None:
-        self.grammars.load = load
+        self.grammars.compiler.load = load
 
     def load_adapter(self, lora: LoRARequest) -> None:
         if self._adapters is None:

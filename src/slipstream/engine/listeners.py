@@ -79,7 +79,7 @@ class MaskingGrammars(Listener):
     def warm(self) -> None:
         """Read the vocabulary, if steps are as short as a GPU's: reading 128,000 tokens holds the GIL for 0.8 s."""
         if self._executor.config.device.info.is_cuda:
-            self._grammars.read_vocabulary()
+            self._grammars.compiler.read_vocabulary()
 
     def joined(self) -> None:
         self._scheduler.join(self._forced)

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from slipstream.engine.grammars import check as check_module
+from slipstream.engine.grammars import compiling, grammar
 from slipstream.engine.grammars import compose as compose_module
-from slipstream.engine.grammars import grammar
 from slipstream.engine.grammars.check import check
+from slipstream.engine.grammars.compiling import GrammarCompiler
 from slipstream.engine.grammars.compose import compose
 from slipstream.engine.grammars.grammar import Grammars
 from slipstream.engine.grammars.state import GrammarError
@@ -49,9 +50,9 @@ def grammars(tokenizer):
 def test_a_vocabulary_that_was_read_is_not_read_by_the_first_grammar(tokenizer, monkeypatch):
     loads = []
     made = Grammars(lambda: loads.append(1) or tokenizer, 288, lambda tokenizer: (END,))
-    made.read_vocabulary()
+    made.compiler.read_vocabulary()
     for name in ("_Vocabulary", "LengthVocabulary", "TokenTexts"):
-        monkeypatch.setattr(grammar, name, None)  # a call of it would be an error
+        monkeypatch.setattr(compiling, name, None)  # a call of it would be an error
     bounded = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 4}}}
     assert texts(tokenizer, allowed(begin(made, StructuredOutputsParams(json=bounded)))) == {"{"}
     begin(made, StructuredOutputsParams(regex="he+"), "another")
@@ -64,7 +65,7 @@ def test_a_server_on_a_gpu_reads_the_vocabulary_at_its_start(tokenizer, is_cuda)
     device = SimpleNamespace(info=SimpleNamespace(is_cuda=is_cuda))
     executor = SimpleNamespace(config=SimpleNamespace(device=device))
     MaskingGrammars(made, None, executor).warm()
-    assert (made._vocabulary is not None) == is_cuda
+    assert (made.compiler._vocabulary is not None) == is_cuda
 
 
 def test_a_tokenizer_that_is_missing_or_broken_is_the_first_grammars_error():
@@ -73,7 +74,7 @@ def test_a_tokenizer_that_is_missing_or_broken_is_the_first_grammars_error():
 
     for load, says in ((lambda: None, "need a tokenizer"), (broken, "is cut off")):
         made = Grammars(load, 288, lambda tokenizer: (END,))
-        made.read_vocabulary()
+        made.compiler.read_vocabulary()
         with pytest.raises(GrammarError, match=says):
             begin(made, StructuredOutputsParams(regex="a"))
 
@@ -334,14 +335,14 @@ def test_compilations_that_are_stuck_hold_nobody_for_ever(tokenizer, monkeypatch
         Event(),
         [],
     )
-    whole = grammars._compile
+    whole = grammars.compiler.compile
 
     def stuck(*given):
         began.append(given)
         assert release.wait(PATIENCE_S)
         return whole(*given)
 
-    grammars._compile = stuck
+    grammars.compiler.compile = stuck
     several = [
         StructuredOutputsParams(regex=f"z{{{i + 1}}}") for i in range(check_module.MAX_STUCK + 2)
     ]
@@ -350,11 +351,11 @@ def test_compilations_that_are_stuck_hold_nobody_for_ever(tokenizer, monkeypatch
     found = compiled(grammars, 3)
     assert all("longer than" in error for _, error in found)
     wait_for(lambda: len(began) == 3, "the third got no place")
-    grammars._compile = whole
+    grammars.compiler.compile = whole
     monkeypatch.setattr(check_module, "MAX_SECONDS", PATIENCE_S)
     assert wait_for_one(grammars, several[-1]) is None  # it is not in their way
     monkeypatch.setattr(check_module, "MAX_SECONDS", 0.05)
-    grammars._compile = stuck
+    grammars.compiler.compile = stuck
     assert not grammars.begin(request(several[3], "3"))
     assert not grammars.begin(
         request(several[4], "4")
@@ -363,7 +364,7 @@ def test_compilations_that_are_stuck_hold_nobody_for_ever(tokenizer, monkeypatch
     with pytest.raises(EngineOverloadedError, match="stuck"):
         grammars.begin(request(StructuredOutputsParams(regex="zzz+"), "5"))
     release.set()
-    grammars._compile = whole
+    grammars.compiler.compile = whole
     monkeypatch.setattr(check_module, "MAX_SECONDS", PATIENCE_S)
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:  # they have ended
@@ -433,14 +434,14 @@ def test_one_compilation_for_all_who_ask_for_it(tokenizer):
 
 def test_the_first_mask_is_made_by_the_compiling_thread(tokenizer, monkeypatch):
     """A regular expression may compile soon, and its first mask take seconds, for which all others would wait."""
-    library, made_by = grammar.call_library, []
+    library, made_by = compiling.call_library, []
 
     def noted(call, *args, **options):
         if getattr(call, "__name__", "") == "compute_bitmask":
             made_by.append(get_ident())
         return library(call, *args, **options)
 
-    monkeypatch.setattr(grammar, "call_library", noted)
+    monkeypatch.setattr(compiling, "call_library", noted)
     grammars = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
     state = begin(grammars, StructuredOutputsParams(regex="[ab]{3,6}"))
     assert made_by
@@ -458,7 +459,7 @@ def stuck(monkeypatch):
 
 
 def test_what_compiles_too_long_is_refused(tokenizer, monkeypatch, stuck):
-    monkeypatch.setattr(Grammars, "_compile", stuck)
+    monkeypatch.setattr(GrammarCompiler, "compile", stuck)
     grammars = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
     with pytest.raises(GrammarError, match="longer than"):
         begin(grammars, StructuredOutputsParams(regex="x+"))

@@ -216,7 +216,7 @@ def test_a_grammar_without_an_end_is_named(tiny_model, given):
     tokenizer = Tokenizer.for_model(read_spec(tiny_model))
     grammars = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
     with pytest.raises(GrammarError, match="the grammar has no end: it refers to itself"):
-        grammars._compile(StructuredOutputsParams(**given))
+        grammars.compiler.compile(StructuredOutputsParams(**given))
 
 
 def test_measuring_does_not_recurse(monkeypatch):

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from slipstream.engine.grammars.compiling import GrammarCompiler
 from slipstream.engine.grammars.grammar import Grammars
 from slipstream.engine.grammars.string_lengths import (
     CountedStrings,
@@ -105,7 +106,7 @@ SCHEMAS = [
 @pytest.mark.parametrize(("schema", "counts"), SCHEMAS)
 def test_masks_are_those_of_the_whole_vocabulary(tokenizer, schema, counts, monkeypatch):
     assert counts_only(schema) is counts
-    monkeypatch.setattr(Grammars, "_states_of_schema", lambda self, grammar: None)
+    monkeypatch.setattr(GrammarCompiler, "_states_of_schema", lambda self, grammar: None)
     grammars = Grammars(
         lambda: tokenizer, NUM_TOKENS + 40, lambda tokenizer: tokenizer.eos_token_ids
     )

@@ -258,15 +258,17 @@ def test_a_deadline_ends_a_request_whose_grammar_compiles(llm):
 
 def compiling(llm, regex, release, **more):
     """A request whose grammar compiles until `release` is set."""
-    compile_now = llm.core.grammars._compile
-    llm.core.grammars._compile = lambda *given: release.wait(PATIENCE_S) and compile_now(*given)
+    compile_now = llm.core.grammars.compiler.compile
+    llm.core.grammars.compiler.compile = lambda *given: (
+        release.wait(PATIENCE_S) and compile_now(*given)
+    )
     try:
         request = llm._input.prepare(
             "hello", sampling(StructuredOutputsParams(regex=regex), **more)
         )
         llm.core.add(request.engine_requests)
     finally:
-        del llm.core.grammars._compile
+        del llm.core.grammars.compiler.compile
     return [r.request_id for r in request.engine_requests]
 
 
@@ -323,7 +325,7 @@ def test_a_compilation_that_breaks_ends_its_request_alone(llm, monkeypatch):
 
     request = llm._input.prepare("a", sampling(None, max_tokens=5, ignore_eos=True))
     llm.core.add(request.engine_requests)
-    monkeypatch.setattr(llm.core.grammars, "_compile", broken)
+    monkeypatch.setattr(llm.core.grammars.compiler, "compile", broken)
     bad = llm._input.prepare("hello", sampling(StructuredOutputsParams(regex="(zz)+q")))
     llm.core.add(bad.engine_requests)
     ends = {}

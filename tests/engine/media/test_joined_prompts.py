@@ -11,7 +11,7 @@ import pytest
 from slipstream import AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.core.cache.sessions import Sessions
-from slipstream.engine.grammars.grammar import Grammars
+from slipstream.engine.grammars.compiling import GrammarCompiler
 from slipstream.errors import ConfigError, RequestError
 from slipstream.params.answer_forms import StructuredOutputsParams
 from slipstream.params.options import RequestOptions
@@ -106,9 +106,9 @@ def test_prompts_of_one_salt_share_a_compiled_grammar_and_recent_answers(paligem
     number = StructuredOutputsParams(regex="[0-9]{12}")
     guided = SamplingParams(temperature=0, max_tokens=16, structured_outputs=number)
     drafts = {"method": "suffix", "num_speculative_tokens": 3}
-    compiled, compile_ = [], Grammars._compile
+    compiled, compile_ = [], GrammarCompiler.compile
     monkeypatch.setattr(
-        Grammars, "_compile", lambda *given: compiled.append(given[1]) or compile_(*given)
+        GrammarCompiler, "compile", lambda *given: compiled.append(given[1]) or compile_(*given)
     )
     asked, arrived = [], Sessions.arrived
     monkeypatch.setattr(

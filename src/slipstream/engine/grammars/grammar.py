@@ -1,7 +1,7 @@
 """Answers constrained by a grammar: masks of allowed next tokens, by `llguidance`. No torch.
 
 1. `check.py` validates a request's grammar before it is queued.
-2. `Grammars`, in the engine core, compiles it in a thread while the request is held back, and then keeps a
+2. `Grammars`, in the engine core, has it compiled in a thread (`compiling.py`) while the request is held back, then keeps a
    `GrammarState` for each request (`state.py`).
 3. Each step requests masks for the tokens that it samples, while the device runs the forward.
 4. The step's tokens advance the states.
@@ -14,75 +14,49 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from slipstream.costs.hardware import available_cores
 from slipstream.engine.grammars.check import CACHED_GRAMMARS, GrammarThreads, too_slow
+from slipstream.engine.grammars.compiling import Compiled, GrammarCompiler
 from slipstream.engine.grammars.compose import (
-    call_library,
-    compose,
-    given_form,
-    limits,
     llguidance_library,
-    readable,
 )
 from slipstream.engine.grammars.reasoning import (
     ReasoningBudget,
-    ReasoningCounter,
-    ReasoningVocabulary,
-    counter,
 )
-from slipstream.engine.grammars.regex_states import ClassVocabulary, RegexStates, automaton_of
-from slipstream.engine.grammars.schema_language import language_of
-from slipstream.engine.grammars.schema_states import SchemaStates, TokenTexts
+from slipstream.engine.grammars.regex_states import RegexStates
+from slipstream.engine.grammars.schema_states import SchemaStates
 from slipstream.engine.grammars.state import (
     PARALLEL_ROWS,
     Bits,
-    ByLength,
     GrammarError,
     GrammarState,
-    Lane,
-    Lanes,
     SharedMasks,
     find_masks,
 )
 from slipstream.engine.grammars.string_lengths import (
-    CountedStrings,
-    LengthVocabulary,
-    OwnTokens,
     StringLengths,
-    counts_only,
 )
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import EngineOverloadedError
 from slipstream.messages.requests import EngineRequest
 from slipstream.messages.steps import ScheduledRequest, StepPlan, TokenMask
-from slipstream.params.answer_forms import ReasoningMarkers, StructuredOutputsParams
-from slipstream.params.sampling import SamplingParams
+from slipstream.params.answer_forms import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
-
-_CHARACTER = r'[^"\\\x00-\x1F\x7F\u2028\u2029]'
-SLICES = [r"[\x20\x0A\x0D\x09]+", *(_CHARACTER + times for times in ("{1,10}", "{1,30}", "+"))]
-"""Expressions of llguidance's slices: sets of tokens that it allows at once where all of them fit. They are its
-defaults, but without the two line ends that `.` excludes."""
+    from llguidance import LLExecutor, LLMatcher
 
 CACHED_ENDS = 16
 """Number of sets of end tokens for which complete masks are cached."""
-
-CACHED_CLASSES = 8
-"""Number of `ClassVocabulary` objects that are cached."""
 
 MAX_MASK_THREADS = 32
 
@@ -98,36 +72,6 @@ MAX_MASK_BYTES = 64 << 20
 """Maximum bytes of cached masks for schemas."""
 
 
-class _Vocabulary:
-    """The tokenizer interface that llguidance requires."""
-
-    def __init__(self, tokenizer: Tokenizer, num_rows: int, ends: Sequence[int]) -> None:
-        self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_token_id
-        self.tokens = [tokenizer.token_bytes(i) for i in range(min(tokenizer.vocab_size, num_rows))]
-        self.tokens += [b""] * (num_rows - len(self.tokens))  # the embedding has more rows
-        self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < num_rows)
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode(), add_special_tokens=False)
-
-
-class Compiled(NamedTuple):
-    """A compiled grammar: its matcher and, if useful, a matcher over string lengths, and the shared
-    states of its expression. All are None without a grammar."""
-
-    matcher: LLMatcher | None
-    by_length: ByLength
-    regex: RegexStates | SchemaStates | None
-    lanes: Lanes | None
-
-
-def _counts(params: StructuredOutputsParams) -> CountedStrings | None:
-    if params.json is None or params.around is not None or params.whitespace_pattern is not None:
-        return None
-    return counts_only(json.loads(params.json) if isinstance(params.json, str) else params.json)
-
-
 class Grammars:
     """The grammars of an engine core's requests. `load` returns the tokenizer; it is called once, for the first grammar.
     `num_rows`: rows of the model's embedding; `ends`: the tokens that end an answer of this
@@ -139,19 +83,10 @@ class Grammars:
         num_rows: int,
         ends: Callable[[Tokenizer], Sequence[int]],
     ) -> None:
-        self.load, self.num_rows, self._ends_of = load, num_rows, ends
-        self._ends: tuple[int, ...] = ()
-        self._tokenizer: Tokenizer | None = None
-        self._vocabulary: LLTokenizer | None = None
-        self._read: _Vocabulary | None = None  # source of both tokenizers
-        self._lengths: LengthVocabulary | None = None
-        self._texts: TokenTexts | None = None
-        self._classes: OrderedDict[frozenset[int], tuple[ClassVocabulary, LLTokenizer]] = (
-            OrderedDict()
-        )
+        self.compiler = GrammarCompiler(load, num_rows, ends)
+        self.num_rows = num_rows
         # by the end tokens of the answer and of the model
         self._shared: dict[tuple[tuple[int, ...], ...], SharedMasks] = {}
-        self._lock = threading.Lock()
         self._threads: GrammarThreads[Compiled] = GrammarThreads("grammars", most_small=2)
         self._executor: LLExecutor | None = None
         self._num_threads = min(MAX_MASK_THREADS, max(1, available_cores() - 1))
@@ -159,8 +94,6 @@ class Grammars:
         self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Compiled] = OrderedDict()
         self._pending: dict[str, tuple[EngineRequest, Future[Compiled]]] = {}
         self._states: dict[str, GrammarState] = {}
-        self._reasoning: dict[object, ReasoningVocabulary] = {}
-        self._counters: dict[tuple[ReasoningMarkers, int], ReasoningCounter] = {}
         self.overloaded: set[str] = set()
         self._slow: ThreadPoolExecutor | None = None
         self._late: dict[str, tuple[GrammarState, Future[Bits]]] = {}
@@ -173,7 +106,7 @@ class Grammars:
         ready = None
         if params is not None and (ready := self._compiled.get((request.cache_salt, params))):
             self._compiled.move_to_end((request.cache_salt, params))
-        if params is None and self._tokenizer is not None:
+        if params is None and self.compiler.tokenizer is not None:
             ready = Compiled(None, None, None, None)
         if ready is not None:
             self._start(request, ready)
@@ -184,7 +117,7 @@ class Grammars:
             if (other.cache_salt, other.sampling.structured_outputs) == key
         )
         future = next(same, None) or self._threads.submit(
-            partial(self._compile, params, request.sampling), params, request.client
+            partial(self.compiler.compile, params, request.sampling), params, request.client
         )
         self._pending[request.request_id] = request, future
         return False
@@ -517,9 +450,9 @@ class Grammars:
                     inside.append(state)
                 else:
                     state.lengths = None
-        if not inside or self._lengths is None:
+        if not inside or self.compiler.lengths is None:
             return
-        masks = np.zeros((len(inside), self._lengths.num_words), np.int32)
+        masks = np.zeros((len(inside), self.compiler.lengths.num_words), np.int32)
         self._compute([(state.lengths.matcher, i) for i, state in enumerate(inside)], masks)  # type: ignore[union-attr]
         for state, mask in zip(inside, masks, strict=True):
             state.look_inside(mask)
@@ -539,17 +472,17 @@ class Grammars:
         lengths = number = None
         if lanes is not None:
             number, (matcher, by_length) = lanes.take(self._num_threads)
-        if by_length is not None and self._lengths is not None:
-            lengths = StringLengths(self._lengths, by_length[0].deep_copy(), by_length[1])
+        if by_length is not None and self.compiler.lengths is not None:
+            lengths = StringLengths(self.compiler.lengths, by_length[0].deep_copy(), by_length[1])
         ends = (*request.eos_token_ids, *request.sampling.stop_token_ids)
-        if (shared := self._shared.get((ends, self._ends))) is None:
+        if (shared := self._shared.get((ends, self.compiler.ends))) is None:
             if len(self._shared) >= CACHED_ENDS:
                 self._shared.clear()
-            shared = self._shared[ends, self._ends] = SharedMasks(ends, self._ends)
+            shared = self._shared[ends, self.compiler.ends] = SharedMasks(ends, self.compiler.ends)
         budget, sampling = None, request.sampling
         if sampling.thinking_token_budget is not None and sampling.reasoning is not None:
-            counts = self._counter(sampling.reasoning, sampling.thinking_token_budget)
-            vocabulary = None if matcher is None else self._texts_of(counts)
+            counts = self.compiler.counter(sampling.reasoning, sampling.thinking_token_budget)
+            vocabulary = None if matcher is None else self.compiler.texts_of(counts)
             budget = ReasoningBudget(counts, vocabulary)
         own = None if matcher is None else matcher.deep_copy()
         state = GrammarState(own, shared, sampling, lengths, budget, regex)
@@ -559,142 +492,3 @@ class Grammars:
         with contextlib.suppress(GrammarError):  # the next mask reports it
             state.accept(request.answer_token_ids)
             state.settle()
-
-    def _counter(self, markers: ReasoningMarkers, budget: int) -> ReasoningCounter:
-        found = self._counters.get((markers, budget))
-        if found is None:
-            assert self._tokenizer is not None
-            if len(self._counters) >= CACHED_GRAMMARS:
-                self._counters.clear()
-            found = self._counters[markers, budget] = counter(markers, self._tokenizer, budget)
-        return found
-
-    @property
-    def _texts_read(self) -> tuple[list[bytes], Sequence[int]]:
-        """(texts of the vocabulary's tokens, ids of the special ones)."""
-        if self._read is None:
-            raise GrammarError("the vocabulary is not read yet")
-        return self._read.tokens, self._read.special_token_ids
-
-    def _texts_of(self, counts: ReasoningCounter) -> ReasoningVocabulary:
-        key = counts.marker, counts.ends.texts
-        if (found := self._reasoning.get(key)) is None:
-            found = ReasoningVocabulary(counts, *self._texts_read)
-            self._reasoning[key] = found
-        return found
-
-    def _compile(
-        self, params: StructuredOutputsParams | None, sampling: SamplingParams | None = None
-    ) -> Compiled:
-        with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = self.load()
-            if self._tokenizer is None:
-                what = "structured outputs and budgets of reasoning need a tokenizer"
-                raise GrammarError(f"{what} (skip_tokenizer_init is set)")
-            if params is None:
-                return Compiled(None, None, None, None)
-            if self._vocabulary is None:
-                self._vocabulary = self._make_vocabulary(self._tokenizer)
-        try:
-            grammar = compose(params)
-            states = self._states_of(params, grammar)
-            counts = None if isinstance(states, SchemaStates) else _counts(params)
-            if counts is not None:
-                self._read_lengths()
-            if sampling is not None and sampling.reasoning is not None:
-                self._texts_of(
-                    self._counter(sampling.reasoning, sampling.thinking_token_budget or 0)
-                )
-            make, begun = partial(self._lane, grammar, counts), time.thread_time()
-            matcher, by_length = first = make()
-            lanes = Lanes(first, make, time.thread_time() - begun)
-        except ValueError as error:  # a RequestError is one
-            raise GrammarError(str(error)) from None
-        if matcher.is_error():
-            raise GrammarError(readable(matcher.get_error().splitlines()[0]))
-        return Compiled(matcher, by_length, states, lanes)
-
-    def _lane(self, grammar: str, counts: CountedStrings | None) -> Lane:
-        """Makes a grammar's matchers: one over the model's vocabulary and, if useful, one over
-        string lengths."""
-        make = partial(call_library, llguidance_library().LLMatcher)
-        options = {"log_level": 0, "limits": limits()}
-        matcher, second = make(self._vocabulary, grammar, **options), None
-        if counts is not None and self._lengths is not None:
-            second = make(self._lengths.tokenizer, grammar, **options)
-        if (
-            not matcher.is_error()
-        ):  # computes the states of its first mask now: a step would wait for them, up to seconds
-            call_library(matcher.compute_bitmask)
-        by_length = (
-            None if counts is None or second is None or second.is_error() else (second, counts)
-        )
-        return matcher, by_length
-
-    def _states_of(
-        self, params: StructuredOutputsParams, grammar: str
-    ) -> RegexStates | SchemaStates | None:
-        """Returns the shared states of a regular expression or a schema; None if its syntax can't
-        be followed that way."""
-        if params.around is not None:
-            return None
-        if given_form(params)[0] in ("json", "json_object"):
-            return self._states_of_schema(grammar)
-        if params.regex is None:
-            return None
-        if (automaton := automaton_of(params.regex)) is None:
-            return None
-        key = frozenset(automaton.sets)
-        with self._lock:
-            if (classes := self._classes.get(key)) is None:
-                vocabulary = ClassVocabulary(*self._texts_read, self.num_rows, key)
-                library = llguidance_library()
-                tokenizer = library.LLTokenizer(
-                    library.TokenizerWrapper(OwnTokens(vocabulary.bytes)),
-                    n_vocab=len(vocabulary.bytes),
-                    eos_token=[0],
-                    slices=SLICES,
-                )
-                classes = self._classes[key] = vocabulary, tokenizer
-                while len(self._classes) > CACHED_CLASSES:
-                    self._classes.popitem(last=False)
-            self._classes.move_to_end(key)
-        matcher = call_library(
-            llguidance_library().LLMatcher, classes[1], grammar, log_level=0, limits=limits()
-        )
-        return None if matcher.is_error() else RegexStates(automaton, classes[0], matcher)
-
-    def read_vocabulary(self) -> None:
-        """Read the model's vocabulary for all grammars. Errors are raised later, by the first grammar."""
-        with contextlib.suppress(Exception):
-            self._compile(StructuredOutputsParams(json_object=True))
-            self._read_lengths()
-
-    def _read_lengths(self) -> None:
-        with self._lock:
-            if self._lengths is None:
-                self._lengths = LengthVocabulary(*self._texts_read, self.num_rows)
-
-    def _states_of_schema(self, grammar: str) -> SchemaStates | None:
-        with self._lock:
-            if self._texts is None:
-                self._texts = TokenTexts(*self._texts_read)
-        language = language_of(grammar, self._texts.longest)
-        if language is None:
-            return None
-        states = SchemaStates(language, self._texts, -(-self.num_rows // 32))
-        return None if states.start is None else states
-
-    def _make_vocabulary(self, tokenizer: Tokenizer) -> LLTokenizer:
-        # llguidance requires an end token even for a model that has none.
-        self._ends = tuple(self._ends_of(tokenizer)) or (
-            min([*tokenizer.special_ids, self.num_rows - 1]),
-        )
-        self._read = _Vocabulary(tokenizer, self.num_rows, self._ends)
-        library = llguidance_library()
-        wrapped, ends = library.TokenizerWrapper(self._read), list(self._ends)
-        made: LLTokenizer = library.LLTokenizer(
-            wrapped, n_vocab=self.num_rows, eos_token=ends, slices=SLICES
-        )
-        return made
