@@ -397,7 +397,7 @@ def check_handover_of_a_device(platform, ops):
     for store in (giver, taker):  # every pinned row is free again
         assert [len(t._free) for t in store._transits] == [2, 1]
         held = store.exchange._entries.values()
-        wait_for(lambda held=held: not any(e.num_pins for e in held), "a reader holds blocks")
+        wait_for(lambda held=held: not any(e.num_pins for e in [*held]), "a reader holds blocks")
         store.exchange.check()
     giver.close()
     assert carried(taker, lost._replace(key=key(1))) == {20: False}

@@ -21,7 +21,6 @@ def check_deterministic(
         return
     own = "triton" if device.is_cuda else "cpu"
     layers = model.spec.all_layers
-    has_experts = any(isinstance(x.mlp, MoESpec) for x in layers)
     table: tuple[tuple[bool, str], ...] = (
         (
             args.kernels not in ("auto", own),
@@ -30,10 +29,6 @@ def check_deterministic(
         (
             device.is_cuda and args.host_experts is not None,
             "experts on the host (host_experts)",
-        ),
-        (
-            device.is_cuda and has_experts and model.gguf is not None,
-            "experts in GGUF's types on a GPU; a CPU covers them",
         ),
         *(
             (

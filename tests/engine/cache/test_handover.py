@@ -79,6 +79,9 @@ def nothing_is_held(*engines):
             check_pool(pool)
             assert pool.num_free == pool.num_usable
         if (exchange := llm.core.executor.stores[0].exchange) is not None:
+            held = exchange._entries.values()
+            # Unpinned when the reader's next message arrives, on a thread of the exchange.
+            wait_for(lambda held=held: not any(e.num_pins for e in [*held]), "blocks stay pinned")
             exchange.check()
 
 

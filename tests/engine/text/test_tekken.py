@@ -129,6 +129,20 @@ def test_a_result_without_its_calls_id_is_refused(tokenizers, version):
         tokenizers[version].apply_chat_template(messages)
 
 
+def test_a_result_with_a_picture_is_refused_where_results_are_json(tokenizers):
+    call = {"id": "abcdefg01", "function": {"name": "f", "arguments": "{}"}}
+    parts = [{"type": "text", "text": "seen"}, {"type": "image"}]
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefg01", "content": parts},
+    ]
+    with pytest.raises(RequestError, match="without pictures") as caught:
+        tokenizers["v3"].apply_chat_template(messages)
+    assert caught.value.field == "messages"
+    assert "[IMG]seen" in tokenizers["v7"].apply_chat_template(messages)
+
+
 def test_an_effort_that_the_model_does_not_know_is_refused(tokenizers):
     with pytest.raises(RequestError, match="none, high"):
         tokenizers["v15"].apply_chat_template(

@@ -17,7 +17,7 @@ import transformers
 from slipstream import LLM, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.optimize.folder import build_folder
-from tests.support import tiny_models
+from tests.support import gguf_mixture, tiny_models
 
 pytestmark = [
     pytest.mark.gpu,
@@ -314,15 +314,19 @@ REAL_SHAPES = {
 
 
 def write_config(path, config, layers):
-    """Writes a published config.json with its first `layers` layers, or one of `REAL_SHAPES`."""
+    """Writes a published config.json with its first `layers` layers, one of `REAL_SHAPES`, or a GGUF file. Returns the
+    model's path."""
     folder = Path(__file__).parents[3] / "benchmarks" / "configs" / config
+    if config == "gguf":
+        gguf_mixture.write(path / "model.gguf", layers)
+        return path / "model.gguf"
     if config in REAL_SHAPES:
         settings = {**tiny_models.settings_of(config), **REAL_SHAPES[config]}
         settings = {k: v for k, v in settings.items() if v is not None or k == "q_lora_rank"}
         made = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
         made.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(made)].__name__]
         made.save_pretrained(path)
-        return
+        return path
     given = json.loads((folder / "config.json").read_text())
     of_text = given.get("text_config", given)
     of_text["num_hidden_layers"] = layers
@@ -330,6 +334,7 @@ def write_config(path, config, layers):
         of_text["layer_types"] = of_text["layer_types"][:layers]
     given.pop("quantization_config", None)
     (path / "config.json").write_text(json.dumps(given))
+    return path
 
 
 @pytest.mark.parametrize(
@@ -343,6 +348,7 @@ def write_config(path, config, layers):
         ("gpt-oss-20b", 4, {"quantization": "mxfp4"}),
         ("qwen3-30b-a3b", 4, {"quantization": "mxfp4"}),
         ("qwen3-30b-a3b", 4, {"quantization": "nvfp4"}),
+        ("gguf", 2, {}),
         *((config, 0, {"kv_cache_bytes": 2**34}) for config in REAL_SHAPES),
     ],
     ids=str,
@@ -351,7 +357,7 @@ def test_512_deterministic_answers_of_real_shapes_are_the_same_bits(
     tmp_path, config, layers, settings
 ):
     """Bits in one batch, from the prefix cache, in 64, alone, and in chunks with drafts."""
-    write_config(tmp_path, config, layers)
+    model = write_config(tmp_path, config, layers)
     draw, prompts = random.Random(0), []
     for i in range(512):
         ids = [draw.randrange(1000, 30000) for _ in range(draw.choice((3, 30, 97, 260, 300, 530)))]
@@ -366,12 +372,12 @@ def test_512_deterministic_answers_of_real_shapes_are_the_same_bits(
             [[(t.token_id, t.logprob) for t in p.top] for p in o.outputs[0].logprobs] for o in made
         ]
 
-    with make(tmp_path, **(sizes | settings)) as llm:
+    with make(model, **(sizes | settings)) as llm:
         whole = bits(llm, prompts)
         assert bits(llm, prompts) == whole  # hits
         assert bits(llm, prompts[:64]) == whole[:64]
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     more = dict(enable_prefix_caching=False, max_num_batched_tokens=520, speculative_config=drafts)
-    with make(tmp_path, **(sizes | settings | more)) as llm:
+    with make(model, **(sizes | settings | more)) as llm:
         assert bits(llm, prompts) == whole
         assert [bits(llm, [p])[0] for p in prompts[::37]] == whole[::37]

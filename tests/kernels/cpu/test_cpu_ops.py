@@ -413,6 +413,29 @@ def gguf_block(kind: str) -> int:
     return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
 
 
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
+def test_rows_packed_in_lots_equal_those_packed_at_once(ops, kind, monkeypatch):
+    rng = np.random.default_rng(1)
+    raw, released = any_blocks(rng, kind, 50, 256), []
+
+    def packed(order):
+        piece = BlockRows(
+            type=kind, blocks=raw, start=0, order=order, release=lambda *rows: released.append(rows)
+        )
+        weight = torch.empty(50, 256, device="meta")
+        (part,) = ops.pack_weight(BlockLinear(weight=weight, pieces=(piece,))).parts
+        return part.data
+
+    for order in (None, rng.permutation(50).astype(np.int32)):
+        monkeypatch.undo()
+        whole = packed(order)
+        assert released.pop() == (0, 50)
+        monkeypatch.setattr("slipstream.kernels.weights.forms.LOT_BYTES", 21 * raw.shape[1])
+        assert np.array_equal(packed(order), whole)
+        assert released == [(0, 21), (21, 42), (42, 50)]
+        released.clear()
+
+
 def test_rows_of_several_types_are_parts(ops):
     rng = np.random.default_rng(0)
     values = [rng.standard_normal((n, 64)).astype(np.float32) for n in (32, 16, 48)]

@@ -138,30 +138,56 @@ def test_sums_over_parts_of_the_inputs_are_added(splits):
     split_of((8, 32, splits, 2, 1))
 
 
-@pytest.mark.parametrize("types", [("Q4_K", "Q6_K"), ("IQ3_S", "F32"), ("MXFP4", "MXFP4")])
-@pytest.mark.parametrize("num_tokens", [1, 24])
-def test_experts_in_a_type_of_their_own(types, num_tokens):
-    experts, hidden, width = 8, 256, 256
-    expert = DenseSpec(intermediate_size=width, activation="silu", gated=True)
-    spec = MoESpec(num_experts=experts, num_experts_per_token=2, expert=expert, normalize=True)
-    ops, made, dense = TritonOps(), [], []
+def mixture(ops, types, spec, hidden):
+    """Experts whose up and down have these types, and the same with the values as dense weights."""
+    count, width = spec.num_experts, spec.expert.intermediate_size
+    made, dense = [], []
     for i, (kind, (rows, inner)) in enumerate(
         zip(types, ((2 * width, hidden), (hidden, width)), strict=True)
     ):
         if kind == "F32":
-            own = torch.randn(experts * rows, inner) * 0.1
-            made.append(ops.quantize_experts(own, num_experts=experts))
+            own = torch.randn(count * rows, inner) * 0.1
+            made.append(ops.quantize_experts(own, num_experts=count))
         else:
-            raw, own = blocks_and_values(kind, experts * rows, inner, i)
-            piece = BlockRows(type=kind, blocks=raw, start=0, copies=experts)
+            raw, own = blocks_and_values(kind, count * rows, inner, i)
+            piece = BlockRows(type=kind, blocks=raw, start=0, copies=count)
             made.append(
-                ops.pack_experts(linear_of((experts * rows, inner), piece), num_experts=experts)
+                ops.pack_experts(linear_of((count * rows, inner), piece), num_experts=count)
             )
         dense.append(Linear(weight=own))
-    x, logits = torch.randn(num_tokens, hidden) * 0.1, torch.randn(num_tokens, experts)
-    wanted = ReferenceOps().moe(x, logits, Experts(*dense, spec))
-    found = ops.moe(x, logits, Experts(*made, spec))
+    return Experts(*made, spec), Experts(*dense, spec)
+
+
+OF_TWO = MoESpec(
+    num_experts=8,
+    num_experts_per_token=2,
+    expert=DenseSpec(intermediate_size=256, activation="silu", gated=True),
+    normalize=True,
+)
+
+
+@pytest.mark.parametrize("types", [("Q4_K", "Q6_K"), ("IQ3_S", "F32"), ("MXFP4", "MXFP4")])
+@pytest.mark.parametrize("num_tokens", [1, 24])
+def test_experts_in_a_type_of_their_own(types, num_tokens):
+    ops = TritonOps()
+    experts, dense = mixture(ops, types, OF_TWO, 256)
+    x, logits = torch.randn(num_tokens, 256) * 0.1, torch.randn(num_tokens, 8)
+    wanted = ReferenceOps().moe(x, logits, dense)
+    found = ops.moe(x, logits, experts)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("types", [("Q4_K", "Q6_K"), ("IQ3_S", "F32")])
+def test_a_tokens_experts_in_ggufs_types_are_the_same_whatever_their_load(types):
+    ops = TritonOps(deterministic=True)
+    experts, dense = mixture(ops, types, OF_TWO, 256)
+    x, logits = torch.randn(260, 256) * 0.1, torch.randn(260, 8)
+    whole = ops.moe(x, logits, experts)
+    wanted = ReferenceOps().moe(x, logits, dense)
+    torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    for first, end in ((0, 1), (3, 6), (20, 60)):
+        rows = slice(first, end)
+        assert torch.equal(ops.moe(x[rows], logits[rows], experts), whole[rows])
 
 
 def test_experts_whose_rows_have_several_types_are_expanded():

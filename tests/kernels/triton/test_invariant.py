@@ -26,7 +26,7 @@ from tests.kernels.recurrent_cases import StatefulSequence, new_state, random_la
 from tests.kernels.triton.for_hopper import run_for_hopper
 from tests.kernels.triton.test_triton_recurrent import SPECS
 from tests.model.harness import CPU, run
-from tests.support import tiny_models
+from tests.support import gguf_mixture, tiny_models
 
 LENGTH = 25
 
@@ -282,15 +282,21 @@ def test_a_library_multiplies_as_many_rows_as_it_was_compared_at_and_none_where_
         "mixtral",
         "gpt_oss",
         "qwen3_next",
+        "gguf",
     ],
 )
 def test_a_models_tokens_are_the_same_in_one_prompt_and_in_chunks(tmp_path, monkeypatch, family):
     monkeypatch.setattr(rules, "SHORT", 4)
     monkeypatch.setattr(invariant, "PART", 16)
     monkeypatch.setattr(invariant, "BLOCK_N", 8)
-    tiny_models.write(tmp_path, family)
+    path, how = tmp_path, {}
+    if family == "gguf":
+        path, how = tmp_path / "model.gguf", {"load_format": "dummy"}
+        gguf_mixture.write(path, 2, hidden=256, heads=(2, 1), width=256, experts=16)
+    else:
+        tiny_models.write(tmp_path, family)
     ops, tokens = TritonOps(deterministic=True), [(7 * i) % 50 + 4 for i in range(19)]
-    model = load_model(tmp_path, ops=ops, device=CPU, dtype=torch.float32)
+    model = load_model(path, ops=ops, device=CPU, dtype=torch.float32, **how)
     whole = run(model, tokens)
     for chunks in ((1, 11, 7), (5, 1)):
         assert torch.equal(run(model, tokens, chunks), whole)

@@ -40,6 +40,7 @@ MISTRAL, MISTRAL_JSON, MISTRAL_PLAIN = (
 )
 """Beginnings of templates whose messages are prepared as Mistral's library does: up to v13, v3, and v15."""
 _MISTRAL = (MISTRAL, MISTRAL_JSON, MISTRAL_PLAIN)
+_ONLY_JSON = "a tool's result is JSON text for this model, without pictures or sounds; send these in a message of the user"
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -113,8 +114,9 @@ def _mistral(messages: list[Mapping[str, Any]], template: str) -> list[Mapping[s
         for message in own:
             content = _run_together([message.get("content")], between)
             if role == "tool" and is_json:
-                text = content if isinstance(content, str) else ""
-                message["content"] = json.dumps(_as_json(text or "{}"), ensure_ascii=False)
+                if not isinstance(content, str):
+                    raise RequestError(_ONLY_JSON, field="messages")
+                message["content"] = json.dumps(_as_json(content or "{}"), ensure_ascii=False)
             elif role != "assistant":
                 message["content"] = content
         if role == "tool" and "[ARGS]" in template:

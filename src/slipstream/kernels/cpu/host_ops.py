@@ -41,7 +41,13 @@ from slipstream.kernels.cpu.program.programs import LinearProgram
 from slipstream.kernels.cpu.sampling.row_sampler import RowSampler
 from slipstream.kernels.cpu.thread_pool import ThreadPool
 from slipstream.kernels.positions import PositionTables
-from slipstream.kernels.weights.forms import BlockLinear, GroupedLinear, Linear, ScaledLinear
+from slipstream.kernels.weights.forms import (
+    BlockLinear,
+    BlockRows,
+    GroupedLinear,
+    Linear,
+    ScaledLinear,
+)
 from slipstream.spec.devices.cpu_isas import CPU_ISAS
 from slipstream.spec.model import LatentAttentionSpec
 from slipstream.spec.scheme import NATIVE_PRODUCTS, Scheme
@@ -294,17 +300,21 @@ def _pack_blocks(w: BlockLinear, arena: Arena) -> tuple[Packed, ...]:
     if len({piece.type for piece in w.pieces}) == 1:
         packed = Packed.empty(native.BLOCK_KINDS[w.pieces[0].type], rows, inner, arena)
         for piece in w.pieces:
-            to = None if piece.order is None else piece.order + np.int32(piece.start)
-            packed.put_blocks(piece.blocks.ctypes.data, piece.rows, piece.start, to)
-            piece.read()
+            _put_rows(packed, piece, piece.start)
         return (packed,)
     parts = []
     for piece in sorted(w.pieces, key=lambda piece: piece.start):
         packed = Packed.empty(native.BLOCK_KINDS[piece.type], piece.rows, inner, arena)
-        packed.put_blocks(piece.blocks.ctypes.data, piece.rows, 0, piece.order)
-        piece.read()
+        _put_rows(packed, piece, 0)
         parts.append(packed)
     return tuple(parts)
+
+
+def _put_rows(packed: Packed, piece: BlockRows, start: int) -> None:
+    """Packs the rows of a piece, to rows `start` and after, and releases their pages."""
+    for begin, end in piece.lots():
+        to = None if piece.order is None else piece.order[begin:end] + np.int32(start)
+        packed.put_blocks(piece.blocks[begin:].ctypes.data, end - begin, start + begin, to)
 
 
 def four_bits(scheme: Scheme) -> int:

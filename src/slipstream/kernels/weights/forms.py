@@ -7,7 +7,7 @@ tensors may be NumPy arrays. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -293,6 +293,11 @@ class Float4Linear(Linear):
         return self.factor / rows if self.divides else rows * self.factor
 
 
+LOT_BYTES = 4 * 2**20
+"""Bytes of a file that are read at a time where they are packed anew, so that few of its pages are in
+memory with the packed rows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRows:
     """Some rows of a weight in a GGUF type, as in the file. Row i of `blocks` is the weight's row
@@ -303,13 +308,20 @@ class BlockRows:
     start: int
     order: npt.NDArray[np.int32] | None = None  # [rows]
     copies: int = 1  # experts, whose rows are stacked in `blocks`; `start` is a row of each
-    read: Callable[[], None] = lambda: (
-        None
-    )  # call it once the blocks were read and are not needed again
+    release: Callable[[int, int], None] = lambda _begin, _end: None
+    """Frees the memory pages of rows begin … end − 1, which are not needed again."""
 
     @property
     def rows(self) -> int:
         return len(self.blocks)
+
+    def lots(self) -> Iterator[tuple[int, int]]:
+        """Yields (begin, end) of `LOT_BYTES` of rows at a time. Releases a lot before the next."""
+        step = max(1, LOT_BYTES // self.blocks.shape[1])
+        for begin in range(0, self.rows, step):
+            end = min(begin + step, self.rows)
+            yield begin, end
+            self.release(begin, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,7 +152,9 @@ def random_blocks(w: BlockLinear, seed: int) -> BlockLinear:
     def drawn(piece: BlockRows) -> BlockRows:
         rows, row_bytes = piece.blocks.shape
         some = _random_rows(piece.type, min(rows, 64), row_bytes, generator)
-        return replace(piece, blocks=some[np.arange(rows) % len(some)], read=lambda: None)
+        return replace(
+            piece, blocks=some[np.arange(rows) % len(some)], release=lambda _begin, _end: None
+        )
 
     return replace(w, pieces=tuple(drawn(piece) for piece in w.pieces))
 

@@ -65,14 +65,13 @@ class BlockWeights:
                 )
             order = None if place.transform is None else _destinations(rows, place.transform)
             blocks = file.raw(name).reshape(copies * rows, -1)
-            let_go = partial(file.let_go, name)
             piece = BlockRows(
                 type=tensor.type,
                 blocks=blocks,
                 start=place.start,
                 order=order,
                 copies=copies,
-                read=let_go,
+                release=partial(_let_go_rows, file, name, blocks.shape[1]),
             )
             found.setdefault(place.target, []).append(piece)
             self._names[name] = place.target
@@ -103,6 +102,10 @@ class BlockWeights:
 
     def linears(self) -> dict[str, Linear]:
         return self._linears
+
+
+def _let_go_rows(file: GGUFFile, name: str, row_bytes: int, begin: int, end: int) -> None:
+    file.let_go(name, begin * row_bytes, end * row_bytes)
 
 
 def _destinations(rows: int, transform: Transform) -> npt.NDArray[np.int32]:

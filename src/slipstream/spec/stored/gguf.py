@@ -53,6 +53,7 @@ _MAX_DIMS = 4
 _MAX_DEPTH = 4  # nesting depth of arrays
 _MAX_ENTRIES = 2**24  # entries of an array in the metadata; the largest vocabulary has 2**18
 _MAX_NAMES = 2**20  # tensors, or keys
+_NEIGHBORS = 2 * 2**20  # bytes around a page that a kernel with large folios maps with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +206,9 @@ class GGUFFile:
         flat = self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
         return flat.reshape(-1, tensor.quant.block_bytes)
 
-    def let_go(self, name: str | None = None) -> None:
-        """Releases the memory pages of a tensor, or of the whole file, after a read. Later reads
-        load them from the file again."""
+    def let_go(self, name: str | None = None, begin: int = 0, end: int | None = None) -> None:
+        """Releases the memory pages of a tensor's bytes begin … end − 1, or of the whole file, after
+        a read. Later reads load them from the file again."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         if name is None:
@@ -215,14 +216,13 @@ class GGUFFile:
                 part._mapped.madvise(mmap.MADV_DONTNEED)
             return
         if name in self._others:
-            self._others[name].let_go(name)
+            self._others[name].let_go(name, begin, end)
             return
         tensor = self._find(name)
-        begin, end = (
-            at // mmap.PAGESIZE * mmap.PAGESIZE
-            for at in (tensor.offset, tensor.offset + tensor.nbytes)
-        )
-        self._mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        first = tensor.offset + begin - _NEIGHBORS
+        last = tensor.offset + (tensor.nbytes if end is None else end) + _NEIGHBORS
+        first = max(0, first // mmap.PAGESIZE * mmap.PAGESIZE)
+        self._mapped.madvise(mmap.MADV_DONTNEED, first, min(last, len(self._mapped)) - first)
 
     @property
     def is_current(self) -> bool:

@@ -134,10 +134,11 @@ def _of_blocks(w: BlockLinear, num_experts: int, arena: Arena) -> tuple[PackedEx
             native.BLOCK_KINDS[piece.type], count, inner, num_experts, arena
         )
         for e in range(num_experts):
+            begin, end = e * count, (e + 1) * count
             experts.of(e).put_blocks(
-                piece.blocks[e * count :].ctypes.data, count, piece.start if whole else 0
+                piece.blocks[begin:].ctypes.data, count, piece.start if whole else 0
             )
-        piece.read()
+            piece.release(begin, end)
         parts.append(experts)
     return (whole,) if whole is not None else tuple(parts)
 

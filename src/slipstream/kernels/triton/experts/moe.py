@@ -11,8 +11,7 @@ their load:
 
 All sums have a fixed order. `invariant` (`deterministic`): every number of tokens goes the way of 2,
 where a pair's product is one sum along K in the tensor core's steps, however many pairs share its
-tile, and rounding comes at one place. 4-bit floats have one tile. The settings refuse it with GGUF
-types, and with 4-bit floats until whole models have shown it."""
+tile, and rounding comes at one place. 4-bit floats and GGUF's types have one tile."""
 
 from __future__ import annotations
 
@@ -112,8 +111,13 @@ def moe_of_choice(
             invariant=invariant,
         )
         return combine(y, weights, inverse, added, x.dtype)
-    tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, num_bins)
-    if isinstance(up, CodedLinear) or isinstance(down, CodedLinear):
+    coded = isinstance(up, CodedLinear) or isinstance(down, CodedLinear)
+    one_tile = gguf.ONE_TILE_PAIRS if coded and invariant else None
+    if small_batch and one_tile is None:
+        tiles = unsorted_pairs(chosen)
+    else:
+        tiles = sort_pairs(chosen, num_bins, tile_m=one_tile)
+    if coded:
         expert = spec.expert
         h = _one_product(x.contiguous(), up, tiles, spec, expert.up_rows, gather=True)
         inner = activation(h, expert.activation, gated=expert.gated)

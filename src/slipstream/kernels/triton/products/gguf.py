@@ -44,6 +44,8 @@ EXPAND_TOKENS = 512
 read once more, which is faster only for many tokens."""
 DENSE_TOKENS = 64
 """Maximum number of tokens for which a weight is faster than its dense copy, if it has one."""
+ONE_TILE_PAIRS = 32
+"""Pairs in a tile of experts with `deterministic`. Tiles of other sizes scale codes or sums."""
 THRESHOLDS = Thresholds(tokens=(8, 16, SCALED_TOKENS, DENSE_TOKENS, 128, EXPAND_TOKENS))
 
 BLOCK_TYPES = frozenset(FORMS)

@@ -45,7 +45,7 @@ def pack(w: BlockLinear, *, dense: bool = False) -> CodedLinear | JoinedLinear:
             parts.append(_pack_rows(own, w.weight.shape[1], device, dtype, bias))
             first = at + 1
     for piece in pieces:
-        piece.read()
+        piece.release(0, piece.rows)
     made: CodedLinear | JoinedLinear = parts[0]
     if len(parts) > 1:
         made = JoinedLinear(weight=parts[0].weight, parts=tuple(parts))
@@ -77,7 +77,7 @@ def pack_experts(w: BlockLinear, num_experts: int) -> Linear:
                 out[torch.from_numpy(at.reshape(-1)[begin : begin + step]).to(device)] = expand(
                     part
                 )
-        piece.read()
+        piece.release(0, piece.rows)
     return Linear(weight=out, bias=w.bias) if made is None else made  # type: ignore[arg-type]
 
 
