@@ -355,6 +355,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": {**_LLAMA, "model_type": "arcee"},
     "helium": {**_LLAMA, "model_type": "helium", "head_dim": 8},
     "exaone4": {**_LLAMA, "model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 6},
+    "cohere_compass_text": {
+        **_LAYERS,
+        **dict(model_type="cohere_compass_text", num_hidden_layers=4, num_key_value_heads=2),
+        **dict(sliding_window=6, logit_scale=0.25),
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        "rope_parameters": {
+            "full_attention": None,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+        },
+    },
     "ernie4_5": {**_LLAMA, "model_type": "ernie4_5", "head_dim": 16},
     "ernie4_5_moe": {
         **_LLAMA,

@@ -103,9 +103,18 @@ for _like in GEMMA4:
     )
     IMAGE[_like] = PLACEHOLDER[_like] = "<|image|>"
     TEMPLATES[_like] = TEMPLATES["gemma3"].replace("<start_of_image>", "<|image|>")
-for _like in (*QWEN3, "qwen2_vl"):
+for _like in (*QWEN3, "qwen2_vl", "exaone4_5"):
     for _table in (SPECIAL, IMAGE, PLACEHOLDER, TEMPLATES):
         _table[_like] = _table["qwen2_5_vl"]
+SPECIAL["cohere_compass"] = ("<|IM_START|>", "<|VISION_START|>", "<|VISION_END|>")
+SPECIAL["cohere_compass"] += ("<|IMAGE_PAD|>", "<|VIDEO_PAD|>")
+IMAGE["cohere_compass"] = PLACEHOLDER["cohere_compass"] = "<|IMAGE_PAD|>"
+TEMPLATES["cohere_compass"] = (
+    "{% for message in messages %}<|IM_START|>{{ message['role'] }}:{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for item in message['content'] %}{% if item['type'] == 'image' %}"
+    "<|VISION_START|><|IMAGE_PAD|><|VISION_END|>{% else %}{{ item['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% endfor %}"
+)
 GLM = {"glm4v": "Glm4v", "glm4v_moe": "Glm4vMoe", "glm46v": "Glm46V", "glm_ocr": "GlmOcr"}
 """The names of transformers' classes."""
 for _like in GLM:
@@ -257,6 +266,10 @@ def _config(family: str, **more: Any) -> Any:
             tie_word_embeddings=False,
             **more,
         )
+    if family == "cohere_compass":
+        return _compass_config(image, more)
+    if family == "exaone4_5":
+        return _exaone_config(image, more)
     ids = {f"{n}_token_id": token_id(family, f"<|{n}|>") for n in ("vision_start", "vision_end")}
     ids |= {"image_token_id": image, "video_token_id": token_id(family, "<|video_pad|>")}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]}
@@ -438,6 +451,51 @@ def _qwen3_config(family: str, rope: dict[str, Any], ids: dict[str, int], more: 
     return kind(text_config=text, vision_config=vision, **ids, **more)
 
 
+def _compass_config(image: int, more: Any) -> Any:
+    import transformers as t
+
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    text = {**_TEXT, "num_hidden_layers": 4, "hidden_size": 64, "sliding_window": 90}
+    text |= {"layer_types": kinds, "logit_scale": 0.5, "initializer_range": 0.2}
+    text["rope_parameters"] = {"full_attention": None, "sliding_attention": rope}
+    vision = dict(
+        depth=3,
+        hidden_size=48,
+        intermediate_size=100,
+        num_heads=2,
+        patch_size=4,
+        out_hidden_size=64,
+        num_position_embeddings=25,
+        deepstack_visual_indexes=[0, 2],
+        initializer_range=0.2,
+    )
+    names = {"video": "VIDEO_PAD", "vision_start": "VISION_START", "vision_end": "VISION_END"}
+    ids = {f"{n}_token_id": token_id("cohere_compass", f"<|{x}|>") for n, x in names.items()}
+    ids["image_token_id"] = image
+    return t.CohereCompassConfig(text_config=text, vision_config=vision, **ids, **more)
+
+
+def _exaone_config(image: int, more: Any) -> Any:
+    import transformers as t
+
+    text = {**_TEXT, "model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 90}
+    vision = dict(
+        depth=3,
+        hidden_size=32,
+        intermediate_size=44,
+        num_heads=4,
+        num_key_value_heads=2,
+        patch_size=4,
+        window_size=16,
+        out_hidden_size=32,
+        fullatt_block_indexes=[1],
+        initializer_range=0.2,
+    )
+    ids = {"image_token_id": image, "video_token_id": token_id("exaone4_5", "<|video_pad|>")}
+    return t.Exaone4_5_Config(text_config=text, vision_config=vision, **ids, **more)
+
+
 def _onevision_config(image: int, more: Any) -> Any:
     import transformers as t
 
@@ -488,7 +546,11 @@ PROCESSING: dict[str, dict[str, Any]] = {
     },
 }
 """Contents of preprocessor_config.json."""
-PROCESSING["qwen2_vl"] = PROCESSING["qwen2_5_vl"]
+PROCESSING["qwen2_vl"] = PROCESSING["exaone4_5"] = PROCESSING["qwen2_5_vl"]
+PROCESSING["cohere_compass"] = {
+    **PROCESSING["qwen2_5_vl"],
+    "image_processor_type": "CohereCompassImageProcessor",
+}
 PROCESSING["internvl"] = {
     "image_processor_type": "GotOcr2ImageProcessorFast",
     "size": {"height": 16, "width": 16},
@@ -616,6 +678,8 @@ def build_vision(path: Path, family: str, *, seed: int = 0, **more: Any) -> Any:
         "llava_onevision": t.LlavaOnevisionForConditionalGeneration,
         **dict.fromkeys(PALIGEMMA, t.PaliGemmaForConditionalGeneration),
         "kimi_k25": t.Kimi_K25ForConditionalGeneration,
+        "cohere_compass": t.CohereCompassForConditionalGeneration,
+        "exaone4_5": t.Exaone4_5_ForConditionalGeneration,
         "lfm2_vl": t.Lfm2VlForConditionalGeneration,
         "aya_vision": t.AyaVisionForConditionalGeneration,
         "cohere2_vision": t.Cohere2VisionForConditionalGeneration,
@@ -857,7 +921,7 @@ def their_processor(family: str) -> Any:
         "smolvlm": SmolVLMImageProcessorPil,
         "gemma3": Gemma3ImageProcessorPil,
         "qwen2_5_vl": Qwen2VLImageProcessorPil,
-        "qwen2_vl": Qwen2VLImageProcessorPil,
+        **dict.fromkeys(("qwen2_vl", "exaone4_5", "cohere_compass"), Qwen2VLImageProcessorPil),
         **dict.fromkeys(QWEN3, Qwen2VLImageProcessorPil),
         **dict.fromkeys(GEMMA4, Gemma4ImageProcessorPil),
         **dict.fromkeys(GLM, Glm4vImageProcessorPil),
@@ -887,7 +951,7 @@ def their_inputs(
     kinds = (ids == token_id(family, IMAGE[family])).int()
     if family == "gemma3" or family in PALIGEMMA:  # of the latter, all tokens of a prompt are alike
         given["token_type_ids"] = kinds * (family == "gemma3")
-    elif family.startswith("qwen") or family in (*GEMMA4, *GLM):
+    elif family.startswith("qwen") or family in (*GEMMA4, *GLM, "cohere_compass"):
         given["mm_token_type_ids"] = kinds
     if pictures:
         is_nested = family == "smolvlm" or (family == "llava_onevision" and of_one_prompt)

@@ -113,17 +113,18 @@ class MediaLayer:
         assert isinstance(a, AttentionSpec)
         assert isinstance(mlp, DenseSpec)
         rows = _product(ops, normed(ops, self.norms["pre_attention"], h), self.qkv)
-        q, k, v = rows.unflatten(1, (3, a.num_heads, a.head_dim)).unbind(1)
+        sizes = (a.num_heads, a.num_kv_heads, a.num_kv_heads)
+        q, k, v = rows.unflatten(1, (-1, a.head_dim)).split(sizes, dim=1)
         if (
             layout is not None and layout.cos_sin is not None
         ):  # written to a cache with one token per block
             k_cache, v_cache = (
-                rows.new_empty(len(rows), a.num_heads, 1, a.head_dim) for _ in range(2)
+                rows.new_empty(len(rows), a.num_kv_heads, 1, a.head_dim) for _ in range(2)
             )
             kv = LayerKV(k_cache, v_cache)
             heads = QKVLayout(
                 num_heads=a.num_heads,
-                num_kv_heads=a.num_heads,
+                num_kv_heads=a.num_kv_heads,
                 head_dim=a.head_dim,
                 cos_sin=layout.cos_sin,
                 interleaved=layout.interleaved,
@@ -143,6 +144,8 @@ class MediaLayer:
                 normed(ops, NormParams(kind="rms", weight=w, eps=norm.eps), x.flatten(1)).view_as(x)
                 for x, w in ((q, self.q_norm), (k, self.k_norm))
             )
+        if (copies := a.num_heads // a.num_kv_heads) > 1:
+            k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
         mixed = ops.packed_attention(q, k, v, parts, scale=a.scale).flatten(1)
         first, second = (1, 1) if self.gains is None else self.gains
         h = h + first * self._after("post_attention", ops, _product(ops, mixed, self.out))

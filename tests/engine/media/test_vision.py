@@ -54,6 +54,8 @@ FAMILIES = (
     "cohere2_vision",
     "paligemma2",
     "llava_onevision",
+    "exaone4_5",
+    "cohere_compass",
 )
 LIKE_OTHERS = (
     "qwen3_vl_moe",

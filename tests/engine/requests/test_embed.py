@@ -401,7 +401,9 @@ def test_only_a_decoders_last_token_stands_for_a_text(tmp_path):
         llm.embed("hello")
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma", "mixtral", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "llama", "gemma", "mixtral", "gemma3_text", "cohere_compass_text"]
+)
 def test_a_decoder_with_a_classifier_scores_pairs(family, tmp_path):
     """A conversion of Qwen3-Reranker: the last token's score of the query followed by the document."""
     theirs = tiny_models.build_classifier(tmp_path, family)

@@ -175,9 +175,12 @@ def test_parts_of_pictures(lengths, monkeypatch):
     assert not bidirectional.covers(PackedParts.of([1000, 900], q.device))
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma4", "gemma4_large", "mistral3"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "exaone4_5", "qwen3_vl", "gemma4", "gemma4_large", "mistral3"]
+)
 def test_a_tower_that_sees(family, tmp_path):
-    """Rotations, norms of heads, padded units, bounds, DeepStack, and windows of several lengths (Qwen 2.5 VL)."""
+    """Rotations, shared heads of keys and values (EXAONE 4.5), norms of heads, padded units, bounds, DeepStack,
+    and windows of several lengths (Qwen 2.5 VL)."""
     build_vision(tmp_path, family)
     rng = torch.Generator().manual_seed(1)
     side = 12 if family.startswith("gemma") else 8

@@ -35,6 +35,7 @@ TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]
         ("gemma3n_text", {}),
         ("granite", {}),
         ("cohere2", {}),
+        ("cohere_compass_text", {}),
         ("mixtral", {}),
         ("qwen2_moe", {}),
         ("gpt_oss", {}),

@@ -14,6 +14,8 @@ import torch
 from slipstream.config import DTYPE_BYTES
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.spec.description import read_spec
+from slipstream.spec.families import FAMILIES
+from slipstream.spec.families.refused import REFUSED
 from slipstream.spec.model import CompressedAttentionSpec, IndexSpec, LatentAttentionSpec
 from slipstream.spec.parameters import parameters
 from tests.model.harness import Paged, greedy, load, run
@@ -460,6 +462,7 @@ def edit(path, **changes):
     ("changes", "field"),
     [
         ({"model_type": "rwkv"}, "model_type"),
+        ({"model_type": "zaya"}, "model_type"),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
         ({"hidden_act": "mish"}, "hidden_act"),
         ({"some_new_switch": True}, "some_new_switch"),
@@ -480,6 +483,13 @@ def test_an_unknown_config_is_refused_by_name(tiny, changes, field):
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec(tiny)
     assert caught.value.field == field
+
+
+def test_a_family_that_is_refused_says_why(tiny):
+    edit(tiny, model_type="inkling_text")
+    with pytest.raises(UnsupportedModelError, match="pass a short convolution"):
+        read_spec(tiny)
+    assert not REFUSED.keys() & FAMILIES.keys()
 
 
 def resave(path, change):

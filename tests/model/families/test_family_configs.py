@@ -603,6 +603,7 @@ def test_latents_are_not_cached_in_8_bits(kind):
         ("gpt_bigcode", {}),
         ("olmo2", {}),
         ("cohere2", {}),
+        ("cohere_compass_text", {}),
         ("mixtral", {"sliding_window": 7}),
         ("qwen2_moe", {}),
         ("gpt_oss", {}),

@@ -476,6 +476,64 @@ CONFIGS = {
         {"size": {"longest_edge": 1540}, "patch_size": 14, "do_pad": True},
         46 * 26,
     ),
+    "exaone4_5": (  # as in the first files, whose top repeats the decoder's keys
+        {
+            **_LLAMA,
+            **dict(image_token_id=7, video_token_id=8, vision_start_token_id=5),
+            **dict(vision_end_token_id=6, vision_token_id=7, reorder_qk_norm=True),
+            **dict(max_window_layers=4, sliding_window=None, rope_theta=1e6),
+            "architectures": ["Exaone4_5_ForConditionalGeneration"],
+            "text_config": {
+                **_LLAMA,
+                **dict(model_type="exaone4_5_text", image_token_id=7, num_kv_heads=1),
+                **dict(reorder_qk_norm=True, rope_theta=1e6, sliding_window=4096),
+                **dict(sliding_window_pattern="LLLG", max_window_layers=4),
+                "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+                "rope_scaling": {
+                    **dict(factor=16.0, high_freq_factor=4.0, low_freq_factor=1.0),
+                    **dict(original_max_position_embeddings=8192, rope_type="llama3"),
+                },
+            },
+            "vision_config": {
+                **dict(model_type="exaone4_5_vision", depth=28, hidden_size=2048, num_heads=32),
+                **dict(num_key_value_heads=8, fullatt_block_indexes=[6, 13, 20, 27]),
+                **dict(hidden_act="silu", in_channels=3, in_chans=3, intermediate_size=5120),
+                **dict(out_hidden_size=64, patch_size=14, spatial_merge_size=2),
+                **dict(spatial_patch_size=14, temporal_patch_size=2, tokens_per_second=2),
+                "window_size": 112,
+            },
+        },
+        {
+            **dict(min_pixels=3136, max_pixels=12845056, patch_size=14, temporal_patch_size=2),
+            **dict(merge_size=2, image_processor_type="Qwen2VLImageProcessor"),
+        },
+        46 * 26,
+    ),
+    "cohere_compass": (
+        {
+            **_IDS,
+            "architectures": ["CohereCompassForConditionalGeneration"],
+            "tie_word_embeddings": True,
+            "text_config": {
+                **{k: v for k, v in _LLAMA.items() if k != "rms_norm_eps"},
+                **dict(model_type="cohere_compass_text", hidden_size=256, head_dim=128),
+                **dict(layer_norm_eps=1e-5, logit_scale=0.25, pooling=None, sliding_window=4096),
+                **dict(attention_bias=False, sliding_window_pattern=4),
+                "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+                "rope_parameters": {
+                    **dict(full_attention=None, rope_theta=50000, rope_type="default"),
+                    "sliding_attention": {**_MROPE, "rope_theta": 50000},
+                },
+            },
+            "vision_config": {
+                **_QWEN3_ENCODER,
+                **dict(model_type="cohere_compass", out_hidden_size=256),
+                "deepstack_visual_indexes": [1, 2, 3],
+            },
+        },
+        {**_QWEN, "image_processor_type": "CohereCompassImageProcessor"},
+        40 * 22,
+    ),
 }
 
 
@@ -522,7 +580,8 @@ def test_an_unknown_key_of_the_encoder_is_refused(tmp_path, family):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_vl", "qwen3_5", "gemma4", "mistral3", "glm4v_moe", "glm_ocr"]
+    "family",
+    ["qwen3_vl", "qwen3_5", "gemma4", "mistral3", "glm4v_moe", "glm_ocr", "cohere_compass"],
 )
 def test_a_model_without_an_encoder_is_its_decoder(tmp_path, family):
     write(tmp_path, family, vision_config=None)
@@ -551,6 +610,13 @@ def test_a_model_without_an_encoder_is_its_decoder(tmp_path, family):
         ("paligemma", "text_config", {"model_type": "gemma3_text"}),
         ("aya_vision", "vision_config", {"image_size": 384}),
         ("glm4v_moe", "text_config", {"model_type": "glm4v_text"}),
+        ("exaone4_5", "text_config", {"reorder_qk_norm": False}),
+        ("exaone4_5", "text_config", {"num_kv_heads": 2}),
+        ("exaone4_5", "vision_config", {"model_type": "qwen2_5_vl"}),
+        ("exaone4_5", "vision_config", {"window_size": 100}),
+        ("cohere_compass", "text_config", {"rope_parameters": {"full_attention": None}}),
+        ("cohere_compass", "text_config", {"head_dim": 64}),
+        ("cohere_compass", "text_config", {"model_type": "cohere2"}),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(tmp_path, family, part, change):

@@ -35,6 +35,8 @@ FAMILIES = (
     "glm4v_moe",
     "glm46v",
     "glm_ocr",
+    "exaone4_5",
+    "cohere_compass",
 )
 SIZES = ((50, 37), (30, 61), (97, 20), (16, 16), (8, 120))
 CPU = torch.device("cpu")

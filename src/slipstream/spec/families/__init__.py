@@ -75,7 +75,9 @@ from slipstream.spec.families.hybrids import (
     zamba,
 )
 from slipstream.spec.families.pictures import (
+    cohere_compass,
     cohere_vision,
+    exaone4_5,
     glm4v,
     idefics3,
     internvl,
@@ -86,11 +88,12 @@ from slipstream.spec.families.pictures import (
     qwen3_vl,
     qwen_vl,
 )
+from slipstream.spec.families.refused import REFUSED
 from slipstream.spec.families.sounds import qwen2_audio, voxtral
 
 MODULES = (
-    apertus, bamba, bart, bert, bert_kin, deberta, bloom, cohere, cohere_vision, dbrx, deepseek, deepseek_v4, ernie,
-    exaone, falcon, falcon_h1, gemma, gemma3n, gemma4, glm, glm4v, gpt, gpt_oss, granite, hunyuan, idefics3,
+    apertus, bamba, bart, bert, bert_kin, deberta, bloom, cohere, cohere_compass, cohere_vision, dbrx, deepseek, deepseek_v4,
+    ernie, exaone, exaone4_5, falcon, falcon_h1, gemma, gemma3n, gemma4, glm, glm4v, gpt, gpt_oss, granite, hunyuan, idefics3,
     internvl, jamba, kimi_linear, kimi_vl, lfm, lfm2_vl, ling, llama, llama4, llava_onevision, mamba, minimax, mistral3,
     mixtures, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, paligemma, phi, qwen, qwen2_audio,
     qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, voxtral, whisper, zamba,
@@ -151,6 +154,10 @@ def _several(given: Any) -> tuple[Any, ...]:
 def find_family(model_type: object, architectures: object) -> Family:
     """The family of a Hugging Face config. UnsupportedModelError if there is none."""
     family = families().get(model_type) if isinstance(model_type, str) else None
+    if family is None and isinstance(model_type, str) and model_type in REFUSED:
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} is not supported: {REFUSED[model_type]}", field="model_type"
+        )
     if family is None:
         raise UnsupportedModelError(
             f"model_type {model_type!r} is not supported; the families are {', '.join(sorted(families()))} "

@@ -412,6 +412,7 @@ def rope_of_kind(
     default: dict[str, Any] | None = None,
     proportional: bool = False,
     partial: float | None = None,
+    sections: Sections | None = None,
 ) -> RopeSpec:
     """The rotary embedding of one kind of layer in families where each kind has its own, by the rule of transformers 5.
 
@@ -420,7 +421,7 @@ def rope_of_kind(
     3. Without `rope_parameters`, `default` applies.
 
     `proportional`: the family has this rope_type, too. `partial`: default fraction of a head that is rotated; None: the
-    whole head."""
+    whole head. `sections`: reads `mrope_section`."""
     scaling, own = c.maybe("rope_scaling", dict), c.maybe("rope_parameters", dict)
     own = default if own is None else own
     kinds, key = ("full_attention", "sliding_attention"), "rope_parameters"
@@ -446,7 +447,14 @@ def rope_of_kind(
     if partial is None and raw["partial_rotary_factor"] not in (None, 1) and not is_proportional:
         raise c.unsupported(key, "transformers rotates whole heads in this family")
     return _rope_from(
-        c, key, raw, head_dim, max_position=max_position, style="half", proportional=is_proportional
+        c,
+        key,
+        raw,
+        head_dim,
+        max_position=max_position,
+        style="half",
+        sections=sections,
+        proportional=is_proportional,
     )
 
 

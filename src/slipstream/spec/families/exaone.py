@@ -9,7 +9,7 @@ from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import after, decoder, gated, kinds, kinds_of_layers
 from slipstream.spec.families.deepseek import SHARED, corrected_mixture
 from slipstream.spec.families.metadata import llama_gguf_config
-from slipstream.spec.families.names import LLAMA, gguf_table, table
+from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import ModelSpec
 
 
@@ -43,12 +43,12 @@ def _read(c: ConfigReader, family: str, **more: Any) -> ModelSpec:
     if c.says("sliding_window") and "sliding_window" not in c:
         window = 0
     pattern = c.value("sliding_window_pattern") or 4
-    if (
-        "layer_types" not in c and window and not isinstance(pattern, int)
-    ):  # the pattern "LLLG" in EXAONE 4 32B
-        raise c.unsupported(
-            "sliding_window_pattern", "must be a number, or layer_types must be there"
-        )
+    if not isinstance(pattern, int):  # "LLLG" in EXAONE 4 32B
+        if "layer_types" not in c and window:
+            raise c.unsupported(
+                "sliding_window_pattern", "must be a number, or layer_types must be there"
+            )
+        pattern = 4  # layer_types says which layers have a window
     found = kinds_of_layers(
         c, lambda i: "sliding_attention" if window and (i + 1) % pattern else "full_attention"
     )
@@ -78,18 +78,18 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
     return {**config, "sliding_window": window or None, "layer_types": kinds}
 
 
+NAMES: dict[str, Theirs] = {
+    **LLAMA,
+    "post_attention": "post_attention_layernorm",
+    "post_mlp": "post_feedforward_layernorm",
+}
+
 FAMILIES = (
     Family(
         model_type="exaone4",
         architectures=("Exaone4ForCausalLM", "Exaone4ForSequenceClassification"),
         read=read,
-        names=table(
-            {
-                **LLAMA,
-                "post_attention": "post_attention_layernorm",
-                "post_mlp": "post_feedforward_layernorm",
-            }
-        ),
+        names=table(NAMES),
         gguf=GGUFFamily(architecture="exaone4", config=gguf_config, names=gguf_table()),
     ),
     Family(

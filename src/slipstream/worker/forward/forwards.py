@@ -187,7 +187,8 @@ class WithMedia(Variant):
         ops: Any = self.decoder.ops
         if self.adapters is not None and batch.has_adapters:
             ops = AdapterOps(ops, self.adapters.weights, adapters_of(batch, self.decoder))
-        axes = getattr(self.decoder.spec.attentions[0].position, "axes", None)
+        each = (getattr(a.position, "axes", None) for a in self.decoder.spec.attentions)
+        axes = next(filter(None, each), None)  # the same in all layers with a rotary embedding
         decoder = self.decoder.with_ops(
             cast("OpSet", MediaOps(ops, media, given.meta, self.spec, axes))
         )

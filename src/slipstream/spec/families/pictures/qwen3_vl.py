@@ -5,6 +5,7 @@ Qwen 3.5 has the encoder without DeepStack. Video is not supported."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from slipstream.spec.families.base import ConfigReader, Family, Names
 from slipstream.spec.families.builders import (
@@ -19,6 +20,7 @@ from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.families.pictures.images import axial_rope, square
 from slipstream.spec.families.pictures.qwen_vl import OUTER, PLAIN, check_width, read_processing
 from slipstream.spec.families.qwen import QWEN3_VL, read_qwen3_vl, read_qwen3_vl_moe
+from slipstream.spec.media.prompts import PromptFormat
 from slipstream.spec.media.vision import DeepStackSpec, GridPositionSpec, MLPConnector, VisionSpec
 from slipstream.spec.model import LayerSpec, ModelSpec
 
@@ -33,15 +35,20 @@ ENCODER = {
 
 
 def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec | None:
-    return _read(c, text, stacked=[8, 16, 24], image=151655)
+    return read_encoder(c, text, stacked=[8, 16, 24], image=151655)
 
 
 def read_vision_3_5(c: ConfigReader, text: ModelSpec) -> VisionSpec | None:
-    return _read(c, text, stacked=None, image=248056)
+    return read_encoder(c, text, stacked=None, image=248056)
 
 
-def _read(
-    c: ConfigReader, text: ModelSpec, *, stacked: list[int] | None, image: int
+def read_encoder(
+    c: ConfigReader,
+    text: ModelSpec,
+    *,
+    stacked: list[int] | None,
+    image: int,
+    prompt: PromptFormat = PLAIN,
 ) -> VisionSpec | None:
     """Reads a Qwen 3 VL image encoder. `stacked`: default list of DeepStack layers; None: no
     DeepStack. `image`: default placeholder token."""
@@ -89,7 +96,7 @@ def _read(
         connector=MLPConnector(norm=norm, activation="gelu"),
         deepstack=DeepStackSpec(layers=tuple(layers), connector=whole) if layers else None,
         token_id=token_id,
-        prompt=PLAIN,
+        prompt=prompt,
     )
     v.finish()
     c.finish()
@@ -114,14 +121,15 @@ VISUAL = (r"(model\.)?visual\..*",)
 """Tensors of the encoder, which are not loaded with max_images=0."""
 
 
-def names(spec: ModelSpec) -> Names:
+def names(spec: ModelSpec, decoder: Mapping[str, Theirs] = QWEN3_VL) -> Names:
+    """The tensors of a model with this encoder. `decoder`: the decoder's names."""
     stacked = {
         f"media.deepstack.{i}.{ours}": f"visual.deepstack_merger_list.{i}.{theirs}"
         for i in range(0 if spec.media is None else spec.media.num_added)
         for ours, theirs in (("norm", "norm"), ("up", "linear_fc1"), ("out", "linear_fc2"))
     }
     made = table(
-        {**QWEN3_VL, **VISION, **stacked},
+        {**decoder, **VISION, **stacked},
         media_layer=VISION_LAYER,
         changes=dict.fromkeys(("experts.up", "experts.down"), "turn"),
     )

@@ -123,12 +123,23 @@ def read_vision_2(c: ConfigReader, text: ModelSpec) -> VisionSpec:
     return _finished(c, v, made)
 
 
-def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
+def read_vision(
+    c: ConfigReader,
+    text: ModelSpec,
+    *,
+    kinds: tuple[str, ...] = ("qwen2_5_vl", "qwen2_5_vl_vision"),
+    kv_heads: int | None = None,
+    image: int = 151655,
+) -> VisionSpec:
+    """Reads Qwen 2.5 VL's encoder. `kinds`: its names of the model type. `kv_heads`: default of
+    `num_key_value_heads`; None: as many as heads of queries. `image`: default placeholder token."""
     v = c.part("vision_config")
     v.assume(**ENCODER)
-    v.require("model_type", "qwen2_5_vl", "qwen2_5_vl_vision")
+    v.require("model_type", *kinds)
     hidden, depth = v.size("hidden_size"), v.size("depth")
-    h = heads(v, num_heads="num_heads", num_kv_heads=None)
+    key = None if kv_heads is None else "num_key_value_heads"
+    v.assume(**({key: kv_heads} if key else {}))
+    h = heads(v, num_heads="num_heads", num_kv_heads=key)
     norm = rms(hidden, 1e-6)
     merge = v.size("spatial_merge_size", 2)
     patch_size = square(v, "patch_size", 14)
@@ -152,6 +163,7 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
     v.require("spatial_patch_size", patch_size)
     v.ignore("tokens_per_second")  # concerns video
     num_channels = v.size("in_channels" if "in_channels" in v else "in_chans", 3)
+    v.require("in_chans", num_channels)  # files may have both keys
     made = VisionSpec(
         hidden_size=hidden,
         num_channels=num_channels,
@@ -165,7 +177,7 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         window=window // side,
         full_layers=frozenset(full),
         connector=MLPConnector(norm=norm, activation="gelu"),
-        token_id=c.take("image_token_id", int, 151655),
+        token_id=c.take("image_token_id", int, image),
         prompt=PLAIN,
     )
     return _finished(c, v, made)
