@@ -19,6 +19,7 @@ struct Route : RowOp {
     int64_t num_groups, num_chosen_groups;  // of experts; 0: none
     bool best_two;
     int64_t first, held;  // the experts that are here
+    int64_t identity;     // the first expert that returns its input; −1: none
 
     int chunks(Program& p) override {
         Routing& r = p.routing;
@@ -88,7 +89,7 @@ struct Route : RowOp {
         }
         for (int64_t j = 0; j < each; j++) {
             const bool here = chosen[j] >= first && chosen[j] < first + held;
-            weights[j] = here ? (normalize ? weights[j] / total : weights[j]) * weight_scale : 0.0f;
+            weights[j] = here || (identity >= 0 && chosen[j] >= identity) ? (normalize ? weights[j] / total : weights[j]) * weight_scale : 0.0f;
             if (scales) weights[j] *= scales[chosen[j]];
         }
     }
@@ -208,7 +209,7 @@ struct ExpertLinear : Op {
 };
 
 struct Combine : RowOp {  // the weighted sum over a token's experts, in the order of its choices
-    int32_t x, out, shared, shared_weight;
+    int32_t x, out, shared, shared_weight, rows;
     int64_t size;
     bool accumulate;
     void row(Program& p, int64_t t, float*) override {
@@ -218,8 +219,11 @@ struct Combine : RowOp {  // the weighted sum over a token's experts, in the ord
         auto join = [&](const float* from, float weight) {
             for (int64_t i = 0; i < size; i++) to[i] += weight * from[i];
         };
+        float kept = 0.0f;
         for (int64_t j = t * r.each; j < (t + 1) * r.each; j++)
             if (r.place[j] < r.begin[r.num_experts]) join((const float*)p.row(x, r.place[j]), r.weights[j]);
+            else if (r.chosen[j] - r.first >= r.num_experts) kept += r.weights[j];
+        if (rows >= 0 && kept != 0.0f) join((const float*)p.row(rows, t), kept);
         if (shared < 0) return;
         join((const float*)p.row(shared, t), shared_weight < 0 ? 1.0f : 1.0f / (1.0f + std::exp(-*(const float*)p.row(shared_weight, t))));
     }
@@ -229,12 +233,12 @@ struct Combine : RowOp {  // the weighted sum over a token's experts, in the ord
 
 void ss_add_route(ss_program* p, int32_t logits, int64_t num_experts, int64_t each, int32_t sigmoid, float nearness, int32_t normalize,
                   float weight_scale, const float* correction, const float* scales, int64_t num_groups, int64_t num_chosen_groups,
-                  int32_t best_two, int64_t first, int64_t held) {
+                  int32_t best_two, int64_t first, int64_t held, int64_t identity) {
     auto* op = add<Route>(p);
     op->logits = logits, op->num_experts = num_experts, op->each = each, op->sigmoid = sigmoid, op->nearness = nearness, op->normalize = normalize;
     op->weight_scale = weight_scale, op->correction = correction, op->scales = scales;
     op->num_groups = num_groups, op->num_chosen_groups = num_chosen_groups, op->best_two = best_two;
-    op->first = first, op->held = held;
+    op->first = first, op->held = held, op->identity = identity;
 }
 
 void ss_add_choice(ss_program* p, int32_t x, int64_t num_experts, int64_t each) {
@@ -256,7 +260,9 @@ void ss_add_expert_linear(ss_program* p, int32_t x, int32_t out, int64_t column,
     op->args.activation = {activation, alpha, limit}, op->args.form = form;
 }
 
-void ss_add_combine(ss_program* p, int32_t x, int32_t out, int64_t size, int32_t shared, int32_t shared_weight, int32_t accumulate) {
+void ss_add_combine(ss_program* p, int32_t x, int32_t out, int64_t size, int32_t shared, int32_t shared_weight, int32_t accumulate,
+                    int32_t rows) {
     auto* op = add<Combine>(p);
     op->x = x, op->out = out, op->size = size, op->shared = shared, op->shared_weight = shared_weight, op->accumulate = accumulate;
+    op->rows = rows;
 }

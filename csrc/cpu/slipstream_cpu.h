@@ -21,7 +21,7 @@ extern "C" {
 typedef struct ss_engine ss_engine;
 typedef struct ss_program ss_program;
 
-#define SS_ABI 35  // changes with any declaration in this file
+#define SS_ABI 36  // changes with any declaration in this file
 SS_API int32_t ss_abi(void);
 
 // Instruction sets by number, the plainest first, and whether this machine can run one: 1 yes, 0 no, −1 with wrong results.
@@ -96,11 +96,12 @@ SS_API void ss_add_activation(ss_program*, int32_t x, int32_t out, int32_t form,
                               int32_t gated, int64_t size, int64_t rows_a_token);
 // A mixture of experts (`OpSet.moe`) is four operators: choose each token's experts, sort the pairs by expert, their products, and
 // the weighted sum over each token's. counts: a buffer for int64 [experts], bound if tokens are counted. Weights
-// and biases are of the `held` experts from `first` on; the sum leaves the others out. With `nearness` above
+// and biases are of the `held` experts from `first` on; the sum leaves the others out. Those from `identity` on (−1: none) return
+// their input. With `nearness` above
 // 0 the softmax of a choice is over what is left and near the largest logit (`MoESpec.nearness`).
 SS_API void ss_add_route(ss_program*, int32_t logits, int64_t num_experts, int64_t each, int32_t sigmoid, float nearness, int32_t normalize,
                          float weight_scale, const float* correction, const float* scales, int64_t num_groups, int64_t num_chosen_groups,
-                         int32_t best_two, int64_t first, int64_t held);
+                         int32_t best_two, int64_t first, int64_t held, int64_t identity);
 // In the place of `route`, where the choice was made elsewhere: a row of x has the token's experts and then their weights, float32
 // [2 · each]. An expert below 0 is none.
 SS_API void ss_add_choice(ss_program*, int32_t x, int64_t num_experts, int64_t each);
@@ -111,9 +112,10 @@ SS_API void ss_add_gather(ss_program*, int32_t x, int32_t out, int32_t form, int
 SS_API void ss_add_expert_linear(ss_program*, int32_t x, int32_t out, int64_t column, int32_t form, int32_t activation, float alpha,
                                  float limit, int32_t kind, int64_t rows, int64_t inner, const void* packed, int64_t stride,
                                  const float* bias, int64_t bias_stride);
-// shared: a row for each token that is added, if there is a shared_weight times the logistic function of its one number.
+// shared: a row for each token that is added, if there is a shared_weight times the logistic function of its one number. rows: the
+// tokens' rows, added with the weights of the experts that have no result, or −1.
 SS_API void ss_add_combine(ss_program*, int32_t x, int32_t out, int64_t size, int32_t shared, int32_t shared_weight,
-                           int32_t accumulate);
+                           int32_t accumulate, int32_t rows);
 // group: the one of `ss_step.groups` whose table and slots are used. value_eps ≥ 0: an RMS norm of each value. Without own_values
 // the values are the keys before their norm, and the row ends with these. index: the keys go to the layer's index, which has no
 // values.

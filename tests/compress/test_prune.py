@@ -74,6 +74,7 @@ NOT_YET = (
     "gpt_oss",
     "gpt-oss",
     "glm4_moe_lite",
+    "longcat_flash",
     "glm-flash",
     "mistral4",
     "gemma4",

@@ -40,6 +40,7 @@ def targets(model: Any) -> list[str]:
         for n in named
         if n.rpartition(".")[2] not in (*UNBUILT, *by_peft)
         and ".experts." not in n
+        and not n.endswith("router.classifier")  # LongCat Flash reads its weight alone
         and not OF_STREAMS & {*n.split(".")}
         and ".shared_transformer." not in n  # whose adapters are refused
     ]

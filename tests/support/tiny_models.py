@@ -393,6 +393,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(index_n_heads=24, index_head_dim=16, index_topk=9),
         **dict(indexer_types=["full", "shared", "full", "shared"]),
     },
+    "longcat_flash": {
+        **{
+            k: v
+            for k, v in _LATENT.items()
+            if k[:7] not in ("num_hid", "interme", "n_share", "first_k")
+        },
+        **dict(
+            model_type="longcat_flash", num_layers=2, ffn_hidden_size=64, moe_topk=4, head_dim=8
+        ),
+        **dict(expert_ffn_hidden_size=32, zero_expert_num=4, routed_scaling_factor=1.5),
+        **dict(num_experts_per_tok=None, moe_intermediate_size=None, num_key_value_heads=None),
+    },
     "deepseek_v4": {
         **dict(
             model_type="deepseek_v4", vocab_size=VOCAB, hidden_size=32, moe_intermediate_size=32
@@ -652,8 +664,16 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
             if family.startswith(("gemma4", "gemma3n")) and name.endswith("q_norm.weight"):
                 parameter.mul_(0.3)  # else its scores, which are not scaled, would be one-hot
         shake_buffers(model)
+        drop_unread(model)
     model.save_pretrained(path)
     return model
+
+
+def drop_unread(model: Any) -> None:
+    """Removes weights of LongCat Flash's experts that return their input, which published checkpoints lack."""
+    for part in model.modules():
+        if getattr(part, "zero_expert_num", 0):
+            part.gate_up_proj.data = part.gate_up_proj.data[: part.num_routed_experts].clone()
 
 
 def shake_buffers(model: Any) -> None:

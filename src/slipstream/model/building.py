@@ -29,7 +29,7 @@ from slipstream.model.layers.attention import (
 )
 from slipstream.model.layers.feed_forward import MLP, MoE
 from slipstream.model.layers.layer import Layer, Partition
-from slipstream.model.layers.streams import HyperStreams, OwnInput, Recall, Streams
+from slipstream.model.layers.streams import HyperStreams, OwnInput, Recall, Shortcut, Streams
 from slipstream.model.recurrent import build_recurrent, constant
 from slipstream.spec.layers import LAMBDAS
 from slipstream.spec.model import (
@@ -47,6 +47,7 @@ from slipstream.spec.model import (
     OwnInputSpec,
     RecallSpec,
     RopeSpec,
+    ShortcutSpec,
     StreamsSpec,
     Xielu,
 )
@@ -182,6 +183,8 @@ def build_layer(
             for weight in (parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk")
         )
         assert k_norm is not None
+        if s.latent_gain != 1.0:
+            k_norm = dataclasses.replace(k_norm, weight=k_norm.weight * s.latent_gain)
         params = MLAParams(
             keys=keys,
             values=values,
@@ -300,7 +303,7 @@ def build_layer(
             attended = latent(own)
         case AttentionSpec() as own:
             attended = attention(own)
-    residuals: Streams | HyperStreams | Recall | None = None
+    residuals: Streams | HyperStreams | Recall | Shortcut | None = None
     if spec.streams is not None:
         s = spec.streams
         match s:
@@ -311,6 +314,8 @@ def build_layer(
                 residuals = Recall(s, build_norm(s.norm, f"{name}streams.norm", parameters), join)
             case StreamsSpec():
                 residuals = streams(s)
+            case ShortcutSpec():
+                residuals = Shortcut(s)
     recurrent = None
     if spec.recurrent is not None:
         recurrent = build_recurrent(spec.recurrent, parameters, name, linear, summed_ranks, context)

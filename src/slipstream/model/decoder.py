@@ -432,7 +432,7 @@ class Decoder:
         """
         for i, layer in enumerate(self.layers):
             if isinstance(layer.mlp, MoE):
-                counts = self.ops.new_counts(layer.mlp.spec.num_experts, self.device)
+                counts = self.ops.new_counts(layer.mlp.spec.num_choices, self.device)
                 self.layers[i] = dataclasses.replace(layer, expert_counts=counts)
         counted = zip(self.spec.local_layers, self.layers, strict=True)
         return {i: x.expert_counts for i, x in counted if x.expert_counts is not None}

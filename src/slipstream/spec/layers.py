@@ -263,7 +263,8 @@ class LatentAttentionSpec:
        `value_dim` elements.
     5. With `q_rank`, queries are projected from a latent, too.
 
-    `bias`: whether the projections to latents and the output projection have one. `index` chooses the keys that a token
+    `latent_gain`: factor of the normed latents. `bias`: whether the projections to latents and the output projection have one.
+    `index` chooses the keys that a token
     attends to ("previous": those of the layer before it); it needs `q_rank`. `gated`: a head's output is multiplied by the
     sigmoid of one number, which an unquantized linear layer computes from the layer's input (Ling 3).
     """
@@ -280,6 +281,7 @@ class LatentAttentionSpec:
     bias: bool = False
     index: IndexSpec | Literal["previous"] | None = None
     gated: bool = False
+    latent_gain: float = 1.0
 
     num_kv_heads: ClassVar[int] = 1
     kv_from: ClassVar[None] = None
@@ -492,6 +494,8 @@ class MoESpec:
        V4).
     5. With `latent`, the experts' inputs and outputs have this size. A linear layer projects a token's state to it, another
        projects the experts' sum back (Nemotron 3 Super).
+    6. With `identity`, there are so many further experts to choose, after the others. They have no weights and return their
+       input (LongCat Flash). Of several ranks, one `adds_identity`.
 
     `held`: (index of the first, number) of the experts whose weights this rank has, if other ranks have the others. The
     router still chooses among all.
@@ -512,7 +516,19 @@ class MoESpec:
     expert_scales: bool = False
     shared: SharedExpertSpec | None = None
     latent: int | None = None
+    identity: int = 0
+    adds_identity: bool = True
     held: tuple[int, int] | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Number of experts that the router chooses from: those with weights, and then the identity experts."""
+        return self.num_experts + self.identity
+
+    @property
+    def skips(self) -> bool:
+        """Whether this rank has no weights for some of the experts that may be chosen."""
+        return self.held is not None or self.identity > 0
 
     @property
     def has_usual_choice(self) -> bool:
@@ -531,13 +547,13 @@ class MoESpec:
         )
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
-        found = linear_shapes("router", self.num_experts, hidden_size, self.router_bias)
+        found = linear_shapes("router", self.num_choices, hidden_size, self.router_bias)
         if self.correction:
-            found["correction.weight"] = (self.num_experts,)
+            found["correction.weight"] = (self.num_choices,)
         if self.hashed:
             found["expert_table.weight"] = (self.hashed, self.num_experts_per_token)
         if self.expert_scales:
-            found["expert_scales.weight"] = (self.num_experts,)
+            found["expert_scales.weight"] = (self.num_choices,)
         width = hidden_size if self.latent is None else self.latent
         found |= self.expert.shapes(width, "experts", self.num_local_experts)
         if self.latent is not None:
@@ -728,6 +744,21 @@ class RecallSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShortcutSpec:
+    """A mixture whose output skips the next layer (ScMoE, arXiv:2404.05019; LongCat Flash).
+
+    1. The layer that `opens` has a mixture with a shared expert. After attention, h += shared(pre_mlp(h)), and the
+       experts' sum s is kept next to the residual, as [h, s].
+    2. The next layer has no mixture. After it, h += s.
+    """
+
+    opens: bool
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer. `residual_scale` multiplies what attention and MLP add to the residual (Granite). `cross` is
     attention over the encoder's last states; its heads are those of `attention`. `scaled`: the residual after the
@@ -746,7 +777,7 @@ class LayerSpec:
     recurrent: RecurrentSpec | None = None
     own_input: OwnInputSpec | None = None
     scaled: bool = False
-    streams: StreamsSpec | HyperSpec | RecallSpec | None = None
+    streams: StreamsSpec | HyperSpec | RecallSpec | ShortcutSpec | None = None
     same_as: int | None = None
 
     @property

@@ -45,6 +45,7 @@ from slipstream.spec.layers import QKNormSpec as QKNormSpec
 from slipstream.spec.layers import RecallSpec as RecallSpec
 from slipstream.spec.layers import SequentialBlock as SequentialBlock
 from slipstream.spec.layers import SharedExpertSpec as SharedExpertSpec
+from slipstream.spec.layers import ShortcutSpec as ShortcutSpec
 from slipstream.spec.layers import StreamsSpec as StreamsSpec
 from slipstream.spec.layers import TwinBlock as TwinBlock
 from slipstream.spec.layers import linear_shapes as linear_shapes
@@ -285,20 +286,20 @@ class ModelSpec:
                     field="num_key_value_heads",
                 )
             m = layer.mlp
-            if isinstance(m, MoESpec) and not 1 <= m.num_experts_per_token <= m.num_experts:
+            if isinstance(m, MoESpec) and not 1 <= m.num_experts_per_token <= m.num_choices:
                 raise UnsupportedModelError(
-                    f"num_experts_per_tok ({m.num_experts_per_token}) must be 1 to the number of experts ({m.num_experts})",
+                    f"num_experts_per_tok ({m.num_experts_per_token}) must be 1 to the number of experts ({m.num_choices})",
                     field="num_experts_per_tok",
                 )
             g = m.groups if isinstance(m, MoESpec) else None
             if isinstance(m, MoESpec) and g is not None:
-                each = m.num_experts // g.num_groups
-                fits = m.num_experts % g.num_groups == 0 and each >= (
+                each = m.num_choices // g.num_groups
+                fits = m.num_choices % g.num_groups == 0 and each >= (
                     2 if g.by == "best_two" else 1
                 )
-                if not fits or not m.num_experts_per_token <= g.num_chosen * each <= m.num_experts:
+                if not fits or not m.num_experts_per_token <= g.num_chosen * each <= m.num_choices:
                     raise UnsupportedModelError(
-                        f"{m.num_experts_per_token} of {m.num_experts} experts can't be chosen from {g.num_chosen} of "
+                        f"{m.num_experts_per_token} of {m.num_choices} experts can't be chosen from {g.num_chosen} of "
                         f"{g.num_groups} groups",
                         field="n_group",
                     )

@@ -413,10 +413,11 @@ def _split_mlp(m: DenseSpec | MoESpec, shard: Shard) -> DenseSpec | MoESpec:
     shared = m.shared
     if shared is not None and not shard.deals_requests:
         shared = dataclasses.replace(shared, mlp=_split_dense(shared.mlp, shard))
+    m = dataclasses.replace(m, shared=shared, adds_identity=shard.rank == 0)
     if not shard.experts:
-        return dataclasses.replace(m, expert=_split_dense(m.expert, shard), shared=shared)
+        return dataclasses.replace(m, expert=_split_dense(m.expert, shard))
     first, last = shard.dealt(m.num_experts)
-    return dataclasses.replace(m, shared=shared, held=(first, last - first))
+    return dataclasses.replace(m, held=(first, last - first))
 
 
 def _split_dense(m: DenseSpec, shard: Shard) -> DenseSpec:

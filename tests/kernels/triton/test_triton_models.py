@@ -43,6 +43,7 @@ TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]
         ("deepseek_v3", {}),
         ("deepseek_v32", {"index_topk": 3}),
         ("deepseek_v4", {}),
+        ("longcat_flash", {}),
         ("kolibri1", {}),
         ("laguna", {}),
         ("glm_moe_dsa", {"index_topk": 3, "index_head_dim": 12}),

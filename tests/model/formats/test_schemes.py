@@ -77,6 +77,9 @@ ALL_EXPERTS = {
     },
     "glm4_moe": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "glm4_moe_lite": {"num_experts_per_tok": 8},
+    "longcat_flash": {
+        **dict(moe_topk=12, head_dim=16, ffn_hidden_size=128, expert_ffn_hidden_size=128)
+    },
     "mistral4": {"num_experts_per_tok": 8, "head_dim": None},
     "dots1": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     **{

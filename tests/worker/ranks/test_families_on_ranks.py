@@ -43,7 +43,7 @@ FAST = [
     ("jamba", "tp+sp"),
 ]
 """Granite's layers add up over ranks where they scale a branch; the others do within the next norm."""
-WITHOUT_STAGES = ["gemma4_text", "gemma3n_text", "deepseek_v4", "zamba2"]
+WITHOUT_STAGES = ["gemma4_text", "gemma3n_text", "deepseek_v4", "zamba2", "longcat_flash"]
 """Families whose layers read the first layer's inputs, or the keys and values of an earlier one."""
 ALL = [
     (family, form)

@@ -89,11 +89,11 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "add_head_linear": (None, [_P, _I, _I, _L, _L, _L, _I, _L, _L, _P, _L]),
     "add_gated_linear": (None, [_P, _I, _I, _I, _I, _F, _F, _I, _L, _L, _P, _P, _P, _L]),
     "add_activation": (None, [_P, _I, _I, _I, _I, _F, _F, _I, _L, _L]),
-    "add_route": (None, [_P, _I, _L, _L, _I, _F, _I, _F, _P, _P, _L, _L, _I, _L, _L]),
+    "add_route": (None, [_P, _I, _L, _L, _I, _F, _I, _F, _P, _P, _L, _L, _I, _L, _L, _L]),
     "add_choice": (None, [_P, _I, _L, _L]),
     "add_gather": (None, [_P, _I, _I, _I, _L, _I, _I]),
     "add_expert_linear": (None, [_P, _I, _I, _L, _I, _I, _F, _F, _I, _L, _L, _P, _L, _P, _L]),
-    "add_combine": (None, [_P, _I, _I, _L, _I, _I, _I]),
+    "add_combine": (None, [_P, _I, _I, _L, _I, _I, _I, _I]),
     "add_rope_and_cache": (
         None,
         [_P, _I, _I, _I, _L, _L, _L, _P, _L, _I, _P, _P, _F, _F, _F, _I, _I, _I],

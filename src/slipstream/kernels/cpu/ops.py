@@ -282,7 +282,8 @@ class NativeOps(CpuOps):
             results = add_down(p, own, down, spec, lambda _, *sizes: p.buffer(*sizes))
         else:
             results = add_experts(p, gathered, up, down, spec, lambda _, *sizes: p.buffer(*sizes))
-        p.add("combine", results, p.bound(out), size, -1, -1, False)
+        kept = p.bound(rows) if spec.identity and spec.adds_identity else -1
+        p.add("combine", results, p.bound(out), size, -1, -1, False, kept)
         p.run(step)
         return out.to(x.dtype)
 

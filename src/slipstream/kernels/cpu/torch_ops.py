@@ -45,6 +45,8 @@ from slipstream.kernels.plain.reference import (
     biases,
     count_experts,
     gather_sequence,
+    identity_part,
+    local_choice,
     rms,
     route,
     softmax,
@@ -171,13 +173,11 @@ class CpuOps(ReferenceOps):
         up, down, spec = experts.up, experts.down, experts.spec
         weights, chosen = route(router_logits, spec, experts.correction, experts.scales)
         count_experts(chosen, load)
-        held = spec.num_local_experts
-        if (
-            spec.held is not None
-        ):  # experts of other ranks come after the local ones, and get no product
-            here = (chosen >= spec.held[0]) & (chosen < spec.held[0] + held)
-            chosen = torch.where(here, chosen - spec.held[0], held)
-            weights = torch.where(here, weights, 0.0)
+        held, kept = spec.num_local_experts, None
+        if spec.identity and spec.adds_identity:
+            kept = identity_part(x, weights, chosen, spec)
+        if spec.skips:  # experts without weights here come after the local ones, and get no product
+            weights, chosen = local_choice(weights, chosen, spec)
         by_expert, order = chosen.flatten().sort(stable=True)
         count = int((by_expert < held).sum())
         by_expert, order = by_expert[:count], order[:count]
@@ -198,7 +198,8 @@ class CpuOps(ReferenceOps):
             .index_copy_(0, order, y)
             .view(*chosen.shape, x.shape[1])
         )
-        return (back.float() * weights[..., None]).sum(dim=1).to(x.dtype)
+        total = (back.float() * weights[..., None]).sum(dim=1)
+        return (total if kept is None else total + kept).to(x.dtype)
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
         assert isinstance(x, Tensor)

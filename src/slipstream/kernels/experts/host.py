@@ -259,11 +259,11 @@ class HostExpertOps:
         experts = next((e for e in mixtures if isinstance(e.up, NativeExperts)), None)
         if experts is None or not _can_copy(experts) or not self.arena.is_pinned:
             return
-        size, num_experts = experts.up.weight.shape[1], experts.spec.num_experts
+        size = experts.up.weight.shape[1]
         num_tokens = MIN_COPIED
         while num_tokens <= most_tokens:
             x = torch.randn(num_tokens, size, device=self._platform.device, dtype=dtype)
-            logits = torch.randn(num_tokens, num_experts, device=self._platform.device)
+            logits = torch.randn(num_tokens, experts.spec.num_choices, device=self._platform.device)
             once, seconds = partial(self.moe, x, logits, experts), []
             try:
                 for copy_from in (None, 0):
@@ -340,7 +340,8 @@ class HostMixture:
         choice = p.bound(self.given[:, size:])
         add_made_choice(p, p.bound(self.given[:, :size]), choice, spec, gathered, up.form, size)
         out = add_experts(p, gathered, up, down, spec, scratch)
-        p.add("combine", out, p.bound(self.result), down.rows, -1, -1, False)
+        kept = p.bound(self.given[:, :size]) if spec.identity and spec.adds_identity else -1
+        p.add("combine", out, p.bound(self.result), down.rows, -1, -1, False, kept)
         self._jobs: dict[int, Job] = {}
 
     def call(self, num_tokens: int) -> None:

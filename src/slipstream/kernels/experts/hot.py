@@ -44,7 +44,9 @@ class HotExperts:
         self._source, self._platform, self.count = (up, down), platform, count
         num_experts = source.spec.num_experts
         self.held: list[int] = [-1] * count  # by place
-        self.place_of = torch.full((num_experts,), count, dtype=torch.int32, device=platform.device)
+        self.place_of = torch.full(
+            (source.spec.num_choices,), count, dtype=torch.int32, device=platform.device
+        )
         self._weights = [
             torch.zeros(count, w.rows, w.inner, dtype=dtype, device=platform.device)
             for w in (up, down)
@@ -71,7 +73,7 @@ class HotExperts:
     def follow(self, counts: Sequence[int]) -> int:
         """Replaces experts on the device by others that were chosen more often lately. `counts` are
         those since the start. Returns the number of replaced experts."""
-        now = np.asarray(counts, np.int64)
+        now = np.asarray(counts[: len(self._seen)], np.int64)
         fresh = (
             now - self._seen if (now >= self._seen).all() else now
         )  # if smaller, the counts were reset

@@ -110,6 +110,21 @@ def route(
     return weights if scales is None else weights * scales[chosen], chosen
 
 
+def identity_part(x: Tensor, weights: Tensor, chosen: Tensor, spec: MoESpec) -> Tensor:
+    """The sum of a choice's identity experts, float32 [T, E]: the input times their weights. `chosen` counts from the model's
+    first expert."""
+    of_identity = weights.masked_fill(chosen < spec.num_experts, 0.0).sum(dim=1, keepdim=True)
+    return x.float() * of_identity
+
+
+def local_choice(weights: Tensor, chosen: Tensor, spec: MoESpec) -> tuple[Tensor, Tensor]:
+    """A choice whose experts count from the first one that this rank has. Any other is the number after the last one, with
+    weight 0."""
+    first, count = (0, spec.num_experts) if spec.held is None else spec.held
+    here = (chosen >= first) & (chosen < first + count)
+    return weights.where(here, 0.0), (chosen - first).where(here, count)
+
+
 def _near_weights(logits: Tensor, chosen: Tensor, spec: MoESpec) -> Tensor:
     """Returns the weights of the choices by `MoESpec.nearness`."""
     left, weights = logits, []
@@ -343,9 +358,11 @@ class ReferenceOps(OpSet):
     ) -> Tensor:
         spec = experts.spec
         weights, chosen = self.route(router_logits, spec, experts.correction, load, experts.scales)
-        return self.moe_of_choice(
-            x, weights, chosen - (0 if spec.held is None else spec.held[0]), experts
-        )
+        own = chosen - (0 if spec.held is None else spec.held[0])
+        made = self.moe_of_choice(x, weights, own, experts)
+        if not (spec.identity and spec.adds_identity):
+            return made
+        return (made.float() + identity_part(x, weights, chosen, spec)).to(x.dtype)
 
     def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         up, down, spec = experts.up, experts.down, experts.spec

@@ -119,6 +119,7 @@ def _takes_experts(m: MoESpec, s: TokenShape) -> bool:
     return (
         not s.parallel
         and m.groups is None
+        and not m.identity
         and top <= min(MAX_CHOSEN, m.num_experts)
         and top * m.expert.intermediate_size <= MAX_MIDS
         and m.num_experts <= MAX_EXPERTS

@@ -129,7 +129,7 @@ class MoE:
         if self.routed_experts is None:
             return ops.moe(x, logits, self.experts, load)
         e = self.experts
-        is_whole = e.spec.held is None
+        is_whole = not e.spec.skips
         counted = load if is_whole else None  # `moe` chooses the experts again, and counts them
         weights, chosen = ops.route(logits, e.spec, e.correction, counted, e.scales)
         count = min(len(chosen), len(self.routed_experts))  # padding tokens are last

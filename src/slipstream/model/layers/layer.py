@@ -38,7 +38,7 @@ from slipstream.model.layers.residual import (
     total_of,
     whole,
 )
-from slipstream.model.layers.streams import HyperStreams, OwnInput, Recall, Streams
+from slipstream.model.layers.streams import HyperStreams, OwnInput, Recall, Shortcut, Streams
 from slipstream.model.recurrent import Recurrent
 from slipstream.spec.model import LayerSpec, ParallelBlock, PostNormBlock, TwinBlock
 from slipstream.spec.parallel import Shard
@@ -109,7 +109,7 @@ class Layer:
     recurrent: Recurrent | None = None
     own_input: OwnInput | None = None
     scalar: Tensor | None = None  # [1]: factor of the residual after the layer
-    streams: Streams | HyperStreams | Recall | None = None
+    streams: Streams | HyperStreams | Recall | Shortcut | None = None
     expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if counted
     group: int = 0  # index into the step's metadata, from `ModelSpec.group_of_layer`
     cross_group: int = 0
@@ -158,8 +158,8 @@ class Layer:
         def attend(x: Any, by: Callable[..., Tensor] = self._mixed) -> Pending:
             return summed(lambda rows: by(ops, rows, kv, meta, step), x, self.attention_ranks)
 
-        def feed(x: Any) -> Pending:
-            return summed(lambda rows: self._fed(ops, rows, kv, meta, step), x, self.mlp_ranks)
+        def feed(x: Any, by: Callable[..., Tensor] = self._fed) -> Pending:
+            return summed(lambda rows: by(ops, rows, kv, meta, step), x, self.mlp_ranks)
 
         if self.streams is not None:
             return self.streams.run(ops, whole(ops, pending), self, attend, feed, step), None
@@ -346,6 +346,22 @@ class Layer:
             return self.mlp(ops, x, load, step)
         most_tokens = len(x) if step.most_tokens is None else step.most_tokens
         return self.mlp.over_ranks(ops, x, self.expert_ranks, most_tokens, load, step)
+
+    def by_shared(
+        self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata, step: AttentionMetadata
+    ) -> Tensor:
+        """This rank's part of the shared expert's output alone."""
+        assert isinstance(self.mlp, MoE)
+        assert self.mlp.shared is not None
+        return self.mlp.shared(ops, x)
+
+    def by_experts(
+        self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata, step: AttentionMetadata
+    ) -> Tensor:
+        """This rank's part of the mixture's output without the shared expert."""
+        assert isinstance(self.mlp, MoE)
+        alone = dataclasses.replace(self, mlp=dataclasses.replace(self.mlp, shared=None))
+        return alone._fed(ops, x, kv, meta, step)
 
     def _load(
         self, ops: OpSet, kv: LayerKV, meta: AttentionMetadata, x: Any

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.kernels.layouts import HyperParams, NormParams
 from slipstream.model.layers.residual import normed, whole
-from slipstream.spec.model import HyperSpec, OwnInputSpec, RecallSpec, StreamsSpec
+from slipstream.spec.model import (
+    HyperSpec,
+    OwnInputSpec,
+    RecallSpec,
+    ShortcutSpec,
+    StreamsSpec,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -170,3 +176,29 @@ class Recall:
         if self.spec.closes:
             return now
         return ops.side_by_side(now, ops.columns(h, start=width, stop=2 * width))
+
+
+@dataclass(frozen=True, slots=True)
+class Shortcut:
+    """One of two layers over which a mixture's output is kept next to the residual (`ShortcutSpec`)."""
+
+    spec: ShortcutSpec
+
+    def run(
+        self,
+        ops: OpSet,
+        h: Tensor,
+        layer: Layer,
+        attend: Callable[..., Pending],
+        feed: Callable[..., Pending],
+        step: AttentionMetadata,
+    ) -> Tensor:
+        """Runs the layer that opens, [T, E] → [T, 2 · E], or the next one, [T, 2 · E] → [T, E]."""
+        n, width = layer.norms, layer.norms["pre_mlp"].weight.shape[0]
+        now = h if self.spec.opens else ops.columns(h, start=0, stop=width)
+        now = now + whole(ops, attend(normed(ops, n["pre_attention"], now)))
+        rows = normed(ops, n["pre_mlp"], now)
+        if self.spec.opens:
+            kept = whole(ops, feed(rows, layer.by_experts))
+            return ops.side_by_side(now + whole(ops, feed(rows, layer.by_shared)), kept)
+        return now + whole(ops, feed(rows)) + ops.columns(h, start=width, stop=2 * width)

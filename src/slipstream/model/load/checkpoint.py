@@ -227,7 +227,9 @@ def _ignored(description: ModelDescription) -> tuple[str, ...]:
         )
         return (*map(re.escape, GGUF_FREQUENCIES), *GGUF_UNREAD, *own)
     drafting = _drafting(description, description.family.mtp)
-    ignored: tuple[str, ...] = (*ROTARY_BUFFERS, *description.family.ignored, *drafting)
+    family = description.family
+    unread = () if family.unread is None else family.unread(description.spec)
+    ignored: tuple[str, ...] = (*ROTARY_BUFFERS, *family.ignored, *unread, *drafting)
     if any(step.folder == description.path for step in description.pooling.token_dense):
         ignored = (*ignored, r"linear\.weight")  # read separately (`model.load.dense`)
     if description.spec.tied_embeddings:  # some checkpoints store the head although it is tied

@@ -250,6 +250,8 @@ class Family:
     names: Callable[[ModelSpec], Names]
     prefixes: tuple[str, ...] = ("",)  # prefixes that some writers put before every name
     ignored: tuple[str, ...] = ()
+    # Further expressions of tensors that are not used, where they depend on the model.
+    unread: Callable[[ModelSpec], tuple[str, ...]] | None = None
     # Numbers that are the same in every model: the end of a name → ends of the names written next to it.
     constants: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     gguf: GGUFFamily | None = None

@@ -133,6 +133,7 @@ class _Layer:
         return loads_of_ranks(self.load[self.expert_at], self.rank_of)
 
     def take(self, counts: npt.NDArray[np.int64]) -> None:
+        counts = counts[: len(self.load)]  # without experts that have no weights
         # otherwise the counts were reset
         fresh = counts - self.seen if (counts >= self.seen).all() else counts
         self.seen, self.load = counts, KEPT * self.load + fresh

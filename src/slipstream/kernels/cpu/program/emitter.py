@@ -240,9 +240,9 @@ class ProgramEmitter:
         return add_experts(p, rows, up, down, spec, scratch)
 
     def combine(
-        self, results: int, out: int, size: int, shared: int, weight: int, accumulate: bool
+        self, results: int, out: int, size: int, shared: int, weight: int, accumulate: bool, x: int
     ) -> None:
-        self.program.add("combine", results, out, size, shared, weight, accumulate)
+        self.program.add("combine", results, out, size, shared, weight, accumulate, x)
 
 
 def _table(table: Any) -> tuple[int, int, int, Any]:

@@ -656,9 +656,11 @@ class Lowering:
             and reader.name == "add"
             and self._is_weighed(reader.inputs[reader.x == op.out])
         ):
+            if op.arguments["experts"].spec.identity:
+                raise Refused("the C++ program has no weighed expert next to identity experts")
             self.put(op.out, Routed(scratch.take(results)))
         else:
-            self.emit.combine(results, *self._summed(op.out, -1, -1))
+            self.emit.combine(results, *self._summed(op.out, -1, -1), self._kept(op))
         scratch.free()
 
     def _moe_and_shared(self, op: Op) -> None:
@@ -666,8 +668,13 @@ class Lowering:
         (up, down), expert = op.arguments["shared"], op.arguments["experts"].spec.expert
         x, out = self.stored(op.x, self.emit.form(up)).number, scratch("shared", F32, op.out.width)
         self._mlp(x, up, down, expert, out, scratch)
-        self.emit.combine(results, *self._summed(op.out, out, -1))
+        self.emit.combine(results, *self._summed(op.out, out, -1), self._kept(op))
         scratch.free()
+
+    def _kept(self, op: Op) -> int:
+        """Buffer of a mixture's input if identity experts return it, else -1."""
+        spec = op.arguments["experts"].spec
+        return self.stored(op.x).number if spec.identity and spec.adds_identity else -1
 
     def _results(self, op: Op) -> tuple[int, ScratchBuffers]:
         experts, scratch = op.arguments["experts"], ScratchBuffers(self)
@@ -723,7 +730,9 @@ class Lowering:
     def _add(self, op: Op) -> None:
         a, b = (self.places[x.index] for x in op.inputs)
         if isinstance(a, Routed) and isinstance(b, Weighed) and b.x is not None:
-            self.emit.combine(a.results.number, *self._summed(op.out, b.x.number, b.weight.number))
+            self.emit.combine(
+                a.results.number, *self._summed(op.out, b.x.number, b.weight.number), -1
+            )
         elif isinstance(b, Added) and (a == b or isinstance(a, Stored)):
             self.put(op.out, a)
         elif isinstance(b, Stored) and isinstance(a, Added):

@@ -280,8 +280,8 @@ def add_choice(
     """
     g = spec.groups
     groups = (0, 0, False) if g is None else (g.num_groups, g.num_chosen, g.by == "best_two")
-    sizes = (spec.num_experts, spec.num_experts_per_token)
-    held = spec.held or (0, spec.num_experts)
+    sizes = (spec.num_choices, spec.num_experts_per_token)
+    held = *(spec.held or (0, spec.num_experts)), spec.num_experts if spec.adds_identity else -1
     how = (spec.scores == "sigmoid", spec.nearness, spec.normalize, spec.weight_scale)
     numbers = [None if x is None else arrays.float32(x) for x in (correction, scales)]
     p.add("route", logits, *sizes, *how, *numbers, *groups, *held)

@@ -56,21 +56,16 @@ def moe(
     E], `OpSet.moe_and_shared`."""
     if not x.shape[0]:
         return torch.empty_like(x)
-    return moe_of_choice(
-        x,
-        *route(
-            router_logits,
-            experts.spec,
-            experts.correction,
-            load,
-            experts.scales,
-            invariant=invariant,
-        ),
-        experts,
-        shared,
-        added,
-        invariant=invariant,
-    )
+    spec = experts.spec
+    by = replace(spec, held=None) if spec.identity else spec
+    numbers = experts.correction, load, experts.scales
+    weights, chosen = route(router_logits, by, *numbers, invariant=invariant)
+    if spec.identity:
+        if spec.adds_identity:
+            kept = reference.identity_part(x, weights, chosen, spec)
+            added = (kept if added is None else kept + added).to(x.dtype)
+        weights, chosen = reference.local_choice(weights, chosen, spec)
+    return moe_of_choice(x, weights, chosen, experts, shared, added, invariant=invariant)
 
 
 def moe_of_choice(
@@ -94,11 +89,11 @@ def moe_of_choice(
         y = y.view(*chosen.shape, -1).sum(dim=1, dtype=torch.float32).to(x.dtype)
         return y if added is None else y + added
     small_batch = is_small_batch(x.shape[0], spec)
-    if small_batch and _are_dense(up, down) and spec.held is None and not invariant:
+    if small_batch and _are_dense(up, down) and not spec.skips and not invariant:
         y = moe_small_batch(x.contiguous(), weights, chosen, up, down, spec, shared)
         return y if added is None else y + added
-    # Pairs of experts on other ranks come after all others and belong to no expert here.
-    num_bins = spec.num_local_experts + (spec.held is not None)
+    # Pairs of experts without weights here come after all others and belong to no expert.
+    num_bins = spec.num_local_experts + spec.skips
     if isinstance(up, Float4Linear) and isinstance(down, Float4Linear):
         y, inverse = mxfp4_mlp(
             x.contiguous(),
@@ -158,7 +153,7 @@ def fuses_shared(num_tokens: int, experts: Experts, shared: tuple[Linear, Linear
     dense = _are_dense(experts.up, experts.down, *shared)
     if experts.spec.scales_input:
         return False
-    few = num_tokens > 0 and is_small_batch(num_tokens, experts.spec) and experts.spec.held is None
+    few = num_tokens > 0 and is_small_batch(num_tokens, experts.spec) and not experts.spec.skips
     return few and dense and alike
 
 
@@ -269,26 +264,24 @@ def route(
         weights, chosen = reference.route(router_logits, spec, correction, scales)
         reference.count_experts(chosen, load)
         if spec.held is not None:
-            first, num_held = spec.held
-            here = (chosen >= first) & (chosen < first + num_held)
-            weights = weights.where(here, 0.0)
-            chosen = (chosen - first).where(here, num_held)
+            weights, chosen = reference.local_choice(weights, chosen, spec)
         return weights, chosen.int()
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
     chosen = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)
     limit, num_groups = spec.groups, 1 if spec.groups is None else spec.groups.num_groups
     serial = num_tokens > SERIAL_TOKENS and not invariant
-    parallel_warps = 1 if spec.num_experts <= 16 else 4 if spec.num_experts <= 128 else 8
+    parallel_warps = 1 if spec.num_choices <= 16 else 4 if spec.num_choices <= 128 else 8
     _route_kernel[(num_tokens,)](
         router_logits.contiguous(), weights if correction is None else correction, weights if scales is None else scales,
         weights, chosen,
         chosen if load is None else load.counts, chosen if load is None else load.slots, spec.weight_scale,
         0 if load is None else load.block_size,
-        X=spec.num_experts, TOP_K=top_k, SIGMOID=spec.scores == "sigmoid", CORRECTED=correction is not None,
+        X=spec.num_choices, TOP_K=top_k, SIGMOID=spec.scores == "sigmoid", CORRECTED=correction is not None,
         SCALED=scales is not None, COUNTED=load is not None, NORMALIZE=spec.normalize, SERIAL=serial, NUM_GROUPS=num_groups,
         GROUPS_CHOSEN=1 if limit is None else limit.num_chosen, BY_TWO=limit is not None and limit.by == "best_two",
-        FIRST=0 if spec.held is None else spec.held[0], HELD=spec.num_local_experts, BLOCK_G=triton.next_power_of_2(num_groups),
-        BLOCK_X=triton.next_power_of_2(spec.num_experts // num_groups),
+        FIRST=0 if spec.held is None else spec.held[0],
+        HELD=spec.num_choices if spec.held is None else spec.held[1], BLOCK_G=triton.next_power_of_2(num_groups),
+        BLOCK_X=triton.next_power_of_2(spec.num_choices // num_groups),
         BLOCK_TOP=triton.next_power_of_2(top_k), num_warps=1 if serial else parallel_warps, **pdl_options(router_logits),
     )  # fmt: skip
     return weights, chosen
