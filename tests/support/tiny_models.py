@@ -383,6 +383,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(index_n_heads=24, index_head_dim=16, index_topk=9),
         **dict(indexer_types=["full", "shared", "full", "shared"]),
     },
+    "axk2": {
+        **_LATENT,
+        **dict(model_type="axk2", n_shared_experts=1, gated_norm_rank=6),
+        **dict(index_n_heads=24, index_head_dim=16, index_topk=9),
+    },
     "deepseek_v4": {
         **dict(
             model_type="deepseek_v4", vocab_size=VOCAB, hidden_size=32, moe_intermediate_size=32

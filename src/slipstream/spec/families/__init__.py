@@ -50,6 +50,7 @@ from slipstream.spec.families.encoders import (
     whisper,
 )
 from slipstream.spec.families.experts import (
+    axk2,
     dbrx,
     deepseek_v4,
     ernie,
@@ -89,7 +90,7 @@ from slipstream.spec.families.pictures import (
 from slipstream.spec.families.sounds import qwen2_audio, voxtral
 
 MODULES = (
-    apertus, bamba, bart, bert, bert_kin, deberta, bloom, cohere, cohere_vision, dbrx, deepseek, deepseek_v4, ernie,
+    apertus, axk2, bamba, bart, bert, bert_kin, deberta, bloom, cohere, cohere_vision, dbrx, deepseek, deepseek_v4, ernie,
     exaone, falcon, falcon_h1, gemma, gemma3n, gemma4, glm, glm4v, gpt, gpt_oss, granite, hunyuan, idefics3,
     internvl, jamba, kimi_linear, kimi_vl, lfm, lfm2_vl, ling, llama, llama4, llava_onevision, mamba, minimax, mistral3,
     mixtures, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, paligemma, phi, qwen, qwen2_audio,
