@@ -82,6 +82,7 @@ NOT_YET = (
     "youtu",
     "sarvam_mla",
     "axk1",
+    "axk2",
     "mimo_v2_flash",
     "kimi",
     "bailing",

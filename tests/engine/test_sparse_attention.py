@@ -20,7 +20,7 @@ from tests.engine.cache.test_window_groups import COMMON, PROMPTS, SETTINGS, ans
 from tests.engine.drafts.test_draft_heads import proposals
 from tests.support import tiny_models
 
-FAMILIES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4")
+FAMILIES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4", "axk2")
 SAVED = "model.safetensors"
 
 

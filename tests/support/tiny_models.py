@@ -405,6 +405,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(expert_ffn_hidden_size=32, zero_expert_num=4, routed_scaling_factor=1.5),
         **dict(num_experts_per_tok=None, moe_intermediate_size=None, num_key_value_heads=None),
     },
+    "axk2": {
+        **_LATENT,
+        **dict(model_type="axk2", n_shared_experts=1, gated_norm_rank=6),
+        **dict(index_n_heads=24, index_head_dim=16, index_topk=9),
+    },
     "deepseek_v4": {
         **dict(
             model_type="deepseek_v4", vocab_size=VOCAB, hidden_size=32, moe_intermediate_size=32

@@ -78,6 +78,8 @@ def adapted_products(decoder: Decoder) -> dict[str, Linear]:
             )
         if (more := layer.own_input) is not None:
             own |= {"own_input.gate": more.gate, "own_input.project": more.project}
+        for part, gate in layer.input_gates.items():
+            own |= {f"input_gate.{part}_down": gate.down, f"input_gate.{part}_up": gate.up}
         if isinstance(layer.streams, Recall):
             own |= {"streams.join": layer.streams.join}
         found |= {f"layers.{i}.{stem}.weight": w for stem, w in own.items()}

@@ -27,7 +27,7 @@ from slipstream.model.layers.attention import (
     Index,
     LatentAttention,
 )
-from slipstream.model.layers.feed_forward import MLP, MoE
+from slipstream.model.layers.feed_forward import MLP, InputGate, MoE
 from slipstream.model.layers.layer import Layer, Partition
 from slipstream.model.layers.streams import HyperStreams, OwnInput, Recall, Shortcut, Streams
 from slipstream.model.recurrent import build_recurrent, constant
@@ -40,6 +40,7 @@ from slipstream.spec.model import (
     DisentangledSpec,
     HyperSpec,
     IndexSpec,
+    InputGateSpec,
     LatentAttentionSpec,
     LayerSpec,
     MoESpec,
@@ -198,7 +199,7 @@ def build_layer(
         scale = tables.query_scale(s.query_scale)
         found = index(s.index) if isinstance(s.index, IndexSpec) else None
         gates: Any = ()
-        if s.gated:
+        if s.gated is True:
             gates = (
                 linear("attention.gate", None),
                 spread_heads(s.num_heads, s.value_dim, k_norm.weight),
@@ -259,6 +260,12 @@ def build_layer(
     def own_input(s: OwnInputSpec) -> OwnInput:
         gate, project = linear("own_input.gate", None), linear("own_input.project", None)
         return OwnInput(s, gate, project, build_norm(s.norm, f"{name}own_input.norm", parameters))
+
+    def input_gates(s: InputGateSpec) -> dict[str, InputGate]:
+        return {
+            part: InputGate(*(linear(f"input_gate.{part}_{x}", None) for x in ("down", "up")))
+            for part in s.parts
+        }
 
     def hyper(s: HyperSpec) -> HyperStreams:
         def of(part: str) -> HyperParams:
@@ -328,6 +335,7 @@ def build_layer(
         crossed,
         recurrent,
         own_input=None if spec.own_input is None else own_input(spec.own_input),
+        input_gates={} if spec.input_gate is None else input_gates(spec.input_gate),
         scalar=parameters.pop(f"{name}scalar.weight", None),
         streams=residuals,
         attention_ranks=summed_ranks,

@@ -37,6 +37,7 @@ _STEMS = frozenset(
         *("own_input.gate", "own_input.project", "streams.join"),
         *(f"recurrent.{part}" for part in RECURRENT_PRODUCTS),
         *("attention.index_q", "attention.index_k", "attention.index_weights"),
+        *(f"input_gate.{part}_{x}" for part in ("attention", "mlp") for x in ("down", "up")),
     )
 )
 """Linear layers, by their name inside a decoder layer, that can have an adapter."""

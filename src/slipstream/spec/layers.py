@@ -263,10 +263,12 @@ class LatentAttentionSpec:
        `value_dim` elements.
     5. With `q_rank`, queries are projected from a latent, too.
 
-    `latent_gain`: factor of the normed latents. `bias`: whether the projections to latents and the output projection have one.
-    `index` chooses the keys that a token
-    attends to ("previous": those of the layer before it); it needs `q_rank`. `gated`: a head's output is multiplied by the
-    sigmoid of one number, which an unquantized linear layer computes from the layer's input (Ling 3).
+    `latent_gain`: factor of the normed latents.
+    `bias`: whether the projections to latents and the output projection have one. `index` chooses the keys that a token
+    attends to ("previous": those of the layer before it). `gated`: a head's output is multiplied by the
+    sigmoid of one number, which an unquantized linear layer computes from the layer's input (Ling 3); "each": every element
+    by that of its own, whose rows precede the queries' in `q` (A.X K2). `both_latents`: queries are projected from the
+    normed latent, followed by the latent itself (A.X K2).
     """
 
     num_heads: int
@@ -280,7 +282,8 @@ class LatentAttentionSpec:
     query_scale: QueryScale | None = None
     bias: bool = False
     index: IndexSpec | Literal["previous"] | None = None
-    gated: bool = False
+    gated: bool | Literal["each"] = False
+    both_latents: bool = False
     latent_gain: float = 1.0
 
     num_kv_heads: ClassVar[int] = 1
@@ -298,6 +301,11 @@ class LatentAttentionSpec:
     @property
     def q_size(self) -> int:
         return self.num_heads * (self.nope_dim + self.rotary_dim)
+
+    @property
+    def gate_size(self) -> int:
+        """Rows of the gate in the projection `q`."""
+        return self.num_heads * self.value_dim if self.gated == "each" else 0
 
     @property
     def index_dim(self) -> int:
@@ -318,7 +326,8 @@ class LatentAttentionSpec:
         if self.q_rank is not None:
             found |= linear_shapes("attention.q_latent", self.q_rank, hidden_size, self.bias)
             found["attention.q_norm.weight"] = (self.q_rank,)
-        found |= linear_shapes("attention.q", self.q_size, self.q_rank or hidden_size)
+        width = (self.q_rank or hidden_size) * (2 if self.both_latents else 1)
+        found |= linear_shapes("attention.q", self.gate_size + self.q_size, width)
         found |= linear_shapes("attention.latent", self.head_dim, hidden_size, self.bias)
         found["attention.k_norm.weight"] = (self.kv_rank,)
         found |= linear_shapes(
@@ -326,7 +335,7 @@ class LatentAttentionSpec:
         )
         if isinstance(self.index, IndexSpec):
             found |= self.index.shapes(hidden_size, self.q_rank or hidden_size)
-        if self.gated:
+        if self.gated is True:
             found |= linear_shapes("attention.gate", self.num_heads, hidden_size)
         return found | linear_shapes(
             "attention.out", hidden_size, self.num_heads * self.value_dim, self.bias
@@ -628,6 +637,26 @@ BlockSpec: TypeAlias = SequentialBlock | PostNormBlock | ParallelBlock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InputGateSpec:
+    """Gates of what attention, and with `of_mlp` the MLP, reads: x · sigmoid(up(silu(down(x)))), where x are the normed rows
+    and `down` projects to `rank` elements (A.X K2). The two linear layers are never quantized."""
+
+    rank: int
+    of_mlp: bool
+
+    @property
+    def parts(self) -> tuple[Literal["attention", "mlp"], ...]:
+        return ("attention", "mlp") if self.of_mlp else ("attention",)
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        found: dict[str, Shape] = {}
+        for part in self.parts:
+            found |= linear_shapes(f"input_gate.{part}_down", self.rank, hidden_size)
+            found |= linear_shapes(f"input_gate.{part}_up", hidden_size, self.rank)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OwnInputSpec:
     """Per-layer input, added to the residual after a layer's MLP (Gemma 3n and 4): h += norm(project(act(gate(h)) · x)).
 
@@ -776,6 +805,7 @@ class LayerSpec:
     cross: AttentionSpec | None = None
     recurrent: RecurrentSpec | None = None
     own_input: OwnInputSpec | None = None
+    input_gate: InputGateSpec | None = None
     scaled: bool = False
     streams: StreamsSpec | HyperSpec | RecallSpec | ShortcutSpec | None = None
     same_as: int | None = None
@@ -812,6 +842,7 @@ class LayerSpec:
             and self.recurrent is None
             and self.mlp is not None
             and self.own_input is None
+            and self.input_gate is None
             and self.streams is None
             and not self.scaled
         )
@@ -833,6 +864,8 @@ class LayerSpec:
             found |= self.mlp.shapes(hidden_size)
         if self.own_input is not None:
             found |= self.own_input.shapes(hidden_size)
+        if self.input_gate is not None:
+            found |= self.input_gate.shapes(hidden_size)
         if self.streams is not None:
             found |= self.streams.shapes(hidden_size)
         return found | ({"scalar.weight": (1,)} if self.scaled else {})

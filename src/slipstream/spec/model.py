@@ -34,6 +34,7 @@ from slipstream.spec.layers import DenseSpec as DenseSpec
 from slipstream.spec.layers import GroupLimit as GroupLimit
 from slipstream.spec.layers import HyperSpec as HyperSpec
 from slipstream.spec.layers import IndexSpec as IndexSpec
+from slipstream.spec.layers import InputGateSpec as InputGateSpec
 from slipstream.spec.layers import LatentAttentionSpec as LatentAttentionSpec
 from slipstream.spec.layers import LayerSpec as LayerSpec
 from slipstream.spec.layers import MLPSpec as MLPSpec

@@ -42,6 +42,7 @@ TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}),
         ("deepseek_v3", {}),
         ("deepseek_v32", {"index_topk": 3}),
+        ("axk2", {"index_topk": 3}),
         ("deepseek_v4", {}),
         ("longcat_flash", {}),
         ("kolibri1", {}),

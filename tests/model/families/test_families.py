@@ -184,6 +184,13 @@ CASES = {
             "rope_interleave": False,
         },
     ),
+    "axk2-groups": (
+        "axk2",
+        {
+            **dict(n_group=4, topk_group=2, attention_bias=True, norm_topk_prob=False),
+            "rope_parameters": DEEPSEEK_YARN,
+        },
+    ),
     "gpt-oss-mha": (
         "gpt_oss",
         {

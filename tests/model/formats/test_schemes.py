@@ -69,6 +69,7 @@ ALL_EXPERTS = {
     "deepseek_v3": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     # Nor does another choice of keys.
     "deepseek_v32": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "index_topk": 256},
+    "axk2": {"num_experts_per_tok": 8, "index_topk": 256},
     "deepseek_v4": {"num_experts_per_tok": 6, "index_topk": 256},
     "glm_moe_dsa": {"num_experts_per_tok": 8, "index_topk": 256},
     "dbrx": {

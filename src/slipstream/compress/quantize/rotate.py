@@ -38,6 +38,8 @@ def check(spec: ModelSpec) -> None:
             why = "its layers have other norms than one before attention and one before the MLP"
         elif isinstance(layer.mlp, MoESpec) and layer.mlp.latent is not None:
             why = "its experts read a latent"
+        elif layer.input_gate is not None:
+            why = "gates read what its norms give"
         elif any(n.kind != "rms" or n.bias for n in norms.values()):
             why = "its norms subtract the mean, which a rotation changes"
     if (

@@ -94,7 +94,8 @@ def folds(spec: LayerSpec) -> dict[str, Fold]:
     before_mlp, before_attention = (
         ("mlp_norm", "norm") if parallel else ("pre_mlp", "pre_attention")
     )
-    norms = {name: norm for name, norm in norms.items() if norm.learned}
+    gated = {f"pre_{part}" for part in (spec.input_gate.parts if spec.input_gate else ())}
+    norms = {name: norm for name, norm in norms.items() if norm.learned and name not in gated}
     if before_mlp in norms and isinstance(m, DenseSpec):
         found["mlp.up"] = Fold(norm=before_mlp)
     if before_attention in norms and (not parallel or "mlp_norm" in norms):

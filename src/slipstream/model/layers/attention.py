@@ -194,28 +194,37 @@ class LatentAttention:
 
     def mixed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """[T, E] → the heads' outputs [T, H · D], the input of `out`."""
-        if self.gate is None or self.spread is None:
-            return self._mixed(ops, x, kv, meta)
-        gate = ops.sigmoid(ops.linear(ops.linear(x, self.gate), self.spread))
-        return self._mixed(ops, x, kv, meta) * gate
+        found, gate = self._mixed(ops, x, kv, meta)
+        if self.gate is not None and self.spread is not None:
+            gate = ops.linear(ops.linear(x, self.gate), self.spread)
+        return found if gate is None else found * ops.sigmoid(gate)
 
-    def _mixed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        rows = x
+    def _mixed(
+        self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata
+    ) -> tuple[Tensor, Tensor | None]:
+        """(the heads' outputs, the gate of each element if `q` computes them)."""
+        rows: Any = x
+        s, gate = self.spec, None
         if self.q_latent is not None:
             assert self.q_norm is not None
-            inputs = self.q.inputs if self.index is None else None
-            rows = ops.norm(ops.linear(x, self.q_latent), self.q_norm, inputs=inputs)[0]
+            inputs = self.q.inputs if self.index is None and not s.both_latents else None
+            q_latent = ops.linear(x, self.q_latent)
+            rows = ops.norm(q_latent, self.q_norm, inputs=inputs)[0]
         if self.index is not None:
             meta.derived["chosen keys"] = self.index(ops, x, rows, kv, meta)
+        if s.both_latents:
+            rows = ops.side_by_side(rows, q_latent)
         q, row = ops.linear(rows, self.q), ops.linear(x, self.latent)
+        if s.gate_size:
+            gate = ops.columns(q, start=0, stop=s.gate_size)
+            q = ops.columns(q, start=s.gate_size, stop=s.gate_size + s.q_size)
         if self.context is not None:
-            return self._over_ranks(ops, q, row, kv, meta, self.context)
+            return self._over_ranks(ops, q, row, kv, meta, self.context), gate
         if self.query_scale is not None:
-            q = ops.scale_queries(q, meta=meta, table=self.query_scale, size=self.spec.q_size)
-        q = q.unflatten(1, (self.spec.num_heads, -1))
-        if self.spec.index is None:
-            return ops.mla_attention(q, row, kv, meta, self.params)
-        return ops.mla_attention(q, row, kv, meta, self.params, meta.derived["chosen keys"])
+            q = ops.scale_queries(q, meta=meta, table=self.query_scale, size=s.q_size)
+        q = q.unflatten(1, (s.num_heads, -1))
+        chosen = () if s.index is None else (meta.derived["chosen keys"],)
+        return ops.mla_attention(q, row, kv, meta, self.params, *chosen), gate
 
     def _over_ranks(
         self,

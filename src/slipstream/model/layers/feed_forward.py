@@ -44,6 +44,19 @@ class MLP:
 
 
 @dataclass(frozen=True, slots=True)
+class InputGate:
+    """The gate of what a layer's branch reads (`InputGateSpec`)."""
+
+    down: Linear
+    up: Linear
+
+    def __call__(self, ops: OpSet, x: Tensor) -> Tensor:
+        """Normed rows [T, E] → [T, E]."""
+        latent: Any = ops.activation(ops.linear(x, self.down), "silu", inputs=None)
+        return x * ops.sigmoid(ops.linear(latent, self.up))
+
+
+@dataclass(frozen=True, slots=True)
 class MoE:
     spec: MoESpec
     router: Linear

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from slipstream.model.layers.attention import (
     CrossAttention,
     LatentAttention,
 )
-from slipstream.model.layers.feed_forward import MLP, MoE
+from slipstream.model.layers.feed_forward import MLP, InputGate, MoE
 from slipstream.model.layers.residual import (
     SUMS,
     PartialSum,
@@ -108,6 +108,7 @@ class Layer:
     cross: CrossAttention | None = None
     recurrent: Recurrent | None = None
     own_input: OwnInput | None = None
+    input_gates: Mapping[str, InputGate] = field(default_factory=dict)  # by branch: attention, mlp
     scalar: Tensor | None = None  # [1]: factor of the residual after the layer
     streams: Streams | HyperStreams | Recall | Shortcut | None = None
     expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if counted
@@ -261,12 +262,16 @@ class Layer:
         if recurrent is not None:
             own = recurrent.inputs
             first = own if attention is None or own == first else None
-        return first, None if self.mlp is None else self.mlp.inputs
+        second = None if self.mlp is None else self.mlp.inputs
+        gates = self.input_gates  # they read unquantized rows
+        return None if "attention" in gates else first, None if "mlp" in gates else second
 
     def _mixed(
         self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata, step: AttentionMetadata
     ) -> Tensor:
         """This rank's part of the output of attention, of the recurrent part, or of both."""
+        if "attention" in self.input_gates:
+            x = self.input_gates["attention"](ops, x)
         if self.recurrent is None:
             return self.by_attention(ops, x, kv, meta, step)
         mixed = self.by_recurrence(ops, x, kv, meta, step)
@@ -339,6 +344,8 @@ class Layer:
         """This rank's part of the MLP's output. `meta` belongs to the tokens `x` in this layer's
         cache group."""
         assert self.mlp is not None
+        if "mlp" in self.input_gates:
+            x = self.input_gates["mlp"](ops, x)
         if not isinstance(self.mlp, MoE):
             return self.mlp(ops, x)
         load = self._load(ops, kv, meta, x)

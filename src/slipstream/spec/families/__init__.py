@@ -50,6 +50,7 @@ from slipstream.spec.families.encoders import (
     whisper,
 )
 from slipstream.spec.families.experts import (
+    axk2,
     dbrx,
     deepseek_v4,
     ernie,
@@ -93,11 +94,12 @@ from slipstream.spec.families.refused import REFUSED
 from slipstream.spec.families.sounds import qwen2_audio, voxtral
 
 MODULES = (
-    apertus, bamba, bart, bert, bert_kin, deberta, bloom, cohere, cohere_compass, cohere_vision, dbrx, deepseek, deepseek_v4,
-    ernie, exaone, exaone4_5, falcon, falcon_h1, gemma, gemma3n, gemma4, glm, glm4v, gpt, gpt_oss, granite, hunyuan, idefics3,
-    internvl, jamba, kimi_linear, kimi_vl, lfm, lfm2_vl, ling, llama, llama4, llava_onevision, longcat, mamba, minimax,
-    mistral3, mixtures, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, paligemma, phi, qwen,
-    qwen2_audio, qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, voxtral, whisper, zamba,
+    apertus, axk2, bamba, bart, bert, bert_kin, deberta, bloom, cohere, cohere_compass, cohere_vision, dbrx, deepseek,
+    deepseek_v4, ernie, exaone, exaone4_5, falcon, falcon_h1, gemma, gemma3n, gemma4, glm, glm4v, gpt, gpt_oss, granite,
+    hunyuan, idefics3, internvl, jamba, kimi_linear, kimi_vl, lfm, lfm2_vl, ling, llama, llama4, llava_onevision, longcat,
+    mamba, minimax, mistral3, mixtures, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt,
+    paligemma, phi, qwen, qwen2_audio, qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, voxtral,
+    whisper, zamba,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

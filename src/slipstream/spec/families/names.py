@@ -290,6 +290,8 @@ WRITTEN_AS = (
     *((".self_attn.", ".attention."), (".attention.dense.", ".attention.o_proj.")),
     (".attention.o_proj.", ".attention.dense."),
     (".self_attn.g_proj.", ".self_attn.gate_proj."),  # LFM 3's adapters in transformers 5
+    # A.X K2's adapters in transformers 5
+    *((".q_gate_proj.", ".q_b_proj."), (".mlp.fc1.", ".W_down."), (".mlp.fc2.", ".W_up.")),
     (".shared_experts.", ".shared_mlp."),  # Hunyuan 3 in transformers 5
     (".shared_experts.", ".shared_expert."),  # Laguna's modules in transformers 5
     # Kimi K2.5 in transformers 5

@@ -30,7 +30,7 @@ def read_v32(c: ConfigReader) -> ModelSpec:
         **dict(rms_norm_eps=1e-6, max_position_embeddings=163840),
     )
     count = c.size("num_hidden_layers")
-    return _read(c, "deepseek_v32", [FULL] * count, "half")
+    return read_indexed(c, "deepseek_v32", [FULL] * count, "half")
 
 
 def read_glm(c: ConfigReader) -> ModelSpec:
@@ -39,7 +39,7 @@ def read_glm(c: ConfigReader) -> ModelSpec:
         **dict(qk_nope_head_dim=192, v_head_dim=256, q_lora_rank=2048, rms_norm_eps=1e-5),
         **dict(max_position_embeddings=202752),
     )
-    return _read(c, "glm_moe_dsa", _layers_with_index(c), "interleaved")
+    return read_indexed(c, "glm_moe_dsa", _layers_with_index(c), "interleaved")
 
 
 def _layers_with_index(c: ConfigReader) -> list[str]:
@@ -57,7 +57,7 @@ def _layers_with_index(c: ConfigReader) -> list[str]:
     return list(kinds)
 
 
-def _read(
+def read_indexed(
     c: ConfigReader, family: str, kinds: list[str], style: Literal["half", "interleaved"]
 ) -> ModelSpec:
     c.assume_missing(
