@@ -65,7 +65,7 @@ HEADS_REFUSED |= {
 }
 HEADS_REFUSED |= {"falcon-rw", "phi3-long", "phi4-mini", "phi-normed"}
 HEADS_REFUSED |= {"codegen", "gpt_neo", "helium", "olmoe", "olmoe-normalised"}
-HEADS_REFUSED |= {"stablelm", "stablelm-12b"}
+HEADS_REFUSED |= {"stablelm", "stablelm-12b", "cohere_compass_text"}
 # latent attention, experts with biases, layers that share keys
 NOT_YET = (
     "gemma3n",
@@ -103,6 +103,7 @@ LAYERS_REFUSED |= {"granite_swa", "granitemoe_swa"}
 LAYERS_REFUSED |= {"jamba", "olmo_hybrid", "minimax"}
 HEADS_REFUSED |= {"olmo_hybrid"}
 WIDTH_REFUSED = (
+    "cohere_compass_text",
     HEADS_REFUSED | WITHOUT | {"lfm2", "lfm2_moe", "lfm3", "bamba", "jamba", "granitemoehybrid"}
 )
 HEADS_REFUSED = HEADS_REFUSED | {"minimax", "diffllama", "diffllama-biased"}

@@ -541,9 +541,10 @@ def _of_attention(
         sum_of_parts("attention.out", own)
         return found
     if isinstance(a, LatentAttentionSpec):
-        gates = heads.rows(a.value_dim) if a.gated == "each" else ()
-        queries = heads.rows(a.nope_dim + a.rotary_dim, a.gate_size)
-        product("attention.q", ParameterShard(rows=(*gates, *queries)))
+        of_heads = heads.rows(a.nope_dim + a.rotary_dim, a.gate_size)
+        if a.gated == "each":
+            of_heads = (*heads.rows(a.value_dim), *of_heads)
+        product("attention.q", ParameterShard(rows=of_heads))
         product("attention.expand", ParameterShard(rows=heads.rows(a.nope_dim + a.value_dim)))
         product("attention.gate", ParameterShard(rows=heads.rows(1)))
         sum_of_parts("attention.out", heads.rows(a.value_dim))

@@ -72,7 +72,8 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
 
 
-UNTIED = [family for family in FAMILIES if family != "dbrx"]  # transformers ties none of DBRX
+# transformers ties none of DBRX, and does not reload LongCat Flash: it wants weights of experts that have none
+TYING = [family for family in FAMILIES if family not in ("dbrx", "longcat_flash")]
 
 
 @torch.inference_mode()
@@ -81,7 +82,7 @@ def logits(path):
     return theirs(torch.tensor([TOKENS])).logits[0]
 
 
-@pytest.mark.parametrize("family", UNTIED)
+@pytest.mark.parametrize("family", TYING)
 def test_a_head_that_is_not_the_embeddings_is_kept(tmp_path, family):
     head, embed = tied(tmp_path, family)
     assert read_spec(tmp_path).spec.tied_embeddings
@@ -93,7 +94,7 @@ def test_a_head_that_is_not_the_embeddings_is_kept(tmp_path, family):
     close(run(load(tmp_path), TOKENS), expected)
 
 
-@pytest.mark.parametrize("family", UNTIED)
+@pytest.mark.parametrize("family", TYING)
 def test_a_head_that_is_the_embeddings_stays_tied(tmp_path, family):
     head, embed = tied(tmp_path, family)
     store(tmp_path, head, embed, lambda table: table)

@@ -125,7 +125,7 @@ def unread(spec: ModelSpec) -> tuple[str, ...]:
     assert isinstance(moe, MoESpec)
     numbers = "|".join(map(str, range(moe.num_experts, moe.num_choices)))
     return (
-        (rf"model\.layers\.\d+\.mlp\.experts\.({numbers})\.(gate|up)_proj\.weight",)
+        (rf"(model\.)?layers\.\d+\.mlp\.experts\.({numbers})\.(gate|up)_proj\.weight",)
         if numbers
         else ()
     )
