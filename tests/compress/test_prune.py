@@ -103,7 +103,6 @@ LAYERS_REFUSED |= {"granite_swa", "granitemoe_swa"}
 LAYERS_REFUSED |= {"jamba", "olmo_hybrid", "minimax"}
 HEADS_REFUSED |= {"olmo_hybrid"}
 WIDTH_REFUSED = (
-    "cohere_compass_text",
     HEADS_REFUSED | WITHOUT | {"lfm2", "lfm2_moe", "lfm3", "bamba", "jamba", "granitemoehybrid"}
 )
 HEADS_REFUSED = HEADS_REFUSED | {"minimax", "diffllama", "diffllama-biased"}
