@@ -137,8 +137,9 @@ def main() -> None:
     torch.set_num_threads(1)
     parts: dict[str, Any] = {"max_kl": args.max_kl}
 
-    def recorded(part: str) -> Callable[[dict[str, Any]], None]:
-        return lambda found: save(args.output, "verify", **(parts | {part: found}))
+    def record(part: str, found: dict[str, Any]) -> None:
+        parts[part] = found
+        save(args.output, "verify", **parts)
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -153,7 +154,7 @@ def main() -> None:
                     reference,
                     args.tiny,
                     args.seed,
-                    partial(parts.__setitem__, "tiny"),
+                    partial(record, "tiny"),
                     max_kl=args.max_kl,
                     long_lines=4,
                 )
@@ -173,9 +174,8 @@ def main() -> None:
             settings = {"model": str(folder / "base"), "dtype": "bfloat16", "device": "cpu"}
             reference = Reference.load(EngineArgs(**settings), context=1600)
             with served_with(folder, None) as served:
-                record = recorded("smollm2")
-                clean(served, reference, args.clean, args.seed, record, max_kl=args.max_kl)
-    save(args.output, "verify", **parts)
+                each = partial(record, "smollm2")
+                clean(served, reference, args.clean, args.seed, each, max_kl=args.max_kl)
 
 
 if __name__ == "__main__":
