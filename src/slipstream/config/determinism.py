@@ -32,7 +32,8 @@ def check_deterministic(
         ),
         *(
             (
-                device.is_cuda and (x.mlp.nearness > 0 or not x.mlp.has_usual_choice),
+                device.is_cuda
+                and (x.mlp.nearness > 0 or x.mlp.identity > 0 or not x.mlp.has_usual_choice),
                 f"the choice of experts of {model.spec.family} on a GPU",
             )
             for x in layers
