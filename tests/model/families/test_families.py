@@ -492,9 +492,18 @@ def test_an_unknown_config_is_refused_by_name(tiny, changes, field):
     assert caught.value.field == field
 
 
-def test_a_family_that_is_refused_says_why(tiny):
-    edit(tiny, model_type="inkling_text")
-    with pytest.raises(UnsupportedModelError, match="pass a short convolution"):
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("inkling_text", "pass a short convolution"),
+        ("mistral_large4", "learned"),
+        ("qwen4_exp", "n-grams"),
+        ("glm5_next", "pooled"),
+    ],
+)
+def test_a_family_that_is_refused_says_why(tiny, model_type, reason):
+    edit(tiny, model_type=model_type)
+    with pytest.raises(UnsupportedModelError, match=reason):
         read_spec(tiny)
     assert not REFUSED.keys() & FAMILIES.keys()
 
