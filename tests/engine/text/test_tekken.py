@@ -164,7 +164,42 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
     return json.dumps(data)
 
 
+def of_v15(settings: Any) -> Callable[[dict[str, Any]], object]:
+    """The file made one of v15, with these settings."""
+
+    def change(data: dict[str, Any]) -> None:
+        data["config"]["version"] = "v15"
+        data["model_settings_builder"] = settings
+
+    return change
+
+
+def of_effort(effort: Any) -> Callable[[dict[str, Any]], object]:
+    return of_v15({"reasoning_effort": effort})
+
+
 BAD = {
+    "effort default": (
+        of_effort({"values": ["none", "high"], "default": "x"}),
+        "among them",
+        "reasoning_effort",
+    ),
+    "effort kinds": (
+        of_effort({"values": ["none", None], "default": "none"}),
+        "texts",
+        "reasoning_effort",
+    ),
+    "effort token": (
+        lambda d: (
+            of_effort({"values": ["none"], "default": "none"})(d),
+            [
+                t.update(token_str=t["token_str"].replace("SETTINGS", "X"))
+                for t in d["special_tokens"]
+            ],
+        ),
+        "MODEL_SETTINGS",
+        "special_tokens",
+    ),
     "no JSON": (lambda d: None, "can't be read as JSON", "tekken.json"),
     "no object": (lambda d: d.clear(), "no config", "config"),
     "version": (lambda d: d["config"].update(version="v99"), "'v99'; v3, v7", "version"),
@@ -201,22 +236,22 @@ BAD = {
     "bytes": (lambda d: d["vocab"][300].update(token_bytes="?"), "token 300", "vocab"),
     "byte": (lambda d: d["vocab"][65].update(token_bytes="QUFBQUFB"), "a byte", "vocab"),
     "settings": (
-        lambda d: d.update(model_settings_builder=7),
+        of_v15(7),
         "model_settings_builder of type dict",
         "model_settings_builder",
     ),
     "effort": (
-        lambda d: d.update(model_settings_builder={"reasoning_effort": [1]}),
+        of_effort([1]),
         "reasoning_effort of type dict",
         "reasoning_effort",
     ),
     "efforts": (
-        lambda d: d.update(model_settings_builder={"reasoning_effort": {"values": 5}}),
+        of_effort({"values": 5}),
         "values of type list",
         "values",
     ),
     "default": (
-        lambda d: d.update(model_settings_builder={"reasoning_effort": {"values": ["high"]}}),
+        of_effort({"values": ["high"]}),
         "default of type str",
         "default",
     ),

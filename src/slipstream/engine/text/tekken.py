@@ -70,17 +70,30 @@ def from_file(path: Path) -> Tekken:
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in specials])
     names = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
     texts = {f"{name}_token": text for name, text in names.items() if text in specials}
-    return Tekken(backend, texts, chat_template(version, specials, _effort(data, path)))
+    return Tekken(
+        backend, texts, chat_template(version, specials, _effort(data, version, specials, path))
+    )
 
 
-def _effort(data: Any, path: Path) -> tuple[list[Any], Any]:
+def _effort(
+    data: Any, version: str, specials: Sequence[str], path: Path
+) -> tuple[list[str], str | None]:
     """Values of v15's reasoning_effort, none if the file does not set it, and the default."""
     settings = data.get("model_settings_builder")
-    if settings is None or (isinstance(settings, Mapping) and not settings.get("reasoning_effort")):
+    if int(version[1:]) < 15 or settings is None:
+        return [], None
+    if isinstance(settings, Mapping) and not settings.get("reasoning_effort"):
         return [], None
     effort = _value(data, "model_settings_builder", dict, path)
     effort = _value(effort, "reasoning_effort", dict, path)
-    return _value(effort, "values", list, path), _value(effort, "default", str, path)
+    values, default = _value(effort, "values", list, path), _value(effort, "default", str, path)
+    if default not in values or not all(isinstance(value, str) for value in values):
+        message = f"{path}: reasoning_effort's values must be texts, its default among them"
+        raise CheckpointError(message, field="reasoning_effort")
+    if "[MODEL_SETTINGS]" not in specials:
+        message = f"{path} has a reasoning_effort and no special token [MODEL_SETTINGS]"
+        raise CheckpointError(message, field="special_tokens")
+    return values, default
 
 
 def _value(data: Any, key: str, kind: type, path: Path) -> Any:
@@ -209,7 +222,9 @@ _TURNS = """\
 {%- endif -%}{%- endfor -%}"""
 
 
-def chat_template(version: str, specials: Sequence[str], effort: tuple[list[Any], Any]) -> str:
+def chat_template(
+    version: str, specials: Sequence[str], effort: tuple[list[str], str | None]
+) -> str:
     """The chat template of a version, in Jinja. `effort` has the values of reasoning_effort and its default."""
     number = int(version[1:])
     results = {
