@@ -81,9 +81,10 @@ def test_spectrograms_equal_transformers(mels):
         exact = extractor._np_extract_fbank_features(samples[None], "cpu")[0]
         assert own.shape == exact.shape == (mels, 3000)
         assert np.abs(own - exact).max() <= 1e-5
-        # With torch it computes in float32, whose error is its own and depends on the processor.
+        # With torch it computes in float32: its own error depends on the processor, and is all that may differ.
         by_torch = extractor(samples, sampling_rate=16_000, return_tensors="np").input_features[0]
-        assert np.abs(own - by_torch).max() <= 2e-4
+        assert np.abs(own - by_torch).max() <= np.abs(exact - by_torch).max() + 1e-5
+        assert np.abs(exact - by_torch).max() <= 1e-3
 
 
 @pytest.mark.parametrize(("channels", "width"), [(1, 1), (1, 2), (2, 2), (1, 3), (1, 4)])
