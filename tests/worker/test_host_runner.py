@@ -455,7 +455,9 @@ def test_encoders_give_torchs_vectors(tmp_path, monkeypatch, family, pooling):
     monkeypatch.setattr("slipstream.worker.start.loading._host_loaded", lambda *_: None)
     theirs = vectors(tmp_path, TorchLoaded, embedded, **settings)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(rounded, theirs, rtol=0, atol=0.02)
+    # torch's own error in bfloat16 differs between families ninefold, and a little between processors
+    own = abs(vectors(tmp_path, TorchLoaded, embedded, dtype="bfloat16") - theirs).max()
+    np.testing.assert_allclose(rounded, theirs, rtol=0, atol=1.25 * own + 0.002)
 
 
 @pytest.mark.parametrize("family", [f for f in tiny_models.SCORING if f[:7] != "deberta"])

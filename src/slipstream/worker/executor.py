@@ -17,6 +17,7 @@ from slipstream.spec.description import ModelDescription
 from slipstream.worker.base import Executor as Executor
 from slipstream.worker.base import Launched as Launched
 from slipstream.worker.ranks.fork_server import ForkServer as ForkServer
+from slipstream.worker.ranks.fork_server import ForkServerEndedError as ForkServerEndedError
 
 
 def serve_forks(asked: socket, run: Callable[[list[str]], int]) -> None:

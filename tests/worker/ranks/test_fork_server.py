@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from unittest import mock
 
 import pytest
@@ -191,6 +192,34 @@ def test_engines_of_a_server_have_one_template_while_it_lives():
         made[1],
     ]
     start.assert_called_with("slipstream.engine.process.core_process", forks_stay=True)
+
+
+def test_an_engine_starts_although_its_template_is_killed_meanwhile(tmp_path):
+    """Killed after it was found alive, and with the request unread."""
+    template = CoreTemplate()
+    with mock.patch.object(ForkServer, "start", wraps=ForkServer.start) as start:
+        killed = template.get()
+        os.kill(killed._process.pid, signal.SIGSTOP)
+
+        def fork_from_a_dying_one(*words, **settings):
+            timer = threading.Timer(0.2, killed._process.kill)
+            timer.start()
+            try:
+                return ForkServer.fork(killed, *words, **settings)
+            finally:
+                timer.join()
+
+        source = child_source(EngineArgs(model=str(tmp_path)), template=template)
+
+        async def connected():
+            link = await source.connect()
+            await link.end(at_once=True)
+
+        with mock.patch.object(killed, "fork", fork_from_a_dying_one):
+            asyncio.run(connected())
+        assert start.call_count == 2
+        assert not killed.is_alive
+    template.get().close()
 
 
 def test_a_core_that_starts_again_keeps_what_forks_its_ranks():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from slipstream.config import EngineArgs, num_ranks
 from slipstream.engine.process.child_link import ChildLink
 from slipstream.engine.process.core_start import CORE_MODULE, CoreSource, restart_pause
-from slipstream.worker.executor import ForkServer
+from slipstream.worker.executor import ForkServer, ForkServerEndedError
 
 
 class CoreTemplate:
@@ -38,6 +38,12 @@ def child_source(
     forks: ForkServer | None = None
 
     async def connect() -> ChildLink:
+        try:
+            return await start()
+        except ForkServerEndedError:  # killed since `template.get`, which starts another
+            return await start()
+
+    async def start() -> ChildLink:
         nonlocal forks
         of = None if template is None else template.get()
         if num_ranks(args) == 1 and args.cpu_layers is None:

@@ -36,9 +36,14 @@ ANSWER_S = 300.0
 """Seconds that the fork server may take to fork. The first answer comes after its imports (for
 ranks: torch)."""
 
+_FAILED = "the process that starts others {}; start the engine again"
 _REPORT = struct.Struct("!i")
 _FORK, _MAX_FDS = b"fork", 16
 _NUM_OWN_FDS = 4  # standard input, output and error, and the report
+
+
+class ForkServerEndedError(EngineError):
+    """The fork server ended before it forked; another one can."""
 
 
 class ForkedProcess:
@@ -53,13 +58,14 @@ class ForkedProcess:
         self.stdin = os.fdopen(stdin_fd, "wb")
         self.returncode: int | None = None
         report.settimeout(ANSWER_S)  # `wait` only receives what has arrived
+        error: EngineError | None = None
         try:
-            found, why = report.recv(_REPORT.size), "has ended"
+            found = report.recv(_REPORT.size)
         except TimeoutError:
-            found, why = b"", f"has not answered for {ANSWER_S:g} s"
+            found, error = b"", EngineError(_FAILED.format(f"has not answered for {ANSWER_S:g} s"))
         if not found:
             self.stdin.close()
-            raise EngineError(f"the process that starts others {why}; start the engine again")
+            raise error or ForkServerEndedError(_FAILED.format("has ended"))
         self.pid: int = _REPORT.unpack(found)[0]
         self._pid_fd = -1  # becomes readable when the process ends, whoever is its parent
         if stays:
@@ -143,7 +149,18 @@ class ForkServer:
     def fork(
         self, words: Sequence[str], *, passed: Sequence[int], environment: Mapping[str, str]
     ) -> ForkedProcess:
-        """Start a process with the command line `words`. Returns when its process id is known."""
+        """Start a process with the command line `words`. Returns when its process id is known.
+
+        `ForkServerEndedError`: the fork server ended first; `is_alive` is then false."""
+        try:
+            return self._fork(words, passed, environment)
+        except ForkServerEndedError:
+            self.close()  # its sockets close a moment before the system says that it has ended
+            raise
+
+    def _fork(
+        self, words: Sequence[str], passed: Sequence[int], environment: Mapping[str, str]
+    ) -> ForkedProcess:
         given = {
             "words": list(words),
             "environment": dict(environment),
@@ -163,10 +180,8 @@ class ForkServer:
             ours.close()
             os.close(our_stdin)
             if isinstance(error, BrokenPipeError | ConnectionResetError):
-                why = f"the process that starts others has ended ({error}); start the engine again"
-            else:
-                why = f"a process can't be started: {error}"
-            raise EngineError(why) from error
+                raise ForkServerEndedError(_FAILED.format(f"has ended ({error})")) from error
+            raise EngineError(f"a process can't be started: {error}") from error
         finally:
             theirs.close()
             os.close(theirs_stdin)
