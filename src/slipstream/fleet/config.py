@@ -558,6 +558,7 @@ IN_FLEET = "unix:fleet"
 _OF_BLOCKS = (
     *("dtype", "quantization", "kv_cache_dtype", "block_size", "load_format", "seed", "kernels"),
     *("speculative_model", "speculative_config", "enable_lora", "lora_modules"),
+    *PARALLEL_SIZES,
     "max_model_len",  # LongRoPE's factors follow it
 )
 """Settings on which the contents of cache blocks depend: pools that hand over to each other must have the same."""

@@ -241,6 +241,15 @@ class RankExpertLoad(msgspec.Struct, tag=True):
     expert_bytes: int
 
 
+class RankExchange(msgspec.Struct):
+    """Blocks that a rank hands over to other engines."""
+
+    num_bytes: int
+    limit_bytes: int
+    num_expired: int
+    num_evicted: int
+
+
 class RankTiers(msgspec.Struct, tag=True):
     """Reports on a rank's tiers: the copies that ended since the last report, the tiers' sizes and,
     if asked for, the keys of the files on disk."""
@@ -252,6 +261,7 @@ class RankTiers(msgspec.Struct, tag=True):
     limit_bytes: int = 0
     is_writer: bool = False
     keys: list[bytes] = []
+    exchange: RankExchange | None = None
 
 
 class Reply(msgspec.Struct, tag=True):

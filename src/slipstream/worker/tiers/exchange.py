@@ -66,7 +66,8 @@ class _Entry:
 
 class BlockExchange:
     """Store of the blocks that this engine hands over to others at `address`. `sizes` are the bytes
-    of a block, and of a slot of each `SlotKind`."""
+    of a block, and of a slot of each `SlotKind`. `of`: (rank, number of ranks); each has a part of
+    `limit_bytes` and an address of its own (`peers.rank_address`)."""
 
     def __init__(
         self,
@@ -75,12 +76,14 @@ class BlockExchange:
         layout: Mapping[str, str],
         address: str,
         clock: Callable[[], float] = time.monotonic,
+        of: tuple[int, int] = (0, 1),
     ) -> None:
         self.address, self._layout, self._sizes, self._clock = address, layout, sizes, clock
-        share = limit_bytes // sum(map(bool, sizes))
+        parts = of[1] * sum(map(bool, sizes))
+        share = limit_bytes // parts
         counts = [share // size if size else 0 for size in sizes]
         if any(size and not count for size, count in zip(sizes, counts, strict=True)):
-            least = max(sizes) * sum(map(bool, sizes))
+            least = max(sizes) * parts
             raise ConfigError(
                 f"kv_handover_bytes={limit_bytes} is too small for a block or a state, for which it takes {least} bytes; "
                 "raise it",
@@ -96,7 +99,7 @@ class BlockExchange:
         self._changed = threading.Condition()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self.num_given = self.num_expired = self.num_evicted = 0  # blocks and states
-        place = peers.split_address(address)
+        place = peers.split_address(peers.rank_address(address, *of))
         self._file = -1
         if isinstance(place, str):
             self._listener, memory = self._listen_here(place)
