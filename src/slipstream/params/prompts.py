@@ -9,6 +9,7 @@ class TokensPrompt(TypedDict):
     """A prompt that is already tokenized."""
 
     prompt_token_ids: list[int]
+    cache_salt: NotRequired[str]  # cached prefixes are shared only with prompts of the same salt
 
 
 class TextPrompt(TypedDict):
@@ -17,6 +18,7 @@ class TextPrompt(TypedDict):
     prompt: str
     source_language: NotRequired[str]
     target_language: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 class MediaPrompt(TypedDict, total=False):
@@ -33,4 +35,4 @@ class MediaPrompt(TypedDict, total=False):
     multi_modal_data: Required[dict[str, Any]]
 
 
-Prompt: TypeAlias = str | TokensPrompt | TextPrompt | MediaPrompt
+Prompt: TypeAlias = str | list[int] | TokensPrompt | TextPrompt | MediaPrompt

@@ -20,7 +20,7 @@ from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.requests.choices import check_answer, fork
 from slipstream.engine.requests.languages import both_sides
 from slipstream.engine.requests.over_context import over_context
-from slipstream.engine.requests.prompts import PromptReader
+from slipstream.engine.requests.prompts import PromptReader, plain_prompt
 from slipstream.engine.requests.reasoning_budgets import with_reasoning
 from slipstream.engine.requests.sampler_params import Breakers, with_functions, with_words
 from slipstream.engine.requests.texts import TextsProcessor
@@ -185,6 +185,8 @@ class InputProcessor:
             )
         if options.lora_request is not None and not self.takes_adapters:
             raise AdapterError("adapters are off; start with enable_lora", field="lora_request")
+        if isinstance(prompt, dict) and ("cache_salt" in prompt or None in prompt.values()):
+            prompt, options = plain_prompt(prompt, options)
         audio: AudioWindow | None = None
         media: Sequence[PreparedMedia] = ()
         if self._reads_audio or (isinstance(prompt, dict) and "multi_modal_data" in prompt):
