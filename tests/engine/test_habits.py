@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+import slipstream
 from slipstream import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from slipstream.base.other_engines import NEEDLESS, OF_SERVE, SETTINGS
 from slipstream.config import EngineArgs
@@ -345,3 +346,17 @@ def test_arguments_of_others_that_ask_for_nothing_are_taken(off):
 def test_other_arguments_are_refused_although_they_are_false(name):
     with pytest.raises(TypeError, match=f"there is no argument '{name}'"):
         SamplingParams(**{name: False})
+
+
+def test_vllms_fields_that_are_missing_say_what_to_read(llm):
+    (answer,) = llm.generate("hello", SamplingParams(max_tokens=1), progress=False)
+    for owner, name, told in (
+        (answer, "multi_modal_placeholders", "prompt_token_ids"),
+        (answer.metrics, "time_in_queue", "first_token_latency"),
+    ):
+        with pytest.raises(AttributeError, match=f"'{name}'; {told}"):
+            getattr(owner, name)
+
+
+def test_public_names_are_listed_before_their_first_use():
+    assert {"LLM", "SamplingParams", "LoRARequest"} <= set(dir(slipstream))
