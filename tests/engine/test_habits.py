@@ -283,7 +283,7 @@ def test_prompts_and_arguments_as_vllms_scripts_write_them(llm):
         ids,
         [ids],
         [{"prompt_token_ids": ids, "multi_modal_data": None, "mm_processor_kwargs": None}],
-        {"prompt": "hello", "multi_modal_data": None},
+        {"prompt": "hello", "multi_modal_data": None, "cache_salt": None},
     ):
         (answer,) = llm.generate(
             prompts, greedy, use_tqdm=False, priority=[1], tokenization_kwargs=None

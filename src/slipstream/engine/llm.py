@@ -115,7 +115,7 @@ def _takes(
     return decorate
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _listed(prompts: Prompt | Sequence[Prompt | Sequence[int] | int] | None) -> list[Prompt]:
     """List of prompts from one prompt or several. RequestError if it is neither."""
     if not isinstance(prompts, Iterable):
         raise RequestError(

@@ -20,7 +20,7 @@ from slipstream.engine.model_files import default_sampling, end_tokens
 from slipstream.engine.requests.choices import check_answer, fork
 from slipstream.engine.requests.languages import both_sides
 from slipstream.engine.requests.over_context import over_context
-from slipstream.engine.requests.prompts import PromptReader, plain_prompt
+from slipstream.engine.requests.prompts import PromptReader
 from slipstream.engine.requests.reasoning_budgets import with_reasoning
 from slipstream.engine.requests.sampler_params import Breakers, with_functions, with_words
 from slipstream.engine.requests.texts import TextsProcessor
@@ -31,7 +31,7 @@ from slipstream.errors import AdapterError, RequestError
 from slipstream.messages.media import AudioWindow
 from slipstream.messages.requests import EngineRequest, pack_ids
 from slipstream.params.options import DEFAULT_OPTIONS, RequestOptions
-from slipstream.params.prompts import Prompt
+from slipstream.params.prompts import Prompt, plain_prompt
 from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import ModelDescription
 

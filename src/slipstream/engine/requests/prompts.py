@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -21,37 +20,12 @@ from slipstream.engine.requests.over_context import MAX_CHARS_PER_TOKEN, hopeles
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ContextLengthError, RequestError
 from slipstream.messages.requests import pack_ids
-from slipstream.params.options import RequestOptions
-from slipstream.params.prompts import Prompt
+from slipstream.params.prompts import Prompt, no_prompt
 from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import ModelDescription
 
 MAX_BORDERS = 2
 """Number of last messages at whose beginnings a prompt's recurrent states are stored."""
-
-
-def plain_prompt(prompt: Any, options: RequestOptions) -> tuple[Any, RequestOptions]:
-    """A prompt without the keys of vLLM's that are None, and its options with its `cache_salt`. RequestError if this is no
-    text, or differs from that of the options."""
-    plain = {key: value for key, value in prompt.items() if value is not None}
-    salt = plain.pop("cache_salt", options.cache_salt)
-    if not isinstance(salt, str) or ("cache_salt" in prompt and not salt):
-        raise RequestError("cache_salt must be a text that is not empty", field="cache_salt")
-    if options.cache_salt not in ("", salt):
-        raise RequestError("the prompt and its options differ in cache_salt", field="cache_salt")
-    return plain, dataclasses.replace(options, cache_salt=salt)
-
-
-def _no_prompt(given: Any) -> RequestError:
-    got = (
-        f"a dict of {', '.join(map(str, given))}"
-        if given and isinstance(given, dict)
-        else type(given).__name__
-    )
-    return RequestError(
-        f'a prompt is a string, {{"prompt": "…"}} or {{"prompt_token_ids": [...]}}, got {got}',
-        field="prompt",
-    )
 
 
 class PromptReader:
@@ -153,7 +127,7 @@ class PromptReader:
                 tokens = [*expanded(tokens, media, self.media.spec, self.tokenizer)]
                 packed = pack_ids(tokens)
         else:
-            raise _no_prompt(given)
+            raise no_prompt(given)
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")
         return text, tokens, packed
