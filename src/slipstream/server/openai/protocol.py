@@ -157,9 +157,29 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_options: Raw = HINT
     service_tier: Raw = HINT
     prediction: Raw = HINT
+    # vLLM's, which its clients send unset
+    request_id: Raw = OFF
+    mm_processor_kwargs: Raw = OFF
+    kv_transfer_params: Raw = OFF
+    vllm_xargs: Raw = OFF
+    repetition_detection: Raw = OFF
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "request_id": (b"null",),
+        "mm_processor_kwargs": (b"null", b"{}"),
+        "kv_transfer_params": (b"null",),
+        "vllm_xargs": (b"null", b"{}"),
+        "repetition_detection": (b"null",),
+    }
+    OTHER_NAMES: ClassVar[dict[str, str]] = {
+        "request_id": "the answer's header x-request-id",
+        "mm_processor_kwargs": "the detail of an image_url",
+        "repetition_detection": "no_repeat_ngram_size",
+    }
 
     def check(self) -> None:
         """Raise a 400 for invalid bodies that the schema can't express."""
+        refuse_unless_off(self, self.off)
         beams.check(self)
         if self.penalty_alpha:
             raise bad_request(
@@ -248,11 +268,16 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     target_language: Text | None = None
     suffix: Raw = OFF
 
-    off: ClassVar[dict[str, tuple[bytes, ...]]] = {"suffix": (b"null", b'""')}
+    prompt_embeds: Raw = OFF  # vLLM's
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        **GenerationRequest.off,
+        "suffix": (b"null", b'""'),
+        "prompt_embeds": (b"null",),
+    }
 
     def check(self) -> None:
         super().check()
-        refuse_unless_off(self, self.off)
         if self.stream and self.best_of not in (None, self.n or 1):
             raise bad_request(
                 "the best of several answers are only known at their end; leave stream or best_of out",
@@ -294,9 +319,6 @@ class ChatThinking(Struct, kw_only=True):
 class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions: an answer to messages, in OpenAI's format; `stream` sends it incrementally"""
 
-    # vLLM's field.
-    OTHER_NAMES: ClassVar[dict[str, str]] = {"mm_processor_kwargs": "the detail of an image_url"}
-
     messages: Annotated[list[Message], Meta(min_length=1)]
     compress_prompt: PromptCompression | None = None
     add_generation_prompt: bool | None = None  # vLLM's, with the next two
@@ -326,6 +348,9 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     audio: Raw = OFF
     web_search_options: Raw = HINT  # like the hosted tool: the model is not told about it
     moderation: Raw = OFF
+    documents: Raw = OFF  # vLLM's, up to `media_io_kwargs`
+    chat_template: Raw = OFF
+    media_io_kwargs: Raw = OFF
     usage: Raw = HINT  # OpenRouter's, up to `trace`
     provider: Raw = HINT
     models: Raw = HINT
@@ -357,6 +382,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
         *("tool_stream", "cache_prompt", "id_slot", "timings_per_token", "return_progress", "ttl"),
     )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        **GenerationRequest.off,
         "separate_reasoning": (b"null", b"true"),
         "stream_reasoning": (b"null", b"true"),
         "reasoning_format": (b"null", b'"auto"', b'"deepseek"'),
@@ -365,11 +391,18 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
         "modalities": (b"null", b'["text"]'),
         "audio": (b"null",),
         "moderation": (b"null",),
+        "documents": (b"null", b"[]"),
+        "chat_template": (b"null",),
+        "media_io_kwargs": (b"null", b"{}"),
+    }
+    OTHER_NAMES: ClassVar[dict[str, str]] = {
+        **GenerationRequest.OTHER_NAMES,
+        "documents": "a message, or chat_template_kwargs for a template that knows them",
+        "chat_template": "`serve --chat-template FILE`",
     }
 
     def check(self) -> None:
         super().check()
-        refuse_unless_off(self, self.off)
         self.read_thinking()
         offer_of(self)
         if taken := TEMPLATE_FIELDS & set(self.chat_template_kwargs or ()):
@@ -383,7 +416,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
         if self.echo and not self.continue_final_message:
             message = "echo repeats the message that continue_final_message goes on with; set both"
             raise bad_request(message, "echo")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise bad_request(
