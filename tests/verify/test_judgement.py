@@ -212,18 +212,34 @@ def test_one_broken_answer_of_many_is_a_fault_and_ends_the_check():
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "turns"), [(["pass", "undecided"], 3), (["pass"] * 2, 0), (["fault"] * 2, 0)]
+    ("outcomes", "drawn", "then"),
+    [
+        ({"prompt": "pass", "temperature 0": "undecided"}, 0, ["greedy"] * 3),
+        ({"prompt": "pass", "temperature 0": "pass"}, 0, []),
+        ({"prompt": "fault", "temperature 0": "fault"}, 0, []),
+        (
+            {"distribution": "undecided", "temperature 0": "undecided"},
+            judging.NAMED_BY - 1,
+            ["plain", "greedy", "plain", "greedy", "greedy"],
+        ),
+        (  # greedy answers count for the distribution, too
+            {"distribution": "undecided", "temperature 0": "undecided"},
+            judging.NAMED_BY,
+            ["greedy", "greedy", "greedy", "plain", "plain"],
+        ),
+    ],
 )
-def test_turns_go_on_for_what_is_undecided(outcomes, turns, monkeypatch):
+def test_turns_go_on_for_what_is_undecided(outcomes, drawn, then, monkeypatch):
     asked = []
     monkeypatch.setattr(Asking, "ask", lambda self, kind: asked.append(kind))
-    checked = ("prompt", "temperature 0")
-    found = [Finding(check=c, outcome=o, why="") for c, o in zip(checked, outcomes, strict=True)]
+    found = [Finding(check=check, outcome=outcome, why="") for check, outcome in outcomes.items()]
     monkeypatch.setattr(Judge, "judged", lambda self: found)
     for name in ("_schemas", "_tools"):
         monkeypatch.setattr(Verification, name, lambda self: found[0])
-    assert len(verification(answers=10, turn=4).run()) == 4
-    assert asked == ["plain", *["greedy"] * turns]
+    made = verification(answers=10, turn=4)
+    made.asking.seen.drawn["plain"] = [None] * drawn
+    assert len(made.run()) == 4
+    assert asked == ["plain", *then]
 
 
 def test_wrong_weights_end_the_verification():
