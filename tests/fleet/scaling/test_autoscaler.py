@@ -472,6 +472,10 @@ def test_trend_is_damped():
     assert holt.ahead(3) == pytest.approx(1.0 + 0.95 + 0.95**2 + 0.95**3)
     holt.learn(0.0)
     assert holt.ahead(9) == 0.0  # no rate is below 0
+    holt = _Holt(0.5, 0.1)  # the level moves by a half, the trend by a tenth of that
+    holt.learn(0.0)
+    holt.learn(10.0)
+    assert holt.ahead(1) == pytest.approx(5.0 + 0.95 * 0.5)
 
 
 def test_method_that_was_off_the_least_forecasts():
