@@ -201,8 +201,9 @@ def test_a_load_is_fitted_to_the_models_context():
     fitted = AgentLoad().fitted(8192)
     assert (fitted.max_context, fitted.system_tokens) == (8192, 819)
     assert AgentLoad().fitted(None).max_context == 142_000
+    assert AgentLoad(max_context=8192).fitted(8192).max_context == 8192
     with pytest.raises(ConfigError, match="8192") as caught:
-        AgentLoad(max_context=9000).fitted(8192)
+        AgentLoad(max_context=8193).fitted(8192)
     assert caught.value.field == "max_context"
 
 

@@ -30,11 +30,31 @@ def test_prompt_tokens_are_counted_where_the_server_says_them():
     assert (made.asking.seen.num_answers, made.asking.seen.num_prompt_tokens) == (3, 12)
 
 
+@pytest.mark.parametrize(
+    ("counts", "why"),
+    [
+        ([(6, 5), (8, 7)], "+1 token in every prompt: a BOS more or less"),
+        ([(4, 5), (6, 7)], "-1 token in every prompt: a BOS more or less"),
+        ([(4, 5), (7, 7)], "prompts differ by -1 tokens: another chat template"),
+    ],
+)
+def test_prompts_of_another_length_tell_their_likely_cause(counts, why):
+    made = verification()
+    made.asking.seen.counts.extend(counts)
+    assert made.judge._prompts() == Finding(check="prompt", outcome="fault", why=why)
+
+
 def test_seeds_begin_at_other_questions_and_turns_go_on():
     one, other = verification(seed=1), verification(seed=2)
     asked = [*one.asking._numbers(), *one.asking._numbers()]
     assert asked == list(range(asked[0], asked[0] + 2 * one.plan.turn))
     assert set(asked).isdisjoint(other.asking._numbers())
+
+
+def test_short_conversations_have_one_turn_or_three_with_or_without_a_system_message():
+    found = {tuple(m["role"] for m in probes.short(number)) for number in range(12)}
+    turns = [("user",), ("user", "assistant", "user")]
+    assert found == {(*system, *rest) for system in ((), ("system",)) for rest in turns}
 
 
 def answers_of(kind, at, num=80, seed=0):
@@ -212,18 +232,34 @@ def test_one_broken_answer_of_many_is_a_fault_and_ends_the_check():
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "turns"), [(["pass", "undecided"], 3), (["pass"] * 2, 0), (["fault"] * 2, 0)]
+    ("outcomes", "drawn", "then"),
+    [
+        ({"prompt": "pass", "temperature 0": "undecided"}, 0, ["greedy"] * 3),
+        ({"prompt": "pass", "temperature 0": "pass"}, 0, []),
+        ({"prompt": "fault", "temperature 0": "fault"}, 0, []),
+        (
+            {"distribution": "undecided", "temperature 0": "undecided"},
+            judging.NAMED_BY - 1,
+            ["plain", "greedy", "plain", "greedy", "greedy"],
+        ),
+        (  # greedy answers count for the distribution, too
+            {"distribution": "undecided", "temperature 0": "undecided"},
+            judging.NAMED_BY,
+            ["greedy", "greedy", "greedy", "plain", "plain"],
+        ),
+    ],
 )
-def test_turns_go_on_for_what_is_undecided(outcomes, turns, monkeypatch):
+def test_turns_go_on_for_what_is_undecided(outcomes, drawn, then, monkeypatch):
     asked = []
     monkeypatch.setattr(Asking, "ask", lambda self, kind: asked.append(kind))
-    checked = ("prompt", "temperature 0")
-    found = [Finding(check=c, outcome=o, why="") for c, o in zip(checked, outcomes, strict=True)]
+    found = [Finding(check=check, outcome=outcome, why="") for check, outcome in outcomes.items()]
     monkeypatch.setattr(Judge, "judged", lambda self: found)
     for name in ("_schemas", "_tools"):
         monkeypatch.setattr(Verification, name, lambda self: found[0])
-    assert len(verification(answers=10, turn=4).run()) == 4
-    assert asked == ["plain", *["greedy"] * turns]
+    made = verification(answers=10, turn=4)
+    made.asking.seen.drawn["plain"] = [None] * drawn
+    assert len(made.run()) == 4
+    assert asked == ["plain", *then]
 
 
 def test_wrong_weights_end_the_verification():

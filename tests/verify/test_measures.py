@@ -41,8 +41,11 @@ def token_id(data):
 
 @pytest.mark.parametrize("at", [0.5, 1.0, 1.1, 2.0])
 def test_the_temperature_of_answers_is_found_within_its_error(at):
-    found = measures.temperature([drawn(at, seed=n) for n in range(4)], 1.0)
+    samples = [drawn(at, seed=n) for n in range(4)]
+    found = measures.temperature(samples, 1.0)
     assert abs(found.value - at) < 4 * found.stderr
+    for start in (0.3, 4.0):  # the likeliest one does not depend on where the search begins
+        assert measures.temperature(samples, start).value == pytest.approx(found.value, rel=1e-3)
     assert found.stderr < 0.05 * at
     assert found.count == 4 * LENGTH
 

@@ -90,6 +90,12 @@ def test_means_far_from_their_limit_are_decided_by_few_values():
     assert ever(decide, lambda r: 0.05 * r.expovariate(1), looks=40)[1] > 0.9
 
 
+def test_a_mean_above_its_limit_is_a_fault_once_the_bets_won_a_thousandfold():
+    """The boldest bet wins 0.9 of its sixth a time: 1.9**14 / 6 is 1330."""
+    assert sequential.mean([2.0] * 13, 1.0, Rates()) == "open"
+    assert sequential.mean([2.0] * 14, 1.0, Rates()) == "fault"
+
+
 def test_a_sound_server_is_told_by_some_forty_answers():
     rates = Rates()
     assert sequential.mean([0.0] * 35, 1.0, rates) == "open"
