@@ -122,7 +122,7 @@ class StudyOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class StudyResult:
     """Result of a study. `again`: measurements of an engine from its folder; None for random weights.
     `replicas`: measurements of several (`optimize.replicas.arrangements`); empty if not requested."""
 
@@ -269,7 +269,9 @@ class Study:
     space: Space
     budget_s: float
 
-    def run(self, *, say: Say, on_phase: Say, on_result: Callable[[TrialResult], None]) -> Found:
+    def run(
+        self, *, say: Say, on_phase: Say, on_result: Callable[[TrialResult], None]
+    ) -> StudyResult:
         """Measure, choose and write the folder. ConfigError if no candidate is within the quality limits."""
         state = self.out.with_name(f"{self.out.name}.search")
         with writing(state, "out"):
@@ -284,7 +286,7 @@ class Study:
             args, at_start = measurer.folder_args(chosen.candidate)
             replicas = self._replicas(chosen, measurer)
             again = self._write(chosen, measurer, search, args, at_start, replicas)
-        return Found(
+        return StudyResult(
             search=search, chosen=chosen, at_start=at_start, again=again, replicas=replicas
         )
 

@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from slipstream.bench.session_metrics import AgentSummary
-from slipstream.bench.sessions import Part
+from slipstream.bench.sessions import PromptPiece
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.cache.prefix_cache import extend_keys, group_key
 from slipstream.core.request import Request
@@ -428,7 +428,7 @@ _ANY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 _NEVER = (1 << 62, 0.0)
 
 
-def _token(part: Part) -> int:
+def _token(part: PromptPiece) -> int:
     """Token id that all tokens of a prompt part have. Ids of parts of requests without a session
     are negative."""
     return ANY_TOKEN if part.kind in ("answer", "summary") else part.key % 2**30 + ANY_TOKEN + 1

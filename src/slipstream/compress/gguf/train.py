@@ -215,7 +215,7 @@ def divergence(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(slots=True)
-class _Text:
+class _TrainingWindows:
     """Windows with the original's final hidden states, as many as fit in `room` tokens."""
 
     windows: Sequence[Sequence[int]]
@@ -273,7 +273,7 @@ def train_blocks(
     room = (HELD_BYTES if device.type == "cpu" else _free(device) // 4) // (
         spec.hidden_size * dtype.itemsize
     )
-    text = _Text(windows, teacher, device, room, {})
+    text = _TrainingWindows(windows, teacher, device, room, {})
 
     def assembled() -> dict[str, Tensor]:
         """The parameters of the model that the file would be, with gradients."""

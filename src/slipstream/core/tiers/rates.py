@@ -35,7 +35,7 @@ class Rate:
         return self._units / self._seconds if self._seconds > 0 else 0.0
 
 
-class Rates:
+class TierRates:
     """Time to load a block from each tier, and time for a rank to compute a prompt token."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@
    that no other request can find; each is cached when it has arrived. The load holds the blocks
    until the request is admitted, which then finds them in the cache. Under memory pressure the load
    gives them back.
-3. Loading is chosen if it takes less time than computing, judged by recent measurements (`Rates`).
+3. Loading is chosen if it takes less time than computing, judged by recent measurements (`TierRates`).
    A rate that rules out loading expires, and a few blocks are then loaded to measure it again. A
    load that takes much longer than expected is abandoned.
 4. A block that can't be read is a miss: the request computes it.
@@ -40,7 +40,7 @@ from slipstream.core.cache.block_pool import NULL_BLOCK, BlockPool
 from slipstream.core.cache.prefix_cache import group_key, kind_of, slot_key, usable_prefix
 from slipstream.core.request import Request
 from slipstream.core.tiers.block_store import BlockStore
-from slipstream.core.tiers.rates import Rates
+from slipstream.core.tiers.rates import TierRates
 from slipstream.messages.stats import TierStats
 from slipstream.messages.tiers import BlockCopy, Place
 from slipstream.spec.model import CacheGroup
@@ -126,7 +126,7 @@ class Tiers:
         block_size: int,
         clock: Callable[[], float],
         slots: Mapping[int, BlockPool],
-        rates: Rates,
+        rates: TierRates,
     ) -> None:
         self._store, self._pool, self._size, self._clock = store, pool, block_size, clock
         self._own, self._windows, self._kinds = own, windows, slots
@@ -519,7 +519,7 @@ class Tiers:
         return wanted, gained
 
     def _pays(self, keys: Sequence[bytes], num_tokens: int) -> bool | None:
-        """`Rates.pays` for the blocks with these keys."""
+        """`TierRates.pays` for the blocks with these keys."""
         sizes = Counter[Place]()
         for key in keys:
             sizes[self._tier_of(key) or "disk"] += self._bytes(key)
@@ -768,7 +768,7 @@ def make_tiers(
     kvs: Sequence[KVCacheManager], stores: Sequence[BlockStore], clock: Callable[[], float]
 ) -> list[Tiers]:
     """Make the tiers below the caches of all ranks, each in its own of the `stores`; none without these."""
-    rates, made = Rates(), list[Tiers]()
+    rates, made = TierRates(), list[Tiers]()
     for kv, store in zip(kvs, stores, strict=True) if stores else ():
         slots, windows = {kind.number: kind.pool for kind in kv.kinds}, dict(kv.windows)
         kv.tiers = Tiers(store, kv.pool, kv.own, windows, kv.block_size, clock, slots, rates)

@@ -174,7 +174,7 @@ def _longest(nodes: Iterable[Hashable], edges: Callable[[Any], Edges]) -> int:
 # --- Schemas --------------------------------------------------------------------------------------------------------
 
 
-class _Document:
+class _SchemaParts:
     """The parts of a schema, identified by object identity."""
 
     def __init__(self, root: Any) -> None:
@@ -261,7 +261,7 @@ def _pointed(schema: Any, pointer: str) -> Any:
 def _schema_depth(schema: Any) -> int:
     if not isinstance(schema, (dict, list)):
         return 1
-    document = _Document(schema)
+    document = _SchemaParts(schema)
     return 1 + _longest([id(schema)], document.edges)
 
 

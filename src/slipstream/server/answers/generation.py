@@ -3,7 +3,7 @@
 An `Answer` says what to generate and how to format it. completions.py and chat.py each create one
 from a body. `GenerationRoute` (route.py) is the ASGI endpoint that runs it.
 
-Each prompt of an answer (`_Part`) receives new output while the engine's message is read:
+Each prompt of an answer (`_PromptAnswer`) receives new output while the engine's message is read:
 
 1. If the connection is writable, the events are written at once (`write_chunk` of the ASGI scope,
    see connection.py).
@@ -164,7 +164,7 @@ class Answer:
             b"data: " + encode({"object": self.chunk_kind, **self.identity})[:-1] + b',"choices":['
         )
         self.tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
-        self.parts = [_Part(self, number, prompt) for number, prompt in enumerate(prompts)]
+        self.parts = [_PromptAnswer(self, number, prompt) for number, prompt in enumerate(prompts)]
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -504,7 +504,7 @@ def sign_of_life(media_type: bytes) -> bytes:
     return b": ping\n\n" if b"event-stream" in media_type else b" "
 
 
-class _Part:
+class _PromptAnswer:
     """One prompt of an answer: the `Sink` that receives its output from the engine."""
 
     def __init__(self, answer: Answer, number: int, prompt: Prompt) -> None:

@@ -482,7 +482,7 @@ async def _embedding(
     return [{"index": i, "embedding": [vector]} for i, vector in enumerate(found)]
 
 
-class _About:
+class _LlamaInfo:
     """Routes with information about the model and the server."""
 
     def __init__(self, state: ServerState) -> None:
@@ -544,7 +544,7 @@ class _About:
 
 
 def routes(state: ServerState) -> list[Route]:
-    about = _About(state)
+    about = _LlamaInfo(state)
     embedding = _Embedding(state, EmbeddingRequest, _embedding)
     return [
         *(

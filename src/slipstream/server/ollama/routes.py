@@ -156,7 +156,7 @@ OLLAMA_VERSION = "0.13.0"
 """Version of Ollama whose API this is. Editors require one that supports tools."""
 
 
-class _About:
+class _OllamaInfo:
     """Routes about the served models."""
 
     def __init__(self, state: ServerState) -> None:
@@ -253,7 +253,7 @@ def _capabilities(state: ServerState, template: str) -> list[str]:
 
 
 def routes(state: ServerState) -> list[Route]:
-    about = _About(state)
+    about = _OllamaInfo(state)
 
     return [
         Route("/api/chat", _Generate(state, OllamaChatRequest, OllamaChatAnswer), methods=["POST"]),

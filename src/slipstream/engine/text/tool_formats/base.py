@@ -68,7 +68,7 @@ Event: TypeAlias = Content | Reasoning | BeginCall | Arguments
 Script: TypeAlias = Generator[None, None, None]
 
 
-class _Text:
+class _TrailingSpace:
     """Output text whose trailing whitespace is held back until more text or the end of the answer
     arrives."""
 
@@ -113,8 +113,8 @@ class Parser:
         self._interrupts, self._wraps = tuple(interrupts), tuple(wraps)
         self._events: list[Event] = []
         self._content, self._reasoning = (
-            _Text(Content, self._events),
-            _Text(Reasoning, self._events),
+            _TrailingSpace(Content, self._events),
+            _TrailingSpace(Reasoning, self._events),
         )
         self.num_calls = 0
         self._run = self._script(script, think, thinking)
