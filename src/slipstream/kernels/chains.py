@@ -48,7 +48,15 @@ def chain_places(
     num_again: int,
     first: int,
 ) -> ChainPlaces:
-    """Computes `OpSet.chain_places`."""
+    """Compute the positions and cache slots of a chain of `num_drafts` drafts for `size` sequences.
+
+    `inputs` int32 [4, room], where room is `size` padded to a multiple of 4, has for each
+    sequence: its row, the position of its last known token, its number of drafts, and
+    the number of tokens sampled after the known ones. `kept` int32 [R, C] has the last drafts of
+    the rows of `tokens` int32 [R, L], the last of which is the null row. The first pass
+    computes `num_again` tokens of each sequence. A token's keys and values are `first`
+    positions before it.
+    """
     rows, known, wanted, sampled = inputs.unbind(0)
     null = tokens.shape[0] - 1
     steps = torch.arange(num_drafts, dtype=torch.int32, device=rows.device)
