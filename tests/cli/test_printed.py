@@ -182,7 +182,7 @@ def show_agents(whole: bool) -> None:
 
 def show_verified(whole: bool) -> None:
     rare = {"one_in_answers": 8.5, "one_in_tokens": 70.0, "one_in_long_answers": 3.0}
-    finding = filled(verified.Finding, False, check="C", outcome="undecided" if whole else "sound")
+    finding = filled(verified.Verdict, False, check="C", outcome="undecided" if whole else "sound")
     about = {
         "model": "M",
         "num_answers": 1234,

@@ -24,7 +24,7 @@ from slipstream.conformance.registry import (
     UnsupportedError,
 )
 from slipstream.conformance.schemas import require_judge
-from slipstream.conformance.session import CheckSession, TestedServer
+from slipstream.conformance.session import CheckedServer, CheckSession
 from slipstream.errors import ConfigError, SlipstreamError
 
 CONTEXT_FIELDS = ("max_model_len", "context_length", "context_window", "max_input_tokens")
@@ -48,7 +48,7 @@ def selected(only: Sequence[str]) -> list[Check]:
     return [check for check in checks if not only or any(named(check, p) for p in only)]
 
 
-async def find_model(endpoint: TestedServer, model: str | None) -> tuple[str, int | None]:
+async def find_model(endpoint: CheckedServer, model: str | None) -> tuple[str, int | None]:
     """(model, its context in tokens if the server reports it): the given model, or the first
     listed. ConfigError if none is listed; SlipstreamError if no server answers."""
     key = {"authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
@@ -75,7 +75,7 @@ async def find_model(endpoint: TestedServer, model: str | None) -> tuple[str, in
 
 
 async def run(
-    endpoint: TestedServer,
+    endpoint: CheckedServer,
     *,
     model: str | None = None,
     protocols: Sequence[str] = (),

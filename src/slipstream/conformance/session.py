@@ -17,7 +17,7 @@ SHAPE_ERRORS = (KeyError, TypeError, IndexError, AttributeError, ValueError)
 """Errors raised by reading a body with an unexpected structure."""
 
 
-class TestedServer:
+class CheckedServer:
     """A server's address, and how to reach it."""
 
     def __init__(
@@ -48,7 +48,7 @@ class CheckSession:
     concurrent requests in checks of load; `context` is the model's context in tokens, if the server
     reports it."""
 
-    endpoint: TestedServer
+    endpoint: CheckedServer
     protocol: Protocol
     model: str
     concurrency: int = 32

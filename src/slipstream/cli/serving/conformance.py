@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     from slipstream.conformance.registry import CHECKS, FAIL, PASS, UNSUPPORTED
     from slipstream.conformance.runner import run as run_checks
-    from slipstream.conformance.session import TestedServer
+    from slipstream.conformance.session import CheckedServer
 
     def show(result: CheckResult) -> None:
         if not args.json:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     async def main() -> list[CheckResult]:
         key, timeout_s = given_key(args), args.timeout
-        async with TestedServer(args.url, api_key=key, timeout_s=timeout_s) as endpoint:
+        async with CheckedServer(args.url, api_key=key, timeout_s=timeout_s) as endpoint:
             return await run_checks(
                 endpoint,
                 model=args.model,
