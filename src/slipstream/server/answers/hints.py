@@ -33,7 +33,7 @@ def _hints_of(kind: type[Struct]) -> frozenset[str]:
     return frozenset(f.name for f in fields if _MARK in getattr(f.type, "__metadata__", ()))
 
 
-def given_hints(body: Struct, path: str = "") -> Iterator[str]:
+def given_hints(body: Any, path: str = "") -> Iterator[str]:
     """Yield the names of the hints in a body and its parts, such as "tools.cache_control"."""
     hints = _hints_of(type(body))
     if (more := getattr(body, "more_hints", None)) is not None:
