@@ -57,9 +57,8 @@ class LayerWork:
     exact: dict[str, Tensor] = field(default_factory=dict)  # `values` before rounding
     rounded: dict[str, Rounded] = field(default_factory=dict)
     offsets: dict[str, Offsets] = field(default_factory=dict)  # initial values of learned rounding
-    inputs: dict[str, FakeInputs] = field(
-        default_factory=dict
-    )  # how the inputs of linear layers are quantized
+    # how the inputs of linear layers are quantized
+    inputs: dict[str, FakeInputs] = field(default_factory=dict)
     # "k" and "v", as written to the checkpoint
     cache_scales: dict[str, Tensor] = field(default_factory=dict)
     note: dict[str, dict[str, Any]] = field(default_factory=lambda: {key: {} for key in NOTES})

@@ -79,12 +79,10 @@ class Quantize:
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     damping: float = 0.01  # GPTQ: added to the Hessian's diagonal, as a fraction of its mean
     act_order: bool = True  # GPTQ: columns of large inputs first
-    true_sequential: bool = (
-        True  # GPTQ: calibrate each linear layer after the layer's earlier ones were quantized
-    )
-    alpha: float | Literal["search"] = (
-        "search"  # SmoothQuant: the fraction of magnitude moved to the weights
-    )
+    # GPTQ: calibrate each linear layer after the layer's earlier ones were quantized
+    true_sequential: bool = True
+    # SmoothQuant: the fraction of magnitude moved to the weights
+    alpha: float | Literal["search"] = "search"
     begin: Literal["nearest", "gptq"] = "nearest"  # initial codes of learned rounding
     num_steps: int = 200  # learned rounding
     step_tokens: int = 2048  # learned rounding

@@ -24,9 +24,8 @@ class ChainPlaces:
     rows: Tensor  # [T]; the null row for padding, and after pass 1 where no draft is wanted
     positions: Tensor  # [T]
     seq_lens: Tensor  # [T]: length of the sequence up to and including the token
-    draft_rows: (
-        Tensor  # [K · S]: rows that drafts are written to; the null row where none is wanted
-    )
+    # [K · S]: rows that drafts are written to; the null row where none is wanted
+    draft_rows: Tensor
     draft_positions: Tensor  # [K · S]
     begin: int  # start of the second pass
     room: int
@@ -83,8 +82,7 @@ def chain_places(
     all_rows[count:begin] = null
     positions[:count] = (last[:size] - (num_again - 1 + first) + again).flatten()
     all_rows[begin:] = own[1:].flatten()
-    positions[begin:] = (
-        (places[1:] - 1 - first).clamp(min=0).flatten()
-    )  # a token's keys are `first` positions before it
+    # a token's keys are `first` positions before it
+    positions[begin:] = (places[1:] - 1 - first).clamp(min=0).flatten()
     drafts = own[:, :size].flatten(), places[:, :size].flatten()
     return ChainPlaces(all_rows, positions, positions + 1, *drafts, begin, room)

@@ -64,9 +64,8 @@ class StudyOptions:
     drafts: str | None = None
     kv_cache_dtypes: str | None = None
     parallel: str = "tp1"
-    replicas: int | None = (
-        None  # number of replicas to measure, alike and with separate prefill and decode
-    )
+    # number of replicas to measure, alike and with separate prefill and decode
+    replicas: int | None = None
     load_format: str = "auto"
     max_model_len: int | None = None
     num_threads: int | None = None

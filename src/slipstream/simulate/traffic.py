@@ -47,9 +47,8 @@ class TrafficRequest(NamedTuple):
     `after`: (request, seconds) pairs; it arrives this long after these requests end, and not at `arrival`.
     `ends_session`: whether a closed loop's user is free when it ends; False for turns with later turns."""
 
-    arrival: (
-        float  # seconds from the start; in a closed loop a request is sent when its user is free
-    )
+    # seconds from the start; in a closed loop a request is sent when its user is free
+    arrival: float
     input_tokens: int
     output_tokens: int
     prefix: tuple[int, ...] = ()

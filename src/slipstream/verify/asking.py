@@ -98,9 +98,8 @@ class Asking:
         for (_, word), (prompt, answer, sample) in zip(asked, answers, strict=False):
             found = word in answer.text
             own = found
-            if (
-                sample is None or not sample.is_likeliest
-            ):  # otherwise the model's own answer is the same
+            # otherwise the model's own answer is the same
+            if sample is None or not sample.is_likeliest:
                 own = word in self.reference.greedy(prompt, NEEDLE_TOKENS)
             self.seen.needles.setdefault(round(len(prompt), -2), []).append((found, own))
 
@@ -134,9 +133,8 @@ class Asking:
         return found
 
     def _numbers(self) -> range:
-        first = (
-            1009 * self.plan.seed + self._asked
-        )  # different seeds begin with different questions
+        # different seeds begin with different questions
+        first = 1009 * self.plan.seed + self._asked
         self._asked += self.plan.turn
         return range(first, first + self.plan.turn)
 

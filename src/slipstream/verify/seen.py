@@ -67,9 +67,8 @@ class Evidence:
     plan: VerifyPlan
     drawn: dict[str, list[ScoredAnswer]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # reason, by kind of question
-    empty: Counter[str] = field(
-        default_factory=Counter
-    )  # answers that are empty though the model would not end at once
+    # answers that are empty though the model would not end at once
+    empty: Counter[str] = field(default_factory=Counter)
     counts: list[tuple[int, int]] = field(default_factory=list)
     long_counts: list[tuple[int, int]] = field(default_factory=list)
     needles: dict[int, list[tuple[bool, bool]]] = field(default_factory=dict)

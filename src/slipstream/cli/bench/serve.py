@@ -161,9 +161,8 @@ class _ServeBench:
         self.arrivals = arrivals
         self.objectives = objectives
         self.workload: BenchWorkload
-        if not needs_vocab_size(
-            args, settings
-        ):  # invalid options are reported before any server is contacted
+        # invalid options are reported before any server is contacted
+        if not needs_vocab_size(args, settings):
             self.workload = make_workload(args, settings)
         self.clients: Clients | None = None
         self.meter = (

@@ -331,9 +331,8 @@ def train_blocks(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         num_tokens += count
-        if (
-            len(losses) > 1
-        ):  # the previous step's loss: waiting for this one's would let the device idle
+        # the previous step's loss: waiting for this one's would let the device idle
+        if len(losses) > 1:
             check_loss(len(losses) - 2, losses[-2])
         progress(len(losses))
         done = share_done(len(losses), time.monotonic() - begin, settings)

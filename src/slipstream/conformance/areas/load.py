@@ -124,14 +124,12 @@ async def running(
     tasks = [asyncio.create_task(one()) for _ in range(session.concurrency)]
     try:
         if streams:
-            with contextlib.suppress(
-                TimeoutError
-            ):  # no request may start while abandoned ones occupy all slots
+            # no request may start while abandoned ones occupy all slots
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(begun.wait(), 3 * limit_s)
         else:
-            await asyncio.sleep(
-                0.3
-            )  # an answer that is not streamed gives no sign that it has started
+            # an answer that is not streamed gives no sign that it has started
+            await asyncio.sleep(0.3)
         yield
     finally:
         for task in tasks:

@@ -433,9 +433,8 @@ class KVCacheManager:
                     )
                 if self.tiers is not None:
                     self.tiers.offer(block, key, step_id)
-            if (
-                self.stored is not None and took and not g
-            ):  # only keys of the first group are reported
+            # only keys of the first group are reported
+            if self.stored is not None and took and not g:
                 self.stored(request, took)
         request.num_registered = full
 

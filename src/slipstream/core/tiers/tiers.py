@@ -88,9 +88,8 @@ class TierLoad:
         patience_s: float,
         era: int,
     ) -> None:
-        self.request = (
-            request  # None: it has gone or stopped waiting, or the load is for a pausing session
-        )
+        # None: it has gone or stopped waiting, or the load is for a pausing session
+        self.request = request
         self.arrived: Callable[[], None] | None = None  # called when all blocks are cached
         self.others: list[Request] = []  # other requests that need blocks of this load
         # blocks that the request will find on the device, besides those being loaded

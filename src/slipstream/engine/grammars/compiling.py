@@ -170,9 +170,8 @@ class GrammarCompiler:
         matcher, second = make(self._vocabulary, grammar, **options), None
         if counts is not None and self.lengths is not None:
             second = make(self.lengths.tokenizer, grammar, **options)
-        if (
-            not matcher.is_error()
-        ):  # computes the states of its first mask now: a step would wait for them, up to seconds
+        # computes the states of its first mask now: a step would wait for them, up to seconds
+        if not matcher.is_error():
             call_library(matcher.compute_bitmask)
         by_length = (
             None if counts is None or second is None or second.is_error() else (second, counts)

@@ -204,10 +204,8 @@ class _SchemaParts:
                 self._anchors.setdefault(name, []).append(schema)
         for key in ("$id", "id"):
             if isinstance(name := schema.get(key), str):
-                for end in {
-                    _last(name),
-                    "",
-                }:  # a reference without a base may be relative to any `$id`
+                # a reference without a base may be relative to any `$id`
+                for end in {_last(name), ""}:
                     self._resources.setdefault(end, []).append(schema)
                 if name.startswith("#"):
                     self._anchors.setdefault(name[1:], []).append(schema)

@@ -210,9 +210,8 @@ class PictureProcessor(MediaProcessor):
         if sizes.most is None:
             return None
         height, width = source.height, source.width
-        if (
-            side := max(height, width)
-        ) > MAX_SIDE:  # the square of a very narrow image would be too large
+        # the square of a very narrow image would be too large
+        if (side := max(height, width)) > MAX_SIDE:
             height, width = (max(1, x * MAX_SIDE // side) for x in (height, width))
             side = MAX_SIDE
         colour = tuple(int(x * 255) for x in self.processing.mean)

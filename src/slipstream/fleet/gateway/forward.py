@@ -154,9 +154,8 @@ class Forwarder:
             await self.count_death(call, last, further=further)
             if further:  # further tokens arrived, so the request is not at fault
                 number, told = 0, len(call.marked.tokens)
-            number += (
-                last.died or not last.engine_down
-            )  # waiting for a start does not count as an attempt
+            # waiting for a start does not count as an attempt
+            number += last.died or not last.engine_down
             if number > most or not (
                 call.first_token_sent or last.gone or self.members.budget.take()
             ):
@@ -414,9 +413,8 @@ class Forwarder:
         if not (call.streams or call.generates):
             return None
         seconds = max(self.members.fleet.router.first_token_s, 3 * opened.decision.predicted_ttft_s)
-        if (
-            call.first_token_sent
-        ):  # The answer so far is computed first, which took no longer than the time until now.
+        # The answer so far is computed first, which took no longer than the time until now.
+        if call.first_token_sent:
             seconds += 2 * (time.monotonic() - call.record.start)
         return seconds
 

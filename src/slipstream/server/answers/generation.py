@@ -72,9 +72,8 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)  # if the body has `return_token_ids`
     # (version of the weights, number of tokens), if weights may change
     weight_versions: list[tuple[str, int]] = field(default_factory=list)
-    begun: bool = (
-        False  # a chunk was written; this and the next two fields are managed by Answer.chunk
-    )
+    # a chunk was written; this and the next two fields are managed by Answer.chunk
+    begun: bool = False
     num_chars: int = 0
     strips_space: bool = False  # the next token's leading space is dropped
 
@@ -125,9 +124,8 @@ class Answer:
         self.choices = [Choice() for _ in range(num_choices)]
         self.prompt_info = [PromptInfo() for _ in prompts]
         self.more_usage: dict[str, Any] = {}
-        self.num_reasoning_tokens: int | None = (
-            None  # None: reasoning is not separated from the answer
-        )
+        # None: reasoning is not separated from the answer
+        self.num_reasoning_tokens: int | None = None
         self.stream = bool(body.stream)
         self.keeps_text = not self.stream or state.settings.audit_answers
         options = body.stream_options
@@ -155,9 +153,8 @@ class Answer:
         # address of the replica that computed the prompt, and its number of cached tokens
         self.handover_from, self.num_cached_there = "", 0
         self._replays = False  # the tokens of `begun` are being replayed
-        self.marks = (
-            False  # whether to write marks for a fleet's gateway (`server.operations.fleet`)
-        )
+        # whether to write marks for a fleet's gateway (`server.operations.fleet`)
+        self.marks = False
         self.unmarked: list[int] = []  # tokens since the last mark
         # The constant parts of a chunk are encoded once.
         self.head = (

@@ -101,9 +101,8 @@ def offer_of(body: WithTools) -> OfferedTools:
                 f"tool_choice has the type {choice.type!r} and no field {choice.type!r}, which names the tool",
                 field=f"tool_choice.{choice.type}",
             )
-        if isinstance(
-            wanted, AllowedTools
-        ):  # the model is told about all tools, but may only call these
+        # the model is told about all tools, but may only call these
+        if isinstance(wanted, AllowedTools):
             names = {one.function.name for one in wanted.tools}
             if missing := names - {s.function.name for s in specs}:
                 raise RequestError(

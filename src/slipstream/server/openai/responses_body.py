@@ -416,9 +416,8 @@ def _add_tool(
         made = CallableTool(function, custom.name, namespace, is_custom=True)
         hints += given_hints(custom, "tools.")
         if (custom.format or {}).get("type") == "grammar":
-            hints.append(
-                "tools.format"
-            )  # the model is told about the grammar, but it is not enforced
+            # the model is told about the grammar, but it is not enforced
+            hints.append("tools.format")
     elif kind == "function":
         own = decode(ResponseTool, raw, f"{path}.")
         refuse_unless_off(own, own.off, f"{path}.")

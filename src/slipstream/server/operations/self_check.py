@@ -451,9 +451,8 @@ def divergence(reference: Row, seen: Row) -> float:
     rest, other = (1 - sum(math.exp(row[t]) for t in known) for row in (reference, seen))
     for logprob in sorted((reference[t] for t in reference.keys() - known), reverse=True):
         p = math.exp(logprob)
-        if (
-            p * other <= math.exp(last) * rest
-        ):  # its part of the bucket, like that of all less likely tokens
+        # its part of the bucket, like that of all less likely tokens
+        if p * other <= math.exp(last) * rest:
             break
         kl += p * (logprob - last)
         rest, other = rest - p, other - math.exp(last)

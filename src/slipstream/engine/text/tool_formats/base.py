@@ -156,9 +156,8 @@ class Parser:
     def _think(self, begin: str, end: str, thinking: bool) -> Script:
         opened = yield from self.opens_with(begin)  # some models repeat the opening marker
         if not thinking and not opened:
-            yield from self.opens_with(
-                end
-            )  # an end marker of reasoning that the prompt has already ended
+            # an end marker of reasoning that the prompt has already ended
+            yield from self.opens_with(end)
             return
         self._reasoning.cut()
         if marker := (yield from self.until((end, *self._interrupts), self.reasoning)):

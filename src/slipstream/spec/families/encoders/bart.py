@@ -83,9 +83,8 @@ def read(c: ConfigReader, *, family: str) -> ModelSpec:
     reader, writer = both_layers(c, act, norm, norms_first=kind.before)
     longest = c.size("max_position_embeddings", kind.longest)
     pad = c.take("pad_token_id", int, 1)
-    offset = (
-        pad + 1 if family == "m2m_100" else kind.offset
-    )  # the first position follows the padding token's row
+    # the first position follows the padding token's row
+    offset = pad + 1 if family == "m2m_100" else kind.offset
     rows = longest + offset
     positions: LearnedPositionSpec | SinusoidSpec = LearnedPositionSpec(
         num_positions=rows, offset=offset

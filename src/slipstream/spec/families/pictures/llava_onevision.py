@@ -43,9 +43,8 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
     c.require("vision_feature_layer", -1)
     c.require("vision_feature_select_strategy", "full")
     c.require("multimodal_projector_bias", True)
-    v.require(
-        "vision_use_head", False, True
-    )  # a pooling head for whole images, whose weights are ignored
+    # a pooling head for whole images, whose weights are ignored
+    v.require("vision_use_head", False, True)
     v.ignore("initializer_factor", "vocab_size", "projection_dim")
     found = c.take("image_grid_pinpoints", list, PINPOINTS)
     said = c.take("vision_aspect_ratio", str, "anyres_max_9")

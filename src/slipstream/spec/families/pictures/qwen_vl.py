@@ -186,9 +186,8 @@ def read_vision(
 def _finished(c: ConfigReader, v: ConfigReader, made: VisionSpec) -> VisionSpec:
     v.finish()
     c.ignore("text_config", "tie_word_embeddings", "use_cache", *OUTER)
-    if (
-        c.value("text_config") is not None
-    ):  # otherwise the decoder's keys are at the top level and were read already
+    # otherwise the decoder's keys are at the top level and were read already
+    if c.value("text_config") is not None:
         c.finish()
     return made
 
