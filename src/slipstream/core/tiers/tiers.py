@@ -397,7 +397,7 @@ class Tiers:
         load.probes = probes
         return True
 
-    def reach(self, request: Request, num_cached: int) -> int:
+    def available_tokens(self, request: Request, num_cached: int) -> int:
         """Number of tokens of a request's prompt that the device and the tiers have together.
 
         `num_cached` of them are on the device. A request that was looked up computes the others.
@@ -418,7 +418,7 @@ class Tiers:
         after their last, before they are released. Returns False if the caller may try again.
         """
         size, end = self._size, len(keys) * self._size + 2
-        reach = self._reach(keys)
+        reach = self._max_prefix(keys)
         found = {
             g: [self._pool.lookup(group_key(key, g)) for key in keys[:reach]] for g in self._own
         }
@@ -440,7 +440,7 @@ class Tiers:
         """Count loaded tokens that the next request of their session used."""
         self._counts["prefetch_hit_tokens"] += num_tokens
 
-    def _reach(self, keys: Sequence[bytes]) -> int:
+    def _max_prefix(self, keys: Sequence[bytes]) -> int:
         """Upper bound on the number of prefix blocks that the device and the tiers have.
 
         Most prompts are in no tier. This check shows that, and must be fast because the GPU waits
@@ -462,7 +462,7 @@ class Tiers:
 
         Returns (the device's blocks by group, keys of the blocks to load, number of tokens gained).
         """
-        reach = self._reach(keys)
+        reach = self._max_prefix(keys)
         if reach * self._size <= num_cached:
             return {}, [], 0
         found = {
@@ -770,10 +770,8 @@ def make_tiers(
     rates, made = TierRates(), list[Tiers]()
     for kv, store in zip(kvs, stores, strict=True) if stores else ():
         slots, windows = {kind.number: kind.pool for kind in kv.kinds}, dict(kv.windows)
-        kv.tiers = Tiers(store, kv.pool, kv.own, windows, kv.block_size, clock, slots, rates)
-        if kv.sessions is not None and not kv.kinds:  # slots of sessions come back from no tier
-            kv.sessions.keeps_keys = True
-        made.append(kv.tiers)
+        made.append(Tiers(store, kv.pool, kv.own, windows, kv.block_size, clock, slots, rates))
+        kv.use_tiers(made[-1])
     return made
 
 
