@@ -94,19 +94,12 @@ class PictureProcessor(MediaProcessor):
 
     spec: VisionSpec
 
-    def __init__(
-        self,
-        spec: VisionSpec,
-        processing: ImageProcessing,
-        most: int,
-        *,
-        num_threads: int | None = None,
-    ) -> None:
+    def __init__(self, spec: VisionSpec, processing: ImageProcessing, most: int) -> None:
         self._has_pillow = find_spec("PIL") is not None
         if not self._has_pillow:
             _logger.warning("%s; until then only text is served", _NO_PILLOW)
         self.spec, self.processing, self.most = spec, processing, most
-        count = num_threads or min(8, NUM_CORES)
+        count = min(8, NUM_CORES)
         self._pool = FairThreads(
             "pictures",
             count + 1,

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 
@@ -74,9 +74,8 @@ class BlockExchange:
         sizes: Sequence[int],
         layout: Mapping[str, str],
         address: str,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.address, self._layout, self._sizes, self._clock = address, layout, sizes, clock
+        self.address, self._layout, self._sizes = address, layout, sizes
         share = limit_bytes // sum(map(bool, sizes))
         counts = [share // size if size else 0 for size in sizes]
         if any(size and not count for size, count in zip(sizes, counts, strict=True)):
@@ -130,7 +129,7 @@ class BlockExchange:
                     return None
                 self._remove(oldest)
                 self.num_evicted += 1
-            self._entries[key] = _Entry(key, kind, free.pop(), self._clock())
+            self._entries[key] = _Entry(key, kind, free.pop(), time.monotonic())
             return True
 
     def fill(self, key: bytes, pieces: Sequence[Bytes]) -> bool:
@@ -196,7 +195,7 @@ class BlockExchange:
     # --- Slots, under the lock ----------------------------------------------------------------------------------------
 
     def _touch(self, entry: _Entry) -> None:
-        entry.used = self._clock()
+        entry.used = time.monotonic()
         self._entries.move_to_end(entry.key)
 
     def _remove(self, entry: _Entry) -> None:
@@ -213,7 +212,7 @@ class BlockExchange:
                 self._free[entry.kind].append(entry.place)
 
     def _expire(self) -> None:
-        until = self._clock() - TTL_S
+        until = time.monotonic() - TTL_S
         while self._entries and (entry := next(iter(self._entries.values()))).used <= until:
             if entry.num_pins or not entry.is_ready:
                 self._touch(entry)
