@@ -9,12 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
 from slipstream.compress.step_data import build
-from slipstream.compress.steps import (
-    require,
-    require_at_least,
-    require_inside,
-    require_share,
-)
+from slipstream.compress.steps import require, require_at_least, require_inside, require_share
 from slipstream.errors import ConfigError
 from slipstream.spec.scheme import FORMATS, RowFormat, WeightFormat
 

@@ -321,10 +321,7 @@ def by_context(
             tried = plan_engine(
                 args, engine.description, engine.hardware, num_gpus=n, acceptance=acceptance
             )
-        except (
-            ConfigError,
-            OutOfMemoryError,
-        ):  # a model or cache that does not support such ranks
+        except (ConfigError, OutOfMemoryError):  # a model or cache that does not support such ranks
             return given, []
         found = find_capacity(
             tried.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run

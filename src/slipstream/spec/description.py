@@ -419,12 +419,7 @@ def _ends(family: Family, spec: ModelSpec) -> Mapping[str, Placement]:
     if encoder is not None:
         encoder = dataclasses.replace(encoder, layers=encoder.layers[:1])
     first = dataclasses.replace(
-        spec,
-        layers=spec.layers[:1],
-        encoder=encoder,
-        tied_embeddings=False,
-        media=None,
-        stage=None,
+        spec, layers=spec.layers[:1], encoder=encoder, tied_embeddings=False, media=None, stage=None
     )
     return family.names(first)
 

@@ -104,11 +104,7 @@ class Asking:
             self.seen.needles.setdefault(round(len(prompt), -2), []).append((found, own))
 
     def _take(
-        self,
-        kind: str,
-        asked: Sequence[Sequence[Message]],
-        numbers: Sequence[int],
-        **sampling: Any,
+        self, kind: str, asked: Sequence[Sequence[Message]], numbers: Sequence[int], **sampling: Any
     ) -> Sequence[tuple[Sequence[int], ServedAnswer, ScoredAnswer | None]]:
         """(prompt, answer, sample) of each conversation, which are stored under `kind`. None if the
         server rejects the settings."""

@@ -74,13 +74,7 @@ class Judge:
         if weights.outcome != "pass" and read < NAMED_BY:
             return [prompt, weights]
         more = [self._long(), self._needle()] if self.seen.plan.long_lines else []
-        return [
-            prompt,
-            weights,
-            *more,
-            self._temperature(),
-            *self._cuts(),
-        ]
+        return [prompt, weights, *more, self._temperature(), *self._cuts()]
 
     def _prompts(self) -> Verdict:
         if not self.seen.counts:

@@ -44,12 +44,7 @@ class TierRates:
         self.last_end = float("-inf")  # of a step
 
     def launched(
-        self,
-        step_id: int,
-        now: float,
-        num_prompt_tokens: int,
-        num_tokens: int,
-        share: float = 1.0,
+        self, step_id: int, now: float, num_prompt_tokens: int, num_tokens: int, share: float = 1.0
     ) -> None:
         """Note a step's launch. It measures prompts if at least half of its tokens are theirs.
 

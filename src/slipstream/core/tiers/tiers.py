@@ -471,12 +471,7 @@ class Tiers:
         return found, *self._missing(keys, num_tokens, found, reach, num_cached)
 
     def _missing(
-        self,
-        chain: Sequence[bytes],
-        num_tokens: int,
-        found: Found,
-        most: int,
-        num_cached: int,
+        self, chain: Sequence[bytes], num_tokens: int, found: Found, most: int, num_cached: int
     ) -> tuple[list[bytes], int]:
         """Choose the blocks and slots to load for a chain's longest prefix of at most `most` blocks.
 

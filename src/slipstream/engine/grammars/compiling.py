@@ -21,20 +21,11 @@ from slipstream.engine.grammars.compose import (
     llguidance_library,
     readable,
 )
-from slipstream.engine.grammars.reasoning import (
-    ReasoningCounter,
-    ReasoningVocabulary,
-    counter,
-)
+from slipstream.engine.grammars.reasoning import ReasoningCounter, ReasoningVocabulary, counter
 from slipstream.engine.grammars.regex_states import ClassVocabulary, RegexStates, automaton_of
 from slipstream.engine.grammars.schema_language import language_of
 from slipstream.engine.grammars.schema_states import SchemaStates, TokenTexts
-from slipstream.engine.grammars.state import (
-    ByLength,
-    GrammarError,
-    Lane,
-    Lanes,
-)
+from slipstream.engine.grammars.state import ByLength, GrammarError, Lane, Lanes
 from slipstream.engine.grammars.string_lengths import (
     CountedStrings,
     LengthVocabulary,

@@ -25,13 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from slipstream.engine.media.picture_files import (
-    MAX_PIXELS,
-    PictureFile,
-    bad,
-    check_size,
-    measured,
-)
+from slipstream.engine.media.picture_files import MAX_PIXELS, PictureFile, bad, check_size, measured
 from slipstream.engine.media.prepared import KEY_BYTES, MediaPiece, MediaProcessor, PreparedMedia
 from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
 from slipstream.errors import RequestError

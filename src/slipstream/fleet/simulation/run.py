@@ -139,12 +139,7 @@ class FleetSimulation:
     def _ready(self, place: _Place) -> None:
         spec, engine = self._spec, self._engine
         place.is_ready = True
-        place.replica = CoarseReplica(
-            engine,
-            self._first,
-            self._end,
-            at=place.ready_at,
-        )
+        place.replica = CoarseReplica(engine, self._first, self._end, at=place.ready_at)
         for gateway in self._gateways:
             gateway.guard.add(place.id)
             gateway.router.add(

@@ -32,10 +32,7 @@ from slipstream.params.sampling import SamplingParams
 from slipstream.params.search import BeamSearchParams
 from slipstream.server.answers.beams import named_as_in_body
 from slipstream.server.answers.cache_hints import Breakpoints, cache_hints
-from slipstream.server.http.errors import (
-    ApiError,
-    bad_request,
-)
+from slipstream.server.http.errors import ApiError, bad_request
 from slipstream.server.http.keys import prefix_salt
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.http.replies import JSON_HEADERS

@@ -8,11 +8,7 @@ from msgspec import Meta, Raw, Struct
 
 from slipstream.server.answers.generation import encode
 from slipstream.server.answers.hints import ABSENT, AnyHint
-from slipstream.server.answers.tools import (
-    ToolSpecs,
-    chat_template,
-    thinking_fields,
-)
+from slipstream.server.answers.tools import ToolSpecs, chat_template, thinking_fields
 from slipstream.server.http.decoding import OFF, decode, refuse_unless_off, register
 from slipstream.server.http.errors import bad_request
 from slipstream.server.openai.messages import picture_part, text_part

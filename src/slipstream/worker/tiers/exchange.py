@@ -69,11 +69,7 @@ class BlockExchange:
     of a block, and of a slot of each `SlotKind`."""
 
     def __init__(
-        self,
-        limit_bytes: int,
-        sizes: Sequence[int],
-        layout: Mapping[str, str],
-        address: str,
+        self, limit_bytes: int, sizes: Sequence[int], layout: Mapping[str, str], address: str
     ) -> None:
         self.address, self._layout, self._sizes = address, layout, sizes
         share = limit_bytes // sum(map(bool, sizes))

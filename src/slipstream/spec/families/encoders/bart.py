@@ -21,12 +21,7 @@ from slipstream.spec.families.base import ConfigReader, Family, Names
 from slipstream.spec.families.builders import activation, layer_norm
 from slipstream.spec.families.encoders.whisper import WHISPER, both_layers
 from slipstream.spec.families.names import Theirs, table
-from slipstream.spec.model import (
-    EncoderSpec,
-    LearnedPositionSpec,
-    ModelSpec,
-    SinusoidSpec,
-)
+from slipstream.spec.model import EncoderSpec, LearnedPositionSpec, ModelSpec, SinusoidSpec
 from slipstream.spec.parameters import OneRow
 
 UNUSED = (
@@ -117,10 +112,7 @@ def read(c: ConfigReader, *, family: str) -> ModelSpec:
 
 
 def _post(side: str) -> dict[str, Theirs]:
-    return {
-        f"{side}attention_norm": "self_attn_layer_norm",
-        f"{side}mlp_norm": "final_layer_norm",
-    }
+    return {f"{side}attention_norm": "self_attn_layer_norm", f"{side}mlp_norm": "final_layer_norm"}
 
 
 BART: dict[str, Theirs] = {

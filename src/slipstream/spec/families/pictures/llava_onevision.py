@@ -11,12 +11,7 @@ from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.families.builders import activation
 from slipstream.spec.families.names import LLAMA, table
 from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names, square
-from slipstream.spec.families.pictures.internvl import (
-    KIND,
-    LLAVA,
-    pinpoints_of,
-    read_decoder,
-)
+from slipstream.spec.families.pictures.internvl import KIND, LLAVA, pinpoints_of, read_decoder
 from slipstream.spec.families.pictures.qwen_vl import CLIP_MEAN, CLIP_STD
 from slipstream.spec.media.vision import (
     GridPositionSpec,
