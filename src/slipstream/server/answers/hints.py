@@ -28,14 +28,17 @@ ABSENT = msgspec.field(default_factory=Raw)
 
 
 @functools.cache
-def _hints_of(kind: type[Struct]) -> frozenset[str]:
+def hints_of(kind: type[Struct]) -> frozenset[str]:
+    """Names of the hints among a struct's own fields."""
     fields = msgspec.structs.fields(kind)
     return frozenset(f.name for f in fields if _MARK in getattr(f.type, "__metadata__", ()))
 
 
 def given_hints(body: Any, path: str = "") -> Iterator[str]:
     """Yield the names of the hints in a body and its parts, such as "tools.cache_control"."""
-    hints = _hints_of(type(body))
+    if not isinstance(body, Struct):
+        return
+    hints = hints_of(type(body))
     if (more := getattr(body, "more_hints", None)) is not None:
         yield from more()
     for field in body.__struct_fields__:
