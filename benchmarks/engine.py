@@ -6,6 +6,7 @@
     python benchmarks/engine.py --study wheel       # from a wheel to an answer in a bare environment
     python benchmarks/engine.py --study versions    # two versions of Slipstream on a CPU, in turns
     python benchmarks/engine.py --study long        # long contexts on a GPU: steps, prompts, few tokens after cached ones
+    python benchmarks/engine.py --study first-uses  # streams' gaps beside the first and the second use of each feature
     python benchmarks/engine.py --study deterministic  # deterministic on a GPU: bits kept, and its price in turns
     python benchmarks/engine.py --study update-ipc  # all weights sent by CUDA IPC to an engine on a GPU
 
