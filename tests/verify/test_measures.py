@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.verify import measures
-from slipstream.verify.measures import Sample
+from slipstream.verify.measures import ScoredAnswer
 from slipstream.verify.served import ServedToken
 
 VOCABULARY, LENGTH = 64, 400
@@ -32,7 +32,7 @@ def drawn(at=1.0, *, seed=0, keep=VOCABULARY, served=None, from_served=False):
         )
         for n, (i, row) in enumerate(zip(ids.tolist(), zip(*likeliest, strict=True), strict=True))
     ]
-    return Sample(token_ids=ids.tolist(), tokens=tokens, logprobs=logprobs)
+    return ScoredAnswer(token_ids=ids.tolist(), tokens=tokens, logprobs=logprobs)
 
 
 def token_id(data):
@@ -59,7 +59,7 @@ def test_tokens_that_end_answers_leave_the_temperature_as_it_is():
         kept = [i for i, token in enumerate(sample.token_ids) if token >= 8]
         ids = [sample.token_ids[i] for i in kept]
         samples.append(
-            Sample(token_ids=ids, tokens=[], logprobs=sample.logprobs[kept], never=never)
+            ScoredAnswer(token_ids=ids, tokens=[], logprobs=sample.logprobs[kept], never=never)
         )
     found = measures.temperature(samples, 1.0)
     assert abs(found.value - 1) < 4 * found.stderr
@@ -138,7 +138,7 @@ def test_draws_fall_outside_of_a_cut_as_often_as_the_model_says_unless_it_was_ma
 def test_a_token_that_begins_beyond_top_p_is_outside(token, is_outside):
     """The second begins at 0.5, and the third at 0.8."""
     row = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    sample = Sample(token_ids=[token], tokens=[], logprobs=row)
+    sample = ScoredAnswer(token_ids=[token], tokens=[], logprobs=row)
     ((found, chance),) = measures.outside_top_p(sample, 0.6)
     assert found is is_outside
     assert chance == pytest.approx(0.2)
@@ -192,7 +192,7 @@ def test_agreement_counts_the_likeliest_tokens_that_the_server_names():
     other = drawn(seed=3, served=lambda logprobs: logprobs.roll(1, -1))
     hits, count = measures.agreement(other, token_id, is_greedy=False)
     assert (hits, count) == (0, LENGTH)
-    silent = Sample(
+    silent = ScoredAnswer(
         token_ids=[int(made.logprobs[0].argmax()), int(made.logprobs[1].argmin())],
         tokens=[ServedToken(data=b"", logprob=0.0)] * 2,
         logprobs=made.logprobs[:2],

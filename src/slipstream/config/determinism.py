@@ -5,11 +5,7 @@ from __future__ import annotations
 from slipstream.config.settings import DeviceInfo, EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.model import (
-    CompressedAttentionSpec,
-    LatentAttentionSpec,
-    MoESpec,
-)
+from slipstream.spec.model import CompressedAttentionSpec, LatentAttentionSpec, MoESpec
 
 
 def check_deterministic(
@@ -26,10 +22,7 @@ def check_deterministic(
             args.kernels not in ("auto", own),
             f"kernels={args.kernels!r}, whose sums follow the number of rows; use {own!r}",
         ),
-        (
-            device.is_cuda and args.host_experts is not None,
-            "experts on the host (host_experts)",
-        ),
+        (device.is_cuda and args.host_experts is not None, "experts on the host (host_experts)"),
         *(
             (
                 device.is_cuda

@@ -26,9 +26,8 @@ def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | Non
     path = None
     if args.tokenizer is not None:
         path = Path(args.tokenizer).expanduser()
-        if not (
-            path / "tokenizer.json"
-        ).is_file():  # otherwise it is complete without a model's files
+        # otherwise it is complete without a model's files
+        if not (path / "tokenizer.json").is_file():
             path = resolve_model(args.tokenizer, download_dir=args.download_dir)
     tokenizer = Tokenizer.for_model(model, path)
     if args.chat_template is not None:

@@ -73,9 +73,8 @@ class OfflineEngine:
     def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
         args = settled(args)
         if args.chat_template is not None:
-            read_template(
-                args.chat_template
-            )  # an invalid one must raise before the model is loaded
+            # an invalid one must raise before the model is loaded
+            read_template(args.chat_template)
         self._asleep: Asleep | None = None
         progress("model")
         with no_collections():  # nearly all objects of a start stay alive
@@ -96,9 +95,8 @@ class OfflineEngine:
 
         def __getattr__(self, name: str) -> Any:
             if name not in METHODS:
-                return object.__getattribute__(
-                    self, name
-                )  # raises AttributeError, or a property's own error
+                # raises AttributeError, or a property's own error
+                return object.__getattribute__(self, name)
             what = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(f"{what}; {METHODS[name]}")
 

@@ -327,9 +327,8 @@ def _placed(fleet: Fleet, folder: Path) -> Fleet:
                 field=field,
             ) from None
 
-    def model(
-        name: str, field: str = "model"
-    ) -> str:  # a name that only looks like a path belongs to a hub
+    # a name that only looks like a path belongs to a hub
+    def model(name: str, field: str = "model") -> str:
         return at(name, field) if name.startswith(("./", "../", "~")) else name
 
     def placed(version: VersionSpec) -> VersionSpec:

@@ -8,12 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.engine.media.prepared import (
-    MediaProcessor,
-    PreparedMedia,
-    expanded,
-    with_media,
-)
+from slipstream.engine.media.prepared import MediaProcessor, PreparedMedia, expanded, with_media
 from slipstream.engine.media.reader import MediaReader
 from slipstream.engine.requests.languages import LANGUAGES, without_languages
 from slipstream.engine.requests.over_context import MAX_CHARS_PER_TOKEN, hopeless

@@ -59,9 +59,8 @@ class Tokenizer:
         self.vocab_size: int = max(
             (backend.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added))
         )
-        self._bytes = {
-            i: token.content.encode() for i, token in added.items()
-        }  # filled as tokens are decoded
+        # filled as tokens are decoded
+        self._bytes = {i: token.content.encode() for i, token in added.items()}
         self._texts: tuple[dict[int, str], dict[int, str]] = {}, {}
         self._spelling, self._strips_leading_space = _decoding(backend)
         self.has_time_limit = has_own_patterns(backend)  # such patterns may take hours
@@ -365,9 +364,8 @@ class Tokenizer:
         text = render(template, {**self._special.texts, "documents": None, **variables, **given})
         if continue_final_message:
             text, found, after = text.rpartition(_END)
-            text = (
-                text if after.startswith(" ") else text.rstrip()
-            )  # for templates that strip content
+            # for templates that strip content
+            text = text if after.startswith(" ") else text.rstrip()
             if not found:
                 message = "the model's chat template changes the last message, which therefore can't be continued"
                 raise RequestError(message, field="continue_final_message")

@@ -65,11 +65,11 @@ from slipstream.worker.ranks.messages import (
     RankFailed,
     RankLink,
     RankRefused,
+    RankResult,
     RankTiers,
     Reply,
     ReportExpertLoad,
     ReportTiers,
-    Result,
     SwapExperts,
     ToRank,
     UnloadRankAdapter,
@@ -163,7 +163,7 @@ class RankProcess:
     def _serve(self) -> bool:
         """Handle one message, or send a finished result. False at the End message."""
         while self._steps and self._steps[0].is_ready:
-            self._link.send(Result.of(self._steps.popleft().result()))
+            self._link.send(RankResult.of(self._steps.popleft().result()))
         waits = not any(not step.awaits_mask for step in self._steps)
         # No wait covers both a GPU event and a message, so this polls.
         if not self._poll.poll(None if waits else 0):

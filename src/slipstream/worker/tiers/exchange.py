@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 
@@ -75,10 +75,9 @@ class BlockExchange:
         sizes: Sequence[int],
         layout: Mapping[str, str],
         address: str,
-        clock: Callable[[], float] = time.monotonic,
         of: tuple[int, int] = (0, 1),
     ) -> None:
-        self.address, self._layout, self._sizes, self._clock = address, layout, sizes, clock
+        self.address, self._layout, self._sizes = address, layout, sizes
         parts = of[1] * sum(map(bool, sizes))
         share = limit_bytes // parts
         counts = [share // size if size else 0 for size in sizes]
@@ -133,7 +132,7 @@ class BlockExchange:
                     return None
                 self._remove(oldest)
                 self.num_evicted += 1
-            self._entries[key] = _Entry(key, kind, free.pop(), self._clock())
+            self._entries[key] = _Entry(key, kind, free.pop(), time.monotonic())
             return True
 
     def fill(self, key: bytes, pieces: Sequence[Bytes]) -> bool:
@@ -199,7 +198,7 @@ class BlockExchange:
     # --- Slots, under the lock ----------------------------------------------------------------------------------------
 
     def _touch(self, entry: _Entry) -> None:
-        entry.used = self._clock()
+        entry.used = time.monotonic()
         self._entries.move_to_end(entry.key)
 
     def _remove(self, entry: _Entry) -> None:
@@ -216,7 +215,7 @@ class BlockExchange:
                 self._free[entry.kind].append(entry.place)
 
     def _expire(self) -> None:
-        until = self._clock() - TTL_S
+        until = time.monotonic() - TTL_S
         while self._entries and (entry := next(iter(self._entries.values()))).used <= until:
             if entry.num_pins or not entry.is_ready:
                 self._touch(entry)

@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 
 def open_tiers(
-    config: EngineConfig,
-    description: ModelDescription,
-    runner: Runner,
-    sizes: Sequence[int],
+    config: EngineConfig, description: ModelDescription, runner: Runner, sizes: Sequence[int]
 ) -> HostBlockStore | None:
     """Open the tiers that the settings ask for; None if there are none. `sizes` are the bytes of a
     block, and of a slot of each kind. Each of several ranks gets its fraction of the configured
@@ -76,10 +73,7 @@ def open_tiers(
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
             path /= f"rank-{rank + 1}-of-{ranks}"
         disk = DiskTier(
-            path,
-            cache.disk_bytes // ranks,
-            identity(config, description, runner),
-            max(sizes),
+            path, cache.disk_bytes // ranks, identity(config, description, runner), max(sizes)
         )
     staged = [staged_blocks(config, size) for size in sizes]
     exchange, layout = None, None
