@@ -22,7 +22,7 @@ from torch import Tensor
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.packed_parts import PackedParts
-from slipstream.kernels.triton.attention.paged import LOG2E, _online_softmax, _scores, score_flags
+from slipstream.kernels.triton.attention.paged import LOG2E, _online_softmax, _scores
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 from slipstream.kernels.triton.pointwise import rope_and_cache
 
@@ -153,7 +153,9 @@ def attend(
         _attention_kernel[(num_heads, triton.cdiv(num_tokens, block_m))](
             q, k, v, out, positions, ends, *head_tensors, s.scale, s.softcap or 1.0, s.window or 0, s.reach, num_tokens,
             Q_STRIDE=q.stride(0), KV_STRIDE=k.stride(0), G=num_heads // k.shape[1], D=head_dim, BLOCK_M=block_m,
-            BLOCK_N=block_n, BLOCK_D=block_d, num_warps=warps, num_stages=stages, **score_flags(s), **pdl_options(q),
+            BLOCK_N=block_n, BLOCK_D=block_d, HAS_WINDOW=s.window is not None, HAS_SOFTCAP=s.softcap is not None,
+            HAS_ALIBI=s.alibi_slopes is not None, HAS_BIAS=s.distance_bias is not None, HAS_SINKS=s.sinks is not None,
+            num_warps=warps, num_stages=stages, **pdl_options(q),
         )  # fmt: skip
     return out
 

@@ -32,14 +32,12 @@ from slipstream.kernels.triton.attention.paged import (
     _locate_keys,
     _online_softmax,
     _scores,
-    score_flags,
 )
 from slipstream.kernels.triton.attention.split_keys import (
     MAX_PARTS,
     DecodeParts,
     combine,
-    log2_sums,
-    merge_if_last,
+    merge_parts,
     scratch,
 )
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
@@ -230,7 +228,8 @@ def _decode_kernel(
     if HAS_SINKS:  # counted once, in the first part
         is_first = is_first & (begin < end)
         sinks = tl.load(sinks_ptr + heads, mask=gs < G, other=0.0).to(tl.float32) * LOG2E
-        m_i, l_i = tl.where(is_first, sinks, m_i), tl.where(is_first, 1.0, l_i)
+        m_i = tl.where(is_first, sinks, m_i)
+        l_i = tl.where(is_first, 1.0, l_i)
     low, high = tl.zeros((HALF, BLOCK_G), tl.float32), tl.zeros((HALF, BLOCK_G), tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_stride
     # Scales are too small for asynchronous copies: they are loaded a tile ahead, and their blocks' numbers two.
@@ -262,17 +261,32 @@ def _decode_kernel(
         s = s * scale_of(key_steps & 0xFF)[:, None] + more * scale_of(key_steps >> 8)[:, None]
         away = (length - 1 - at)[:, None]
         s, to_log2 = _scores(
-            s, scale * 16.0, softcap, slope, bias, reach, away, live, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS
-        )  # fmt: skip
+            s,
+            scale * 16.0,
+            softcap,
+            slope,
+            bias,
+            reach,
+            away,
+            live,
+            HAS_SOFTCAP,
+            HAS_ALIBI,
+            HAS_BIAS,
+        )
         seen = at < end
         if HAS_WINDOW:
             seen = seen & (at >= length - window)
         s = tl.where(seen[:, None], s, float("-inf"))
-        p, alpha, m_i, l_i = _online_softmax(s, to_log2, m_i, l_i, 0)
+        new = tl.maximum(m_i, tl.max(s, 0) * to_log2)  # finite: each tile has an unmasked key
+        p = tl.exp2(s * to_log2 - new[None, :])
+        alpha = tl.exp2(m_i - new)
+        l_i = l_i * alpha + tl.sum(p, 0)
         weights = (p * (scale_of(value_steps) * VALUE_SCALE)[:, None]).to(tl.float16)
         low = low * alpha[None, :] + tl.dot(v_low, weights, input_precision="ieee")
         high = high * alpha[None, :] + tl.dot(v_high, weights, input_precision="ieee")
-    total = (tl.where(l_i == 0.0, 1.0, l_i) * VALUE_SCALE)[None, :]
+        m_i = new
+    empty = l_i == 0.0
+    total = (tl.where(empty, 1.0, l_i) * VALUE_SCALE)[None, :]
     low, high = low / total, high / total
     if slot < 0:
         store_halves(out_ptr + offset, low, high, live, HALF)
@@ -280,15 +294,20 @@ def _decode_kernel(
         place = slot * (K * G) + heads
         if not FUSED:
             place = (seq * (K * G) + heads) * splits + slot
-        tl.store(lse_ptr + place, log2_sums(m_i, l_i), mask=gs < G)
+        lse = tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i)))
+        tl.store(lse_ptr + place, lse, mask=gs < G)
         to = partial_ptr + place[None, :] * D + ds[:, None]
         store_halves(to, low, high, live, HALF)
         if FUSED:
-            ms = tile % HEAD_TILES * BLOCK_G + tl.arange(0, MERGED_G)
-            merge_if_last(
-                part, arrived_ptr, tile, partial_ptr, lse_ptr, out_ptr, seq, head * G + ms, ms < G, K * G, K * HEAD_TILES, D,
-                D, MAX_PARTS,
-            )  # fmt: skip
+            first_slot, num = tl.load(part + 4), tl.load(part + 5)
+            arrived = arrived_ptr + first_slot * (K * HEAD_TILES) + tile
+            tl.debug_barrier()
+            if tl.atomic_add(arrived, 1, sem="acq_rel") == num - 1:
+                tl.store(arrived, 0)
+                ms = tile % HEAD_TILES * BLOCK_G + tl.arange(0, MERGED_G)
+                merge_parts(
+                    partial_ptr, lse_ptr, out_ptr, first_slot, num, seq, head * G + ms, ms < G, K * G, D, D, MAX_PARTS,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -391,7 +410,13 @@ def attention(
     num_kv_heads, num_seqs = kv.k.shape[1], meta.seq_lens.shape[0]
     group = num_heads // num_kv_heads
     shape = dict(K=num_kv_heads, G=group, D=dim, BLOCK_SIZE=kv.block_size)
-    flags = score_flags(s)
+    flags = dict(
+        HAS_WINDOW=s.window is not None,
+        HAS_SOFTCAP=s.softcap is not None,
+        HAS_ALIBI=s.alibi_slopes is not None,
+        HAS_BIAS=s.distance_bias is not None,
+        HAS_SINKS=s.sinks is not None,
+    )
     tensors = [q if t is None else t for t in (s.alibi_slopes, s.distance_bias, s.sinks)]
     scalars = (s.scale, s.softcap or 1.0, s.window or 0, meta.block_table.stride(0), s.reach)
     num_decodes = 0 if deterministic else meta.num_decodes

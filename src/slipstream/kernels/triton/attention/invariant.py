@@ -31,7 +31,6 @@ from slipstream.kernels.triton.attention.paged import (
     _locate_keys,
     _scores,
     _to_dtype,
-    score_flags,
 )
 from slipstream.kernels.triton.gluon_support import runs_on_hopper
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
@@ -362,8 +361,10 @@ def _attend(
         slopes, bias, sinks, k_scale, v_scale, arrived, s.scale, s.softcap or 1.0, s.window or 0,
         meta.block_table.stride(0), s.reach, first_seq, parts, lanes,
         K=num_kv_heads, G=group, D=dim, R=rotary, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d,
-        PART=PART, CAUSAL=s.causal, SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1, SPLIT=splits,
+        PART=PART, HAS_WINDOW=s.window is not None, HAS_SOFTCAP=s.softcap is not None, HAS_ALIBI=s.alibi_slopes is not None,
+        HAS_BIAS=s.distance_bias is not None, CAUSAL=s.causal, HAS_SINKS=s.sinks is not None,
+        SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1, SPLIT=splits,
         FOLDED=min(block_m, max(1, FOLDED * warps // block_d)), BLOCK_R=max(16, triton.next_power_of_2(rotary)),
         BY_CORE=by_core, PREFETCH=prefetches, BLOCKS=triton.next_power_of_2(max(1, PART // block_size)),
-        num_warps=warps, num_stages=stages, **score_flags(s), **pdl_options(q),
+        num_warps=warps, num_stages=stages, **pdl_options(q),
     )  # fmt: skip

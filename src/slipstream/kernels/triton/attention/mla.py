@@ -35,7 +35,6 @@ from slipstream.kernels.triton.attention.paged import (
 from slipstream.kernels.triton.attention.split_keys import (
     MAX_SPLITS,
     combine,
-    log2_sums,
     num_splits,
     scratch,
     store_sums,
@@ -401,7 +400,11 @@ def _mla_kernel(
     acc = acc / tl.where(empty, 1.0, l_i)[:, None]
     if SPLIT:
         partial = offset * splits + split
-        tl.store(lse_ptr + partial, log2_sums(m_i, l_i), mask=live)
+        tl.store(
+            lse_ptr + partial,
+            tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i))),
+            mask=live,
+        )
         tl.store(
             partial_ptr + partial[:, None] * C + cs[None, :],
             acc,

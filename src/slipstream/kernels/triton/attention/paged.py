@@ -34,8 +34,7 @@ from slipstream.kernels.triton.attention.split_keys import (
     MAX_PARTS,
     DecodeParts,
     combine,
-    log2_sums,
-    merge_if_last,
+    merge_parts,
     num_splits,
     scratch,
     store_sums,
@@ -89,16 +88,16 @@ def _scores(
 
 
 @triton.jit
-def _online_softmax(s, to_log2, m_i, l_i, AXIS: tl.constexpr = 1):
+def _online_softmax(s, to_log2, m_i, l_i):
     """One step of the running softmax (Milakov and Gimelshein 2018, algorithm 3).
 
     s [M, N] are the next scores, −inf where masked; `to_log2` is their factor; m_i, l_i [M] are the running maximum and
-    sum. Returns weights p [M, N], the factor alpha for earlier sums, and the new m_i and l_i. AXIS: that of the keys."""
-    new = tl.maximum(m_i, tl.max(s, AXIS) * to_log2)
+    sum. Returns weights p [M, N], the factor alpha for earlier sums, and the new m_i and l_i."""
+    new = tl.maximum(m_i, tl.max(s, 1) * to_log2)
     safe = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(s * to_log2 - tl.expand_dims(safe, AXIS))
+    p = tl.exp2(s * to_log2 - safe[:, None])
     alpha = tl.exp2(m_i - safe)
-    return p, alpha, new, l_i * alpha + tl.sum(p, AXIS)
+    return p, alpha, new, l_i * alpha + tl.sum(p, 1)
 
 
 @triton.jit
@@ -217,8 +216,10 @@ def _decode_kernel(
     l_i = tl.zeros((BLOCK_G,), tl.float32)
     if HAS_SINKS:  # counted once, in the first part
         is_first = is_first & (begin < end)
-        sinks = tl.load(sinks_ptr + heads, mask=gs < G, other=0.0).to(tl.float32) * LOG2E
-        m_i, l_i = tl.where(is_first, sinks, m_i), tl.where(is_first, 1.0, l_i)
+        m_i = tl.where(
+            is_first, tl.load(sinks_ptr + heads, mask=gs < G, other=0.0).to(tl.float32) * LOG2E, m_i
+        )
+        l_i = tl.where(is_first, 1.0, l_i)
     acc = tl.zeros((BLOCK_D, BLOCK_G), tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_stride
     for start in range(begin, end, BLOCK_N):
@@ -237,12 +238,18 @@ def _decode_kernel(
         if HAS_WINDOW:
             seen = seen & (at >= length - window)
         s = tl.where(seen[:, None], s, float("-inf"))
-        p, alpha, m_i, l_i = _online_softmax(s, to_log2, m_i, l_i, 0)
-        v = _to_dtype(v, q.dtype)
-        acc = acc * alpha[None, :] + tl.dot(v, p.to(q.dtype), input_precision="ieee")
+        new = tl.maximum(m_i, tl.max(s, 0) * to_log2)  # finite: each tile has an unmasked key
+        p = tl.exp2(s * to_log2 - new[None, :])
+        alpha = tl.exp2(m_i - new)
+        l_i = l_i * alpha + tl.sum(p, 0)
+        acc = acc * alpha[None, :] + tl.dot(
+            _to_dtype(v, q.dtype), p.to(q.dtype), input_precision="ieee"
+        )
+        m_i = new
     if SCALED:
         acc = acc * tl.load(v_scale_ptr + head)
-    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[None, :]
+    empty = l_i == 0.0
+    acc = acc / tl.where(empty, 1.0, l_i)[None, :]
     if slot < 0:
         if SUMS:
             rows = (seq * (K * G) + heads) * (D + SUMS)
@@ -253,14 +260,34 @@ def _decode_kernel(
         place = slot * (K * G) + heads
         if not FUSED:
             place = (seq * (K * G) + heads) * splits + slot
-        tl.store(lse_ptr + place, log2_sums(m_i, l_i), mask=gs < G)
+        tl.store(
+            lse_ptr + place,
+            tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i))),
+            mask=gs < G,
+        )
         tl.store(partial_ptr + place[None, :] * D + ds[:, None], acc, mask=live)
         if FUSED:
-            ms = tile % HEAD_TILES * BLOCK_G + tl.arange(0, MERGED_G)
-            merge_if_last(
-                part, arrived_ptr, tile, partial_ptr, lse_ptr, out_ptr, seq, head * G + ms, ms < G, K * G, K * HEAD_TILES, D,
-                BLOCK_D, MAX_PARTS, SUMS,
-            )  # fmt: skip
+            first, num = tl.load(part + 4), tl.load(part + 5)
+            arrived = arrived_ptr + first * (K * HEAD_TILES) + tile
+            tl.debug_barrier()
+            if tl.atomic_add(arrived, 1, sem="acq_rel") == num - 1:
+                tl.store(arrived, 0)
+                ms = tile % HEAD_TILES * BLOCK_G + tl.arange(0, MERGED_G)
+                merge_parts(
+                    partial_ptr,
+                    lse_ptr,
+                    out_ptr,
+                    first,
+                    num,
+                    seq,
+                    head * G + ms,
+                    ms < G,
+                    K * G,
+                    D,
+                    BLOCK_D,
+                    MAX_PARTS,
+                    SUMS,
+                )
 
 
 @triton.jit(do_not_specialize=["window", "table_stride", "reach", "splits"])
@@ -312,8 +339,10 @@ def _shared_decode_kernel(
     m_i = tl.full((BLOCK_C,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_C,), tl.float32)
     if HAS_SINKS:  # counted once
-        sinks = tl.load(sinks_ptr + heads, mask=live, other=0.0).to(tl.float32) * LOG2E
-        m_i, l_i = tl.where(split == 0, sinks, m_i), tl.where(split == 0, 1.0, l_i)
+        m_i = tl.where(
+            split == 0, tl.load(sinks_ptr + heads, mask=live, other=0.0).to(tl.float32) * LOG2E, m_i
+        )
+        l_i = tl.where(split == 0, 1.0, l_i)
     acc = tl.zeros((BLOCK_D, BLOCK_C), tl.float32)
     for tile in range(split * span, tl.minimum((split + 1) * span, num_tiles)):
         own = tl.maximum(tile - prefix_tiles, 0)
@@ -331,19 +360,40 @@ def _shared_decode_kernel(
         s = tl.dot(_to_dtype(k, q.dtype), q, input_precision="ieee")
         away = lens[None, :] - 1 - at[:, None]
         s, to_log2 = _scores(
-            s, scale, softcap, slope, bias, reach, away, live[None, :], HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS
-        )  # fmt: skip
+            s,
+            scale,
+            softcap,
+            slope,
+            bias,
+            reach,
+            away,
+            live[None, :],
+            HAS_SOFTCAP,
+            HAS_ALIBI,
+            HAS_BIAS,
+        )
         seen = (at < end)[:, None] & (in_prefix | (member == which))[None, :]
         s = tl.where(seen, s, float("-inf"))
-        p, alpha, m_i, l_i = _online_softmax(s, to_log2, m_i, l_i, 0)
-        v = _to_dtype(v, q.dtype)
-        acc = acc * alpha[None, :] + tl.dot(v, p.to(q.dtype), input_precision="ieee")
+        new = tl.maximum(m_i, tl.max(s, 0) * to_log2)
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s * to_log2 - safe[None, :])
+        alpha = tl.exp2(m_i - safe)
+        l_i = l_i * alpha + tl.sum(p, 0)
+        acc = acc * alpha[None, :] + tl.dot(
+            _to_dtype(v, q.dtype), p.to(q.dtype), input_precision="ieee"
+        )
+        m_i = new
     if SCALED:
         acc = acc * tl.load(v_scale_ptr + head)
-    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[None, :]
+    empty = l_i == 0.0
+    acc = acc / tl.where(empty, 1.0, l_i)[None, :]
     if SPLIT:
         partial = row * splits + split
-        tl.store(lse_ptr + partial, log2_sums(m_i, l_i), mask=live)
+        tl.store(
+            lse_ptr + partial,
+            tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i))),
+            mask=live,
+        )
         tl.store(partial_ptr + partial[None, :].to(tl.int64) * D + ds[:, None], acc, mask=mask)
     else:
         tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -454,17 +504,6 @@ def _prefill_kernel(
     )
 
 
-def score_flags(s: AttentionParams) -> dict[str, bool]:
-    """Kernels' constants for what `s` does to scores."""
-    return dict(
-        HAS_WINDOW=s.window is not None,
-        HAS_SOFTCAP=s.softcap is not None,
-        HAS_ALIBI=s.alibi_slopes is not None,
-        HAS_BIAS=s.distance_bias is not None,
-        HAS_SINKS=s.sinks is not None,
-    )
-
-
 def _wants_hopper(
     num_rows: int, num_seqs: int, num_kv_heads: int, max_seq_len: int, num_processors: int
 ) -> bool:
@@ -499,7 +538,13 @@ def paged_attention(
         BLOCK_SIZE=block_size,
         BLOCK_D=block_d,
     )
-    flags = score_flags(s) | dict(SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1)
+    flags = dict(
+        HAS_WINDOW=s.window is not None,
+        HAS_SOFTCAP=s.softcap is not None,
+        HAS_ALIBI=s.alibi_slopes is not None,
+    )
+    flags.update(HAS_SINKS=s.sinks is not None, HAS_BIAS=s.distance_bias is not None)
+    flags.update(SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1)
     given = s.alibi_slopes, s.distance_bias, s.sinks, kv.k_scale, kv.v_scale
     head_tensors = [q if t is None else t for t in given]
     scalars = (s.scale, s.softcap or 1.0, s.window or 0, meta.block_table.stride(0), s.reach)

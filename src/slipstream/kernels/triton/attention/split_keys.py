@@ -195,36 +195,16 @@ def _find_parts_kernel(
 def store_sums(at, m_i, l_i, live):
     """Store the natural logarithm of sums l_i · 2^m_i as the bits of float32 at `at` [N]; −inf for
     empty ones. Pointers to 16-bit numbers are at multiples of 4 bytes."""
-    pointers = at.to(tl.pointer_type(tl.float32), bitcast=True)
-    tl.store(pointers, log2_sums(m_i, l_i) * 0.6931471805599453, mask=live)
-
-
-@triton.jit
-def log2_sums(m_i, l_i):
-    """Logarithms to base 2 of sums l_i · 2^m_i; −inf for empty ones."""
     empty = l_i == 0.0
-    return tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i)))
+    found = (m_i + tl.log2(tl.where(empty, 1.0, l_i))) * 0.6931471805599453
+    pointers = at.to(tl.pointer_type(tl.float32), bitcast=True)
+    tl.store(pointers, tl.where(empty, float("-inf"), found), mask=live)
 
 
 @triton.jit
-def merge_if_last(
-    part, arrived_ptr, tile, partial_ptr, lse_ptr, out_ptr, seq, heads, live,
-    H: tl.constexpr, TILES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MAX: tl.constexpr, SUMS: tl.constexpr = 0,
-):  # fmt: skip
-    """Counts a part (its entry of `DecodeParts`) as written. The thread block that counts the last part of a sequence
-    merges all for `tile`, one of TILES that share out the H heads."""
-    first, num = tl.load(part + 4), tl.load(part + 5)
-    arrived = arrived_ptr + first * TILES + tile
-    tl.debug_barrier()
-    if tl.atomic_add(arrived, 1, sem="acq_rel") == num - 1:
-        tl.store(arrived, 0)
-        _merge_parts(partial_ptr, lse_ptr, out_ptr, first, num, seq, heads, live, H, D, BLOCK_D, MAX, SUMS)  # fmt: skip
-
-
-@triton.jit
-def _merge_parts(
+def merge_parts(
     partial_ptr, lse_ptr, out_ptr, first, num, row, heads, live,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MAX: tl.constexpr, SUMS: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MAX: tl.constexpr, SUMS: tl.constexpr = 0,
 ):  # fmt: skip
     """Merge the results of parts `first` … `first` + num for these query heads into row `row` of
     `out`. The scratch is [slots, H], written by other thread blocks. SUMS: as in
