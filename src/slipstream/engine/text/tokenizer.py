@@ -39,6 +39,18 @@ from slipstream.spec.stored.gguf import GGUFFile
 from slipstream.spec.stored.gguf_parts import model_files
 
 
+class TokenizedText(dict[str, Any]):
+    """`input_ids` and `attention_mask` of a text, as keys and as attributes; lists of lists for several texts."""
+
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:
+        return self["attention_mask"]
+
+
 class Tokenizer:
     """A model's tokenizer. `backend` splits and merges. Special tokens around a text, and decoding,
     are implemented here. `chat_templates` are by name."""
@@ -166,6 +178,20 @@ class Tokenizer:
         (folder / "generation_config.json").write_text(json.dumps(ends, indent=2), encoding="utf-8")
 
     # --- Text and tokens ----------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of tokens, added ones included."""
+        return self.vocab_size
+
+    def __call__(
+        self, text: str | Sequence[str], *, add_special_tokens: bool = True
+    ) -> TokenizedText:
+        """Tokens of a text, or of each of several, in the form of transformers' tokenizers."""
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return TokenizedText(input_ids=ids, attention_mask=[1] * len(ids))
+        lists = [self.encode(one, add_special_tokens) for one in text]
+        return TokenizedText(input_ids=lists, attention_mask=[[1] * len(ids) for ids in lists])
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, salt: str | None = None
