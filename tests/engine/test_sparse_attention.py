@@ -15,12 +15,12 @@ from slipstream import LLM, SamplingParams
 from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.cache.tensors import cache_parts
 from slipstream.spec.description import read_spec
-from slipstream.spec.model import IndexSpec, LatentAttentionSpec
+from slipstream.spec.model import IndexSpec
 from tests.engine.cache.test_window_groups import COMMON, PROMPTS, SETTINGS, answers, greedy
 from tests.engine.drafts.test_draft_heads import proposals
 from tests.support import tiny_models
 
-FAMILIES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4", "axk2")
+FAMILIES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4", "axk2", "minimax_m3_vl_text")
 SAVED = "model.safetensors"
 
 
@@ -141,7 +141,7 @@ def test_index_keys_are_a_part_of_the_cache_bytes(model):
     spec = read_spec(path).spec
     with LLM(str(path), **SETTINGS) as llm:
         kv = llm.core.executor.runner.kv
-        own = [a.index_dim > 0 for a in spec.attentions if isinstance(a, LatentAttentionSpec)]
+        own = [a.index_dim > 0 for a in spec.attentions]
         assert [x.index is not None for x in kv] == own
         found = sum(x.nbytes for x in cache_parts(kv))
         assert found == llm.ledger.block_bytes * len(kv[0].k)

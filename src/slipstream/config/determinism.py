@@ -6,6 +6,7 @@ from slipstream.config.settings import DeviceInfo, EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import (
+    AttentionSpec,
     CompressedAttentionSpec,
     LatentAttentionSpec,
     MoESpec,
@@ -53,5 +54,5 @@ def check_deterministic(
 
 def _chooses_keys(attention: object) -> bool:
     return isinstance(attention, CompressedAttentionSpec) or (
-        isinstance(attention, LatentAttentionSpec) and attention.index is not None
+        isinstance(attention, AttentionSpec | LatentAttentionSpec) and attention.index is not None
     )

@@ -72,6 +72,7 @@ ALL_EXPERTS = {
     "axk2": {"num_experts_per_tok": 8, "index_topk": 256},
     "deepseek_v4": {"num_experts_per_tok": 6, "index_topk": 256},
     "glm_moe_dsa": {"num_experts_per_tok": 8, "index_topk": 256},
+    "minimax_m3_vl_text": {"num_experts_per_tok": 8, "index_topk_blocks": 64},
     "dbrx": {
         **dict(d_model=128, attn_config={"kv_n_heads": 2, "rope_theta": 1e4}),
         "ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 6, "moe_top_k": 6},
