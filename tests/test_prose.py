@@ -24,10 +24,6 @@ BARE = re.compile(
 )
 """Prepositions, pronouns and conjunctions: a docstring that begins with one has no subject."""
 
-ABOVE = ("conformance", "simulate", "bench", "evals", "verify", "compress", "optimize", "cli")
-"""Packages that a reader of the server need not know: a class there may have the name of one below."""
-
-
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -97,9 +93,8 @@ def test_names_of_tests_have_three_words_or_more():
 def test_no_two_classes_share_a_name():
     names: Counter[str] = Counter()
     for file in FILES:
-        if file.relative_to(SRC).parts[0] not in ABOVE:
-            nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-            names.update(n.name for n in nodes if isinstance(n, ast.ClassDef) and n.name[0] != "_")
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        names.update(n.name for n in nodes if isinstance(n, ast.ClassDef))
     assert [name for name, number in names.items() if number > 1] == []
 
 

@@ -91,6 +91,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name in _ELSEWHERE:  # `from … import` would replace an AttributeError's message
         raise ImportError(f"slipstream has no {name}; {_ELSEWHERE[name]}", name=name)

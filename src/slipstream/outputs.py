@@ -120,6 +120,10 @@ class CompletionOutput(_Hinting):
     # experts, k]; −1: not known
     routed_experts: npt.NDArray[np.int16] | None = None
 
+    def finished(self) -> bool:
+        """Whether the answer has its end, as in vLLM."""
+        return self.finish_reason is not None
+
     @property
     def token_weight_versions(self) -> list[str]:
         """The version of the weights that made each of `token_ids`."""
@@ -181,7 +185,7 @@ class RequestTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestMetrics:
+class RequestMetrics(_Hinting):
     """Times of a request by vLLM's names. Those that end with `_time` or `_ts` are of
     time.monotonic(), so that only their differences mean something."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.bench.adapters import EngineSetup, make_engine
-from slipstream.bench.adapters.openai import ServedModel
+from slipstream.bench.adapters.openai import ListedModel
 from slipstream.bench.adapters.slipstream import OfflineSlipstream, greedy
 from slipstream.bench.adapters.transformers import OfflineTransformers
 from slipstream.bench.workload import BenchRequest, fixed
@@ -206,7 +206,7 @@ def test_the_server_says_how_many_token_ids_there_are(capsys):
 
 
 def test_one_that_does_not_say(capsys, monkeypatch):
-    monkeypatch.setattr(ServedModel, "num_token_ids", property(lambda self: None))
+    monkeypatch.setattr(ListedModel, "num_token_ids", property(lambda self: None))
     with serving(FakeEngine()) as server:
         told = result(capsys, "serve", "--url", server.url, *SHORT, code=2)
     assert told["error"]["field"] == "vocab_size"

@@ -19,7 +19,14 @@ from slipstream.bench.session_run import (
     dialogue_of,
     tokens_per_word,
 )
-from slipstream.bench.sessions import AgentLoad, Part, Session, Turn, parse_load, planned_turns
+from slipstream.bench.sessions import (
+    AgentLoad,
+    AgentSession,
+    PromptPiece,
+    Turn,
+    parse_load,
+    planned_turns,
+)
 from slipstream.costs.metrics import RequestTiming
 from slipstream.errors import EngineError
 from tests.server.conftest import serving
@@ -96,13 +103,13 @@ async def test_so_many_sessions_run_at_once():
 
 
 async def test_a_turn_comes_after_its_pause_and_its_subagents():
-    sub = Session(turns=(Turn(new=(Part(5, 4),), output_tokens=3),))
+    sub = AgentSession(turns=(Turn(new=(PromptPiece(5, 4),), output_tokens=3),))
     turns = (
-        Turn(new=(Part(1, 6),), output_tokens=2),
-        Turn(new=(Part(2, 3),), output_tokens=2, pause_s=0.05, subagents=(sub, sub)),
+        Turn(new=(PromptPiece(1, 6),), output_tokens=2),
+        Turn(new=(PromptPiece(2, 3),), output_tokens=2, pause_s=0.05, subagents=(sub, sub)),
     )
     engine = Scripted()
-    records = await run_of(engine).run([Session(turns=turns)], Burst(), 0)
+    records = await run_of(engine).run([AgentSession(turns=turns)], Burst(), 0)
     first, *subs, last = records
     assert [r.is_subagent for r in records] == [False, True, True, False]
     assert last.timing.sent >= first.timing.last_token + 0.05
@@ -129,8 +136,8 @@ async def test_the_next_prompt_makes_up_for_an_answer_that_ended_early():
 
 async def test_an_empty_answer_does_not_end_its_session():
     engine = Scripted(says=lambda request: [] if len(engine.requests) == 1 else [900])
-    turns = tuple(Turn(new=(Part(i, 4),), output_tokens=3) for i in range(3))
-    records = await run_of(engine).run([Session(turns=turns)], Burst(), 0)
+    turns = tuple(Turn(new=(PromptPiece(i, 4),), output_tokens=3) for i in range(3))
+    records = await run_of(engine).run([AgentSession(turns=turns)], Burst(), 0)
     summary = summarize_turns(records)
     assert (summary.turns.num_requests, summary.turns.num_failed) == (3, 1)
     assert summary.turns.errors == {"no token came": 1}
@@ -143,7 +150,9 @@ async def test_a_failed_turn_ends_its_session_and_no_other():
         return [900] * request.output_tokens
 
     engine = Scripted(says)
-    sessions = [Session(turns=(Turn(new=(Part(i, 4),), output_tokens=2),) * 3) for i in range(2)]
+    sessions = [
+        AgentSession(turns=(Turn(new=(PromptPiece(i, 4),), output_tokens=2),) * 3) for i in range(2)
+    ]
     records = await run_of(engine).run(sessions, ClosedLoop(concurrency=1), 0)
     summary = summarize_turns(records)
     assert [(r.session, r.turn) for r in records] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
@@ -164,9 +173,12 @@ async def test_answers_without_token_ids_are_refused_where_ids_are_sent():
 
 def test_a_chat_alternates_and_holds_results_of_tools_and_summaries():
     talk = ChatDialogue(WordText(1.3, 0))
-    talk.say([Part(0, 13, "system"), Part(1, 26)], ())
+    talk.say([PromptPiece(0, 13, "system"), PromptPiece(1, 26)], ())
     talk.hear(MeasuredAnswer(text=["Let me ", "look."], reasoning=["Hm."]))
-    talk.say([Part(2, 13, "tool"), Part(3, 5, "summary")], [MeasuredAnswer(text=["All ", "well."])])
+    talk.say(
+        [PromptPiece(2, 13, "tool"), PromptPiece(3, 5, "summary")],
+        [MeasuredAnswer(text=["All ", "well."])],
+    )
     talk.hear(MeasuredAnswer())
     system, user, answer, results, nothing = talk.request(5).messages
     assert [m["role"] for m in talk.messages] == [

@@ -14,7 +14,7 @@ from slipstream.bench.session_run import TokenText
 from slipstream.bench.sessions import (
     AgentLoad,
     Draw,
-    Part,
+    PromptPiece,
     SeenPrefixes,
     of_rows,
     parse_draw,
@@ -80,7 +80,9 @@ def test_a_parent_gets_what_its_subagents_said_last(load):
         for j, pause_s in turn.after[1:] if turn.turn else ():
             assert turns[j].is_subagent
             assert pause_s == 0.0
-            assert Part(turns_answer(turns, j), turns[j].output_tokens, "answer") in turn.parts
+            assert (
+                PromptPiece(turns_answer(turns, j), turns[j].output_tokens, "answer") in turn.parts
+            )
 
 
 def turns_answer(turns, index):
@@ -100,7 +102,7 @@ def turns_answer(turns, index):
 def test_the_bound_is_the_longest_common_prefix_with_an_earlier_prompt(prompts):
     seen, known = SeenPrefixes(), []
     for prompt in prompts:
-        parts = [Part(key, n) for key, n in prompt]
+        parts = [PromptPiece(key, n) for key, n in prompt]
         tokens = [(key, i) for key, n in prompt for i in range(n)]
         common = (
             sum(
@@ -120,9 +122,9 @@ def test_the_bound_is_the_longest_common_prefix_with_an_earlier_prompt(prompts):
 
 def test_tokens_of_a_shorter_part_begin_those_of_a_longer_one():
     text = TokenText(300, 5)
-    assert text.tokens(Part(3, 40))[:10] == text.tokens(Part(3, 10))
-    assert text.tokens(Part(3, 40)) != text.tokens(Part(4, 40))
-    assert TokenText(300, 6).tokens(Part(3, 40)) != text.tokens(Part(3, 40))
+    assert text.tokens(PromptPiece(3, 40))[:10] == text.tokens(PromptPiece(3, 10))
+    assert text.tokens(PromptPiece(3, 40)) != text.tokens(PromptPiece(4, 40))
+    assert TokenText(300, 6).tokens(PromptPiece(3, 40)) != text.tokens(PromptPiece(3, 40))
 
 
 def test_means_are_those_asked_for():
@@ -201,8 +203,9 @@ def test_a_load_is_fitted_to_the_models_context():
     fitted = AgentLoad().fitted(8192)
     assert (fitted.max_context, fitted.system_tokens) == (8192, 819)
     assert AgentLoad().fitted(None).max_context == 142_000
+    assert AgentLoad(max_context=8192).fitted(8192).max_context == 8192
     with pytest.raises(ConfigError, match="8192") as caught:
-        AgentLoad(max_context=9000).fitted(8192)
+        AgentLoad(max_context=8193).fitted(8192)
     assert caught.value.field == "max_context"
 
 
@@ -222,9 +225,9 @@ def test_a_mooncake_trace_is_sessions_of_a_turn_with_common_blocks(tmp_path):
     sessions = of_rows(read_rows(path))
     assert [s.start_s for s in sessions] == [0.0, 3.0, 4.0]
     assert [t.new for s in sessions for t in s.turns] == [
-        (Part(3, 512), Part(9, 188)),
-        (Part(3, 512), Part(4, 488)),
-        (Part(-1, 520),),
+        (PromptPiece(3, 512), PromptPiece(9, 188)),
+        (PromptPiece(3, 512), PromptPiece(4, 488)),
+        (PromptPiece(-1, 520),),
     ]
     turns, seen = planned_turns(sessions), SeenPrefixes()
     seen.add(turns[0].parts)

@@ -102,6 +102,7 @@ def test_alternating_repetitions_take_turns():
         ('[[engines]]\nengine = "openvino"\n[[engines]]\nengine = "openvino"', "label"),
         ('repeats = 0\n[[engines]]\nengine = "openvino"', "repeats"),
         ('objectives = {ttft = 1}\n[[engines]]\nengine = "openvino"', "objectives"),
+        ('objectives = {ttft_s = 0}\n[[engines]]\nengine = "openvino"', "objectives"),
         ('batch_size = [1]\n[[engines]]\nengine = "openvino"', "batch_size"),
         ("repeats = 1", "engines"),
         ('repeats = 1000000000\n[[engines]]\nengine = "openvino"', "repeats"),

@@ -17,7 +17,7 @@ from slipstream.bench.report import print_summary, print_table
 from slipstream.bench.session_metrics import AgentSummary
 from slipstream.cli import compress, doctor, evaluate, optimize, plan
 from slipstream.cli.bench import agents, folder, roofline, sweep
-from slipstream.cli.bench.serve import _Bench
+from slipstream.cli.bench.serve import _ServeBench
 from slipstream.cli.serving import fleet_simulation
 from slipstream.compress.report import QualityLimits, Report, Side
 from slipstream.costs.metrics import DEFINITIONS, Summary
@@ -168,7 +168,7 @@ def show_rates(whole: bool) -> None:
     target = Namespace(
         name="T", tried=[{"rate": 2.5, "held": whole, **run}, {"rate": 1, "held": 1, **run}]
     )
-    _Bench._print_search(
+    _ServeBench._print_search(
         None, target, Namespace(best=2.5 if whole else None), {"ttft_p99": 1}, print_table
     )
 
@@ -182,7 +182,7 @@ def show_agents(whole: bool) -> None:
 
 def show_verified(whole: bool) -> None:
     rare = {"one_in_answers": 8.5, "one_in_tokens": 70.0, "one_in_long_answers": 3.0}
-    finding = filled(verified.Finding, False, check="C", outcome="undecided" if whole else "sound")
+    finding = filled(verified.Verdict, False, check="C", outcome="undecided" if whole else "sound")
     about = {
         "model": "M",
         "num_answers": 1234,

@@ -17,7 +17,7 @@ from slipstream.conformance.protocols.base import read_ndjson, read_sse
 from slipstream.conformance.registry import CHECKS, FAIL, PASS, UNSUPPORTED, Check, FailedError
 from slipstream.conformance.runner import absent, judge, run, selected
 from slipstream.conformance.schemas import SCHEMAS, begins_json, faults
-from slipstream.conformance.session import Endpoint, Session
+from slipstream.conformance.session import CheckedServer, CheckSession
 from slipstream.engine.text.tool_formats import REASONING
 from slipstream.errors import ConfigError, SlipstreamError
 from tests.conformance.faulty import (
@@ -170,7 +170,9 @@ def thinking(model, monkeypatch):
 def results(url, *, fault=None, api_key=None, **choice):
     async def main():
         transport = fault and FaultyTransport(fault)
-        async with Endpoint(url, api_key=api_key, timeout_s=60, transport=transport) as endpoint:
+        async with CheckedServer(
+            url, api_key=api_key, timeout_s=60, transport=transport
+        ) as endpoint:
             return await run(endpoint, **choice)
 
     return asyncio.run(main())
@@ -244,8 +246,10 @@ def judged(run, reply, timeout_s=0.01):
 
     async def main():
         transport = httpx.MockTransport(lambda request: reply)
-        async with Endpoint("http://there", timeout_s=timeout_s, transport=transport) as endpoint:
-            session = Session(endpoint, PROTOCOLS["chat"], "m", 2, None)
+        async with CheckedServer(
+            "http://there", timeout_s=timeout_s, transport=transport
+        ) as endpoint:
+            session = CheckSession(endpoint, PROTOCOLS["chat"], "m", 2, None)
             checked = await judge(Check("area.name", ("chat",), run), session)
             return checked, await absent(session)
 
@@ -294,7 +298,7 @@ def test_a_refused_model_is_no_missing_route(text, why):
 def test_a_key_that_lists_no_models_is_named(code):
     async def main():
         transport = httpx.MockTransport(lambda request: httpx.Response(code))
-        async with Endpoint("http://there", transport=transport) as endpoint:
+        async with CheckedServer("http://there", transport=transport) as endpoint:
             await run(endpoint)
 
     with pytest.raises(ConfigError, match="api_key: http://there asks for another key"):
@@ -353,7 +357,9 @@ def test_without_jsonschema_nothing_is_asked(monkeypatch):
     """Otherwise each answer would be judged as no JSON."""
 
     async def main():
-        async with Endpoint("http://there", transport=httpx.MockTransport(pytest.fail)) as endpoint:
+        async with CheckedServer(
+            "http://there", transport=httpx.MockTransport(pytest.fail)
+        ) as endpoint:
             await run(endpoint, only=["schemas.hold"])
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+import slipstream
 from slipstream import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from slipstream.base.other_engines import NEEDLESS, OF_SERVE, SETTINGS
 from slipstream.config import EngineArgs
@@ -272,3 +273,90 @@ def test_chats_by_vllms_names(llm):
             [], chat_template=shouting, add_generation_prompt=False, continue_final_message=True
         )
     assert tokenizer.eos_token_id in tokenizer.eos_token_ids
+
+
+def test_prompts_and_arguments_as_vllms_scripts_write_them(llm):
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    plain = llm.generate("hello", greedy, progress=False)[0]
+    ids = plain.prompt_token_ids
+    for prompts in (
+        ids,
+        [ids],
+        [{"prompt_token_ids": ids, "multi_modal_data": None, "mm_processor_kwargs": None}],
+        {"prompt": "hello", "multi_modal_data": None, "cache_salt": None},
+    ):
+        (answer,) = llm.generate(
+            prompts, greedy, use_tqdm=False, priority=[1], tokenization_kwargs=None
+        )
+        assert answer.outputs[0].token_ids == plain.outputs[0].token_ids
+    (chat,) = llm.chat(
+        [{"role": "user", "content": "hello"}],
+        greedy,
+        chat_template_content_format="auto",
+        mm_processor_kwargs=None,
+    )
+    assert chat.finished
+    with pytest.raises(RequestError, match="2 priorities for 1 prompts"):
+        llm.generate("hello", greedy, priority=[1, 2])
+    with pytest.raises(TypeError, match="truncate_prompt_tokens cuts prompts"):
+        llm.generate("hello", greedy, tokenization_kwargs={"truncation": True})
+    with pytest.raises(TypeError, match="the chat template tells which contents"):
+        llm.chat([], greedy, chat_template_content_format="openai")
+    assert plain.outputs[0].finished()
+
+
+def test_priorities_decide_which_prompt_is_served_first(tmp_path):
+    tiny_models.write_with_tokenizer(tmp_path)
+    one_by_one = dict(device="cpu", dtype="float32", max_model_len=64, max_num_seqs=1)
+    with LLM(str(tmp_path), kv_cache_bytes=2**20, **one_by_one) as alone:
+        answers = alone.generate(
+            ["hello", "one", "four"], SamplingParams(max_tokens=2), priority=[1, 2, 0]
+        )
+    first = [answer.times.first_token for answer in answers]
+    assert first[2] < first[0] < first[1]
+
+
+def test_a_prompts_salt_keeps_its_cached_prefix_apart(llm):
+    ids = [7 + i for i in range(40)]
+    greedy = SamplingParams(temperature=0, max_tokens=1)
+
+    def cached(**salt):
+        return llm.generate({"prompt_token_ids": ids, **salt}, greedy)[0].num_cached_tokens
+
+    assert cached(cache_salt="one") == 0
+    assert cached(cache_salt="one") > 0
+    assert cached(cache_salt="two") == 0
+    for wrong in ("", 5):
+        with pytest.raises(RequestError, match="cache_salt"):
+            cached(cache_salt=wrong)
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"guided_decoding": None}, {"use_beam_search": False}, {"extra_args": {}}, {"flat_logprobs": False},
+        {"skip_clone": False}, {"repetition_detection": None}, {"max_new_tokens": None},
+    ],
+)  # fmt: skip
+def test_arguments_of_others_that_ask_for_nothing_are_taken(off):
+    assert SamplingParams(**off) == SamplingParams()
+
+
+@pytest.mark.parametrize("name", ["do_sample", "temprature"])
+def test_other_arguments_are_refused_although_they_are_false(name):
+    with pytest.raises(TypeError, match=f"there is no argument '{name}'"):
+        SamplingParams(**{name: False})
+
+
+def test_vllms_fields_that_are_missing_say_what_to_read(llm):
+    (answer,) = llm.generate("hello", SamplingParams(max_tokens=1), progress=False)
+    for owner, name, told in (
+        (answer, "multi_modal_placeholders", "prompt_token_ids"),
+        (answer.metrics, "time_in_queue", "first_token_latency"),
+    ):
+        with pytest.raises(AttributeError, match=f"'{name}'; {told}"):
+            getattr(owner, name)
+
+
+def test_public_names_are_listed_before_their_first_use():
+    assert {"LLM", "SamplingParams", "LoRARequest"} <= set(dir(slipstream))

@@ -458,7 +458,6 @@ def test_chat_parts_of_an_answer(llm):
             {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
             "tool_choice.function.name",
         ),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"tools": [WEATHER], "chat_template": "{{ messages }}"}, "tools"),
         ({"tools": [WEATHER], "chat_template": "{{ messages }}{{ tools }}"}, "tools"),
         ({"tools": [WEATHER], "tool_call_parser": "x"}, "tool_call_parser"),

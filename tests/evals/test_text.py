@@ -15,6 +15,7 @@ from slipstream.evals.text import (
     Document,
     TextSettings,
     calibration_text,
+    check_text,
     cut,
     read_documents,
     read_windows,
@@ -101,7 +102,7 @@ def test_plain_text_is_cut_at_empty_lines(tmp_path, monkeypatch):
     assert {section.count("paragraph") for section in both} == {2}, "one alone is too short"
 
 
-def test_sharegpt_takes_whole_conversations_only(tmp_path, monkeypatch):
+def test_sharegpt_takes_whole_conversations_only(tmp_path, monkeypatch, tokenizer):
     def row(name, *values):
         turns = zip(("human", "gpt"), values, strict=False)
         return {
@@ -117,8 +118,17 @@ def test_sharegpt_takes_whole_conversations_only(tmp_path, monkeypatch):
         row("d_0", "cut", "4"),
     ]
     (tmp_path / "s.json").write_text(json.dumps(rows)[:-12])
-    monkeypatch.setattr(text, "resolve_dataset", lambda name, download_dir: tmp_path / "s.json")
+    folders = []
+    monkeypatch.setattr(
+        text,
+        "resolve_dataset",
+        lambda name, download_dir: folders.append(download_dir) or tmp_path / "s.json",
+    )
     assert [d.turns[0][1] for d in read_documents("sharegpt", "all")] == ["one", "three"]
+    settings = TextSettings(source="sharegpt", part="all")
+    check_text(settings, download_dir="own")
+    assert read_windows(settings, tokenizer, download_dir="own")
+    assert folders == [None, "own", "own"]
 
 
 def test_hub_data_sets(monkeypatch):

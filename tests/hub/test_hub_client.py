@@ -37,7 +37,7 @@ def stand_in(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # has no effect
     for name in ("HF_TOKEN", "HF_HOME", "HF_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("slipstream.hub.client.time.sleep", lambda s: None)
+    monkeypatch.setattr("slipstream.hub.client.CHUNK", len(BIG) // 3)
     waits = []
     monkeypatch.setattr(
         HubClient,
@@ -111,6 +111,8 @@ def test_the_named_quant_is_fetched_alone(stand_in):
     assert resolve_model("org/m-GGUF") == path  # the one that is here
     with pytest.raises(DownloadError, match=r"no GGUF file of 'Q2_K', but Q4_K_M \(1 MB\), Q8_0"):
         pull(stand_in, "org/m-GGUF:Q2_K")
+    with pytest.raises(DownloadError, match=r"no GGUF file of 'Q8_0', but none at all"):
+        pull(stand_in, "org/name:Q8_0")
 
 
 @pytest.mark.parametrize(("memory", "taken"), [(10**9, "m-Q8_0.gguf"), (6000, "m-Q4_K_M.gguf")])
@@ -133,6 +135,8 @@ def test_a_quant_in_parts_comes_with_all_its_parts(stand_in):
         path = pull(stand_in, name)
         assert path.name == "m-Q4_0-00001-of-00003.gguf"
         assert sorted(f"Q4_0/{f.name}" for f in path.parent.iterdir()) == sorted(parts)
+    [listed] = list_models()
+    assert (listed.path, listed.is_complete) == (path, True)  # the first part opens all
     assert pull(stand_in, "org/m-GGUF/one.gguf").read_bytes() == BIG
     with pytest.raises(DownloadError, match=r"no file two\.gguf"):
         pull(stand_in, "org/m-GGUF/two.gguf")
@@ -150,6 +154,7 @@ def test_a_download_that_gave_up_does_not_look_finished_and_goes_on_later(stand_
     with pytest.raises(DownloadError, match=r"received 0 bytes.*goes on where this one stopped"):
         pull(stand_in, "org/name")
     assert find_cached("org/name") is None
+    assert [(m.name, m.is_complete) for m in list_models()] == [("org/name", False)]
     stand_in.cuts = []
     stand_in.requests.clear()
     assert (pull(stand_in, "org/name") / "model.safetensors").read_bytes() == BIG
@@ -498,6 +503,8 @@ def test_quants_are_read_from_file_names(file, quant):
 def test_types_that_are_not_read_are_not_chosen():
     there = quants({"m-IQ3_M.gguf": 5, "m-Q4_K_S.gguf": 4, "m-UD-Q4_K_XL.gguf": 6})
     assert choose_quant("org/m", there, None, 100).name == "Q4_K_S"
+    there = quants({"m-MXFP4_MOE.gguf": 5})  # MXFP4 in the experts alone
+    assert choose_quant("org/m", there, None, 100).name == "MXFP4_MOE"
     with pytest.raises(DownloadError, match="not read here"):
         choose_quant("org/m", quants({"m-Q1_0.gguf": 5}), None, 100)
 

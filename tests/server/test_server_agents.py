@@ -12,8 +12,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from msgspec import Struct
 
 from slipstream.server.answers import generation
+from slipstream.server.answers.hints import hints_of
 from slipstream.server.anthropic import messages
 from slipstream.server.ollama import bodies
 from slipstream.server.openai import protocol, responses_body
@@ -339,8 +341,10 @@ def test_docs_name_every_hint():
         for module in (protocol, responses_body, messages, bodies)
         for kind in vars(module).values()
     ]
-    named = [getattr(kind, "hints", ()) for kind in kinds if isinstance(kind, type)]
-    hints = {hint for one in named if isinstance(one, tuple) for hint in one}
+    structs = [
+        x for x in kinds if isinstance(x, type) and issubclass(x, Struct) and x is not Struct
+    ]
+    hints = {hint for struct in structs for hint in hints_of(struct)}
     assert len(hints) > 40
     left = {hint for hint in hints if f"{hint}`" not in page}
     assert left == set()

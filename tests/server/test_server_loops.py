@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.server.operations.clients import AGENTS, Endpoint
+from slipstream.server.operations.clients import AGENTS, ClientEndpoint
 from slipstream.spec.description import read_spec
 from tests.server.answers.test_server_round_trips import ScriptedEngine
 from tests.server.conftest import TEMPLATE, serving
@@ -166,7 +166,7 @@ def test_coding_agent_does_what_the_model_says_and_ends(agent, request, looping,
     place, home = tmp_path / "work", tmp_path / "home"
     place.mkdir()
     home.mkdir()
-    variables, before = AGENTS[agent].setup(Endpoint(looping.url, "fake", "none", 100_000))
+    variables, before = AGENTS[agent].setup(ClientEndpoint(looping.url, "fake", "none", 100_000))
     command = [program, *words[:1], *before, *words[1:]]
     said = finish(
         command, versions, cwd=place, env=environment(home) | variables | {"PWD": str(place)}

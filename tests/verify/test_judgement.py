@@ -11,11 +11,11 @@ from slipstream.errors import SlipstreamError
 from slipstream.verify import judging, probes
 from slipstream.verify.asking import Asking
 from slipstream.verify.checks import Verification
-from slipstream.verify.judging import Finding, Judge
-from slipstream.verify.measures import Sample
+from slipstream.verify.judging import Judge, Verdict
+from slipstream.verify.measures import ScoredAnswer
 from slipstream.verify.report import EXIT_CODES, document
-from slipstream.verify.seen import NUM_FORMED, WARM, Seen, VerifyPlan
-from slipstream.verify.served import Answer, NotOfferedError, Served
+from slipstream.verify.seen import NUM_FORMED, WARM, Evidence, VerifyPlan
+from slipstream.verify.served import NotOfferedError, Served, ServedAnswer
 
 
 def verification(replies=(), **plan):
@@ -30,11 +30,31 @@ def test_prompt_tokens_are_counted_where_the_server_says_them():
     assert (made.asking.seen.num_answers, made.asking.seen.num_prompt_tokens) == (3, 12)
 
 
+@pytest.mark.parametrize(
+    ("counts", "why"),
+    [
+        ([(6, 5), (8, 7)], "+1 token in every prompt: a BOS more or less"),
+        ([(4, 5), (6, 7)], "-1 token in every prompt: a BOS more or less"),
+        ([(4, 5), (7, 7)], "prompts differ by -1 tokens: another chat template"),
+    ],
+)
+def test_prompts_of_another_length_tell_their_likely_cause(counts, why):
+    made = verification()
+    made.asking.seen.counts.extend(counts)
+    assert made.judge._prompts() == Verdict(check="prompt", outcome="fault", why=why)
+
+
 def test_seeds_begin_at_other_questions_and_turns_go_on():
     one, other = verification(seed=1), verification(seed=2)
     asked = [*one.asking._numbers(), *one.asking._numbers()]
     assert asked == list(range(asked[0], asked[0] + 2 * one.plan.turn))
     assert set(asked).isdisjoint(other.asking._numbers())
+
+
+def test_short_conversations_have_one_turn_or_three_with_or_without_a_system_message():
+    found = {tuple(m["role"] for m in probes.short(number)) for number in range(12)}
+    turns = [("user",), ("user", "assistant", "user")]
+    assert found == {(*system, *rest) for system in ((), ("system",)) for rest in turns}
 
 
 def answers_of(kind, at, num=80, seed=0):
@@ -44,7 +64,7 @@ def answers_of(kind, at, num=80, seed=0):
     for _ in range(num):
         logprobs = (2 * torch.randn(24, 64, generator=chance)).log_softmax(-1)
         ids = torch.multinomial((logprobs / at).softmax(-1), 1, generator=chance)[:, 0].tolist()
-        found.append(Sample(token_ids=ids, tokens=[], logprobs=logprobs))
+        found.append(ScoredAnswer(token_ids=ids, tokens=[], logprobs=logprobs))
     return {kind: found}
 
 
@@ -60,7 +80,7 @@ def answers_of(kind, at, num=80, seed=0):
     ],
 )
 def test_a_divergence_is_judged_by_its_error(values, outcome, monkeypatch):
-    monkeypatch.setattr(Seen, "short", lambda self: [[v] for v in values])
+    monkeypatch.setattr(Evidence, "short", lambda self: [[v] for v in values])
     assert verification(max_kl=0.01).judge._distribution("plain", "x").outcome == outcome
 
 
@@ -93,7 +113,7 @@ def test_a_temperature_that_explains_a_fault_is_one_itself_or_leaves_the_fault(w
         monkeypatch.setattr(
             Judge,
             "_temperature",
-            lambda self: Finding(check="temperature", outcome="pass", why=""),
+            lambda self: Verdict(check="temperature", outcome="pass", why=""),
         )
     elif warm == "hotter":
         made.asking.seen.drawn.update(answers_of("warm", 1.3 * WARM, num=24, seed=1))
@@ -145,7 +165,7 @@ def test_a_cut_is_judged_by_what_the_model_leaves_outside(kind, spread, is_cut, 
         ids = torch.multinomial(served, 24, replacement=True, generator=chance).tolist()
         logprobs = row.log().log_softmax(-1).expand(24, -1)
         made.asking.seen.drawn.setdefault(kind, []).append(
-            Sample(token_ids=ids, tokens=[], logprobs=logprobs)
+            ScoredAnswer(token_ids=ids, tokens=[], logprobs=logprobs)
         )
     found = {f.check: f.outcome for f in made.judge._cuts()}
     assert found["temperature 0" if kind == "greedy" else kind] == outcome
@@ -164,7 +184,7 @@ def test_a_long_conversation_of_fewer_tokens_was_cut():
 def called(name):
     arguments = json.dumps({"city": "Oslo", "days": 2, "unit": "celsius"})
     calls = ({"function": {"name": name, "arguments": arguments}},)
-    return Answer(text="", tokens=(), num_prompt_tokens=1, tool_calls=calls)
+    return ServedAnswer(text="", tokens=(), num_prompt_tokens=1, tool_calls=calls)
 
 
 def test_calls_keep_to_the_tool_by_their_name_too(monkeypatch):
@@ -181,20 +201,20 @@ def test_calls_keep_to_the_tool_by_their_name_too(monkeypatch):
 
 def test_answers_that_are_cut_prove_nothing_and_the_others_count():
     whole, cut = (
-        Answer(text=said, tokens=(), num_prompt_tokens=1, finish_reason=reason)
+        ServedAnswer(text=said, tokens=(), num_prompt_tokens=1, finish_reason=reason)
         for said, reason in (("right", "stop"), ("", "length"))
     )
     for answers, outcome in (([whole, cut] * 4, "pass"), ([cut] * 8, "undecided")):
         found = verification(answers)._rate("x", lambda a: a.text == "right", "ask")
         assert found.outcome == outcome
-    late = Answer(text="right", tokens=(), num_prompt_tokens=1, finish_reason="length")
+    late = ServedAnswer(text="right", tokens=(), num_prompt_tokens=1, finish_reason="length")
     why = verification([late] * NUM_FORMED)._rate("x", lambda a: True, "ask").why
     assert why == "8 of 8 valid: 44 % or more broken ones are excluded"
 
 
 @pytest.mark.parametrize(("forms", "share"), [(8, 0.44), (90, 0.05), (919, 0.005)])
 def test_answers_of_a_form_exclude_the_share_that_is_stated(forms, share):
-    right = Answer(text="", tokens=(), num_prompt_tokens=1, finish_reason="stop")
+    right = ServedAnswer(text="", tokens=(), num_prompt_tokens=1, finish_reason="stop")
     made = verification([right] * forms, forms=forms)
     assert made._rate("x", lambda a: True, "ask").outcome == "pass"
     assert made.counts()["excluded"]["broken_share"]["x"] == pytest.approx(share, rel=0.01)
@@ -203,7 +223,8 @@ def test_answers_of_a_form_exclude_the_share_that_is_stated(forms, share):
 
 def test_one_broken_answer_of_many_is_a_fault_and_ends_the_check():
     answers = [
-        Answer(text=str(i), tokens=(), num_prompt_tokens=1, finish_reason="stop") for i in range(40)
+        ServedAnswer(text=str(i), tokens=(), num_prompt_tokens=1, finish_reason="stop")
+        for i in range(40)
     ]
     made = verification(answers, forms=40, concurrency=1)
     found = made._rate("x", lambda a: a.text != "12", "ask")
@@ -212,36 +233,52 @@ def test_one_broken_answer_of_many_is_a_fault_and_ends_the_check():
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "turns"), [(["pass", "undecided"], 3), (["pass"] * 2, 0), (["fault"] * 2, 0)]
+    ("outcomes", "drawn", "then"),
+    [
+        ({"prompt": "pass", "temperature 0": "undecided"}, 0, ["greedy"] * 3),
+        ({"prompt": "pass", "temperature 0": "pass"}, 0, []),
+        ({"prompt": "fault", "temperature 0": "fault"}, 0, []),
+        (
+            {"distribution": "undecided", "temperature 0": "undecided"},
+            judging.NAMED_BY - 1,
+            ["plain", "greedy", "plain", "greedy", "greedy"],
+        ),
+        (  # greedy answers count for the distribution, too
+            {"distribution": "undecided", "temperature 0": "undecided"},
+            judging.NAMED_BY,
+            ["greedy", "greedy", "greedy", "plain", "plain"],
+        ),
+    ],
 )
-def test_turns_go_on_for_what_is_undecided(outcomes, turns, monkeypatch):
+def test_turns_go_on_for_what_is_undecided(outcomes, drawn, then, monkeypatch):
     asked = []
     monkeypatch.setattr(Asking, "ask", lambda self, kind: asked.append(kind))
-    checked = ("prompt", "temperature 0")
-    found = [Finding(check=c, outcome=o, why="") for c, o in zip(checked, outcomes, strict=True)]
+    found = [Verdict(check=check, outcome=outcome, why="") for check, outcome in outcomes.items()]
     monkeypatch.setattr(Judge, "judged", lambda self: found)
     for name in ("_schemas", "_tools"):
         monkeypatch.setattr(Verification, name, lambda self: found[0])
-    assert len(verification(answers=10, turn=4).run()) == 4
-    assert asked == ["plain", *["greedy"] * turns]
+    made = verification(answers=10, turn=4)
+    made.asking.seen.drawn["plain"] = [None] * drawn
+    assert len(made.run()) == 4
+    assert asked == ["plain", *then]
 
 
 def test_wrong_weights_end_the_verification():
     made = verification(max_kl=0.01)
     made.asking.seen.counts.append((5, 5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Seen, "short", lambda self: [[0.5]] * 12)
+        patch.setattr(Evidence, "short", lambda self: [[0.5]] * 12)
         assert [f.check for f in made.judge.judged()] == ["prompt", "distribution"]
-        patch.setattr(Seen, "short", lambda self: [[0.0001], [0.0002]] * 4)
+        patch.setattr(Evidence, "short", lambda self: [[0.0001], [0.0002]] * 4)
         assert [f.check for f in made.judge.judged()] == ["prompt", "distribution"]  # too few yet
-        patch.setattr(Seen, "short", lambda self: [[0.0001], [0.0002]] * 6)
+        patch.setattr(Evidence, "short", lambda self: [[0.0001], [0.0002]] * 6)
         assert [f.check for f in made.judge.judged()][-1] == "temperature 0"
 
 
 @pytest.mark.parametrize(("causes", "opens", "code"), [(1, 1, 1), (0, 1, 4), (0, 0, 0)])
 def test_a_verdict_has_an_exit_code(causes, opens, code):
-    findings = [Finding(check="x", outcome="fault", why="it is cut")] * causes
-    findings += [Finding(check="y", outcome="undecided", why="")] * opens
+    findings = [Verdict(check="x", outcome="fault", why="it is cut")] * causes
+    findings += [Verdict(check="y", outcome="undecided", why="")] * opens
     assert EXIT_CODES[document({}, findings)["verdict"]] == code
 
 
@@ -258,10 +295,10 @@ def test_an_empty_answer_is_a_fault_where_the_model_would_not_end(ends, counted)
     made.reference.tokenizer = SimpleNamespace(encode=lambda text, **more: [])
     made.reference.never = torch.tensor([False, True])
     made.reference.logprobs = lambda *asked: torch.tensor([[1 - ends, ends]]).log()
-    empty = Answer(text="", tokens=(), num_prompt_tokens=1, finish_reason="stop")
+    empty = ServedAnswer(text="", tokens=(), num_prompt_tokens=1, finish_reason="stop")
     assert made.asking._sample([1], empty, "plain") is None
     made.asking.seen.drawn["plain"] = [
-        Sample(token_ids=[0], tokens=[], logprobs=torch.zeros(1, 2), kl=[0.0])
+        ScoredAnswer(token_ids=[0], tokens=[], logprobs=torch.zeros(1, 2), kl=[0.0])
     ]
     assert made.asking.seen.short() == [[0.0], *[[0.08]] * counted]
 
@@ -269,14 +306,14 @@ def test_an_empty_answer_is_a_fault_where_the_model_would_not_end(ends, counted)
 def test_log_probabilities_after_temperature_and_cuts_say_nothing_of_the_distribution():
     made = verification()
     row = {"token_ids": [0], "tokens": [], "logprobs": torch.zeros(1, 2)}
-    made.asking.seen.drawn["plain"] = [Sample(**row, kl=[0.3], kl_cut=[0.0])]
+    made.asking.seen.drawn["plain"] = [ScoredAnswer(**row, kl=[0.3], kl_cut=[0.0])]
     made.asking.seen.drawn["warm"] = [
-        Sample(**row, kl=[0.3], kl_cut=[0.0]),
-        Sample(**row, kl=[0.0]),
+        ScoredAnswer(**row, kl=[0.3], kl_cut=[0.0]),
+        ScoredAnswer(**row, kl=[0.0]),
     ]
     made.asking.seen.drawn["greedy"] = [
-        Sample(**row, kl=[0.5], kl_cut=[9.0]),
-        Sample(**row, kl=[0.0]),
+        ScoredAnswer(**row, kl=[0.5], kl_cut=[9.0]),
+        ScoredAnswer(**row, kl=[0.0]),
     ]
     assert made.asking.seen.short() == [[0.3], [0.5], [0.0]]
 

@@ -11,8 +11,8 @@ import torch
 
 from slipstream.verify import measures
 from slipstream.verify.judging import Judge
-from slipstream.verify.measures import Sample
-from slipstream.verify.seen import SAMPLING, TOP_K, TOP_P, WARM, Seen, VerifyPlan
+from slipstream.verify.measures import ScoredAnswer
+from slipstream.verify.seen import SAMPLING, TOP_K, TOP_P, WARM, Evidence, VerifyPlan
 from slipstream.verify.served import ServedToken
 
 TEXT = (Path(__file__).parent / "judgements.txt").read_text()
@@ -42,7 +42,7 @@ def answer(number, served, asked):
         )
         for n, i in enumerate(ids)
     ]
-    return Sample(token_ids=ids, tokens=tokens, logprobs=logprobs)
+    return ScoredAnswer(token_ids=ids, tokens=tokens, logprobs=logprobs)
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def own(logprobs):
 
 def seen_of(num=40, served=own, named=True, long=None, **asked):
     """Answers of a server to each kind of question, at settings that it may take instead of ours."""
-    seen = Seen(plan=VerifyPlan(answers=num, long_lines=4))
+    seen = Evidence(plan=VerifyPlan(answers=num, long_lines=4))
     seen.counts += [(9, 9)] * num
     seen.long_counts += [(90, 90)] * num
     seen.needles |= {80: [(True, True)] * 8}

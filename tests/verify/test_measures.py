@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.verify import measures
-from slipstream.verify.measures import Sample
+from slipstream.verify.measures import ScoredAnswer
 from slipstream.verify.served import ServedToken
 
 VOCABULARY, LENGTH = 64, 400
@@ -32,7 +32,7 @@ def drawn(at=1.0, *, seed=0, keep=VOCABULARY, served=None, from_served=False):
         )
         for n, (i, row) in enumerate(zip(ids.tolist(), zip(*likeliest, strict=True), strict=True))
     ]
-    return Sample(token_ids=ids.tolist(), tokens=tokens, logprobs=logprobs)
+    return ScoredAnswer(token_ids=ids.tolist(), tokens=tokens, logprobs=logprobs)
 
 
 def token_id(data):
@@ -41,8 +41,11 @@ def token_id(data):
 
 @pytest.mark.parametrize("at", [0.5, 1.0, 1.1, 2.0])
 def test_the_temperature_of_answers_is_found_within_its_error(at):
-    found = measures.temperature([drawn(at, seed=n) for n in range(4)], 1.0)
+    samples = [drawn(at, seed=n) for n in range(4)]
+    found = measures.temperature(samples, 1.0)
     assert abs(found.value - at) < 4 * found.stderr
+    for start in (0.3, 4.0):  # the likeliest one does not depend on where the search begins
+        assert measures.temperature(samples, start).value == pytest.approx(found.value, rel=1e-3)
     assert found.stderr < 0.05 * at
     assert found.count == 4 * LENGTH
 
@@ -56,7 +59,7 @@ def test_tokens_that_end_answers_leave_the_temperature_as_it_is():
         kept = [i for i, token in enumerate(sample.token_ids) if token >= 8]
         ids = [sample.token_ids[i] for i in kept]
         samples.append(
-            Sample(token_ids=ids, tokens=[], logprobs=sample.logprobs[kept], never=never)
+            ScoredAnswer(token_ids=ids, tokens=[], logprobs=sample.logprobs[kept], never=never)
         )
     found = measures.temperature(samples, 1.0)
     assert abs(found.value - 1) < 4 * found.stderr
@@ -135,7 +138,7 @@ def test_draws_fall_outside_of_a_cut_as_often_as_the_model_says_unless_it_was_ma
 def test_a_token_that_begins_beyond_top_p_is_outside(token, is_outside):
     """The second begins at 0.5, and the third at 0.8."""
     row = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    sample = Sample(token_ids=[token], tokens=[], logprobs=row)
+    sample = ScoredAnswer(token_ids=[token], tokens=[], logprobs=row)
     ((found, chance),) = measures.outside_top_p(sample, 0.6)
     assert found is is_outside
     assert chance == pytest.approx(0.2)
@@ -189,7 +192,7 @@ def test_agreement_counts_the_likeliest_tokens_that_the_server_names():
     other = drawn(seed=3, served=lambda logprobs: logprobs.roll(1, -1))
     hits, count = measures.agreement(other, token_id, is_greedy=False)
     assert (hits, count) == (0, LENGTH)
-    silent = Sample(
+    silent = ScoredAnswer(
         token_ids=[int(made.logprobs[0].argmax()), int(made.logprobs[1].argmin())],
         tokens=[ServedToken(data=b"", logprob=0.0)] * 2,
         logprobs=made.logprobs[:2],

@@ -11,7 +11,7 @@ import torch
 from slipstream.verify.checks import Verification
 from slipstream.verify.report import document, summary
 from slipstream.verify.seen import VerifyPlan
-from slipstream.verify.served import Answer, NotOfferedError, Served, ServedToken
+from slipstream.verify.served import NotOfferedError, Served, ServedAnswer, ServedToken
 
 VOCABULARY, LIMIT = 64, 0.01
 
@@ -100,7 +100,7 @@ class Server(Served):
         prompt = self.own.prompt(messages)
         tokens = table.answer(prompt[-1], max_tokens, self.chance, **self.change(more))
         text = messages[-1]["content"]
-        return Answer(text=text, tokens=tokens, num_prompt_tokens=2, finish_reason="length")
+        return ServedAnswer(text=text, tokens=tokens, num_prompt_tokens=2, finish_reason="length")
 
 
 @pytest.fixture(scope="module")

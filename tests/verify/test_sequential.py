@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from slipstream.verify import sequential
-from slipstream.verify.measures import Sample
-from slipstream.verify.sequential import Rates
+from slipstream.verify.measures import ScoredAnswer
+from slipstream.verify.sequential import ErrorRates
 
-RATES = Rates(alpha=0.05, beta=0.05)
+RATES = ErrorRates(alpha=0.05, beta=0.05)
 TRIALS = 300
 
 
@@ -57,21 +57,21 @@ def test_a_cut_that_is_ignored_is_found_by_a_peaked_model_too(peaked):
 
 
 def test_a_cut_that_changes_nothing_is_left_open():
-    assert sequential.cut([(False, 0.001)] * 2000, Rates()) == "open"
-    assert sequential.cut([(False, 1.0)], Rates()) == "open"  # no token decides alone
+    assert sequential.cut([(False, 0.001)] * 2000, ErrorRates()) == "open"
+    assert sequential.cut([(False, 1.0)], ErrorRates()) == "open"  # no token decides alone
 
 
 def test_a_cut_is_kept_once_its_ratio_is_below_beta():
     """ln 0.01 is -4.61. Each draw adds ln(0.7 / 0.97), or -0.33."""
-    assert sequential.cut([(False, 0.3)] * 14, Rates()) == "open"
-    assert sequential.cut([(False, 0.3)] * 15, Rates()) == "sound"
+    assert sequential.cut([(False, 0.3)] * 14, ErrorRates()) == "open"
+    assert sequential.cut([(False, 0.3)] * 15, ErrorRates()) == "sound"
 
 
 def test_the_stake_is_parted_among_the_other_temperatures():
     """ln 1000 is 6.9, and ln 2000 is 7.6."""
-    assert sequential.temperature([7.2], Rates()) == "fault"
-    assert sequential.temperature([7.2, -20.0], Rates()) == "open"
-    assert sequential.temperature([7.7, -20.0], Rates()) == "fault"
+    assert sequential.temperature([7.2], ErrorRates()) == "fault"
+    assert sequential.temperature([7.2, -20.0], ErrorRates()) == "open"
+    assert sequential.temperature([7.7, -20.0], ErrorRates()) == "fault"
 
 
 def test_a_mean_at_its_limit_is_seldom_called_a_fault():
@@ -90,8 +90,14 @@ def test_means_far_from_their_limit_are_decided_by_few_values():
     assert ever(decide, lambda r: 0.05 * r.expovariate(1), looks=40)[1] > 0.9
 
 
+def test_a_mean_above_its_limit_is_a_fault_once_the_bets_won_a_thousandfold():
+    """The boldest bet wins 0.9 of its sixth a time: 1.9**14 / 6 is 1330."""
+    assert sequential.mean([2.0] * 13, 1.0, ErrorRates()) == "open"
+    assert sequential.mean([2.0] * 14, 1.0, ErrorRates()) == "fault"
+
+
 def test_a_sound_server_is_told_by_some_forty_answers():
-    rates = Rates()
+    rates = ErrorRates()
     assert sequential.mean([0.0] * 35, 1.0, rates) == "open"
     assert sequential.mean([0.0] * 36, 1.0, rates) == "sound"
     assert sequential.mean([0.1] * 40, 1.0, rates) == "sound"
@@ -100,15 +106,15 @@ def test_a_sound_server_is_told_by_some_forty_answers():
 
 
 def test_one_value_beyond_the_cut_costs_more_answers_and_not_the_verdict():
-    assert sequential.mean([0.0] * 60 + [50.0], 1.0, Rates()) == "open"
-    assert sequential.mean([0.0] * 90 + [50.0], 1.0, Rates()) == "sound"
+    assert sequential.mean([0.0] * 60 + [50.0], 1.0, ErrorRates()) == "open"
+    assert sequential.mean([0.0] * 90 + [50.0], 1.0, ErrorRates()) == "sound"
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 0.4])
 def test_the_answers_that_a_verdict_needs_are_foretold(value):
     told = sequential.needed(value, 1.0, 0.01)
-    assert sequential.mean([value] * told, 1.0, Rates()) == "sound"
-    assert sequential.mean([value] * (told - 3), 1.0, Rates()) == "open"
+    assert sequential.mean([value] * told, 1.0, ErrorRates()) == "sound"
+    assert sequential.mean([value] * (told - 3), 1.0, ErrorRates()) == "open"
     assert sequential.needed(1.0, 1.0, 0.01) is None
 
 
@@ -154,7 +160,7 @@ def test_a_fault_in_some_answers_is_seldom_called_sound(name, limit, rate):
         values, decision = [], "open"
         while decision == "open" and len(values) < 96:
             values += [draw(chance) for _ in range(4)]
-            decision = sequential.mean(values, limit, Rates())
+            decision = sequential.mean(values, limit, ErrorRates())
         num_sound += decision == "sound"
     assert num_sound / trials <= rate + 2 * math.sqrt(rate / trials)
 
@@ -175,7 +181,7 @@ def test_temperatures_keep_their_rates(at, wrong):
         while decision == "open":
             rows = (2 * torch.randn(96, 64, generator=chance)).log_softmax(-1)
             ids = torch.multinomial((rows / at).softmax(-1), 1, generator=chance)[:, 0].tolist()
-            sample = Sample(token_ids=ids, tokens=[], logprobs=rows)
+            sample = ScoredAnswer(token_ids=ids, tokens=[], logprobs=rows)
             own, *others = sample.likelihoods([1.0, 1.1, 1 / 1.1])
             ratios = [r + other - own for r, other in zip(ratios, others, strict=True)]
             decision = sequential.temperature(ratios, RATES)

@@ -20,6 +20,7 @@ from slipstream.base.other_engines import (
     SETTINGS,
     TAKEN,
     VALUES,
+    asks_nothing,
 )
 
 _logger = logging.getLogger("slipstream.config")
@@ -65,16 +66,17 @@ def known_arguments(
     function: Callable[..., Any], given: Mapping[str, Any], what: str, owner: str
 ) -> dict[str, Any]:
     """The given arguments that `function` has. Settings of other engines that are accepted without
-    effect are left out and logged. TypeError with a hint for an unknown one."""
+    effect are left out and logged; arguments that ask for nothing are left out. TypeError with a hint for an unknown one."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
     kept = dict(given)
     for name in given:
         if name not in known:
-            if what != "setting" or not is_taken(name, given[name]):
+            off = what == "argument" and asks_nothing(name, given[name], owner)
+            if not off and (what != "setting" or not is_taken(name, given[name])):
                 raise TypeError(unknown_message(name, known, what, owner)) from None
             del kept[name]
     for name in given:
-        if name not in kept:
+        if name not in kept and what == "setting":
             say_without_effect(name, name)
     return kept
 

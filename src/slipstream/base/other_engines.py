@@ -25,6 +25,12 @@ OTHERS = {
 
 
 NO_ARGUMENTS = {
+    "": {  # of methods of LLM
+        "tokenization_kwargs": "leave it out: SamplingParams.truncate_prompt_tokens cuts prompts, truncate=True other texts",
+        "mm_processor_kwargs": "leave it out: the detail of an image_url says how finely a picture is read",
+        "chat_template_content_format": "leave it out: the chat template tells which contents it takes",
+        "concurrency_limit": "leave it out: max_num_seqs bounds the sequences of a step",
+    },
     "SamplingParams": {
         "watermarking": "leave it out: answers carry no watermark",
         "stream_interval": "leave it out: each step's tokens are sent at once",
@@ -42,7 +48,18 @@ NO_ARGUMENTS = {
         "allowed_token_ids": "leave it out: SamplingParams has it",
     },
 }
-"""Arguments of vLLM's parameters that are not needed here, with the reason, by the class that has them."""
+"""Arguments of vLLM that are not needed here, with the reason, by the class that has them."""
+
+
+def asks_nothing(name: str, value: object, owner: str) -> bool:
+    """Whether an argument of another engine has the value that means "off", such as `guided_decoding=None`. transformers'
+    `do_sample=False` is none: it asks for the likeliest tokens."""
+    known = name in OTHERS or name in NO_ARGUMENTS.get(owner, {})
+    return (
+        known
+        and name != "do_sample"
+        and (value is None or value is False or value in ({}, [], "auto"))
+    )
 
 
 METHODS = {
@@ -53,6 +70,16 @@ METHODS = {
     "wait_for_completion": "LLM.generate and LLM.chat return when all answers are there",
     "get_metrics": "use LLM.stats(); a server has /metrics",
     "get_world_size": "LLM.config.parallel has the sizes of an engine with several ranks; without them it is 1",
+    "llm_engine": "LLM has what it has: config, stats(), get_tokenizer(), stream()",
+    "model_config": "LLM.config.model has max_model_len, dtype and others",
+    "vllm_config": "LLM.config has every setting",
+    "preprocess_chat": "use LLM.get_tokenizer().apply_chat_template(messages)",
+    "preprocess_cmpl": "use LLM.get_tokenizer().encode(text)",
+    "renderer": "use LLM.get_tokenizer(), which encodes texts and applies the chat template",
+    "reward": "use LLM.classify, or LLM.encode for vectors",
+    "set_tokenizer": "use LLM(tokenizer=…)",
+    "supported_tasks": "try the call: one that the model can't answer names those that it can",
+    "reset_encoder_cache": "leave it out: image_cache_bytes bounds it, and a picture is known by its hash",
     "release_kv_cache_memory": "use LLM.sleep(1), on a GPU LLM.sleep(2), and LLM.wake_up() before the next request",
     "reset_mm_cache": "leave it out: image_cache_bytes bounds it, and a picture is known by its hash",
     "start_profile": "run torch.profiler around LLM.generate: with one rank the engine is in this process",
@@ -65,6 +92,13 @@ FIELDS = {
     "lora_request": "the RequestOutput has it",
     "prompt_token_id_logprobs": "prompt_logprobs has the likeliest tokens' at each place",
     "num_cache_creation_tokens": "num_cached_tokens are those that were cached; a server's usage has cache_write_tokens",
+    "multi_modal_placeholders": "prompt_token_ids has the placeholders' tokens",
+    "num_external_computed_tokens": "num_cached_tokens are those that were cached",
+    "prompt_routed_experts": "routed_experts of the answer has those of the prompt, too",
+    "first_scheduled_time": "arrival_time and first_token_time, which enclose it",
+    "queued_ts": "arrival_time",
+    "scheduled_ts": "arrival_time and first_token_time, which enclose it",
+    "time_in_queue": "first_token_latency, which includes it",
     "sampling_mask": "there is no such feature here",
     "spec_decode_metrics": "num_drafted and num_accepted of the same object have them",
 }

@@ -52,7 +52,7 @@ class ClientProgress(msgspec.Struct, tag=True):
     num_done: int
 
 
-class Done(msgspec.Struct, tag=True, kw_only=True):
+class LoadDone(msgspec.Struct, tag=True, kw_only=True):
     """Result of a load. `cpu`: mean fraction of a core that the client used; `busiest`: that of its
     busiest half second."""
 
@@ -62,7 +62,7 @@ class Done(msgspec.Struct, tag=True, kw_only=True):
 
 
 ToClient = RunLoad | BeginLoad
-FromClient = ClientReady | ClientProgress | Done
+FromClient = ClientReady | ClientProgress | LoadDone
 
 
 def frame(message: ToClient | FromClient) -> bytes:
@@ -81,7 +81,7 @@ def reply(message: FromClient) -> None:
     sys.stdout.buffer.flush()
 
 
-async def run(job: RunLoad, begin: float, fd: int) -> Done:
+async def run(job: RunLoad, begin: float, fd: int) -> LoadDone:
     records: list[tuple[int, RequestTiming]] = []
     samples: list[tuple[float, float]] = []
 
@@ -110,7 +110,7 @@ async def run(job: RunLoad, begin: float, fd: int) -> Done:
         watcher.cancel()
     sample()
     mean, busiest = cpu_shares(samples)
-    return Done(records=tuple(records), cpu=mean, busiest=busiest)
+    return LoadDone(records=tuple(records), cpu=mean, busiest=busiest)
 
 
 def cpu_shares(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:

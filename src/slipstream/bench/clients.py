@@ -18,8 +18,8 @@ from slipstream.bench.client import (
     BeginLoad,
     ClientProgress,
     ClientReady,
-    Done,
     FromClient,
+    LoadDone,
     RunLoad,
     ToClient,
     frame,
@@ -126,8 +126,8 @@ class Clients:
             jobs = [msgspec.structs.replace(job, times=times[i::count]) for i in range(count)]
         progress = [0] * count
 
-        async def finish(i: int) -> Done:
-            while not isinstance(message := await self._receive(i), Done):
+        async def finish(i: int) -> LoadDone:
+            while not isinstance(message := await self._receive(i), LoadDone):
                 if isinstance(message, ClientProgress):
                     progress[i] = message.num_done
                     on_done(sum(progress))

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from slipstream.bench.load import ClosedLoop, MeasuredAnswer, OpenArrivals, StreamingEngine, measure
 from slipstream.bench.load import send_times as times_of
 from slipstream.bench.session_metrics import TurnRecord
-from slipstream.bench.sessions import ANSWER_KEYS, Part, SeenPrefixes, Session, Turn
+from slipstream.bench.sessions import ANSWER_KEYS, AgentSession, PromptPiece, SeenPrefixes, Turn
 from slipstream.bench.workload import BenchRequest
 from slipstream.errors import EngineError
 
@@ -46,7 +46,7 @@ PROBE_WORDS = (10, 110)
 class Dialogue(Protocol):
     """A conversation with a server."""
 
-    def say(self, parts: Sequence[Part], summaries: Sequence[MeasuredAnswer]) -> None:
+    def say(self, parts: Sequence[PromptPiece], summaries: Sequence[MeasuredAnswer]) -> None:
         """Add a turn's new text. Parts of kind `summary` are replaced by `summaries`, in their order."""
 
     def request(self, output_tokens: int) -> BenchRequest:
@@ -61,9 +61,9 @@ class TokenText:
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self.vocab_size, self.seed = vocab_size, seed
-        self._kept: dict[Part, list[int]] = {}
+        self._kept: dict[PromptPiece, list[int]] = {}
 
-    def tokens(self, part: Part) -> list[int]:
+    def tokens(self, part: PromptPiece) -> list[int]:
         if part in self._kept:
             return self._kept[part]
         rng = random.Random(f"{self.seed}:{part.key}")
@@ -79,7 +79,7 @@ class TokenDialogue:
     def __init__(self, text: TokenText) -> None:
         self._text, self.tokens = text, list[int]()
 
-    def say(self, parts: Sequence[Part], summaries: Sequence[MeasuredAnswer]) -> None:
+    def say(self, parts: Sequence[PromptPiece], summaries: Sequence[MeasuredAnswer]) -> None:
         answers = iter(summaries)
         for part in parts:
             ids = next(answers).token_ids if part.kind == "summary" else self._text.tokens(part)
@@ -101,7 +101,7 @@ class WordText:
     def __init__(self, ratio: float, seed: int) -> None:
         self.ratio, self.seed = ratio, seed
 
-    def words(self, part: Part) -> str:
+    def words(self, part: PromptPiece) -> str:
         rng = random.Random(f"{self.seed}:{part.key}")
         return " ".join(rng.choices(WORDS, k=max(1, round(part.num_tokens / self.ratio))))
 
@@ -112,7 +112,7 @@ class ChatDialogue:
     def __init__(self, text: WordText) -> None:
         self._text, self.messages = text, list[dict[str, str]]()
 
-    def say(self, parts: Sequence[Part], summaries: Sequence[MeasuredAnswer]) -> None:
+    def say(self, parts: Sequence[PromptPiece], summaries: Sequence[MeasuredAnswer]) -> None:
         answers, said = iter(summaries), []
         for part in parts:
             if part.kind == "system":
@@ -151,7 +151,7 @@ async def tokens_per_word(engine: StreamingEngine, seed: int) -> float:
     counts = []
     for words in PROBE_WORDS:
         dialogue, answer = ChatDialogue(WordText(1.0, seed)), MeasuredAnswer()
-        dialogue.say([Part(-1, words)], ())
+        dialogue.say([PromptPiece(-1, words)], ())
         await engine.ask(dialogue.request(1), answer)
         counts.append(None if answer.usage is None else answer.usage[0])
     if counts[0] is None or counts[1] is None or counts[1] <= counts[0]:
@@ -172,7 +172,10 @@ class SessionRun:
     _keys: Any = field(default_factory=lambda: itertools.count(ANSWER_KEYS))
 
     async def run(
-        self, sessions: Sequence[Session], arrivals: OpenArrivals | ClosedLoop | None, seed: int
+        self,
+        sessions: Sequence[AgentSession],
+        arrivals: OpenArrivals | ClosedLoop | None,
+        seed: int,
     ) -> list[TurnRecord]:
         """Send all sessions. They start by `arrivals`, or with None at their own times. In a closed
         loop one starts when another ends."""
@@ -191,7 +194,7 @@ class SessionRun:
             times = times_of(arrivals, len(sessions), seed)
         begin = time.monotonic()
 
-        async def at(number: int, session: Session, offset: float) -> None:
+        async def at(number: int, session: AgentSession, offset: float) -> None:
             await asyncio.sleep(max(0.0, begin + offset - time.monotonic()))
             await self._session(number, session)
 
@@ -200,19 +203,19 @@ class SessionRun:
         return self.records
 
     async def _session(
-        self, number: int, session: Session, *, is_subagent: bool = False
+        self, number: int, session: AgentSession, *, is_subagent: bool = False
     ) -> MeasuredAnswer | None:
         """Send a session's turns. Returns its last answer, or None if a turn failed."""
-        dialogue, parts, answer = self.dialogue(), list[Part](), MeasuredAnswer()
+        dialogue, parts, answer = self.dialogue(), list[PromptPiece](), MeasuredAnswer()
         for i, (turn, length) in enumerate(
             zip(session.turns, session.context_lengths, strict=True)
         ):
             summaries = await self._wait(number, turn)
             new = [*turn.new]
-            new += [Part(next(self._keys), _length(s), "summary") for s in summaries]
+            new += [PromptPiece(next(self._keys), _length(s), "summary") for s in summaries]
             wanted = length - turn.output_tokens - sum(p.num_tokens for p in (*parts, *new))
             if wanted > 0:  # previous answers ended early
-                new.append(Part(next(self._keys), wanted))
+                new.append(PromptPiece(next(self._keys), wanted))
             dialogue.say(new, summaries)
             parts += new
             answer = MeasuredAnswer(keeps=True)
@@ -246,7 +249,7 @@ class SessionRun:
             self.on_turn(len(self.records))
             if timing.error is not None:
                 return None
-            said = Part(next(self._keys), num_heard, "answer")
+            said = PromptPiece(next(self._keys), num_heard, "answer")
             self._seen.add_answer(parts, said)
             parts.append(said)
         return answer

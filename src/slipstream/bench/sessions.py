@@ -29,7 +29,7 @@ MAX_CONTEXT = 142_000
 SYSTEM_TOKENS = 14_000
 
 
-class Part(NamedTuple):
+class PromptPiece(NamedTuple):
     """A piece of a prompt. Two parts with the same key have the same tokens, up to the length of
     the shorter."""
 
@@ -43,10 +43,10 @@ class Turn:
     """One request of a session. It is sent `pause_s` after the previous answer and the end of its
     subagents, whose summaries follow the `new` parts."""
 
-    new: tuple[Part, ...]
+    new: tuple[PromptPiece, ...]
     output_tokens: int
     pause_s: float = 0.0
-    subagents: tuple[Session, ...] = ()
+    subagents: tuple[AgentSession, ...] = ()
 
     @property
     def num_new_tokens(self) -> int:
@@ -57,7 +57,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class AgentSession:
     """A conversation. `start_s` is the time in seconds at which it begins in a trace."""
 
     turns: tuple[Turn, ...]
@@ -206,7 +206,7 @@ class AgentLoad:
             system = min(SYSTEM_TOKENS, longest // 10)
         return replace(self, max_context=longest, system_tokens=system)
 
-    def generate(self, seed: int) -> tuple[Session, ...]:
+    def generate(self, seed: int) -> tuple[AgentSession, ...]:
         """Generate the sessions. The same seed gives the same sessions; a different number of
         sessions adds or drops some at the end."""
         load = self.fitted(None)
@@ -257,10 +257,10 @@ class _Generator:
         self.load, self.rng = load, rng
         self._keys = itertools.count(1 + number * KEYS_EACH)
 
-    def part(self, num_tokens: int, kind: Kind) -> Part:
-        return Part(next(self._keys), num_tokens, kind)
+    def part(self, num_tokens: int, kind: Kind) -> PromptPiece:
+        return PromptPiece(next(self._keys), num_tokens, kind)
 
-    def session(self, turns: Draw, *, last: int | None = None) -> Session:
+    def session(self, turns: Draw, *, last: int | None = None) -> AgentSession:
         """Generate a session. With `last` it is a subagent's, whose last answer has `last`
         tokens."""
         load, rng = self.load, self.rng
@@ -274,7 +274,7 @@ class _Generator:
             if not found:
                 turn = self.first(n_out)
             else:
-                subagents: tuple[Session, ...] = ()
+                subagents: tuple[AgentSession, ...] = ()
                 if last is None and rng.random() < load.subagent_rate:
                     subagents = tuple(
                         self.session(load.subagent_turns, last=load.summary_tokens.count(rng))
@@ -290,7 +290,7 @@ class _Generator:
                 break
             room -= turn.num_new_tokens + turn.output_tokens
             found.append(turn)
-        return Session(turns=tuple(found))
+        return AgentSession(turns=tuple(found))
 
     def first(self, n_out: int) -> Turn:
         """First turn, cut to fit the context."""
@@ -299,11 +299,13 @@ class _Generator:
         assert load.system_tokens is not None
         room = load.max_context - load.system_tokens
         task = min(load.task_tokens.count(self.rng), room - 1)
-        system = (Part(SYSTEM_KEY, load.system_tokens, "system"),) if load.system_tokens else ()
+        system = (
+            (PromptPiece(SYSTEM_KEY, load.system_tokens, "system"),) if load.system_tokens else ()
+        )
         return Turn(new=(*system, self.part(task, "user")), output_tokens=min(n_out, room - task))
 
 
-def of_rows(rows: Iterable[TraceRow]) -> tuple[Session, ...]:
+def of_rows(rows: Iterable[TraceRow]) -> tuple[AgentSession, ...]:
     """Sessions of a trace; a request without a session is a session of its own.
 
     Hashed blocks become parts with the hash as key; other tokens become a part with a key of its own."""
@@ -313,14 +315,14 @@ def of_rows(rows: Iterable[TraceRow]) -> tuple[Session, ...]:
         parts, left = [], row.input_tokens
         for key in row.hash_ids:
             if left > 0:
-                parts.append(Part(key, min(left, BLOCK_TOKENS)))
+                parts.append(PromptPiece(key, min(left, BLOCK_TOKENS)))
                 left -= BLOCK_TOKENS
         if left > 0:
-            parts.append(Part(next(own), left))
+            parts.append(PromptPiece(next(own), left))
         turn = Turn(new=tuple(parts), output_tokens=row.output_tokens, pause_s=row.delay_s or 0.0)
         name = number if row.session is None else row.session
         found.setdefault(name, (row.start_s, []))[1].append(turn)
-    return tuple(Session(turns=tuple(turns), start_s=start) for start, turns in found.values())
+    return tuple(AgentSession(turns=tuple(turns), start_s=start) for start, turns in found.values())
 
 
 class PlannedTurn(NamedTuple):
@@ -332,7 +334,7 @@ class PlannedTurn(NamedTuple):
     session: int
     turn: int
     is_subagent: bool
-    parts: tuple[Part, ...]
+    parts: tuple[PromptPiece, ...]
     output_tokens: int
     after: tuple[tuple[int, float], ...]
     start_s: float
@@ -347,16 +349,20 @@ ANSWER_KEYS = 1 << 29
 """Smallest key of an answer."""
 
 
-def planned_turns(sessions: Sequence[Session]) -> list[PlannedTurn]:
+def planned_turns(sessions: Sequence[AgentSession]) -> list[PlannedTurn]:
     """List the turns of all sessions, one session after another. A subagent's turns come before the
     turn that waits for it."""
     found: list[PlannedTurn] = []
 
     def lay(
-        number: int, session: Session, before: tuple[tuple[int, float], ...], *, is_subagent: bool
-    ) -> tuple[int, Part]:
+        number: int,
+        session: AgentSession,
+        before: tuple[tuple[int, float], ...],
+        *,
+        is_subagent: bool,
+    ) -> tuple[int, PromptPiece]:
         """Plan a session's turns. Returns the index of its last turn, and the part of that turn's answer."""
-        parts: list[Part] = []
+        parts: list[PromptPiece] = []
         last = before
         for i, turn in enumerate(session.turns):
             ends = [lay(number, s, last, is_subagent=True) for s in turn.subagents]
@@ -377,7 +383,7 @@ def planned_turns(sessions: Sequence[Session]) -> list[PlannedTurn]:
                 )
             )
             last = ((len(found) - 1, 0.0),)
-            parts.append(Part(ANSWER_KEYS + len(found) - 1, turn.output_tokens, "answer"))
+            parts.append(PromptPiece(ANSWER_KEYS + len(found) - 1, turn.output_tokens, "answer"))
         return len(found) - 1, parts[-1]
 
     for number, session in enumerate(sessions):
@@ -393,7 +399,7 @@ class SeenPrefixes:
         self._most: dict[tuple[int, int], int] = {}  # (node, key): maximum tokens of that part
         self._nodes: dict[tuple[int, int, int], int] = {}  # (node, key, tokens): the node after it
 
-    def longest(self, parts: Sequence[Part]) -> int:
+    def longest(self, parts: Sequence[PromptPiece]) -> int:
         """Number of leading tokens that were computed before. The last token is left out, because
         its logits must be computed."""
         node, found = 0, 0
@@ -405,14 +411,14 @@ class SeenPrefixes:
             node = after
         return min(found, sum(p.num_tokens for p in parts) - 1)
 
-    def add(self, parts: Sequence[Part]) -> None:
+    def add(self, parts: Sequence[PromptPiece]) -> None:
         node = 0
         for key, num_tokens, _ in parts:
             most = self._most.get((node, key), 0)
             self._most[node, key] = max(most, num_tokens)
             node = self._nodes.setdefault((node, key, num_tokens), len(self._nodes) + 1)
 
-    def add_answer(self, parts: Sequence[Part], answer: Part) -> None:
+    def add_answer(self, parts: Sequence[PromptPiece], answer: PromptPiece) -> None:
         """Add an answer, whose last token has not been computed."""
         if answer.num_tokens > 1:
             self.add((*parts, answer._replace(num_tokens=answer.num_tokens - 1)))

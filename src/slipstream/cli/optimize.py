@@ -20,7 +20,7 @@ from slipstream.cli.options import MODEL_HELP, add_output_options
 
 if TYPE_CHECKING:
     from slipstream.optimize.candidates import Candidate, TrialResult
-    from slipstream.optimize.study import Found, Study
+    from slipstream.optimize.study import Study, StudyResult
 
 MIN_AGAIN = 0.8
 """Minimum ratio of the folder's throughput to its candidate's; below it a line says that the
@@ -163,7 +163,7 @@ def tell(text: str) -> None:
     say(f"slipstream: {text}")
 
 
-def _show(args: argparse.Namespace, study: Study, found: Found) -> int:
+def _show(args: argparse.Namespace, study: Study, found: StudyResult) -> int:
     """Print the outcome. Returns the exit code: 1 if an objective is missed."""
     from slipstream.optimize.replicas import verdict
     from slipstream.optimize.run import as_row, misses
@@ -199,7 +199,7 @@ def _show(args: argparse.Namespace, study: Study, found: Found) -> int:
 COLUMNS = ("", "out tok/s", "predicted", "TPOT p99, ms", "TTFT p99, ms", "KL", "perplexity", "")
 
 
-def _print(study: Study, found: Found) -> None:
+def _print(study: Study, found: StudyResult) -> None:
     from slipstream.bench.report import print_table
     from slipstream.optimize.replicas import verdict
 

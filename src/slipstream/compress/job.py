@@ -216,11 +216,11 @@ class Compression:
                 f"the report at the end scores {count} windows with both models, some {seconds:.0f} s "
                 "(*estimated* from one product timed here); --no-report leaves it out, --eval-windows shortens it"
             )
-        return _Run(self, out, device, dtype, progress, say).run()
+        return _JobRun(self, out, device, dtype, progress, say).run()
 
 
 @dataclass(slots=True)
-class _Run:
+class _JobRun:
     job: Compression
     out: Path
     device: torch.device

@@ -5,7 +5,7 @@
 3. `LearnRounding` trains the rounding of the weights for which it is set
 4. `FindCacheScales` finds the scales of an 8-bit KV cache
 
-Contract of a step: it is built from its settings, it is called with a `LayerState` and changes only
+Contract of a step: it is built from its settings, it is called with a `LayerWork` and changes only
 that, and it has no state between layers. Data for a later layer or run is in the layer's `note`,
 which is stored next to its weights."""
 
@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class LayerState:
+class LayerWork:
     """One layer during the steps. `values` are by parameter name ("mlp.up.weight"), linear layers
     by module name ("mlp.up")."""
 
@@ -57,9 +57,8 @@ class LayerState:
     exact: dict[str, Tensor] = field(default_factory=dict)  # `values` before rounding
     rounded: dict[str, Rounded] = field(default_factory=dict)
     offsets: dict[str, Offsets] = field(default_factory=dict)  # initial values of learned rounding
-    inputs: dict[str, FakeInputs] = field(
-        default_factory=dict
-    )  # how the inputs of linear layers are quantized
+    # how the inputs of linear layers are quantized
+    inputs: dict[str, FakeInputs] = field(default_factory=dict)
     # "k" and "v", as written to the checkpoint
     cache_scales: dict[str, Tensor] = field(default_factory=dict)
     note: dict[str, dict[str, Any]] = field(default_factory=lambda: {key: {} for key in NOTES})
@@ -70,7 +69,7 @@ class LayerState:
         self.values[f"{name}.weight"] = made.dequantized()
 
 
-LayerStep: TypeAlias = Callable[[LayerState], None]
+LayerStep: TypeAlias = Callable[[LayerWork], None]
 
 
 def layer_steps(recipe: Recipe, written: torch.dtype) -> list[LayerStep]:
@@ -97,7 +96,7 @@ class MoveScales:
     written: torch.dtype
 
     @torch.no_grad()
-    def __call__(self, layer: LayerState) -> None:
+    def __call__(self, layer: LayerWork) -> None:
         assert layer.text is not None
         wanted = dict(scaled_products(layer.spec, self.settings, f"layers.{layer.index}."))
         hessian = self.settings.scaling == "awq"
@@ -121,7 +120,7 @@ class RoundWeights:
     written: torch.dtype
 
     @torch.no_grad()
-    def __call__(self, layer: LayerState) -> None:
+    def __call__(self, layer: LayerWork) -> None:
         layer.exact = dict(layer.values)
         names = [name for name in ORDER if name in layer.planned]
         at_once = self.quantize is not None and not self.quantize.true_sequential
@@ -141,14 +140,14 @@ class RoundWeights:
             for name in group:
                 self._compress(layer, name, stats)
 
-    def _compensates(self, planned: PlannedWeight, layer: LayerState) -> bool:
+    def _compensates(self, planned: PlannedWeight, layer: LayerWork) -> bool:
         """Whether the result depends on how earlier linear layers of this layer were compressed.
         Rounding to nearest does not, so one pass over the text is enough for the layer."""
         settings = planned.settings
         rounds = settings is not None and settings.rounding != "nearest"
         return rounds or planned.sparse or (layer.text is not None and layer.text.catch_up > 0)
 
-    def _compress(self, layer: LayerState, name: str, stats: Mapping[str, InputStats]) -> None:
+    def _compress(self, layer: LayerWork, name: str, stats: Mapping[str, InputStats]) -> None:
         planned, own, note = layer.planned[name], stats.get(name), layer.note
         before = layer.values[f"{name}.weight"]
         if planned.settings is not None and planned.settings.rounding == "learned":
@@ -193,7 +192,7 @@ class RoundWeights:
         return Offsets.of(compensated, made.grid)
 
     def _new_weight(
-        self, layer: LayerState, name: str, weight: Tensor, stats: Mapping[str, InputStats]
+        self, layer: LayerWork, name: str, weight: Tensor, stats: Mapping[str, InputStats]
     ) -> Rounded | Tensor:
         """Compress a weight. Experts are compressed one by one; those that received no tokens have
         no statistics."""
@@ -212,7 +211,7 @@ class RoundWeights:
         )
 
     def _matrix(
-        self, planned: PlannedWeight, weight: Tensor, stats: InputStats | None, layer: LayerState
+        self, planned: PlannedWeight, weight: Tensor, stats: InputStats | None, layer: LayerWork
     ) -> Rounded | Tensor:
         settings = planned.settings
         fmt = planned.fmt
@@ -251,7 +250,7 @@ class LearnRounding:
 
     settings: Quantize
 
-    def __call__(self, layer: LayerState) -> None:
+    def __call__(self, layer: LayerWork) -> None:
         if not layer.offsets:
             return
         assert layer.text is not None
@@ -284,7 +283,7 @@ class FindCacheScales:
     settings: KVCache
     written: torch.dtype
 
-    def __call__(self, layer: LayerState) -> None:
+    def __call__(self, layer: LayerWork) -> None:
         assert layer.text is not None
         if layer.spec.attention is None:
             return

@@ -56,15 +56,12 @@ class UnitStats:
     """Measurements on calibration text. The first three fields are float32, by parameter name as
     `structure.split_experts` returns."""
 
-    energy: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # Σ x² over tokens, of the inputs of a linear layer or norm [in]
-    taylor: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # Σ |w · g| over batches, in the shape of the weight
-    gradient: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # Σ |g| over batches, in the shape of the weight
+    # Σ x² over tokens, of the inputs of a linear layer or norm [in]
+    energy: dict[str, Tensor] = field(default_factory=dict)
+    # Σ |w · g| over batches, in the shape of the weight
+    taylor: dict[str, Tensor] = field(default_factory=dict)
+    # Σ |g| over batches, in the shape of the weight
+    gradient: dict[str, Tensor] = field(default_factory=dict)
     influence: list[float] = field(default_factory=list)  # block influence by layer
 
 

@@ -9,12 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
 from slipstream.compress.step_data import build
-from slipstream.compress.steps import (
-    require,
-    require_at_least,
-    require_inside,
-    require_share,
-)
+from slipstream.compress.steps import require, require_at_least, require_inside, require_share
 from slipstream.errors import ConfigError
 from slipstream.spec.scheme import FORMATS, RowFormat, WeightFormat
 
@@ -79,12 +74,10 @@ class Quantize:
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     damping: float = 0.01  # GPTQ: added to the Hessian's diagonal, as a fraction of its mean
     act_order: bool = True  # GPTQ: columns of large inputs first
-    true_sequential: bool = (
-        True  # GPTQ: calibrate each linear layer after the layer's earlier ones were quantized
-    )
-    alpha: float | Literal["search"] = (
-        "search"  # SmoothQuant: the fraction of magnitude moved to the weights
-    )
+    # GPTQ: calibrate each linear layer after the layer's earlier ones were quantized
+    true_sequential: bool = True
+    # SmoothQuant: the fraction of magnitude moved to the weights
+    alpha: float | Literal["search"] = "search"
     begin: Literal["nearest", "gptq"] = "nearest"  # initial codes of learned rounding
     num_steps: int = 200  # learned rounding
     step_tokens: int = 2048  # learned rounding

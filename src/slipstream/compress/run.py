@@ -33,7 +33,7 @@ from slipstream.compress.checkpoint import (
     untouched,
 )
 from slipstream.compress.gguf.mix import GGUF
-from slipstream.compress.layer_steps import LayerState, layer_steps
+from slipstream.compress.layer_steps import LayerWork, layer_steps
 from slipstream.compress.planning import ORDER, TORCH_DTYPES, CompressionPlan, plan
 from slipstream.compress.quantize import rotate
 from slipstream.compress.quantize.mixed import choose_bits, measure
@@ -199,7 +199,7 @@ class CompressionRun:
         found = self.names.read(self.work.part(part), self.stored, device=self.device)
         return {name.split(".", 2)[2]: value for name, value in found.items()}
 
-    def tensors(self, layer: LayerState) -> list[tuple[str, Tensor]]:
+    def tensors(self, layer: LayerWork) -> list[tuple[str, Tensor]]:
         """Checkpoint tensors of a layer."""
         prefix = f"layers.{layer.index}."
         values = {prefix + name: value for name, value in layer.values.items()}
@@ -315,7 +315,7 @@ def write_ends(run: CompressionRun) -> str:
 
 def compress_layer(
     run: CompressionRun, index: int, text: Stream | None, sparsity: float
-) -> LayerState:
+) -> LayerWork:
     """Compress one layer by the recipe's steps."""
     prefix = f"layers.{index}."
     planned = {
@@ -323,7 +323,7 @@ def compress_layer(
         for w in run.plan.weights
         if w.name.startswith(prefix) and (w.fmt is not None or w.sparse)
     }
-    layer = LayerState(
+    layer = LayerWork(
         index, run.source.spec.layers[index], run.load_layer(index), planned, text, sparsity
     )
     for step in layer_steps(run.recipe, run.written):

@@ -27,10 +27,7 @@ def check_deterministic(
             args.kernels not in ("auto", own),
             f"kernels={args.kernels!r}, whose sums follow the number of rows; use {own!r}",
         ),
-        (
-            device.is_cuda and args.host_experts is not None,
-            "experts on the host (host_experts)",
-        ),
+        (device.is_cuda and args.host_experts is not None, "experts on the host (host_experts)"),
         *(
             (
                 device.is_cuda

@@ -6,7 +6,7 @@ import sys
 
 from slipstream.config.chosen import positive
 from slipstream.config.sections import Handover
-from slipstream.config.settings import EngineArgs, num_ranks
+from slipstream.config.settings import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.spec.model import ModelSpec
 
@@ -33,8 +33,17 @@ def check_handover(args: EngineArgs, spec: ModelSpec) -> None:
     if args.kv_handover_address is None:
         return
     is_here = args.kv_handover_address.startswith("unix:")
+    deals = args.expert_parallel_size > 1 and args.tensor_parallel_size == 1
     for refused, why in (
-        (num_ranks(args) > 1, "an engine of several ranks has no hand-overs yet; leave it out"),
+        (
+            deals,
+            f"expert_parallel_size={args.expert_parallel_size} without tensor_parallel_size distributes requests, whose "
+            "blocks other engines can't find; set tensor_parallel_size, too",
+        ),
+        (
+            args.local_ranks is not None,
+            "ranks on several hosts (local_ranks) have no hand-overs; leave it out",
+        ),
         (
             args.enable_prefix_caching is False or spec.needs_full_prompt,
             "blocks are handed over as cached prefixes: leave enable_prefix_caching on",

@@ -128,9 +128,8 @@ def _check_dealt_requests(args: EngineArgs, spec: ModelSpec, device: DeviceInfo)
     size, found = args.expert_parallel_size, list[tuple[str, str, str]]()
     if spec.encoder is not None or spec.is_encoder:
         found.append((spec.kind, "expert_parallel_size", "leave it at 1"))
-    if (
-        args.enable_lora and device.is_cuda
-    ):  # one rank's graphs would include adapters, another's not
+    # one rank's graphs would include adapters, another's not
+    if args.enable_lora and device.is_cuda:
         found.append(("adapters on GPUs", "enable_lora", "leave it out"))
     if spec.media is not None and args.pipeline_parallel_size > 1 and device.is_cuda:
         found.append(("pictures over stages on GPUs", "max_images", "set it to 0"))

@@ -20,13 +20,7 @@ from slipstream.config.formats import (
     parameters_of_8_bits,
     stored_scheme,
 )
-from slipstream.config.forms import (
-    HeadDrafts,
-    MTPDrafts,
-    Offload,
-    ParallelConfig,
-    StreamedLayers,
-)
+from slipstream.config.forms import HeadDrafts, MTPDrafts, Offload, ParallelConfig, StreamedLayers
 from slipstream.config.handover import check_handover
 from slipstream.config.offload import offload_section
 from slipstream.config.parallel import parallel_section

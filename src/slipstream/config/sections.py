@@ -103,6 +103,13 @@ class CacheConfig:
     context_ranks: int = 1  # ranks that divide a request's keys and values by tokens
 
     @property
+    def has_tiers(self) -> bool:
+        """Whether blocks are copied to host memory, a disk or other engines."""
+        return (
+            self.host_bytes is not None or self.disk_bytes is not None or self.handover is not None
+        )
+
+    @property
     def rank_block_size(self) -> int:
         """Number of tokens of a block that one rank stores."""
         return self.block_size // self.context_ranks

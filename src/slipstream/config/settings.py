@@ -54,12 +54,7 @@ class DeviceInfo:
 
 
 def setting(
-    default: Any,
-    text: str,
-    *,
-    choices: tuple[str, ...] = (),
-    unset: str = "",
-    rare: bool = False,
+    default: Any, text: str, *, choices: tuple[str, ...] = (), unset: str = "", rare: bool = False
 ) -> Any:
     """Declare a field of `EngineArgs`. `text` is its help. With `choices`, other values are errors.
     `unset` explains None. The command line shows a `rare` setting only in --help-all."""

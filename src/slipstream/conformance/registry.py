@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slipstream.conformance.session import Session
+    from slipstream.conformance.session import CheckSession
 
 PASS, FAIL, UNSUPPORTED = "pass", "fail", "unsupported"
-Run = Callable[["Session"], Awaitable[str | None]]
+Run = Callable[["CheckSession"], Awaitable[str | None]]
 
 
 class FailedError(Exception):
@@ -79,7 +79,7 @@ def check(name: str, *protocols: str) -> Callable[[Run], Run]:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CheckResult:
     """The outcome of one check in one protocol."""
 
     check: str

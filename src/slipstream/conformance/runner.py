@@ -19,12 +19,12 @@ from slipstream.conformance.registry import (
     PASS,
     UNSUPPORTED,
     Check,
+    CheckResult,
     FailedError,
-    Result,
     UnsupportedError,
 )
 from slipstream.conformance.schemas import require_judge
-from slipstream.conformance.session import Endpoint, Session
+from slipstream.conformance.session import CheckedServer, CheckSession
 from slipstream.errors import ConfigError, SlipstreamError
 
 CONTEXT_FIELDS = ("max_model_len", "context_length", "context_window", "max_input_tokens")
@@ -48,7 +48,7 @@ def selected(only: Sequence[str]) -> list[Check]:
     return [check for check in checks if not only or any(named(check, p) for p in only)]
 
 
-async def find_model(endpoint: Endpoint, model: str | None) -> tuple[str, int | None]:
+async def find_model(endpoint: CheckedServer, model: str | None) -> tuple[str, int | None]:
     """(model, its context in tokens if the server reports it): the given model, or the first
     listed. ConfigError if none is listed; SlipstreamError if no server answers."""
     key = {"authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
@@ -75,30 +75,30 @@ async def find_model(endpoint: Endpoint, model: str | None) -> tuple[str, int | 
 
 
 async def run(
-    endpoint: Endpoint,
+    endpoint: CheckedServer,
     *,
     model: str | None = None,
     protocols: Sequence[str] = (),
     only: Sequence[str] = (),
     concurrency: int = 32,
-    on_result: Callable[[Result], None] = lambda result: None,
-) -> list[Result]:
+    on_result: Callable[[CheckResult], None] = lambda result: None,
+) -> list[CheckResult]:
     """Run the checks one after the other, because some measure time. A protocol whose route is missing is unsupported
     as a whole. ConfigError if the server has none of these protocols, or jsonschema is not installed."""
     checks = selected(only)
     if any(check.area in JUDGED for check in checks):
         require_judge()
     model, context = await find_model(endpoint, model)
-    results: list[Result] = []
+    results: list[CheckResult] = []
     lacking: dict[str, str] = {}
     for name in protocols or PROTOCOLS:
-        session = Session(endpoint, PROTOCOLS[name], model, concurrency, context)
+        session = CheckSession(endpoint, PROTOCOLS[name], model, concurrency, context)
         own = [check for check in checks if name in check.protocols]
         if own and (why := await absent(session)):
             lacking[name] = why
         for check in own:
             if name in lacking:
-                result = Result(check.name, name, UNSUPPORTED, lacking[name], 0.0)
+                result = CheckResult(check.name, name, UNSUPPORTED, lacking[name], 0.0)
             else:
                 result = await judge(check, session)
             results.append(result)
@@ -112,7 +112,7 @@ async def run(
     return results
 
 
-async def absent(session: Session) -> str | None:
+async def absent(session: CheckSession) -> str | None:
     """Reason why a protocol can't be checked: its route is missing. None if it exists."""
     try:
         reply = await session.post(session.body(Ask(prompt="Hi", max_tokens=1)))
@@ -123,7 +123,7 @@ async def absent(session: Session) -> str | None:
     return f"no route {session.protocol.path} (HTTP {reply.status_code})"
 
 
-async def judge(check: Check, session: Session) -> Result:
+async def judge(check: Check, session: CheckSession) -> CheckResult:
     """Run one check and return its outcome. A check that exceeds the timeout fails."""
     begin = time.monotonic()
     limit_s = 4 * session.endpoint.timeout_s
@@ -141,4 +141,4 @@ async def judge(check: Check, session: Session) -> Result:
     except httpx.HTTPError as error:
         outcome, why = FAIL, f"{type(error).__name__}: {error}"
     name = session.protocol.name
-    return Result(check.name, name, outcome, why, time.monotonic() - begin)
+    return CheckResult(check.name, name, outcome, why, time.monotonic() - begin)

@@ -10,14 +10,14 @@ from typing import Any, Self
 
 import httpx
 
-from slipstream.conformance.protocols.base import Answer, Ask, Body, Event, Protocol
+from slipstream.conformance.protocols.base import Ask, Body, ParsedAnswer, Protocol, StreamEvent
 from slipstream.conformance.registry import FailedError, RefusedError, expect
 
 SHAPE_ERRORS = (KeyError, TypeError, IndexError, AttributeError, ValueError)
 """Errors raised by reading a body with an unexpected structure."""
 
 
-class Endpoint:
+class CheckedServer:
     """A server's address, and how to reach it."""
 
     def __init__(
@@ -43,18 +43,18 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class CheckSession:
     """A server, one of its protocols and a model, for one check. `concurrency` is the number of
     concurrent requests in checks of load; `context` is the model's context in tokens, if the server
     reports it."""
 
-    endpoint: Endpoint
+    endpoint: CheckedServer
     protocol: Protocol
     model: str
     concurrency: int = 32
     context: int | None = None
 
-    def with_protocol(self, protocol: Protocol) -> Session:
+    def with_protocol(self, protocol: Protocol) -> CheckSession:
         return replace(self, protocol=protocol)
 
     def body(self, ask: Ask, *, stream: bool = False) -> Body:
@@ -80,10 +80,10 @@ class Session:
     async def post(self, body: Any, path: str | None = None) -> httpx.Response:
         return await self.request("POST", path or self.protocol.path, body)
 
-    async def whole(self, ask: Ask) -> Answer:
+    async def whole(self, ask: Ask) -> ParsedAnswer:
         return self.read(await self.post(self.body(ask)))
 
-    def read(self, reply: httpx.Response) -> Answer:
+    def read(self, reply: httpx.Response) -> ParsedAnswer:
         """Parse the answer from a response. RefusedError if it is an error, FailedError if its structure is wrong."""
         if reply.status_code != 200:
             raise self.refused(reply.status_code, reply.content)
@@ -105,7 +105,7 @@ class Session:
                 raise self.refused(reply.status_code, await reply.aread())
             yield reply
 
-    async def events(self, ask: Ask) -> list[Event]:
+    async def events(self, ask: Ask) -> list[StreamEvent]:
         async with self.streaming(ask) as reply:
             found = reply.headers.get("content-type", "")
             wanted = self.protocol.media_type
@@ -114,19 +114,21 @@ class Session:
         expect(events, "the stream is empty")
         return events
 
-    async def streamed(self, ask: Ask) -> Answer:
+    async def streamed(self, ask: Ask) -> ParsedAnswer:
         events = await self.events(ask)
         try:
             return self.protocol.collect(events)
         except SHAPE_ERRORS as error:
             raise FailedError(f"the stream's shape: {error!r}") from None
 
-    async def together(self, asks: Iterable[Ask], limit: int = 4) -> list[Answer | RefusedError]:
+    async def together(
+        self, asks: Iterable[Ask], limit: int = 4
+    ) -> list[ParsedAnswer | RefusedError]:
         """Send requests that are not streamed, at most `limit` at a time. A client error or 501 (RefusedError) is returned,
         not raised."""
         turn = asyncio.Semaphore(limit)
 
-        async def one(ask: Ask) -> Answer | RefusedError:
+        async def one(ask: Ask) -> ParsedAnswer | RefusedError:
             async with turn:
                 try:
                     return await self.whole(ask)

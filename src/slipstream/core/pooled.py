@@ -290,9 +290,8 @@ class TextSequences:
 
     def __init__(self) -> None:
         self._left: dict[str, set[str]] = {}  # texts without an answer, by request
-        self._places: dict[
-            str, tuple[str, int]
-        ] = {}  # (request, index of the text) by id of the text's engine request
+        # (request, index of the text) by id of the text's engine request
+        self._places: dict[str, tuple[str, int]] = {}
 
     def split(self, spec: TextsRequest) -> list[EngineRequest]:
         """Make an engine request of each text."""

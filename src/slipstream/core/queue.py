@@ -62,9 +62,8 @@ class WaitingQueue:
         self._accounts: dict[str, Account] = {}
         # accounts with waiting requests, and possibly some without, which `first` drops
         self._asking: dict[Account, None] = {}
-        self._ranked: list[
-            tuple[_Rank, int, Account]
-        ] = []  # heap of their entries, including outdated ones
+        # heap of their entries, including outdated ones
+        self._ranked: list[tuple[_Rank, int, Account]] = []
         self._number = count()
         self.num_pushed = 0  # number of requests ever queued
 

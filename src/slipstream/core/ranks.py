@@ -65,7 +65,7 @@ def _prefix(kv: KVCacheManager, request: Request, computed: int) -> int:
     """Number of tokens of a request's prompt in a rank's cache, `computed`, and in the tiers below."""
     if kv.tiers is None or not kv.may_begin_cached(request):
         return computed
-    return kv.tiers.reach(request, computed)
+    return kv.tiers.available_tokens(request, computed)
 
 
 def share_of_step(scheduler: Scheduler) -> list[Request]:

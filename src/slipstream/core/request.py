@@ -77,16 +77,14 @@ class Request:
     drafts: tuple[int, ...] = ()
     in_worker: bool = False
     mirostat_mu: float | None = None  # state of its Mirostat sampler after the last known token
-    forks: list[Request] = field(
-        default_factory=list
-    )  # requests that wait for its prompt to share it
+    # requests that wait for its prompt to share it
+    forks: list[Request] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_peer_tokens: int = 0  # tokens computed for it by another engine
     # tokens with cached keys and values, if other kinds of cache allowed fewer
     num_hit_tokens: int = 0
-    slot_updates: tuple[
-        TableUpdate, ...
-    ] = ()  # slots of other cache kinds that the worker doesn't know yet
+    # slots of other cache kinds that the worker doesn't know yet
+    slot_updates: tuple[TableUpdate, ...] = ()
     session: Session | None = None  # its session, for eviction by value; None under LRU
     run: Run | None = None  # the run of its last cached block
     # sessions of earlier runs, which it shares with others

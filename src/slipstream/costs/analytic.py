@@ -202,9 +202,8 @@ class AnalyticCost:
         of_decodes, of_prompts = (CONTEXT_DECODES, CONTEXT_PROMPTS) if by_context else (1.0, 1.0)
         for count, token_bytes, pair_operations, window in self._attentions:
             cached = shape.num_decodes * min(mean, window)
-            each = (
-                1 + shape.num_drafts / shape.num_decodes if shape.num_decodes else 1.0
-            )  # query tokens per decode
+            # query tokens per decode
+            each = 1 + shape.num_drafts / shape.num_decodes if shape.num_decodes else 1.0
             pairs = shape.num_prompt_tokens * min(mean_prompt, window)
             decodes = cached * max(token_bytes / h.read_bytes_s, each * pair_operations / rate)
             prompts = pairs * pair_operations / (rate * h.attention_share)

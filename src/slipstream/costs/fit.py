@@ -54,9 +54,8 @@ def check_host_fits(config: EngineConfig, description: ModelDescription) -> None
     if plan is None:
         return
     total, free = host_memory()
-    free = max(
-        0, int(HOST_SHARE * free) - (config.cache.host_bytes or 0)
-    )  # the cache's blocks are pinned, too
+    # the cache's blocks are pinned, too
+    free = max(0, int(HOST_SHARE * free) - (config.cache.host_bytes or 0))
     if plan.read_bytes <= free:
         return
     assert isinstance(config.model.offload, StreamedLayers)

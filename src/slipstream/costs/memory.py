@@ -344,9 +344,8 @@ class MemoryLedger:
     slot_sizes: tuple[int, ...] = ()
     host_expert_bytes: int = 0  # in the host's memory, next to a GPU
     returned_expert_bytes: int = 0  # of host memory, for all tokens in the cache
-    num_caches: int = (
-        1  # number of ranks with their own requests, each with a cache of `num_blocks`
-    )
+    # number of ranks with their own requests, each with a cache of `num_blocks`
+    num_caches: int = 1
 
     @property
     def used_bytes(self) -> int:

@@ -116,9 +116,8 @@ class Summary:
     wall_s: float
     requests_per_s: float
     output_throughput: float
-    steady_throughput: (
-        float | None
-    )  # None if only the first and last tokens are timed, or if there are too few tokens
+    # None if only the first and last tokens are timed, or if there are too few tokens
+    steady_throughput: float | None
     total_throughput: float
     ttft_s: Distribution | None
     tpot_s: Distribution | None

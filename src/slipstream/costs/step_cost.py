@@ -174,9 +174,8 @@ class StepTable:
     error: float
     shipped: bool = False  # comes with the program, so not measured on this very machine
     _known: dict[StepCounts, float] = field(default_factory=dict, repr=False, compare=False)
-    _most: dict[str, int] = field(
-        default_factory=dict, repr=False, compare=False
-    )  # largest measured value; 0: never measured
+    # largest measured value; 0: never measured
+    _most: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._known.update((p.shape, p.seconds) for p in self.points)

@@ -93,12 +93,10 @@ class BeamGroup:
     beam has an index (place) in its group."""
 
     params: BeamSearchParams
-    rows: list[
-        int
-    ]  # rows of the open beams in the table of `BeamSearches`; empty if done. Groups may share a beam
-    sums: list[float] = field(
-        default_factory=lambda: [0.0]
-    )  # sums of log-probabilities of the open beams
+    # rows of the open beams in the table of `BeamSearches`; empty if done. Groups may share a beam
+    rows: list[int]
+    # sums of log-probabilities of the open beams
+    sums: list[float] = field(default_factory=lambda: [0.0])
     steps: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """History of the beams, one entry per step: (index of each continuing beam's predecessor, its
     new token)."""
@@ -164,15 +162,13 @@ class PromptSearch:
     request that it may need."""
 
     request: BeamsRequest
-    kind: tuple[
-        int, int, tuple[int, ...]
-    ]  # (width, groups, end tokens); searches with the same key are computed together
+    # (width, groups, end tokens); searches with the same key are computed together
+    kind: tuple[int, int, tuple[int, ...]]
     rows: list[int]
     groups: list[BeamGroup]
     num_awaited: int = 1  # number of requests whose step has not arrived
-    taken: list[int] = field(
-        default_factory=list
-    )  # tokens that the groups so far have chosen in this step
+    # tokens that the groups so far have chosen in this step
+    taken: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
 
     def output(self) -> BeamsOutput:
@@ -196,9 +192,8 @@ def num_wanted(params: BeamSearchParams, num_ends: int) -> int:
 class BeamUpdates:
     """Result of `BeamSearches` for a step: what the step's outputs change in the searches."""
 
-    outputs: list[EngineOutput] = field(
-        default_factory=list
-    )  # outputs of other requests, and of finished searches
+    # outputs of other requests, and of finished searches
+    outputs: list[EngineOutput] = field(default_factory=list)
     new: list[EngineRequest] = field(default_factory=list)  # beams that are added
     steps: list[BeamStep] = field(default_factory=list)  # how beams continue, new ones included
     ended: list[str] = field(default_factory=list)  # beams that are no longer needed
@@ -327,11 +322,8 @@ class BeamSearches:
             sums -= costs * (tokens[..., None] == taken).sum(-1)
         sums, tokens = sums.reshape(len(groups), -1), tokens.reshape(len(groups), -1)
         order = (-sums).argsort(1, kind="stable")
-        best = (
-            _along(sums, order),
-            order // num_top,
-            _along(tokens, order),
-        )  # sums, places, tokens [R, B · K]
+        # sums, places, tokens [R, B · K]
+        best = (_along(sums, order), order // num_top, _along(tokens, order))
         stops = (best[2][..., None] == np.array(eos, np.int64)).any(-1)
         ends = stops[:, :width].any(1).tolist()
         goes_on = stops.argsort(1, kind="stable")[:, :width]  # the first that don't stop
@@ -356,17 +348,15 @@ class BeamSearches:
         """Assign table rows to the chosen beams of searches with equal numbers of rows and beams.
         Before, `BeamGroup.rows` has the rows of the beams that they extend. The first successor of
         a beam keeps its row; further ones get rows of beams that ended."""
-        sources = np.array(
-            [_joined([group.rows for group in s.groups]) for s in searches]
-        )  # [R, B]
+        # [R, B]
+        sources = np.array([_joined([group.rows for group in s.groups]) for s in searches])
         tokens = np.array(
             [_joined([group.steps[-1][1] for group in s.groups if group.rows]) for s in searches]
         )
         own = np.array([search.rows for search in searches])  # [R, P]
         at, of_one = np.arange(sources.shape[1]), sources[:, :, None] == sources[:, None]
-        same = (of_one & (tokens[:, :, None] == tokens[:, None])).argmax(
-            2
-        )  # the first that is the same beam
+        # the first that is the same beam
+        same = (of_one & (tokens[:, :, None] == tokens[:, None])).argmax(2)
         stays = of_one.argmax(2) == at
         moves = (same == at) & ~stays
         is_used = (own[:, :, None] == sources[:, None]).any(2)

@@ -236,9 +236,8 @@ def _inform(
     at = 0
     for unit in chunk:
         values = found[at : at + len(unit.token_ids)]
-        if (
-            values
-        ):  # a unit inside its neighbour's last token has no information of its own, and is kept
+        # a unit inside its neighbour's last token has no information of its own, and is kept
+        if values:
             unit.information = sum(values) / len(values)
         at += len(values)
 

@@ -89,9 +89,8 @@ class DecoderCore(EngineCore):
                 request = dataclasses.replace(request, media=parent.media)
             if is_masked := request.sampling.is_masked:
                 self._join(MaskingGrammars)
-            self.scheduler.add(
-                request, held=is_masked
-            )  # must come first: a refused request must leave no grammar
+            # must come first: a refused request must leave no grammar
+            self.scheduler.add(request, held=is_masked)
             if is_masked and self.grammars.begin(request):
                 self.scheduler.requests.release(request.request_id)
         # A prompt shared by several choices or beams is counted once.

@@ -62,9 +62,8 @@ class EngineCore:
         self, executor: Executor, scheduler: Steps, listeners: Sequence[Listener] = ()
     ) -> None:
         self.executor, self.scheduler, self._all_listeners = executor, scheduler, listeners
-        self._listeners: tuple[
-            Listener, ...
-        ] = ()  # active listeners, in the order of `_all_listeners`
+        # active listeners, in the order of `_all_listeners`
+        self._listeners: tuple[Listener, ...] = ()
         self.description = executor.description
         self.config = executor.config
         self.ledger = executor.ledger

@@ -115,13 +115,14 @@ def _takes(
     return decorate
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _listed(prompts: Prompt | Sequence[Prompt | Sequence[int] | int] | None) -> list[Prompt]:
     """List of prompts from one prompt or several. RequestError if it is neither."""
     if not isinstance(prompts, Iterable):
         raise RequestError(
             f"a prompt is a text or its token ids, got {type(prompts).__name__}", field="prompts"
         )
-    return [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+    given: list[Any] = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+    return [given] if given and isinstance(given[0], int) else given  # a prompt's token ids
 
 
 class LLM(OfflineEngine):
@@ -144,24 +145,27 @@ class LLM(OfflineEngine):
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generates answers, in the order of the prompts. `sampling_params`: one for all prompts, or a list with one each.
 
         RequestError names a prompt that is invalid or has invalid parameters; none is answered then. `progress`: a bar on a
         terminal. `lora_request`: an adapter for all prompts, or a list with one (or None) each; requires `enable_lora`.
+        `priority`: one for each prompt; lower ones are served first.
 
         vLLM's names work, too: `use_tqdm` for `progress`, `prompt_token_ids` instead of prompts.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise RequestError("give either prompts or prompt_token_ids", field="prompts")
-        if prompts is None:
-            lists: list[Any] = list(prompt_token_ids or ())
-            lists = [lists] if lists and isinstance(lists[0], int) else lists
-            prompts = [{"prompt_token_ids": ids} for ids in lists]
-        prompts = _listed(prompts)
+        prompts = _listed(prompts if prompt_token_ids is None else prompt_token_ids)
         shown = progress if use_tqdm is None else use_tqdm
+        if priority is not None and len(priority) != len(prompts):
+            said = f"{len(priority)} priorities for {len(prompts)} prompts; give one for each"
+            raise RequestError(said, field="priority")
+        adapters = self._adapters(lora_request, len(prompts))
         options = [
-            RequestOptions(lora_request=a) for a in self._adapters(lora_request, len(prompts))
+            RequestOptions(lora_request=a, priority=p)
+            for a, p in zip(adapters, priority or [0] * len(prompts), strict=True)
         ]
         return self._run(prompts, sampling_params, options, progress=shown)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from slipstream.config import EngineArgs
@@ -27,9 +26,8 @@ def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | Non
     path = None
     if args.tokenizer is not None:
         path = Path(args.tokenizer).expanduser()
-        if not (
-            path / "tokenizer.json"
-        ).is_file():  # otherwise it is complete without a model's files
+        # otherwise it is complete without a model's files
+        if not (path / "tokenizer.json").is_file():
             path = resolve_model(args.tokenizer, download_dir=args.download_dir)
     tokenizer = Tokenizer.for_model(model, path)
     if args.chat_template is not None:
@@ -37,30 +35,20 @@ def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | Non
     return tokenizer
 
 
-class EarlyTokenizer:
-    """A GGUF file's tokenizer, built in a thread while the weights are loaded. It needs twice its
-    memory while being built, which is free again before all weights are loaded."""
+def load_gguf_tokenizer(args: EngineArgs) -> tuple[ModelDescription, Tokenizer | None] | None:
+    """A GGUF file's description and the tokenizer that `args` asks for; None for other models.
 
-    def __init__(self, args: EngineArgs) -> None:
-        self._args = args
-        self.known: ModelDescription | None = None
-        """Description of the model, if its file was already read."""
-        path = resolve_model(args.model, download_dir=args.download_dir)
-        if path.suffix == ".gguf" and not args.skip_tokenizer_init:
-            self.known = read_spec(path).taking_media(args.max_images)
-            thread = ThreadPoolExecutor(1, "tokenizer")
-            self._read = thread.submit(self._load, self.known)
-            thread.shutdown(wait=False)
-
-    def _load(self, model: ModelDescription) -> Tokenizer | None:
-        found = load_tokenizer(self._args, model)
-        if (trim := malloc_trim()) is not None:
-            trim(0)
-        return found
-
-    def of(self, model: ModelDescription) -> Tokenizer | None:
-        """The tokenizer of `model`, which was loaded with the same settings."""
-        return load_tokenizer(self._args, model) if self.known is None else self._read.result()
+    Call it before the weights are loaded and the modules for that are imported. Python's objects for a
+    vocabulary take twice the tokenizer's memory, and what is made after they are freed takes their place.
+    """
+    path = resolve_model(args.model, download_dir=args.download_dir)
+    if path.suffix != ".gguf":
+        return None
+    model = read_spec(path).taking_media(args.max_images)
+    tokenizer = load_tokenizer(args, model)
+    if (trim := malloc_trim()) is not None:
+        trim(0)
+    return model, tokenizer
 
 
 def end_tokens(model: ModelDescription, tokenizer: Tokenizer | None) -> tuple[int, ...]:

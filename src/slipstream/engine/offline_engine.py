@@ -17,7 +17,12 @@ from slipstream.engine.asleep import Asleep, build_core, collect_and_release
 from slipstream.engine.engine_core import EngineCore
 from slipstream.engine.folder import settled
 from slipstream.engine.live_weights import weights_of
-from slipstream.engine.model_files import EarlyTokenizer, default_sampling, log_canary
+from slipstream.engine.model_files import (
+    default_sampling,
+    load_gguf_tokenizer,
+    load_tokenizer,
+    log_canary,
+)
 from slipstream.engine.output import OutputProcessor
 from slipstream.engine.requests.processor import InputProcessor
 from slipstream.engine.text.chat_template import read_template
@@ -68,18 +73,17 @@ class OfflineEngine:
     def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
         args = settled(args)
         if args.chat_template is not None:
-            read_template(
-                args.chat_template
-            )  # an invalid one must raise before the model is loaded
+            # an invalid one must raise before the model is loaded
+            read_template(args.chat_template)
         self._asleep: Asleep | None = None
         progress("model")
         with no_collections():  # nearly all objects of a start stay alive
-            early = EarlyTokenizer(args)
-            self._source = ExecutorSource(args, early.known)
+            early = load_gguf_tokenizer(args)
+            self._source = ExecutorSource(args, early[0] if early else None)
             self._core: EngineCore | None = build_core(self._source, progress)
             log_canary(self._core.executor.canary)
             progress("tokenizer")
-            self.tokenizer = early.of(self._core.description)
+            self.tokenizer = early[1] if early else load_tokenizer(args, self._core.description)
         self._core.use_tokenizer(lambda: self.tokenizer)
         self._input = InputProcessor.for_model(
             self._core.description, self._core.config, self.tokenizer
@@ -91,9 +95,8 @@ class OfflineEngine:
 
         def __getattr__(self, name: str) -> Any:
             if name not in METHODS:
-                return object.__getattribute__(
-                    self, name
-                )  # raises AttributeError, or a property's own error
+                # raises AttributeError, or a property's own error
+                return object.__getattribute__(self, name)
             what = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(f"{what}; {METHODS[name]}")
 

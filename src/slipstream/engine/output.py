@@ -51,9 +51,8 @@ class _Choice:
     can_wait: bool  # the request has no stop strings
     waiting: list[int] = field(default_factory=list)  # tokens not yet processed
     waiting_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    waiting_versions: list[tuple[str, int]] = field(
-        default_factory=list
-    )  # (version, number) of tokens by earlier weights
+    # (version, number) of tokens by earlier weights
+    waiting_versions: list[tuple[str, int]] = field(default_factory=list)
     num_drafted: int = 0  # accepted drafts among the waiting tokens
     num_accepted: int = 0
     done: bool = False

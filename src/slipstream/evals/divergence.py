@@ -216,9 +216,8 @@ def layer_divergence(
     for x in (a, b):
         if any(layer.streams is not None for layer in x.spec.layers):
             return (), f"layers of {x.name} have several residuals"
-    sums = torch.zeros(
-        len(a.decoder.layers), 4, dtype=torch.float64
-    )  # |Δown|², |own|², |Δstate|², |state|²
+    # |Δown|², |own|², |Δstate|², |state|²
+    sums = torch.zeros(len(a.decoder.layers), 4, dtype=torch.float64)
     for window in windows:
         tokens = window.token_ids[:STEP_TOKENS]
         meta_a, meta_b = a.step(0, len(tokens)), b.step(0, len(tokens))

@@ -42,7 +42,7 @@ def loglikelihoods(
         prompts.append(list((*context, *continuation)[-room:]))
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     answers = llm.generate(
-        [{"prompt_token_ids": ids} for ids in prompts],
+        prompts,
         sampling,
         progress=False,
         lora_request=lora_request,

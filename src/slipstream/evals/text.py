@@ -58,9 +58,8 @@ class Document:
     @property
     def part(self) -> Part:
         """The part of the data that the document belongs to."""
-        begins = (
-            text for role, text in self.turns if role != "system"
-        )  # many documents share the system message
+        # many documents share the system message
+        begins = (text for role, text in self.turns if role != "system")
         opening = next(begins, self.text[:OPENING])
         return (
             "evaluation"

@@ -327,9 +327,8 @@ def _placed(fleet: Fleet, folder: Path) -> Fleet:
                 field=field,
             ) from None
 
-    def model(
-        name: str, field: str = "model"
-    ) -> str:  # a name that only looks like a path belongs to a hub
+    # a name that only looks like a path belongs to a hub
+    def model(name: str, field: str = "model") -> str:
         return at(name, field) if name.startswith(("./", "../", "~")) else name
 
     def placed(version: VersionSpec) -> VersionSpec:
@@ -558,6 +557,7 @@ IN_FLEET = "unix:fleet"
 _OF_BLOCKS = (
     *("dtype", "quantization", "kv_cache_dtype", "block_size", "load_format", "seed", "kernels"),
     *("speculative_model", "speculative_config", "enable_lora", "lora_modules"),
+    *PARALLEL_SIZES,
     "max_model_len",  # LongRoPE's factors follow it
 )
 """Settings on which the contents of cache blocks depend: pools that hand over to each other must have the same."""

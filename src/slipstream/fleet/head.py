@@ -238,9 +238,8 @@ class Head:
         except OSError:
             self._lock.close()
             self._lock, folder = None, self.folder
-            self.folder = Path(
-                "/nonexistent"
-            )  # so that other programs' files are not removed at the end
+            # so that other programs' files are not removed at the end
+            self.folder = Path("/nonexistent")
             raise ConfigError(
                 f"a fleet runs in {folder} already; `slipstream fleet down` ends it",
                 field="state_dir",

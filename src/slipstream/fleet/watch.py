@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.fleet.detection.counters import Counters, of_server
-from slipstream.fleet.detection.observation import INTERVAL_S
 from slipstream.fleet.detection.server import ServerWatch
 from slipstream.fleet.gateway.members import Members, Replica
 from slipstream.server.operations.metrics import Metrics
@@ -15,14 +14,9 @@ from slipstream.server.state import ServerState
 
 class FleetWatch(ServerWatch):
     def __init__(
-        self,
-        members: Members,
-        alert_urls: Sequence[str] = (),
-        *,
-        source: str = "fleet",
-        interval_s: float = INTERVAL_S,
+        self, members: Members, alert_urls: Sequence[str] = (), *, source: str = "fleet"
     ) -> None:
-        super().__init__(alert_urls, source=source, interval_s=interval_s)
+        super().__init__(alert_urls, source=source)
         self._members = members
 
     async def _look(self, state: ServerState) -> None:

@@ -102,9 +102,8 @@ class FrontEnd:
         def pause(deaths: int, error: Exception) -> float | None:
             if isinstance(error, EngineStaysDownError):
                 return None
-            return (
-                0.0 if isinstance(error, EngineDeadError) else 1.0
-            )  # the supervisor has its own pauses
+            # the supervisor has its own pauses
+            return 0.0 if isinstance(error, EngineDeadError) else 1.0
 
         return CoreSource(connect, pause, id_prefix=f"{self._setup.number}.")
 

@@ -30,11 +30,7 @@ from slipstream.engine.folder import settled
 from slipstream.engine.process.child_source import child_source
 from slipstream.engine.process.core_client import CoreClient
 from slipstream.engine.process.core_messages import Attach, Detach, Ready, ToParent
-from slipstream.engine.process.core_start import (
-    resolved_config,
-    socket_folder,
-    wait_or_kill,
-)
+from slipstream.engine.process.core_start import resolved_config, socket_folder, wait_or_kill
 from slipstream.errors import ConfigError, EngineError, SlipstreamError, as_error
 from slipstream.frontend.control import (
     Channel,

@@ -45,7 +45,7 @@ class Quant:
     def is_readable(self) -> bool:
         """Whether this program reads the type."""
         plain = self.name.removeprefix("UD-")
-        return plain.removesuffix("_MOE") in BY_NAME or plain[:4] in {t[:4] for t in BY_NAME}
+        return plain[:4] in {t[:4] for t in BY_NAME}  # as Q4_K_M, MXFP4_MOE
 
 
 def quants(sizes: Mapping[str, int]) -> list[Quant]:

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from slipstream.kernels.layouts import (
     AttentionParams,
     BlockIndexParams,
-    CompressedParams,
     DisentangledParams,
     IndexParams,
     MLAParams,
@@ -27,23 +26,7 @@ class AttentionOps(ABC):
     """Attention ops. Those that also normalize their inputs, such as `mla_attention`, are in
     `OpSet`."""
 
-    def compressed_attention(
-        self,
-        q: Tensor,
-        key: Tensor,
-        rows: Tensor | None,
-        index: tuple[Tensor, Tensor] | None,
-        kv: LayerKV,
-        meta: AttentionMetadata,
-        params: CompressedParams,
-    ) -> Tensor:
-        """Attention to the keys of nearby tokens and to compressed keys (`CompressedAttentionSpec`): q [T, H · D], key
-        [T, D] → [T, H · D].
-
-        `rows` holds what each token contributes to compressed keys. `index` is the pair (queries [T, heads · I],
-        weights [T, heads]) of the index.
-        """
-        return compressed.attend(q, key, rows, index, kv, meta, params)
+    compressed_attention = staticmethod(compressed.attend)
 
     @abstractmethod
     def rope_and_cache(

@@ -24,9 +24,8 @@ class ChainPlaces:
     rows: Tensor  # [T]; the null row for padding, and after pass 1 where no draft is wanted
     positions: Tensor  # [T]
     seq_lens: Tensor  # [T]: length of the sequence up to and including the token
-    draft_rows: (
-        Tensor  # [K · S]: rows that drafts are written to; the null row where none is wanted
-    )
+    # [K · S]: rows that drafts are written to; the null row where none is wanted
+    draft_rows: Tensor
     draft_positions: Tensor  # [K · S]
     begin: int  # start of the second pass
     room: int
@@ -48,7 +47,15 @@ def chain_places(
     num_again: int,
     first: int,
 ) -> ChainPlaces:
-    """Computes `OpSet.chain_places`."""
+    """Compute the positions and cache slots of a chain of `num_drafts` drafts for `size` sequences.
+
+    `inputs` int32 [4, room], where room is `size` padded to a multiple of 4, has for each
+    sequence: its row, the position of its last known token, its number of drafts, and
+    the number of tokens sampled after the known ones. `kept` int32 [R, C] has the last drafts of
+    the rows of `tokens` int32 [R, L], the last of which is the null row. The first pass
+    computes `num_again` tokens of each sequence. A token's keys and values are `first`
+    positions before it.
+    """
     rows, known, wanted, sampled = inputs.unbind(0)
     null = tokens.shape[0] - 1
     steps = torch.arange(num_drafts, dtype=torch.int32, device=rows.device)
@@ -75,8 +82,7 @@ def chain_places(
     all_rows[count:begin] = null
     positions[:count] = (last[:size] - (num_again - 1 + first) + again).flatten()
     all_rows[begin:] = own[1:].flatten()
-    positions[begin:] = (
-        (places[1:] - 1 - first).clamp(min=0).flatten()
-    )  # a token's keys are `first` positions before it
+    # a token's keys are `first` positions before it
+    positions[begin:] = (places[1:] - 1 - first).clamp(min=0).flatten()
     drafts = own[:, :size].flatten(), places[:, :size].flatten()
     return ChainPlaces(all_rows, positions, positions + 1, *drafts, begin, room)

@@ -88,11 +88,7 @@ class ContextOps(ABC):
         return self.merge_parts(parts)
 
     def own_keys(
-        self,
-        meta: AttentionMetadata,
-        block_size: int,
-        group: RankGroup,
-        window: int | None = None,
+        self, meta: AttentionMetadata, block_size: int, group: RankGroup, window: int | None = None
     ) -> AttentionMetadata:
         """A step's metadata for this rank's keys. Tokens of other ranks are written to the null block."""
         size, rank = group.size, group.rank

@@ -74,9 +74,8 @@ class QKVLayout:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    cos_sin: Tensor | None = (
-        None  # float32 [max_position, rotary_dim]: cos in a row's first half, sin in the second
-    )
+    # float32 [max_position, rotary_dim]: cos in a row's first half, sin in the second
+    cos_sin: Tensor | None = None
     interleaved: bool = False
     q_norm: Tensor | None = None  # [D], as k's
     k_norm: Tensor | None = None

@@ -5,8 +5,8 @@ meaning.
    (torch's fast ops, where the C++ kernels are not built) and `triton/` (GPUs). The decoder gets an
    `OpSet` and does not know which.
 2. An op that few models need has a default in plain torch.
-3. `attention_ops.py`, `recurrent_ops.py` and `row_ops.py` have ops by subject, `weights/weight_ops.py`
-   how weights are laid out at a load, `rank_ops.py` what ranks send each other.
+3. `attention_ops.py` and `row_ops.py` have ops by subject, `weights/weight_ops.py` how weights are
+   laid out at a load, `rank_ops.py` what ranks send each other.
 4. `weights/forms.py` has the weights of products, `layouts.py` the parameters of layers,
    `metadata.py` those of a step.
 5. A step's keys and values are written to the cache, and then attention reads the cache. So
@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from slipstream.kernels.attention_ops import AttentionOps
 from slipstream.kernels.cache.blocks import BlockTensors
-from slipstream.kernels.chains import ChainPlaces, chain_places
+from slipstream.kernels.chains import chain_places
 from slipstream.kernels.context_ops import ContextOps
 from slipstream.kernels.layouts import AttentionParams as AttentionParams
 from slipstream.kernels.layouts import CompressedParams as CompressedParams
@@ -44,9 +44,9 @@ from slipstream.kernels.layouts import NormParams as NormParams
 from slipstream.kernels.layouts import QKVLayout as QKVLayout
 from slipstream.kernels.layouts import TokenShape as TokenShape
 from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
+from slipstream.kernels.plain import recurrent
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.rank_ops import RankOps
-from slipstream.kernels.recurrent_ops import RecurrentOps
 from slipstream.kernels.row_ops import RowOps
 from slipstream.kernels.thresholds import Thresholds
 from slipstream.kernels.weights.adapters import LoRATokens, LoRAWeights
@@ -60,7 +60,7 @@ from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat
 
 
-class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
+class OpSet(WeightOps, AttentionOps, ContextOps, RowOps, RankOps):
     """The ops of a decoder and sampler. Implementations have no state except tuned choices."""
 
     thresholds = Thresholds()
@@ -74,6 +74,15 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
 
     takes_rows = False
     """True if `sample` finds parameters by `SamplingTensors.rows`."""
+
+    # Ops whose default is one function, which has the contract.
+    word_sums = staticmethod(word_sums)
+    chain_places = staticmethod(chain_places)
+    gated_delta = staticmethod(recurrent.gated_delta)
+    mamba2 = staticmethod(recurrent.mamba2)
+    short_conv = staticmethod(recurrent.short_conv)
+    causal_conv = staticmethod(recurrent.causal_conv)
+    selective_scan = staticmethod(recurrent.selective_scan)
 
     def values_by_dim(self, dtype: torch.dtype) -> bool:
         """Tells whether values of a cache of type `dtype` have the layout `by_dim`. Otherwise they
@@ -193,11 +202,6 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
         rows = x.new_empty(len(x), width) if into is None else into
         rows[:, column : column + x.shape[1]] = x
         return rows
-
-    def word_sums(self, values: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Computes two checksums of each tensor: the sum of its 32-bit words, and the sum of each
-        word times its number (from 1 on), both modulo 2^64."""
-        return word_sums(values)
 
     @abstractmethod
     def linear(self, x: Activations, w: Linear) -> Tensor:
@@ -576,30 +580,6 @@ class OpSet(WeightOps, AttentionOps, ContextOps, RecurrentOps, RowOps, RankOps):
         No place occurs twice except those of the null row, where any of its tokens may stay.
         """
         tokens[rows.long(), positions.long()] = new.int()
-
-    def chain_places(
-        self,
-        tokens: Tensor,
-        kept: Tensor,
-        inputs: Tensor,
-        *,
-        num_drafts: int,
-        size: int,
-        num_again: int,
-        first: int,
-    ) -> ChainPlaces:
-        """Compute the positions and cache slots of a chain of `num_drafts` drafts for `size` sequences.
-
-        `inputs` int32 [4, room], where room is `size` padded to a multiple of 4, has for each
-        sequence: its row, the position of its last known token, its number of drafts, and
-        the number of tokens sampled after the known ones. `kept` int32 [R, C] has the last drafts of
-        the rows of `tokens` int32 [R, L], the last of which is the null row. The first pass
-        computes `num_again` tokens of each sequence. A token's keys and values are `first`
-        positions before it.
-        """
-        return chain_places(
-            tokens, kept, inputs, num_drafts=num_drafts, size=size, num_again=num_again, first=first
-        )
 
     @abstractmethod
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:

@@ -16,9 +16,8 @@ class PackedParts:
     """T tokens in parts, one after another. A token attends to all tokens of its own part
     (`OpSet.packed_attention`)."""
 
-    by_length: tuple[
-        tuple[int, Tensor | None], ...
-    ]  # by length: the tokens of all its parts, int64; None: all tokens
+    # by length: the tokens of all its parts, int64; None: all tokens
+    by_length: tuple[tuple[int, Tensor | None], ...]
     positions: Tensor  # int64 [T]: position in the token's part
     ends: Tensor  # int32 [T]: end of the token's part
 

@@ -62,9 +62,8 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
     """Returns (angles per position, float32 [rotary_dim / 2]; factor of cos and sin)."""
     dim, one = spec.rotary_dim, np.float32(1.0)
     powers = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    base: Floats = one / np.power(np.float64(spec.theta), powers).astype(
-        np.float32
-    )  # NumPy's float32 powers are off by 2 ulp
+    # NumPy's float32 powers are off by 2 ulp
+    base: Floats = one / np.power(np.float64(spec.theta), powers).astype(np.float32)
     match spec.scaling:
         case None:
             return base, 1.0

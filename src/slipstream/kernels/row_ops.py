@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.layouts import HyperParams
 from slipstream.kernels.plain import compressed
 from slipstream.platform.collectives import RankGroup
 from slipstream.spec.model import AttentionSpec, DenseSpec
@@ -41,25 +40,10 @@ class RowOps:
         change = made - streams[:, active]
         return (streams + change[:, None] * (coefficients + 1)[..., None]).view_as(h)
 
-    def stream_coefficients(self, h: Tensor, params: HyperParams) -> Tensor:
-        """Coefficients of streams h [T, N · E] (`HyperSpec`), float32 [T, N + N + N · N]; [T, N] after the last layer."""
-        return compressed.coefficients(h, params)
-
-    def collapsed_streams(self, h: Tensor, coefficients: Tensor, *, count: int) -> Tensor:
-        """Returns the sum of the streams of h [T, N · E], each weighted by its coefficient of the
-        first N: [T, E]."""
-        return compressed.collapsed(h, coefficients, count)
-
-    def merged_streams(
-        self, h: Tensor, made: Tensor, coefficients: Tensor, *, count: int
-    ) -> Tensor:
-        """Mixes the streams of h [T, N · E] with each other, and adds `made` [T, E] to each, times its coefficient."""
-        return compressed.merged(h, made, coefficients, count)
-
-    def grouped_linear(self, x: Tensor, *, weight: Tensor) -> Tensor:
-        """Block-diagonal product: x [T, G · F] → [T, G · R]. Part g of a row is multiplied with rows g · R … of the
-        weight [G · R, F]."""
-        return compressed.grouped_linear(x, weight)
+    stream_coefficients = staticmethod(compressed.coefficients)
+    collapsed_streams = staticmethod(compressed.collapsed)
+    merged_streams = staticmethod(compressed.merged)
+    grouped_linear = staticmethod(compressed.grouped_linear)
 
     def widened(self, h: Tensor, x: Tensor) -> Tensor:
         """Adds x [T, E] to all streams of h [T, N · E] but the first."""

@@ -142,9 +142,8 @@ class TokenMask:
 
     positions: tuple[int, ...]  # indices among the N sampled positions, in plan order
     bits: bytes | bytearray
-    which: tuple[int, ...] | None = (
-        None  # row of `bits` for each position; None: row i for the i-th
-    )
+    # row of `bits` for each position; None: row i for the i-th
+    which: tuple[int, ...] | None = None
 
 
 Plan: TypeAlias = StepPlan | TextsPlan

@@ -116,9 +116,8 @@ def smoothed(weights: Tensor, width: int) -> Tensor:
     """Weights [heads, N, S] → [N, S]: standardized over tokens, median-filtered over `width` states, averaged over heads."""
     std = weights.std(dim=-2, keepdim=True, unbiased=False)
     weights = (weights - weights.mean(dim=-2, keepdim=True)) / std
-    weights = weights.where(
-        std > 0, 0.0
-    )  # a state with the same weight from all tokens carries no information
+    # a state with the same weight from all tokens carries no information
+    weights = weights.where(std > 0, 0.0)
     half = width // 2
     if half and weights.shape[-1] > half:
         padded = torch.nn.functional.pad(weights, (half, half), mode="reflect")

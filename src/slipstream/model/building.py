@@ -464,10 +464,8 @@ def _product(
     """Builds a linear layer from a prepared weight in `products`, or else from the dense one, and
     adds it to `products`."""
     key, bias = f"{name}.weight", parameters.pop(f"{name}.bias", None)
-    dense, held = (
-        parameters.pop(key, None),
-        products.get(key),
-    )  # an embedding table that is also the head is in both mappings
+    # an embedding table that is also the head is in both mappings
+    dense, held = (parameters.pop(key, None), products.get(key))
     if held is not None:
         products[key] = pack(dataclasses.replace(held, bias=bias))
     else:

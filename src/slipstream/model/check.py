@@ -70,9 +70,8 @@ class Difference:
 class CheckReport:
     differences: tuple[Difference, ...]
     tolerance: float
-    top1_agreement: (
-        float | None
-    )  # fraction of tokens for which both models rank the same next token first; None without logits
+    # fraction of tokens for which both models rank the same next token first; None without logits
+    top1_agreement: float | None
 
     @property
     def first_divergence(self) -> str | None:

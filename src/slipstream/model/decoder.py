@@ -175,9 +175,8 @@ class Decoder:
         self.reads_tokens = any(getattr(layer.mlp, "hashed", 0) for layer in spec.layers)
         self.encoder = self.classifier = None
         self.tap: AnyTap | None = None  # collects the states between layers that a draft head reads
-        self.relays: tuple[
-            int, ...
-        ] = ()  # on all pipeline stages: the layers whose input states such a tap reads
+        # on all pipeline stages: the layers whose input states such a tap reads
+        self.relays: tuple[int, ...] = ()
 
         def stack(own: Sequence[LayerSpec], name: str, held: range) -> list[Layer]:
             tables.distances = parameters.pop(f"{name}distances.weight", None)
@@ -225,9 +224,8 @@ class Decoder:
             )
             norm = None if c.norm is None else build_norm(c.norm, "classifier.norm", parameters)
             self.classifier = Classifier(c, dense, norm, out)
-        self.stream: LayerStream | DeviceStream | None = (
-            None  # streams the weights of layers that are not kept in memory
-        )
+        # streams the weights of layers that are not kept in memory
+        self.stream: LayerStream | DeviceStream | None = None
         self.take_layers(
             layers if layers is not None else stack(spec.layers, "", spec.local_layers)
         )

@@ -96,9 +96,8 @@ class DeviceStream:
         self._sizes: dict[int, int] = {}
         self._order: list[int] = []
         self._places: list[Tensor] = []  # uint8 staging buffers on the device
-        self._arrivals: dict[
-            int, Event | None
-        ] = {}  # copies that are done or running, by layer not computed since
+        # copies that are done or running, by layer not computed since
+        self._arrivals: dict[int, Event | None] = {}
         self._computing: int | None = None  # the layer whose weights the latest queued work reads
         self._layouts: set[tuple[Any, ...]] = set()
         self._idle = False

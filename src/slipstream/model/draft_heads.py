@@ -245,9 +245,8 @@ class LayeredHead:
             ops, ops.embed(TOKENS, self._embed, self._scale), state, kv, meta
         )
         given = None if spec.join == "context" else state
-        if (
-            following is hidden
-        ):  # the output head and the next pair read the same state, which must be copied
+        # the output head and the next pair read the same state, which must be copied
+        if following is hidden:
             self.program = compiled(pool, 1, tuple(ops.ops), given, None, (following,))
         else:
             self.program = compiled(
@@ -390,9 +389,8 @@ class MedusaHead:
     ) -> None:
         self.spec, self.ops, self.blocks, self.heads, self._model = spec, ops, blocks, heads, model
         self._tokens = tokens
-        self._programs = dict[
-            int, LinearProgram
-        ]()  # keyed by weight, since all positions may share the model's head
+        # keyed by weight, since all positions may share the model's head
+        self._programs = dict[int, LinearProgram]()
 
     def logits(self, hidden: Any, place: int) -> Any:
         """[N, E] → float32 [N, V], the logits of the token `place` + 2 positions after the state's
@@ -469,9 +467,8 @@ def build_head(
     """Builds a head from parameters named as in `spec.shapes`, and removes them from `values`.
     `products`: weights that are already quantized."""
     ops, products = decoder.ops, {} if products is None else products
-    of_first = (
-        None if products else scheme
-    )  # `fc` and `join` are never among a checkpoint's `products`
+    # `fc` and `join` are never among a checkpoint's `products`
+    of_first = None if products else scheme
     own, of_model = Vocabulary(spec.draft_vocab_size), decoder.vocabulary
 
     def linear(name: str) -> Linear:

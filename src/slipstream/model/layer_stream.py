@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -68,8 +67,8 @@ def layer_bytes(layer: Layer) -> int:
 class LayerStream:
     """Hands the decoder its streamed layers in order, read from the file in time.
 
-    `waited_s` is the time spent waiting for reads, `read_bytes` the bytes read. With `forgets` the
-    page cache drops what was read, so that benchmarks measure the disk.
+    `read_bytes` is the number of bytes read. With `forgets` the page cache drops what was read, so
+    that benchmarks measure the disk.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -88,7 +87,7 @@ class LayerStream:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
         self._reading: dict[int, list[Future[None]]] = {}
         self._end = 0
-        self.waited_s, self.read_bytes, self.forgets = 0.0, 0, False
+        self.read_bytes, self.forgets = 0, False
 
     # --- At the start ---
 
@@ -142,10 +141,8 @@ class LayerStream:
                 self._begin(self._order[0])  # for the next step
             return
         self._begin(layer)
-        begin = time.perf_counter()
         for reading in self._reading.pop(layer):
             reading.result()
-        self.waited_s += time.perf_counter() - begin
         following = self._order[(self._order.index(layer) + 1) % len(self._order)]
         if self._slot_of(following) != self._slot_of(layer):
             self._begin(following)

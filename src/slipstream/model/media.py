@@ -67,9 +67,8 @@ class Clamped:
     """
 
     linear: Linear
-    inputs: Sequence[
-        tuple[float, float, slice]
-    ]  # (low, high, columns of the output) of each input clamp
+    # (low, high, columns of the output) of each input clamp
+    inputs: Sequence[tuple[float, float, slice]]
     low: Tensor  # [R], of the outputs
     high: Tensor
 
@@ -115,9 +114,8 @@ class MediaLayer:
         rows = _product(ops, normed(ops, self.norms["pre_attention"], h), self.qkv)
         sizes = (a.num_heads, a.num_kv_heads, a.num_kv_heads)
         q, k, v = rows.unflatten(1, (-1, a.head_dim)).split(sizes, dim=1)
-        if (
-            layout is not None and layout.cos_sin is not None
-        ):  # written to a cache with one token per block
+        # written to a cache with one token per block
+        if layout is not None and layout.cos_sin is not None:
             k_cache, v_cache = (
                 rows.new_empty(len(rows), a.num_kv_heads, 1, a.head_dim) for _ in range(2)
             )
@@ -150,9 +148,8 @@ class MediaLayer:
         first, second = (1, 1) if self.gains is None else self.gains
         h = h + first * self._after("post_attention", ops, _product(ops, mixed, self.out))
         rows = _product(ops, normed(ops, self.norms["pre_mlp"], h), self.up)
-        if isinstance(
-            act := mlp.activation, OwnActivation
-        ):  # a custom activation, which needs no kernel here
+        # a custom activation, which needs no kernel here
+        if isinstance(act := mlp.activation, OwnActivation):
             rows = act.function(rows.float()).to(rows.dtype)
         else:
             rows = cast("Tensor", ops.activation(rows, act, gated=mlp.gated))

@@ -164,7 +164,7 @@ class WholeModel(nn.Module):
         ops: AutogradOps | None = None,
     ) -> None:
         super().__init__()
-        self.spec, self.max_len, self.recompute = spec, max_len, recompute
+        self.spec, self.recompute = spec, recompute
         self.ops = AutogradOps() if ops is None else ops
         tables = PositionTables(max_len, parameters["embed.weight"].device)
         self.layers = nn.ModuleList()

@@ -209,9 +209,8 @@ class CompiledOps:
     ) -> None:
         """Runs the program. `given` [T, E] is read and not changed; `out` [T, E] and `more` are written."""
         if given is not None and self.lowered.given is not None:
-            given = np.array(
-                given, np.float32, order="C"
-            )  # a copy, since layers add to it in place
+            # a copy, since layers add to it in place
+            given = np.array(given, np.float32, order="C")
         self.bind(given, out, more)
         inputs, kept = self.inputs(kv, meta, token_ids)
         self.program.run(inputs)

@@ -122,9 +122,8 @@ def build_folder(
         )
         write_engine_folder(folder)  # makes the engine store its packed weights in the folder
         placed = dataclasses.replace(args, model=str(partial), download_dir=None)
-        if (
-            tune is not None and num_ranks(args) == 1
-        ):  # tiles are measured for unsplit linear layers
+        # tiles are measured for unsplit linear layers
+        if tune is not None and num_ranks(args) == 1:
             progress("tiles")
             tune(placed, partial)
         config, sizes, _ = _start(placed, progress)

@@ -45,9 +45,8 @@ def _volume(points: list[tuple[float, ...]], reference: tuple[float, ...]) -> fl
     ordered = sorted(points, key=lambda p: p[-1])
     ends = [p[-1] for p in ordered[1:]] + [reference[-1]]
     total = 0.0
-    for i, end in enumerate(
-        ends
-    ):  # between this point's last objective and the next one's, only the first i + 1 points count
+    # between this point's last objective and the next one's, only the first i + 1 points count
+    for i, end in enumerate(ends):
         if end > ordered[i][-1]:
             below = [p[:-1] for p in ordered[: i + 1]]
             total += (end - ordered[i][-1]) * _volume(

@@ -549,9 +549,8 @@ def read_results(measurer: Measurer, space: Space) -> list[TrialResult]:
         except (ValueError, KeyError):
             continue  # cut off when the search was interrupted, or from another space
         lost_too_much = result.kl is not None
-        if conditions == measurer.conditions and (
-            result.error is None or lost_too_much
-        ):  # other failed candidates are tried again
+        # other failed candidates are tried again
+        if conditions == measurer.conditions and (result.error is None or lost_too_much):
             found[result.candidate] = result
     return list(found.values())
 

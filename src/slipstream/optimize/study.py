@@ -64,9 +64,8 @@ class StudyOptions:
     drafts: str | None = None
     kv_cache_dtypes: str | None = None
     parallel: str = "tp1"
-    replicas: int | None = (
-        None  # number of replicas to measure, alike and with separate prefill and decode
-    )
+    # number of replicas to measure, alike and with separate prefill and decode
+    replicas: int | None = None
     load_format: str = "auto"
     max_model_len: int | None = None
     num_threads: int | None = None
@@ -122,7 +121,7 @@ class StudyOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class StudyResult:
     """Result of a study. `again`: measurements of an engine from its folder; None for random weights.
     `replicas`: measurements of several (`optimize.replicas.arrangements`); empty if not requested."""
 
@@ -269,7 +268,9 @@ class Study:
     space: Space
     budget_s: float
 
-    def run(self, *, say: Say, on_phase: Say, on_result: Callable[[TrialResult], None]) -> Found:
+    def run(
+        self, *, say: Say, on_phase: Say, on_result: Callable[[TrialResult], None]
+    ) -> StudyResult:
         """Measure, choose and write the folder. ConfigError if no candidate is within the quality limits."""
         state = self.out.with_name(f"{self.out.name}.search")
         with writing(state, "out"):
@@ -284,7 +285,7 @@ class Study:
             args, at_start = measurer.folder_args(chosen.candidate)
             replicas = self._replicas(chosen, measurer)
             again = self._write(chosen, measurer, search, args, at_start, replicas)
-        return Found(
+        return StudyResult(
             search=search, chosen=chosen, at_start=at_start, again=again, replicas=replicas
         )
 

@@ -29,9 +29,8 @@ class MetaValues(Tensors):
         return np.ones(x.shape, np.float32)
 
     def ranges(self, starts: Tensor, lengths: Tensor, total: int) -> Tensor:
-        return torch.empty(
-            total, dtype=torch.int64, device=self.device
-        )  # arithmetic is in Python here
+        # arithmetic is in Python here
+        return torch.empty(total, dtype=torch.int64, device=self.device)
 
 
 class Nothing:

@@ -277,9 +277,8 @@ def _analytic(
     # copy (kernels_cuda_linear).
     by_groups = hardware.is_gpu and scheme is not None and scheme.name == "int4"
     held = {part: float(num_bytes) for part, num_bytes in parts.items()}
-    if (
-        description.stored and not hardware.is_gpu
-    ):  # a GGUF file has mixed types, of which only the total size is known
+    # a GGUF file has mixed types, of which only the total size is known
+    if description.stored and not hardware.is_gpu:
         share = resident_weights_bytes(config, description) / sum(parts.values())
         held = {part: num_bytes * share for part, num_bytes in held.items()}
     multiplied = products(spec, held)

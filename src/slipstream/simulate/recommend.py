@@ -78,13 +78,11 @@ class DevicePlan:
     engine: PlannedEngine
     capacity: Capacity
     full: Simulation
-    limits: (
-        dict[str, int] | None
-    )  # limits of steps that give more throughput than the engine's own; None: none were tried
+    # limits of steps that give more throughput than the engine's own; None: none were tried
+    limits: dict[str, int] | None
     replicas: int | None
-    run: (
-        Simulation | None
-    )  # at the given load, with the fewest replicas that meet the objectives, else with the maximum
+    # at the given load, with the fewest replicas that meet the objectives, else with the maximum
+    run: Simulation | None
     binds: str
     settings: tuple[Recommended, ...]
     notes: tuple[str, ...]
@@ -314,9 +312,8 @@ def by_context(
     if n_in + n_out < LONG_CONTEXT:
         return given, []
     others = [n for n in (2, 4, 8) if engine.num_gpus <= n <= max_gpus]
-    if (
-        capacity.rate is not None
-    ):  # compare with the same number of devices: two devices against two replicas
+    # compare with the same number of devices: two devices against two replicas
+    if capacity.rate is not None:
         others = others[:1]
     for n in others:
         args = dataclasses.replace(engine.args, context_parallel_size=n)
@@ -324,10 +321,7 @@ def by_context(
             tried = plan_engine(
                 args, engine.description, engine.hardware, num_gpus=n, acceptance=acceptance
             )
-        except (
-            ConfigError,
-            OutOfMemoryError,
-        ):  # a model or cache that does not support such ranks
+        except (ConfigError, OutOfMemoryError):  # a model or cache that does not support such ranks
             return given, []
         found = find_capacity(
             tried.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run

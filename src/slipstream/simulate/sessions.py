@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.bench.session_metrics import AgentSummary, TurnRecord, summarize_turns
-from slipstream.bench.sessions import ANSWER_KEYS, Part, PlannedTurn, SeenPrefixes
+from slipstream.bench.sessions import ANSWER_KEYS, PlannedTurn, PromptPiece, SeenPrefixes
 from slipstream.costs.metrics import RequestTiming
 from slipstream.simulate.traffic import Traffic
 
@@ -46,5 +46,5 @@ def _cacheable(turns: Sequence[PlannedTurn], records: Sequence[RequestTiming]) -
             found[i] = seen.longest(turn.parts)
             seen.add(turn.parts)
         else:
-            seen.add_answer(turn.parts, Part(ANSWER_KEYS + i, turn.output_tokens, "answer"))
+            seen.add_answer(turn.parts, PromptPiece(ANSWER_KEYS + i, turn.output_tokens, "answer"))
     return found

@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from slipstream.bench.session_metrics import AgentSummary
-from slipstream.bench.sessions import Part
+from slipstream.bench.sessions import PromptPiece
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.cache.prefix_cache import extend_keys, group_key
 from slipstream.core.request import Request
@@ -185,9 +185,8 @@ class SimulatedReplica:
         self._in_flight: deque[_InFlight] = deque()
         self._planned: StepPlan | None = None
         self._open: dict[str, _Progress] = {}
-        self._preempted: dict[
-            str, tuple[int, float]
-        ] = {}  # (first step without the request, time of its last token)
+        # (first step without the request, time of its last token)
+        self._preempted: dict[str, tuple[int, float]] = {}
         self.records: dict[int, RequestTiming] = {}
         self.ends: list[float] = []  # end time of each step
         self.gaps: list[float] = []  # gap between each step's end and the previous one's
@@ -210,9 +209,8 @@ class SimulatedReplica:
         """Add request `index` of the traffic. Requests must be added in order of `at`, their arrival time."""
         self.now = max(self.now, at) if not self.can_step else self.now
         r = self.traffic[index]
-        prompt = r._replace(
-            input_tokens=min(r.input_tokens, self.engine.max_model_len + 1)
-        )  # a longer request is refused anyway
+        # a longer request is refused anyway
+        prompt = r._replace(input_tokens=min(r.input_tokens, self.engine.max_model_len + 1))
         try:
             self.scheduler.add(
                 EngineRequest(
@@ -280,9 +278,8 @@ class SimulatedReplica:
         engine, cost = self.engine, self.engine.cost
         padded, in_graph = shape, None
         if engine.padded is not None:
-            if (
-                shape.num_drafts
-            ):  # with prompts in the step, the graph treats sequences with drafts as prompts
+            # with prompts in the step, the graph treats sequences with drafts as prompts
+            if shape.num_drafts:
                 alone = sum(s.num_tokens == 1 for s in plan.scheduled)
                 others = len(plan.scheduled) - alone
                 in_graph = engine.padded(
@@ -428,7 +425,7 @@ _ANY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 _NEVER = (1 << 62, 0.0)
 
 
-def _token(part: Part) -> int:
+def _token(part: PromptPiece) -> int:
     """Token id that all tokens of a prompt part have. Ids of parts of requests without a session
     are negative."""
     return ANY_TOKEN if part.kind in ("answer", "summary") else part.key % 2**30 + ANY_TOKEN + 1
@@ -500,9 +497,8 @@ def simulate(
         if users is not None and waiting and requests[index].ends_session:
             heapq.heappush(arrivals, (at, waiting.popleft()))
 
-    if (
-        not traffic.shares_prefixes and not with_prompts
-    ):  # no prefix can be in the cache, so all its blocks count as free
+    # no prefix can be in the cache, so all its blocks count as free
+    if not traffic.shares_prefixes and not with_prompts:
         engine = replace(engine, cache=replace(engine.cache, enable_prefix_caching=False))
     exact = exact or engine.scheduling.target_itl_ms is not None or engine.drafts is not None
     whole, engine = engine, with_blocks_for(engine, requests)

@@ -98,12 +98,10 @@ class SleepingScheduler(Scheduler):
         self.asleep_context = 0
         self._next_asleep = self._next_context = 0  # the same for the next step
         self._asleep: dict[Request, SimulatedSleep] = {}
-        self._due: defaultdict[int, list[tuple[Request, SimulatedSleep]]] = defaultdict(
-            list
-        )  # sleepers by the step for which they need a block
-        self._last: defaultdict[int, list[tuple[Request, SimulatedSleep]]] = defaultdict(
-            list
-        )  # sleepers by the step with their last token
+        # sleepers by the step for which they need a block
+        self._due: defaultdict[int, list[tuple[Request, SimulatedSleep]]] = defaultdict(list)
+        # sleepers by the step with their last token
+        self._last: defaultdict[int, list[tuple[Request, SimulatedSleep]]] = defaultdict(list)
         self._awake: list[Request] = []  # the awake requests among `running`
         self._in_decodes = False  # sleepers after the current request are not in the step yet
         self._counts = not self.cache.enable_prefix_caching and not self.kv.windows

@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from slipstream.bench.load import Arrivals, ClosedLoop, Poisson, send_times
-from slipstream.bench.sessions import AgentLoad, Part, PlannedTurn, Session, of_rows, planned_turns
+from slipstream.bench.sessions import (
+    AgentLoad,
+    AgentSession,
+    PlannedTurn,
+    PromptPiece,
+    of_rows,
+    planned_turns,
+)
 from slipstream.bench.traces import BLOCK_TOKENS, read_rows
 from slipstream.bench.workload import read_lengths
 from slipstream.errors import ConfigError
@@ -40,13 +47,12 @@ class TrafficRequest(NamedTuple):
     `after`: (request, seconds) pairs; it arrives this long after these requests end, and not at `arrival`.
     `ends_session`: whether a closed loop's user is free when it ends; False for turns with later turns."""
 
-    arrival: (
-        float  # seconds from the start; in a closed loop a request is sent when its user is free
-    )
+    # seconds from the start; in a closed loop a request is sent when its user is free
+    arrival: float
     input_tokens: int
     output_tokens: int
     prefix: tuple[int, ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PromptPiece, ...] = ()
     after: tuple[tuple[int, float], ...] = ()
     ends_session: bool = True
 
@@ -162,12 +168,12 @@ class SessionWorkload(Workload):
     """Sessions without a load. Sessions of an agents' `load` are generated without end; those of a
     trace are limited."""
 
-    sessions: tuple[Session, ...]
+    sessions: tuple[AgentSession, ...]
     load: AgentLoad | None = None  # None: from a trace
     seed: int = 0
 
     @classmethod
-    def of(cls, name: str, sessions: Sequence[Session], **settings: Any) -> Self:
+    def of(cls, name: str, sessions: Sequence[AgentSession], **settings: Any) -> Self:
         requests = requests_of(planned_turns(sessions))
         return cls(name=name, requests=requests, sessions=tuple(sessions), **settings)
 
@@ -196,7 +202,7 @@ class SessionWorkload(Workload):
     ) -> Traffic:
         """Traffic of this number of sessions under a load; without a load they arrive as recorded,
         or all at once."""
-        sessions: Sequence[Session] = self.sessions
+        sessions: Sequence[AgentSession] = self.sessions
         if self.load is not None and num_sessions > len(sessions):
             sessions = replace(self.load, sessions=num_sessions).generate(self.seed)
         turns = planned_turns(sessions[:num_sessions])

@@ -57,15 +57,13 @@ class SlotKind:
     in `SLOT_KINDS` plus 1. A class in `core/cache` manages its slots, and `worker/device_cache.py` allocates its tensors.
     """
 
-    setting: (
-        str | None
-    )  # the field of `EngineArgs` that sets the number of slots; None: as many as fit in memory
+    # the field of `EngineArgs` that sets the number of slots; None: as many as fit in memory
+    setting: str | None
     contents: str
     layers: str
     is_used: Callable[[ModelSpec], bool]
-    slot_bytes: Callable[
-        [ModelSpec, int], int
-    ]  # bytes of a slot in the local layers, given the bytes of an element
+    # bytes of a slot in the local layers, given the bytes of an element
+    slot_bytes: Callable[[ModelSpec, int], int]
 
 
 SLOT_KINDS = (

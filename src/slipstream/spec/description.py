@@ -84,15 +84,13 @@ class ModelDescription:
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    quantization: StoredQuantization | None = (
-        None  # storage format of the weights, or of the cache's scales
-    )
+    # storage format of the weights, or of the cache's scales
+    quantization: StoredQuantization | None = None
     pooling: PoolingSpec = LAST_TOKEN
     # Default sampling parameters from the generation config, or `usual_sampling`.
     sampling: Mapping[str, float] = field(default_factory=usual_sampling)
-    stored: tuple[
-        StoredType, ...
-    ] = ()  # storage types in a GGUF file, the one with the most bytes first
+    # storage types in a GGUF file, the one with the most bytes first
+    stored: tuple[StoredType, ...] = ()
     # How pictures are prepared, for a model with an encoder of them.
     processing: ImageProcessing | None = None
     speech: SpeechSpec | None = None  # the tokens of a model that reads audio
@@ -421,12 +419,7 @@ def _ends(family: Family, spec: ModelSpec) -> Mapping[str, Placement]:
     if encoder is not None:
         encoder = dataclasses.replace(encoder, layers=encoder.layers[:1])
     first = dataclasses.replace(
-        spec,
-        layers=spec.layers[:1],
-        encoder=encoder,
-        tied_embeddings=False,
-        media=None,
-        stage=None,
+        spec, layers=spec.layers[:1], encoder=encoder, tied_embeddings=False, media=None, stage=None
     )
     return family.names(first)
 

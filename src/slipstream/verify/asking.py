@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.verify import measures, probes
-from slipstream.verify.measures import Sample
+from slipstream.verify.measures import ScoredAnswer
 from slipstream.verify.reference import Reference
-from slipstream.verify.seen import NUM_FORMED, SAMPLING, Seen, VerifyPlan
-from slipstream.verify.served import Answer, Message, NotOfferedError, Served, ServedToken
+from slipstream.verify.seen import NUM_FORMED, SAMPLING, Evidence, VerifyPlan
+from slipstream.verify.served import Message, NotOfferedError, Served, ServedAnswer, ServedToken
 
 LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}
 NEUTRAL: dict[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -35,13 +35,13 @@ class Asking:
     served: Served
     reference: Reference
     plan: VerifyPlan
-    seen: Seen = field(init=False)
+    seen: Evidence = field(init=False)
     _asked: int = 0
     _form: int = 0  # index in `FORMS` of the settings sent with each question
     _form_is_known: bool = False
 
     def __post_init__(self) -> None:
-        self.seen = Seen(self.plan)
+        self.seen = Evidence(self.plan)
 
     def ask(self, kind: str) -> None:
         """Ask one turn of questions of a kind: one of `SAMPLING`, or "needle"."""
@@ -51,7 +51,7 @@ class Asking:
             self._find_needles()
 
     def ask_formed(
-        self, name: str, keeps: Callable[[Answer], bool], text: str, **more: Any
+        self, name: str, keeps: Callable[[ServedAnswer], bool], text: str, **more: Any
     ) -> list[str]:
         """Request answers of a given form until some violate it, count them in `formed`, and return
         those. Answers that are cut off are not counted."""
@@ -59,7 +59,7 @@ class Asking:
         num_cut = num_asked = 0
         message = [{"role": "user", "content": text}]
 
-        def ask(seed: int) -> Answer:
+        def ask(seed: int) -> ServedAnswer:
             return self.served.ask(message, seed=seed, max_tokens=200, temperature=0.7, **more)
 
         with ThreadPoolExecutor(self.plan.concurrency) as pool:
@@ -98,19 +98,14 @@ class Asking:
         for (_, word), (prompt, answer, sample) in zip(asked, answers, strict=False):
             found = word in answer.text
             own = found
-            if (
-                sample is None or not sample.is_likeliest
-            ):  # otherwise the model's own answer is the same
+            # otherwise the model's own answer is the same
+            if sample is None or not sample.is_likeliest:
                 own = word in self.reference.greedy(prompt, NEEDLE_TOKENS)
             self.seen.needles.setdefault(round(len(prompt), -2), []).append((found, own))
 
     def _take(
-        self,
-        kind: str,
-        asked: Sequence[Sequence[Message]],
-        numbers: Sequence[int],
-        **sampling: Any,
-    ) -> Sequence[tuple[Sequence[int], Answer, Sample | None]]:
+        self, kind: str, asked: Sequence[Sequence[Message]], numbers: Sequence[int], **sampling: Any
+    ) -> Sequence[tuple[Sequence[int], ServedAnswer, ScoredAnswer | None]]:
         """(prompt, answer, sample) of each conversation, which are stored under `kind`. None if the
         server rejects the settings."""
         try:
@@ -134,18 +129,17 @@ class Asking:
         return found
 
     def _numbers(self) -> range:
-        first = (
-            1009 * self.plan.seed + self._asked
-        )  # different seeds begin with different questions
+        # different seeds begin with different questions
+        first = 1009 * self.plan.seed + self._asked
         self._asked += self.plan.turn
         return range(first, first + self.plan.turn)
 
     def _answers(
         self, asked: Sequence[Sequence[Message]], seeds: Sequence[int], sampling: dict[str, Any]
-    ) -> list[Answer]:
+    ) -> list[ServedAnswer]:
         wanted = {"max_tokens": self.plan.max_tokens, "top_p": 1.0, **sampling}
 
-        def ask(messages: Sequence[Message], seed: int) -> Answer:
+        def ask(messages: Sequence[Message], seed: int) -> ServedAnswer:
             return self.served.ask(messages, seed=seed, **{**FORMS[self._form], **wanted})
 
         first = self._first(lambda: ask(asked[0], seeds[0]))
@@ -155,7 +149,7 @@ class Asking:
         self.seen.num_prompt_tokens += sum(answer.num_prompt_tokens or 0 for answer in answers)
         return answers
 
-    def _first(self, ask: Callable[[], Answer]) -> Answer:
+    def _first(self, ask: Callable[[], ServedAnswer]) -> ServedAnswer:
         """Ask with all optional fields, then with fewer, and store the set that the server
         accepts."""
         while not self._form_is_known and self._form < len(FORMS) - 1:
@@ -169,7 +163,9 @@ class Asking:
         self._form_is_known = True
         return ask()
 
-    def _sample(self, prompt: Sequence[int], answer: Answer, kind: str) -> Sample | None:
+    def _sample(
+        self, prompt: Sequence[int], answer: ServedAnswer, kind: str
+    ) -> ScoredAnswer | None:
         tokens: Sequence[ServedToken] = answer.tokens
         ids = self.reference.answer_ids(tokens)
         if not tokens:
@@ -182,7 +178,7 @@ class Asking:
             return None
         logprobs = self.reference.logprobs(prompt, ids)
         never, tokens = self.reference.never, tokens[: len(ids)]
-        made = Sample(token_ids=ids, tokens=tokens, logprobs=logprobs, never=never)
+        made = ScoredAnswer(token_ids=ids, tokens=tokens, logprobs=logprobs, never=never)
         token_id, settings = self.reference.token_id, SAMPLING.get(kind, SAMPLING["greedy"])
         own = cut = measures.divergences(made, token_id)
         if own and kind != "plain":

@@ -16,10 +16,10 @@ from typing import Any
 
 from slipstream.verify import probes, sequential
 from slipstream.verify.asking import Asking
-from slipstream.verify.judging import NAMED_BY, Finding, Judge
+from slipstream.verify.judging import NAMED_BY, Judge, Verdict
 from slipstream.verify.reference import Reference
 from slipstream.verify.seen import SAMPLING, VerifyPlan
-from slipstream.verify.served import Answer, NotOfferedError, Served
+from slipstream.verify.served import NotOfferedError, Served, ServedAnswer
 
 KINDS = {
     "prompt": "plain",
@@ -46,10 +46,10 @@ class Verification:
         self.asking = Asking(self.served, self.reference, self.plan)
         self.judge = Judge(self.asking.seen, self.reference.token_id)
 
-    def run(self) -> list[Finding]:
+    def run(self) -> list[Verdict]:
         """Ask until all checks are decided. Raises the errors of `Served.ask`, except for features
         that the server rejects."""
-        findings: list[Finding] = []
+        findings: list[Verdict] = []
         kinds = ["plain"]  # then the checks that are undecided
         turns: Counter[str] = Counter()
         while kinds:
@@ -76,8 +76,8 @@ class Verification:
         """Numbers of questions and observations, for the report."""
         return self.asking.seen.report()
 
-    def _schemas(self) -> Finding:
-        """Finding about the fraction of answers that match a schema."""
+    def _schemas(self) -> Verdict:
+        """Verdict on the fraction of answers that match a schema."""
         wanted = {"type": "json_schema", "json_schema": {"name": "work", "schema": probes.SCHEMA}}
         return self._rate(
             "schema",
@@ -86,14 +86,14 @@ class Verification:
             response_format=wanted,
         )
 
-    def _tools(self) -> Finding:
-        """Finding about the fraction of required tool calls whose arguments match the tool's
+    def _tools(self) -> Verdict:
+        """Verdict on the fraction of required tool calls whose arguments match the tool's
         schema. It is no fault of the server if the model itself does not support tools."""
         if not self.reference.has_tools:
             why = "the model's own chat template knows no tools"
-            return Finding(check="tools", outcome="not offered", why=why)
+            return Verdict(check="tools", outcome="not offered", why=why)
 
-        def keeps(answer: Answer) -> bool:
+        def keeps(answer: ServedAnswer) -> bool:
             called = answer.tool_calls[0]["function"]
             own = called["name"] == probes.TOOL_NAME
             return own and probes.keeps_to_tool(json.loads(called["arguments"]))
@@ -101,18 +101,20 @@ class Verification:
         question = "What is the weather in Oslo?"
         return self._rate("tools", keeps, question, tools=[probes.TOOL], tool_choice="required")
 
-    def _rate(self, name: str, keeps: Callable[[Answer], bool], text: str, **more: Any) -> Finding:
+    def _rate(
+        self, name: str, keeps: Callable[[ServedAnswer], bool], text: str, **more: Any
+    ) -> Verdict:
         try:
             wrong = self.asking.ask_formed(name, keeps, text, **more)
         except NotOfferedError as error:
-            return Finding(check=name, outcome="not offered", why=str(error))
+            return Verdict(check=name, outcome="not offered", why=str(error))
         right, ended = self.asking.seen.formed[name]
         if wrong:
             why = f"{len(wrong)} of {ended} broken: {wrong[0][:80]!r}"
-            return Finding(check=name, outcome="fault", why=why)
+            return Verdict(check=name, outcome="fault", why=why)
         if not ended:
             why = f"none of {self.plan.forms} answers ended within 200 tokens"
-            return Finding(check=name, outcome="undecided", why=why)
+            return Verdict(check=name, outcome="undecided", why=why)
         share = sequential.excluded_share(right, self.plan.rates.beta)
         why = f"{right} of {ended} valid: {100 * share:.2g} % or more broken ones are excluded"
-        return Finding(check=name, outcome="pass", why=why)
+        return Verdict(check=name, outcome="pass", why=why)

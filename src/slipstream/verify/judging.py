@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slipstream.verify import measures, sequential
-from slipstream.verify.measures import Estimate, Sample
-from slipstream.verify.seen import SAMPLING, SEEN_EXCESS, TOP_K, TOP_P, WARM, Seen, means
+from slipstream.verify.measures import Estimate, ScoredAnswer
+from slipstream.verify.seen import SAMPLING, SEEN_EXCESS, TOP_K, TOP_P, WARM, Evidence, means
 from slipstream.verify.sequential import Decision
 
 OFF = 1.1
@@ -40,7 +40,7 @@ OUTCOMES: dict[Decision, Outcome] = {"sound": "pass", "fault": "fault", "open": 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Verdict:
     """Outcome of one check. `why` is the cause of a fault, else the observation."""
 
     check: str
@@ -53,11 +53,11 @@ class Finding:
 class Judge:
     """Judges a server by its answers. `token_id` returns the model's token id for a served token."""
 
-    seen: Seen
+    seen: Evidence
     token_id: Callable[..., Any]
     _ratios: dict[str, list[list[float]]] = field(default_factory=dict)
 
-    def judged(self) -> list[Finding]:
+    def judged(self) -> list[Verdict]:
         prompt, weights = self._prompts(), self._distribution("plain", "distribution")
         is_hotter = self._is_only_temperature(weights)
         if prompt.outcome == "fault" or (weights.outcome == "fault" and not is_hotter):
@@ -74,20 +74,14 @@ class Judge:
         if weights.outcome != "pass" and read < NAMED_BY:
             return [prompt, weights]
         more = [self._long(), self._needle()] if self.seen.plan.long_lines else []
-        return [
-            prompt,
-            weights,
-            *more,
-            self._temperature(),
-            *self._cuts(),
-        ]
+        return [prompt, weights, *more, self._temperature(), *self._cuts()]
 
-    def _prompts(self) -> Finding:
+    def _prompts(self) -> Verdict:
         if not self.seen.counts:
-            return Finding(check="prompt", outcome="not offered", why="no usage is given")
+            return Verdict(check="prompt", outcome="not offered", why="no usage is given")
         other = {given - own for given, own in self.seen.counts if given != own}
         if not other:
-            return Finding(
+            return Verdict(
                 check="prompt", outcome="pass", why="as many tokens as the template gives"
             )
         differences = ", ".join(f"{d:+d}" for d in sorted(other))
@@ -95,11 +89,11 @@ class Judge:
             why = f"{differences} token in every prompt: a BOS more or less"
         else:
             why = f"prompts differ by {differences} tokens: another chat template"
-        return Finding(check="prompt", outcome="fault", why=why)
+        return Verdict(check="prompt", outcome="fault", why=why)
 
-    def _distribution(self, kind: str, check: str) -> Finding:
+    def _distribution(self, kind: str, check: str) -> Verdict:
         if kind in self.seen.refused:
-            return Finding(check=check, outcome="not offered", why=self.seen.refused[kind])
+            return Verdict(check=check, outcome="not offered", why=self.seen.refused[kind])
         is_long = kind == "long"
         values = means(self.seen.kls(kind) if is_long else self.seen.short())
         if not values:
@@ -118,15 +112,15 @@ class Judge:
             needed = sequential.needed(kl.value, limit, rates.beta, rarest)
             near = f"too near to the limit of {limit:g}"
             why += f": {near if needed is None else f'{kl.count} of some {needed} answers'}"
-        return Finding(check=check, outcome=OUTCOMES[decision], why=why, estimate=kl)
+        return Verdict(check=check, outcome=OUTCOMES[decision], why=why, estimate=kl)
 
-    def _without_logprobs(self, kind: str, check: str) -> Finding:
+    def _without_logprobs(self, kind: str, check: str) -> Verdict:
         """Judge by the sampled tokens alone: the excess of their −ln p over the model's entropy.
         Detects other weights, but not quantization."""
         values = [float((-s.chosen - entropy(s)).mean()) for s in self.seen.drawn.get(kind, [])]
         excess = measures.mean(values)
         if not excess.count:
-            return Finding(check=check, outcome="undecided", why="no answer could be read")
+            return Verdict(check=check, outcome="undecided", why="no answer could be read")
         seen = (
             f"no log-probabilities; its tokens are {abs(excess.value):.2f} ± {excess.stderr:.2f} nats "
             f"{'less' if excess.value > 0 else 'more'} likely than draws of the model"
@@ -135,29 +129,29 @@ class Judge:
         rates = self.seen.plan.rates
         if -sequential.bound([-v for v in values], rates.alpha) > EXCESS:
             why = f"{seen}: {cause(OTHER + 1)}"
-            return Finding(check=check, outcome="fault", why=why, estimate=excess)
+            return Verdict(check=check, outcome="fault", why=why, estimate=excess)
         decided = sequential.bound(values, rates.beta) < SEEN_EXCESS
-        return Finding(
+        return Verdict(
             check=check,
             outcome="pass" if decided else "undecided",
             why=f"{seen}; rounding can't be seen",
             estimate=excess,
         )
 
-    def _long(self) -> Finding:
+    def _long(self) -> Verdict:
         cut = [given - own for given, own in self.seen.long_counts if given < own - 1]
         if cut and all(given == own for given, own in self.seen.counts):
             why = f"{-min(cut):,} tokens of a long conversation are missing: the context is cut"
-            return Finding(check="long context", outcome="fault", why=why)
+            return Verdict(check="long context", outcome="fault", why=why)
         found = self._distribution("long", "long context")
         if (kl := found.estimate) is not None and found.outcome == "fault":
             why = f"KL {kl.value:.2g} nats, short ones are right: keys and values in fewer bits, or a cut context"
-            return Finding(check="long context", outcome="fault", why=why, estimate=kl)
+            return Verdict(check="long context", outcome="fault", why=why, estimate=kl)
         return found
 
-    def _needle(self) -> Finding:
+    def _needle(self) -> Verdict:
         if "long" in self.seen.refused:  # needles are in the long conversations
-            return Finding(check="needle", outcome="not offered", why=self.seen.refused["long"])
+            return Verdict(check="needle", outcome="not offered", why=self.seen.refused["long"])
         told = "; ".join(
             f"{length:,} tokens: {sum(served for served, _ in found)} of {len(found)}"
             f" (the model itself {sum(own for _, own in found)})"
@@ -168,13 +162,13 @@ class Judge:
         ]
         if not missed and sum(len(found) for found in self.seen.needles.values()) >= FINDS:
             why = f"{told}: the model itself finds none, so nothing is told"
-            return Finding(check="needle", outcome="not offered", why=why)
+            return Verdict(check="needle", outcome="not offered", why=why)
         decision = sequential.share(missed, MISSED, LOST, self.seen.plan.rates)
         is_lost = decision == "fault"
         why = f"{told}: the far context is lost" if is_lost else told or "not asked yet"
-        return Finding(check="needle", outcome=OUTCOMES[decision], why=why)
+        return Verdict(check="needle", outcome=OUTCOMES[decision], why=why)
 
-    def _is_only_temperature(self, weights: Finding) -> bool:
+    def _is_only_temperature(self, weights: Verdict) -> bool:
         """Whether the model at another temperature explains a fault found in the distribution."""
         kl, drawn = weights.estimate, self.seen.drawn.get("plain", [])
         if weights.outcome != "fault" or kl is None or not any(s.kl for s in drawn):
@@ -183,12 +177,12 @@ class Judge:
         at = [measures.divergences(s, self.token_id, fitted) for s in drawn]
         return fitted < HOTTEST and measures.mean(means(at)).value < 0.2 * kl.value
 
-    def _temperature(self) -> Finding:
+    def _temperature(self) -> Verdict:
         """Judge whether answers were sampled at the requested temperatures, or at others by a
         common factor."""
         check = "temperature"
         if "warm" in self.seen.refused:
-            return Finding(check=check, outcome="not offered", why=self.seen.refused["warm"])
+            return Verdict(check=check, outcome="not offered", why=self.seen.refused["warm"])
         for kind, asked in (("plain", 1.0), ("warm", WARM)):
             ratios = self._ratios.setdefault(kind, [])  # one row per answer
             for s in self.seen.drawn.get(kind, [])[len(ratios) :]:
@@ -202,29 +196,29 @@ class Judge:
         # Two temperatures are requested, so that a server that ignores the field is detected.
         decision = sequential.temperature(sums or [0.0], self.seen.plan.rates) if drawn else "open"
         if decision == "open" and len(drawn) < self.seen.plan.answers:
-            return Finding(check=check, outcome="undecided", why=f"{len(drawn)} answers")
+            return Verdict(check=check, outcome="undecided", why=f"{len(drawn)} answers")
         found = measures.temperature(drawn, WARM)
         why = f"drawn at {found.value:.3f} ± {found.stderr:.3f} where {WARM:g} was asked for"
         if decision == "fault":
             ignored = abs(found.value - 1) < 4 * found.stderr
             why += f": {'the field is ignored' if ignored else 'another temperature'}"
-        return Finding(check=check, outcome=OUTCOMES[decision], why=why, estimate=found)
+        return Verdict(check=check, outcome=OUTCOMES[decision], why=why, estimate=found)
 
-    def _cuts(self) -> list[Finding]:
+    def _cuts(self) -> list[Verdict]:
         return [
             self._cut("top_k", lambda s: measures.outside_top_k(s, TOP_K)),
             self._cut("top_p", lambda s: measures.outside_top_p(s, TOP_P)),
             self._cut("greedy", measures.unlikely),
         ]
 
-    def _cut(self, kind: str, drawn: Callable[[Sample], list[measures.Draw]]) -> Finding:
+    def _cut(self, kind: str, drawn: Callable[[ScoredAnswer], list[measures.Draw]]) -> Verdict:
         """Judge whether tokens stay within a cut (top-k, top-p), if the model itself would leave it often enough to tell."""
         check = "temperature 0" if kind == "greedy" else kind
         if kind in self.seen.refused:
-            return Finding(check=check, outcome="not offered", why=self.seen.refused[kind])
+            return Verdict(check=check, outcome="not offered", why=self.seen.refused[kind])
         draws = [draw for s in self.seen.drawn.get(kind, []) for draw in drawn(s)]
         if not draws:
-            return Finding(check=check, outcome="undecided", why="no answer could be read")
+            return Verdict(check=check, outcome="undecided", why="no answer could be read")
         decision = sequential.cut(draws, self.seen.plan.rates)
         share = measures.mean([float(is_outside) for is_outside, _ in draws])
         own = sum(chance for _, chance in draws) / len(draws)
@@ -234,10 +228,10 @@ class Judge:
         )
         if decision == "fault":
             why += ": answers are drawn" if kind == "greedy" else ": the field is ignored"
-        return Finding(check=check, outcome=OUTCOMES[decision], why=why, estimate=share)
+        return Verdict(check=check, outcome=OUTCOMES[decision], why=why, estimate=share)
 
 
-def entropy(sample: Sample) -> Any:
+def entropy(sample: ScoredAnswer) -> Any:
     """Entropy [n] of the model's distribution at each position, in nats."""
     return -(sample.logprobs.exp() * sample.logprobs.clamp(min=-1e4)).sum(-1)
 

@@ -34,7 +34,7 @@ differences are rare (a probability of exp(−3)), and their ratios would outwei
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class ScoredAnswer:
     """An answer with the model's log-probabilities [n, V] at the positions of its first n tokens. `kl` is the
     KL at each position; empty without the server's log-probabilities. `kl_cut`: KL from the model's
     distribution after temperature and cuts, because some servers report log-probabilities of that. `never`
@@ -96,7 +96,7 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Proportion:
     """A measured fraction: `hits` of `count`, with its 95 % interval."""
 
     value: float
@@ -113,16 +113,16 @@ ODDS = torch.linspace(-60, 60, 2**16, dtype=torch.float64)
 """Log-odds at which the distribution of a fraction is summed numerically."""
 
 
-def share(hits: int, count: int, effective: float | None = None) -> Share:
+def share(hits: int, count: int, effective: float | None = None) -> Proportion:
     """Fraction with the exact interval of Clopper and Pearson (1934). `effective`: number of
     independent observations if fewer than `count`."""
     if not count:
-        return Share(value=math.nan, low=0.0, high=1.0, hits=0, count=0)
+        return Proportion(value=math.nan, low=0.0, high=1.0, hits=0, count=0)
     value, n = hits / count, effective or count
     x = value * n
     low = _beta_quantile(OUTSIDE, x, n - x + 1) if x >= 1 else 0.0
     high = 1 - _beta_quantile(OUTSIDE, n - x, x + 1) if n - x >= 1 else 1.0
-    return Share(value=value, low=low, high=high, hits=hits, count=count)
+    return Proportion(value=value, low=low, high=high, hits=hits, count=count)
 
 
 def _beta_quantile(chance: float, a: float, b: float) -> float:
@@ -132,7 +132,7 @@ def _beta_quantile(chance: float, a: float, b: float) -> float:
     return float(ODDS[int(torch.searchsorted(below, chance))].sigmoid())
 
 
-def clustered(parts: Sequence[tuple[int, int]]) -> Share:
+def clustered(parts: Sequence[tuple[int, int]]) -> Proportion:
     """Fraction of tokens, from (hits, count) of each answer. The tokens of one answer depend on each other,
     so only answers are independent; their effective number is (Σ count)² / Σ count² (Kish 1965)."""
     parts = [(hits, count) for hits, count in parts if count]
@@ -141,7 +141,7 @@ def clustered(parts: Sequence[tuple[int, int]]) -> Share:
 
 
 def agreement(
-    sample: Sample, token_id: Callable[[bytes], int | None], *, is_greedy: bool
+    sample: ScoredAnswer, token_id: Callable[[bytes], int | None], *, is_greedy: bool
 ) -> tuple[int, int]:
     """(number of positions at which the server's most likely token is the model's, number of positions compared). Compared
     are positions whose most likely token the server reports; for a greedy answer without log-probabilities, all positions,
@@ -158,7 +158,7 @@ def agreement(
 
 
 def divergences(
-    sample: Sample,
+    sample: ScoredAnswer,
     token_id: Callable[[bytes], int | None],
     temperature: float = 1.0,
     *,
@@ -214,7 +214,7 @@ def _sampled(logprobs: Tensor, temperature: float, top_k: int, top_p: float) -> 
     return found
 
 
-def temperature(samples: Iterable[Sample], start: float) -> Estimate:
+def temperature(samples: Iterable[ScoredAnswer], start: float) -> Estimate:
     """Maximum-likelihood estimate of the temperature at which the answers were sampled.
 
     With b = 1 / T the log-likelihood Σ (b l_token − ln Σ exp(b l)) is concave. Its second derivative,
@@ -247,13 +247,13 @@ Draw = tuple[bool, float]
 """(whether a token is outside of a cut, the model's probability of a token outside of it without the cut)."""
 
 
-def outside_top_k(sample: Sample, k: int) -> list[Draw]:
+def outside_top_k(sample: ScoredAnswer, k: int) -> list[Draw]:
     """Whether each token is outside of the model's k most likely tokens, with the probability of that."""
     last = sample.logprobs.topk(k, -1).values[:, -1:]
     return _draws(sample, sample.logprobs < last - MARGIN)
 
 
-def outside_top_p(sample: Sample, top_p: float) -> list[Draw]:
+def outside_top_p(sample: ScoredAnswer, top_p: float) -> list[Draw]:
     """Whether each token is outside of the smallest set with the probability `top_p`, with the probability of that."""
     falling = sample.logprobs.sort(-1, descending=True).values
     likelier = torch.searchsorted(-falling, -(sample.logprobs + MARGIN))  # how many
@@ -261,12 +261,12 @@ def outside_top_p(sample: Sample, top_p: float) -> list[Draw]:
     return _draws(sample, likelier > reached)
 
 
-def unlikely(sample: Sample) -> list[Draw]:
+def unlikely(sample: ScoredAnswer) -> list[Draw]:
     """Whether each token is clearly less likely than the most likely one, with the probability of that."""
     return _draws(sample, sample.logprobs < sample.logprobs.amax(-1, keepdim=True) - MARGIN)
 
 
-def _draws(sample: Sample, outside: Tensor) -> list[Draw]:
+def _draws(sample: ScoredAnswer, outside: Tensor) -> list[Draw]:
     p = sample.drawable.exp()
     chances = (p * outside).sum(-1) / p.sum(-1).clamp(min=1e-9)
     hits = outside[torch.arange(len(sample.token_ids)), torch.tensor(sample.token_ids)]

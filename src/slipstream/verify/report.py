@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.base import html
-from slipstream.verify.judging import Finding
+from slipstream.verify.judging import Verdict
 
 EXIT_CODES = {"sound": 0, "faulty": 1, "undecided": 4}
 """Exit codes by verdict. 2 and 3 are the command's own errors."""
 
 
-def document(about: dict[str, Any], findings: Sequence[Finding]) -> dict[str, Any]:
+def document(about: dict[str, Any], findings: Sequence[Verdict]) -> dict[str, Any]:
     """Result of a verification as data for JSON and for the page. `about`: server, model, tokens, rates."""
     faults = [f for f in findings if f.outcome == "fault"]
     open_ones = [f for f in findings if f.outcome == "undecided"]

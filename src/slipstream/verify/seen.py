@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.verify import measures, sequential
-from slipstream.verify.measures import Sample, Share
-from slipstream.verify.sequential import Rates
+from slipstream.verify.measures import Proportion, ScoredAnswer
+from slipstream.verify.sequential import ErrorRates
 
 TOP_K, TOP_P = 2, 0.5
 WARM = 1.5
@@ -56,20 +56,19 @@ class VerifyPlan:
     forms: int = NUM_FORMED
     concurrency: int = 8
     seed: int = 0
-    rates: Rates = field(default_factory=Rates)
+    rates: ErrorRates = field(default_factory=ErrorRates)
 
 
 @dataclass(slots=True)
-class Seen:
+class Evidence:
     """A server's answers so far. `drawn` and `empty` are by kind of question; `counts` are pairs
     (prompt tokens reported by the server, prompt tokens with the model's own template)."""
 
     plan: VerifyPlan
-    drawn: dict[str, list[Sample]] = field(default_factory=dict)
+    drawn: dict[str, list[ScoredAnswer]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # reason, by kind of question
-    empty: Counter[str] = field(
-        default_factory=Counter
-    )  # answers that are empty though the model would not end at once
+    # answers that are empty though the model would not end at once
+    empty: Counter[str] = field(default_factory=Counter)
     counts: list[tuple[int, int]] = field(default_factory=list)
     long_counts: list[tuple[int, int]] = field(default_factory=list)
     needles: dict[int, list[tuple[bool, bool]]] = field(default_factory=dict)
@@ -145,7 +144,7 @@ class Seen:
             ],
         }
 
-    def _scores(self) -> dict[str, Share]:
+    def _scores(self) -> dict[str, Proportion]:
         """Fractions of agreement with the model's most likely tokens, and of solved tasks, for
         those that were asked."""
         drawn, needles = self.drawn, self.needles.values()

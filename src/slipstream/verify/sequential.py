@@ -53,7 +53,7 @@ STAKES = (0.02, 0.05, 0.1, 0.25, 0.5, 0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class ErrorRates:
     """Error rates of one check: `alpha`, the probability of calling a sound server faulty; `beta`,
     of calling a fault of the stated size sound."""
 
@@ -67,7 +67,7 @@ class Rates:
         return "sound" if log_ratio <= math.log(self.beta) else "open"
 
 
-def share(values: Sequence[float], usual: float, faulty: float, rates: Rates) -> Decision:
+def share(values: Sequence[float], usual: float, faulty: float, rates: ErrorRates) -> Decision:
     """Decide whether ones have a frequency of `usual` or less, or of `faulty` or more. Values are 0 or 1."""
     hits = sum(values)
     misses = len(values) - hits
@@ -75,7 +75,7 @@ def share(values: Sequence[float], usual: float, faulty: float, rates: Rates) ->
     return rates.decide(hits * up + misses * down)
 
 
-def cut(draws: Sequence[tuple[bool, float]], rates: Rates) -> Decision:
+def cut(draws: Sequence[tuple[bool, float]], rates: ErrorRates) -> Decision:
     """Decide whether samples stay within a cut, or were drawn without one. Each has (whether it is
     outside of the cut, the probability of that without a cut)."""
     ratio = 0.0
@@ -85,7 +85,7 @@ def cut(draws: Sequence[tuple[bool, float]], rates: Rates) -> Decision:
     return rates.decide(ratio)
 
 
-def temperature(ratios: Sequence[float], rates: Rates) -> Decision:
+def temperature(ratios: Sequence[float], rates: ErrorRates) -> Decision:
     """Decide whether answers were sampled at the requested temperature, or at another one.
 
     `ratios` are the log-likelihoods of all answers at each of the other temperatures, minus that at
@@ -96,7 +96,9 @@ def temperature(ratios: Sequence[float], rates: Rates) -> Decision:
     return "sound" if max(ratios) <= math.log(rates.beta) else "open"
 
 
-def mean(values: Sequence[float], limit: float, rates: Rates, rarest: float = RAREST) -> Decision:
+def mean(
+    values: Sequence[float], limit: float, rates: ErrorRates, rarest: float = RAREST
+) -> Decision:
     """Decide whether the mean of non-negative values is above its limit, or below after values are cut at `rarest`
     limits."""
     if _wealth(values, limit) >= 1 / rates.alpha:

@@ -33,7 +33,7 @@ class ServedToken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ServedAnswer:
     """An answer. `tokens` is empty if the server reports no log-probabilities."""
 
     text: str
@@ -80,7 +80,7 @@ class Served:
                 raise ConfigError(message, field="model") from None
         return cls(url, model, http)
 
-    def ask(self, messages: Sequence[Message], **more: Any) -> Answer:
+    def ask(self, messages: Sequence[Message], **more: Any) -> ServedAnswer:
         """Send one chat request. NotOfferedError if the server rejects a field, SlipstreamError if
         it can't be reached or fails."""
         body = {"model": self.model, "messages": list(messages), **more}
@@ -111,11 +111,11 @@ def _message(reply: httpx.Response) -> str:
     return (found if isinstance(found, str) else reply.text)[:300]
 
 
-def _answer(body: Any) -> Answer:
+def _answer(body: Any) -> ServedAnswer:
     choice = body["choices"][0]
     message = choice["message"]
     content = (choice.get("logprobs") or {}).get("content") or ()
-    return Answer(
+    return ServedAnswer(
         text=message.get("content") or "",
         tokens=tuple(
             ServedToken(

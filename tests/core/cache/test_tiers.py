@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slipstream.config.forms import MAX_DRAFTS
 from slipstream.core.cache.invariants import check_pool
-from slipstream.core.tiers.rates import RATE_AGE_S, Rates
+from slipstream.core.tiers.rates import RATE_AGE_S, TierRates
 from slipstream.core.tiers.tiers import PROBE_BLOCKS
 from slipstream.errors import ContextLengthError
 from slipstream.messages.finish_reason import FinishReason
@@ -559,7 +559,7 @@ def test_the_last_holder_of_a_full_host_gives_way_to_the_disk():
 
 
 def test_loading_is_chosen_by_what_it_took():
-    rates = Rates()
+    rates = TierRates()
     assert rates.pays(0, 4, 64, 0.0) is True  # nothing is known yet
     rates.launched(1, 0.0, 100, 100)
     rates.ended(1, 1.0)  # 10 ms a token

@@ -124,6 +124,18 @@ def test_blocks_come_over_tcp(made):
         nothing_is_held(first, second)
 
 
+def test_an_engine_that_started_again_at_its_address_is_found_at_once(made):
+    address = here()
+    with engine(made) as second:
+        for turn in (1, 2):
+            with engine(made, address) as first:
+                prefill(first)
+                assert answers(second, handover_from=address) == answers(first)
+            assert second.stats().tiers.peer_hit_tokens == turn * 256
+            assert second.stats().tiers.failed_blocks == 0
+            second.reset_prefix_cache()
+
+
 def test_salt_and_adapter_keep_blocks_apart(made, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -399,7 +411,6 @@ def test_an_exchange_larger_than_free_memory_is_refused_by_name(made, monkeypatc
         (dict(kv_handover_address="somewhere"), "kv_handover_address", "unix:NAME"),
         (dict(kv_handover_address=None, kv_handover_bytes=5), "kv_handover_bytes", "only with"),
         (dict(enable_prefix_caching=False), "kv_handover_address", "enable_prefix_caching"),
-        (dict(tensor_parallel_size=2), "kv_handover_address", "several ranks"),
         (dict(kv_handover_bytes=100), "kv_handover_bytes", "too small"),
         (dict(kv_handover_bytes=0), "kv_handover_bytes", "above 0"),
     ],

@@ -388,6 +388,15 @@ OPEN = {"type": "object", "properties": {"a": INTEGER}}
             ['{"\\u0061b":"x"}'],
             ['{"ab":1,"b":"x"}'],
         ),
+        (  # as zod writes a record
+            {
+                "type": "object",
+                "propertyNames": {"type": "string"},
+                "additionalProperties": INTEGER,
+            },
+            ['{"a":"x"}', "1"],
+            ['{"a":1,"b":2}', "{}"],
+        ),
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )

@@ -238,7 +238,13 @@ def test_a_folder_as_transformers_reads_it(folder):
         expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=begin)
         assert ours.apply_chat_template(messages, add_generation_prompt=begin) == expected
     assert ours.special_ids == set(theirs.all_special_ids) | {2, 3}
-    assert ours.vocab_size == len(theirs)
+    assert len(ours) == ours.vocab_size == len(theirs)
+    for given in ("a text", ["two", "texts of them"]):
+        for adds in (True, False):
+            expected = theirs(given, add_special_tokens=adds)
+            found = ours(given, add_special_tokens=adds)
+            assert found["input_ids"] == found.input_ids == expected["input_ids"]
+            assert found.attention_mask == expected["attention_mask"]
 
 
 def test_eos_from_every_place(folder):

@@ -7,6 +7,7 @@ import random
 import statistics
 from bisect import bisect_right
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -100,6 +101,23 @@ def test_capacity_is_simulated_again_after_twice_the_time(monkeypatch):
     due = [at for at in range(0, 3000, 10) if recent.is_due(at) and recent.refresh(at) is None]
     assert due == [60, 120, 240, 480, 960, 1560, 2160, 2760]
     assert recent.now == len(made) == 9
+
+
+def test_larger_fleets_are_simulated_with_more_requests_and_carry_as_much_each(monkeypatch):
+    asked = []
+    monkeypatch.setattr(capacity, "find_capacity", lambda *_: SimpleNamespace(rate=2.0))
+    monkeypatch.setattr(
+        capacity,
+        "simulate",
+        lambda engine, traffic, num_replicas, **_: asked.append(
+            (num_replicas, len(traffic.requests))
+        ),
+    )
+    missed = SimpleNamespace(limits={}, met_by=lambda run: False)
+    workload = parse_workload("uniform:50-400/10-60")
+    table = fleet_capacity(None, workload, missed, sizes=(1, 2, 16))
+    assert asked == [(2, 2 * capacity.REQUESTS), (16, capacity.MAX_REQUESTS)]
+    assert table.rates == ((1, 2.0), (2, 4.0), (16, 32.0))
 
 
 @settings(max_examples=50, deadline=None)
@@ -454,6 +472,10 @@ def test_trend_is_damped():
     assert holt.ahead(3) == pytest.approx(1.0 + 0.95 + 0.95**2 + 0.95**3)
     holt.learn(0.0)
     assert holt.ahead(9) == 0.0  # no rate is below 0
+    holt = _Holt(0.5, 0.1)  # the level moves by a half, the trend by a tenth of that
+    holt.learn(0.0)
+    holt.learn(10.0)
+    assert holt.ahead(1) == pytest.approx(5.0 + 0.95 * 0.5)
 
 
 def test_method_that_was_off_the_least_forecasts():

@@ -64,12 +64,15 @@ def test_totals_stay_when_a_replica_goes(tiny, tmp_path):
     ):
         fleet.wait_serving(2)
         stubs[0].stats, stubs[1].stats = ONE, OTHER
+        fleet.head.gateway.forwarder.num_hedged = 3
         fleet.wait_for(
             lambda: scraped(fleet)["engine_steps_total", MODEL] == 15, "the sum is another"
         )
         found = scraped(fleet)
         assert (found["engine_up", MODEL], found["num_requests_running", MODEL]) == (1, 3)
-        assert found["fleet_replicas", MODEL, ("state", "serving")] == 2
+        states = [found["fleet_replicas", MODEL, ("state", s)] for s in ("serving", "draining")]
+        assert states == [2, 0]
+        assert found["fleet_events_total", ("event", "hedged")] == 3
         assert found["lora_adapter_reads_total", MODEL] == 3
         fleet.loop.call_soon_threadsafe(
             stubs[0]._gone.set

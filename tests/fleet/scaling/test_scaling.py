@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -392,6 +393,23 @@ def test_state_of_a_pool_is_the_sum_of_the_replicas_that_were_heard():
     assert scaling.now(spec) == PoolState(num_ready=2, num_starting=1)
 
 
+async def test_capacity_is_simulated_again_when_due_and_not_twice_at_once():
+    begun, go = [], threading.Event()
+    scaler = scaler_of(1, 2)
+    scaler.capacity.is_due = lambda age: True
+    scaler.capacity.refresh = lambda age: begun.append(age) or go.wait(PATIENCE_S)
+    one = SimpleNamespace(num_waiting=0, replicas={}, router=Router(), tally=Tally())
+    members = SimpleNamespace(version=lambda model, name: one)
+    scaling = Scaling(members, SimpleNamespace(), lambda spec: (1, 0), lambda *_: True)
+    for at in (1.0, 2.0, 3.0):
+        if at == 3.0:
+            go.set()
+            await asyncio.gather(*scaling._refreshing.values())
+        scaling.look(scaler, at)
+    await asyncio.gather(*scaling._refreshing.values())
+    assert begun == [0.0, 2.0]
+
+
 def test_members_versions_count_for_their_own_scalers():
     scaled, plain = SimpleNamespace(tally=None), SimpleNamespace(tally=None)
     scaler = scaler_of(1, 2)
@@ -444,6 +462,24 @@ def test_a_shared_memory_is_for_its_largest_model_at_least(tiny):
     ) as e:
         room_of(fleet)
     assert e.value.field == "models_memory"
+
+
+def test_a_shared_memory_has_room_for_those_that_always_run_and_any_other(tiny):
+    def room(limit):
+        one = {"engine": {**ENGINE, "kv_cache_bytes": 2**20}}
+        models = {
+            name: {
+                "versions": [version(tiny, replicas={"min": least, "max": 2}, **one)],
+                "autoscale": AUTOSCALE,
+            }
+            for name, least in (("always", 1), ("seldom", 0))
+        }
+        return room_of(check({"port": 0, "models": models, "models_memory": limit}))
+
+    needed = sum(room(2**40).needs.values())
+    assert room(needed).limit == needed
+    with pytest.raises(ConfigError, match="models_memory: a replica of seldom/v1/main needs"):
+        room(needed - 1)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def queries(meta: AttentionMetadata, *ranges: range) -> AttentionMetadata:
         pytest.param({"softcap": 5.0}, False, marks=pytest.mark.slow),
         pytest.param({"dtype": torch.float16}, False, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=lambda given: "-".join(given) if isinstance(given, dict) else str(given),
 )
 def test_a_tokens_attention_is_the_same_in_prompts_chunks_and_decodes_split_or_not(
     monkeypatch, options, turned

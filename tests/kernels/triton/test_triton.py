@@ -892,7 +892,7 @@ def test_a_models_trials_run_and_agree(monkeypatch, scheme):
     )  # two prompts of 20: 204 of them took most of this test's time
     spec = dataclasses.replace(make_spec(kv_heads=(2,)), vocab_size=40)
     dtype = torch.float16 if scheme == "int4-g32" else torch.float32
-    bench = tuning._Bench(NO_TILES, torch.device("cpu"), dtype)
+    bench = tuning._TrialRunner(NO_TILES, torch.device("cpu"), dtype)
     cache = "int8" if scheme == "int8" else None
     trials = bench.trials(spec, SCHEMES[scheme] if scheme else None, cache, 16, 20, 3)
     assert len({t.key for t in trials}) == len(trials)
@@ -930,7 +930,7 @@ def test_a_models_trials_run_and_agree(monkeypatch, scheme):
 
 def test_trials_of_products_by_blocks(monkeypatch):
     monkeypatch.setattr(tuning, "L2_BYTES", 0.0)
-    bench = tuning._Bench(NO_TILES, torch.device("cpu"), torch.float32)
+    bench = tuning._TrialRunner(NO_TILES, torch.device("cpu"), torch.float32)
     trials = bench._products((48, 256), SCHEMES["fp8-block"])
     assert [t.key for t in trials] == [
         ("fp8_block", "fp8-block", (48, 256, n)) for n in (16, 32, 64)

@@ -80,7 +80,7 @@ def test_several_prompts_and_echo(ask):
         ("/v1/completions", {"num_beam_groups": 2}, "diversity_penalty"),
         ("/v1/completions", {"length_penalty": 11}, "length_penalty"),
         ("/v1/completions", {"max_tokens": 2000}, "max_tokens"),
-        ("/v1/completions", {"use_beam_search": False, "length_penalty": 1.0}, "length_penalty"),
+        ("/v1/completions", {"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
         ("/v1/chat/completions", {"max_tokens": None}, "max_tokens"),
         ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
         ("/v1/chat/completions", {"seed": 1}, "seed"),

@@ -140,7 +140,6 @@ def message(**fields):
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"parallel_tool_calls": True}, "parallel_tool_calls"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"a": [1] * 99}}},

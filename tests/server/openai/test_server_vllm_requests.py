@@ -156,3 +156,60 @@ def test_an_answer_is_begun_unless_the_last_message_goes_on(begins, goes_on, beg
     found = message_variables(body, begins)
     assert found["add_generation_prompt"] is begun
     assert found.get("continue_final_message", False) is goes_on
+
+
+UNSET = {
+    **dict.fromkeys(("mm_processor_kwargs", "kv_transfer_params", "vllm_xargs", "request_id")),
+    "repetition_detection": None,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "priority": 0,
+    "min_tokens": 0,
+    "stop": [],
+    "stop_token_ids": [],
+    "bad_words": [],
+}
+UNSET_IN_CHATS = {
+    **dict.fromkeys(("documents", "chat_template", "media_io_kwargs", "tools")),
+    "logprobs": False,
+    "top_logprobs": 0,
+    "parallel_tool_calls": True,
+    "tool_choice": "none",
+}
+
+
+@pytest.fixture(scope="module")
+def fake():
+    with serving(FakeEngine()) as server, server.http() as http:
+        yield http
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", TEXT | UNSET | {"prompt_embeds": None}),
+        ("/v1/chat/completions", CHAT | UNSET | UNSET_IN_CHATS),
+    ],
+)
+def test_a_request_of_vllms_that_leaves_its_fields_unset_is_answered(fake, path, body):
+    answer = fake.post(path, json=body | {"model": "fake"})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("request_id", "mine", "here it is the answer's header x-request-id"),
+        ("kv_transfer_params", {"do_remote_decode": True}, "leave it out or null"),
+        ("vllm_xargs", {"a": 1}, "leave it out or null or {}"),
+        ("repetition_detection", {"min_count": 2}, "here it is no_repeat_ngram_size"),
+        ("length_penalty", 2.0, "goes with use_beam_search"),
+        ("documents", [{"text": "a"}], "chat_template_kwargs"),
+        ("chat_template", "{{ messages }}", "`serve --chat-template FILE`"),
+        ("top_logprobs", 1, "needs logprobs"),
+    ],
+)
+def test_vllms_fields_that_would_change_the_answer_are_refused_by_name(fake, name, value, told):
+    answer = fake.post("/v1/chat/completions", json=CHAT | {name: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert told in answer.json()["error"]["message"]

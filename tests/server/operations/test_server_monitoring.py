@@ -10,12 +10,15 @@ import re
 import shutil
 import subprocess
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import yaml
 
 from slipstream.cli.main import main
+from slipstream.messages.stats import EngineStats, TierStats
+from slipstream.server.operations import metrics
 from slipstream.server.operations.monitoring import BURNS, PANELS, ServiceObjectives, board, rules
 from tests.support.waiting import PATIENCE_S
 
@@ -55,6 +58,26 @@ def test_every_metric_is_there(shared):
         )
         == recorded
     )
+
+
+def test_totals_of_tiers_are_counters_and_what_they_hold_is_a_gauge():
+    stats = EngineStats(tiers=TierStats(peer_hit_tokens=7, exchange_bytes=5))
+    text = metrics.Metrics("m").render(stats).decode()
+    assert 'slipstream:kv_handover_hits_total{model_name="m"} 7.0' in text
+    assert 'slipstream:kv_handover_held_bytes{model_name="m"} 5.0' in text
+
+
+def test_a_wait_for_a_slow_client_counts_while_it_lasts_and_no_longer(monkeypatch):
+    now = 10.0
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now))
+    stalls = metrics.Stalls()
+    with stalls.waiting():
+        now = 12.0
+        assert stalls.total_s == 2
+        with pytest.raises(ConnectionError), stalls.waiting():  # a client that leaves
+            raise ConnectionError
+    now = 20.0
+    assert stalls.total_s == 2
 
 
 def test_bounds_are_those_of_the_histograms(shared):

@@ -66,9 +66,8 @@ class OfflineLlamaCpp:
         sent = time.monotonic()
         waiting = deque(enumerate(requests))
         free = list(range(self.batch_size))
-        running: dict[
-            int, tuple[int, int, int]
-        ] = {}  # slot → (request, tokens so far, the last one)
+        # slot → (request, tokens so far, the last one)
+        running: dict[int, tuple[int, int, int]] = {}
         times: list[list[float]] = [[] for _ in requests]
         while waiting or running:
             # slot → (request, its length after the call, tokens to compute in the call)

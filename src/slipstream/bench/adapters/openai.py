@@ -56,7 +56,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-class ServedModel(msgspec.Struct, frozen=True):
+class ListedModel(msgspec.Struct, frozen=True):
     """A model in the endpoint's list. `vocab_size` is given by Slipstream and llama.cpp (`meta`)
     only, `max_model_len` by Slipstream and vLLM."""
 
@@ -73,8 +73,8 @@ class ServedModel(msgspec.Struct, frozen=True):
         return self.vocab_size or (None if self.meta is None else self.meta.n_vocab)
 
 
-class _Models(msgspec.Struct):
-    data: list[ServedModel]
+class _ModelList(msgspec.Struct):
+    data: list[ListedModel]
 
 
 class OpenAIEndpoint:
@@ -93,13 +93,13 @@ class OpenAIEndpoint:
         self._address = self._host
         self._idle: list[_Connection] = []
 
-    async def served_models(self) -> list[ServedModel]:
+    async def served_models(self) -> list[ListedModel]:
         """The models that the endpoint serves. EngineError if it does not answer correctly."""
         try:
             status, body = await self._exchange("GET", "/models", b"", None, CONNECT_S)
             if status != 200:
                 raise _refusal(status, body)
-            return msgspec.json.decode(body, type=_Models).data
+            return msgspec.json.decode(body, type=_ModelList).data
         except (EngineError, OSError, TimeoutError, ValueError) as error:
             url = f"{self.endpoint.url.rstrip('/').removesuffix('/v1')}/v1/models"
             if isinstance(error, ConnectionRefusedError):
@@ -271,7 +271,7 @@ class _Delta(msgspec.Struct, gc=False):
     reasoning: str | None = None
 
 
-class _Choice(msgspec.Struct, gc=False):
+class _StreamedChoice(msgspec.Struct, gc=False):
     text: str | None = None
     delta: _Delta | None = None  # of a chat
     token_ids: list[int] | None = None
@@ -288,7 +288,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct, gc=False):
-    choices: tuple[_Choice, ...] | None = None
+    choices: tuple[_StreamedChoice, ...] | None = None
     usage: _Usage | None = None
     error: Any = None
 

@@ -61,9 +61,7 @@ class OfflineSlipstream:
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Natural log-probability of each token but the first, given those before it."""
         sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-        (output,) = self.llm.generate(
-            [{"prompt_token_ids": list(token_ids)}], sampling, progress=False
-        )
+        (output,) = self.llm.generate([list(token_ids)], sampling, progress=False)
         return [
             position.chosen.logprob
             for position in output.prompt_logprobs or ()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slipstream.bench.load import ClosedLoop, OpenArrivals
     from slipstream.bench.session_metrics import AgentSummary
     from slipstream.bench.session_run import Dialogue, TokenText, WordText
-    from slipstream.bench.sessions import AgentLoad, Session
+    from slipstream.bench.sessions import AgentLoad, AgentSession
 
 PROBE = tuple(range(10, 18))
 """Prompt that tests whether a server returns token ids."""
@@ -88,7 +88,7 @@ def with_sessions(load: AgentLoad, levels: Sequence[Any], *, given: bool) -> Age
     return replace(load, sessions=max(load.sessions, users))
 
 
-def read_trace_sessions(args: argparse.Namespace) -> tuple[Session, ...]:
+def read_trace_sessions(args: argparse.Namespace) -> tuple[AgentSession, ...]:
     """Sessions of --trace-file: its first --num-requests rows, with times scaled by --time-scale,
     without turns beyond --max-context."""
     from slipstream.bench.sessions import of_rows
@@ -121,7 +121,7 @@ def read_trace_sessions(args: argparse.Namespace) -> tuple[Session, ...]:
 
 
 @dataclass(slots=True)
-class _Target:
+class _AgentTarget:
     """A server, or the engine started here, and the summaries of its runs by level."""
 
     name: str
@@ -152,10 +152,10 @@ class _AgentBench:
     args: argparse.Namespace
     settings: EngineArgs
     load: AgentLoad
-    trace: tuple[Session, ...] | None
+    trace: tuple[AgentSession, ...] | None
     levels: Sequence[OpenArrivals | ClosedLoop | None]
     objectives: dict[str, float]
-    sessions: tuple[Session, ...] = ()
+    sessions: tuple[AgentSession, ...] = ()
     vocab_size: int = 0
     meter: EnergyMeter | None = None
 
@@ -186,7 +186,7 @@ class _AgentBench:
 
     # --- Servers ---
 
-    async def _targets(self, stack: AsyncExitStack) -> list[_Target]:
+    async def _targets(self, stack: AsyncExitStack) -> list[_AgentTarget]:
         args = self.args
         if args.url is None:
             from slipstream.bench.adapters.slipstream import AsyncSlipstream
@@ -198,7 +198,9 @@ class _AgentBench:
             self.vocab_size = args.vocab_size or vocab_size(self.settings)
             num_gpus = args.num_gpus or config.parallel.num_ranks
             return [
-                _Target(args.model, engine, "completions", num_gpus, config.model.max_model_len)
+                _AgentTarget(
+                    args.model, engine, "completions", num_gpus, config.model.max_model_len
+                )
             ]
         servers = [(args.url, args.served_model_name, args.api_key)]
         if args.compare is not None:
@@ -217,7 +219,7 @@ class _AgentBench:
             self.vocab_size = args.vocab_size
         return found
 
-    async def _server(self, endpoint: Endpoint, stack: AsyncExitStack) -> _Target:
+    async def _server(self, endpoint: Endpoint, stack: AsyncExitStack) -> _AgentTarget:
         """Connect to a server, and query its context length and whether it accepts token ids."""
         import msgspec
 
@@ -239,7 +241,7 @@ class _AgentBench:
                     field="api",
                 )
             api = "completions" if problem is None else "chat"
-        target = _Target(
+        target = _AgentTarget(
             endpoint.url, engine, api, self.args.num_gpus or 1, listed.get(endpoint.model)
         )
         if api == "chat":
@@ -251,22 +253,22 @@ class _AgentBench:
 
     # --- Runs ---
 
-    def _text(self, target: _Target, seed: int) -> TokenText | WordText:
+    def _text(self, target: _AgentTarget, seed: int) -> TokenText | WordText:
         from slipstream.bench.session_run import TokenText, WordText
 
         if target.api == "chat":
             return WordText(target.ratio, seed)
         return TokenText(self.vocab_size, seed)
 
-    async def _warm_up(self, target: _Target) -> None:
+    async def _warm_up(self, target: _AgentTarget) -> None:
         from slipstream.bench.load import measure
         from slipstream.bench.session_run import dialogue_of
-        from slipstream.bench.sessions import Part
+        from slipstream.bench.sessions import PromptPiece
 
         rng, requests = random.Random(self.settings.seed), []
         for _ in range(self.args.warmup):
             dialogue = dialogue_of(self._text(target, rng.getrandbits(64)))
-            dialogue.say([Part(0, 32)], ())
+            dialogue.say([PromptPiece(0, 32)], ())
             requests.append(dialogue.request(8))
         found = [await measure(target.engine, request) for request in requests]
         if found and all(record.error is not None for record in found):
@@ -275,7 +277,7 @@ class _AgentBench:
             )
 
     async def _measure(
-        self, target: _Target, arrivals: OpenArrivals | ClosedLoop | None, number: int
+        self, target: _AgentTarget, arrivals: OpenArrivals | ClosedLoop | None, number: int
     ) -> tuple[AgentSummary, Energy | None]:
         from slipstream.bench.session_metrics import summarize_turns
         from slipstream.bench.session_run import SessionRun, dialogue_of
@@ -306,7 +308,7 @@ class _AgentBench:
 
     # --- Report ---
 
-    async def _report(self, targets: list[_Target]) -> int:
+    async def _report(self, targets: list[_AgentTarget]) -> int:
         from slipstream.bench.report import document, print_energy, print_table
         from slipstream.bench.session_metrics import AGENT_DEFINITIONS
         from slipstream.costs.metrics import DEFINITIONS

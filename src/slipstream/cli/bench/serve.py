@@ -116,11 +116,11 @@ def run(args: argparse.Namespace) -> int:
     settings = bench_args(
         args, needs_text=args.workload == "sharegpt", sharing=args.workload == "shared-prefix"
     )
-    return asyncio.run(_Bench(args, settings, arrivals, objectives).run(rate_objectives))
+    return asyncio.run(_ServeBench(args, settings, arrivals, objectives).run(rate_objectives))
 
 
 @dataclasses.dataclass(slots=True)
-class _Target:
+class _ServeTarget:
     """A server to measure, or the engine started here, and its results."""
 
     name: str
@@ -145,7 +145,7 @@ class _Target:
         ]
 
 
-class _Bench:
+class _ServeBench:
     """One call of the command. Each round has prompts of its own, so that they are in no server's
     prefix cache."""
 
@@ -161,9 +161,8 @@ class _Bench:
         self.arrivals = arrivals
         self.objectives = objectives
         self.workload: BenchWorkload
-        if not needs_vocab_size(
-            args, settings
-        ):  # invalid options are reported before any server is contacted
+        # invalid options are reported before any server is contacted
+        if not needs_vocab_size(args, settings):
             self.workload = make_workload(args, settings)
         self.clients: Clients | None = None
         self.meter = (
@@ -191,21 +190,22 @@ class _Bench:
                         )
             return await self._report(targets)
 
-    async def _targets(self, stack: AsyncExitStack) -> list[_Target]:
+    async def _targets(self, stack: AsyncExitStack) -> list[_ServeTarget]:
         args = self.args
         if args.url is None:
             from slipstream.bench.adapters.slipstream import AsyncSlipstream
 
             with phases(f"starting {args.model}") as on_phase:
                 engine = await AsyncSlipstream.start(self.settings, progress=on_phase)
-            return [_Target(args.model, await stack.enter_async_context(engine))]
+            return [_ServeTarget(args.model, await stack.enter_async_context(engine))]
         from slipstream.bench.clients import Clients, num_clients
 
         servers = [(args.url, args.served_model_name, args.api_key)]
         if args.compare is not None:
             servers.append((args.compare, args.compare_model, args.compare_api_key))
         targets = [
-            _Target(url, await endpoint_of(args, url, model, key)) for url, model, key in servers
+            _ServeTarget(url, await endpoint_of(args, url, model, key))
+            for url, model, key in servers
         ]
         count = (
             num_clients(self.arrivals, args.num_requests)
@@ -216,7 +216,7 @@ class _Bench:
         return targets
 
     async def _measure(
-        self, target: _Target, arrivals: Arrivals, number: int
+        self, target: _ServeTarget, arrivals: Arrivals, number: int
     ) -> tuple[Summary, ClientLoad | None]:
         """Warm up, then run round `number`. Returns its summary and the load of this client."""
         from slipstream.bench.load import Burst
@@ -252,7 +252,7 @@ class _Bench:
 
     async def _send(
         self,
-        target: _Target,
+        target: _ServeTarget,
         requests: Sequence[BenchRequest],
         arrivals: Arrivals,
         on_done: Callable[[int], None] = lambda done: None,
@@ -266,7 +266,7 @@ class _Bench:
             return await self.clients.run(engine, requests, arrivals, seed=seed, on_done=on_done)
         return await run_load(engine, requests, arrivals, seed=seed, on_done=on_done), None
 
-    async def _report(self, targets: list[_Target]) -> int:
+    async def _report(self, targets: list[_ServeTarget]) -> int:
         from slipstream.bench.report import (
             compare_rows,
             document,
@@ -324,7 +324,7 @@ class _Bench:
         return max(verdict(summary) for target in targets for summary, _ in target.rounds)
 
     async def _find_rate(
-        self, targets: list[_Target], objectives: tuple[RateObjective, ...]
+        self, targets: list[_ServeTarget], objectives: tuple[RateObjective, ...]
     ) -> int:
         from slipstream.bench.load import Poisson
         from slipstream.bench.rates import RateSearch, holds
@@ -367,7 +367,7 @@ class _Bench:
         return 0 if all(search.best is not None for search in searches) else 1
 
     def _print_search(
-        self, target: _Target, search: RateSearch, wanted: dict[str, float], table: Any
+        self, target: _ServeTarget, search: RateSearch, wanted: dict[str, float], table: Any
     ) -> None:
         columns = (
             "requests/s",

@@ -16,7 +16,7 @@ from slipstream.cli.console import print_json
 from slipstream.cli.options import add_key_options, add_output_options, given_key
 
 if TYPE_CHECKING:
-    from slipstream.conformance.registry import Result
+    from slipstream.conformance.registry import CheckResult
 
 NAMES = ("chat", "completions", "responses", "messages", "ollama")
 
@@ -61,16 +61,16 @@ def run(args: argparse.Namespace) -> int:
 
     from slipstream.conformance.registry import CHECKS, FAIL, PASS, UNSUPPORTED
     from slipstream.conformance.runner import run as run_checks
-    from slipstream.conformance.session import Endpoint
+    from slipstream.conformance.session import CheckedServer
 
-    def show(result: Result) -> None:
+    def show(result: CheckResult) -> None:
         if not args.json:
             row = f"{result.outcome:<13}{result.check:<24}{result.protocol:<13}{result.why}"
             print(row.rstrip(), flush=True)
 
-    async def main() -> list[Result]:
+    async def main() -> list[CheckResult]:
         key, timeout_s = given_key(args), args.timeout
-        async with Endpoint(args.url, api_key=key, timeout_s=timeout_s) as endpoint:
+        async with CheckedServer(args.url, api_key=key, timeout_s=timeout_s) as endpoint:
             return await run_checks(
                 endpoint,
                 model=args.model,

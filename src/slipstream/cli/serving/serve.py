@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "models",
         nargs="*",
-        action=_Models,
+        action=_ModelNames,
         metavar="MODEL",
         help=f"{MODEL_HELP} (default: {DEFAULT_MODEL}){more}",
     )
@@ -188,7 +188,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(flag, Rare(text), dest=name, action=_Taken, **how)
 
 
-class _Models(argparse.Action):
+class _ModelNames(argparse.Action):
     """Stores the list of models, and the first one as `model`."""
 
     def __call__(

@@ -20,7 +20,7 @@ from slipstream.spec.stored.native_formats import is_product
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPosition:
     """A tensor's position: layer `index` of `count`; for attention values, the index counts only these."""
 
     index: int
@@ -31,21 +31,21 @@ class Place:
     """Whether importances from a text weight the errors."""
 
 
-Where = Callable[[Place], bool]
+Where = Callable[[TensorPosition], bool]
 
 Rule = tuple[str, Where, str]
 """A rule: (part of a tensor's name, condition on its position, type)."""
 
 
-def everywhere(place: Place) -> bool:
+def everywhere(place: TensorPosition) -> bool:
     return True
 
 
-def grouped(place: Place) -> bool:
+def grouped(place: TensorPosition) -> bool:
     return place.grouped
 
 
-def more_bits_pay(place: Place) -> bool:
+def more_bits_pay(place: TensorPosition) -> bool:
     """Whether the layer is in the first or last eighth, or every third between: llama.cpp gives these more bits."""
     eighth = place.count // 8
     last = place.index >= 7 * place.count // 8
@@ -336,9 +336,9 @@ def _types(step: GGUF, source: ModelDescription) -> Callable[[str, list[str]], s
             return "Q8_0"
         if is_mixtral and "attn_output.weight" in name:
             return "Q5_K" if mix.base in _EIGHT_EXPERTS else mix.base
-        place = Place(index, spec.num_layers, is_grouped, step.importance)
+        place = TensorPosition(index, spec.num_layers, is_grouped, step.importance)
         if is_value:
-            place = Place(values.index(name), len(values), is_grouped, step.importance)
+            place = TensorPosition(values.index(name), len(values), is_grouped, step.importance)
         part = VALUES if is_value else name
         kind = next((k for p, where, k in mix.rules if p in part and where(place)), mix.base)
         return "Q5_K" if is_70b and is_value and kind in ("Q3_K", "Q4_K") else kind

@@ -215,7 +215,7 @@ def divergence(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(slots=True)
-class _Text:
+class _TrainingWindows:
     """Windows with the original's final hidden states, as many as fit in `room` tokens."""
 
     windows: Sequence[Sequence[int]]
@@ -273,7 +273,7 @@ def train_blocks(
     room = (HELD_BYTES if device.type == "cpu" else _free(device) // 4) // (
         spec.hidden_size * dtype.itemsize
     )
-    text = _Text(windows, teacher, device, room, {})
+    text = _TrainingWindows(windows, teacher, device, room, {})
 
     def assembled() -> dict[str, Tensor]:
         """The parameters of the model that the file would be, with gradients."""
@@ -331,9 +331,8 @@ def train_blocks(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         num_tokens += count
-        if (
-            len(losses) > 1
-        ):  # the previous step's loss: waiting for this one's would let the device idle
+        # the previous step's loss: waiting for this one's would let the device idle
+        if len(losses) > 1:
             check_loss(len(losses) - 2, losses[-2])
         progress(len(losses))
         done = share_done(len(losses), time.monotonic() - begin, settings)

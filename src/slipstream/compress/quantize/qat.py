@@ -153,9 +153,8 @@ def train(
         batch = SequenceBatch.of([list(windows[i]) for i in chosen], device)
         target = original_hidden(chosen)
         h = ends.embedded(batch.token_ids, batch.meta)
-        for i in range(
-            spec.num_layers
-        ):  # activations within a layer are recomputed in the backward pass
+        # activations within a layer are recomputed in the backward pass
+        for i in range(spec.num_layers):
             h = checkpoint(student, i, h, batch, use_reentrant=False)
         hidden = ends.finished(h, None)
         # The head is not trained, so the gradient of its inputs is computed a few rows at a time, without storing all

@@ -331,9 +331,8 @@ class DistillTraining:
     def evaluate(self) -> tuple[float | None, float]:
         """(forward KL, negative log-likelihood) on held-out text. The KL is None without a teacher in memory."""
         sums = torch.zeros(3, device=self.device)
-        for begin in range(
-            0, len(self.held_out), self.settings.micro_batch
-        ):  # every process evaluates all, since FSDP gathers
+        # every process evaluates all, since FSDP gathers
+        for begin in range(0, len(self.held_out), self.settings.micro_batch):
             batch, weights, targets = _batch(
                 self.held_out[begin : begin + self.settings.micro_batch], self.device
             )
@@ -441,9 +440,8 @@ def distill_files(
 
         from torch.multiprocessing.spawn import start_processes
 
-        with (
-            tempfile.TemporaryDirectory() as meeting
-        ):  # a file instead of a port, so that no other process can join
+        # a file instead of a port, so that no other process can join
+        with tempfile.TemporaryDirectory() as meeting:
             args = (files, settings, device, num_processes, f"file://{meeting}/group")
             start_processes(_worker, args=args, nprocs=num_processes, start_method="spawn")
     return tuple(

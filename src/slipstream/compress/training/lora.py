@@ -71,7 +71,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TrainingSample:
     """Token ids, and a mask of those to predict (never the first)."""
 
     token_ids: tuple[int, ...]
@@ -202,7 +202,7 @@ def adapted_modules(source: ModelDescription, settings: LoRA) -> list[Module]:
 
 def read_samples(
     settings: LoRA, tokenizer: Tokenizer, longest: int, download_dir: str | None
-) -> tuple[list[Sample], list[Sample], int]:
+) -> tuple[list[TrainingSample], list[TrainingSample], int]:
     """(training samples, held-out samples, number of documents with nothing to learn). Documents
     with the smallest digests are held out, so that they stay the same when others are added.
     """
@@ -222,7 +222,7 @@ def read_samples(
         )
     num_held_out = min(settings.held_out, max(1, len(unique) // 10))
     held = set(sorted(unique)[:num_held_out])
-    found: tuple[list[Sample], list[Sample]] = [], []
+    found: tuple[list[TrainingSample], list[TrainingSample]] = [], []
     skipped = 0
     for digest, document in unique.items():
         samples = list(_samples(document, tokenizer, context))
@@ -237,7 +237,7 @@ def read_samples(
     return *found, skipped
 
 
-def _samples(document: Document, tokenizer: Tokenizer, context: int) -> Iterator[Sample]:
+def _samples(document: Document, tokenizer: Tokenizer, context: int) -> Iterator[TrainingSample]:
     if document.turns:
         sample = _conversation(document.turns, tokenizer, context)
         if sample is not None:
@@ -249,13 +249,13 @@ def _samples(document: Document, tokenizer: Tokenizer, context: int) -> Iterator
     for begin in range(0, len(ids), context):
         part = tuple(ids[begin : begin + context])
         if len(part) > 1:
-            yield Sample(part, (False, *[True] * (len(part) - 1)))
+            yield TrainingSample(part, (False, *[True] * (len(part) - 1)))
 
 
 def _conversation(
     turns: Sequence[tuple[str, str]], tokenizer: Tokenizer, context: int
-) -> Sample | None:
-    """Sample of a conversation. None if no answer is within the context, or if the template changes
+) -> TrainingSample | None:
+    """Training sample of a conversation. None if no answer is within the context, or if the template changes
     text before an answer."""
     if tokenizer.chat_template is None:
         raise ConfigError(
@@ -282,7 +282,7 @@ def _conversation(
     except RequestError:
         return None  # the template raised an error, for example for two user turns in a row
     ids, learned = ids[:context], learned[:context]
-    return Sample(tuple(ids), tuple(learned)) if any(learned[1:]) else None
+    return TrainingSample(tuple(ids), tuple(learned)) if any(learned[1:]) else None
 
 
 # --- Training -------------------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ class LoraTraining:
         source: ModelDescription,
         settings: LoRA,
         modules: Sequence[Module],
-        samples: Sequence[Sample],
+        samples: Sequence[TrainingSample],
         work: Path,
         device: torch.device,
     ) -> None:
@@ -413,7 +413,7 @@ class LoraTraining:
         self.optimizer.step()
         return loss
 
-    def _nll(self, some: Sequence[Sample]) -> Tensor:
+    def _nll(self, some: Sequence[TrainingSample]) -> Tensor:
         """Summed loss of the learned tokens, in nats."""
         batch = SequenceBatch.of([sample.token_ids for sample in some], self.device)
         learned = torch.tensor(
@@ -431,7 +431,7 @@ class LoraTraining:
         return found
 
     @torch.no_grad()
-    def evaluate(self, held_out: Sequence[Sample]) -> float:
+    def evaluate(self, held_out: Sequence[TrainingSample]) -> float:
         """Mean loss in nats per learned token with the current adapter."""
         self.ops.training = False
         some = sorted(held_out, key=lambda sample: len(sample.token_ids))

@@ -162,9 +162,8 @@ class LayerOutputs:
 
     lengths: tuple[int, ...]  # of the sequences
     states: dict[int, Tensor]  # [T, E] after the layer
-    attention: dict[
-        int, tuple[Tensor, LayerKV, AttentionParams]
-    ]  # arguments of `attention_weights`
+    # arguments of `attention_weights`
+    attention: dict[int, tuple[Tensor, LayerKV, AttentionParams]]
 
     @classmethod
     def record(

@@ -8,13 +8,13 @@ import struct
 from typing import Any
 
 from slipstream.conformance.registry import FailedError, check, expect, offered
-from slipstream.conformance.session import SHAPE_ERRORS, Session
+from slipstream.conformance.session import SHAPE_ERRORS, CheckSession
 
 TEXTS = ("A man is eating.", "Someone has a meal.", "The stock market fell.")
 PATHS = {"chat": "/v1/embeddings", "ollama": "/api/embed"}
 
 
-async def ask(session: Session, given: Any, **more: Any) -> Any:
+async def ask(session: CheckSession, given: Any, **more: Any) -> Any:
     path = PATHS[session.protocol.name]
     reply = await session.post({"model": session.model, "input": given, **more}, path)
     if reply.status_code != 200:
@@ -22,7 +22,7 @@ async def ask(session: Session, given: Any, **more: Any) -> Any:
     return reply.json()
 
 
-def vectors_of(session: Session, body: Any) -> list[Any]:
+def vectors_of(session: CheckSession, body: Any) -> list[Any]:
     try:
         if session.protocol.name == "ollama":
             return list(body["embeddings"])
@@ -39,7 +39,7 @@ def cosine(a: list[float], b: list[float]) -> float:
 
 
 @check("embeddings.vectors", *PATHS)
-async def a_text_has_one_vector(session: Session) -> str:
+async def a_text_has_one_vector(session: CheckSession) -> str:
     """Each text has a vector, in order: the same alone and among others, and one of finite
     numbers."""
     with offered("embeddings"):
@@ -58,7 +58,7 @@ async def a_text_has_one_vector(session: Session) -> str:
 
 
 @check("embeddings.base64", "chat")
-async def base64_is_the_same(session: Session) -> None:
+async def base64_is_the_same(session: CheckSession) -> None:
     """`encoding_format: base64`, which OpenAI's clients ask for, holds the same numbers."""
     with offered("embeddings"):
         (plain,) = vectors_of(session, await ask(session, TEXTS[0], encoding_format="float"))

@@ -7,7 +7,7 @@ import json
 from slipstream.conformance.protocols.base import Ask, Body
 from slipstream.conformance.registry import FailedError, check, expect, offered
 from slipstream.conformance.schemas import closed
-from slipstream.conformance.session import SHAPE_ERRORS, Session
+from slipstream.conformance.session import SHAPE_ERRORS, CheckSession
 
 TALKING = ("chat", "responses", "messages", "ollama")
 """Protocols with tools, schemas and reasoning."""
@@ -18,14 +18,14 @@ TEXTS = ("żółć 漢字 é", "🦜🏽 👩‍👩‍👧 🇯🇵", "नम�
 
 
 @check("framing.lines", *ALL)
-async def lines_are_well_formed(session: Session) -> None:
+async def lines_are_well_formed(session: CheckSession) -> None:
     """The media type is right, every line belongs to the format, all of it is UTF-8 and JSON, and
     the stream ends with an event's end."""
     await session.events(Ask())
 
 
 @check("framing.order", *ALL)
-async def events_come_in_order(session: Session) -> None:
+async def events_come_in_order(session: CheckSession) -> None:
     """Events have the protocol's order and names. One event ends the stream, and ids stay the
     same."""
     events = await session.events(Ask())
@@ -36,7 +36,7 @@ async def events_come_in_order(session: Session) -> None:
 
 
 @check("framing.unicode", *TALKING)
-async def characters_are_whole(session: Session) -> str:
+async def characters_are_whole(session: CheckSession) -> str:
     """Characters whose bytes are in several tokens come whole. A schema makes the model write
     them."""
     num_streamed = 0

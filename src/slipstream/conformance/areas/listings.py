@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from slipstream.conformance.registry import FailedError, UnsupportedError, check, expect
-from slipstream.conformance.session import SHAPE_ERRORS, Session
+from slipstream.conformance.session import SHAPE_ERRORS, CheckSession
 
 
 def body_of(reply: httpx.Response, what: str) -> Any:
@@ -19,7 +19,7 @@ def body_of(reply: httpx.Response, what: str) -> Any:
 
 
 @check("listings.models", "chat", "messages", "ollama")
-async def models_are_listed(session: Session) -> str:
+async def models_are_listed(session: CheckSession) -> str:
     """The list has the model, in the protocol's shape."""
     try:
         if session.protocol.name == "ollama":
@@ -39,7 +39,7 @@ async def models_are_listed(session: Session) -> str:
 
 
 @check("listings.model", "chat", "ollama")
-async def a_model_is_described(session: Session) -> None:
+async def a_model_is_described(session: CheckSession) -> None:
     """The served model is described by its name, and an unknown one is a 404."""
     for name, status in ((session.model, 200), ("no-such-model", 404)):
         if session.protocol.name == "ollama":
@@ -55,7 +55,7 @@ async def a_model_is_described(session: Session) -> None:
 
 
 @check("listings.version", "ollama")
-async def the_version_is_known(session: Session) -> str:
+async def the_version_is_known(session: CheckSession) -> str:
     """`/api/version` has a version, which editors compare."""
     version = str(body_of(await session.request("GET", "/api/version"), "/api/version")["version"])
     expect(version.split(".")[0].isdigit(), f"the version is {version!r}")

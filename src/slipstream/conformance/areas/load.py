@@ -12,7 +12,7 @@ import httpx
 
 from slipstream.conformance.areas.framing import ALL, constant
 from slipstream.conformance.protocols import PROTOCOLS
-from slipstream.conformance.protocols.base import Answer, Ask
+from slipstream.conformance.protocols.base import Ask, ParsedAnswer
 from slipstream.conformance.registry import (
     FailedError,
     RefusedError,
@@ -20,7 +20,7 @@ from slipstream.conformance.registry import (
     check,
     expect,
 )
-from slipstream.conformance.session import Session
+from slipstream.conformance.session import CheckSession
 
 SHORT = Ask(prompt="Hi", max_tokens=4)
 LONG = Ask(prompt="Count from one to a thousand.", max_tokens=1500, extra={"ignore_eos": True})
@@ -35,7 +35,7 @@ ROUNDS = 3
 that continues all abandoned requests delays every one."""
 
 
-async def seconds(session: Session, limit_s: float) -> float | None:
+async def seconds(session: CheckSession, limit_s: float) -> float | None:
     """Seconds of a short answer. None if it takes longer than the limit, or is refused."""
     begin = time.monotonic()
     try:
@@ -45,7 +45,7 @@ async def seconds(session: Session, limit_s: float) -> float | None:
     return time.monotonic() - begin
 
 
-async def longest(session: Session) -> Ask:
+async def longest(session: CheckSession) -> Ask:
     """Request for the longest answer that the server accepts."""
     room = (session.context or 2048) // 2
     for ask in (LONG.but(max_tokens=min(1500, room)), LONG.but(max_tokens=room, extra={})):
@@ -59,7 +59,7 @@ async def longest(session: Session) -> Ask:
 
 
 @check("load.cancellation", *ALL)
-async def disconnects_free_the_server(session: Session) -> str:
+async def disconnects_free_the_server(session: CheckSession) -> str:
     """Clients that go away free their places: a short request waits while long ones run, and no
     longer when their clients have gone, whether they had asked for streams or not."""
     ask = await longest(session)
@@ -85,7 +85,7 @@ async def disconnects_free_the_server(session: Session) -> str:
     return f"idle {quick * 1e3:.0f} ms, full over {limit_s * 1e3:.0f} ms, after {took or 0:.3f} s"
 
 
-async def is_full(session: Session, limit_s: float) -> bool:
+async def is_full(session: CheckSession, limit_s: float) -> bool:
     """Whether one of a few short requests has to wait; several are tried, because the long requests may not all have
     started."""
     for _ in range(3):
@@ -94,7 +94,7 @@ async def is_full(session: Session, limit_s: float) -> bool:
     return False
 
 
-async def freed(session: Session, limit_s: float) -> float | None:
+async def freed(session: CheckSession, limit_s: float) -> float | None:
     """Seconds of the first short answer within three limits. If the server refuses, the request is repeated."""
     end = time.monotonic() + 3 * limit_s
     while time.monotonic() < end:
@@ -106,7 +106,7 @@ async def freed(session: Session, limit_s: float) -> float | None:
 
 @contextlib.asynccontextmanager
 async def running(
-    session: Session, ask: Ask, limit_s: float, *, streams: bool
+    session: CheckSession, ask: Ask, limit_s: float, *, streams: bool
 ) -> AsyncIterator[None]:
     """Context manager that keeps `concurrency` long requests running. On exit it closes their
     clients."""
@@ -124,14 +124,12 @@ async def running(
     tasks = [asyncio.create_task(one()) for _ in range(session.concurrency)]
     try:
         if streams:
-            with contextlib.suppress(
-                TimeoutError
-            ):  # no request may start while abandoned ones occupy all slots
+            # no request may start while abandoned ones occupy all slots
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(begun.wait(), 3 * limit_s)
         else:
-            await asyncio.sleep(
-                0.3
-            )  # an answer that is not streamed gives no sign that it has started
+            # an answer that is not streamed gives no sign that it has started
+            await asyncio.sleep(0.3)
         yield
     finally:
         for task in tasks:
@@ -140,7 +138,7 @@ async def running(
 
 
 @check("load.overload", *ALL)
-async def overload_is_queued_or_refused(session: Session) -> str:
+async def overload_is_queued_or_refused(session: CheckSession) -> str:
     """Many requests at once are each answered, or refused with 429 or 503 and `Retry-After`. The
     server goes on afterwards."""
     count = session.concurrency * BURST
@@ -158,12 +156,14 @@ async def overload_is_queued_or_refused(session: Session) -> str:
 
 
 @check("load.mixed", "chat")
-async def mixed_requests_keep_apart(session: Session) -> str:
+async def mixed_requests_keep_apart(session: CheckSession) -> str:
     """Requests of all protocols at once, streamed and not, get their own answers: each counts its
     prompt as it does alone, and says the text that its schema asks for."""
     others = [session.with_protocol(p) for p in PROTOCOLS.values()]
     probes = await asyncio.gather(*(one.whole(SHORT) for one in others), return_exceptions=True)
-    sessions = [s for s, probe in zip(others, probes, strict=True) if isinstance(probe, Answer)]
+    sessions = [
+        s for s, probe in zip(others, probes, strict=True) if isinstance(probe, ParsedAnswer)
+    ]
     asks = [(s, SHORT.but(prompt="Hi " * (7 * i + 1))) for i, s in enumerate(sessions * 3)]
     alone = [prompt_tokens(await s.whole(ask)) for s, ask in asks]
     calls = [s.streamed(a) if i % 2 else s.whole(a) for i, (s, a) in enumerate(asks)]
@@ -173,7 +173,7 @@ async def mixed_requests_keep_apart(session: Session) -> str:
         together = prompt_tokens(answer)
         expect(before == together, f"a prompt of {before} tokens counts {together} among others")
     for i, text in enumerate(texts):
-        if isinstance(text, Answer) and text.finish != "length":
+        if isinstance(text, ParsedAnswer) and text.finish != "length":
             try:
                 said = json.loads(text.text)["text"]
             except (ValueError, KeyError, TypeError):
@@ -182,5 +182,5 @@ async def mixed_requests_keep_apart(session: Session) -> str:
     return f"{len(asks) + len(tagged)} requests, {len(sessions)} protocols"
 
 
-def prompt_tokens(answer: Answer) -> int | None:
+def prompt_tokens(answer: ParsedAnswer) -> int | None:
     return answer.usage.prompt if answer.usage else None

@@ -5,14 +5,14 @@ from __future__ import annotations
 from slipstream.conformance.areas.framing import TALKING
 from slipstream.conformance.protocols.base import Ask
 from slipstream.conformance.registry import UnsupportedError, check, expect, offered
-from slipstream.conformance.session import Session
+from slipstream.conformance.session import CheckSession
 
 MARKS = ("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel|>", "<|channel>")
 ASK = Ask(prompt="What is 17 times 3?", think=True, max_tokens=200)
 
 
 @check("reasoning.separated", *TALKING)
-async def reasoning_is_apart_from_text(session: Session) -> str:
+async def reasoning_is_apart_from_text(session: CheckSession) -> str:
     """Reasoning is in its own field, and the model's markers of it are in no field, whole or
     streamed."""
     with offered("reasoning"):
@@ -28,7 +28,7 @@ async def reasoning_is_apart_from_text(session: Session) -> str:
 
 
 @check("reasoning.usage", *TALKING)
-async def reasoning_is_counted(session: Session) -> None:
+async def reasoning_is_counted(session: CheckSession) -> None:
     """Reasoning tokens, where they are reported, are some of the answer's and not all, if it has
     text too."""
     with offered("reasoning"):

@@ -8,21 +8,21 @@ from typing import Any
 from slipstream.conformance.areas.framing import ALL
 from slipstream.conformance.protocols.base import Ask
 from slipstream.conformance.registry import FailedError, UnsupportedError, check, expect, offered
-from slipstream.conformance.session import SHAPE_ERRORS, Session
+from slipstream.conformance.session import SHAPE_ERRORS, CheckSession
 
 SEEDED = ("chat", "completions", "ollama")
 LOGPROBS = {"chat": {"logprobs": True, "top_logprobs": 3}, "completions": {"logprobs": 3}}
 
 
 @check("sampling.greedy", *ALL)
-async def greedy_answers_repeat(session: Session) -> None:
+async def greedy_answers_repeat(session: CheckSession) -> None:
     """Temperature 0 gives the same answer three times."""
     said = [(await session.whole(Ask())).text for _ in range(3)]
     expect(len(set(said)) == 1, f"three answers: {said!r}")
 
 
 @check("sampling.seed", *SEEDED)
-async def seeds_repeat(session: Session) -> None:
+async def seeds_repeat(session: CheckSession) -> None:
     """A seed gives the same answer again at temperature 1, and five seeds not all the same."""
     said = []
     for seed in range(5):
@@ -36,7 +36,7 @@ async def seeds_repeat(session: Session) -> None:
 
 
 @check("sampling.max_tokens", *ALL)
-async def max_tokens_cuts(session: Session) -> None:
+async def max_tokens_cuts(session: CheckSession) -> None:
     """An answer has at most so many tokens. A cut one says so, and has exactly as many."""
     for limit in (1, 7):
         answer = await session.whole(Ask(max_tokens=limit, extra={}))
@@ -51,7 +51,7 @@ async def max_tokens_cuts(session: Session) -> None:
 
 
 @check("sampling.stop", "chat", "completions", "messages", "ollama")
-async def stop_strings_end_the_answer(session: Session) -> str:
+async def stop_strings_end_the_answer(session: CheckSession) -> str:
     """The answer ends before the stop string, whole and streamed, also where the string's parts are
     in several tokens."""
     free = (await session.whole(Ask(max_tokens=40))).text
@@ -74,7 +74,7 @@ async def stop_strings_end_the_answer(session: Session) -> str:
 
 
 @check("sampling.logprobs", *LOGPROBS)
-async def logprobs_are_probabilities(session: Session) -> None:
+async def logprobs_are_probabilities(session: CheckSession) -> None:
     """Log-probabilities are at most 0, the likeliest tokens' sum to at most 1 and fall, a greedy
     token is the likeliest, and the tokens are the text."""
     ask = Ask(max_tokens=12, extra=LOGPROBS[session.protocol.name])
@@ -118,7 +118,7 @@ def rows_of(given: Any) -> list[tuple[str, float, list[float]]]:
 
 
 @check("sampling.n", "chat", "completions")
-async def n_gives_as_many_choices(session: Session) -> None:
+async def n_gives_as_many_choices(session: CheckSession) -> None:
     """`n` gives as many choices, numbered from 0, and `usage` counts all their tokens."""
     ask = Ask(max_tokens=5, temperature=1.0, seed=1, extra={"n": 3})
     with offered("n"):

@@ -10,7 +10,7 @@ from slipstream.conformance.areas.framing import TALKING
 from slipstream.conformance.protocols.base import Ask, Body
 from slipstream.conformance.registry import RefusedError, UnsupportedError, check, expect, offered
 from slipstream.conformance.schemas import SCHEMAS, begins_json, faults
-from slipstream.conformance.session import Session
+from slipstream.conformance.session import CheckSession
 
 ASK = Ask(prompt="Answer with JSON about a person called Ada.", max_tokens=400)
 PATTERNS = (r"[A-Z]{3}-[0-9]{4}", r"(red|green|blue), [a-f]{2,6}\.", r"https?://[a-z]{3,8}\.org")
@@ -31,7 +31,7 @@ GRAMMAR_FIELDS: dict[str, Any] = {
 
 
 @check("schemas.hold", *TALKING)
-async def schemas_hold(session: Session) -> str:
+async def schemas_hold(session: CheckSession) -> str:
     """Answers keep to each of the schemas, as jsonschema judges them. A refused schema is no fault;
     one that is taken and broken is."""
     answers = await session.together(ASK.but(schema=schema) for schema in SCHEMAS.values())
@@ -60,7 +60,7 @@ async def schemas_hold(session: Session) -> str:
 
 
 @check("schemas.streamed", *TALKING)
-async def schemas_hold_in_streams(session: Session) -> None:
+async def schemas_hold_in_streams(session: CheckSession) -> None:
     """Streamed answers keep to their schemas, too."""
     for name in ("flat", "nested", "list of objects"):
         ask = ASK.but(schema=SCHEMAS[name])
@@ -75,7 +75,7 @@ async def schemas_hold_in_streams(session: Session) -> None:
 
 
 @check("schemas.json_object", "chat", "responses", "ollama")
-async def json_objects_are_json(session: Session) -> None:
+async def json_objects_are_json(session: CheckSession) -> None:
     """The mode without a schema gives a JSON object."""
     kind = {"type": "json_object"}
     extras: dict[str, Body] = {
@@ -96,7 +96,7 @@ async def json_objects_are_json(session: Session) -> None:
 
 
 @check("schemas.malformed", *TALKING)
-async def malformed_schemas_are_refused(session: Session) -> str:
+async def malformed_schemas_are_refused(session: CheckSession) -> str:
     """A schema that is none is an error of the client (4xx), neither ignored nor a crash."""
     with offered("schemas"):
         await session.whole(ASK.but(schema=SCHEMAS["boolean and null"]))
@@ -108,18 +108,18 @@ async def malformed_schemas_are_refused(session: Session) -> str:
 
 
 @check("schemas.regex", "chat", "completions")
-async def regexes_hold(session: Session) -> str:
+async def regexes_hold(session: CheckSession) -> str:
     """Answers match a regular expression, where a server has a field for one."""
     return await _fields(session, REGEX_FIELDS, [(p, p) for p in PATTERNS])
 
 
 @check("schemas.grammar", "chat", "completions")
-async def grammars_hold(session: Session) -> str:
+async def grammars_hold(session: CheckSession) -> str:
     """Answers keep to a grammar (GBNF), where a server has a field for one."""
     return await _fields(session, GRAMMAR_FIELDS, list(GRAMMARS))
 
 
-async def _fields(session: Session, fields: Any, cases: list[tuple[str, str]]) -> str:
+async def _fields(session: CheckSession, fields: Any, cases: list[tuple[str, str]]) -> str:
     """Try each server's field. A field whose answers never match is taken as not supported, because
     many servers ignore unknown fields. One whose answers match only sometimes is a fault."""
     found, notes = [], []

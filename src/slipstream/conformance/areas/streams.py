@@ -6,7 +6,7 @@ from slipstream.conformance.areas.framing import ALL, TALKING
 from slipstream.conformance.areas.tools import TOOLS, required
 from slipstream.conformance.protocols.base import Ask
 from slipstream.conformance.registry import UnsupportedError, check, expect, offered
-from slipstream.conformance.session import Session
+from slipstream.conformance.session import CheckSession
 
 PROMPTS = (
     *("Write a short story about a lighthouse.", "Count from one to twenty."),
@@ -14,7 +14,7 @@ PROMPTS = (
 )
 
 
-async def compare(session: Session, ask: Ask) -> None:
+async def compare(session: CheckSession, ask: Ask) -> None:
     """Compare the stream with the answer that is not streamed. If they differ, the latter is requested again,
     because some servers don't repeat a greedy answer while their prefix cache fills."""
     whole, streamed = await session.whole(ask), await session.streamed(ask)
@@ -29,14 +29,14 @@ async def compare(session: Session, ask: Ask) -> None:
 
 
 @check("streams.text", *ALL)
-async def text_is_that_of_the_whole(session: Session) -> None:
+async def text_is_that_of_the_whole(session: CheckSession) -> None:
     """Text and finish reason of the stream are those of the whole answer."""
     for prompt in PROMPTS:
         await compare(session, Ask(prompt=prompt))
 
 
 @check("streams.tools", *TALKING)
-async def calls_are_those_of_the_whole(session: Session) -> None:
+async def calls_are_those_of_the_whole(session: CheckSession) -> None:
     """Calls of tools in the stream, put together, are those of the whole answer."""
     await required(session)
     for prompt in ("What is the weather in Paris?", "Note that the lamp is green."):
@@ -44,7 +44,7 @@ async def calls_are_those_of_the_whole(session: Session) -> None:
 
 
 @check("streams.usage", *ALL)
-async def usage_is_that_of_the_whole(session: Session) -> None:
+async def usage_is_that_of_the_whole(session: CheckSession) -> None:
     """The stream's counts of tokens are those of the whole answer."""
     whole, streamed = (await session.whole(Ask())).usage, (await session.streamed(Ask())).usage
     if whole is None:
@@ -56,7 +56,7 @@ async def usage_is_that_of_the_whole(session: Session) -> None:
 
 
 @check("streams.reasoning", *TALKING)
-async def reasoning_is_that_of_the_whole(session: Session) -> None:
+async def reasoning_is_that_of_the_whole(session: CheckSession) -> None:
     """Reasoning in the stream, put together, is that of the whole answer."""
     ask = Ask(prompt="What is 17 times 3?", think=True, max_tokens=200)
     with offered("reasoning"):

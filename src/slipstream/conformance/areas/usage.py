@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from slipstream.conformance.areas.framing import ALL
-from slipstream.conformance.protocols.base import Answer, Ask, Usage
+from slipstream.conformance.protocols.base import Ask, ParsedAnswer, Usage
 from slipstream.conformance.registry import UnsupportedError, check, expect, offered
-from slipstream.conformance.session import Session
+from slipstream.conformance.session import CheckSession
 
 LONG = "The keeper of the lighthouse wrote down every ship that passed. " * 12
 COUNTS = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
 
 
-def usage_of(answer: Answer) -> Usage:
+def usage_of(answer: ParsedAnswer) -> Usage:
     expect(answer.usage is not None, "the answer has no usage")
     assert answer.usage is not None
     return answer.usage
 
 
 @check("usage.adds_up", *ALL)
-async def counts_add_up(session: Session) -> None:
+async def counts_add_up(session: CheckSession) -> None:
     """Prompt and completion are above 0 and add up to the total; cached tokens are some of the
     prompt, and reasoning tokens some of the completion."""
     for ask in (Ask(), Ask(prompt=LONG, max_tokens=3)):
@@ -34,7 +34,7 @@ async def counts_add_up(session: Session) -> None:
 
 
 @check("usage.prompt", *ALL)
-async def the_same_prompt_counts_the_same(session: Session) -> None:
+async def the_same_prompt_counts_the_same(session: CheckSession) -> None:
     """A prompt counts the same when it is asked again, cached or not, and a longer one counts
     more."""
     first, again = [usage_of(await session.whole(Ask(prompt=LONG))) for _ in range(2)]
@@ -44,7 +44,7 @@ async def the_same_prompt_counts_the_same(session: Session) -> None:
 
 
 @check("usage.cached", "chat", "completions", "responses", "messages")
-async def cached_tokens_are_counted(session: Session) -> str:
+async def cached_tokens_are_counted(session: CheckSession) -> str:
     """The second request with a long prompt says how much of it was cached."""
     await session.whole(Ask(prompt=LONG))
     used = usage_of(await session.whole(Ask(prompt=LONG)))
@@ -58,7 +58,7 @@ async def cached_tokens_are_counted(session: Session) -> str:
 
 
 @check("usage.count_tokens", *COUNTS)
-async def counting_is_what_is_counted(session: Session) -> str:
+async def counting_is_what_is_counted(session: CheckSession) -> str:
     """The counting route gives the number of prompt tokens that an answer's usage then has."""
     ask = Ask(prompt=LONG)
     counted_fields = ("model", "messages", "input")

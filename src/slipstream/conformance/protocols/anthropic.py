@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.conformance.protocols.base import (
-    Answer,
     Ask,
     Body,
-    Call,
-    Event,
+    ParsedAnswer,
+    ParsedCall,
     Protocol,
+    StreamEvent,
     Usage,
     number,
 )
@@ -74,17 +74,17 @@ class Messages(Protocol):
             body["stream"] = True
         return body | ask.extra
 
-    def read(self, body: Any) -> Answer:
+    def read(self, body: Any) -> ParsedAnswer:
         blocks = body["content"]
         usage = body.get("usage")
         cached = usage and number(usage, "cache_read_input_tokens")
         written = (usage and number(usage, "cache_creation_input_tokens")) or 0
         reason = body["stop_reason"]
-        return Answer(
+        return ParsedAnswer(
             text="".join(b["text"] for b in blocks if b["type"] == "text"),
             reasoning="".join(b["thinking"] for b in blocks if b["type"] == "thinking"),
             calls=tuple(
-                Call(b["id"], b["name"], json.dumps(b["input"]))
+                ParsedCall(b["id"], b["name"], json.dumps(b["input"]))
                 for b in blocks
                 if b["type"] == "tool_use"
             ),
@@ -99,7 +99,7 @@ class Messages(Protocol):
             stopped_by=body.get("stop_sequence"),
         )
 
-    def collect(self, events: Sequence[Event]) -> Answer:
+    def collect(self, events: Sequence[StreamEvent]) -> ParsedAnswer:
         body: Body = {}
         inputs: dict[int, str] = {}
         for data in (event.data for event in events):
@@ -128,7 +128,7 @@ class Messages(Protocol):
                     body["usage"] = {**(body.get("usage") or {}), **(data.get("usage") or {})}
         return self.read(body)
 
-    def order(self, events: Sequence[Event]) -> None:
+    def order(self, events: Sequence[StreamEvent]) -> None:
         events = [event for event in events if event.data["type"] != "ping"]
         expect(all(e.name == e.data["type"] for e in events), "an event's name is not its type")
         kinds = [event.data["type"] for event in events]
@@ -162,17 +162,17 @@ class Messages(Protocol):
         expect(isinstance(error["message"], str) and error["type"], f"the error's shape: {error!r}")
         return error["message"], ""
 
-    def turn(self, answer: Answer) -> list[Any]:
+    def turn(self, answer: ParsedAnswer) -> list[Any]:
         return [{"role": "assistant", "content": answer.raw["content"]}]
 
-    def results(self, calls: Sequence[Call], texts: Sequence[str]) -> list[Any]:
+    def results(self, calls: Sequence[ParsedCall], texts: Sequence[str]) -> list[Any]:
         blocks = [
             {"type": "tool_result", "tool_use_id": call.id, "content": text}
             for call, text in zip(calls, texts, strict=True)
         ]
         return [{"role": "user", "content": blocks}]
 
-    def called(self, calls: Sequence[Call], reasoning: str = "") -> list[Any]:
+    def called(self, calls: Sequence[ParsedCall], reasoning: str = "") -> list[Any]:
         thought = {"type": "thinking", "thinking": reasoning, "signature": ""}
         blocks = [
             {"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)}

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.conformance.protocols.base import (
-    Answer,
     Ask,
     Body,
-    Call,
-    Event,
+    ParsedAnswer,
+    ParsedCall,
     Protocol,
+    StreamEvent,
     Usage,
     number,
     read_ndjson,
@@ -27,7 +27,7 @@ class Ollama(Protocol):
     name, path, media_type = "ollama", "/api/chat", "application/x-ndjson"
     max_tokens = "num_predict"
 
-    def read_events(self, raw: bytes) -> list[Event]:
+    def read_events(self, raw: bytes) -> list[StreamEvent]:
         return read_ndjson(raw)
 
     def body(self, ask: Ask, model: str, *, stream: bool = False) -> Body:
@@ -54,16 +54,16 @@ class Ollama(Protocol):
             body["think"] = True
         return body | ask.extra
 
-    def read(self, body: Any) -> Answer:
+    def read(self, body: Any) -> ParsedAnswer:
         expect(body["done"] is True, "the answer is not `done`")
         message = body["message"]
         calls = tuple(
-            Call(call.get("id") or "", call["function"]["name"], json.dumps(call["function"]["arguments"]))
+            ParsedCall(call.get("id") or "", call["function"]["name"], json.dumps(call["function"]["arguments"]))
             for call in message.get("tool_calls") or []
         )  # fmt: skip
         has_usage = "eval_count" in body
         reason = body["done_reason"]
-        return Answer(
+        return ParsedAnswer(
             text=message["content"],
             reasoning=message.get("thinking") or "",
             calls=calls,
@@ -74,7 +74,7 @@ class Ollama(Protocol):
             raw=message,
         )
 
-    def collect(self, events: Sequence[Event]) -> Answer:
+    def collect(self, events: Sequence[StreamEvent]) -> ParsedAnswer:
         message: Body = {"role": "assistant", "content": ""}
         for data in (event.data for event in events):
             part = data["message"]
@@ -85,7 +85,7 @@ class Ollama(Protocol):
                 message["tool_calls"] = [*message.get("tool_calls", []), *part["tool_calls"]]
         return self.read({**events[-1].data, "message": message})
 
-    def order(self, events: Sequence[Event]) -> None:
+    def order(self, events: Sequence[StreamEvent]) -> None:
         done = [event.data["done"] for event in events]
         expect(done == [False] * (len(done) - 1) + [True], "`done` is true once, in the last line")
         expect(all("error" not in event.data for event in events), "a line has an error")
@@ -98,14 +98,14 @@ class Ollama(Protocol):
         expect(isinstance(body["error"], str), f"the error's shape: {body!r}")
         return body["error"], ""
 
-    def turn(self, answer: Answer) -> list[Any]:
+    def turn(self, answer: ParsedAnswer) -> list[Any]:
         return [answer.raw]
 
-    def results(self, calls: Sequence[Call], texts: Sequence[str]) -> list[Any]:
+    def results(self, calls: Sequence[ParsedCall], texts: Sequence[str]) -> list[Any]:
         pairs = zip(calls, texts, strict=True)
         return [{"role": "tool", "tool_name": call.name, "content": text} for call, text in pairs]
 
-    def called(self, calls: Sequence[Call], reasoning: str = "") -> list[Any]:
+    def called(self, calls: Sequence[ParsedCall], reasoning: str = "") -> list[Any]:
         thought = {"thinking": reasoning} if reasoning else {}
         written = [
             {"function": {"name": c.name, "arguments": json.loads(c.arguments)}} for c in calls

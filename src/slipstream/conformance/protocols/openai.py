@@ -7,12 +7,12 @@ from typing import Any
 
 from slipstream.conformance.protocols.base import (
     DONE,
-    Answer,
     Ask,
     Body,
-    Call,
-    Event,
+    ParsedAnswer,
+    ParsedCall,
     Protocol,
+    StreamEvent,
     Usage,
     number,
 )
@@ -67,14 +67,20 @@ class Completions(Protocol):
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body
 
-    def read(self, body: Any) -> Answer:
+    def read(self, body: Any) -> ParsedAnswer:
         choice = body["choices"][0]
         return self._answer(choice["text"], "", (), choice["finish_reason"], body, body)
 
     def _answer(
-        self, text: str, reasoning: str, calls: Sequence[Call], finish: Any, body: Any, raw: Any
-    ) -> Answer:
-        return Answer(
+        self,
+        text: str,
+        reasoning: str,
+        calls: Sequence[ParsedCall],
+        finish: Any,
+        body: Any,
+        raw: Any,
+    ) -> ParsedAnswer:
+        return ParsedAnswer(
             text=text,
             reasoning=reasoning,
             calls=tuple(calls),
@@ -83,7 +89,7 @@ class Completions(Protocol):
             raw=raw,
         )
 
-    def collect(self, events: Sequence[Event]) -> Answer:
+    def collect(self, events: Sequence[StreamEvent]) -> ParsedAnswer:
         text, finish = "", None
         last: Body = {}
         for data in (event.data for event in events if event.data != DONE):
@@ -93,7 +99,7 @@ class Completions(Protocol):
                 finish = choice["finish_reason"] or finish
         return self._answer(text, "", (), finish, last, text)
 
-    def order(self, events: Sequence[Event]) -> None:
+    def order(self, events: Sequence[StreamEvent]) -> None:
         expect(events and events[-1].data == DONE, "the stream doesn't end with [DONE]")
         chunks = [event.data for event in events[:-1]]
         expect(all(isinstance(chunk, dict) for chunk in chunks), "[DONE] comes before the end")
@@ -137,11 +143,11 @@ class Chat(Completions):
             body["reasoning_effort"] = "low"
         return body | ask.extra
 
-    def read(self, body: Any) -> Answer:
+    def read(self, body: Any) -> ParsedAnswer:
         choice = body["choices"][0]
         message = choice["message"]
         calls = [
-            Call(call["id"], call["function"]["name"], call["function"]["arguments"])
+            ParsedCall(call["id"], call["function"]["name"], call["function"]["arguments"])
             for call in message.get("tool_calls") or []
         ]
         reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
@@ -149,7 +155,7 @@ class Chat(Completions):
             message["content"] or "", reasoning, calls, choice["finish_reason"], body, message
         )
 
-    def collect(self, events: Sequence[Event]) -> Answer:
+    def collect(self, events: Sequence[StreamEvent]) -> ParsedAnswer:
         text, reasoning, finish = "", "", None
         last: Body = {}
         calls: dict[int, list[str]] = {}
@@ -166,7 +172,7 @@ class Chat(Completions):
                     call[1] += function.get("name") or ""
                     call[2] += function.get("arguments") or ""
                 finish = choice["finish_reason"] or finish
-        found = [Call(*call) for _, call in sorted(calls.items())]
+        found = [ParsedCall(*call) for _, call in sorted(calls.items())]
         raw: Body = {"role": "assistant", "content": text or None}
         if reasoning:
             raw["reasoning_content"] = reasoning
@@ -174,13 +180,13 @@ class Chat(Completions):
             raw["tool_calls"] = self._written(found)
         return self._answer(text, reasoning, found, finish, last, raw)
 
-    def order(self, events: Sequence[Event]) -> None:
+    def order(self, events: Sequence[StreamEvent]) -> None:
         super().order(events)
         first = events[0].data["choices"]
         has_role = first and first[0]["delta"].get("role") == "assistant"
         expect(has_role, "the first delta has no role")
 
-    def _written(self, calls: Sequence[Call]) -> list[Body]:
+    def _written(self, calls: Sequence[ParsedCall]) -> list[Body]:
         return [
             {
                 "id": call.id,
@@ -190,14 +196,14 @@ class Chat(Completions):
             for call in calls
         ]
 
-    def turn(self, answer: Answer) -> list[Any]:
+    def turn(self, answer: ParsedAnswer) -> list[Any]:
         return [answer.raw]
 
-    def results(self, calls: Sequence[Call], texts: Sequence[str]) -> list[Any]:
+    def results(self, calls: Sequence[ParsedCall], texts: Sequence[str]) -> list[Any]:
         pairs = zip(calls, texts, strict=True)
         return [{"role": "tool", "tool_call_id": c.id, "content": text} for c, text in pairs]
 
-    def called(self, calls: Sequence[Call], reasoning: str = "") -> list[Any]:
+    def called(self, calls: Sequence[ParsedCall], reasoning: str = "") -> list[Any]:
         thought = {"reasoning_content": reasoning} if reasoning else {}
         calls_of = {"tool_calls": self._written(calls)}
         return [{"role": "assistant", "content": None} | thought | calls_of]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.conformance.protocols.base import (
-    Answer,
     Ask,
     Body,
-    Call,
-    Event,
+    ParsedAnswer,
+    ParsedCall,
     Protocol,
+    StreamEvent,
     Usage,
     number,
 )
@@ -62,7 +62,7 @@ class Responses(Protocol):
             body["stream"] = True
         return body | ask.extra
 
-    def read(self, body: Any) -> Answer:
+    def read(self, body: Any) -> ParsedAnswer:
         text, reasoning, calls = "", "", []
         for item in body["output"]:
             match item["type"]:
@@ -72,10 +72,10 @@ class Responses(Protocol):
                     parts = item.get("content") or item.get("summary") or []
                     reasoning += "".join(part["text"] for part in parts)
                 case "function_call":
-                    calls.append(Call(item["call_id"], item["name"], item["arguments"]))
+                    calls.append(ParsedCall(item["call_id"], item["name"], item["arguments"]))
         finish = {"completed": "tools" if calls else "stop", "incomplete": "length"}
         usage = body.get("usage")
-        return Answer(
+        return ParsedAnswer(
             text=text,
             reasoning=reasoning,
             calls=tuple(calls),
@@ -91,7 +91,7 @@ class Responses(Protocol):
             raw=body,
         )
 
-    def collect(self, events: Sequence[Event]) -> Answer:
+    def collect(self, events: Sequence[StreamEvent]) -> ParsedAnswer:
         """Answer in the last event, with the text of the deltas."""
         for event in reversed(events):
             if event.data != "[DONE]" and event.data["type"] in ENDS:
@@ -107,7 +107,7 @@ class Responses(Protocol):
         expect(deltas == answer.text, f"deltas give {deltas!r}, the last event {answer.text!r}")
         return answer
 
-    def order(self, events: Sequence[Event]) -> None:
+    def order(self, events: Sequence[StreamEvent]) -> None:
         kinds = [event.data["type"] for event in events]
         expect(kinds[0] == "response.created", f"the first event is {kinds[0]}")
         expect(kinds[-1] in ENDS, f"the last event is {kinds[-1]}")
@@ -144,16 +144,16 @@ class Responses(Protocol):
     def error(self, body: Any) -> tuple[str, str]:
         return read_error(body)
 
-    def turn(self, answer: Answer) -> list[Any]:
+    def turn(self, answer: ParsedAnswer) -> list[Any]:
         return list(answer.raw["output"])
 
-    def results(self, calls: Sequence[Call], texts: Sequence[str]) -> list[Any]:
+    def results(self, calls: Sequence[ParsedCall], texts: Sequence[str]) -> list[Any]:
         return [
             {"type": "function_call_output", "call_id": call.id, "output": text}
             for call, text in zip(calls, texts, strict=True)
         ]
 
-    def called(self, calls: Sequence[Call], reasoning: str = "") -> list[Any]:
+    def called(self, calls: Sequence[ParsedCall], reasoning: str = "") -> list[Any]:
         content = [{"type": "reasoning_text", "text": reasoning}]
         thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": content}
         items = [

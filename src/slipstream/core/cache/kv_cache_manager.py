@@ -83,12 +83,18 @@ class KVCacheManager:
         self.kinds = make_kinds(cache, max_drafts, sessions)
         self.copies: dict[int, int] = {}  # pending copies: target block to source block
         self._copied = Counter[int]()  # number of pending copies of each source block
-        self.tiers: Tiers | None = None  # set by `make_tiers`
+        self.tiers: Tiers | None = None
         self.stored: Callable[[Request, Sequence[int]], None] | None = None
         """Callback with a request and the indices of its blocks that were newly cached."""
         self._last_step = 0
         self._model = self._salt = salt
         self._root_key = root_key(salt, "")  # for requests without a salt and an adapter
+
+    def use_tiers(self, tiers: Tiers) -> None:
+        """Puts tiers below this cache. Sessions keep the keys of their blocks then, for `returning`."""
+        self.tiers = tiers
+        if self.sessions is not None and not self.kinds:  # slots come back from no tier
+            self.sessions.keeps_keys = True
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -433,9 +439,8 @@ class KVCacheManager:
                     )
                 if self.tiers is not None:
                     self.tiers.offer(block, key, step_id)
-            if (
-                self.stored is not None and took and not g
-            ):  # only keys of the first group are reported
+            # only keys of the first group are reported
+            if self.stored is not None and took and not g:
                 self.stored(request, took)
         request.num_registered = full
 

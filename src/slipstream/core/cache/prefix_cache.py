@@ -121,9 +121,8 @@ def group_key(key: bytes, group: int) -> bytes:
     return key + bytes((group,)) if group else key
 
 
-SLOT_GROUPS = (
-    240  # key bytes from here on don't denote a block's group: 256 minus the number of a `SlotKind`
-)
+# key bytes from here on don't denote a block's group: 256 minus the number of a `SlotKind`
+SLOT_GROUPS = 240
 
 
 def slot_key(key: bytes, kind: int) -> bytes:

@@ -105,9 +105,8 @@ class Pauses:
     def __init__(self, of: Pauses | None = None) -> None:
         self.of = of
         self._age, self._rates = RATES_AGE, [0.0]
-        self.num_reached = self._seen = (
-            0  # buckets; `_seen`: the kind's number at the last computation of rates
-        )
+        # buckets; `_seen`: the kind's number at the last computation of rates
+        self.num_reached = self._seen = 0
         self.reached, self.ended = [0.0] * NUM_BUCKETS, [0.0] * NUM_BUCKETS
         self.count, self.mean = 0, 0.0
         # of deviations: sums of (previous × current) and of (previous squared)

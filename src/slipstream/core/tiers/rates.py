@@ -35,7 +35,7 @@ class Rate:
         return self._units / self._seconds if self._seconds > 0 else 0.0
 
 
-class Rates:
+class TierRates:
     """Time to load a block from each tier, and time for a rank to compute a prompt token."""
 
     def __init__(self) -> None:
@@ -44,12 +44,7 @@ class Rates:
         self.last_end = float("-inf")  # of a step
 
     def launched(
-        self,
-        step_id: int,
-        now: float,
-        num_prompt_tokens: int,
-        num_tokens: int,
-        share: float = 1.0,
+        self, step_id: int, now: float, num_prompt_tokens: int, num_tokens: int, share: float = 1.0
     ) -> None:
         """Note a step's launch. It measures prompts if at least half of its tokens are theirs.
 

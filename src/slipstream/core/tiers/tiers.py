@@ -11,7 +11,7 @@
    that no other request can find; each is cached when it has arrived. The load holds the blocks
    until the request is admitted, which then finds them in the cache. Under memory pressure the load
    gives them back.
-3. Loading is chosen if it takes less time than computing, judged by recent measurements (`Rates`).
+3. Loading is chosen if it takes less time than computing, judged by recent measurements (`TierRates`).
    A rate that rules out loading expires, and a few blocks are then loaded to measure it again. A
    load that takes much longer than expected is abandoned.
 4. A block that can't be read is a miss: the request computes it.
@@ -40,7 +40,7 @@ from slipstream.core.cache.block_pool import NULL_BLOCK, BlockPool
 from slipstream.core.cache.prefix_cache import group_key, kind_of, slot_key, usable_prefix
 from slipstream.core.request import Request
 from slipstream.core.tiers.block_store import BlockStore
-from slipstream.core.tiers.rates import Rates
+from slipstream.core.tiers.rates import TierRates
 from slipstream.messages.stats import TierStats
 from slipstream.messages.tiers import BlockCopy, Place
 from slipstream.spec.model import CacheGroup
@@ -88,9 +88,8 @@ class TierLoad:
         patience_s: float,
         era: int,
     ) -> None:
-        self.request = (
-            request  # None: it has gone or stopped waiting, or the load is for a pausing session
-        )
+        # None: it has gone or stopped waiting, or the load is for a pausing session
+        self.request = request
         self.arrived: Callable[[], None] | None = None  # called when all blocks are cached
         self.others: list[Request] = []  # other requests that need blocks of this load
         # blocks that the request will find on the device, besides those being loaded
@@ -126,7 +125,7 @@ class Tiers:
         block_size: int,
         clock: Callable[[], float],
         slots: Mapping[int, BlockPool],
-        rates: Rates,
+        rates: TierRates,
     ) -> None:
         self._store, self._pool, self._size, self._clock = store, pool, block_size, clock
         self._own, self._windows, self._kinds = own, windows, slots
@@ -398,7 +397,7 @@ class Tiers:
         load.probes = probes
         return True
 
-    def reach(self, request: Request, num_cached: int) -> int:
+    def available_tokens(self, request: Request, num_cached: int) -> int:
         """Number of tokens of a request's prompt that the device and the tiers have together.
 
         `num_cached` of them are on the device. A request that was looked up computes the others.
@@ -419,7 +418,7 @@ class Tiers:
         after their last, before they are released. Returns False if the caller may try again.
         """
         size, end = self._size, len(keys) * self._size + 2
-        reach = self._reach(keys)
+        reach = self._max_prefix(keys)
         found = {
             g: [self._pool.lookup(group_key(key, g)) for key in keys[:reach]] for g in self._own
         }
@@ -441,7 +440,7 @@ class Tiers:
         """Count loaded tokens that the next request of their session used."""
         self._counts["prefetch_hit_tokens"] += num_tokens
 
-    def _reach(self, keys: Sequence[bytes]) -> int:
+    def _max_prefix(self, keys: Sequence[bytes]) -> int:
         """Upper bound on the number of prefix blocks that the device and the tiers have.
 
         Most prompts are in no tier. This check shows that, and must be fast because the GPU waits
@@ -463,7 +462,7 @@ class Tiers:
 
         Returns (the device's blocks by group, keys of the blocks to load, number of tokens gained).
         """
-        reach = self._reach(keys)
+        reach = self._max_prefix(keys)
         if reach * self._size <= num_cached:
             return {}, [], 0
         found = {
@@ -472,12 +471,7 @@ class Tiers:
         return found, *self._missing(keys, num_tokens, found, reach, num_cached)
 
     def _missing(
-        self,
-        chain: Sequence[bytes],
-        num_tokens: int,
-        found: Found,
-        most: int,
-        num_cached: int,
+        self, chain: Sequence[bytes], num_tokens: int, found: Found, most: int, num_cached: int
     ) -> tuple[list[bytes], int]:
         """Choose the blocks and slots to load for a chain's longest prefix of at most `most` blocks.
 
@@ -519,7 +513,7 @@ class Tiers:
         return wanted, gained
 
     def _pays(self, keys: Sequence[bytes], num_tokens: int) -> bool | None:
-        """`Rates.pays` for the blocks with these keys."""
+        """`TierRates.pays` for the blocks with these keys."""
         sizes = Counter[Place]()
         for key in keys:
             sizes[self._tier_of(key) or "disk"] += self._bytes(key)
@@ -768,13 +762,11 @@ def make_tiers(
     kvs: Sequence[KVCacheManager], stores: Sequence[BlockStore], clock: Callable[[], float]
 ) -> list[Tiers]:
     """Make the tiers below the caches of all ranks, each in its own of the `stores`; none without these."""
-    rates, made = Rates(), list[Tiers]()
+    rates, made = TierRates(), list[Tiers]()
     for kv, store in zip(kvs, stores, strict=True) if stores else ():
         slots, windows = {kind.number: kind.pool for kind in kv.kinds}, dict(kv.windows)
-        kv.tiers = Tiers(store, kv.pool, kv.own, windows, kv.block_size, clock, slots, rates)
-        if kv.sessions is not None and not kv.kinds:  # slots of sessions come back from no tier
-            kv.sessions.keeps_keys = True
-        made.append(kv.tiers)
+        made.append(Tiers(store, kv.pool, kv.own, windows, kv.block_size, clock, slots, rates))
+        kv.use_tiers(made[-1])
     return made
 
 

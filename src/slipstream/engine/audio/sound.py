@@ -155,9 +155,8 @@ def _wav(data: bytes, max_s: float) -> tuple[Samples, int]:
         elif name == b"data":
             if form is None:
                 raise _refused("is a WAV without a format before its data")
-            return _pcm(
-                data[at : at + size], *form, max_s
-            )  # a stream's header may state too large a size
+            # a stream's header may state too large a size
+            return _pcm(data[at : at + size], *form, max_s)
         at += size + size % 2
     raise _refused("is a WAV without data")
 

@@ -139,9 +139,8 @@ async def check_in_thread(
     try:
         if (pending := _begin_check((cache_salt, params), client)) is not None:
             with pending as future:
-                await asyncio.shield(
-                    asyncio.wrap_future(future)
-                )  # other requests may wait for the same check
+                # other requests may wait for the same check
+                await asyncio.shield(asyncio.wrap_future(future))
     except TimeoutError:
         raise refused(too_slow(), given_form(params)[0]) from None
 

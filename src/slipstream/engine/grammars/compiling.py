@@ -21,20 +21,11 @@ from slipstream.engine.grammars.compose import (
     llguidance_library,
     readable,
 )
-from slipstream.engine.grammars.reasoning import (
-    ReasoningCounter,
-    ReasoningVocabulary,
-    counter,
-)
+from slipstream.engine.grammars.reasoning import ReasoningCounter, ReasoningVocabulary, counter
 from slipstream.engine.grammars.regex_states import ClassVocabulary, RegexStates, automaton_of
 from slipstream.engine.grammars.schema_language import language_of
 from slipstream.engine.grammars.schema_states import SchemaStates, TokenTexts
-from slipstream.engine.grammars.state import (
-    ByLength,
-    GrammarError,
-    Lane,
-    Lanes,
-)
+from slipstream.engine.grammars.state import ByLength, GrammarError, Lane, Lanes
 from slipstream.engine.grammars.string_lengths import (
     CountedStrings,
     LengthVocabulary,
@@ -170,9 +161,8 @@ class GrammarCompiler:
         matcher, second = make(self._vocabulary, grammar, **options), None
         if counts is not None and self.lengths is not None:
             second = make(self.lengths.tokenizer, grammar, **options)
-        if (
-            not matcher.is_error()
-        ):  # computes the states of its first mask now: a step would wait for them, up to seconds
+        # computes the states of its first mask now: a step would wait for them, up to seconds
+        if not matcher.is_error():
             call_library(matcher.compute_bitmask)
         by_length = (
             None if counts is None or second is None or second.is_error() else (second, counts)

@@ -174,7 +174,7 @@ def _longest(nodes: Iterable[Hashable], edges: Callable[[Any], Edges]) -> int:
 # --- Schemas --------------------------------------------------------------------------------------------------------
 
 
-class _Document:
+class _SchemaParts:
     """The parts of a schema, identified by object identity."""
 
     def __init__(self, root: Any) -> None:
@@ -204,10 +204,8 @@ class _Document:
                 self._anchors.setdefault(name, []).append(schema)
         for key in ("$id", "id"):
             if isinstance(name := schema.get(key), str):
-                for end in {
-                    _last(name),
-                    "",
-                }:  # a reference without a base may be relative to any `$id`
+                # a reference without a base may be relative to any `$id`
+                for end in {_last(name), ""}:
                     self._resources.setdefault(end, []).append(schema)
                 if name.startswith("#"):
                     self._anchors.setdefault(name[1:], []).append(schema)
@@ -261,7 +259,7 @@ def _pointed(schema: Any, pointer: str) -> Any:
 def _schema_depth(schema: Any) -> int:
     if not isinstance(schema, (dict, list)):
         return 1
-    document = _Document(schema)
+    document = _SchemaParts(schema)
     return 1 + _longest([id(schema)], document.edges)
 
 

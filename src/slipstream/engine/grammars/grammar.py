@@ -27,12 +27,8 @@ import numpy as np
 from slipstream.costs.hardware import available_cores
 from slipstream.engine.grammars.check import CACHED_GRAMMARS, GrammarThreads, too_slow
 from slipstream.engine.grammars.compiling import Compiled, GrammarCompiler
-from slipstream.engine.grammars.compose import (
-    llguidance_library,
-)
-from slipstream.engine.grammars.reasoning import (
-    ReasoningBudget,
-)
+from slipstream.engine.grammars.compose import llguidance_library
+from slipstream.engine.grammars.reasoning import ReasoningBudget
 from slipstream.engine.grammars.regex_states import RegexStates
 from slipstream.engine.grammars.schema_states import SchemaStates
 from slipstream.engine.grammars.state import (
@@ -43,9 +39,7 @@ from slipstream.engine.grammars.state import (
     SharedMasks,
     find_masks,
 )
-from slipstream.engine.grammars.string_lengths import (
-    StringLengths,
-)
+from slipstream.engine.grammars.string_lengths import StringLengths
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import EngineOverloadedError
 from slipstream.messages.requests import EngineRequest

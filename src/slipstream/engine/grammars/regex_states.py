@@ -196,9 +196,8 @@ class RegexAutomaton:
             inner, least, most = own
             for _ in range(least):
                 self._build(inner, first, first := self._node())
-            if (
-                most is None
-            ):  # a separate node, since an edge back to `first` would repeat what precedes it
+            # a separate node, since an edge back to `first` would repeat what precedes it
+            if most is None:
                 loop = self._node()
                 self._empty[first].append(loop)
                 self._build(inner, loop, again := self._node())

@@ -73,6 +73,9 @@ _LATER = {
 }
 """Keywords that older drafts lack."""
 
+_EVERY_NAME: tuple[dict[str, str], ...] = ({}, {"type": "string"})
+"""Schemas that every name of a property fits, since names are strings."""
+
 _DRAFT_3 = {"extends", "disallow", "divisibleBy"}
 
 
@@ -252,6 +255,8 @@ def _rewrite(part: dict[str, Any], walk: _Walk) -> None:
         )
     if walk.draft == "draft-03" and (found := _DRAFT_3 & part.keys()):
         raise ValueError(f"{min(found)} of draft 3 is not known; write the schema in a later draft")
+    if part.get("propertyNames") in _EVERY_NAME:  # zod's records have it
+        del part["propertyNames"]
     walk.merges |= "allOf" in part or len(_MERGED & part.keys()) > 1
     _rewrite_numbers(part, walk)
     _rewrite_items(part)

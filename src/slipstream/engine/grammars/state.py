@@ -151,9 +151,8 @@ class GrammarState:
         self.regex = regex if self.is_plain else None
         self.spot: Spot | None = None if self.regex is None else self.regex.start
         self.known: Bits | None = None
-        self._incomplete: Bits | None = (
-            None  # mask that the matcher would write, without end tokens
-        )
+        # mask that the matcher would write, without end tokens
+        self._incomplete: Bits | None = None
         self.untaken: list[int] = []
         self._spots: list[Spot | None] = []  # the spot before each token since the last `settle`
         self._is_borrowed = False

@@ -143,9 +143,8 @@ class LengthVocabulary:
             *(b"a" * n for n in range(2, self._most + 1)),
         ]
         places = {token: i for i, token in enumerate(own) if i >= 32}
-        self._place = np.zeros(
-            -(-num_rows // 32) * 32, np.int64
-        )  # by token of the model; 0: no counterpart
+        # by token of the model; 0: no counterpart
+        self._place = np.zeros(-(-num_rows // 32) * 32, np.int64)
         ruled_out = set(special)
         for i in range(len(tokens)):
             if tokens[i] and i not in ruled_out:
@@ -170,9 +169,8 @@ class LengthVocabulary:
         """Expands a mask of this vocabulary, int32 [num_words], to one of the model's, int32
         [words]. None if the position is not inside a string restricted only in its length."""
         if ((own[1:9] & self._plain) != self._plain).any():
-            return (
-                None  # only inside a string that is not enumerated can this many characters follow
-            )
+            # only inside a string that is not enumerated can this many characters follow
+            return None
         last = 32 + 256 - 2 + self._most
         if counts is CountedStrings.BOUNDED and own[last >> 5] >> (last & 31) & 1:
             return None

@@ -25,13 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from slipstream.engine.media.picture_files import (
-    MAX_PIXELS,
-    PictureFile,
-    bad,
-    check_size,
-    measured,
-)
+from slipstream.engine.media.picture_files import MAX_PIXELS, PictureFile, bad, check_size, measured
 from slipstream.engine.media.prepared import KEY_BYTES, MediaPiece, MediaProcessor, PreparedMedia
 from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
 from slipstream.errors import RequestError
@@ -94,19 +88,12 @@ class PictureProcessor(MediaProcessor):
 
     spec: VisionSpec
 
-    def __init__(
-        self,
-        spec: VisionSpec,
-        processing: ImageProcessing,
-        most: int,
-        *,
-        num_threads: int | None = None,
-    ) -> None:
+    def __init__(self, spec: VisionSpec, processing: ImageProcessing, most: int) -> None:
         self._has_pillow = find_spec("PIL") is not None
         if not self._has_pillow:
             _logger.warning("%s; until then only text is served", _NO_PILLOW)
         self.spec, self.processing, self.most = spec, processing, most
-        count = num_threads or min(8, NUM_CORES)
+        count = min(8, NUM_CORES)
         self._pool = FairThreads(
             "pictures",
             count + 1,
@@ -210,9 +197,8 @@ class PictureProcessor(MediaProcessor):
         if sizes.most is None:
             return None
         height, width = source.height, source.width
-        if (
-            side := max(height, width)
-        ) > MAX_SIDE:  # the square of a very narrow image would be too large
+        # the square of a very narrow image would be too large
+        if (side := max(height, width)) > MAX_SIDE:
             height, width = (max(1, x * MAX_SIDE // side) for x in (height, width))
             side = MAX_SIDE
         colour = tuple(int(x * 255) for x in self.processing.mean)

@@ -180,10 +180,7 @@ def _is_whole(own: Sequence[int], piece: MediaPiece, num_tokens: int) -> bool:
 
 
 def placed(
-    tokens: Sequence[int],
-    media: Sequence[PreparedMedia],
-    spec: MediaSpec,
-    cache_salt: str = "",
+    tokens: Sequence[int], media: Sequence[PreparedMedia], spec: MediaSpec, cache_salt: str = ""
 ) -> tuple[MediaSpan, ...]:
     """Spans of the pieces in a prompt that has all placeholders. RequestError if placeholders and
     pieces don't match. With a salt, the worker shares cached embeddings only among requests with

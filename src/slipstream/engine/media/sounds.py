@@ -16,12 +16,7 @@ import numpy.typing as npt
 
 from slipstream.engine.audio.sound import as_samples
 from slipstream.engine.audio.spectrogram import log_mel
-from slipstream.engine.media.prepared import (
-    KEY_BYTES,
-    MediaPiece,
-    MediaProcessor,
-    PreparedMedia,
-)
+from slipstream.engine.media.prepared import KEY_BYTES, MediaPiece, MediaProcessor, PreparedMedia
 from slipstream.engine.threads.fair_threads import NUM_CORES, FairThreads
 from slipstream.errors import RequestError
 from slipstream.spec.media.audio import FRAMES_PER_STATE, HOP, SAMPLE_RATE

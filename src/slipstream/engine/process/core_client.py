@@ -44,9 +44,8 @@ class CoreLink(ABC):
         self._decoder: msgspec.msgpack.Decoder[ToParent] = msgspec.msgpack.Decoder(ToParent)
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Future[None] | None = None  # future of the task waiting in `receive`
-        self._look: asyncio.TimerHandle | None = (
-            None  # periodic check for a death that no message reports
-        )
+        # periodic check for a death that no message reports
+        self._look: asyncio.TimerHandle | None = None
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         try:
             self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -109,9 +108,8 @@ class CoreLink(ABC):
             return None
 
     def _wake(self) -> None:
-        if (
-            self._news is None
-        ):  # consume the signal, or the loop would spin until `receive` is called
+        # consume the signal, or the loop would spin until `receive` is called
+        if self._news is None:
             self._socket.getsockopt(self._zmq.EVENTS)
         elif not self._news.done():
             self._news.set_result(None)

@@ -54,9 +54,8 @@ class CoreOperations:
         self._waiters: dict[int, asyncio.Future[Any]] = {}  # by ticket
         self._tickets = itertools.count()
         self.is_sleeping = False
-        self.adapters: dict[
-            str, LoRARequest
-        ] = {}  # adapters served by name, as the core reports them
+        # adapters served by name, as the core reports them
+        self.adapters: dict[str, LoRARequest] = {}
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps = 0
         self._processes: tuple[int, ...] = ()

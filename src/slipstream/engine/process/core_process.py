@@ -27,9 +27,8 @@ from slipstream.engine.process.core_loop import CoreProcess  # noqa: E402
 def end_with_parent(folder: str) -> None:
     """Exit when the parent closes our standard input. Removes the folder of its sockets, which a
     killed parent leaves behind."""
-    while os.read(
-        0, 1
-    ):  # the bare descriptor, because a buffered reader would hold its lock while the interpreter exits
+    # the bare descriptor, because a buffered reader would hold its lock while the interpreter exits
+    while os.read(0, 1):
         pass
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)

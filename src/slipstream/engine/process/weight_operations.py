@@ -29,9 +29,8 @@ from slipstream.messages.weight_ops import (
 )
 from slipstream.messages.weights import PauseMode, WeightsInfo
 
-_pieces = FairThreads(
-    "weights", 1, per_client=1
-)  # threads that write pieces to files for the engine's process
+# threads that write pieces to files for the engine's process
+_pieces = FairThreads("weights", 1, per_client=1)
 
 
 class WeightOperations(CoreOperations):

@@ -31,7 +31,7 @@ from slipstream.errors import AdapterError, RequestError
 from slipstream.messages.media import AudioWindow
 from slipstream.messages.requests import EngineRequest, pack_ids
 from slipstream.params.options import DEFAULT_OPTIONS, RequestOptions
-from slipstream.params.prompts import Prompt
+from slipstream.params.prompts import Prompt, plain_prompt
 from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import ModelDescription
 
@@ -185,6 +185,8 @@ class InputProcessor:
             )
         if options.lora_request is not None and not self.takes_adapters:
             raise AdapterError("adapters are off; start with enable_lora", field="lora_request")
+        if isinstance(prompt, dict) and ("cache_salt" in prompt or None in prompt.values()):
+            prompt, options = plain_prompt(prompt, options)
         audio: AudioWindow | None = None
         media: Sequence[PreparedMedia] = ()
         if self._reads_audio or (isinstance(prompt, dict) and "multi_modal_data" in prompt):

@@ -8,19 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.engine.media.prepared import (
-    MediaProcessor,
-    PreparedMedia,
-    expanded,
-    with_media,
-)
+from slipstream.engine.media.prepared import MediaProcessor, PreparedMedia, expanded, with_media
 from slipstream.engine.media.reader import MediaReader
 from slipstream.engine.requests.languages import LANGUAGES, without_languages
 from slipstream.engine.requests.over_context import MAX_CHARS_PER_TOKEN, hopeless
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ContextLengthError, RequestError
 from slipstream.messages.requests import pack_ids
-from slipstream.params.prompts import Prompt
+from slipstream.params.prompts import Prompt, no_prompt
 from slipstream.params.sampling import SamplingParams
 from slipstream.spec.description import ModelDescription
 
@@ -107,7 +102,7 @@ class PromptReader:
         salt: str | None = None,
     ) -> tuple[str | None, list[int], bytes]:
         """(text of a prompt or None, token ids, packed token ids (`TokenIds`)). `salt`: see `Tokenizer.encode`."""
-        given: Any = prompt
+        given: Any = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
         if isinstance(given, dict) and not {*LANGUAGES}.isdisjoint(given):
             given = without_languages(given, self.description)
         match given:
@@ -127,15 +122,7 @@ class PromptReader:
                 tokens = [*expanded(tokens, media, self.media.spec, self.tokenizer)]
                 packed = pack_ids(tokens)
         else:
-            got = (
-                f"a dict of {', '.join(map(str, given))}"
-                if given and isinstance(given, dict)
-                else type(prompt).__name__
-            )
-            raise RequestError(
-                f'a prompt is a string, {{"prompt": "…"}} or {{"prompt_token_ids": [...]}}, got {got}',
-                field="prompt",
-            )
+            raise no_prompt(given)
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")
         return text, tokens, packed

@@ -225,9 +225,8 @@ def whole_numbers(lists: list[list[int]]) -> npt.NDArray[np.int32] | None:
     bits; other objects have other type bytes. So it is the fastest type check of many objects, and
     the conversion comes free.
     """
-    heads = np.arange(
-        len(lists) + 1
-    )  # the outer list's header, then one before each inner list's numbers
+    # the outer list's header, then one before each inner list's numbers
+    heads = np.arange(len(lists) + 1)
     heads[2:] += np.cumsum(np.fromiter(map(len, lists), np.int64))[:-1]
     try:
         records = np.frombuffer(marshal.dumps(lists, 2), _RECORD)

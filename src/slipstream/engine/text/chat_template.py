@@ -342,9 +342,8 @@ def _environment() -> Any:
             self.generic_visit(node)
             fixed = sum(len(data.data) for part in node.body for data in _template_data(part))
             turn = nodes.Filter(nodes.Const(fixed), "_turn", [], [], None, None)
-            turn.args = [
-                nodes.Name("loop_turn_", "load")
-            ]  # not a constant, which Jinja would evaluate only once
+            # not a constant, which Jinja would evaluate only once
+            turn.args = [nodes.Name("loop_turn_", "load")]
             node.body.insert(0, nodes.ExprStmt(turn))
             return node
 
@@ -397,9 +396,8 @@ def _environment() -> Any:
             return _paid(super().call_binop(context, operator, left, right))
 
         def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
-            method = getattr(
-                obj, "__wrapped__", obj
-            )  # the sandbox wraps str.format in its own function
+            # the sandbox wraps str.format in its own function
+            method = getattr(obj, "__wrapped__", obj)
             receiver, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
             _budget.get().spend(0)
             if isinstance(receiver, (str, int, float)):

@@ -38,12 +38,10 @@ class IncrementalDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = tokenizer.strips_space_after(prompt_token_ids, skip_special_tokens)
         self._texts = tokenizer.texts(skip_special_tokens)
-        self._between = not (
-            stop or self._strip
-        )  # two characters: only there is a token's text always the same
-        self._held = (
-            ""  # decoded but not emitted: the longest suffix of the text that begins a stop string
-        )
+        # two characters: only there is a token's text always the same
+        self._between = not (stop or self._strip)
+        # decoded but not emitted: the longest suffix of the text that begins a stop string
+        self._held = ""
         self.num_tokens = 0
         # number of tokens that the answer keeps; fewer than all after a stop string
         self.num_tokens_used = 0

@@ -127,9 +127,8 @@ def _read(file: GGUFFile) -> TokenizerParts:
     kinds = fields.array("token_type", int, len(tokens)) or [int(Kind.NORMAL)] * len(tokens)
     numbered = {name: fields.token_id(name, None, len(tokens)) for name in NUMBERED}
     ends = tuple(i for i in end_tokens(file.metadata) if i < len(tokens))
-    for (
-        i
-    ) in ends:  # an end token by its name, whatever its type says: this text always means the token
+    # an end token by its name, whatever its type says: this text always means the token
+    for i in ends:
         kinds[i] = int(Kind.CONTROL) if tokens[i] in END_NAMES else kinds[i]
     add_eos = False
     if kind == "gpt2":
@@ -205,9 +204,8 @@ def _read(file: GGUFFile) -> TokenizerParts:
         if key.startswith(named):
             templates[key.removeprefix(named)] = fields.metadata[key]
     own = path.with_name("chat_template.jinja")
-    if (
-        own.is_file() and len(model_files(path.parent)) == 1
-    ):  # next to several models it could belong to any of them
+    # next to several models it could belong to any of them
+    if own.is_file() and len(model_files(path.parent)) == 1:
         templates = {"default": own.read_text(encoding="utf-8")}
     return TokenizerParts(
         backend, special, {k: v for k, v in templates.items() if isinstance(v, str)}

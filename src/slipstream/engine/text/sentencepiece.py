@@ -83,9 +83,8 @@ def _by_scores(
 def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
     """Registers the tokens whose text always means that token, wherever it occurs in a text. All but the user-defined ones
     are special."""
-    whole = {
-        int(kind) for kind in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)
-    }  # hashing ints is faster than hashing a Kind
+    # hashing ints is faster than hashing a Kind
+    whole = {int(kind) for kind in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)}
     backend.add_tokens(
         [
             AddedToken(token, special=kind != Kind.USER_DEFINED, normalized=False)
@@ -143,9 +142,8 @@ def from_file(path: Path) -> tokenizers.Tokenizer:
 def build_pieces(path: Path, pieces: Pieces) -> tokenizers.Tokenizer:
     """The tokenizer of a file's pieces. UnsupportedModelError if the file is of another kind."""
     tokens, scores, kinds, trainer, normalizer = pieces
-    if (
-        trainer.get(3, 1) == 1 and kinds.count(Kind.UNKNOWN) == 1 and Kind.BYTE not in kinds
-    ):  # model_type: unigram
+    # model_type: unigram
+    if trainer.get(3, 1) == 1 and kinds.count(Kind.UNKNOWN) == 1 and Kind.BYTE not in kinds:
         prefix, cleaned = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1))
         return unigram(
             tokens, scores, kinds, normalizer.get(2) or b"", add_prefix=prefix, remove_extra=cleaned

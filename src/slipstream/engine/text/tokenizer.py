@@ -39,6 +39,18 @@ from slipstream.spec.stored.gguf import GGUFFile
 from slipstream.spec.stored.gguf_parts import model_files
 
 
+class TokenizedText(dict[str, Any]):
+    """`input_ids` and `attention_mask` of a text, as keys and as attributes; lists of lists for several texts."""
+
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:
+        return self["attention_mask"]
+
+
 class Tokenizer:
     """A model's tokenizer. `backend` splits and merges. Special tokens around a text, and decoding,
     are implemented here. `chat_templates` are by name."""
@@ -59,9 +71,8 @@ class Tokenizer:
         self.vocab_size: int = max(
             (backend.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added))
         )
-        self._bytes = {
-            i: token.content.encode() for i, token in added.items()
-        }  # filled as tokens are decoded
+        # filled as tokens are decoded
+        self._bytes = {i: token.content.encode() for i, token in added.items()}
         self._texts: tuple[dict[int, str], dict[int, str]] = {}, {}
         self._spelling, self._strips_leading_space = _decoding(backend)
         self.has_time_limit = has_own_patterns(backend)  # such patterns may take hours
@@ -167,6 +178,20 @@ class Tokenizer:
         (folder / "generation_config.json").write_text(json.dumps(ends, indent=2), encoding="utf-8")
 
     # --- Text and tokens ----------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of tokens, added ones included."""
+        return self.vocab_size
+
+    def __call__(
+        self, text: str | Sequence[str], *, add_special_tokens: bool = True
+    ) -> TokenizedText:
+        """Tokens of a text, or of each of several, in the form of transformers' tokenizers."""
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return TokenizedText(input_ids=ids, attention_mask=[1] * len(ids))
+        lists = [self.encode(one, add_special_tokens) for one in text]
+        return TokenizedText(input_ids=lists, attention_mask=[[1] * len(ids) for ids in lists])
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, salt: str | None = None
@@ -365,9 +390,8 @@ class Tokenizer:
         text = render(template, {**self._special.texts, "documents": None, **variables, **given})
         if continue_final_message:
             text, found, after = text.rpartition(_END)
-            text = (
-                text if after.startswith(" ") else text.rstrip()
-            )  # for templates that strip content
+            # for templates that strip content
+            text = text if after.startswith(" ") else text.rstrip()
             if not found:
                 message = "the model's chat template changes the last message, which therefore can't be continued"
                 raise RequestError(message, field="continue_final_message")

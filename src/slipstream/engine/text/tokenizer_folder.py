@@ -71,10 +71,8 @@ def _read(path: Path) -> TokenizerParts:
         if key.endswith("_token") and (text := _text(value))
     }
     ids = {key: backend.token_to_id(text) for key, text in texts.items()}
-    for key in (
-        "bos_token",
-        "eos_token",
-    ):  # GPT-2's folder has them as ids in the model's config
+    # GPT-2's folder has them as ids in the model's config
+    for key in ("bos_token", "eos_token"):
         if ids.get(key) is None and (found := _ids([model.get(f"{key}_id")])):
             ids[key] = found[0]
             texts[key] = backend.id_to_token(found[0]) or ""

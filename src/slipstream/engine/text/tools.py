@@ -67,8 +67,6 @@ class OfferedTools:
             raise RequestError("two tools have the same name", field="tools")
         if not names and (self.only is not None or self.choice not in (None, "none")):
             raise RequestError("tool_choice needs tools", field="tool_choice")
-        if not names and self.parallel is not None:
-            raise RequestError("parallel_tool_calls needs tools", field="parallel_tool_calls")
         if self.only is not None and self.only not in names:
             raise RequestError(
                 f"there is no tool named {self.only!r}", field="tool_choice.function.name"

@@ -50,9 +50,8 @@ class ClientThreads:
         self.name, self.num_threads, self.per_client = name, num_threads, per_client
         self.max_weight, self.client_weight = max_weight, client_weight
         self._lock = threading.Lock()
-        self._clients: OrderedDict[str | None, _Client] = (
-            OrderedDict()
-        )  # the next one in turn first
+        # the next one in turn first
+        self._clients: OrderedDict[str | None, _Client] = OrderedDict()
         self._running: set[Future[Any]] = set()
         self._weight = 0
 

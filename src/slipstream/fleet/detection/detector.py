@@ -59,7 +59,7 @@ class Finding:
         return dataclasses.asdict(self)
 
 
-class _Replica:
+class _WatchedReplica:
     def __init__(self) -> None:
         self.steps = ExpectedSteps()
         self.slowness = SeriesWatch(next(s for s in SIGNALS if s.name == "step_time"))
@@ -92,7 +92,7 @@ class Detector:
     """Detector for any number of replicas, which takes one observation at a time."""
 
     def __init__(self) -> None:
-        self._replicas: OrderedDict[str, _Replica] = OrderedDict()
+        self._replicas: OrderedDict[str, _WatchedReplica] = OrderedDict()
         self._numbers = itertools.count(1)
         self._ended: deque[Finding] = deque(maxlen=MAX_ENDED)
         self._changed: deque[Finding] = deque(maxlen=2 * MAX_ENDED)
@@ -112,7 +112,7 @@ class Detector:
     def observe(self, seen: Observation) -> None:
         replica = self._replicas.get(seen.replica)
         if replica is None:
-            replica = self._replicas[seen.replica] = _Replica()
+            replica = self._replicas[seen.replica] = _WatchedReplica()
             if len(self._replicas) > MAX_REPLICAS:
                 _, forgotten = self._replicas.popitem(last=False)
                 self._end_all(forgotten, forgotten.last_at)
@@ -144,7 +144,7 @@ class Detector:
         for name in [n for n, r in self._replicas.items() if now - r.last_at > SILENT_S]:
             self._end_all(self._replicas.pop(name), now)
 
-    def _began(self, replica: _Replica, name: str, seen: Observation) -> None:
+    def _began(self, replica: _WatchedReplica, name: str, seen: Observation) -> None:
         for finding in replica.open.values():  # the series may follow from a known cause
             young = seen.at - finding.began <= SETTLE_S
             cause = (
@@ -167,7 +167,7 @@ class Detector:
         replica.open[finding.number] = finding
         self._changed.append(finding)
 
-    def _join(self, replica: _Replica, finding: Finding, name: str, cause: Cause) -> None:
+    def _join(self, replica: _WatchedReplica, finding: Finding, name: str, cause: Cause) -> None:
         signals = tuple(dict.fromkeys((*finding.signals, name)))
         changed = self._described(
             replica,
@@ -185,21 +185,21 @@ class Detector:
             self._changed.append(changed)
 
     @staticmethod
-    def _cause(replica: _Replica, names: tuple[str, ...], seen: Observation) -> Cause:
+    def _cause(replica: _WatchedReplica, names: tuple[str, ...], seen: Observation) -> Cause:
         return find_cause(frozenset(names), list(replica.slowness.recent), seen, replica.running)
 
     @staticmethod
-    def _described(replica: _Replica, finding: Finding) -> Finding:
+    def _described(replica: _WatchedReplica, finding: Finding) -> Finding:
         return replace(
             finding, evidence=tuple(replica.watches[name].describe() for name in finding.signals)
         )
 
-    def _end(self, replica: _Replica, finding: Finding, at: float) -> None:
+    def _end(self, replica: _WatchedReplica, finding: Finding, at: float) -> None:
         del replica.open[finding.number]
         ended = replace(finding, ended=at)
         self._ended.append(ended)
         self._changed.append(ended)
 
-    def _end_all(self, replica: _Replica, at: float) -> None:
+    def _end_all(self, replica: _WatchedReplica, at: float) -> None:
         for finding in list(replica.open.values()):
             self._end(replica, finding, at)

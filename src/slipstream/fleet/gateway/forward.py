@@ -29,14 +29,7 @@ import msgspec
 
 from slipstream.core.cache.prefix_cache import salted
 from slipstream.fleet.gateway import phases
-from slipstream.fleet.gateway.calls import (
-    Call,
-    Opened,
-    RetryElsewhere,
-    about,
-    refused,
-    resume_body,
-)
+from slipstream.fleet.gateway.calls import Call, Opened, RetryElsewhere, about, refused, resume_body
 from slipstream.fleet.gateway.members import Members, Replica, Version
 from slipstream.fleet.gateway.phases import Prefilled
 from slipstream.fleet.gateway.prompts import chain
@@ -44,10 +37,7 @@ from slipstream.fleet.gateway.router import Decision
 from slipstream.fleet.gateway.streams import ELSEWHERE, MarkedStream, error_event
 from slipstream.fleet.gateway.upstream import UpstreamError
 from slipstream.server.answers import generation
-from slipstream.server.http.errors import (
-    ApiError,
-    unavailable,
-)
+from slipstream.server.http.errors import ApiError, unavailable
 from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.http.replies import send_whole
 from slipstream.server.operations.fleet import HANDOVER_HEADER
@@ -81,12 +71,7 @@ SHADOWED = frozenset(
 """Routes that store nothing, so they can be shadowed. /v1/responses stores its answers."""
 
 # response headers that are passed on
-_PASSED = (
-    b"content-type",
-    b"cache-control",
-    b"retry-after",
-    b"inference-header-content-length",
-)
+_PASSED = (b"content-type", b"cache-control", b"retry-after", b"inference-header-content-length")
 MAX_DEATHS = 2
 """Number of replicas that may die with the same request before it is refused."""
 
@@ -154,9 +139,8 @@ class Forwarder:
             await self.count_death(call, last, further=further)
             if further:  # further tokens arrived, so the request is not at fault
                 number, told = 0, len(call.marked.tokens)
-            number += (
-                last.died or not last.engine_down
-            )  # waiting for a start does not count as an attempt
+            # waiting for a start does not count as an attempt
+            number += last.died or not last.engine_down
             if number > most or not (
                 call.first_token_sent or last.gone or self.members.budget.take()
             ):
@@ -414,9 +398,8 @@ class Forwarder:
         if not (call.streams or call.generates):
             return None
         seconds = max(self.members.fleet.router.first_token_s, 3 * opened.decision.predicted_ttft_s)
-        if (
-            call.first_token_sent
-        ):  # The answer so far is computed first, which took no longer than the time until now.
+        # The answer so far is computed first, which took no longer than the time until now.
+        if call.first_token_sent:
             seconds += 2 * (time.monotonic() - call.record.start)
         return seconds
 

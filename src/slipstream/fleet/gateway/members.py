@@ -185,9 +185,8 @@ class Replica:
                 router.reset(self.id, news.number, stored, has_states=news.has_states)
                 self._set_heard(True)
             elif not router.apply(self.id, news.number, stored, removed):
-                raise UpstreamError(
-                    "a report was lost"
-                )  # a new connection begins with a full report
+                # a new connection begins with a full report
+                raise UpstreamError("a report was lost")
             return
         self.set_ready(news.is_ready)
         self.is_up, self.counts = news.is_up, news.counts or self.counts

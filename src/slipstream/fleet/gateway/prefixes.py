@@ -36,7 +36,7 @@ MAX_GROUPS = 4
 """Maximum distinct prefix lengths that one lookup distinguishes, the longest first."""
 
 
-class _Part:
+class _HashTable:
     """Hash table with open addressing and linear probing. The arrays are read through memoryviews,
     which is faster for one entry at a time.
 
@@ -92,7 +92,7 @@ class _Part:
         used = self._set_array > _GONE
         keys, sets = self._key_array[used], self._set_array[used]
         size = self.mask + 1
-        new = _Part(2 * size if 2 * len(keys) > _MAX_FILLED * size else size)
+        new = _HashTable(2 * size if 2 * len(keys) > _MAX_FILLED * size else size)
         place = keys & np.uint64(new.mask)
         while len(keys):  # of several keys for the same free entry, one is stored per pass
             free = new._set_array[place] == _EMPTY
@@ -111,7 +111,7 @@ class PrefixStore:
     numbers from `new_slot`."""
 
     def __init__(self) -> None:
-        self._parts = [_Part(_FIRST_SIZE) for _ in range(_NUM_PARTS)]
+        self._parts = [_HashTable(_FIRST_SIZE) for _ in range(_NUM_PARTS)]
         self._masks = [0, 0]  # by set number: the holders
         self._uses = [0, 0]  # by set number: the blocks that have it
         self._numbers: dict[int, int] = {}  # mask → set number

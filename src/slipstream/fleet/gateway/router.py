@@ -93,7 +93,7 @@ class PromptCost(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Replica:
+class _ReplicaCounts:
     """Counts of one replica: this router's own requests, and those of other routers."""
 
     state: ReplicaState
@@ -120,8 +120,8 @@ class _Replica:
         return self.own_queued + self.others_queued
 
 
-class _UnderWay(msgspec.Struct, gc=False):
-    replica: _Replica
+class _RoutedRequest(msgspec.Struct, gc=False):
+    replica: _ReplicaCounts
     num_new: int
     chosen: float
     queued_before: int
@@ -131,7 +131,7 @@ class _UnderWay(msgspec.Struct, gc=False):
 class _Expected(msgspec.Struct, frozen=True, eq=False):
     """Expectation that a request's blocks will be cached at a replica."""
 
-    replica: _Replica
+    replica: _ReplicaCounts
     chain: Sequence[bytes]
     until: float
 
@@ -153,8 +153,8 @@ class Router:
         self.policy, self.balance, self.thrift, self._learns = policy, balance, thrift, learn_rates
         self.patience_s = patience_s
         self.store = PrefixStore()
-        self._replicas: dict[str, _Replica] = {}
-        self._by_slot: dict[int, _Replica] = {}
+        self._replicas: dict[str, _ReplicaCounts] = {}
+        self._by_slot: dict[int, _ReplicaCounts] = {}
         # Arrays by slot. A slot without a replica has _wait inf and 0 elsewhere. _wait: seconds of
         # TTFT before a new request's own prompt; inf: gets none
         self._wait = np.zeros(0)
@@ -163,7 +163,7 @@ class Router:
         self._work = np.zeros(0)  # decayed work in seconds, divided by the weight
         self._work_at = 0.0
         self._with_states = 0  # mask of the slots of replicas with recurrent states
-        self._under_way: dict[int, _UnderWay] = {}
+        self._under_way: dict[int, _RoutedRequest] = {}
         # by the chain's first block, its first new block, and every `_stride`th block after that:
         # finds chains that continue where reports end, and chains that diverge earlier
         self._expected: dict[bytes, _Expected] = {}
@@ -196,7 +196,7 @@ class Router:
         """Add a replica whose cache is empty, or will be reported. ValueError if it exists already."""
         if state.id in self._replicas:
             raise ValueError(f"replica {state.id!r} is there already")
-        replica = _Replica(state, 0)
+        replica = _ReplicaCounts(state, 0)
         self._replicas[state.id] = replica
         self._block_sizes.add(state.block_size)
         replica.others_running, replica.others_waiting = state.running, state.waiting
@@ -365,7 +365,7 @@ class Router:
 
     # --- Inside -------------------------------------------------------------------------------------------------------
 
-    def _take_slot(self, replica: _Replica, work: float) -> None:
+    def _take_slot(self, replica: _ReplicaCounts, work: float) -> None:
         replica.slot = slot = self.store.new_slot()
         self._by_slot[slot] = replica
         while slot >= len(self._wait):
@@ -378,7 +378,7 @@ class Router:
         self._per_block[slot], self._work[slot] = replica.state.block_size, work
         self._refresh(replica)
 
-    def _leave_slot(self, replica: _Replica) -> float:
+    def _leave_slot(self, replica: _ReplicaCounts) -> float:
         """Free the replica's slot. Returns its recent work."""
         slot = replica.slot
         work = float(self._work[slot])
@@ -440,7 +440,7 @@ class Router:
 
     def _pick(
         self, score: np.ndarray, computing: np.ndarray, session: str | None
-    ) -> _Replica | None:
+    ) -> _ReplicaCounts | None:
         if self.policy == "prefix":
             costs = self.balance * self._work  # without the fleet's mean, which is the same for all
             costs += score
@@ -472,7 +472,7 @@ class Router:
 
     def _count(
         self,
-        replica: _Replica,
+        replica: _ReplicaCounts,
         chains: Sequence[Sequence[bytes]],
         num_tokens: int,
         cached: int,
@@ -482,7 +482,7 @@ class Router:
     ) -> Decision:
         num_new = num_tokens - cached
         self._numbers += 1
-        self._under_way[self._numbers] = _UnderWay(replica, num_new, now, replica.queued)
+        self._under_way[self._numbers] = _RoutedRequest(replica, num_new, now, replica.queued)
         replica.own_waiting += 1
         replica.own_queued += num_new
         self._work[replica.slot] += (
@@ -509,7 +509,7 @@ class Router:
             self._work *= math.exp((self._work_at - now) / WORK_S)
             self._work_at = now
 
-    def _refresh(self, replica: _Replica) -> None:
+    def _refresh(self, replica: _ReplicaCounts) -> None:
         """Recompute the replica's array entries after a change of its state."""
         state, slot = replica.state, replica.slot
         if self._by_slot.get(slot) is not replica:

@@ -242,9 +242,8 @@ class ConnectionPool:
             try:
                 answer = await self._connection(fresh=fresh)
             except UpstreamError as error:
-                error.sent = (
-                    was_lost  # a replica that answered a moment ago may have died of the request
-                )
+                # a replica that answered a moment ago may have died of the request
+                error.sent = was_lost
                 raise
             try:
                 answer.begin(request, on_interim)

@@ -126,9 +126,8 @@ class Forecast:
         """The `share` quantile of the rate forecast one horizon ahead."""
         mean = self.mean()
         scale = math.sqrt(max(mean, 1 / self.interval_s))
-        if (
-            len(self._short) < 10
-        ):  # few errors yet: the noise of a Poisson process over half a horizon
+        # few errors yet: the noise of a Poisson process over half a horizon
+        if len(self._short) < 10:
             return max(
                 0.0,
                 mean

@@ -63,9 +63,8 @@ class Scaling:
             ):
                 known = await asyncio.to_thread(make, spec, settings, objectives)
             found[key] = known
-        if (
-            room is not None and self.room is not None
-        ):  # pools that are being removed hold memory, too
+        # pools that are being removed hold memory, too
+        if room is not None and self.room is not None:
             room = Room(room.limit, {**self.room.needs, **room.needs})
         self.room = room
         return found

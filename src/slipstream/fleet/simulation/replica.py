@@ -70,12 +70,10 @@ class CoarseReplica:
         self.computed_tokens = self.cached_tokens = 0
         self.busy_s = 0.0
         self._steps = 0
-        self._step_s = (
-            0.0  # duration of a decode step in the series; 0: a step with prompts is running
-        )
-        self._decoding: list[
-            tuple[int, int, Prompt]
-        ] = []  # by the index of the step after which they end
+        # duration of a decode step in the series; 0: a step with prompts is running
+        self._step_s = 0.0
+        # by the index of the step after which they end
+        self._decoding: list[tuple[int, int, Prompt]] = []
         self._context = 0  # cached tokens of decoding sequences
         self._waiting: deque[Prompt] = deque()
         self._prefilling: deque[Prompt] = deque()

@@ -69,7 +69,7 @@ class _Place:
         self.replica: CoarseReplica
 
 
-class _UnderWay:
+class _SimulatedRequest:
     __slots__ = ("decision", "first_at", "gateway", "place")
 
     def __init__(self, gateway: Placing, decision: Decision, place: _Place) -> None:
@@ -101,7 +101,7 @@ class FleetSimulation:
         self._events: list[tuple[float, int, _Place]] = []
         self._order = itertools.count()
         self._at_gateway: deque[Prompt] = deque()
-        self._under_way: dict[int, _UnderWay] = {}
+        self._under_way: dict[int, _SimulatedRequest] = {}
         self._endless = EndlessCache(traffic)
         count = len(traffic)
         self._ttft = np.full(count, np.nan)
@@ -139,12 +139,7 @@ class FleetSimulation:
     def _ready(self, place: _Place) -> None:
         spec, engine = self._spec, self._engine
         place.is_ready = True
-        place.replica = CoarseReplica(
-            engine,
-            self._first,
-            self._end,
-            at=place.ready_at,
-        )
+        place.replica = CoarseReplica(engine, self._first, self._end, at=place.ready_at)
         for gateway in self._gateways:
             gateway.guard.add(place.id)
             gateway.router.add(
@@ -206,7 +201,7 @@ class FleetSimulation:
             self.num_refused += 1
             return True
         self.predicted_hit_tokens += decision.num_cached_tokens
-        self._under_way[prompt.index] = _UnderWay(gateway, decision, place)
+        self._under_way[prompt.index] = _SimulatedRequest(gateway, decision, place)
         place.replica.add(prompt, at)
         self._plan(place)
         return True

@@ -149,6 +149,5 @@ def _scaling(
     on_device: Autoscale = msgspec.structs.replace(settings, device=gpu)
     scaler = make(spec, on_device, objectives)
     return ScalerRun(
-        scaler=scaler,
-        cold_start_s=cold_start_s or settings.cold_start_s or FIRST_COLD_START_S,
+        scaler=scaler, cold_start_s=cold_start_s or settings.cold_start_s or FIRST_COLD_START_S
     )

@@ -109,9 +109,8 @@ class HostOps(RowSampler):
         self._sparse_from = chosen if sparse_from is None else sparse_from
         self.arena = Arena(self.pool)
         self._dense_copies = dense_copies
-        self._dense_from: int | None = (
-            0  # 0: not measured yet, which the first sparse weight triggers; None: never
-        )
+        # 0: not measured yet, which the first sparse weight triggers; None: never
+        self._dense_from: int | None = 0
 
     def describe(self) -> str:
         return f"cpu (C++, {self.pool.isa})"

@@ -268,9 +268,8 @@ class NativeOps(CpuOps):
             return p, gathered
 
         p, gathered = begun(counts, up.form)
-        if isinstance(
-            spec.expert.activation, OwnActivation | ClampedSilu
-        ):  # torch computes it, between two programs with the same choice
+        # torch computes it, between two programs with the same choice
+        if isinstance(spec.expert.activation, OwnActivation | ClampedSilu):
             wide = torch.empty(len(x) * k, up.rows)
             add_expert_linear(p, gathered, p.bound(wide), up)
             p.run(step)

@@ -49,9 +49,8 @@ def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 64)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(
-        f".{path.name}.{os.getpid()}-{threading.get_ident()}"
-    )  # unique to this thread
+    # unique to this thread
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         unfinished.unlink(missing_ok=True)
         with unfinished.open("xb") as file:  # a link that somebody made there is not followed
@@ -59,9 +58,8 @@ def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts
             for _, data in parts:
                 file.write(data.data)
             file.flush()
-            os.fsync(
-                file.fileno()
-            )  # otherwise a crashed machine might leave a file of the right length without the data
+            # otherwise a crashed machine might leave a file of the right length without the data
+            os.fsync(file.fileno())
         unfinished.replace(path)
     except BaseException:
         unfinished.unlink(missing_ok=True)

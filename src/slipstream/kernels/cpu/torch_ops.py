@@ -493,10 +493,8 @@ def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: AttentionP
     scale, window, causal = s.scale, s.window, s.causal
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, length, _ = keys.shape
-    group, latent = (
-        num_heads // num_kv_heads,
-        values.shape[2] < head_dim,
-    )  # a latent's single kv head is not copied for each of many heads
+    # a latent's single kv head is not copied for each of many heads
+    group, latent = (num_heads // num_kv_heads, values.shape[2] < head_dim)
     if (not causal or (num_queries == length and not latent)) and (
         window is None or window >= length
     ):
@@ -512,10 +510,8 @@ def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: AttentionP
         step = min(step, max(window, 64))
     for begin in range(0, num_queries, step):
         end = min(begin + step, num_queries)
-        first, last = (
-            length - num_queries + begin,
-            length - num_queries + end,
-        )  # positions of these queries
+        # positions of these queries
+        first, last = (length - num_queries + begin, length - num_queries + end)
         low = 0 if window is None else max(0, first - window + 1)
         at = torch.arange(first, last)[:, None]
         last = last if causal else min(length, last + (window or length) - 1)

@@ -59,9 +59,8 @@ def unpack(data: Tensor, w: PackedExperts, out: Tensor) -> None:
         )
     else:
         lines = codes.view(count, panels, groups, 4, PANEL, 4)
-        halves = torch.stack(
-            (lines & 15, lines >> 4), dim=3
-        )  # [experts, panels, groups, half, line, rows, 4]
+        # [experts, panels, groups, half, line, rows, 4]
+        halves = torch.stack((lines & 15, lines >> 4), dim=3)
         grouped = halves.permute(0, 1, 5, 2, 3, 4, 6).reshape(count, panels, PANEL, groups, GROUP)
         if w.kind == native.MX:
             exponents = (

@@ -64,9 +64,8 @@ class HostExpertOps:
         self._ops, self.host, self._platform = device, host, platform
         self.arena = PinnedArena(host, platform)
         host.host.arena = self.arena
-        self.copy_from: int | None = (
-            None  # minimum tokens of a step that the device computes; None: the host computes all
-        )
+        # minimum tokens of a step that the device computes; None: the host computes all
+        self.copy_from: int | None = None
         self._queue = platform.copy_queue()
         self._memory = SharedMemory(platform)
         self._layers: dict[int, HostMixture] = {}
@@ -322,10 +321,8 @@ class HostMixture:
         up, down, spec = experts.up, experts.down, experts.spec
         assert isinstance(up, NativeExperts)
         assert isinstance(down, NativeExperts)
-        self._platform, self._experts = (
-            platform,
-            experts,
-        )  # the program has addresses of their weights
+        # the program has addresses of their weights
+        self._platform, self._experts = (platform, experts)
         size, k = up.inner, spec.num_experts_per_token
         self.given, self.result = (
             memory.pinned("given", size + 2 * k),
@@ -399,9 +396,8 @@ class PinnedArena(Arena):
 
     def take(self, num_bytes: int) -> Bytes:
         size = -(-max(1, num_bytes) // HUGE) * HUGE
-        pages = mmap.mmap(
-            -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )  # shared memory, the default, has small pages
+        # shared memory, the default, has small pages
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # the system has none
                 pages.madvise(mmap.MADV_HUGEPAGE)

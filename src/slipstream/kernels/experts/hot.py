@@ -74,9 +74,8 @@ class HotExperts:
         """Replaces experts on the device by others that were chosen more often lately. `counts` are
         those since the start. Returns the number of replaced experts."""
         now = np.asarray(counts[: len(self._seen)], np.int64)
-        fresh = (
-            now - self._seen if (now >= self._seen).all() else now
-        )  # if smaller, the counts were reset
+        # if smaller, the counts were reset
+        fresh = now - self._seen if (now >= self._seen).all() else now
         self._seen, self._load = now, KEPT * self._load + fresh
         moves = best_moves(self._load, self.held)
         self._move(moves)

@@ -80,9 +80,8 @@ class AutogradOps(ReferenceOps):
         if is_full:
             padded = q.unflatten(0, (len(k), length))
         else:
-            padded = q.new_zeros(
-                len(k), length, *q.shape[1:]
-            )  # [S, L, H, D]; results of rows beyond a sequence's end are not used
+            # [S, L, H, D]; results of rows beyond a sequence's end are not used
+            padded = q.new_zeros(len(k), length, *q.shape[1:])
             padded[rows] = q
         mask = _mask(length, s.window, s.alibi_slopes, q)
         seen = F.scaled_dot_product_attention(

@@ -32,19 +32,24 @@ def attend(
     index: tuple[Tensor, Tensor] | None,
     kv: LayerKV,
     meta: AttentionMetadata,
-    p: CompressedParams,
+    params: CompressedParams,
 ) -> Tensor:
-    """`OpSet.compressed_attention`."""
-    s, num_tokens = p.spec, len(q)
-    table = p.cos_sin[meta.positions]
+    """Attention to the keys of nearby tokens and to compressed keys (`CompressedAttentionSpec`): q [T, H · D], key
+    [T, D] → [T, H · D].
+
+    `rows` holds what each token contributes to compressed keys. `index` is the pair (queries [T, heads · I],
+    weights [T, heads]) of the index.
+    """
+    s, num_tokens = params.spec, len(q)
+    table = params.cos_sin[meta.positions]
     queries = _turned(_rms(q.view(num_tokens, s.num_heads, -1), None, s.eps), table)
-    keys = _turned(_rms(key, p.norm, s.eps)[:, None], table)[:, 0]
+    keys = _turned(_rms(key, params.norm, s.eps)[:, None], table)[:, 0]
     block, offset = meta.slot_mapping // kv.block_size, meta.slot_mapping % kv.block_size
     kv.k[block, 0, offset] = keys.to(kv.k.dtype)
     if rows is not None and kv.index is not None:
         kv.index[block, 0, offset, : s.source_size] = rows.to(kv.index.dtype)
         for first, last, blocks, _ in sequences(meta):
-            _close(first, last, blocks, kv, p)
+            _close(first, last, blocks, kv, params)
     scorers = weights = None
     if index is not None and s.index_spec is not None:
         of_heads = index[0].view(num_tokens, s.index_spec.num_heads, -1).float()
@@ -69,7 +74,7 @@ def attend(
                 hidden = torch.cat((hidden, later), dim=1)
             scores = torch.einsum("nhd,ld->nhl", queries[own], seen) * s.scale
             scores = scores.masked_fill(hidden[:, None], -math.inf)
-            sinks = p.sinks.float()[None, :, None].expand(len(at), -1, 1)
+            sinks = params.sinks.float()[None, :, None].expand(len(at), -1, 1)
             weight = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
             out[own] = weight @ seen
     return _turned(out, table, back=True).flatten(1).to(q.dtype)
@@ -185,39 +190,42 @@ def _not_chosen(
     return later | torch.ones_like(later).scatter_(1, best, False)
 
 
-def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`OpSet.grouped_linear`."""
+def grouped_linear(x: Tensor, *, weight: Tensor) -> Tensor:
+    """Block-diagonal product: x [T, G · F] → [T, G · R]. Part g of a row is multiplied with rows g · R … of the
+    weight [G · R, F]."""
     groups = x.view(len(x), -1, weight.shape[1]).transpose(0, 1)  # [G, T, inner]
     made = torch.bmm(groups, weight.to(x.dtype).view(len(groups), -1, weight.shape[1]).mT)
     return made.transpose(0, 1).flatten(1)
 
 
-def coefficients(h: Tensor, p: HyperParams) -> Tensor:
-    """`OpSet.stream_coefficients`."""
-    n, flat = p.count, h.float()
-    flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + p.norm_eps)
-    found, scale, base = flat @ p.product.float().T, p.scale.float(), p.base.float()
-    into = torch.sigmoid(found[:, :n] * scale[0] + base[:n]) + p.eps
+def coefficients(h: Tensor, params: HyperParams) -> Tensor:
+    """Coefficients of streams h [T, N · E] (`HyperSpec`), float32 [T, N + N + N · N]; [T, N] after the last layer."""
+    n, flat = params.count, h.float()
+    flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + params.norm_eps)
+    found, scale, base = flat @ params.product.float().T, params.scale.float(), params.base.float()
+    into = torch.sigmoid(found[:, :n] * scale[0] + base[:n]) + params.eps
     if found.shape[1] == n:
         return into
     out = 2 * torch.sigmoid(found[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-    mixed = (found[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n).softmax(-1) + p.eps
-    mixed = mixed / (mixed.sum(-2, keepdim=True) + p.eps)
-    for _ in range(p.iterations - 1):  # Sinkhorn and Knopp: rows and columns of sum 1
-        mixed = mixed / (mixed.sum(-1, keepdim=True) + p.eps)
-        mixed = mixed / (mixed.sum(-2, keepdim=True) + p.eps)
+    mixed = (found[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n).softmax(-1) + params.eps
+    mixed = mixed / (mixed.sum(-2, keepdim=True) + params.eps)
+    for _ in range(params.iterations - 1):  # Sinkhorn and Knopp: rows and columns of sum 1
+        mixed = mixed / (mixed.sum(-1, keepdim=True) + params.eps)
+        mixed = mixed / (mixed.sum(-2, keepdim=True) + params.eps)
     return torch.cat((into, out, mixed.flatten(1)), dim=1)
 
 
-def collapsed(h: Tensor, factors: Tensor, count: int) -> Tensor:
-    """`OpSet.collapsed_streams`."""
+def collapsed(h: Tensor, coefficients: Tensor, *, count: int) -> Tensor:
+    """Returns the sum of the streams of h [T, N · E], each weighted by its coefficient of the
+    first N: [T, E]."""
     streams = h.view(len(h), count, -1).float()
-    return (factors[:, :count, None] * streams).sum(1).to(h.dtype)
+    return (coefficients[:, :count, None] * streams).sum(1).to(h.dtype)
 
 
-def merged(h: Tensor, made: Tensor, factors: Tensor, count: int) -> Tensor:
-    """`OpSet.merged_streams`."""
+def merged(h: Tensor, made: Tensor, coefficients: Tensor, *, count: int) -> Tensor:
+    """Mixes the streams of h [T, N · E] with each other, and adds `made` [T, E] to each, times its coefficient."""
     streams = h.view(len(h), count, -1)
-    out, mixed = factors[:, count : 2 * count], factors[:, 2 * count :].view(-1, count, count)
+    out = coefficients[:, count : 2 * count]
+    mixed = coefficients[:, 2 * count :].view(-1, count, count)
     kept = mixed.to(h.dtype).mT @ streams
     return (out.to(h.dtype)[..., None] * made[:, None] + kept).view_as(h)

@@ -46,11 +46,14 @@ def _convolved(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Co
 def causal_conv(
     x: Tensor, state: LayerState, meta: AttentionMetadata, params: ConvParams
 ) -> Tensor:
+    """Mamba-1's convolution of the first C columns of `x` [T, 2 · C] → [T, C]. It reads and keeps `state.conv`
+    alone."""
     channels = params.weight.shape[0]
     return _convolved(x[:, :channels], state, meta, params).to(x.dtype)
 
 
 def short_conv(x: Tensor, state: LayerState, meta: AttentionMetadata, params: ConvParams) -> Tensor:
+    """LFM2's gated convolution: x [T, 3 · C] of b, c and x → c · conv(b · x) [T, C]."""
     b, c, inner = x.chunk(3, dim=1)
     return (c.float() * _convolved(b * inner, state, meta, params)).to(x.dtype)
 
@@ -72,6 +75,12 @@ def gated_delta(
     decay: Tensor | None = None,
     z: Tensor | None = None,
 ) -> Tensor:
+    """The gated delta rule with its convolution and its gated norm (`GatedDeltaSpec`) → [T, H · V].
+
+    `x` [T, C + H · V] has q, k and v before the convolution, and z; `gates` [T, 2 · H] has b and a. If `decay`
+    [T, H · K] and `z` [T, H · V] are given, `x` is [T, C] and `gates` [T, H]. `meta.states` says which states are
+    read and kept.
+    """
     s, states = params.spec, state.recurrent
     assert meta.states is not None
     assert states is not None
@@ -108,6 +117,7 @@ def gated_delta(
 
 
 def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2Params) -> Tensor:
+    """A Mamba-2 recurrence with its convolution, gate and norm: x [T, H · V + C + H] → [T, H · V]."""
     s, states = params.spec, state.recurrent
     assert meta.states is not None
     assert states is not None
@@ -155,6 +165,11 @@ def selective_scan(
     meta: AttentionMetadata,
     params: MambaParams,
 ) -> Tensor:
+    """Mamba-1's recurrence and gate → [T, width].
+
+    `x` [T, width] comes from the convolution, `dt` [T, width] has no bias yet, `b` and `c` are [T, K], and the last
+    `width` columns of `xz` are the gate.
+    """
     s, states = params.spec, state.recurrent
     assert meta.states is not None
     assert states is not None

@@ -284,9 +284,8 @@ class TritonOps(OpSet):
         residual: Tensor | None = None,
         inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
-        peer = (
-            None if self.deterministic else group.peer_collectives
-        )  # a long step's norm is another kernel
+        # a long step's norm is another kernel
+        peer = None if self.deterministic else group.peer_collectives
         if isinstance(peer, peer_collectives.CudaPeerCollectives) and peer.covers_norm(
             x, norm, inputs
         ):

@@ -41,15 +41,7 @@ EMPTY = -2147450880  # 0x80008000
 MAX_BYTES = 16 * 2**20
 """Largest sum, and two ranks' largest part of a gather. It is the largest size that was measured between two
 H200s: 55 µs, against 82 with NCCL (`parallel_sums`)."""
-ONE_STEP_BYTES = {
-    2: MAX_BYTES,
-    3: 2**20,
-    4: 2**19,
-    5: 5 * 2**16,
-    6: 2**18,
-    7: 3 * 2**16,
-    8: 2**17,
-}
+ONE_STEP_BYTES = {2: MAX_BYTES, 3: 2**20, 4: 2**19, 5: 5 * 2**16, 6: 2**18, 7: 3 * 2**16, 8: 2**17}
 """Largest sum in one step by the number of ranks; larger ones take two. An estimate from 2 µs for a
 step and 370 GB/s of a GPU's links: of n ranks the first sends n − 1 times the bytes, the second
 2 (n − 1) / n times. Only the two ranks' was measured. More than 8 ranks: as 8."""

@@ -217,7 +217,7 @@ def tune_model(
 ) -> tuple[Tuning, str]:
     """Tune all of a model's shapes; also returns how they were measured. `base`: the tiles without the user's table.
     `cache`: the KV cache's 8-bit format, if it has one."""
-    bench = _Bench(base, torch.device(device), getattr(torch, dtype))
+    bench = _TrialRunner(base, torch.device(device), getattr(torch, dtype))
     platform_of(bench.device).activate(num_threads=1)
     with torch.inference_mode():
         trials = bench.trials(spec, scheme, cache, block_size, max_model_len, max_num_seqs)
@@ -227,7 +227,7 @@ def tune_model(
     return tuning, f"slipstream tune, torch {torch.__version__}, triton {triton.__version__}"
 
 
-class _Bench:
+class _TrialRunner:
     """Makes the trials' data and runs them through the engine's op set."""
 
     def __init__(self, base: TileTable, device: torch.device, dtype: torch.dtype) -> None:

@@ -75,9 +75,8 @@ class LoRATokens:
     order: Tensor  # int32 [T]: tokens by slot; tiles leave out those without an adapter
     tiles: Tensor  # int32 [M, 3]: slot, and begin and end in `order`
     tile_tokens: int  # maximum tokens of a tile
-    groups: tuple[
-        tuple[int, int, int], ...
-    ] = ()  # on the host, not in a graph: (slot, begin, end) in `order`
+    # on the host, not in a graph: (slot, begin, end) in `order`
+    groups: tuple[tuple[int, int, int], ...] = ()
     own: LoRATokens | None = None
     """This rank's tokens, if ranks share out the step's. Some products read only these."""
 

@@ -252,9 +252,8 @@ class Float4Linear(Linear):
     mask make them a bfloat16's, 2^126 too small.
     """
 
-    exponents: (
-        Tensor  # int32 [rows / 8, chunks, 8 or of nvfp4 16]: a byte per group, low ones first
-    )
+    # int32 [rows / 8, chunks, 8 or of nvfp4 16]: a byte per group, low ones first
+    exponents: Tensor
     factor: float
     """Sums are multiplied by it, a power of two.
 

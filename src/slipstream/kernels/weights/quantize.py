@@ -132,9 +132,8 @@ def _round_groups(weight: Tensor, size: int, scales_dtype: torch.dtype) -> tuple
     """
     groups = weight.float().unflatten(1, (-1, size))
     kind = torch.finfo(scales_dtype)
-    least = max(
-        SMALLEST, 7.5 * kind.smallest_normal * kind.eps
-    )  # so that a group of zeros has a scale, in float16 too
+    # so that a group of zeros has a scale, in float16 too
+    least = max(SMALLEST, 7.5 * kind.smallest_normal * kind.eps)
     largest = -groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     largest = torch.where(largest.abs() < least, least, largest)
     gain = torch.full_like(largest, -1.0)
@@ -142,9 +141,8 @@ def _round_groups(weight: Tensor, size: int, scales_dtype: torch.dtype) -> tuple
     for step in _STEPS:
         codes = (groups * (step / largest)).round().clamp(-8, 7)
         products, squares = ((codes * x).sum(-1, keepdim=True) for x in (groups, codes))
-        found = (
-            products * products / squares.clamp(min=1.0)
-        )  # reduction of the squared error, compared with all codes 0
+        # reduction of the squared error, compared with all codes 0
+        found = products * products / squares.clamp(min=1.0)
         better = found > gain
         gain = torch.where(better, found, gain)
         scales = torch.where(better, products / squares.clamp(min=1.0), scales)

@@ -20,7 +20,8 @@ def words_of(value: Tensor) -> Tensor:
 
 
 def word_sums(values: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """`OpSet.word_sums`."""
+    """Computes two checksums of each tensor: the sum of its 32-bit words, and the sum of each
+    word times its number (from 1 on), both modulo 2^64."""
     found = []
     for value in values:
         words, sums = words_of(value), torch.zeros(2, dtype=torch.int64, device=value.device)

@@ -270,9 +270,8 @@ class LatentAttention:
 
     @property
     def inputs(self) -> InputFormat | None:
-        plain = (
-            self.index is not None or self.gate is not None
-        )  # these linear layers are not quantized
+        # these linear layers are not quantized
+        plain = self.index is not None or self.gate is not None
         return None if plain else self.latent.inputs
 
 
@@ -289,9 +288,8 @@ class CompressedAttention:
     q_norm: NormParams
     params: CompressedParams
     compress: Linear | None = None
-    index: tuple[Linear, Linear] | None = (
-        None  # the linear layers for its queries and for their weights
-    )
+    # the linear layers for its queries and for their weights
+    index: tuple[Linear, Linear] | None = None
 
     inputs: InputFormat | None = None  # compressed keys are never quantized
 

@@ -65,12 +65,10 @@ class MoE:
     shared_weight: Linear | None
     latent: tuple[Linear, Linear] | None = None  # to `spec.latent` elements, and back
     table: Tensor | None = None  # float32 [V, k]: experts of each token id, if `spec.hashed`
-    routed_experts: Tensor | None = (
-        None  # int16 [T, k]: where a step's choice is recorded, if wanted
-    )
-    routes_own: bool = (
-        False  # with several ranks, the router reads only this rank's tokens, which have adapters
-    )
+    # int16 [T, k]: where a step's choice is recorded, if wanted
+    routed_experts: Tensor | None = None
+    # with several ranks, the router reads only this rank's tokens, which have adapters
+    routes_own: bool = False
 
     def __call__(self, ops: OpSet, x: Any, load: Any = None, step: Any = None) -> Tensor:
         """[T, E] → [T, E]. `load`: counters from `OpSet.expert_load`, if tokens are counted. A `table` needs `step`."""

@@ -80,9 +80,8 @@ def total_of(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
 
 def state_of(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
     """`total_of` for an additional reader. The next layer still reads `pending`."""
-    assert not isinstance(
-        pending, PendingSum
-    )  # read only once; sums don't overlap with products if a draft head reads states
+    # read only once; sums don't overlap with products if a draft head reads states
+    assert not isinstance(pending, PendingSum)
     h = (
         ops.sum_of_parts(pending.x, group=pending.group)
         if isinstance(pending, PartialSum)

@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.kernels.layouts import HyperParams, NormParams
 from slipstream.model.layers.residual import normed, whole
-from slipstream.spec.model import (
-    HyperSpec,
-    OwnInputSpec,
-    RecallSpec,
-    ShortcutSpec,
-    StreamsSpec,
-)
+from slipstream.spec.model import HyperSpec, OwnInputSpec, RecallSpec, ShortcutSpec, StreamsSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -347,9 +347,8 @@ def filled_arrays(
             for f in fills[name]
         )
         whole = is_whole(shapes[name], fills[name])
-        if (
-            len(fills[name]) == 1 and whole
-        ):  # its array becomes the parameter, unless it must be converted
+        # its array becomes the parameter, unless it must be converted
+        if len(fills[name]) == 1 and whole:
             value, _ = next(parts)
             return np.ascontiguousarray(value.reshape(shapes[name]), kind)
         value = np.empty(shapes[name], kind) if whole else np.zeros(shapes[name], kind)

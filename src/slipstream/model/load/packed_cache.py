@@ -101,9 +101,8 @@ class PackedCacheFile:
         path = description.path.resolve()
         files = _files(path, description)
         own = path.parent if path.is_file() else path
-        travels = (
-            folder.resolve().parent == own
-        )  # it is in the checkpoint's own folder and is copied with it
+        # it is in the checkpoint's own folder and is copied with it
+        travels = folder.resolve().parent == own
         stamps = [_contents(f) if travels else _stamp(f) for f in files]
         of = ["" if travels else str(path), str(scheme), dtype, ops.describe()]
         stored = [str(description.quantization), str(description.split_columns())]

@@ -209,9 +209,8 @@ def _product(name: str, shape: Shape, draws: Callable[[str], Draws], scheme: Sch
         if part == "weight":
             assert kind is not None
             return made.codes(shape, kind)
-        by_rows = (
-            part == "scales" and scheme.name == "nvfp4"
-        )  # for nvfp4 the value goes into `row_scales`
+        # for nvfp4 the value goes into `row_scales`
+        by_rows = part == "scales" and scheme.name == "nvfp4"
         return made.full(shape, 1.0 if by_rows else SCALES[scheme.name], kind)
 
     return new_linear(scheme.name, shape, made.dtype, make, size=scheme.group_size)

@@ -146,12 +146,8 @@ def _without_others(
     """
     for name, shape, read in stored:
         stem = name.rpartition(".")[0]
-        names = (
-            name,
-            f"{stem}.weight",
-            stem,
-            name.rpartition("_")[0],
-        )  # names as they are, of a part, of a part in older tools, and of MXFP4
+        # names as they are, of a part, of a part in older tools, and of MXFP4
+        names = (name, f"{stem}.weight", stem, name.rpartition("_")[0])
         place = next((p for p in map(find, names) if p is not None), None)
         if wanted("" if place is None or CacheScales.is_of_cache(name) else place.target):
             yield name, shape, read

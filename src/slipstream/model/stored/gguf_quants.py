@@ -33,9 +33,8 @@ def dequantize(blocks: Blocks, kind: str, dtype: npt.DTypeLike) -> npt.NDArray[A
     block_size = BY_NAME[kind].block_size
     result = np.empty((len(blocks), block_size), dtype)
     step = _CHUNK_VALUES // block_size
-    with np.errstate(
-        over="ignore", invalid="ignore"
-    ):  # values too large for float16 become infinite
+    # values too large for float16 become infinite
+    with np.errstate(over="ignore", invalid="ignore"):
         for begin in range(0, len(blocks), step):
             own = np.ascontiguousarray(blocks[begin : begin + step])
             result[begin : begin + step] = (

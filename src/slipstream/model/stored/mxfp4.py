@@ -79,9 +79,8 @@ class Mxfp4Weights:
         made = new_linear("mxfp4", self._shapes[target], self.dtype, make, size=self.size)
         assert isinstance(made, GroupedLinear)
         for part in PARTS:
-            if (
-                taken := self._taken.get((target, part))
-            ) is not None:  # otherwise a rank's padding of zeros
+            # otherwise a rank's padding of zeros
+            if (taken := self._taken.get((target, part))) is not None:
                 self._put(made, part, *taken)
         return made
 

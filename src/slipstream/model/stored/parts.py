@@ -50,9 +50,8 @@ def stored_shape(fmt: WeightFormat, part: str, rows: int, inner: int) -> tuple[i
         case "weight_scale" | "weight_scale_inv":
             return -(-rows // fmt.block_rows), fmt.groups(inner)
         case _:
-            return -(-rows * fmt.bits // 32), fmt.groups(
-                inner
-            )  # zero points are packed along the rows
+            # zero points are packed along the rows
+            return -(-rows * fmt.bits // 32), fmt.groups(inner)
 
 
 def array_numbers(fmt: WeightFormat, parts: Mapping[str, Array], rows: int, inner: int) -> Array:
@@ -111,9 +110,8 @@ def unpack_words(words: Array, bits: int, num_codes: int) -> npt.NDArray[np.int8
         codes = np.packbits(
             places.reshape(len(words), num_codes, bits), axis=-1, bitorder="little"
         )[..., 0]
-    return (codes - np.uint8(1 << bits - 1)).view(
-        np.int8
-    )  # wraps around below 0, as two's complement does
+    # wraps around below 0, as two's complement does
+    return (codes - np.uint8(1 << bits - 1)).view(np.int8)
 
 
 def expanded(

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 OWN = ("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
 """Fields that configure the search; they are refused without `use_beam_search`."""
 
+NEUTRAL = {"length_penalty": 1.0, "num_beam_groups": 1, "diversity_penalty": 0.0}
+"""Values of `OWN` that change no search, and that clients send with every request."""
+
 TAKEN = frozenset(
     (
         *OWN,
@@ -70,7 +73,10 @@ answer."""
 def check(body: GenerationRequest) -> None:
     """Raise a 400 if a field contradicts `use_beam_search`, or needs it."""
     if not body.use_beam_search:
-        if wrong := [name for name in OWN if _is_given(getattr(body, name))]:
+        given = {name: getattr(body, name) for name in OWN}
+        if wrong := [
+            name for name in OWN if _is_given(given[name]) and given[name] != NEUTRAL.get(name)
+        ]:
             raise bad_request(f"{wrong[0]} goes with use_beam_search=true; leave it out", wrong[0])
         return
     others = [name for name in body.__struct_fields__ if name not in TAKEN]

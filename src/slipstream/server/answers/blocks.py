@@ -98,9 +98,8 @@ class BlockAnswer(Answer):
             and self._untold_logprobs
             and delta.finish_reason is not None
         ):
-            self._add(
-                last, ""
-            )  # adds log-probabilities of tokens without text, such as the end token
+            # adds log-probabilities of tokens without text, such as the end token
+            self._add(last, "")
         if delta.finish_reason is not None:
             self.stop_reason, self.ended = delta.stop_reason, True
             self._close()

@@ -3,7 +3,7 @@
 An `Answer` says what to generate and how to format it. completions.py and chat.py each create one
 from a body. `GenerationRoute` (route.py) is the ASGI endpoint that runs it.
 
-Each prompt of an answer (`_Part`) receives new output while the engine's message is read:
+Each prompt of an answer (`_PromptAnswer`) receives new output while the engine's message is read:
 
 1. If the connection is writable, the events are written at once (`write_chunk` of the ASGI scope,
    see connection.py).
@@ -32,10 +32,7 @@ from slipstream.params.sampling import SamplingParams
 from slipstream.params.search import BeamSearchParams
 from slipstream.server.answers.beams import named_as_in_body
 from slipstream.server.answers.cache_hints import Breakpoints, cache_hints
-from slipstream.server.http.errors import (
-    ApiError,
-    bad_request,
-)
+from slipstream.server.http.errors import ApiError, bad_request
 from slipstream.server.http.keys import prefix_salt
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.http.replies import JSON_HEADERS
@@ -72,9 +69,8 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)  # if the body has `return_token_ids`
     # (version of the weights, number of tokens), if weights may change
     weight_versions: list[tuple[str, int]] = field(default_factory=list)
-    begun: bool = (
-        False  # a chunk was written; this and the next two fields are managed by Answer.chunk
-    )
+    # a chunk was written; this and the next two fields are managed by Answer.chunk
+    begun: bool = False
     num_chars: int = 0
     strips_space: bool = False  # the next token's leading space is dropped
 
@@ -125,9 +121,8 @@ class Answer:
         self.choices = [Choice() for _ in range(num_choices)]
         self.prompt_info = [PromptInfo() for _ in prompts]
         self.more_usage: dict[str, Any] = {}
-        self.num_reasoning_tokens: int | None = (
-            None  # None: reasoning is not separated from the answer
-        )
+        # None: reasoning is not separated from the answer
+        self.num_reasoning_tokens: int | None = None
         self.stream = bool(body.stream)
         self.keeps_text = not self.stream or state.settings.audit_answers
         options = body.stream_options
@@ -155,16 +150,15 @@ class Answer:
         # address of the replica that computed the prompt, and its number of cached tokens
         self.handover_from, self.num_cached_there = "", 0
         self._replays = False  # the tokens of `begun` are being replayed
-        self.marks = (
-            False  # whether to write marks for a fleet's gateway (`server.operations.fleet`)
-        )
+        # whether to write marks for a fleet's gateway (`server.operations.fleet`)
+        self.marks = False
         self.unmarked: list[int] = []  # tokens since the last mark
         # The constant parts of a chunk are encoded once.
         self.head = (
             b"data: " + encode({"object": self.chunk_kind, **self.identity})[:-1] + b',"choices":['
         )
         self.tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
-        self.parts = [_Part(self, number, prompt) for number, prompt in enumerate(prompts)]
+        self.parts = [_PromptAnswer(self, number, prompt) for number, prompt in enumerate(prompts)]
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -504,7 +498,7 @@ def sign_of_life(media_type: bytes) -> bytes:
     return b": ping\n\n" if b"event-stream" in media_type else b" "
 
 
-class _Part:
+class _PromptAnswer:
     """One prompt of an answer: the `Sink` that receives its output from the engine."""
 
     def __init__(self, answer: Answer, number: int, prompt: Prompt) -> None:

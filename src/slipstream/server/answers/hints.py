@@ -4,28 +4,44 @@ Clients send them by default and can't always omit them. A field that would chan
 hint: it is applied, or refused by name. docs/agents.md lists all hints with the reason for each.
 `slipstream:request_hints_total` counts those that were sent.
 
-A struct names its hints in `hints`. Some fields are hints only for some models, such as an effort
+A struct's hints have the type `Hint`. Some fields are hints only for some models, such as an effort
 that the chat template does not know: the code that finds out adds them to the request's record.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
-HINT = msgspec.field(default_factory=Raw)
-"""Default of a hint that is not parsed: any JSON is accepted."""
+T = TypeVar("T")
+_MARK = Meta(extra={"hint": True})
+Hint = Annotated[T, _MARK]
+AnyHint = Annotated[Raw, _MARK]
+"""Type of a hint that is not parsed: any JSON is accepted."""
+
+ABSENT = msgspec.field(default_factory=Raw)
+"""Default of an optional field of unparsed JSON."""
+
+
+@functools.cache
+def hints_of(kind: type[Struct]) -> frozenset[str]:
+    """Names of the hints among a struct's own fields."""
+    fields = msgspec.structs.fields(kind)
+    return frozenset(f.name for f in fields if _MARK in getattr(f.type, "__metadata__", ()))
 
 
 def given_hints(body: Any, path: str = "") -> Iterator[str]:
     """Yield the names of the hints in a body and its parts, such as "tools.cache_control"."""
-    hints: tuple[str, ...] = getattr(body, "hints", ())
+    if not isinstance(body, Struct):
+        return
+    hints = hints_of(type(body))
     if (more := getattr(body, "more_hints", None)) is not None:
         yield from more()
-    for field in getattr(body, "__struct_fields__", ()):
+    for field in body.__struct_fields__:
         value = getattr(body, field)
         name = path + field
         if field == "messages":

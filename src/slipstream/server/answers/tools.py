@@ -12,7 +12,7 @@ from msgspec import Meta, Raw, Struct
 from slipstream.engine.text.tool_formats.base import Tool
 from slipstream.engine.text.tools import NO_PARAMETERS, OfferedTools, Reading, reading
 from slipstream.errors import RequestError
-from slipstream.server.answers.hints import HINT
+from slipstream.server.answers.hints import ABSENT, AnyHint
 from slipstream.server.http.errors import bad_request
 from slipstream.server.http.json_depth import is_too_deep
 from slipstream.server.state import ServerState
@@ -30,7 +30,7 @@ class FunctionSpec(Struct, forbid_unknown_fields=True, kw_only=True, omit_defaul
 class ToolSpec(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["function"]
     function: FunctionSpec
-    cache_control: Raw = HINT  # see `cache_hints`
+    cache_control: Raw = ABSENT  # see `cache_hints`
 
 
 class NamedFunction(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -58,10 +58,9 @@ class NamedChoice(Struct, forbid_unknown_fields=True, kw_only=True):
 class CalledFunction(Struct, forbid_unknown_fields=True, kw_only=True):
     name: str
     arguments: str = ""
-    parsed_arguments: Raw = (
-        HINT  # added to an answer by clients, as are the next two fields of a call
-    )
-    provider_specific_fields: Raw = HINT
+    # added to an answer by clients, as are the next two fields of a call
+    parsed_arguments: AnyHint = ABSENT
+    provider_specific_fields: AnyHint = ABSENT
 
 
 class SentToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -71,8 +70,8 @@ class SentToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
     function: CalledFunction
     type: Literal["function"] = "function"
     index: int | None = None
-    extra_content: Raw = HINT
-    provider_specific_fields: Raw = HINT
+    extra_content: AnyHint = ABSENT
+    provider_specific_fields: AnyHint = ABSENT
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice
@@ -102,9 +101,8 @@ def offer_of(body: WithTools) -> OfferedTools:
                 f"tool_choice has the type {choice.type!r} and no field {choice.type!r}, which names the tool",
                 field=f"tool_choice.{choice.type}",
             )
-        if isinstance(
-            wanted, AllowedTools
-        ):  # the model is told about all tools, but may only call these
+        # the model is told about all tools, but may only call these
+        if isinstance(wanted, AllowedTools):
             names = {one.function.name for one in wanted.tools}
             if missing := names - {s.function.name for s in specs}:
                 raise RequestError(

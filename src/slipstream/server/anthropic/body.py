@@ -16,7 +16,7 @@ from msgspec import Meta, Raw, Struct
 from slipstream.server.answers.cache_hints import Breakpoints, breakpoints
 from slipstream.server.answers.changing_lines import BILLING
 from slipstream.server.answers.generation import encode
-from slipstream.server.answers.hints import HINT, given_hints
+from slipstream.server.answers.hints import ABSENT, AnyHint, Hint, given_hints
 from slipstream.server.answers.structured import JsonSchema, ResponseFormat
 from slipstream.server.answers.tools import (
     MAX_TOOLS,
@@ -44,7 +44,7 @@ class CacheControl(Struct, forbid_unknown_fields=True, kw_only=True):
 
     type: Literal["ephemeral"]
     ttl: str | None = None
-    scope: Raw = HINT
+    scope: AnyHint = ABSENT
 
 
 class AnthropicPart(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -75,9 +75,8 @@ class UrlSource(Struct, forbid_unknown_fields=True, tag_field="type", tag="url")
 class ImageBlock(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     type: Literal["image"]
     source: Base64Source | UrlSource
-    transformations: Raw = (
-        HINT  # about images that are too large; ours are resized by the model's own rules
-    )
+    # about images that are too large; ours are resized by the model's own rules
+    transformations: AnyHint = ABSENT
 
 
 class ThinkingPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
@@ -150,7 +149,7 @@ class ToolUsePart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     name: str
     input: dict[str, Any]
     caller: Raw = OFF
-    toolset_name: Raw = HINT  # a label
+    toolset_name: AnyHint = ABSENT  # a label
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {"caller": (b"null", b'{"type":"direct"}')}
 
@@ -160,7 +159,7 @@ class ToolResultPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     tool_use_id: str
     content: str | list[dict[str, Raw]] = ""
     is_error: bool = False
-    toolset_name: Raw = HINT
+    toolset_name: AnyHint = ABSENT
 
 
 _PARTS: dict[str, dict[str, type[AnthropicPart]]] = {
@@ -202,12 +201,11 @@ class AnthropicTool(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
-    eager_input_streaming: Raw = HINT  # arguments are always streamed
-    defer_loading: Raw = HINT  # the model is told of all tools at once
-    input_examples: Raw = HINT
+    eager_input_streaming: AnyHint = ABSENT  # arguments are always streamed
+    defer_loading: AnyHint = ABSENT  # the model is told of all tools at once
+    input_examples: AnyHint = ABSENT
     allowed_callers: Raw = OFF
 
-    hints: ClassVar[tuple[str, ...]] = ("eager_input_streaming", "defer_loading", "input_examples")
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {"allowed_callers": (b"null", b'["direct"]')}
 
 
@@ -226,12 +224,10 @@ class AnthropicChoice(Struct, forbid_unknown_fields=True, kw_only=True):
 class Thinking(Struct, forbid_unknown_fields=True, kw_only=True):
     """Settings of thinking. `budget_tokens` is an upper limit that holds exactly."""
 
-    hints: ClassVar[tuple[str, ...]] = ("display", "block_binding")
-
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
-    display: str | None = None  # reasoning is always sent in full
-    block_binding: Raw = HINT  # thoughts that come back are not checked
+    display: Hint[str | None] = None  # reasoning is always sent in full
+    block_binding: AnyHint = ABSENT  # thoughts that come back are not checked
 
 
 class OutputFormat(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -242,9 +238,7 @@ class OutputFormat(Struct, forbid_unknown_fields=True, kw_only=True):
 class OutputConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     format: OutputFormat | None = None
     effort: str | None = None
-    task_budget: Raw = HINT
-
-    hints: ClassVar[tuple[str, ...]] = ("task_budget",)
+    task_budget: AnyHint = ABSENT
 
 
 class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
@@ -259,28 +253,23 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # former name of output_config.format
     cache_control: CacheControl | None = None
-    betas: Raw = HINT
-    anthropic_beta: Raw = HINT  # from Amazon Bedrock's clients, like the next
-    anthropic_version: Raw = HINT
-    context_management: Raw = HINT  # nothing is edited; the answer says so
-    speed: Raw = HINT
-    inference_geo: Raw = HINT
-    user_profile_id: Raw = HINT
-    workspace_id: Raw = HINT
-    diagnostics: Raw = HINT
-    billing_policy: Raw = HINT
-    fallbacks: Raw = HINT  # other models to try if this one refuses for its provider's policies
-    fallback_credit_token: Raw = HINT
+    betas: AnyHint = ABSENT
+    anthropic_beta: AnyHint = ABSENT  # from Amazon Bedrock's clients, like the next
+    anthropic_version: AnyHint = ABSENT
+    context_management: AnyHint = ABSENT  # nothing is edited; the answer says so
+    speed: AnyHint = ABSENT
+    inference_geo: AnyHint = ABSENT
+    user_profile_id: AnyHint = ABSENT
+    workspace_id: AnyHint = ABSENT
+    diagnostics: AnyHint = ABSENT
+    billing_policy: AnyHint = ABSENT
+    fallbacks: AnyHint = ABSENT  # models to try if this one refuses for its provider's policies
+    fallback_credit_token: AnyHint = ABSENT
     compaction: Raw = OFF
     container: Raw = OFF
     mcp_servers: Raw = OFF
     thread: Raw = OFF  # see `error_body`
 
-    hints: ClassVar[tuple[str, ...]] = (
-        *("betas", "anthropic_beta", "anthropic_version", "context_management", "speed"),
-        *("inference_geo", "user_profile_id", "metadata", "service_tier", "workspace_id"),
-        *("diagnostics", "billing_policy", "fallbacks", "fallback_credit_token"),
-    )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "compaction": (b"null",),
         "container": (b"null",),
@@ -420,15 +409,15 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: float | None = None
     top_k: Int | None = None
-    metadata: Raw = HINT
-    service_tier: Raw = HINT
+    metadata: AnyHint = ABSENT
+    service_tier: AnyHint = ABSENT
     # Our extensions, and vLLM's.
     seed: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     priority: Int | None = None
     cache_salt: Text | None = None
-    prompt_cache_key: Raw = HINT
+    prompt_cache_key: Raw = ABSENT
     end_of_branch: bool | None = None
 
     def check(self) -> None:

@@ -94,9 +94,8 @@ class MessageAnswer(BlockAnswer):
 
     def _usage(self, output: int) -> dict[str, Any]:
         cached, num_prompt = self.prompt_info[0].num_cached_tokens, self.record.num_prompt_tokens
-        written = (
-            self.num_written_tokens if self.breakpoints else 0
-        )  # only what was requested to be cached
+        # only what was requested to be cached
+        written = self.num_written_tokens if self.breakpoints else 0
         lives = max((s for _, s in self.breakpoints), default=0.0)
         thought = self.num_reasoning_tokens
         more = {} if thought is None else {"output_tokens_details": {"thinking_tokens": thought}}

@@ -64,9 +64,8 @@ MAX_PAUSE_S = 60.0
 COUNT_EVERY_S = 1.0
 MAX_JOURNAL_BYTES = 2**22
 
-_reading = FairThreads(
-    "batches", 1, per_client=1
-)  # one thread is enough, since the runner waits for each call
+# one thread is enough, since the runner waits for each call
+_reading = FairThreads("batches", 1, per_client=1)
 
 
 class Line(Struct, forbid_unknown_fields=True):

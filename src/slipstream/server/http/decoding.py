@@ -23,7 +23,10 @@ def refuse_unless_off(body: Struct, off: Mapping[str, tuple[bytes, ...]], path: 
         if raw and (len(raw) > 100 or msgspec.json.format(raw, indent=-1) not in allowed):
             only = " or ".join(value.decode() for value in allowed)
             name = body.__struct_encode_fields__[body.__struct_fields__.index(name)]
-            raise bad_request(f"{name} is not supported yet; leave it out or {only}", path + name)
+            other = getattr(body, "OTHER_NAMES", {}).get(name)
+            hint = f"; here it is {other}" if other else ""
+            said = f"{name} is not supported yet; leave it out or {only}{hint}"
+            raise bad_request(said, path + name)
 
 
 def shorten(raw: bytes) -> str:

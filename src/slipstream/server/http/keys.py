@@ -65,12 +65,10 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     tokens_per_day: _Count | None = None
     max_concurrent: _Count | None = None
     models: tuple[str, ...] = ()  # empty: all
-    priority: Annotated[int, Meta(ge=-(2**30), le=2**30)] | None = (
-        0  # the lowest priority number that its requests may use (None: any)
-    )
-    weight: Annotated[float, Meta(gt=0, le=1000)] = (
-        1.0  # its weight: share of the served tokens relative to other keys of its priority
-    )
+    # the lowest priority number that its requests may use (None: any)
+    priority: Annotated[int, Meta(ge=-(2**30), le=2**30)] | None = 0
+    # its weight: share of the served tokens relative to other keys of its priority
+    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0
     # Keys of a group share cached prefixes. None: the key shares them with no other.
     share_prefixes: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
 

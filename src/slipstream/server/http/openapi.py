@@ -189,11 +189,7 @@ _ERRORS: dict[str, Any] = {
     "AnthropicError": {
         "type": "object",
         "required": ["type", "error", "request_id"],
-        "properties": {
-            "type": {"const": "error"},
-            "error": _ANTHROPIC_ERROR,
-            "request_id": _TEXT,
-        },
+        "properties": {"type": {"const": "error"}, "error": _ANTHROPIC_ERROR, "request_id": _TEXT},
     },
     "TextError": {"type": "object", "required": ["error"], "properties": {"error": _TEXT}},
 }

@@ -186,9 +186,8 @@ class RequestRecord:
     # The client's trace headers, if spans are sent.
     trace_headers: dict[str, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))  # `created` of the answer
-    hints: list[str] = field(
-        default_factory=list
-    )  # fields accepted without effect (`answers.hints`)
+    # fields accepted without effect (`answers.hints`)
+    hints: list[str] = field(default_factory=list)
     background: bool = False  # belongs to a batch: runs after all others
     address: str = ""  # of the sender
     load_s: float = 0.0  # waited for the model to be loaded

@@ -52,9 +52,8 @@ class WebGuard:
         self._domains = (".localhost", *(name[1:] for name in given if name.startswith("*.")))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] == "http" and "key" not in scope
-        ):  # otherwise the server itself sends the request
+        # otherwise the server itself sends the request
+        if scope["type"] == "http" and "key" not in scope:
             headers = Headers(scope=scope)
             try:
                 if self._checks_hosts:

@@ -22,7 +22,7 @@ from slipstream import __version__
 from slipstream.engine.requests.pooled import refuse_classifier, rows
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
 from slipstream.server.answers.generation import Answer, encode
-from slipstream.server.answers.hints import HINT, given_hints
+from slipstream.server.answers.hints import ABSENT, AnyHint, given_hints
 from slipstream.server.answers.route import GenerationRoute
 from slipstream.server.answers.structured import Schema
 from slipstream.server.answers.tools import ToolSpecs, chat_template, tool_dicts
@@ -105,18 +105,14 @@ class LlamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     lora: Raw = OFF
     repeat_last_n: Raw = OFF  # no effect without a penalty
     # Fields about slots, the cache and disabled samplers.
-    cache_prompt: Raw = HINT
-    id_slot: Raw = HINT
-    n_keep: Raw = HINT
-    n_discard: Raw = HINT
-    n_cache_reuse: Raw = HINT
-    min_keep: Raw = HINT
-    dynatemp_exponent: Raw = HINT
+    cache_prompt: AnyHint = ABSENT
+    id_slot: AnyHint = ABSENT
+    n_keep: AnyHint = ABSENT
+    n_discard: AnyHint = ABSENT
+    n_cache_reuse: AnyHint = ABSENT
+    min_keep: AnyHint = ABSENT
+    dynatemp_exponent: AnyHint = ABSENT
 
-    hints: ClassVar[tuple[str, ...]] = (
-        *("cache_prompt", "id_slot", "n_keep", "n_discard", "n_cache_reuse", "min_keep"),
-        "dynatemp_exponent",
-    )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "dynatemp_range": (b"null", b"0", b"0.0"),
         "n_indent": (b"null", b"0"),
@@ -482,7 +478,7 @@ async def _embedding(
     return [{"index": i, "embedding": [vector]} for i, vector in enumerate(found)]
 
 
-class _About:
+class _LlamaInfo:
     """Routes with information about the model and the server."""
 
     def __init__(self, state: ServerState) -> None:
@@ -544,7 +540,7 @@ class _About:
 
 
 def routes(state: ServerState) -> list[Route]:
-    about = _About(state)
+    about = _LlamaInfo(state)
     embedding = _Embedding(state, EmbeddingRequest, _embedding)
     return [
         *(

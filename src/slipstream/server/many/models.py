@@ -99,9 +99,8 @@ class ServedModels:
         server = {key: own.pop(key) for key in OF_SERVER if key in own}
         if "model" in own:
             raise ConfigError(f"{name}: leave model out; serve NAME=MODEL", field="model_settings")
-        if (
-            own.get("kv_events_config") is not None
-        ):  # a model may be unloaded, and its events with it
+        # a model may be unloaded, and its events with it
+        if own.get("kv_events_config") is not None:
             message = (
                 f"{name}: kv_events_config does not go with several models; serve {name} alone"
             )

@@ -87,14 +87,12 @@ class Slot:
         self.engine: AsyncLLM | None = None  # made by the first load
         self.server_state: ServerState | None = None
         self.routes: Sequence[Route] = ()
-        self.need_bytes = (
-            model.num_bytes
-        )  # memory when loaded: estimated, then by the engine's own ledger
+        # memory when loaded: estimated, then by the engine's own ledger
+        self.need_bytes = model.num_bytes
         self.held_bytes = 0
         self.users = 0
-        self.is_closing = (
-            False  # accepts no more requests, since another model waits for its memory
-        )
+        # accepts no more requests, since another model waits for its memory
+        self.is_closing = False
         self.goes_when_idle = False  # unload was requested
         self.waiters: list[asyncio.Future[None]] = []
         self.waits_since = 0.0

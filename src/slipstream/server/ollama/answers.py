@@ -9,9 +9,7 @@ from slipstream.engine.text.tool_formats.base import Arguments, BeginCall, Conte
 from slipstream.engine.text.tools import Reading, call_id, is_cut
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
 from slipstream.server.answers.generation import Answer, encode
-from slipstream.server.answers.tools import (
-    written_arguments,
-)
+from slipstream.server.answers.tools import written_arguments
 from slipstream.server.http.errors import ApiError
 from slipstream.server.http.replies import utc_time
 from slipstream.server.openai.chat import read_events

@@ -7,12 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from msgspec import Meta, Raw, Struct
 
 from slipstream.server.answers.generation import encode
-from slipstream.server.answers.hints import HINT
-from slipstream.server.answers.tools import (
-    ToolSpecs,
-    chat_template,
-    thinking_fields,
-)
+from slipstream.server.answers.hints import ABSENT, AnyHint
+from slipstream.server.answers.tools import ToolSpecs, chat_template, thinking_fields
 from slipstream.server.http.decoding import OFF, decode, refuse_unless_off, register
 from slipstream.server.http.errors import bad_request
 from slipstream.server.openai.messages import picture_part, text_part
@@ -45,29 +41,24 @@ class OllamaOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     tfs_z: Raw = OFF
     repeat_last_n: Raw = OFF  # no effect without a penalty
     # Options about loading, parameters of disabled samplers, and defaults that clients always send.
-    num_ctx: Raw = HINT
-    penalize_newline: Raw = HINT
-    mirostat_tau: Raw = HINT
-    mirostat_eta: Raw = HINT
-    num_keep: Raw = HINT
-    num_batch: Raw = HINT
-    num_gpu: Raw = HINT
-    main_gpu: Raw = HINT
-    num_thread: Raw = HINT
-    numa: Raw = HINT
-    low_vram: Raw = HINT
-    f16_kv: Raw = HINT
-    logits_all: Raw = HINT
-    vocab_only: Raw = HINT
-    embedding_only: Raw = HINT
-    use_mmap: Raw = HINT
-    use_mlock: Raw = HINT
+    num_ctx: AnyHint = ABSENT
+    penalize_newline: AnyHint = ABSENT
+    mirostat_tau: AnyHint = ABSENT
+    mirostat_eta: AnyHint = ABSENT
+    num_keep: AnyHint = ABSENT
+    num_batch: AnyHint = ABSENT
+    num_gpu: AnyHint = ABSENT
+    main_gpu: AnyHint = ABSENT
+    num_thread: AnyHint = ABSENT
+    numa: AnyHint = ABSENT
+    low_vram: AnyHint = ABSENT
+    f16_kv: AnyHint = ABSENT
+    logits_all: AnyHint = ABSENT
+    vocab_only: AnyHint = ABSENT
+    embedding_only: AnyHint = ABSENT
+    use_mmap: AnyHint = ABSENT
+    use_mlock: AnyHint = ABSENT
 
-    hints: ClassVar[tuple[str, ...]] = (
-        *("num_ctx", "penalize_newline", "mirostat_tau", "mirostat_eta", "num_keep", "num_batch"),
-        *("num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "logits_all"),
-        *("vocab_only", "embedding_only", "use_mmap", "use_mlock"),
-    )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "mirostat": (b"null", b"0"),
         "tfs_z": (b"null", b"1", b"1.0"),
@@ -90,14 +81,12 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     options: OllamaOptions | None = None
     format: Raw = OFF  # "json" or a schema
     think: bool | Literal["low", "medium", "high"] | None = None
-    keep_alive: Raw = HINT
+    keep_alive: AnyHint = ABSENT
     cache_salt: Text | None = None  # vLLM's
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    truncate: Raw = HINT  # too long a prompt is an error
-    shift: Raw = HINT  # the answer ends at the end of the context
-
-    hints: ClassVar[tuple[str, ...]] = ("keep_alive", "truncate", "shift")
+    truncate: AnyHint = ABSENT  # too long a prompt is an error
+    shift: AnyHint = ABSENT  # the answer ends at the end of the context
 
     def translated(self, state: ServerState) -> GenerationRequest:
         raise NotImplementedError
@@ -304,7 +293,7 @@ class OllamaEmbedRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     truncate: bool = True
     dimensions: Int | None = None
     options: OllamaOptions | None = None  # no effect, like the next
-    keep_alive: Raw = HINT
+    keep_alive: AnyHint = ABSENT
     cache_salt: Text | None = None  # vLLM's
 
 
@@ -314,7 +303,7 @@ class OllamaEmbeddingsRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     prompt: str = ""
     options: OllamaOptions | None = None  # no effect, like the next
-    keep_alive: Raw = HINT
+    keep_alive: AnyHint = ABSENT
     cache_salt: Text | None = None  # vLLM's
 
 
@@ -324,9 +313,9 @@ class OllamaShowRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str = ""
     name: str = ""  # its former name
     verbose: bool = False  # no effect, like the next
-    system: Raw = HINT
-    template: Raw = HINT
-    options: Raw = HINT
+    system: AnyHint = ABSENT
+    template: AnyHint = ABSENT
+    options: AnyHint = ABSENT
 
 
 BODIES: dict[str, type[Struct]] = {

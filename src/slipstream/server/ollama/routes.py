@@ -28,11 +28,7 @@ from slipstream.params.sampling import SamplingParams
 from slipstream.server.answers.generation import Answer, encode
 from slipstream.server.answers.hints import given_hints
 from slipstream.server.answers.route import GenerationRoute
-from slipstream.server.answers.tools import (
-    calls_tools,
-    chat_template,
-    reasons,
-)
+from slipstream.server.answers.tools import calls_tools, chat_template, reasons
 from slipstream.server.http.decoding import decode
 from slipstream.server.http.errors import SHAPES, bad_request
 from slipstream.server.http.limits import read_as
@@ -52,11 +48,7 @@ from slipstream.server.openai import chat, completions
 from slipstream.server.openai.embeddings import PooledRoute, embed
 from slipstream.server.openai.models import require_model
 from slipstream.server.openai.pooled_bodies import Pooled
-from slipstream.server.openai.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-)
+from slipstream.server.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from slipstream.server.state import ServerState
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.stored.safetensors import weight_bytes
@@ -156,7 +148,7 @@ OLLAMA_VERSION = "0.13.0"
 """Version of Ollama whose API this is. Editors require one that supports tools."""
 
 
-class _About:
+class _OllamaInfo:
     """Routes about the served models."""
 
     def __init__(self, state: ServerState) -> None:
@@ -253,7 +245,7 @@ def _capabilities(state: ServerState, template: str) -> list[str]:
 
 
 def routes(state: ServerState) -> list[Route]:
-    about = _About(state)
+    about = _OllamaInfo(state)
 
     return [
         Route("/api/chat", _Generate(state, OllamaChatRequest, OllamaChatAnswer), methods=["POST"]),

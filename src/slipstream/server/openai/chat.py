@@ -329,9 +329,8 @@ async def prepare(
             if advised:
                 prompt.hints.remove("reasoning_effort")
             sampling = dataclasses.replace(sampling, thinking_token_budget=budget)
-        both = (
-            sampling.structured_outputs is not None
-        )  # in this case the grammar includes the calls
+        # in this case the grammar includes the calls
+        both = sampling.structured_outputs is not None
         checked = dataclasses.replace(reading, enforced=True) if both else reading
         for field, schema in checked.enforced_schemas:
             try:

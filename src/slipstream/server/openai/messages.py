@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import msgspec.structs
@@ -11,7 +11,7 @@ from msgspec import Meta, Raw, Struct
 
 from slipstream.base.arguments import likely_value
 from slipstream.engine.text.tools import ROLES
-from slipstream.server.answers.hints import HINT
+from slipstream.server.answers.hints import ABSENT, AnyHint
 from slipstream.server.answers.tools import SentToolCall, call_dict
 from slipstream.server.http.decoding import OFF, decode, refuse_unless_off, register, shorten
 from slipstream.server.http.errors import bad_request
@@ -64,8 +64,8 @@ def each_prompt(given: Any, name: str) -> list[Prompted]:
 
 class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
     text: str
-    cache_control: Raw = HINT  # see `answers.cache_hints`, as the next
-    prompt_cache_breakpoint: Raw = HINT
+    cache_control: Raw = ABSENT  # see `answers.cache_hints`, as the next
+    prompt_cache_breakpoint: Raw = ABSENT
 
 
 class RefusalPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
@@ -100,8 +100,8 @@ class InputAudio(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class AudioPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="input_audio"):
     input_audio: InputAudio
-    cache_control: Raw = HINT
-    prompt_cache_breakpoint: Raw = HINT
+    cache_control: Raw = ABSENT
+    prompt_cache_breakpoint: Raw = ABSENT
 
 
 class ImageUrl(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -111,18 +111,13 @@ class ImageUrl(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class ImagePart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
     image_url: ImageUrl | str  # a plain URL is vLLM's short form
-    cache_control: Raw = HINT
-    prompt_cache_breakpoint: Raw = HINT
+    cache_control: Raw = ABSENT
+    prompt_cache_breakpoint: Raw = ABSENT
 
 
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     """A chat message. The fields after `name` belong to an assistant's answer that a client sends
     back. `reasoning` is the name of `reasoning_content` in OpenRouter and newer vLLM."""
-
-    hints: ClassVar[tuple[str, ...]] = (
-        *("id", "annotations", "reasoning_details", "thinking_blocks"),
-        *("provider_specific_fields", "parsed"),
-    )
 
     role: str
     content: str | list[dict[str, Raw]] | None = None
@@ -134,13 +129,13 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     reasoning: str | None = None
     function_call: Raw = OFF
     audio: Raw = OFF
-    annotations: Raw = HINT
-    id: Raw = HINT
-    cache_control: Raw = HINT
-    reasoning_details: Raw = HINT
-    thinking_blocks: Raw = HINT
-    provider_specific_fields: Raw = HINT
-    parsed: Raw = HINT
+    annotations: AnyHint = ABSENT
+    id: AnyHint = ABSENT
+    cache_control: Raw = ABSENT
+    reasoning_details: AnyHint = ABSENT
+    thinking_blocks: AnyHint = ABSENT
+    provider_specific_fields: AnyHint = ABSENT
+    parsed: AnyHint = ABSENT
 
 
 def message_dict(

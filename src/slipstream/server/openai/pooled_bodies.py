@@ -111,9 +111,8 @@ class RerankRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
     documents: Annotated[list[str | TextDocument], Meta(min_length=1, max_length=MAX_INPUTS)] = []
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool = False
-    max_tokens_per_doc: Annotated[int, Meta(ge=0)] = (
-        0  # Cohere's; longer texts are truncated. 0: no truncation
-    )
+    # Cohere's; longer texts are truncated. 0: no truncation
+    max_tokens_per_doc: Annotated[int, Meta(ge=0)] = 0
     use_activation: bool | None = None  # vLLM's; false: scores are a classifier's logits
     texts: Texts | None = None  # TEI's, as the next four
     return_text: bool = False

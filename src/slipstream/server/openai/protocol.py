@@ -22,7 +22,7 @@ from msgspec import Meta, Raw, Struct
 from slipstream.params.checks import MAX_LOGPROBS, TRUNCATING
 from slipstream.params.sampling import SamplingParams
 from slipstream.server.answers import beams
-from slipstream.server.answers.hints import HINT
+from slipstream.server.answers.hints import ABSENT, AnyHint, Hint
 from slipstream.server.answers.structured import (
     JsonSchema,
     ResponseFormat,
@@ -60,10 +60,8 @@ NO_FUNCTIONS: Mapping[str, str] = MappingProxyType({})
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
-    hints: ClassVar[tuple[str, ...]] = ("include_obfuscation",)
-
     include_usage: bool | None = None  # false: not in chunks, either
-    include_obfuscation: bool | None = None
+    include_obfuscation: Hint[bool | None] = None
     continuous_usage_stats: bool = False  # vLLM's: each chunk has the usage so far
 
 
@@ -79,11 +77,6 @@ class PromptCompression(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     """Base of completions and chat completions."""
-
-    hints: ClassVar[tuple[str, ...]] = (
-        *("user", "metadata", "store", "safety_identifier", "service_tier"),
-        "prediction",
-    )
 
     model: str | None = None  # default: the first served name, as in vLLM
     stream: bool | None = None
@@ -146,20 +139,40 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     priority: Int | None = None  # lower numbers go first
     # Cached prefixes are shared only with requests that have the same salt.
     cache_salt: Text | None = None
-    user: Raw = HINT
-    metadata: Raw = HINT
-    store: bool | None = None
-    safety_identifier: Raw = HINT
+    user: AnyHint = ABSENT
+    metadata: AnyHint = ABSENT
+    store: Hint[bool | None] = None
+    safety_identifier: AnyHint = ABSENT
     # Hints for the order in which cached blocks are evicted; `end_of_branch` is ours.
-    prompt_cache_key: Raw = HINT
-    prompt_cache_retention: Raw = HINT
+    prompt_cache_key: Raw = ABSENT
+    prompt_cache_retention: Raw = ABSENT
     end_of_branch: bool | None = None
-    prompt_cache_options: Raw = HINT
-    service_tier: Raw = HINT
-    prediction: Raw = HINT
+    prompt_cache_options: Raw = ABSENT
+    service_tier: AnyHint = ABSENT
+    prediction: AnyHint = ABSENT
+    # vLLM's, which its clients send unset
+    request_id: Raw = OFF
+    mm_processor_kwargs: Raw = OFF
+    kv_transfer_params: Raw = OFF
+    vllm_xargs: Raw = OFF
+    repetition_detection: Raw = OFF
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "request_id": (b"null",),
+        "mm_processor_kwargs": (b"null", b"{}"),
+        "kv_transfer_params": (b"null",),
+        "vllm_xargs": (b"null", b"{}"),
+        "repetition_detection": (b"null",),
+    }
+    OTHER_NAMES: ClassVar[dict[str, str]] = {
+        "request_id": "the answer's header x-request-id",
+        "mm_processor_kwargs": "the detail of an image_url",
+        "repetition_detection": "no_repeat_ngram_size",
+    }
 
     def check(self) -> None:
         """Raise a 400 for invalid bodies that the schema can't express."""
+        refuse_unless_off(self, self.off)
         beams.check(self)
         if self.penalty_alpha:
             raise bad_request(
@@ -248,11 +261,16 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     target_language: Text | None = None
     suffix: Raw = OFF
 
-    off: ClassVar[dict[str, tuple[bytes, ...]]] = {"suffix": (b"null", b'""')}
+    prompt_embeds: Raw = OFF  # vLLM's
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        **GenerationRequest.off,
+        "suffix": (b"null", b'""'),
+        "prompt_embeds": (b"null",),
+    }
 
     def check(self) -> None:
         super().check()
-        refuse_unless_off(self, self.off)
         if self.stream and self.best_of not in (None, self.n or 1):
             raise bad_request(
                 "the best of several answers are only known at their end; leave stream or best_of out",
@@ -294,9 +312,6 @@ class ChatThinking(Struct, kw_only=True):
 class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions: an answer to messages, in OpenAI's format; `stream` sends it incrementally"""
 
-    # vLLM's field.
-    OTHER_NAMES: ClassVar[dict[str, str]] = {"mm_processor_kwargs": "the detail of an image_url"}
-
     messages: Annotated[list[Message], Meta(min_length=1)]
     compress_prompt: PromptCompression | None = None
     add_generation_prompt: bool | None = None  # vLLM's, with the next two
@@ -324,39 +339,28 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     function_call: Raw = OFF
     modalities: Raw = OFF
     audio: Raw = OFF
-    web_search_options: Raw = HINT  # like the hosted tool: the model is not told about it
+    web_search_options: AnyHint = ABSENT  # like the hosted tool: the model is not told about it
     moderation: Raw = OFF
-    usage: Raw = HINT  # OpenRouter's, up to `trace`
-    provider: Raw = HINT
-    models: Raw = HINT
-    route: Raw = HINT
-    transforms: Raw = HINT
-    session_id: Raw = HINT
-    trace: Raw = HINT
-    user_id: Raw = HINT  # DeepSeek's and GLM's
-    tool_stream: Raw = HINT
-    cache_prompt: Raw = HINT  # llama.cpp's, up to `return_progress`
-    id_slot: Raw = HINT
-    timings_per_token: Raw = HINT
-    return_progress: Raw = HINT
-    ttl: Raw = HINT  # LM Studio's
+    documents: Raw = OFF  # vLLM's, up to `media_io_kwargs`
+    chat_template: Raw = OFF
+    media_io_kwargs: Raw = OFF
+    usage: AnyHint = ABSENT  # OpenRouter's, up to `trace`
+    provider: AnyHint = ABSENT
+    models: AnyHint = ABSENT
+    route: AnyHint = ABSENT
+    transforms: AnyHint = ABSENT
+    session_id: AnyHint = ABSENT
+    trace: AnyHint = ABSENT
+    user_id: AnyHint = ABSENT  # DeepSeek's and GLM's
+    tool_stream: AnyHint = ABSENT
+    cache_prompt: AnyHint = ABSENT  # llama.cpp's, up to `return_progress`
+    id_slot: AnyHint = ABSENT
+    timings_per_token: AnyHint = ABSENT
+    return_progress: AnyHint = ABSENT
+    ttl: AnyHint = ABSENT  # LM Studio's
 
-    hints: ClassVar[tuple[str, ...]] = (
-        *GenerationRequest.hints,
-        *(
-            "web_search_options",
-            "usage",
-            "provider",
-            "models",
-            "route",
-            "transforms",
-            "session_id",
-            "trace",
-            "user_id",
-        ),
-        *("tool_stream", "cache_prompt", "id_slot", "timings_per_token", "return_progress", "ttl"),
-    )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        **GenerationRequest.off,
         "separate_reasoning": (b"null", b"true"),
         "stream_reasoning": (b"null", b"true"),
         "reasoning_format": (b"null", b'"auto"', b'"deepseek"'),
@@ -365,11 +369,18 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
         "modalities": (b"null", b'["text"]'),
         "audio": (b"null",),
         "moderation": (b"null",),
+        "documents": (b"null", b"[]"),
+        "chat_template": (b"null",),
+        "media_io_kwargs": (b"null", b"{}"),
+    }
+    OTHER_NAMES: ClassVar[dict[str, str]] = {
+        **GenerationRequest.OTHER_NAMES,
+        "documents": "a message, or chat_template_kwargs for a template that knows them",
+        "chat_template": "`serve --chat-template FILE`",
     }
 
     def check(self) -> None:
         super().check()
-        refuse_unless_off(self, self.off)
         self.read_thinking()
         offer_of(self)
         if taken := TEMPLATE_FIELDS & set(self.chat_template_kwargs or ()):
@@ -383,7 +394,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
         if self.echo and not self.continue_final_message:
             message = "echo repeats the message that continue_final_message goes on with; set both"
             raise bad_request(message, "echo")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise bad_request(

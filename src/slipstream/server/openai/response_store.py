@@ -107,9 +107,8 @@ class Database:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
         except sqlite3.Error as error:
-            is_full = (
-                getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-            )  # some errors have no code
+            # some errors have no code
+            is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
             failure = OSError(errno.ENOSPC if is_full else errno.EIO, f"{error}{self._remedy}")
             raise storage_error("the server's storage failed", failure) from None
 

@@ -415,7 +415,7 @@ async def prepare(state: ServerState, body: ResponsesRequest, record: RequestRec
 # --- Routes --------------------------------------------------------------------------
 
 
-class Responses:
+class ResponsesRoutes:
     def __init__(self, state: ServerState) -> None:
         self.state = state
 
@@ -504,7 +504,7 @@ def _unknown(id_: str) -> ApiError:
 
 
 def routes(state: ServerState) -> list[Route]:
-    kept = Responses(state)
+    kept = ResponsesRoutes(state)
     one = "/v1/responses/{id}"
     return [
         *(

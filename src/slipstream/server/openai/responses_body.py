@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from slipstream.server.answers.hints import HINT, given_hints
+from slipstream.server.answers.hints import ABSENT, AnyHint, Hint, given_hints
 from slipstream.server.answers.structured import JsonSchema, ResponseFormat
 from slipstream.server.answers.tools import (
     MAX_TOOLS,
@@ -63,12 +63,11 @@ class ResponseTool(Struct, forbid_unknown_fields=True, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Raw = HINT  # hint: the model is told about all tools at once
-    output_schema: Raw = HINT  # the model is not told about it
+    defer_loading: AnyHint = ABSENT  # hint: the model is told about all tools at once
+    output_schema: AnyHint = ABSENT  # the model is not told about it
     allowed_callers: Raw = OFF
     is_async: Raw = msgspec.field(default_factory=Raw, name="async")
 
-    hints: ClassVar[tuple[str, ...]] = ("defer_loading", "output_schema")
     off: ClassVar[dict[str, tuple[bytes, ...]]] = _CALLED
 
 
@@ -79,11 +78,10 @@ class CustomTool(Struct, forbid_unknown_fields=True, kw_only=True):
     name: Name
     description: str | None = None
     format: dict[str, Any] | None = None  # a grammar of the text, which the model is told about
-    defer_loading: Raw = HINT
+    defer_loading: AnyHint = ABSENT
     allowed_callers: Raw = OFF
     is_async: Raw = msgspec.field(default_factory=Raw, name="async")
 
-    hints: ClassVar[tuple[str, ...]] = ("defer_loading",)
     off: ClassVar[dict[str, tuple[bytes, ...]]] = _CALLED
 
 
@@ -144,19 +142,15 @@ class TextConfig(Struct, forbid_unknown_fields=True, kw_only=True):
 class ReasoningConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     """Settings of reasoning. It is always returned in full, never summarised."""
 
-    hints: ClassVar[tuple[str, ...]] = ("summary", "generate_summary", "context", "mode")
-
     effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
-    context: Raw = HINT
-    mode: Raw = HINT
+    summary: Hint[str | None] = None
+    generate_summary: Hint[str | None] = None
+    context: AnyHint = ABSENT
+    mode: AnyHint = ABSENT
 
 
 class ResponseStreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
-    hints: ClassVar[tuple[str, ...]] = ("include_obfuscation",)
-
-    include_obfuscation: bool | None = None
+    include_obfuscation: Hint[bool | None] = None
 
 
 class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
@@ -322,30 +316,25 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
     priority: Int | None = None
     cache_salt: Text | None = None
     # Fields about the caller, or about hosted tools, of which there are none here.
-    user: str | None = None
-    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
-    safety_identifier: str | None = None
+    user: Hint[str | None] = None
+    metadata: Hint[Annotated[dict[str, str], Meta(max_length=16)] | None] = None
+    safety_identifier: Hint[str | None] = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     end_of_branch: bool | None = None
-    prompt_cache_options: Raw = HINT
-    service_tier: str | None = None
-    client_metadata: Raw = HINT
-    max_tool_calls: Int | None = None
+    prompt_cache_options: Raw = ABSENT
+    service_tier: Hint[str | None] = None
+    client_metadata: AnyHint = ABSENT
+    max_tool_calls: Hint[Int | None] = None
     background: Raw = OFF
     conversation: Raw = OFF
     prompt: Raw = OFF
-    context_management: Raw = HINT  # nothing is edited
-    image: Raw = HINT  # how pictures may be compressed; none is
-    background_options: Raw = HINT
-    access_programs: Raw = HINT
+    context_management: AnyHint = ABSENT  # nothing is edited
+    image: AnyHint = ABSENT  # how pictures may be compressed; none is
+    background_options: AnyHint = ABSENT
+    access_programs: AnyHint = ABSENT
     moderation: Raw = OFF
 
-    hints: ClassVar[tuple[str, ...]] = (
-        *("user", "metadata", "safety_identifier", "client_metadata", "service_tier"),
-        *("max_tool_calls", "context_management", "image", "background_options"),
-        "access_programs",
-    )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "background": (b"null", b"false"),
         "conversation": (b"null",),
@@ -427,9 +416,8 @@ def _add_tool(
         made = CallableTool(function, custom.name, namespace, is_custom=True)
         hints += given_hints(custom, "tools.")
         if (custom.format or {}).get("type") == "grammar":
-            hints.append(
-                "tools.format"
-            )  # the model is told about the grammar, but it is not enforced
+            # the model is told about the grammar, but it is not enforced
+            hints.append("tools.format")
     elif kind == "function":
         own = decode(ResponseTool, raw, f"{path}.")
         refuse_unless_off(own, own.off, f"{path}.")

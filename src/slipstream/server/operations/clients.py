@@ -20,7 +20,7 @@ SMALL_CONTEXT = 32768
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ClientEndpoint:
     """A server and the model to use there."""
 
     url: str
@@ -37,10 +37,10 @@ class Agent:
 
     program: str
     install: str
-    setup: Callable[[Endpoint], tuple[dict[str, str], list[str]]]
+    setup: Callable[[ClientEndpoint], tuple[dict[str, str], list[str]]]
 
 
-def _claude(server: Endpoint) -> tuple[dict[str, str], list[str]]:
+def _claude(server: ClientEndpoint) -> tuple[dict[str, str], list[str]]:
     names = (
         *("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"),
         *("ANTHROPIC_DEFAULT_SONNET_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL"),
@@ -56,7 +56,7 @@ def _claude(server: Endpoint) -> tuple[dict[str, str], list[str]]:
     return settings, []
 
 
-def _codex(server: Endpoint) -> tuple[dict[str, str], list[str]]:
+def _codex(server: ClientEndpoint) -> tuple[dict[str, str], list[str]]:
     provider = "model_providers.slipstream"
     settings = {
         "model_provider": "slipstream",
@@ -75,7 +75,7 @@ def _codex(server: Endpoint) -> tuple[dict[str, str], list[str]]:
     return {"SLIPSTREAM_API_KEY": server.key}, ["-m", server.model, *words]
 
 
-def _opencode(server: Endpoint) -> tuple[dict[str, str], list[str]]:
+def _opencode(server: ClientEndpoint) -> tuple[dict[str, str], list[str]]:
     model: dict[str, object] = {"name": server.model}
     if server.max_model_len is not None:
         model["limit"] = {"context": server.max_model_len, "output": server.max_model_len // 4}
@@ -89,7 +89,7 @@ def _opencode(server: Endpoint) -> tuple[dict[str, str], list[str]]:
     return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}, []
 
 
-def _any(server: Endpoint) -> tuple[dict[str, str], list[str]]:
+def _any(server: ClientEndpoint) -> tuple[dict[str, str], list[str]]:
     """Environment variables by which SDKs, and programs built with them, find a server and a
     model."""
     url = f"{server.url}/v1"
@@ -123,7 +123,7 @@ def find_program(agent: Agent) -> str:
     return found
 
 
-def find_endpoint(url: str, model: str | None, key: str | None) -> Endpoint:
+def find_endpoint(url: str, model: str | None, key: str | None) -> ClientEndpoint:
     """Ask the server at `url` for its models. ConfigError if none answers or `model` is not
     served."""
     url = url.rstrip("/").removesuffix("/v1")
@@ -149,7 +149,7 @@ def find_endpoint(url: str, model: str | None, key: str | None) -> Endpoint:
             field="model",
         )
     length = served[name].get("max_model_len")
-    return Endpoint(
+    return ClientEndpoint(
         url,
         name,
         key or NO_KEY,

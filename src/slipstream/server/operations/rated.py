@@ -87,9 +87,8 @@ def rows(
             requests[record["id"]] = record
         elif kind == "feedback":
             own = given.setdefault(record["request"], {})
-            own[record.get("key") or len(own)] = (
-                record  # without a key: each rating counts as another rater
-            )
+            # without a key: each rating counts as another rater
+            own[record.get("key") or len(own)] = record
     keys = {
         key for all_given in given.values() for r in all_given.values() if (key := r.get("key"))
     }

@@ -148,7 +148,7 @@ class Fingerprint(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return found
 
 
-class Seen(msgspec.Struct, frozen=True):
+class SelfCheckResult(msgspec.Struct, frozen=True):
     """Result of one check: rows of each sequence, and the fraction of solved tasks."""
 
     version: str
@@ -172,7 +172,7 @@ class SelfCheck:
         self._reference = [sequence.rows() for sequence in self._fingerprint.sequences]
         self._own: dict[str, list[list[Row]]] = {}  # results of each version's first check
         self._began: str | None = None  # weight version at the start
-        self._asking: asyncio.Task[Seen | None] | None = None
+        self._asking: asyncio.Task[SelfCheckResult | None] | None = None
         self.versions: dict[str, VersionCheck] = {}
         self.ok: bool | None = None  # None: not checked yet
         self.num_looks = {"pass": 0, "fault": 0, "interrupted": 0}
@@ -252,7 +252,7 @@ class SelfCheck:
             await asyncio.sleep(IDLE_S / 4)
             quiet = quiet + IDLE_S / 4 if await _is_free(self._state) else 0.0
 
-    async def _answers(self) -> Seen | None:
+    async def _answers(self) -> SelfCheckResult | None:
         """The engine's answers to the sequences; None if a client's request or a weight update
         interrupted it."""
         versions, rows, done = set[str](), list[list[Row]](), list[bool]()
@@ -274,9 +274,9 @@ class SelfCheck:
             versions.add(told[0])
             done.append(task.word in told[1])
         tasks = sum(done) / len(done) if done else None
-        return Seen(versions.pop(), rows, tasks) if len(versions) == 1 else None
+        return SelfCheckResult(versions.pop(), rows, tasks) if len(versions) == 1 else None
 
-    def _note(self, seen: Seen) -> bool:
+    def _note(self, seen: SelfCheckResult) -> bool:
         version = seen.version
         self._began = self._began or version
         against = self._reference
@@ -451,9 +451,8 @@ def divergence(reference: Row, seen: Row) -> float:
     rest, other = (1 - sum(math.exp(row[t]) for t in known) for row in (reference, seen))
     for logprob in sorted((reference[t] for t in reference.keys() - known), reverse=True):
         p = math.exp(logprob)
-        if (
-            p * other <= math.exp(last) * rest
-        ):  # its part of the bucket, like that of all less likely tokens
+        # its part of the bucket, like that of all less likely tokens
+        if p * other <= math.exp(last) * rest:
             break
         kl += p * (logprob - last)
         rest, other = rest - p, other - math.exp(last)

@@ -90,9 +90,7 @@ _logger = logging.getLogger("slipstream.server")
 
 
 class Telemetry:
-    def __init__(
-        self, endpoint: str, *, server: tuple[str, int], metrics_every_s: float = _METRICS_EVERY_S
-    ) -> None:
+    def __init__(self, endpoint: str, *, server: tuple[str, int]) -> None:
         url = urlsplit(endpoint)
         if url.scheme not in ("http", "https") or not url.netloc:
             message = f"{endpoint!r} is no URL of an OTLP receiver, such as http://127.0.0.1:4318"
@@ -112,7 +110,7 @@ class Telemetry:
         )
         reader = PeriodicExportingMetricReader(
             OTLPMetricExporter(f"{base}/v1/metrics", **how),
-            export_interval_millis=metrics_every_s * 1e3,
+            export_interval_millis=_METRICS_EVERY_S * 1e3,
         )
         self._meters = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
         self._tracer = self._traces.get_tracer("slipstream", __version__)

@@ -12,12 +12,10 @@ class CpuIsa:
     """An instruction set for which the C++ kernels are compiled (`csrc/cpu/isa/isa_*.cpp`)."""
 
     expands_bytes: bool = False  # places bytes at a mask's set bits in one instruction (vpexpandb)
-    without_tiles: str | None = (
-        None  # for a set with matrix tiles (AMX): the name of the same set without them
-    )
-    emulated: bool = (
-        False  # simulates another machine's registers for tests; never chosen automatically
-    )
+    # for a set with matrix tiles (AMX): the name of the same set without them
+    without_tiles: str | None = None
+    # simulates another machine's registers for tests; never chosen automatically
+    emulated: bool = False
 
 
 CPU_ISAS: Mapping[str, CpuIsa] = {

@@ -257,11 +257,9 @@ class Family:
     gguf: GGUFFamily | None = None
     mtp: MTPFormat | None = None  # multi-token-prediction layers in safetensors checkpoints
     nested_config: str | None = None  # the key that holds the language model's own config
-    flat_config: bool = (
-        False  # its keys may also be at the top level, mixed with those that `media` reads
-    )
-    media: Callable[[ConfigReader, ModelSpec], MediaSpec | None] | None = (
-        None  # from the keys outside the nested config; None if the model has no media encoder
-    )
+    # its keys may also be at the top level, mixed with those that `media` reads
+    flat_config: bool = False
+    # from the keys outside the nested config; None if the model has no media encoder
+    media: Callable[[ConfigReader, ModelSpec], MediaSpec | None] | None = None
     # Image preprocessing, from the processor's config, every key of which is checked. Audio preprocessing has no settings.
     processing: Callable[[ConfigReader, Any], ImageProcessing | None] | None = None

@@ -214,9 +214,8 @@ def model(
     is_tied = c.take("tie_word_embeddings", bool, tied)
     count = c.size(num_layers) if count is None else count
     layers = (layer,) * count if isinstance(layer, LayerSpec) else tuple(map(layer, range(count)))
-    is_encoder = not getattr(
-        layers[0].attention, "causal", True
-    )  # the config describes a head that is not loaded
+    # the config describes a head that is not loaded
+    is_encoder = not getattr(layers[0].attention, "causal", True)
     spec = ModelSpec(
         family=family,
         vocab_size=c.size(vocab),
@@ -366,10 +365,8 @@ def rope(
         )
         kind, raw = "default", {"rope_theta": stretched, "partial_rotary_factor": part}
     raw["rope_type"] = kind
-    for name in (
-        BETA,
-        "max_position_embeddings",
-    ):  # keys of `query_scale`; must equal the top-level ones
+    # keys of `query_scale`; must equal the top-level ones
+    for name in (BETA, "max_position_embeddings"):
         raw.pop(name, None)
     original = c.maybe("original_max_position_embeddings", int)
     if original is not None:
@@ -439,9 +436,8 @@ def rope_of_kind(
         "partial_rotary_factor": partial or 1.0,
         **(raw or {}),
     }
-    if (
-        raw.get("truncate") is False
-    ):  # transformers looks for this key beside the objects of the kinds, not inside
+    # transformers looks for this key beside the objects of the kinds, not inside
+    if raw.get("truncate") is False:
         raise c.unsupported(key, "truncate has no effect in transformers in a kind of layer")
     is_proportional = proportional and raw.get("rope_type") == "proportional"
     if partial is None and raw["partial_rotary_factor"] not in (None, 1) and not is_proportional:

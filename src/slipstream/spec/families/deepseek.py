@@ -60,9 +60,8 @@ def read_v2(c: ConfigReader) -> ModelSpec:
 
 def corrected_mixture(c: ConfigReader, *, weight_scale: float) -> MoESpec:
     """V3's mixture of experts: sigmoid scores, with a correction bias that only affects which experts are chosen."""
-    c.ignore(
-        "num_nextn_predict_layers", "num_mtp_layers"
-    )  # multi-token prediction, which is not run
+    # multi-token prediction, which is not run
+    c.ignore("num_nextn_predict_layers", "num_mtp_layers")
     return mixture(
         c,
         normalize=c.take("norm_topk_prob", bool, True),

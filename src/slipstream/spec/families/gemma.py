@@ -218,9 +218,8 @@ def read_gemma3_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
             "mm_tokens_per_image",
             f"a picture must fit in the decoder's window of {min(windows)} tokens",
         )
-    v.require(
-        "vision_use_head", False, True
-    )  # the pooling head for whole images, whose weights are ignored
+    # the pooling head for whole images, whose weights are ignored
+    v.require("vision_use_head", False, True)
     v.ignore("initializer_factor", "projection_dim")
     made = VisionSpec(
         hidden_size=v.size("hidden_size"),

@@ -90,9 +90,8 @@ def llama_gguf_config(
     by_layer: bool = False,
 ) -> dict[str, Any]:
     """Reads the config of a model with Llama's RMS norms and gated MLPs."""
-    m.require(
-        "tensor_data_layout", "Meta AI original pth"
-    )  # llama.cpp's row order, which `unpermute` undoes
+    # llama.cpp's row order, which `unpermute` undoes
+    m.require("tensor_data_layout", "Meta AI original pth")
     eps = m.take("attention.layer_norm_rms_epsilon", float)
     config = gguf_config(m, partial=partial, experts=experts, causal=causal, by_layer=by_layer)
     num_heads = config["num_attention_heads"]  # llama.cpp's defaults, not the family's

@@ -271,9 +271,8 @@ def _transform(
     a = layer.self_attention
     if change == "ungroup":
         return Ungroup(a.num_kv_heads, a.num_heads // a.num_kv_heads)
-    return (
-        None if part == 2 else Unpermute((a.num_heads, a.num_kv_heads)[part])
-    )  # values are not rotated
+    # values are not rotated
+    return None if part == 2 else Unpermute((a.num_heads, a.num_kv_heads)[part])
 
 
 BASES = ("model.", "transformer.", "gpt_neox.", "backbone.")

@@ -24,9 +24,8 @@ class MediaSpec:
       from the preprocessing. "prompt": all tokens of a prompt with pictures attend to each other (PaliGemma).
     """
 
-    medium: ClassVar[
-        Literal["image", "audio"]
-    ]  # key of the encoder's inputs in a prompt's `multi_modal_data`
+    # key of the encoder's inputs in a prompt's `multi_modal_data`
+    medium: ClassVar[Literal["image", "audio"]]
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec | None

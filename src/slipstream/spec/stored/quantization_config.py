@@ -133,14 +133,12 @@ class StoredQuantization:
     method: Method
     scheme: str | None
     kv_cache: RowFormat | None = None  # format of the KV cache for which the checkpoint has scales
-    sparse: bool = (
-        False  # some weights are stored as bit masks and nonzero values (model/stored/bitmasks.py)
-    )
+    # some weights are stored as bit masks and nonzero values (model/stored/bitmasks.py)
+    sparse: bool = False
     formats: StoredFormats | None = None
     zeros: float | None = None  # fraction of zeros in the linear layers, if the config has it
-    ternary: Literal["packed", "packed-inverse", "masters"] | None = (
-        None  # see `model.stored.ternary`
-    )
+    # see `model.stored.ternary`
+    ternary: Literal["packed", "packed-inverse", "masters"] | None = None
 
     @property
     def rounds(self) -> bool:

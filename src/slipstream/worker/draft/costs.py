@@ -68,7 +68,7 @@ def measure_draft_costs(runner: ModelRunner, num_blocks: int) -> list[StepTime]:
             if room >= config.model.max_model_len:
                 break
             drafts = (FROM_MODEL if isinstance(speculation, LearnedDrafts) else 1,) * num_drafts
-            run = _Run(runner, num_blocks, num_seqs, drafts, room)
+            run = _StepSeries(runner, num_blocks, num_seqs, drafts, room)
             found.append(StepTime(num_seqs, num_tokens, run.seconds()))
     runner.reset_expert_load()
     return found
@@ -78,7 +78,7 @@ def _counts(most: int) -> list[int]:
     return [*(n for n in NUM_SEQS if n < most), most]
 
 
-class _Run:
+class _StepSeries:
     """One measured series of steps with `num_seqs` sequences, each with room for `room` tokens
     after its context."""
 

@@ -141,9 +141,8 @@ class HostChain:
         tokens[which, last + 1] = found
 
         if wanted.max() > 1:
-            order = np.argsort(
-                -wanted, kind="stable"
-            )  # requests that continue are always the first ones
+            # requests that continue are always the first ones
+            order = np.argsort(-wanted, kind="stable")
             which, last, wanted = which[order], last[order], wanted[order]
             passes = self._passes(tables[which], last, wanted)
             further = self.head.go_on(

@@ -71,10 +71,7 @@ def host_refusal(config: EngineConfig, description: ModelDescription) -> Reason 
             "weights_bytes: layers that are read as they are needed run op by op",
         ),
         (config.lora is not None, "enable_lora: adapters are run by torch"),
-        (
-            config.model.routed_experts,
-            "enable_return_routed_experts: torch notes the experts",
-        ),
+        (config.model.routed_experts, "enable_return_routed_experts: torch notes the experts"),
     )
     found = next((Reason(text) for refused, text in table if refused), None)
     return found or load_refusal(description, config.model.load_format)

@@ -38,13 +38,7 @@ from slipstream.worker.forward.base import BegunStep, PlainForward
 from slipstream.worker.forward.base import Forward as Forward
 from slipstream.worker.forward.base import InputBatch as InputBatch
 from slipstream.worker.forward.base import Output as Output
-from slipstream.worker.forward.media import (
-    MediaEncoder,
-    MediaOps,
-    StepMedia,
-    stacked,
-    step_media,
-)
+from slipstream.worker.forward.media import MediaEncoder, MediaOps, StepMedia, stacked, step_media
 from slipstream.worker.forward.program import ProgramForward
 from slipstream.worker.forward.state_cache import StateCache as StateCache
 from slipstream.worker.inputs.input_batch import GatheredInputs

@@ -206,11 +206,7 @@ class MediaOps:
         return np.concatenate([np.arange(x.first, x.first + x.size) for x in self._media.groups])
 
     def own_keys(
-        self,
-        meta: AttentionMetadata,
-        block_size: int,
-        group: RankGroup,
-        window: int | None = None,
+        self, meta: AttentionMetadata, block_size: int, group: RankGroup, window: int | None = None
     ) -> AttentionMetadata:
         own = self._ops.own_keys(meta, block_size, group, window)
         if self._among is None or (self._among == "windowed" and window is None):

@@ -229,9 +229,8 @@ class RowTable:
 
     @cached_property
     def _seeds(self) -> np.random.Generator:
-        return np.random.default_rng(
-            self._seed
-        )  # created late: numpy.random takes 12 ms of a start
+        # created late: numpy.random takes 12 ms of a start
+        return np.random.default_rng(self._seed)
 
     def _next_seed(self, sampling: SamplingParams) -> int:
         return int(self._seeds.integers(2**62)) if sampling.temperature > 0.0 else 0
@@ -383,9 +382,8 @@ class RowTable:
                     [u.group for u in s.table_updates].count(update.group) == 1
                 ):
                     places.append(first)
-                    whole.append(
-                        np.frombuffer(array("i", ids), np.int32)
-                    )  # takes a third of the time
+                    # takes a third of the time
+                    whole.append(np.frombuffer(array("i", ids), np.int32))
                     continue
                 blocks.update(zip(range(first, first + len(ids)), ids, strict=True))
         if blocks:

@@ -11,10 +11,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from slipstream.messages.tiers import BlockCopy
-from slipstream.worker.ranks.mailbox import Mailbox
-from slipstream.worker.ranks.messages import ClearTiers, CopyBlocks, RankTiers, ReportTiers, ToRank
+from slipstream.worker.ranks.messages import (
+    ClearTiers,
+    CopyBlocks,
+    RankExchange,
+    RankTiers,
+    ReportTiers,
+    ToRank,
+)
 
 
 @dataclass(slots=True)
@@ -29,14 +36,18 @@ class RankDisks:
 class RankBlockStore:
     """The `BlockStore` of several ranks. Each rank copies its own part of a block, and a copy has
     ended when all ranks have made it. `latest` has each rank's tiers at the start, by its number; `send`
-    sends to these ranks."""
-
-    exchange = None  # not supported with ranks
+    sends to these ranks, `next_report` takes a rank's next report if it has come, and `wait_for`
+    waits until a function finds something."""
 
     def __init__(
-        self, send: Callable[[ToRank], None], mail: Mailbox, latest: Mapping[int, RankTiers]
+        self,
+        send: Callable[[ToRank], None],
+        next_report: Callable[[int], RankTiers | None],
+        wait_for: Callable[[Callable[[], RankTiers | None]], RankTiers],
+        latest: Mapping[int, RankTiers],
     ) -> None:
-        self._send, self._mail, self._latest = send, mail, dict(latest)
+        self._send, self._next_report, self._wait_for = send, next_report, wait_for
+        self._latest = dict(latest)
         found = [*latest.values()]
         self.sizes: Sequence[int] = [
             sum(of_ranks) for of_ranks in zip(*(own.sizes for own in found), strict=True)
@@ -46,7 +57,8 @@ class RankBlockStore:
         self._copies: dict[int, BlockCopy] = {}  # copies in progress
         self._came = Counter[int]()  # ranks that have made a copy
         self._failed: set[int] = set()
-        self._asked = 0  # number of requested reports that have not arrived
+        self._done: list[tuple[int, bool]] = []
+        self._asked = Counter[int]()  # requested reports that have not arrived, by rank
 
     @property
     def disk(self) -> RankDisks | None:
@@ -62,27 +74,51 @@ class RankBlockStore:
     def on_disk(self, key: bytes) -> bool:
         return key in self._keys
 
+    @property
+    def exchange(self) -> RankExchange | None:
+        """What the ranks had at their last report; of blocks lost, a rank's largest number."""
+        own = [tiers.exchange for tiers in self._latest.values() if tiers.exchange is not None]
+        if not own:
+            return None
+        return RankExchange(
+            sum(part.num_bytes for part in own),
+            sum(part.limit_bytes for part in own),
+            max(part.num_expired for part in own),
+            max(part.num_evicted for part in own),
+        )
+
     def submit(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
             self._copies.update((copy.number, copy) for copy in copies)
             self._send(CopyBlocks(list(copies)))
+        if any(copy.target == "peer" for copy in copies):
+            self._ask()
+            for rank in self._latest:  # which has a slot for each block when it answers
+                while self._asked[rank]:
+                    self._read(rank, self._wait_for(partial(self._next_report, rank)))
 
     def finished(self) -> list[tuple[int, bool]]:
-        done: list[tuple[int, bool]] = []
         for rank in self._latest:
-            while (report := self._mail.next_tiers(rank)) is not None:
-                self._latest[rank] = report
-                self._asked -= 1
-                for number, ok in report.done:
-                    self._came[number] += 1
-                    if not ok:
-                        self._failed.add(number)
-                    if self._came[number] == len(self._latest):
-                        done.append((number, self._end(number)))
-        if self._copies and not self._asked:
-            self._asked = len(self._latest)
-            self._send(ReportTiers())
+            while (report := self._next_report(rank)) is not None:
+                self._read(rank, report)
+        if self._copies and not self._asked.total():
+            self._ask()
+        done, self._done = self._done, []
         return done
+
+    def _ask(self) -> None:
+        self._asked.update(self._latest.keys())
+        self._send(ReportTiers())
+
+    def _read(self, rank: int, report: RankTiers) -> None:
+        self._latest[rank] = report
+        self._asked[rank] -= 1
+        for number, ok in report.done:
+            self._came[number] += 1
+            if not ok:
+                self._failed.add(number)
+            if self._came[number] == len(self._latest):
+                self._done.append((number, self._end(number)))
 
     def clear(self) -> None:
         self._keys.clear()

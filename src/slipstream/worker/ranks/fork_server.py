@@ -161,11 +161,7 @@ class ForkServer:
     def _fork(
         self, words: Sequence[str], passed: Sequence[int], environment: Mapping[str, str]
     ) -> ForkedProcess:
-        given = {
-            "words": list(words),
-            "environment": dict(environment),
-            "passed": list(passed),
-        }
+        given = {"words": list(words), "environment": dict(environment), "passed": list(passed)}
         ours, theirs = socket.socketpair()
         theirs_stdin, our_stdin = os.pipe()
         folder = os.open(".", os.O_PATH)  # works even if the folder was deleted

@@ -19,9 +19,9 @@ from slipstream.worker.ranks.messages import (
     Meeting,
     RankExpertLoad,
     RankFailed,
+    RankResult,
     RankTiers,
     Reply,
-    Result,
 )
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class Mailbox:
                     del open_links[descriptor]
 
     def _take(self, rank: Rank, message: FromRank | None) -> None:
-        if isinstance(message, Result):
+        if isinstance(message, RankResult):
             if message.step_id in self._expected:
                 self._results.setdefault(message.step_id, {})[rank.number] = message.step
         elif isinstance(message, Reply):

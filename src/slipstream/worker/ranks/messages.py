@@ -3,11 +3,11 @@
 1. To a rank: Begin, a step's messages, questions, UnloadAdapter, SwapExperts, End.
 2. From rank 0: Meeting, Phase.
 3. From the first rank of each stage: RankExpertLoad and Reply. To LoadAdapter, all ranks reply.
-4. From the first rank of the last stage: Result.
+4. From the first rank of the last stage: RankResult.
 5. From any rank: Started, RankTiers, RankFailed.
 
 If ranks compute different requests, all ranks answer GetExpertLoad and ReportExpertLoad, and all
-ranks of the last stage send a Result of each step. Answers come in the order of the questions, and
+ranks of the last stage send a RankResult of each step. Answers come in the order of the questions, and
 results in the order of the launches.
 """
 
@@ -193,7 +193,7 @@ class Meeting(msgspec.Struct, tag=True):
     port: int
 
 
-class Result(msgspec.Struct, tag=True):
+class RankResult(msgspec.Struct, tag=True):
     """A `StepResult`, with its extras by kind."""
 
     step_id: int
@@ -209,7 +209,7 @@ class Result(msgspec.Struct, tag=True):
     is_cold: bool = False
 
     @classmethod
-    def of(cls, step: StepResult) -> Result:
+    def of(cls, step: StepResult) -> RankResult:
         def those(kind: type) -> list[Any]:
             return [extra for extra in step.extras if isinstance(extra, kind)]
 
@@ -241,6 +241,15 @@ class RankExpertLoad(msgspec.Struct, tag=True):
     expert_bytes: int
 
 
+class RankExchange(msgspec.Struct):
+    """Blocks that a rank hands over to other engines."""
+
+    num_bytes: int
+    limit_bytes: int
+    num_expired: int
+    num_evicted: int
+
+
 class RankTiers(msgspec.Struct, tag=True):
     """Reports on a rank's tiers: the copies that ended since the last report, the tiers' sizes and,
     if asked for, the keys of the files on disk."""
@@ -252,6 +261,7 @@ class RankTiers(msgspec.Struct, tag=True):
     limit_bytes: int = 0
     is_writer: bool = False
     keys: list[bytes] = []
+    exchange: RankExchange | None = None
 
 
 class Reply(msgspec.Struct, tag=True):
@@ -284,7 +294,7 @@ class RankFailed(Failed, tag=True):
 
 
 FromRank: TypeAlias = (
-    Join | Meeting | Phase | Started | Result | Reply | RankExpertLoad | RankTiers | RankFailed
+    Join | Meeting | Phase | Started | RankResult | Reply | RankExpertLoad | RankTiers | RankFailed
 )
 
 

@@ -229,14 +229,15 @@ class ProcessExecutor(Executor):
             self._adapters = AdapterPlaces(config.lora.max_cpu_loras)
             for request in config.lora.requests:  # the ranks have these from their start
                 self.load_adapter(request, tuple)
-        if config.cache.host_bytes is not None or config.cache.disk_bytes is not None:
+        if config.cache.has_tiers:
             self._broadcast(ReportTiers(keys=True))
             found = {n: self._await(partial(self._mail.next_tiers, n)) for n in range(size)}
             groups = 1 if self._owners is None else self._owners.num_ranks
             self.stores = [
                 RankBlockStore(
                     partial(self._send_group, group, groups),
-                    self._mail,
+                    self._mail.next_tiers,
+                    self._await,
                     {n: found[n] for n in range(group, size, groups)},
                 )
                 for group in range(groups)

@@ -60,21 +60,23 @@ from slipstream.worker.ranks.messages import (
     LoadRankAdapter,
     Meeting,
     OfTiers,
+    RankExchange,
     RankExpertLoad,
     RankFailed,
     RankLink,
     RankRefused,
+    RankResult,
     RankTiers,
     Reply,
     ReportExpertLoad,
     ReportTiers,
-    Result,
     SwapExperts,
     ToRank,
     UnloadRankAdapter,
     WarmUp,
 )
 from slipstream.worker.sampling.constrained import AwaitingMask
+from slipstream.worker.tiers.peers import rank_address
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -118,7 +120,8 @@ class RankProcess:
             return 1
 
     def _start(self, begin: BeginRank) -> None:
-        self._rank, ranks_of_stage = begin.rank, begin.size // begin.args.pipeline_parallel_size
+        self._rank, self._num_ranks = begin.rank, begin.size
+        ranks_of_stage = begin.size // begin.args.pipeline_parallel_size
         self._sends_results = begin.rank == begin.size - ranks_of_stage
         self._answers = begin.rank % ranks_of_stage == 0
         self._answered_by_all: tuple[type, ...] = (LoadRankAdapter, ChangeRankWeights)
@@ -160,7 +163,7 @@ class RankProcess:
     def _serve(self) -> bool:
         """Handle one message, or send a finished result. False at the End message."""
         while self._steps and self._steps[0].is_ready:
-            self._link.send(Result.of(self._steps.popleft().result()))
+            self._link.send(RankResult.of(self._steps.popleft().result()))
         waits = not any(not step.awaits_mask for step in self._steps)
         # No wait covers both a GPU event and a message, so this polls.
         if not self._poll.poll(None if waits else 0):
@@ -212,13 +215,20 @@ class RankProcess:
     def _of_tiers(self, message: OfTiers) -> None:
         (store,) = self._executor.stores
         if isinstance(message, CopyBlocks):
+            for i, copy in enumerate(message.copies):
+                if copy.address:
+                    address = rank_address(copy.address, self._rank, self._num_ranks)
+                    message.copies[i] = copy._replace(address=address)
             store.submit(message.copies)
         elif isinstance(message, ClearTiers):
             store.clear()
         else:
-            disk = store.disk
+            disk, exchange = store.disk, store.exchange
             of_disk = () if disk is None else (disk.num_bytes, disk.limit_bytes, disk.is_writer)
             report = RankTiers(store.finished(), [*store.sizes], [*store.slots], *of_disk)
+            if exchange is not None:
+                lost = exchange.num_expired, exchange.num_evicted
+                report.exchange = RankExchange(exchange.num_bytes, exchange.limit_bytes, *lost)
             if message.keys and disk is not None:
                 report.keys = disk.keys()
             self._link.send(report)

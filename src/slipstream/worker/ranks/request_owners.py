@@ -82,9 +82,8 @@ def masks_of_parts(parts: Sequence[StepPlan], plan: StepPlan, mask: TokenMask) -
     which = mask.which or tuple(range(len(mask.positions)))
     size = len(mask.bits) // (max(which, default=0) + 1)
     positions: list[list[int]] = [[] for _ in parts]
-    rows: list[dict[int, int]] = [
-        {} for _ in parts
-    ]  # by rank: index of a row of bits in the plan, to its index in the part
+    # by rank: index of a row of bits in the plan, to its index in the part
+    rows: list[dict[int, int]] = [{} for _ in parts]
     own_rows: list[list[int]] = [[] for _ in parts]
     bits = [bytearray() for _ in parts]
     for row, position in zip(which, mask.positions, strict=True):

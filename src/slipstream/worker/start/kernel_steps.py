@@ -65,7 +65,7 @@ def samplings() -> list[SamplingParams]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DummySequence:
     """One sequence of a dummy step: `num_tokens` tokens from position `begin` on, of which `drafts`
     are drafts."""
 
@@ -101,7 +101,7 @@ class KernelSteps:
         if part == 0:
             self._copies()
 
-    def _forwards(self) -> Iterator[tuple[list[Part], LoRARequest | None, bool]]:
+    def _forwards(self) -> Iterator[tuple[list[DummySequence], LoRARequest | None, bool]]:
         for lora in self.loras:
             for parts in (*self._decodes(), *self._prompts(), *self._verified()):
                 yield parts, lora, False
@@ -115,17 +115,17 @@ class KernelSteps:
         for sampling in samplings():
             for n in SAMPLED_ROWS:
                 if n <= self.max_seqs and 4 * n <= self.max_tokens and self.longest > 4:
-                    self._launch([Part(0, 4)] * n, sampling)
-                    self._launch([Part(4, 1)] * n, sampling)
+                    self._launch([DummySequence(0, 4)] * n, sampling)
+                    self._launch([DummySequence(4, 1)] * n, sampling)
                     if self.max_drafts > 0 and 2 * n <= self.runner.config.max_num_sampled:
-                        self._launch([Part(3, 2, 1)] * n, sampling)
+                        self._launch([DummySequence(3, 2, 1)] * n, sampling)
 
-    def _decodes(self) -> Iterator[list[Part]]:
+    def _decodes(self) -> Iterator[list[DummySequence]]:
         for n in sizes_around(self.thresholds.decodes, self.max_seqs):
             for begin in {0, min(self.longest - 1, self.longest if n <= FEW else MIDDLE)}:
-                yield [Part(begin, 1)] * n
+                yield [DummySequence(begin, 1)] * n
 
-    def _prompts(self) -> Iterator[list[Part]]:
+    def _prompts(self) -> Iterator[list[DummySequence]]:
         """Prompts alone, after a cached part, and after decodes; few long ones and many short
         ones."""
         tokens = sizes_around(self.thresholds.tokens, self.max_tokens)
@@ -136,21 +136,23 @@ class KernelSteps:
             for n in {length, self.max_tokens}:
                 yield from self._beside(n, length)
 
-    def _beside(self, num_tokens: int, length: int) -> Iterator[list[Part]]:
+    def _beside(self, num_tokens: int, length: int) -> Iterator[list[DummySequence]]:
         """Steps of about `num_tokens` tokens in prompts of `length` tokens."""
         count = min(max(1, num_tokens // length), self.max_seqs)
         rest = num_tokens - count * length
         for begin in self._contexts(length):
-            prompts = [Part(begin, length)] * count
+            prompts = [DummySequence(begin, length)] * count
             if 0 < rest < length and count < self.max_seqs:
-                prompts = [*prompts, Part(0, rest)]
+                prompts = [*prompts, DummySequence(0, rest)]
             if begin >= 0:
                 yield prompts
                 if (
                     self.BESIDE + len(prompts) <= self.max_seqs
                     and num_tokens + self.BESIDE <= self.max_tokens
                 ):
-                    yield [Part(1, 1)] * self.BESIDE + sorted(prompts, key=lambda p: p.num_tokens)
+                    yield [DummySequence(1, 1)] * self.BESIDE + sorted(
+                        prompts, key=lambda p: p.num_tokens
+                    )
 
     def _contexts(self, num_tokens: int) -> list[int]:
         """Cached tokens before `num_tokens` new ones: none, some, and beyond each threshold."""
@@ -158,23 +160,23 @@ class KernelSteps:
         wanted = (0, MIDDLE, *self.thresholds.keys)
         return sorted({min(n, room) for n in wanted if room >= 0})
 
-    def _verified(self) -> Iterator[list[Part]]:
+    def _verified(self) -> Iterator[list[DummySequence]]:
         most = min(self.runner.config.max_num_sampled, self.max_tokens)
         limit = min(self.max_drafts, self.longest - 1)
         for drafts in sorted({1, 2, limit} & set(range(1, limit + 1))):
             for n in sizes_around(self.thresholds.decodes, self.max_seqs):
                 for begin in {max(1, c) for c in self._contexts(1 + drafts)}:
                     if n * (1 + drafts) <= most:
-                        verified = [Part(begin, 1 + drafts, drafts)] * n
+                        verified = [DummySequence(begin, 1 + drafts, drafts)] * n
                         yield verified
-                        yield [Part(1, 1), *verified[1:]]
+                        yield [DummySequence(1, 1), *verified[1:]]
 
-    def _sharing(self) -> Iterator[list[Part]]:
+    def _sharing(self) -> Iterator[list[DummySequence]]:
         size = self.runner.config.cache.block_size
         for n in sizes_around(self.thresholds.decodes, self.max_seqs):
             for begin in {size, min(self.longest - 1, MIDDLE)}:
                 if n > 1 and begin < self.longest:
-                    yield [Part(begin, 1)] * n
+                    yield [DummySequence(begin, 1)] * n
 
     def _copies(self) -> None:
         for n in (1, 2, 3, 16):
@@ -183,7 +185,7 @@ class KernelSteps:
 
     def _launch(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[DummySequence],
         sampling: SamplingParams,
         lora: LoRARequest | None = None,
         *,

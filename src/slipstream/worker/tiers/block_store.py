@@ -90,7 +90,9 @@ class HostBlockStore:
             self._settle()
         wanted: dict[str, list[BlockCopy]] = {}
         for copy in copies:
-            if copy.source == "peer":
+            if "peer" in (copy.source, copy.target) and not self.sizes[copy.kind]:
+                self._done.append((copy.number, True))  # this rank has no such layers
+            elif copy.source == "peer":
                 wanted.setdefault(copy.address, []).append(copy)
             elif copy.target == "peer":
                 self._reserve(copy)

@@ -83,9 +83,8 @@ class DiskTier:
                 field="kv_disk_bytes",
             )
         try:
-            path.mkdir(
-                mode=0o700, parents=True, exist_ok=True
-            )  # the mode applies to the last folder
+            # the mode applies to the last folder
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
             (path / self._own).mkdir(mode=0o700, exist_ok=True)
             self._lock_file = open_private(path / "lock")
         except OSError as error:

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 
@@ -66,7 +66,8 @@ class _Entry:
 
 class BlockExchange:
     """Store of the blocks that this engine hands over to others at `address`. `sizes` are the bytes
-    of a block, and of a slot of each `SlotKind`."""
+    of a block, and of a slot of each `SlotKind`. `of`: (rank, number of ranks); each has a part of
+    `limit_bytes` and an address of its own (`peers.rank_address`)."""
 
     def __init__(
         self,
@@ -74,13 +75,14 @@ class BlockExchange:
         sizes: Sequence[int],
         layout: Mapping[str, str],
         address: str,
-        clock: Callable[[], float] = time.monotonic,
+        of: tuple[int, int] = (0, 1),
     ) -> None:
-        self.address, self._layout, self._sizes, self._clock = address, layout, sizes, clock
-        share = limit_bytes // sum(map(bool, sizes))
+        self.address, self._layout, self._sizes = address, layout, sizes
+        parts = of[1] * sum(map(bool, sizes))
+        share = limit_bytes // parts
         counts = [share // size if size else 0 for size in sizes]
         if any(size and not count for size, count in zip(sizes, counts, strict=True)):
-            least = max(sizes) * sum(map(bool, sizes))
+            least = max(sizes) * parts
             raise ConfigError(
                 f"kv_handover_bytes={limit_bytes} is too small for a block or a state, for which it takes {least} bytes; "
                 "raise it",
@@ -96,7 +98,7 @@ class BlockExchange:
         self._changed = threading.Condition()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self.num_given = self.num_expired = self.num_evicted = 0  # blocks and states
-        place = peers.split_address(address)
+        place = peers.split_address(peers.rank_address(address, *of))
         self._file = -1
         if isinstance(place, str):
             self._listener, memory = self._listen_here(place)
@@ -130,7 +132,7 @@ class BlockExchange:
                     return None
                 self._remove(oldest)
                 self.num_evicted += 1
-            self._entries[key] = _Entry(key, kind, free.pop(), self._clock())
+            self._entries[key] = _Entry(key, kind, free.pop(), time.monotonic())
             return True
 
     def fill(self, key: bytes, pieces: Sequence[Bytes]) -> bool:
@@ -196,7 +198,7 @@ class BlockExchange:
     # --- Slots, under the lock ----------------------------------------------------------------------------------------
 
     def _touch(self, entry: _Entry) -> None:
-        entry.used = self._clock()
+        entry.used = time.monotonic()
         self._entries.move_to_end(entry.key)
 
     def _remove(self, entry: _Entry) -> None:
@@ -213,7 +215,7 @@ class BlockExchange:
                 self._free[entry.kind].append(entry.place)
 
     def _expire(self) -> None:
-        until = self._clock() - TTL_S
+        until = time.monotonic() - TTL_S
         while self._entries and (entry := next(iter(self._entries.values()))).used <= until:
             if entry.num_pins or not entry.is_ready:
                 self._touch(entry)

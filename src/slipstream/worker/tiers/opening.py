@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 
 def open_tiers(
-    config: EngineConfig,
-    description: ModelDescription,
-    runner: Runner,
-    sizes: Sequence[int],
+    config: EngineConfig, description: ModelDescription, runner: Runner, sizes: Sequence[int]
 ) -> HostBlockStore | None:
     """Open the tiers that the settings ask for; None if there are none. `sizes` are the bytes of a
     block, and of a slot of each kind. Each of several ranks gets its fraction of the configured
@@ -43,8 +40,10 @@ def open_tiers(
     ConfigError if the folder can't be used, or the host's memory is too small.
     """
     cache, disk = config.cache, None
-    if cache.host_bytes is None and cache.disk_bytes is None and cache.handover is None:
+    if not cache.has_tiers:
         return None
+    partition, ranks = runner.loaded.partition, config.parallel.num_ranks
+    rank = 0 if partition is None else partition.all_ranks.rank
     free = host_memory()[1]
     if cache.host_bytes is not None:
         if cache.host_bytes > free:
@@ -53,7 +52,7 @@ def open_tiers(
                 field="kv_host_bytes",
             )
         least = max(sizes) * sum(map(bool, sizes))
-        if cache.host_bytes < (least := least * config.parallel.num_ranks):
+        if cache.host_bytes < (least := least * ranks):
             raise ConfigError(
                 f"kv_host_bytes={cache.host_bytes} is too small for a block or a state, for which it takes {least} bytes; "
                 "raise it",
@@ -68,17 +67,13 @@ def open_tiers(
         )
     if cache.disk_bytes is not None:
         assert cache.disk_path is not None
-        path, partition = Path(cache.disk_path), runner.loaded.partition
-        ranks = config.parallel.num_ranks
+        path = Path(cache.disk_path)
         if partition is not None:
             with contextlib.suppress(OSError):  # raised below, with the folder's name
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path /= f"rank-{partition.all_ranks.rank + 1}-of-{ranks}"
+            path /= f"rank-{rank + 1}-of-{ranks}"
         disk = DiskTier(
-            path,
-            cache.disk_bytes // ranks,
-            identity(config, description, runner),
-            max(sizes),
+            path, cache.disk_bytes // ranks, identity(config, description, runner), max(sizes)
         )
     staged = [staged_blocks(config, size) for size in sizes]
     exchange, layout = None, None
@@ -86,11 +81,12 @@ def open_tiers(
         layout = block_layout(config, description, runner, sizes)
         from slipstream.worker.tiers.exchange import BlockExchange  # it needs msgspec
 
-        exchange = BlockExchange(cache.handover.limit_bytes, sizes, layout, cache.handover.address)
+        asked = cache.handover
+        exchange = BlockExchange(asked.limit_bytes, sizes, layout, asked.address, of=(rank, ranks))
     slots = host_slots(config, sizes)
-    if cache.host_bytes is not None and runner.loaded.partition is not None:
+    if cache.host_bytes is not None and partition is not None:
         # a pipeline stage with fewer layers has memory for more slots, but all ranks must have the same number
-        slots = list(runner.loaded.partition.all_ranks.least(*slots))
+        slots = list(partition.all_ranks.least(*slots))
     return runner.open_store(disk, slots, staged, exchange, layout)
 
 
@@ -120,6 +116,9 @@ def block_layout(
         "kind of device": runner.platform.kind,
         "speculative_model": _digest(str(_draft_identity(config, runner))),
     }
+    if (partition := runner.loaded.partition) is not None:
+        found["ranks"] = str(config.parallel.num_ranks)
+        found["part of each rank"] = _digest(str((partition.shard, cache.context_ranks)))
     positions = (getattr(a.position, "scaling", None) for a in description.spec.attentions)
     scalings = [s for s in positions if isinstance(s, LongRopeScaling)]
     if scalings:

@@ -12,6 +12,7 @@
 2. `tcp://HOST:PORT` is for other hosts. Whoever knows a block's hash gets its contents, so the network must be private.
 3. Messages are msgpack after their length. The end of a process breaks its connection: blocks not yet copied fail.
 4. A thread for each exchange fetches. It ends when the connection breaks, or after `IDLE_S` without requests.
+5. Each of several ranks has an exchange of its own, from which the same rank of the other engine fetches.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import logging
 import mmap
 import os
 import queue
+import select
 import socket
 import struct
 import threading
@@ -90,6 +92,22 @@ def split_address(address: str) -> tuple[str, int] | str:
         f"kv_handover_address={address!r} is no address; write unix:NAME, or tcp://HOST:PORT for other hosts",
         field="kv_handover_address",
     )
+
+
+def rank_address(address: str, rank: int, num_ranks: int) -> str:
+    """Address of a rank's exchange in an engine whose address is `address`: the name with the rank's number, or a port
+    as many higher. ConfigError if there is no such port."""
+    place = split_address(address)
+    if num_ranks == 1:
+        return address
+    if isinstance(place, str):
+        return f"unix:{place}-{rank}"
+    if place[1] + num_ranks > 65536:
+        raise ConfigError(
+            f"kv_handover_address={address!r}: {num_ranks} ranks take as many ports from there on; name a lower one",
+            field="kv_handover_address",
+        )
+    return f"tcp://{place[0]}:{place[1] + rank}"
 
 
 def send(sock: socket.socket, message: Message, files: Sequence[int] = ()) -> None:
@@ -230,6 +248,13 @@ class Peers:
                     self.done(copy.number, False)
 
 
+def _is_over(sock: socket.socket) -> bool:
+    """Whether the other end has closed an idle connection. Nothing else arrives unasked."""
+    ready = select.poll()
+    ready.register(sock, select.POLLIN)
+    return bool(ready.poll(0))
+
+
 class _Peer:
     """The exchange of another engine."""
 
@@ -253,6 +278,9 @@ class _Peer:
         try:
             while (copies := self.wanted.get(timeout=IDLE_S)) is not None:
                 left = list(copies)[::-1]
+                if self._socket is not None and _is_over(self._socket):
+                    self._socket.close()
+                    self._socket = None  # its engine may have started again
                 if self._socket is None:
                     self._socket, memory = self._peers.connect(self.address)
                 self._fetch(

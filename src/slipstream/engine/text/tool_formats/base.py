@@ -68,7 +68,7 @@ Event: TypeAlias = Content | Reasoning | BeginCall | Arguments
 Script: TypeAlias = Generator[None, None, None]
 
 
-class _Text:
+class _TrailingSpace:
     """Output text whose trailing whitespace is held back until more text or the end of the answer
     arrives."""
 
@@ -113,8 +113,8 @@ class Parser:
         self._interrupts, self._wraps = tuple(interrupts), tuple(wraps)
         self._events: list[Event] = []
         self._content, self._reasoning = (
-            _Text(Content, self._events),
-            _Text(Reasoning, self._events),
+            _TrailingSpace(Content, self._events),
+            _TrailingSpace(Reasoning, self._events),
         )
         self.num_calls = 0
         self._run = self._script(script, think, thinking)
@@ -156,9 +156,8 @@ class Parser:
     def _think(self, begin: str, end: str, thinking: bool) -> Script:
         opened = yield from self.opens_with(begin)  # some models repeat the opening marker
         if not thinking and not opened:
-            yield from self.opens_with(
-                end
-            )  # an end marker of reasoning that the prompt has already ended
+            # an end marker of reasoning that the prompt has already ended
+            yield from self.opens_with(end)
             return
         self._reasoning.cut()
         if marker := (yield from self.until((end, *self._interrupts), self.reasoning)):

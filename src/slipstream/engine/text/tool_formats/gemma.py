@@ -60,9 +60,8 @@ class Gemma4(ToolFormat):
         return writer.text(self.trigger)
 
     def _object(self, schema: Mapping[str, Any], writer: Writer, where: str, depth: int) -> str:
-        parts = sorted(  # sorted as in the template
-            (schema.get("properties") or {}).items(), key=lambda pair: pair[0].lower()
-        )
+        # sorted as in the template
+        parts = sorted((schema.get("properties") or {}).items(), key=lambda pair: pair[0].lower())
         if not parts and depth:
             return self._anything(writer)[1]
 

@@ -140,9 +140,8 @@ class MiniMaxM3(CallSection):
     def _next(self, parser: Parser) -> Generator[None, None, tuple[str, Element] | None]:
         """Parse the next element, or return the name of an end tag, with its slash. Text before it is dropped. None at the
         end of the answer."""
-        opened = list[
-            tuple[str, list[str], list[tuple[str, Element]]]
-        ]()  # (name, text pieces, children) of open elements
+        # (name, text pieces, children) of open elements
+        opened = list[tuple[str, list[str], list[tuple[str, Element]]]]()
         while True:
             name = list[str]()
             if not (yield from parser.until((TAG,), opened[-1][1].append if opened else drop)):

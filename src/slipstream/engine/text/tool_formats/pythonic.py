@@ -34,10 +34,7 @@ class Pythonic(ToolFormat):
             return writer.schema(schema)
 
         arguments = properties(
-            tool,
-            lambda name, schema: f"{writer.text(name + '=')} {value(schema)}",
-            self,
-            '", "',
+            tool, lambda name, schema: f"{writer.text(name + '=')} {value(schema)}", self, '", "'
         )
         return f'{writer.text(tool.name + "(")} {arguments} ")"'
 

@@ -190,10 +190,8 @@ def typical(logits: Floats, mass: float) -> None:
     p = _probabilities(logits[at])
     surprise = -np.log(p, out=np.full(len(p), -np.inf), where=p > 0)
     far = np.abs(surprise - (p * surprise).sum(where=p > 0))
-    for count in (
-        *(n for n in NEAREST if n < len(far)),
-        len(far),
-    ):  # the nearest few usually suffice
+    # the nearest few usually suffice
+    for count in (*(n for n in NEAREST if n < len(far)), len(far)):
         order = np.argpartition(far, count - 1)[:count]
         order = order[np.argsort(far[order], kind="stable")]
         before = p[order].cumsum()

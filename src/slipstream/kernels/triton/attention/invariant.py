@@ -128,8 +128,8 @@ def _part(
 
 
 @triton.jit
-def _announce(ptr, entry, head, whole, size: tl.constexpr):
-    """Have the `size` numbers of a head in each of some blocks brought to L2."""
+def _prefetch_blocks(ptr, entry, head, whole, size: tl.constexpr):
+    """Prefetch the `size` numbers of a head in each of some blocks to L2."""
     at = ptr + entry.to(tl.int64) * whole + head * size
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
@@ -147,7 +147,7 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_SINKS: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, SPLIT: tl.constexpr, FOLDED: tl.constexpr,
-    BLOCK_R: tl.constexpr, BY_CORE: tl.constexpr, ANNOUNCE: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BY_CORE: tl.constexpr, PREFETCH: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M rows of a (kv head, sequence), over all parts of their keys or, with SPLIT,
     over each `lanes`-th part. A row is a token and one of the G heads of the kv head."""
@@ -155,7 +155,7 @@ def _attention_kernel(
     tile = tl.program_id(2)
     lane = tile % lanes
     if PDL:
-        if ANNOUNCE:
+        if PREFETCH:
             # A hint: of keys that kernels in flight write, the rest of the block comes as well.
             blocks = lane * (PART // BLOCK_SIZE) + tl.arange(0, BLOCKS)
             held = (blocks < (lane + 1) * (PART // BLOCK_SIZE)) & (
@@ -164,8 +164,8 @@ def _attention_kernel(
             entry = tl.load(
                 table_ptr + seq.to(tl.int64) * table_stride + blocks, mask=held, other=0
             )
-            _announce(k_ptr, entry, head, K * BLOCK_SIZE * D, BLOCK_SIZE * D)
-            _announce(v_ptr, entry, head, K * BLOCK_SIZE * D, BLOCK_SIZE * D)
+            _prefetch_blocks(k_ptr, entry, head, K * BLOCK_SIZE * D, BLOCK_SIZE * D)
+            _prefetch_blocks(v_ptr, entry, head, K * BLOCK_SIZE * D, BLOCK_SIZE * D)
         pdl_wait()
     tile = tl.num_programs(2) // lanes - 1 - tile // lanes  # longest first
     first_token = tl.load(starts_ptr + seq)
@@ -345,8 +345,8 @@ def _attend(
     lanes = min(parts, max(1, 4 * room // programs)) if splits else 1
     if splits and by_core and runs_on_hopper(q.device):
         warps = 4
-    announced = splits and not rotary and s.window is None and PART % block_size == 0
-    announced = announced and block_size * dim * kv.k.element_size() % 16 == 0
+    prefetches = splits and not rotary and s.window is None and PART % block_size == 0
+    prefetches = prefetches and block_size * dim * kv.k.element_size() % 16 == 0
     given = s.alibi_slopes, s.distance_bias, s.sinks, kv.k_scale, kv.v_scale
     slopes, bias, sinks, k_scale, v_scale = (q if t is None else t for t in given)
     partial, maxima, sums, arrived = out, out, out, out
@@ -365,6 +365,6 @@ def _attend(
         HAS_BIAS=s.distance_bias is not None, CAUSAL=s.causal, HAS_SINKS=s.sinks is not None,
         SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1, SPLIT=splits,
         FOLDED=min(block_m, max(1, FOLDED * warps // block_d)), BLOCK_R=max(16, triton.next_power_of_2(rotary)),
-        BY_CORE=by_core, ANNOUNCE=announced, BLOCKS=triton.next_power_of_2(max(1, PART // block_size)),
+        BY_CORE=by_core, PREFETCH=prefetches, BLOCKS=triton.next_power_of_2(max(1, PART // block_size)),
         num_warps=warps, num_stages=stages, **pdl_options(q),
     )  # fmt: skip

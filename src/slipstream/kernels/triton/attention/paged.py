@@ -308,9 +308,8 @@ def _shared_decode_kernel(
     the shared prefix, which all columns see, then the tiles of each member's own tokens, which only
     its columns see."""
     seq, head, split = tl.program_id(1), tl.program_id(0), tl.program_id(2)
-    if (
-        seq - tl.load(begins_ptr + seq)
-    ) % MEMBERS != 0:  # the groups were written before the step's first kernel
+    # the groups were written before the step's first kernel
+    if (seq - tl.load(begins_ptr + seq)) % MEMBERS != 0:
         return
     if PDL:
         pdl_wait()  # sequence 0 is a first member, so some thread block waits
@@ -474,9 +473,8 @@ def _prefill_kernel(
     if HAS_WINDOW:
         low = tl.maximum(0, first - window + 1) // BLOCK_N * BLOCK_N
     if CAUSAL:
-        full_end = tl.maximum(
-            (first + 1) // BLOCK_N * BLOCK_N, low
-        )  # before it every query sees every key
+        # before it every query sees every key
+        full_end = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, low)
         end = tl.minimum(length, context + (tile * BLOCK_M + BLOCK_M - 1) // G + 1)
         if SUMS:
             end = tl.max(positions, 0) + 1

@@ -77,9 +77,8 @@ def _sort_kernel(
         totals, before = tl.sum(sums, 0), tl.sum(sums_before, 0)
     ends = tl.cumsum(totals, 0)
     ahead = tl.zeros((CHUNK,), tl.int32)
-    UNROLLED: tl.constexpr = (
-        8 if CHUNK <= 256 else 1
-    )  # a larger chunk's loads would not fit the registers
+    # a larger chunk's loads would not fit the registers
+    UNROLLED: tl.constexpr = 8 if CHUNK <= 256 else 1
     for first in tl.range(0, CHUNK, 32, loop_unroll_factor=UNROLLED):
         others = first + tl.arange(0, 32)
         other_experts = tl.load(

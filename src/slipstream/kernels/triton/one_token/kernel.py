@@ -241,9 +241,8 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
     if s.delta is not None:
         rule = 4 * (2 * s.delta.key_dim + (1 + 2 * WARPS) * s.delta.value_dim)
         attention = max(attention, rule)
-    other = (
-        512 + 2 * 8 * 64 + 2 * WARPS * 16 * 4 + 256 + 2 * 128
-    )  # barriers, pointers, tiles' sums, scratch; alignment
+    # barriers, pointers, tiles' sums, scratch; alignment
+    other = 512 + 2 * 8 * 64 + 2 * WARPS * 16 * 4 + 256 + 2 * 128
     if s.experts is not None:
         other += s.experts.num_experts_per_token * 128 + (s.experts.num_experts + 4) * 4
     return (shared_bytes - other - sums - max(row, attention)) // stage
@@ -601,9 +600,8 @@ class OneTokenStep:
             return tensor or 0
         if isinstance(tensor, float):
             return int.from_bytes(struct.pack("<f", tensor), "little")
-        if (
-            tensor.data_ptr() % 16
-        ):  # a view into a larger tensor; products must be aligned, and the copy is small
+        # a view into a larger tensor; products must be aligned, and the copy is small
+        if tensor.data_ptr() % 16:
             tensor = tensor.clone()
             self._held.append(tensor)
         return tensor.data_ptr()

@@ -84,10 +84,7 @@ def pack(w: Linear, *, dense_copies: bool) -> Linear:
 
 
 def linear(
-    x: Activations,
-    w: Linear,
-    scratch: ArrivalCounters | None,
-    tiles: TileTable = NO_TILES,
+    x: Activations, w: Linear, scratch: ArrivalCounters | None, tiles: TileTable = NO_TILES
 ) -> Tensor:
     """`OpSet.linear`. `scratch` is on the weight's device; without it a dense weight can't use
     Hopper's own kernel."""

@@ -57,16 +57,16 @@ HALVED_ROWS = 4224
 occupy half of the multiprocessors."""
 WIDE = 65_536
 """Number of rows of a weight from which a product without split K has the form of a split one."""
-ANNOUNCED = 65_536
-"""Bytes behind the ring that a thread block has brought to L2 before it waits."""
+PREFETCHED_BYTES = 65_536
+"""Bytes after the ring that a thread block prefetches to L2 before it waits."""
 HALF_ROOM = 112_000
 """Bytes of a ring of which a multiprocessor holds two."""
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.9
 
 
 @gluon.jit
-def _announce(w_ptr, row, column, N, K, ahead, LOADED: gl.constexpr):
-    """Have `ahead` bytes of each row of a tile brought to L2, from `column` on."""
+def _prefetch_rows(w_ptr, row, column, N, K, ahead, LOADED: gl.constexpr):
+    """Prefetch `ahead` bytes of each row of a tile to L2, from `column` on."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     rows = gl.minimum(row + gl.arange(0, LOADED, LAYOUT), N - 1).to(gl.int64)
     gl.inline_asm_elementwise(
@@ -91,7 +91,7 @@ def _producer(
             w_desc, [row, (first + i) * BLOCK_K], full.index(i), w_smem.index(i).slice(0, LOADED, 0), pred=i < steps,
         )  # fmt: skip
     if ahead > 0:
-        _announce(w_ptr, row, (first + STAGES) * BLOCK_K, N, K, ahead, LOADED)
+        _prefetch_rows(w_ptr, row, (first + STAGES) * BLOCK_K, N, K, ahead, LOADED)
     if PDL:
         pdl_wait_first()
     for i in gl.static_range(STAGES):
@@ -264,7 +264,7 @@ def skinny_gemm(
     if invariant:
         splits = 1
         if block_m == 16:
-            block_n, step, room, ahead, shares = _whole_form(outer, inner * size, size, block_n)
+            block_n, step, room, ahead, shares = _unsplit_tile(outer, inner * size, size, block_n)
     block_k = step // size
     tiles, num_steps = triton.cdiv(outer, block_n), triton.cdiv(inner, block_k)
     splits = min(splits, num_steps)
@@ -293,20 +293,26 @@ def skinny_gemm(
     return y
 
 
-def _whole_form(
+def _unsplit_tile(
     outer: int, row_bytes: int, size: int, block_n: int
 ) -> tuple[int, int, int, int, bool]:
-    """(BLOCK_N, bytes of a row that are copied at once, room for the ring, bytes announced to L2 for a
-    thread block, SHARES) for an unsplit product of few tokens, timed in chains of Llama-3-8B's layers
-    (`engine_deterministic_one`). None changes a bit."""
+    """(BLOCK_N, bytes of a row that are copied at once, room for the ring, bytes that a thread block
+    prefetches to L2, SHARES) for an unsplit product of few tokens, timed in chains of Llama-3-8B's
+    layers (`engine_deterministic_one`). None changes a bit."""
     if outer >= WIDE:
         return block_n, 256, SHARED_BYTES, 0, False
     if outer >= 12_288:
-        return 128, 256, *((SHARED_BYTES, ANNOUNCED) if size == 2 else (HALF_ROOM, 0)), True
+        return 128, 256, *((SHARED_BYTES, PREFETCHED_BYTES) if size == 2 else (HALF_ROOM, 0)), True
     if outer <= HALVED_ROWS and row_bytes > LONG_ROW:
         return ROWS.value // 2, 256, SHARED_BYTES, 0, True
     if size == 2:
-        return ROWS.value, 512 if outer <= HALVED_ROWS else 256, SHARED_BYTES, ANNOUNCED, True
+        return (
+            ROWS.value,
+            512 if outer <= HALVED_ROWS else 256,
+            SHARED_BYTES,
+            PREFETCHED_BYTES,
+            True,
+        )
     return ROWS.value, 512, SHARED_BYTES, 0, False
 
 

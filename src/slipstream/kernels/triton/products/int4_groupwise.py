@@ -49,9 +49,8 @@ def _int4_linear_kernel(
         dot = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         for i in tl.static_range(4):
-            if (
-                i * QUARTER % GROUP_SIZE == 0
-            ):  # a group begins at the chunk's start, and within it if groups are small
+            # a group begins at the chunk's start, and within it if groups are small
+            if i * QUARTER % GROUP_SIZE == 0:
                 acc += (dot - bias_code[:, None] * total[None, :]) * scale[:, None]
                 group = chunk * (CHUNK // GROUP_SIZE) + i * QUARTER // GROUP_SIZE
                 scale = tl.load(scale_ptr + group * N + n, mask=n < N, other=0.0).to(tl.float32)

@@ -114,18 +114,16 @@ def _shrink_few_kernel(
         GROUP,
     )
     tl.store(to + begin * (PARTS * R), inner, mask=rank < tl.where(begin < end, R, 0))
-    for at in range(
-        begin + 1, end
-    ):  # different numbers in each iteration: kept over a loop, each would take a register
+    # different numbers in each iteration: kept over a loop, each would take a register
+    for at in range(begin + 1, end):
         a = tl.load(down_rows, mask=(rank < R)[:, None] & (ks < K)[None, :], other=0.0)
         token = tl.load(order_ptr + at).to(tl.int64)
         inner = _products(
             a, x_ptr, scales_ptr, token, ks, K, x_stride, scales_stride, SCALES, GROUP
         )
         tl.store(to + at * (PARTS * R), inner, mask=rank < R)
-    if (
-        PDL and BESIDE and split + block + tile == 0
-    ):  # this grid then ends after the preceding kernel
+    # this grid then ends after the preceding kernel
+    if PDL and BESIDE and split + block + tile == 0:
         gdc_wait()
 
 

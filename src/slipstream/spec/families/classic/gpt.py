@@ -249,10 +249,8 @@ def gguf_gpt2_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def gguf_starcoder_config(m: ConfigReader) -> dict[str, Any]:
-    return {
-        **gguf_learned_config(m),
-        "activation_function": "gelu",
-    }  # values of StarCoder, which the file lacks
+    # values of StarCoder, which the file lacks
+    return {**gguf_learned_config(m), "activation_function": "gelu"}
 
 
 MASKS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)

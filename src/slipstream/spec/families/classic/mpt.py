@@ -43,9 +43,8 @@ def read(c: ConfigReader) -> ModelSpec:
     c.require("norm_type", "low_precision_layernorm", "layernorm")
     c.require("embedding_fraction", 1.0)
     c.require("logit_scale")
-    c.ignore(
-        "learned_pos_emb", "init_config", "tokenizer_name", "verbose"
-    )  # the first has no effect with ALiBi
+    # the first has no effect with ALiBi
+    c.ignore("learned_pos_emb", "init_config", "tokenizer_name", "verbose")
     max_position = c.size("max_seq_len", 2048)
     return model(
         c, "mpt", layer, norm, max_position, hidden="d_model", num_layers="n_layers", tied=True

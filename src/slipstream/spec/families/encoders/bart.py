@@ -21,12 +21,7 @@ from slipstream.spec.families.base import ConfigReader, Family, Names
 from slipstream.spec.families.builders import activation, layer_norm
 from slipstream.spec.families.encoders.whisper import WHISPER, both_layers
 from slipstream.spec.families.names import Theirs, table
-from slipstream.spec.model import (
-    EncoderSpec,
-    LearnedPositionSpec,
-    ModelSpec,
-    SinusoidSpec,
-)
+from slipstream.spec.model import EncoderSpec, LearnedPositionSpec, ModelSpec, SinusoidSpec
 from slipstream.spec.parameters import OneRow
 
 UNUSED = (
@@ -83,9 +78,8 @@ def read(c: ConfigReader, *, family: str) -> ModelSpec:
     reader, writer = both_layers(c, act, norm, norms_first=kind.before)
     longest = c.size("max_position_embeddings", kind.longest)
     pad = c.take("pad_token_id", int, 1)
-    offset = (
-        pad + 1 if family == "m2m_100" else kind.offset
-    )  # the first position follows the padding token's row
+    # the first position follows the padding token's row
+    offset = pad + 1 if family == "m2m_100" else kind.offset
     rows = longest + offset
     positions: LearnedPositionSpec | SinusoidSpec = LearnedPositionSpec(
         num_positions=rows, offset=offset
@@ -118,10 +112,7 @@ def read(c: ConfigReader, *, family: str) -> ModelSpec:
 
 
 def _post(side: str) -> dict[str, Theirs]:
-    return {
-        f"{side}attention_norm": "self_attn_layer_norm",
-        f"{side}mlp_norm": "final_layer_norm",
-    }
+    return {f"{side}attention_norm": "self_attn_layer_norm", f"{side}mlp_norm": "final_layer_norm"}
 
 
 BART: dict[str, Theirs] = {

@@ -112,9 +112,8 @@ def read_bert(c: ConfigReader) -> ModelSpec:
 
 
 def read_roberta(c: ConfigReader) -> ModelSpec:
-    return read_encoder(
-        c, "roberta", c.take("pad_token_id", int, 1) + 1
-    )  # the first position follows the padding token's row
+    # the first position follows the padding token's row
+    return read_encoder(c, "roberta", c.take("pad_token_id", int, 1) + 1)
 
 
 def read_electra(c: ConfigReader) -> ModelSpec:

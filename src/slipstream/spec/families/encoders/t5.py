@@ -49,9 +49,8 @@ def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec
     c.require("is_decoder", False)
     c.ignore("dropout_rate", "initializer_factor")
     hidden = c.size("d_model")
-    h = HeadCounts(
-        n := c.size("num_heads"), n, c.size("d_kv", 64)
-    )  # n · d_kv may differ from d_model
+    # n · d_kv may differ from d_model
+    h = HeadCounts(n := c.size("num_heads"), n, c.size("d_kv", 64))
     norm = rms(hidden, c.take("layer_norm_epsilon", float, 1e-6))
     act, is_gated = _activation(c, "relu" if family == "t5" else "gated-gelu")
     mlp = DenseSpec(intermediate_size=c.size("d_ff"), activation=act, gated=is_gated)

@@ -63,11 +63,4 @@ def names(spec: ModelSpec) -> Names:
     return found
 
 
-FAMILIES = (
-    Family(
-        model_type="axk2",
-        architectures=("AXK2ForCausalLM",),
-        read=read,
-        names=names,
-    ),
-)
+FAMILIES = (Family(model_type="axk2", architectures=("AXK2ForCausalLM",), read=read, names=names),)

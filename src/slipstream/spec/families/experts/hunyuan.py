@@ -69,9 +69,8 @@ def _read(c: ConfigReader, family: str, mlp: MoESpec | None = None) -> ModelSpec
         c.require(name)
     c.ignore("eod_token_id", "pad_id", "im_start_id", "im_end_id", "im_newline_id", "text_start_id")
     c.ignore("text_end_id", "image_token_id", "video_start_id", "video_end_id", "mask_init_id")
-    c.ignore(
-        "cla_share_factor", "class_num", "dense_list", "org_vocab_size", "pool_type"
-    )  # features that are off
+    # features that are off
+    c.ignore("cla_share_factor", "class_num", "dense_list", "org_vocab_size", "pool_type")
     c.ignore("num_media_embeds", "anyres_pooling_size", "anyres_vit_two_views", "skip_cls_token")
     c.ignore(*(f"vit_{x}" for x in ("add_patchemb_bias", "input_resolution", "mapping_type")))
     c.ignore(

@@ -22,13 +22,7 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.experts.mixtures import mixture
 from slipstream.spec.families.names import LLAMA, Theirs, table
-from slipstream.spec.model import (
-    LayerSpec,
-    MLPSpec,
-    ModelSpec,
-    QKNormSpec,
-    SharedExpertSpec,
-)
+from slipstream.spec.model import LayerSpec, MLPSpec, ModelSpec, QKNormSpec, SharedExpertSpec
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 KEYS = {

@@ -222,12 +222,7 @@ GGUF: dict[str, Theirs] = {
 }
 
 FAMILIES = (
-    Family(
-        model_type="lfm3",
-        architectures=("Lfm3ForCausalLM",),
-        read=read_lfm3,
-        names=names_lfm3,
-    ),
+    Family(model_type="lfm3", architectures=("Lfm3ForCausalLM",), read=read_lfm3, names=names_lfm3),
     *(
         Family(
             model_type=name,

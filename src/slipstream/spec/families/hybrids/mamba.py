@@ -137,9 +137,8 @@ def read_mamba2(c: ConfigReader) -> ModelSpec:
 
 def _read(c: ConfigReader, family: str, mixer: Mamba2Spec | MambaSpec, *, tied: bool) -> ModelSpec:
     c.require("hidden_act", "silu")
-    c.ignore(
-        "time_step_min", "time_step_max", "time_step_floor", "time_step_scale"
-    )  # training settings
+    # training settings
+    c.ignore("time_step_min", "time_step_max", "time_step_floor", "time_step_scale")
     c.ignore("time_step_init_scheme", "rescale_prenorm_residual", "residual_in_fp32")
     c.ignore("use_mambapy", "use_associative_scan", "use_mamba_kernels")
     norm = rms(c.size("hidden_size"), c.take("layer_norm_epsilon", float, 1e-5))
@@ -177,9 +176,8 @@ def mamba2_gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def _gguf(m: ConfigReader) -> dict[str, Any]:
-    m.ignore(
-        "context_length", "feed_forward_length", "attention.head_count"
-    )  # the model has none of these
+    # the model has none of these
+    m.ignore("context_length", "feed_forward_length", "attention.head_count")
     m.ignore("attention.head_count_kv")
     hidden = m.size("embedding_length")
     return {

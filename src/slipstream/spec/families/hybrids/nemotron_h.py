@@ -103,9 +103,8 @@ def read(c: ConfigReader) -> ModelSpec:
     c.ignore(
         "mamba_proj_bias", "residual_in_fp32", "rescale_prenorm_residual", "num_logits_to_keep"
     )
-    c.ignore(
-        "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"
-    )  # no rotation
+    # no rotation
+    c.ignore("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
     c.ignore("sliding_window", "norm_eps", "rms_norm_eps", "use_mamba_kernels")
     return model(c, "nemotron_h", layer, norm, max_position, count=len(pairs))
 

@@ -6,12 +6,7 @@ from __future__ import annotations
 from slipstream.spec.families import exaone
 from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.families.names import table
-from slipstream.spec.families.pictures.qwen_vl import (
-    OUTER,
-    VISION,
-    read_processing,
-    read_vision,
-)
+from slipstream.spec.families.pictures.qwen_vl import OUTER, VISION, read_processing, read_vision
 from slipstream.spec.media.vision import VisionSpec
 from slipstream.spec.model import ModelSpec
 

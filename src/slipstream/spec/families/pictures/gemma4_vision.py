@@ -80,10 +80,7 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec | None:
         connector=ScaledPoolConnector(eps=eps, standardized=v.take("standardize", bool, False)),
         token_id=token_id,
         prompt=FramedFormat(
-            placeholder="<|image|>",
-            token="<|image|>",
-            begin="<|image>",
-            end="<image|>",
+            placeholder="<|image|>", token="<|image|>", begin="<|image>", end="<image|>"
         ),
         channels_last=True,
         clipped=v.take("use_clipped_linears", bool, False),

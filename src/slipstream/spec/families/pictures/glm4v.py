@@ -10,14 +10,7 @@ from typing import Any
 
 from slipstream.spec.families import glm
 from slipstream.spec.families.base import ConfigReader, Family, Names
-from slipstream.spec.families.builders import (
-    activation,
-    attention,
-    before,
-    heads,
-    layer_norm,
-    rms,
-)
+from slipstream.spec.families.builders import activation, attention, before, heads, layer_norm, rms
 from slipstream.spec.families.deepseek import SHARED
 from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.families.pictures.images import axial_rope, square

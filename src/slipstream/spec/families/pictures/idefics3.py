@@ -35,9 +35,8 @@ def read_text(c: ConfigReader) -> ModelSpec:
     c.require("model_type", "llama", "vllama3")
     c.require("qk_layer_norms", False)
     c.require("use_resampler", False)
-    c.ignore(
-        "perceiver_config", "pixel_shuffle_factor"
-    )  # from training code; `scale_factor` gives the connector's factor
+    # from training code; `scale_factor` gives the connector's factor
+    c.ignore("perceiver_config", "pixel_shuffle_factor")
     return read_llama(c)
 
 

@@ -29,10 +29,7 @@ from slipstream.spec.model import ModelSpec
 
 READERS = {"lfm2": lfm.read_lfm2, "lfm2_moe": lfm.read_lfm2_moe}
 FORMAT = NamedTiles(
-    placeholder="<image>",
-    token="<image>",
-    begin="<|image_start|>",
-    end="<|image_end|>",
+    placeholder="<image>", token="<image>", begin="<|image_start|>", end="<|image_end|>"
 )
 
 

@@ -11,12 +11,7 @@ from slipstream.spec.families.base import ConfigReader, Family
 from slipstream.spec.families.builders import activation
 from slipstream.spec.families.names import LLAMA, table
 from slipstream.spec.families.pictures.images import processing, siglip_layers, siglip_names, square
-from slipstream.spec.families.pictures.internvl import (
-    KIND,
-    LLAVA,
-    pinpoints_of,
-    read_decoder,
-)
+from slipstream.spec.families.pictures.internvl import KIND, LLAVA, pinpoints_of, read_decoder
 from slipstream.spec.families.pictures.qwen_vl import CLIP_MEAN, CLIP_STD
 from slipstream.spec.media.vision import (
     GridPositionSpec,
@@ -43,9 +38,8 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
     c.require("vision_feature_layer", -1)
     c.require("vision_feature_select_strategy", "full")
     c.require("multimodal_projector_bias", True)
-    v.require(
-        "vision_use_head", False, True
-    )  # a pooling head for whole images, whose weights are ignored
+    # a pooling head for whole images, whose weights are ignored
+    v.require("vision_use_head", False, True)
     v.ignore("initializer_factor", "vocab_size", "projection_dim")
     found = c.take("image_grid_pinpoints", list, PINPOINTS)
     said = c.take("vision_aspect_ratio", str, "anyres_max_9")

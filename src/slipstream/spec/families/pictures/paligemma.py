@@ -67,9 +67,8 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         raise v.unsupported("image_size", why)
     c.require("projection_dim", text.hidden_size)
     v.require("projection_dim", text.hidden_size)
-    v.require(
-        "vision_use_head", False, True
-    )  # a pooling head for whole images, whose weights are ignored
+    # a pooling head for whole images, whose weights are ignored
+    v.require("vision_use_head", False, True)
     v.ignore("initializer_factor", "num_image_tokens", "projector_hidden_act", "vocab_size")
     made = VisionSpec(
         hidden_size=v.size("hidden_size"),

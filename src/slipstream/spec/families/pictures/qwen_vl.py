@@ -24,12 +24,7 @@ from slipstream.spec.families.builders import (
 from slipstream.spec.families.names import LLAMA, Theirs, table
 from slipstream.spec.families.pictures.images import axial_rope, processing, square
 from slipstream.spec.media.prompts import PromptFormat
-from slipstream.spec.media.vision import (
-    ImageProcessing,
-    MLPConnector,
-    PixelRange,
-    VisionSpec,
-)
+from slipstream.spec.media.vision import ImageProcessing, MLPConnector, PixelRange, VisionSpec
 from slipstream.spec.model import Activation, DenseSpec, LayerSpec, ModelSpec, OwnActivation
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -186,9 +181,8 @@ def read_vision(
 def _finished(c: ConfigReader, v: ConfigReader, made: VisionSpec) -> VisionSpec:
     v.finish()
     c.ignore("text_config", "tie_word_embeddings", "use_cache", *OUTER)
-    if (
-        c.value("text_config") is not None
-    ):  # otherwise the decoder's keys are at the top level and were read already
+    # otherwise the decoder's keys are at the top level and were read already
+    if c.value("text_config") is not None:
         c.finish()
     return made
 

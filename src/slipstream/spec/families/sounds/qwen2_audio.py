@@ -32,9 +32,8 @@ def read_sound(c: ConfigReader, text: ModelSpec) -> SoundSpec:
     hidden = a.size("d_model")
     norm = layer_norm(hidden, 1e-5)
     layer = stack_layer(a, "encoder", activation(a, "activation_function", "gelu"), norm)
-    a.ignore(
-        "encoder_layerdrop", "scale_embedding", "num_hidden_layers"
-    )  # transformers ignores these
+    # transformers ignores these
+    a.ignore("encoder_layerdrop", "scale_embedding", "num_hidden_layers")
     c.alias({"audio_token_index": "audio_token_id"})
     made = SoundSpec(
         hidden_size=hidden,
