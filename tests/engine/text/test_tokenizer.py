@@ -239,10 +239,10 @@ def test_a_folder_as_transformers_reads_it(folder):
         assert ours.apply_chat_template(messages, add_generation_prompt=begin) == expected
     assert ours.special_ids == set(theirs.all_special_ids) | {2, 3}
     assert len(ours) == ours.vocab_size == len(theirs)
-    for given in ("a text", ["two", "texts of them"]):
+    for asked in ("a text", ["two", "texts of them"]):
         for adds in (True, False):
-            expected = theirs(given, add_special_tokens=adds)
-            found = ours(given, add_special_tokens=adds)
+            expected = theirs(asked, add_special_tokens=adds)
+            found = ours(asked, add_special_tokens=adds)
             assert found["input_ids"] == found.input_ids == expected["input_ids"]
             assert found.attention_mask == expected["attention_mask"]
 
