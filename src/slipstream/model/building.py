@@ -254,7 +254,8 @@ def build_layer(
             interleaved=s.position.style == "interleaved",
             norm_eps=s.eps,
             norm_offset=s.weight_offset,
-            **{f"{x}_norm": parameters.pop(f"{name}attention.index_{x}_norm.weight") for x in "qk"},
+            q_norm=parameters.pop(f"{name}attention.index_q_norm.weight"),
+            k_norm=parameters.pop(f"{name}attention.index_k_norm.weight"),
         )
         return BlockIndexParams(spec=s, heads=layout)
 
