@@ -47,6 +47,7 @@ WIDE |= {"dim": 128, "hidden_dim": 128, "embedding_size": 128, "d_ff": 128, "d_k
 WIDE |= {"linear_key_head_dim": 64, "linear_value_head_dim": 32, "linear_head_dim": 32}
 WIDE |= {"mamba_d_ssm": 256, "mamba_d_head": 32, "mamba_head_dim": 16, "block_multiple_of": 128}
 WIDE |= {"o_lora_rank": 64, "intermediate_size_mlp": 128, "prefix_dense_intermediate_size": 128}
+WIDE |= {"dense_intermediate_size": 128}
 WIDE |= {"shared_intermediate_size": 128, "moe_shared_expert_intermediate_size": 128}
 SPECIAL = {
     "gpt_bigcode-mha": {"multi_query": False},

@@ -57,7 +57,10 @@ def read(c: ConfigReader) -> ModelSpec:
     )
     longest = c.size("max_position_embeddings")
     position = rope(c, h.head_dim, max_position=longest, theta=5e6, partial=1.0)
-    c.require("rotary_dim", position.rotary_dim)  # transformers reads partial_rotary_factor alone
+    if position.rotary_dim < h.head_dim:
+        c.ignore("rotary_dim")  # transformers reads partial_rotary_factor alone
+    else:
+        c.require("rotary_dim", h.head_dim)
     index = BlockIndexSpec(
         num_heads=c.size("index_n_heads", 4),
         head_dim=c.size("index_head_dim", 128),
