@@ -142,7 +142,6 @@ def test_latents_and_experts_answer_as_one_device_and_count_each_token_once(fold
         ("llama", {"tensor_parallel_size": 3}, "context_parallel_size", "must divide that"),
         ("llama", {"pipeline_parallel_size": 2}, "context_parallel_size", "does not go with"),
         ("qwen3_moe", {"expert_parallel_size": 2}, "context_parallel_size", "does not go with"),
-        ("llama", {"kv_handover_address": "unix:a"}, "kv_handover_address", "several ranks"),
         ("llama", {"weights_bytes": 2**20}, "weights_bytes", "context_parallel_size at 1"),
         ("gemma2", {"kernels": "triton"}, "context_parallel_size", "attention windows on GPUs"),
         ("mamba2", {}, "context_parallel_size", "recurrent layers alone"),
