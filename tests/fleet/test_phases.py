@@ -226,7 +226,7 @@ def test_replicas_of_several_ranks_hand_over_also_after_a_rank_s_death(tiny, tmp
             before, asked = hits(), itertools.count()
 
             def is_handed_over(turn=turn, before=before, asked=asked):
-                """On a busy machine the blocks of some requests come too late."""
+                """Whether an answer came by a hand-over. On a busy machine the blocks of some requests come too late."""
                 assert ask(client, turn, salt=f"{turn} {next(asked)}")[0] == expected[turn]
                 return hits() > before
 

@@ -76,7 +76,7 @@ class RankBlockStore:
 
     @property
     def exchange(self) -> RankExchange | None:
-        """What the ranks had at their last report; of blocks lost, a rank's largest number."""
+        """Sums of the ranks' last reports; of blocks lost, the largest number of a rank."""
         own = [tiers.exchange for tiers in self._latest.values() if tiers.exchange is not None]
         if not own:
             return None
