@@ -262,8 +262,8 @@ def check_writable(source: ModelDescription, *, inside: bool = False) -> None:
             or layer.own_input is not None
         ):
             raise UnsupportedModelError(
-                f"{source.name} has latent attention, an index of keys, experts with biases, or layers as Gemma 4's; such models "
-                "can't be compressed yet",
+                f"{source.name} has latent attention, an index of keys, experts with biases, or layers as Gemma 4's; such "
+                "models can't be compressed yet",
                 field="model_type",
             )
     if source.quantization is not None:
