@@ -84,6 +84,7 @@ NOT_YET = (
     "axk1",
     "axk2",
     "mimo_v2_flash",
+    "minimax_m3",
     "kimi",
     "bailing",
     "zamba2",

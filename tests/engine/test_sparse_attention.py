@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
-from slipstream.errors import UnsupportedModelError
+from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.kernels.cache.tensors import cache_parts
 from slipstream.spec.description import read_spec
-from slipstream.spec.model import IndexSpec, LatentAttentionSpec
+from slipstream.spec.model import IndexSpec
 from tests.engine.cache.test_window_groups import COMMON, PROMPTS, SETTINGS, answers, greedy
 from tests.engine.drafts.test_draft_heads import proposals
 from tests.support import tiny_models
 
-FAMILIES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4", "axk2")
+FAMILIES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4", "axk2", "minimax_m3_vl_text")
 SAVED = "model.safetensors"
 
 
@@ -141,7 +141,7 @@ def test_index_keys_are_a_part_of_the_cache_bytes(model):
     spec = read_spec(path).spec
     with LLM(str(path), **SETTINGS) as llm:
         kv = llm.core.executor.runner.kv
-        own = [a.index_dim > 0 for a in spec.attentions if isinstance(a, LatentAttentionSpec)]
+        own = [a.index_dim > 0 for a in spec.attentions]
         assert [x.index is not None for x in kv] == own
         found = sum(x.nbytes for x in cache_parts(kv))
         assert found == llm.ledger.block_bytes * len(kv[0].k)
@@ -153,6 +153,37 @@ def test_a_stage_can_not_begin_with_a_layer_that_uses_the_choice_of_another(tmp_
     assert dataclasses.replace(spec, stage=(2, 4)).local_layers == range(2, 4)
     with pytest.raises(UnsupportedModelError, match="layer 1 attends to the keys"):
         dataclasses.replace(spec, stage=(1, 4))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4"])
+def test_a_cache_of_fewer_bits_does_not_go_with_an_index_of_blocks(tmp_path, dtype):
+    tiny_models.write(tmp_path, "minimax_m3_vl_text")
+    with pytest.raises(ConfigError, match="the blocks of keys that an index chooses") as error:
+        LLM(str(tmp_path), **SETTINGS, kernels="reference", kv_cache_dtype=dtype)
+    assert error.value.field == "kv_cache_dtype"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"index_n_heads": 1}, "index_n_heads"),
+        ({"index_local_blocks": 4}, "index_local_blocks"),
+        ({"index_head_dim": 4}, "index_head_dim"),
+        ({"partial_rotary_factor": 1.0}, "rotary_dim"),
+        ({"sparse_attention_config": {"sparse_init_block": 1}}, "sparse_init_block"),
+        ({"sparse_attention_config": {"sparse_score_type": "mean"}}, "sparse_score_type"),
+    ],
+    ids=str,
+)
+def test_what_an_index_of_blocks_can_not_be_is_refused(tmp_path, changes, field):
+    tiny_models.write(tmp_path, "minimax_m3_vl_text")
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    if "partial_rotary_factor" in changes:
+        written.get("rope_parameters", {}).pop("partial_rotary_factor", None)
+    path.write_text(json.dumps({**written, **changes}))
+    with pytest.raises(UnsupportedModelError, match=field):
+        read_spec(tmp_path)
 
 
 @pytest.mark.parametrize(

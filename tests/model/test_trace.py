@@ -11,6 +11,7 @@ import torch
 from slipstream.kernels.cpu.program.lowering import DryEmitter, lower
 from slipstream.kernels.layouts import (
     AttentionParams,
+    BlockIndexParams,
     CompressedParams,
     DisentangledParams,
     Experts,
@@ -59,11 +60,20 @@ WITHOUT_PROGRAM = {
     "diffllama": "paired_heads",
     "mimo_v2_flash": "values narrower than keys",
     "deepseek_v4": "stream_coefficients",
+    "minimax_m3_vl_text": "block_sparse_attention",
     **dict.fromkeys(("deberta-v2", "deberta-v3"), "disentangled_attention"),
 }
 OF_WEIGHTS = (
     *(QKVLayout, AttentionParams, DisentangledParams, Experts, IndexParams, MLAParams, NormParams),
-    *(CompressedParams, HyperParams, ConvParams, GatedDeltaParams, Mamba2Params, MambaParams),
+    *(
+        BlockIndexParams,
+        CompressedParams,
+        HyperParams,
+        ConvParams,
+        GatedDeltaParams,
+        Mamba2Params,
+        MambaParams,
+    ),
 )
 
 

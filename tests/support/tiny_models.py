@@ -376,6 +376,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(model_type="minimax_m2", head_dim=16, rotary_dim=8, rope_theta=None),
         **dict(num_local_experts=8, num_experts_per_tok=3, initializer_range=0.2),
     },
+    "minimax_m3_vl_text": {
+        **_LLAMA,
+        **dict(model_type="minimax_m3_vl_text", num_hidden_layers=3, head_dim=16, rotary_dim=8),
+        **dict(num_local_experts=8, num_experts_per_tok=3, initializer_range=0.2),
+        **dict(intermediate_size=32, dense_intermediate_size=64, shared_intermediate_size=32),
+        **dict(index_n_heads=2, index_head_dim=16, index_block_size=4, index_topk_blocks=3),
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "partial_rotary_factor": 0.5,
+    },
     "glm4_moe_lite": {
         **_LATENT,
         "model_type": "glm4_moe_lite",

@@ -115,6 +115,7 @@ WITHOUT_PROGRAM = (
     "gemma3n_text",
     "mimo_v2_flash",
     "deepseek_v4",
+    "minimax_m3_vl_text",
     "kolibri1",
     "laguna",
     "diffllama",

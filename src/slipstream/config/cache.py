@@ -20,7 +20,12 @@ from slipstream.config.settings import (
 )
 from slipstream.errors import ConfigError
 from slipstream.spec.cache import SLOT_KINDS, SlotKind, attention_depth, state_interval
-from slipstream.spec.model import CompressedAttentionSpec, LatentAttentionSpec, ModelSpec
+from slipstream.spec.model import (
+    AttentionSpec,
+    CompressedAttentionSpec,
+    LatentAttentionSpec,
+    ModelSpec,
+)
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
@@ -41,6 +46,13 @@ def cache_section(
     ):
         raise ConfigError(
             f"kv_cache_dtype={kv_dtype!r} does not cover latent attention, whose cache is small already; leave it out",
+            field="kv_cache_dtype",
+        )
+    if kv_dtype != dtype and any(
+        isinstance(a, AttentionSpec) and a.index is not None for a in spec.attentions
+    ):
+        raise ConfigError(
+            f"kv_cache_dtype={kv_dtype!r} does not cover attention to the blocks of keys that an index chooses; leave it out",
             field="kv_cache_dtype",
         )
     if model.kv_cache is not None and kv_dtype not in (dtype, model.kv_cache):

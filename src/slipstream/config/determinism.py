@@ -5,7 +5,12 @@ from __future__ import annotations
 from slipstream.config.settings import DeviceInfo, EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.model import CompressedAttentionSpec, LatentAttentionSpec, MoESpec
+from slipstream.spec.model import (
+    AttentionSpec,
+    CompressedAttentionSpec,
+    LatentAttentionSpec,
+    MoESpec,
+)
 
 
 def check_deterministic(
@@ -46,5 +51,5 @@ def check_deterministic(
 
 def _chooses_keys(attention: object) -> bool:
     return isinstance(attention, CompressedAttentionSpec) or (
-        isinstance(attention, LatentAttentionSpec) and attention.index is not None
+        isinstance(attention, AttentionSpec | LatentAttentionSpec) and attention.index is not None
     )

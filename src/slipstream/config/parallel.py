@@ -182,6 +182,7 @@ def _attention_refusals(spec: ModelSpec, *, on_cpu: bool) -> list[tuple[str, boo
         ("attention windows on GPUs", not on_cpu and any(a.window is not None for a in kinds)),
         ("scores by distance", any(isinstance(a.position, AlibiSpec | BucketSpec) for a in kinds)),
         ("sparse attention", any(a.index is not None for a in latents)),
+        ("sparse attention to blocks", any(a.index is not None for a in kinds)),
         ("compressed keys", any(isinstance(a, CompressedAttentionSpec) for a in latents)),
     ]
 

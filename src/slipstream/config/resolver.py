@@ -38,7 +38,7 @@ from slipstream.config.settings import DTYPE_BYTES, DeviceInfo, EngineArgs, num_
 from slipstream.config.speculative import check_drafts, speculation_section
 from slipstream.errors import ConfigError
 from slipstream.spec.drafts.heads import WITHOUT_EMBEDDINGS
-from slipstream.spec.model import CompressedAttentionSpec, ModelSpec
+from slipstream.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
@@ -319,8 +319,8 @@ def _has_graphs(args: EngineArgs, spec: ModelSpec) -> bool:
     Generators can. Encoders can unless `deterministic`: their kernels' launches would not depend on
     the number of tokens alone. The reference can't: its attention reads lengths on the host.
     """
-    if any(isinstance(a, CompressedAttentionSpec) for a in spec.attentions):
-        return False  # it reads lengths on the host, too
+    if spec.reads_lengths:
+        return False
     return args.kernels != "reference" and (
         spec.generates or (spec.is_encoder and not args.deterministic)
     )

@@ -24,7 +24,7 @@ from slipstream.spec.model import (
 UNROUNDED = frozenset(
     (
         *("expand", "router", "shared_weight", "gate", "project", "experts_in", "experts_out"),
-        *("index_q", "index_k", "index_weights"),
+        *("index", "index_q", "index_k", "index_weights"),
     )
 )
 """Linear layers whose weights stay in the model's dtype."""

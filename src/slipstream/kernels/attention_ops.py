@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from slipstream.kernels.layouts import (
     AttentionParams,
+    BlockIndexParams,
     DisentangledParams,
     IndexParams,
     MLAParams,
@@ -18,7 +19,7 @@ from slipstream.kernels.layouts import (
 )
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.packed_parts import PackedParts
-from slipstream.kernels.plain import compressed
+from slipstream.kernels.plain import block_sparse, compressed
 
 
 class AttentionOps(ABC):
@@ -80,6 +81,24 @@ class AttentionOps(ABC):
            value is 0 (Xiao et al. 2023, arXiv:2309.17453, learned).
         4. Rows of padded sequences (seq_len 0) are unspecified but finite. Softmax is in float32.
         """
+
+    def block_sparse_attention(
+        self,
+        q: Tensor,
+        rows: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        params: AttentionParams,
+        index: BlockIndexParams,
+    ) -> Tensor:
+        """`attention` of each token to the blocks of keys that an index chooses (`BlockIndexSpec`).
+
+        `rows` [T, index heads · I + I] are the projected queries and keys of the index. The keys go into `kv.index`.
+        """
+        queries = self.rope_and_cache(rows, kv.of_index, meta, index.heads)
+        if meta.max_seq_len <= index.spec.reach:
+            return self.attention(q, kv, meta, params)
+        return block_sparse.attend(q, queries, kv, meta, params.scale, index.spec)
 
     def bidirectional_attention(
         self,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from slipstream.spec.model import (
     AttentionSpec,
+    BlockIndexSpec,
     ClampedSwiglu,
     CompressedAttentionSpec,
     GatedDeltaSpec,
@@ -182,6 +183,15 @@ class IndexParams:
 
     heads: QKVLayout
     top_k: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockIndexParams:
+    """Parameters of the index of a layer's block-sparse attention (`BlockIndexSpec`), with the layout of its queries and
+    its single key."""
+
+    spec: BlockIndexSpec
+    heads: QKVLayout
 
 
 @dataclass(frozen=True, slots=True)

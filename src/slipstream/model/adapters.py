@@ -20,7 +20,7 @@ from slipstream.errors import AdapterError, CheckpointError, UnsupportedModelErr
 from slipstream.kernels.weights.adapters import LoRAWeights
 from slipstream.kernels.weights.forms import Linear
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers.attention import Attention, CompressedAttention
+from slipstream.model.layers.attention import Attention, BlockSparseAttention, CompressedAttention
 from slipstream.model.layers.feed_forward import MLP
 from slipstream.model.layers.streams import Recall
 from slipstream.model.load.sharding import part_of
@@ -53,6 +53,7 @@ def adapted_products(decoder: Decoder) -> dict[str, Linear]:
             own = {f"recurrent.{part}": w for part, w in r.products.items()}
         if isinstance(a, Attention):
             own |= {"attention.qkv": a.qkv, "attention.out": a.out}
+            own["attention.index"] = a.index if isinstance(a, BlockSparseAttention) else None
         elif isinstance(a, CompressedAttention):
             parts = {x: getattr(a, x) for x in ("q_latent", "q", "latent", "out", "compress")}
             own |= {f"attention.{key}": w for key, w in parts.items()}

@@ -12,6 +12,7 @@ import numpy as np
 
 from slipstream.kernels.layouts import (
     AttentionParams,
+    BlockIndexParams,
     CompressedParams,
     Experts,
     HyperParams,
@@ -22,6 +23,7 @@ from slipstream.kernels.layouts import (
 )
 from slipstream.model.layers.attention import (
     Attention,
+    BlockSparseAttention,
     CompressedAttention,
     CrossAttention,
     Index,
@@ -35,6 +37,7 @@ from slipstream.spec.layers import LAMBDAS
 from slipstream.spec.model import (
     Activation,
     AttentionSpec,
+    BlockIndexSpec,
     CompressedAttentionSpec,
     DenseSpec,
     DisentangledSpec,
@@ -169,7 +172,10 @@ def build_layer(
         more: Any = dict(
             lambdas=lambdas, disentangled=where, context=context, spread=spread, out_norm=norm
         )
-        return Attention(s, qkv, out, heads, params, q_norm, k_norm, scale, summed_ranks, **more)
+        if s.index is not None:
+            more |= dict(index=linear("attention.index", None), chosen=block_index(s.index))
+        kind = Attention if s.index is None else BlockSparseAttention
+        return kind(s, qkv, out, heads, params, q_norm, k_norm, scale, summed_ranks, **more)
 
     def cross(s: AttentionSpec) -> CrossAttention:
         q, kv, out = (linear(f"cross.{part}") for part in ("q", "kv", "out"))
@@ -238,6 +244,20 @@ def build_layer(
             linear("attention.compress", None) if s.rate else None,
             index or None,
         )
+
+    def block_index(s: BlockIndexSpec) -> BlockIndexParams:
+        layout = QKVLayout(
+            num_heads=s.num_heads,
+            num_kv_heads=1,
+            head_dim=s.head_dim,
+            cos_sin=tables.rope(s.position),
+            interleaved=s.position.style == "interleaved",
+            norm_eps=s.eps,
+            norm_offset=s.weight_offset,
+            q_norm=parameters.pop(f"{name}attention.index_q_norm.weight"),
+            k_norm=parameters.pop(f"{name}attention.index_k_norm.weight"),
+        )
+        return BlockIndexParams(spec=s, heads=layout)
 
     def index(s: IndexSpec) -> Index:
         q, k, weights = (linear(f"attention.index_{x}", None) for x in ("q", "k", "weights"))

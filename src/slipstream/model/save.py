@@ -258,12 +258,12 @@ def check_writable(source: ModelDescription, *, inside: bool = False) -> None:
             or (isinstance(layer.mlp, MoESpec) and layer.mlp.expert.bias)
             or layer.scaled
             or (a is not None and (a.keys_as_values or a.kv_from is not None))
-            or (a is not None and a.value_dim is not None)
+            or (a is not None and (a.value_dim is not None or a.index is not None))
             or layer.own_input is not None
         ):
             raise UnsupportedModelError(
-                f"{source.name} has latent attention, experts with biases, or layers as Gemma 4's; such models can't be "
-                "compressed yet",
+                f"{source.name} has latent attention, an index of keys, experts with biases, or layers as Gemma 4's; such "
+                "models can't be compressed yet",
                 field="model_type",
             )
     if source.quantization is not None:

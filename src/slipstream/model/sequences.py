@@ -100,6 +100,10 @@ def attention_of(layer: LayerSpec) -> AttentionSpec | None:
         raise UnsupportedModelError(
             "latent attention can't be trained or compressed yet", field="kv_lora_rank"
         )
+    if layer.attention.index is not None:
+        raise UnsupportedModelError(
+            "attention with an index can't be trained or compressed yet", field="layer_types"
+        )
     if layer.attention.kv_from is not None or layer.own_input is not None:
         raise UnsupportedModelError(
             "layers that read another's keys and values, or inputs of their own, can't be trained or compressed yet",

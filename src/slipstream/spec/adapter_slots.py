@@ -36,7 +36,7 @@ _STEMS = frozenset(
         *("router", "shared_weight", "shared.up", "shared.down"),
         *("own_input.gate", "own_input.project", "streams.join"),
         *(f"recurrent.{part}" for part in RECURRENT_PRODUCTS),
-        *("attention.index_q", "attention.index_k", "attention.index_weights"),
+        *("attention.index", "attention.index_q", "attention.index_k", "attention.index_weights"),
         *(f"input_gate.{part}_{x}" for part in ("attention", "mlp") for x in ("down", "up")),
     )
 )

@@ -85,6 +85,44 @@ LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockIndexSpec:
+    """The index of block-sparse attention, which chooses the blocks of keys that a token attends to (MiniMax M3).
+
+    1. A token has one index key of `head_dim` elements, RMS-normed and rotated. It is cached next to the token's keys.
+    2. It has `num_heads` index queries, normed and rotated alike, one for each kv head. Each chooses for the query heads of
+       its kv head.
+    3. `block` consecutive positions are a block. Its score is the highest query · key of its keys.
+    4. The token attends to its own block, to the `local` − 1 blocks before it, and to the blocks with the highest scores,
+       `top_k` in all. With at most `top_k` blocks it attends to all.
+
+    Queries and keys are rows of one linear layer, which is never quantized, so that rounding doesn't change the choice.
+    """
+
+    num_heads: int
+    head_dim: int
+    block: int
+    top_k: int
+    local: int
+    position: RopeSpec
+    eps: float
+    weight_offset: float = 0.0
+
+    @property
+    def reach(self) -> int:
+        """Number of keys up to which a token attends to all."""
+        return self.block * self.top_k
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Number of rows of the queries and of the key in their joint projection."""
+        return self.num_heads * self.head_dim, self.head_dim
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        found = linear_shapes("attention.index", sum(self.rows), hidden_size)
+        return found | {f"attention.index_{x}_norm.weight": (self.head_dim,) for x in "qk"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Attention with `num_heads` query heads over `num_kv_heads` key/value heads: MHA, MQA and GQA.
 
@@ -100,8 +138,9 @@ class AttentionSpec:
     sigmoid or softplus (Laguna). `value_dim`: size of a head's values if smaller than the keys';
     they are cached padded with zeros (MiMo V2). `value_scale`: factor of the values, folded into
     the output projection at load. `out_norm`: norm of all heads' outputs before the output
-    projection (BitNet). `reads`: input width, if not the layer's (Zamba 2). `of_heads`: on a rank
-    of several (`spec.parallel`), the whole model's query and kv heads, without padding.
+    projection (BitNet). `index`: chooses the keys that a token attends to (MiniMax M3). `reads`:
+    input width, if not the layer's (Zamba 2). `of_heads`: on a rank of several (`spec.parallel`),
+    the whole model's query and kv heads, without padding.
     """
 
     num_heads: int
@@ -127,6 +166,7 @@ class AttentionSpec:
     value_scale: float = 1.0
     out_norm: NormSpec | None = None
     differential: DifferentialSpec | None = None
+    index: BlockIndexSpec | None = None
     reads: int | None = None
     of_heads: tuple[int, int] | None = None
 
@@ -187,7 +227,12 @@ class AttentionSpec:
     def cached_size(self) -> int:
         """Elements per token that the layer reads from the cache; the layer that owns the keys and
         values also stores them."""
-        return 2 * self.kv_size
+        return 2 * self.kv_size + self.index_dim
+
+    @property
+    def index_dim(self) -> int:
+        """Size of a cached index key; 0 without an index."""
+        return 0 if self.index is None else self.index.head_dim
 
     def cached_bytes(self, element_bytes: float) -> int:
         """Bytes per token that the layer reads from the cache. `element_bytes` may be `INT4_BYTES`."""
@@ -215,6 +260,8 @@ class AttentionSpec:
             found["attention.sinks.weight"] = (self.num_heads,)
         if self.out_norm is not None:
             found |= self.out_norm.shapes("attention.out_norm")
+        if self.index is not None:
+            found |= self.index.shapes(hidden_size)
         if self.differential is not None:
             found |= {f"attention.{name}.weight": (self.head_dim,) for name in LAMBDAS}
         return found | linear_shapes("attention.out", hidden_size, self.out_size, self.out_bias)

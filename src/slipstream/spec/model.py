@@ -28,6 +28,7 @@ from slipstream.spec.functions import Xielu as Xielu
 from slipstream.spec.layers import ROUNDED as ROUNDED
 from slipstream.spec.layers import AttentionKind as AttentionKind
 from slipstream.spec.layers import AttentionSpec as AttentionSpec
+from slipstream.spec.layers import BlockIndexSpec as BlockIndexSpec
 from slipstream.spec.layers import BlockSpec as BlockSpec
 from slipstream.spec.layers import CompressedAttentionSpec as CompressedAttentionSpec
 from slipstream.spec.layers import DenseSpec as DenseSpec
@@ -343,6 +344,16 @@ class ModelSpec:
     def is_recurrent(self) -> bool:
         """Whether some layers have recurrent states, instead of or in addition to keys and values."""
         return any(layer.recurrent is not None for layer in self.layers)
+
+    @property
+    def reads_lengths(self) -> bool:
+        """Whether some layers' attention is computed in plain torch, sequence by sequence, so that no graph and no program
+        can have it."""
+        return any(
+            isinstance(a, CompressedAttentionSpec)
+            or (isinstance(a, AttentionSpec) and a.index is not None)
+            for a in self.attentions
+        )
 
     @property
     def is_encoder(self) -> bool:

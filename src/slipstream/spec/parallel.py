@@ -383,6 +383,9 @@ def _split_attention(a: AttentionKind, shard: Shard) -> AttentionKind:
         position = dataclasses.replace(position, part=(heads.query[0], a.num_heads))
     whole = a.num_heads, heads.copies * a.num_kv_heads
     part = dataclasses.replace(a, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
+    if a.index is not None:
+        own = dataclasses.replace(a.index, num_heads=heads.num_kv_heads)
+        part = dataclasses.replace(part, index=own)
     return dataclasses.replace(part, position=position, of_heads=whole)
 
 
@@ -562,6 +565,9 @@ def _of_attention(
     rows = (*gates, *heads.rows(dim, a.gate_size), *kv_rows)
     product("attention.qkv", ParameterShard(rows=rows))
     sum_of_parts("attention.out", heads.rows(a.value_width))
+    if (x := a.index) is not None:
+        key = (x.rows[0], sum(x.rows))
+        product("attention.index", ParameterShard(rows=(*heads.kv_rows(x.head_dim, 0), key)))
     if a.qk_norm is not None and a.qk_norm.over in ("row", "each"):
         width = dim if a.qk_norm.over == "row" else 1
         found["attention.q_norm.weight"] = ParameterShard(rows=heads.rows(width))

@@ -16,7 +16,12 @@ from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.spec.description import read_spec
 from slipstream.spec.families import FAMILIES
 from slipstream.spec.families.refused import REFUSED
-from slipstream.spec.model import CompressedAttentionSpec, IndexSpec, LatentAttentionSpec
+from slipstream.spec.model import (
+    BlockIndexSpec,
+    CompressedAttentionSpec,
+    IndexSpec,
+    LatentAttentionSpec,
+)
 from slipstream.spec.parameters import parameters
 from tests.model.harness import Paged, greedy, load, run
 from tests.support import tiny_models
@@ -444,7 +449,7 @@ def test_the_spec_counts_what_is_there(case):
             of_index = a.index_spec.head_dim if a.index_spec else 0
             series = 2 if a.index_spec else 1
             numbers += (2 * series * 4 + 1) * (a.head_dim + of_index) // 4
-        elif latent and isinstance(a.index, IndexSpec):
+        elif isinstance(a.index, BlockIndexSpec | IndexSpec):
             numbers += a.index.head_dim
     assert spec.kv_bytes_per_token(DTYPE_BYTES["float32"]) == 4 * numbers
 

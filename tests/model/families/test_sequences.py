@@ -43,6 +43,7 @@ def their_loss(theirs, sequences):
 
 
 SHARING = ("gemma4_text", "gemma3n_text", "gemma3n-of-two", "zamba2", "zamba2-plain")
+SHARING += ("minimax_m3_vl_text",)  # an index of keys
 
 
 @pytest.mark.parametrize("name", SHARING)

@@ -59,7 +59,12 @@ SIGHT = dict(
     **dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2),
     **dict(num_key_value_heads=2, head_dim=8, position_embedding_size=1024),
 )
+M3 = tiny_models.FAMILIES["minimax_m3_vl_text"]
+M3 = {k: v for k, v in M3.items() if k != "model_type" and (v is not None or k == "pad_token_id")}
+SIGHT_M3 = {**SIGHT_STEP, "image_size": 28}
 CASES = {
+    "minimax_m3_vl": ("MiniMaxM3VL", M3, {"vision_config": SIGHT_M3, **dict(
+        image_token_index=280, video_token_index=281, projector_hidden_size=16)}),
     "qwen3_vl": ("Qwen3VL", QWEN, {"vision_config": TOWER, **QWEN_IDS}),
     "qwen3_vl_moe": ("Qwen3VLMoe", {**QWEN, "num_experts": 6, "num_experts_per_tok": 2,
         "moe_intermediate_size": 24}, {"vision_config": TOWER, **QWEN_IDS}),
@@ -87,7 +92,8 @@ def build(path, case, **changed):
     name, text, more = CASES[case]
     config = getattr(transformers, f"{name}Config")(text_config={**text, **changed}, **more)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    of = {"MiniMaxM3VL": "MiniMaxM3Sparse"}.get(name, name)
+    model = getattr(transformers, f"{of}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -111,6 +117,33 @@ def test_text_is_that_of_transformers(case, tmp_path):
     theirs = build(tmp_path, case)
     close(tmp_path, theirs)
     assert read_spec(tmp_path).taking_media(0).spec.media is None
+
+
+def test_minimax_m3_with_its_authors_keys(tmp_path):
+    """Keys of the published config, which transformers 5 renames when it saves."""
+    theirs = build(tmp_path, "minimax_m3_vl")
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config["text_config"]
+    names = ("sparse_num_index_heads", "sparse_index_dim", "sparse_block_size")
+    names += ("sparse_topk_blocks", "sparse_local_block")
+    ours = ("n_heads", "head_dim", "block_size", "topk_blocks", "local_blocks")
+    listed = [int(x != "full_attention") for x in text.pop("layer_types")]
+    text["sparse_attention_config"] = {
+        **{a: text.pop(f"index_{b}") for a, b in zip(names, ours, strict=True)},
+        **dict(use_sparse_attention=True, sparse_score_type="max", sparse_init_block=0),
+        **dict(sparse_attention_freq=listed, sparse_disable_index_value=listed),
+    }
+    text["moe_layer_freq"] = [int(x == "sparse") for x in text.pop("mlp_layer_types")]
+    text |= text.pop("rope_parameters")
+    del text["rope_type"]
+    text |= {"hidden_act": "swigluoai", "qk_norm_type": "per_head", "n_shared_experts": 1}
+    text |= {"model_type": "minimax_m3_text", "num_mtp_modules": 7, "scoring_func": "sigmoid"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    close(tmp_path, theirs)
+    text["sparse_attention_config"]["sparse_init_block"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="sparse_init_block"):
+        read_spec(tmp_path)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -47,6 +47,7 @@ WIDE |= {"dim": 128, "hidden_dim": 128, "embedding_size": 128, "d_ff": 128, "d_k
 WIDE |= {"linear_key_head_dim": 64, "linear_value_head_dim": 32, "linear_head_dim": 32}
 WIDE |= {"mamba_d_ssm": 256, "mamba_d_head": 32, "mamba_head_dim": 16, "block_multiple_of": 128}
 WIDE |= {"o_lora_rank": 64, "intermediate_size_mlp": 128, "prefix_dense_intermediate_size": 128}
+WIDE |= {"dense_intermediate_size": 128}
 WIDE |= {"shared_intermediate_size": 128, "moe_shared_expert_intermediate_size": 128}
 SPECIAL = {
     "gpt_bigcode-mha": {"multi_query": False},
@@ -72,6 +73,7 @@ ALL_EXPERTS = {
     "axk2": {"num_experts_per_tok": 8, "index_topk": 256},
     "deepseek_v4": {"num_experts_per_tok": 6, "index_topk": 256},
     "glm_moe_dsa": {"num_experts_per_tok": 8, "index_topk": 256},
+    "minimax_m3_vl_text": {"num_experts_per_tok": 8, "index_topk_blocks": 64},
     "dbrx": {
         **dict(d_model=128, attn_config={"kv_n_heads": 2, "rope_theta": 1e4}),
         "ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 6, "moe_top_k": 6},

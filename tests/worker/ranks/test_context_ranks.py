@@ -147,6 +147,7 @@ def test_latents_and_experts_answer_as_one_device_and_count_each_token_once(fold
         ("mamba2", {}, "context_parallel_size", "recurrent layers alone"),
         ("bloom", {}, "context_parallel_size", "scores by distance"),
         ("deepseek_v32", {}, "context_parallel_size", "sparse attention"),
+        ("minimax_m3_vl_text", {}, "context_parallel_size", "sparse attention to blocks"),
     ],
     ids=str,
 )

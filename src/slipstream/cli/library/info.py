@@ -371,6 +371,8 @@ def describe(layer: LayerSpec) -> str:
         parts += [f"{kind} {a.num_heads} heads, {a.num_kv_heads} kv, {a.head_dim} wide"]
         if a.kv_from is not None:
             parts.append(f"keys and values of layer {a.kv_from}")
+        if a.index is not None:
+            parts.append(f"the {a.index.top_k:,} best blocks of {a.index.block:,} keys")
         if not a.causal:
             parts.append("both directions")
         if layer.cross is not None:

@@ -45,7 +45,7 @@ def index_tensor(
     new: Callable[[tuple[int, ...]], Tensor],
 ) -> Tensor | None:
     """Makes `LayerKV`'s index for a layer; None if it has no index of its own."""
-    if not isinstance(attention, LatentAttentionSpec) or not attention.index_dim:
+    if attention is None or not attention.index_dim:
         return None
     return new((num_blocks, 1, block_size, attention.index_dim))
 

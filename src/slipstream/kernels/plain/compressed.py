@@ -48,16 +48,16 @@ def attend(
     kv.k[block, 0, offset] = keys.to(kv.k.dtype)
     if rows is not None and kv.index is not None:
         kv.index[block, 0, offset, : s.source_size] = rows.to(kv.index.dtype)
-        for first, last, blocks, _ in _sequences(meta):
+        for first, last, blocks, _ in sequences(meta):
             _close(first, last, blocks, kv, params)
     scorers = weights = None
     if index is not None and s.index_spec is not None:
         of_heads = index[0].view(num_tokens, s.index_spec.num_heads, -1).float()
         scorers, weights = _turned(of_heads, table), index[1].float()
     out = queries.new_zeros(queries.shape)
-    for first, last, blocks, begin in _sequences(meta):
+    for first, last, blocks, begin in sequences(meta):
         oldest = max(0, first - s.local + 1)
-        local = kv.k[_places(oldest, last, blocks, kv)].float()
+        local = kv.k[cached_places(oldest, last, blocks, kv)].float()
         entries, index_keys = _entries(last, blocks, kv, s)
         seen = torch.cat((local, entries))
         part = max(1, MAX_SCORES // max(1, len(seen) * s.num_heads))
@@ -95,7 +95,7 @@ def _turned(x: Tensor, table: Tensor, *, back: bool = False) -> Tensor:
     return torch.cat((x[..., :plain], turned), dim=-1)
 
 
-def _sequences(meta: AttentionMetadata) -> Iterator[tuple[int, int, Tensor, int]]:
+def sequences(meta: AttentionMetadata) -> Iterator[tuple[int, int, Tensor, int]]:
     """Yield each sequence's first new position, length, blocks, and first row of the step."""
     starts, lengths = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
     for i, length in enumerate(lengths):
@@ -104,7 +104,7 @@ def _sequences(meta: AttentionMetadata) -> Iterator[tuple[int, int, Tensor, int]
             yield length - count, length, meta.block_table[i], starts[i]
 
 
-def _places(first: int, last: int, blocks: Tensor, kv: LayerKV) -> tuple[Tensor, int, Tensor]:
+def cached_places(first: int, last: int, blocks: Tensor, kv: LayerKV) -> tuple[Tensor, int, Tensor]:
     """Returns an index into a cache tensor that selects the rows of positions [first, last)."""
     at = torch.arange(first, last, device=blocks.device)
     return blocks[at // kv.block_size].long(), 0, at % kv.block_size
@@ -130,7 +130,9 @@ def _close(first: int, length: int, blocks: Tensor, kv: LayerKV, p: CompressedPa
     if begin == end:
         return
     before = max(0, begin - s.overlaps)  # the window before, if it counts
-    rows = index[_places(before * s.rate, end * s.rate, blocks, kv)][:, : s.source_size].float()
+    rows = index[cached_places(before * s.rate, end * s.rate, blocks, kv)][
+        :, : s.source_size
+    ].float()
     rows = rows.view(end - before, s.rate, -1)
     width, made = s.width(s.head_dim), [_made(rows, begin - before, p.gate_bias, s.head_dim, s)]
     made = [_rms(made[0], p.entry_norm, s.eps)]

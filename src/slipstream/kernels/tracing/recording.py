@@ -17,6 +17,7 @@ from typing import Any
 
 from slipstream.kernels.layouts import (
     AttentionParams,
+    BlockIndexParams,
     CompressedParams,
     DisentangledParams,
     Experts,
@@ -491,6 +492,20 @@ class RecordingOps:
     ) -> Value:
         inputs = [x for x in (q, key, rows, *(index or ())) if x is not None]
         return self.record("compressed_attention", tuple(inputs), q.shape, kv=kv, params=params)
+
+    def block_sparse_attention(
+        self,
+        q: Value,
+        rows: Value,
+        kv: TracedKV,
+        meta: TracedMeta,
+        params: AttentionParams,
+        index: BlockIndexParams,
+    ) -> Value:
+        inputs = (q, rows)
+        return self.record(
+            "block_sparse_attention", inputs, q.shape, kv=kv, params=params, index=index
+        )
 
     def grouped_linear(self, x: Value, *, weight: NamedWeight) -> Value:
         return self.record("grouped_linear", (x,), weight.shape[:1], weight=weight)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.kernels.layouts import (
     AttentionParams,
+    BlockIndexParams,
     CompressedParams,
     DisentangledParams,
     IndexParams,
@@ -142,6 +143,26 @@ class Attention:
     def inputs(self) -> InputFormat | None:
         """Format of its input rows."""
         return self.qkv.inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSparseAttention(Attention):
+    """Attention to the blocks of keys that an index chooses (`BlockIndexSpec`)."""
+
+    index: Linear
+    chosen: BlockIndexParams
+
+    def mixed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        """[T, E] → the heads' outputs [T, H · D], the input of `out`."""
+        q = ops.rope_and_cache(ops.linear(x, self.qkv), kv, meta, self.heads)
+        rows = ops.linear(x, self.index)
+        found = ops.block_sparse_attention(q, rows, kv, meta, self.params, self.chosen)
+        return found.flatten(1)
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        """None, since the index is not quantized."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ from slipstream.spec.families.experts import (
     llama4,
     longcat,
     minimax,
+    minimax_m3,
     mixtures,
     sparse,
     step,
@@ -97,7 +98,7 @@ MODULES = (
     apertus, axk2, bamba, bart, bert, bert_kin, deberta, bloom, cohere, cohere_compass, cohere_vision, dbrx, deepseek,
     deepseek_v4, ernie, exaone, exaone4_5, falcon, falcon_h1, gemma, gemma3n, gemma4, glm, glm4v, gpt, gpt_oss, granite,
     hunyuan, idefics3, internvl, jamba, kimi_linear, kimi_vl, lfm, lfm2_vl, ling, llama, llama4, llava_onevision, longcat,
-    mamba, minimax, mistral3, mixtures, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt,
+    mamba, minimax, minimax_m3, mistral3, mixtures, modernbert, mpt, nemotron, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt,
     paligemma, phi, qwen, qwen2_audio, qwen3_vl, qwen_next, qwen_vl, sparse, stablelm, starcoder, step, t5, voxtral,
     whisper, zamba,
 )  # fmt: skip

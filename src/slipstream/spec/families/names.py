@@ -239,9 +239,13 @@ def _rows(layer: LayerSpec, stem: str, whole: int, num_parts: int) -> tuple[int,
     if stem == "attention.compress":
         assert isinstance(layer.attention, CompressedAttentionSpec)
         return layer.attention.source_sizes
+    a = layer.attention
+    if stem == "attention.index":
+        assert isinstance(a, AttentionSpec)
+        assert a.index is not None
+        return a.index.rows
     if not stem.endswith("attention.qkv"):
         return whole // 2, whole // 2
-    a = layer.attention
     assert isinstance(a, AttentionSpec)
     if a.gated and num_parts == 4:
         return a.gate_size, a.q_size, a.kv_size, a.kv_size

@@ -19,7 +19,7 @@ from slipstream.costs.estimate import by_cpu_kernels
 from slipstream.kernels.cpu.native import CACHES, has_cpu_kernels
 from slipstream.model.trace import HOST_EXPERTS, INT4_CACHE, SPLIT, STREAMED, covered
 from slipstream.spec.description import ModelDescription
-from slipstream.spec.model import CompressedAttentionSpec, DisentangledSpec, ModelSpec
+from slipstream.spec.model import DisentangledSpec, ModelSpec
 from slipstream.spec.reason import Reason
 
 
@@ -94,8 +94,8 @@ def load_refusal(description: ModelDescription, load_format: str) -> Reason | No
             "disentangled attention (DeBERTa) is run by torch",
         ),
         (
-            any(isinstance(a, CompressedAttentionSpec) for a in spec.attentions),
-            "attention to compressed keys (DeepSeek V4) is run by torch",
+            spec.reads_lengths,
+            "attention to compressed keys (DeepSeek V4) or chosen blocks of keys (MiniMax M3) is run by torch",
         ),
         (
             stored is not None and stored.method == "mxfp4" and load_format != "dummy",
