@@ -83,7 +83,7 @@ def test_a_folder_whose_answers_have_one_token_has_no_tpot_to_print(capsys):
     assert "the folder itself: 12.0 tok/s, TPOT p99 –\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("given", "says"), [(1, "take 2 or more"), (2, "several ranks has no")])
+@pytest.mark.parametrize(("given", "says"), [(1, "take 2 or more"), (2, "several ranks are not")])
 def test_what_can_not_be_arranged_is_refused_before_anything_is_measured(tmp_path, given, says):
     tiny_models.write_with_tokenizer(tmp_path / "model")
     options = StudyOptions(

@@ -18,7 +18,7 @@ from typing import Any
 
 from slipstream.base.files import sole_writer, writing
 from slipstream.bench.load import ClosedLoop, parse_arrivals
-from slipstream.config import EngineArgs, resolve
+from slipstream.config import EngineArgs, num_ranks, resolve
 from slipstream.config.settings import DeviceInfo
 from slipstream.costs.metrics import parse_objectives
 from slipstream.errors import ConfigError
@@ -205,12 +205,14 @@ def prepare(options: StudyOptions, say: Say) -> Study:
 def _check_handover(
     base: EngineArgs, description: ModelDescription, info: DeviceInfo, forms: Sequence[str]
 ) -> None:
-    """Raise ConfigError if the engines of some parallel form do not support hand-overs."""
+    """Raise ConfigError if the engines of some parallel form have several ranks, or don't support hand-overs."""
     for form in forms:
         given = measuring.settings_of(base, Candidate("none", (("parallel", form),)))
         try:
             args = EngineArgs(**{**given, "kv_handover_address": "unix:optimize"})
             resolve(args, description, info)
+            if num_ranks(args) > 1:
+                raise ConfigError("engines of several ranks are not measured next to each other")
         except ConfigError as error:
             raise ConfigError(
                 f"replicas: {error} (leave out replicas, or {form})", field="replicas"

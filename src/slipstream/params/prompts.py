@@ -45,7 +45,7 @@ Prompt: TypeAlias = str | list[int] | TokensPrompt | TextPrompt | MediaPrompt
 def plain_prompt(prompt: Any, options: RequestOptions) -> tuple[Any, RequestOptions]:
     """A prompt without the keys of vLLM's that are None, and its options with its `cache_salt`. RequestError if this is no
     text, or differs from that of the options."""
-    plain = {key: value for key, value in prompt.items() if value is not None}
+    plain = {key: value for key, value in prompt.items() if value is not None} or dict(prompt)
     if "cache_salt" not in plain:
         return plain, options
     salt = plain.pop("cache_salt")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from slipstream.config import num_ranks
 from slipstream.config.handover import check_handover
 from slipstream.errors import ConfigError
 from slipstream.simulate.engines import PlannedEngine
@@ -87,8 +88,8 @@ def handover_s(engine: PlannedEngine) -> Callable[[int], float]:
 def note_apart(engine: PlannedEngine, load: OfferedLoad, replicas: int | None) -> str | None:
     """Report whether separate prefill and decode replicas serve the load with fewer than `replicas` combined ones.
 
-    None for a load without a rate, for one replica, with speculative decoding, which is not simulated here, and for
-    engines that do not support hand-overs.
+    None for a load without a rate, for one replica, with speculative decoding or several ranks, which are not simulated
+    here, and for engines that do not support hand-overs.
     """
     if load.rate is None or replicas in (None, 1) or engine.drafts is not None:
         return None
@@ -97,7 +98,7 @@ def note_apart(engine: PlannedEngine, load: OfferedLoad, replicas: int | None) -
         check_handover(asked, engine.description.spec)
     except ConfigError:
         return None
-    if engine.num_gpus > 1:
+    if engine.num_gpus > 1 or num_ranks(asked) > 1:
         return None
     assert replicas is not None
     for total in range(max(2, replicas - 1), replicas + 1):

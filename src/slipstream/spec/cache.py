@@ -118,9 +118,8 @@ def attention_depth(spec: ModelSpec) -> float:
     forward pass. Sliding-window layers count as the rest. Infinite if no layer attends to all tokens."""
     rest = of_each = 0.0
     for layer in spec.layers:
-        share = getattr(layer.mlp, "num_experts_per_token", 1) / getattr(
-            layer.mlp, "num_experts", 1
-        )
+        chosen = getattr(layer.mlp, "num_experts_per_token", 1)
+        share = chosen / getattr(layer.mlp, "num_choices", 1)
         for name, shape in layer.shapes(spec.hidden_size).items():
             if name.endswith("weight") and len(shape) == 2:
                 rest += 2 * math.prod(shape) * (share if name.startswith("experts.") else 1)

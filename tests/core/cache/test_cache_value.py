@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -327,6 +328,11 @@ def test_the_depth_of_attention_is_counted_from_the_spec():
     moe = read_spec(CONFIGS / "qwen3-30b-a3b").spec
     attention = 2 * 2048 * 4096 + 2 * 2048 * 512
     assert attention_depth(moe) == 2 * (attention + chosen * experts + active) / (4 * 4096)
+    layers = [
+        replace(x, mlp=replace(x.mlp, identity=128)) for x in moe.layers
+    ]  # half of the choices
+    half = replace(moe, layers=tuple(layers))
+    assert attention_depth(half) == 2 * (attention + chosen * experts / 2 + 2 * active) / 4 / 4096
     assert attention_depth(read_spec(CONFIGS / "starcoder2-3b").spec) == math.inf  # windows alone
 
 

@@ -234,14 +234,14 @@ def test_ranks_allocate_as_many_slots_as_the_one_with_the_fewest(made):
     def least(*numbers):  # of this rank and of one whose blocks are five times as large
         return [min(number, other) for number, other in zip(numbers, (102, 0), strict=True)]
 
-    ranks = SimpleNamespace(all_ranks=SimpleNamespace(least=least))
+    ranks = SimpleNamespace(all_ranks=SimpleNamespace(least=least, rank=0))
     runner = SimpleNamespace(
         loaded=SimpleNamespace(partition=ranks), open_store=lambda disk, slots, *more: slots
     )
     assert host_slots(config, (1024, 0)) == [512, 0]
     assert open_tiers(config, description, runner, (1024, 0)) == [102, 0]
     found = {rank: RankTiers([], [size, 0], [102, 0]) for rank, size in enumerate((1024, 5120))}
-    store = RankBlockStore(lambda message: None, SimpleNamespace(), found)
+    store = RankBlockStore(lambda message: None, lambda rank: None, lambda find: find(), found)
     assert store.slots == [102, 0]
     assert store.sizes == [6144, 0]
 

@@ -58,7 +58,7 @@ def check_goes_on(model, address=None, **how):
         second.reset_prefix_cache()
         first.reset_prefix_cache()
         assert answers(second, handover_from=address) == expected
-        assert second.stats().tiers.peer_hit_tokens == HITS, "the first engine forgot the blocks"
+        assert second.stats().tiers.peer_hit_tokens == HITS, "forgotten blocks were given"
         nothing_is_held(first, second)
 
 

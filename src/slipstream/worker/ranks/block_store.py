@@ -92,10 +92,7 @@ class RankBlockStore:
             self._copies.update((copy.number, copy) for copy in copies)
             self._send(CopyBlocks(list(copies)))
         if any(copy.target == "peer" for copy in copies):
-            self._ask()
-            for rank in self._latest:  # which has a slot for each block when it answers
-                while self._asked[rank]:
-                    self._read(rank, self._wait_for(partial(self._next_report, rank)))
+            self._await_ranks()  # each then has a slot for each block
 
     def finished(self) -> list[tuple[int, bool]]:
         for rank in self._latest:
@@ -105,6 +102,13 @@ class RankBlockStore:
             self._ask()
         done, self._done = self._done, []
         return done
+
+    def _await_ranks(self) -> None:
+        """Wait until all ranks have done what they were sent."""
+        self._ask()
+        for rank in self._latest:
+            while self._asked[rank]:
+                self._read(rank, self._wait_for(partial(self._next_report, rank)))
 
     def _ask(self) -> None:
         self._asked.update(self._latest.keys())
@@ -123,6 +127,8 @@ class RankBlockStore:
     def clear(self) -> None:
         self._keys.clear()
         self._send(ClearTiers())
+        if self.exchange is not None:
+            self._await_ranks()  # no engine gets a block that this one has forgotten
 
     def _end(self, number: int) -> bool:
         copy, ok = self._copies.pop(number), number not in self._failed
