@@ -58,7 +58,11 @@ def asks_nothing(name: str, value: object, owner: str) -> bool:
     return (
         known
         and name != "do_sample"
-        and (value is None or value is False or value in ({}, [], "auto"))
+        and (
+            value is None
+            or value is False
+            or (isinstance(value, str | dict | list) and value in ({}, [], "auto"))
+        )
     )
 
 

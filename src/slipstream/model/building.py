@@ -245,36 +245,35 @@ def build_layer(
             index or None,
         )
 
-    def block_index(s: BlockIndexSpec) -> BlockIndexParams:
-        layout = QKVLayout(
+    def index_heads(s: IndexSpec | BlockIndexSpec, **norms: Any) -> QKVLayout:
+        return QKVLayout(
             num_heads=s.num_heads,
             num_kv_heads=1,
             head_dim=s.head_dim,
             cos_sin=tables.rope(s.position),
             interleaved=s.position.style == "interleaved",
+            **norms,
+        )
+
+    def block_index(s: BlockIndexSpec) -> BlockIndexParams:
+        heads = index_heads(
+            s,
             norm_eps=s.eps,
             norm_offset=s.weight_offset,
             q_norm=parameters.pop(f"{name}attention.index_q_norm.weight"),
             k_norm=parameters.pop(f"{name}attention.index_k_norm.weight"),
         )
-        return BlockIndexParams(spec=s, heads=layout)
+        return BlockIndexParams(spec=s, heads=heads)
 
     def index(s: IndexSpec) -> Index:
         q, k, weights = (linear(f"attention.index_{x}", None) for x in ("q", "k", "weights"))
-        layout = QKVLayout(
-            num_heads=s.num_heads,
-            num_kv_heads=1,
-            head_dim=s.head_dim,
-            cos_sin=tables.rope(s.position),
-            interleaved=s.position.style == "interleaved",
-        )
         norm = NormSpec(kind="layer", size=s.head_dim, eps=s.eps)
         return Index(
             q,
             k,
             weights,
             build_norm(norm, f"{name}attention.index_norm", parameters),
-            IndexParams(heads=layout, top_k=s.top_k),
+            IndexParams(heads=index_heads(s), top_k=s.top_k),
         )
 
     def own_input(s: OwnInputSpec) -> OwnInput:

@@ -8,12 +8,16 @@ from collections import deque
 
 import pytest
 
+from slipstream import SamplingParams
 from slipstream.core.cache.invariants import check_pool
 from slipstream.errors import ConfigError
 from slipstream.messages.tiers import BlockCopy
+from slipstream.params.answer_forms import StructuredOutputsParams
+from slipstream.params.options import RequestOptions
 from slipstream.worker.ranks.block_store import RankBlockStore
 from slipstream.worker.ranks.messages import CopyBlocks, RankTiers, ReportTiers
 from tests.engine.cache.test_handover import (  # noqa: F401
+    PROMPTS,
     answers,
     engine,
     free_port,
@@ -117,6 +121,23 @@ def test_every_rank_has_a_slot_for_what_was_given_to_the_exchange():
     assert store.finished() == []
     coming[0].append(RankTiers([(7, True)], [64], [0]))
     assert store.finished() == [(7, True)]
+
+
+def test_a_prompt_is_handed_over_while_a_step_awaits_a_mask(tmp_path):
+    """Ranks tell that they have a slot for each block between a masked step's forward and its mask."""
+    tiny_models.write_with_tokenizer(tmp_path, "llama")
+    with_tokenizer = {"skip_tokenizer_init": False, **FORMS["tensor"]}
+    bound = StructuredOutputsParams(regex="[ab]{24}")
+    masked = SamplingParams(temperature=0, max_tokens=40, structured_outputs=bound)
+    with engine(tmp_path, **with_tokenizer) as first, engine(tmp_path, **with_tokenizer) as second:
+        samplings = [masked, *[SamplingParams(temperature=0, max_tokens=n) for n in (2, 4, 6)]]
+        options = [RequestOptions(), *[RequestOptions(hands_over=True)] * 3]
+        found = first._run([PROMPTS[0], *PROMPTS], samplings, options, progress=False)
+        assert set(found[0].outputs[0].text) <= {"a", "b"}
+        address = first.config.cache.handover.address
+        assert answers(second, handover_from=address) == answers(first)
+        assert second.stats().tiers.peer_hit_tokens == HITS
+        nothing_is_held(first, second)
 
 
 def test_an_engine_of_another_form_computes_the_prompt(made, capfd):  # noqa: F811
